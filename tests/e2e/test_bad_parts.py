@@ -77,14 +77,14 @@ CASES = {
     "variables in a place that cannot have them": (
         ("learner={type: bad-counter}",),
         (),
-        r"learner: is a module with variables in a place that cannot have them",
+        r"learner: is a module with variables outside the model",
     ),
     "a stream without a seed": (
         ("model.decoder.layer.feed_forward={type: bad-unseeded}",),
         (),
-        r"decoder\.layer\.feed_forward\.dropout\): draws random numbers from a stream without a seed",
+        r"decoder\.layer\.feed_forward\.dropout\): has no source of random numbers",
     ),
-    "more than the slot offers": (("input={type: bad-greedy}",), (), r"input: (.|\n)*asks for width(.|\n)*seed"),
+    "more than the slot offers": (("input={type: bad-greedy}",), (), r"input: (.|\n)*requires width(.|\n)*seed"),
     "a feature of the mesh rule that is missing": (
         (),
         ("--target", "cpu-1"),

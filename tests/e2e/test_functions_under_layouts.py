@@ -52,7 +52,7 @@ def test_functions_that_cannot_use_the_kernel_of_a_layout_say_what_they_use(para
     assert all(kernel in used[name] for name in ("train", "evaluate", "score"))
     reason = "queries and keys are not the same positions"
     assert [(d.kind, d.subject, d.reason) for d in decisions] == [
-        ("kernel", f"{name}: attention runs by xla, not by {kernel}", reason) for name in ("prefill", "decode")
+        ("kernel", f"{name}: attention uses xla instead of {kernel}", reason) for name in ("prefill", "decode")
     ]
     program.trace("score", ScoreBucket(2, 15, 5))
     assert "the sequence length 15 is not divisible" in decisions[-1].reason
@@ -70,6 +70,6 @@ def test_a_run_under_a_layout_samples_and_keeps_the_decision(tmp_path, capfd):
     result = api.train("quickstart", with_=["context-parallel"], steps=1, set=settings, run_dir=tmp_path / "run")
     lock = json.loads((result.run_dir / "run.lock.json").read_text())
     subjects = [d["subject"] for d in lock["decisions"] if d["kind"] == "kernel"]
-    assert subjects == [f"{name}: attention runs by xla, not by ring" for name in ("prefill", "decode")]
+    assert subjects == [f"{name}: attention uses xla instead of ring" for name in ("prefill", "decode")]
     printed = capfd.readouterr().err
     assert all(f"kernel: {subject} (" in printed for subject in subjects)

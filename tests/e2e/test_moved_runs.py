@@ -111,7 +111,7 @@ def test_a_run_without_its_files_is_one_clear_error(tmp_path, tokenizer):
     ):
         open_weights(tmp_path / "run")
     with pytest.raises(
-        ConfigError, match=r"input.tokenizer.path: names a file of a run that is not there[\s\S]*fix: copy"
+        ConfigError, match=r"input.tokenizer.path: refers to a file of a run, but the run does not have it[\s\S]*fix: copy"
     ):
         go_on(tmp_path / "run", steps=2)
 
@@ -152,7 +152,7 @@ def test_a_run_of_an_earlier_version(tmp_path, tokenizer, caplog):
     body = {k: v for k, v in data.items() if k != "sha256"}
     manifest.write_text(json.dumps({"sha256": _digest(body), **body}))
     assert open_weights(run).tokenizer
-    assert f"is a file outside of the run: {tokenizer}" in caplog.text
+    assert f"is a file outside the run: {tokenizer}" in caplog.text
     train(run, tokenizer, steps=2)  # it is made portable
     assert "path: run:files/" in (run / "config.yaml").read_text()
     shutil.rmtree(run / "files")
@@ -162,7 +162,7 @@ def test_a_run_of_an_earlier_version(tmp_path, tokenizer, caplog):
     (run / "huggingface").mkdir()
     tokenizer.rename(run / "huggingface/tokenizer.json")
     assert Run(run).config.input.tokenizer.path == str(run / "huggingface/tokenizer.json")
-    assert "using the run's own tokenizer.json" in caplog.text
+    assert "using the run's copy of tokenizer.json" in caplog.text
 
 
 @pytest.fixture

@@ -113,7 +113,7 @@ def test_a_checkpoint_without_the_variables_is_refused(tmp_path):
 
 def test_a_model_with_variables_is_not_bound_without_them():
     functional = Functional.of(config("batch-norm").model)
-    with pytest.raises(RequestError, match=r"has variables that it was not given: decoder\..*and \d+ more"):
+    with pytest.raises(RequestError, match=r"variables of the model are missing: decoder\..*and \d+ more"):
         functional.bind(functional.abstract)
 
 

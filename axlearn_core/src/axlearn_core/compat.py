@@ -1,16 +1,17 @@
-"""What libraries do not give. Each distribution has one module of this name for private imports, patches and the environment.
+"""Private imports, patches, and environment variables. Each distribution has one module with this name for them.
 
-A test reads the source and fails on `_src`, `jaxlib._jax`, `unittest.mock`, patches, assignments to `__class__` and changes of the
-environment anywhere else. Each such module says why each thing is needed, with which versions, and what would make it unnecessary.
+A test forbids `_src`, `jaxlib._jax`, `unittest.mock`, patches, assignments to `__class__`, and changes to the environment in all
+other modules. Each `compat` module explains why it needs something, for which versions, and when it can be removed.
 
-Of the core:
+The core needs:
 
-- `jax._src.distributed` (0.10 to 0.12): the client of the coordinator. Not needed once it has a public name.
-- three environment variables, which JAX reads once, and one of the `tokenizers` library.
-- `GLIBC_TUNABLES` (glibc 2.35 and later), which is read when a process starts. Not needed once `mallopt` can ask for huge pages, or
-  XLA keeps the memory of a step for the next one.
-- the `__class__` of two packages (all versions of Python): Python looks up `__call__` on the class of an object, and gives a module
-  that class in one way only ("Customizing module attribute access" in its reference). Not needed once modules have `__call__`.
+- `jax._src.distributed` (0.10 to 0.12): the client of the coordinator. Remove it when JAX offers a public name.
+- three environment variables that JAX reads once, and one of the `tokenizers` library.
+- `GLIBC_TUNABLES` (glibc 2.35 and later), which glibc reads when a process starts. Remove it when `mallopt` supports huge pages, or
+  when XLA reuses the memory of a step for the next one.
+- the `__class__` of two packages (all versions of Python). Python looks up `__call__` on the class of an object, and assigning
+  `__class__` is the documented way to change the class of a module ("Customizing module attribute access" in its reference). Remove
+  it when modules support `__call__`.
 """
 
 import contextlib
@@ -26,27 +27,27 @@ from typing import Any
 
 _lock = threading.Lock()
 TUNABLES = ("glibc.malloc.hugetlb=1", "glibc.cpu.x86_non_temporal_threshold=8388608")
-"""For processes that train. Memory comes in huge pages: XLA's CPU client gives a step's memory back after each, and to be given it
-again in pages of 4 KiB may take a third of the time. Copies of 8 MiB and more, as those of a save, go past the caches: by default
-glibc does that from three eighths of the last cache on, which may be hundreds of MB."""
+"""Settings for training processes. Huge pages: XLA's CPU client frees the memory of each step, and allocating it again in pages of
+4 KiB can take a third of the step time. Copies of at least 8 MiB, such as those of a save, bypass the caches. The default threshold
+of glibc is three eighths of the last-level cache, which can be hundreds of MB."""
 RESTARTED = "AXLEARN_RESTARTED"
 _values: dict[tuple[int, str], list[tuple[object, object]]] = {}
-"""(owner, name) -> (token, value) of the original and of each replacement in force, the oldest first."""
+"""Original value and active replacements, oldest first, by (owner, name). Each entry is (token, value)."""
 
 
 @contextlib.contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """While it lasts, `owner.name` is `value`; for modules of libraries that ask this machine instead of the target.
+    """Replace an attribute inside this context, for libraries that query this machine instead of the target.
 
-    Several threads may replace one attribute; the original is back once the last of them is done, in whatever order they end.
+    Several threads may replace the same attribute and exit in any order. The last one restores the original.
 
     Args:
-        owner: a module or class that has the attribute itself.
-        name: of the attribute.
-        value: what stands in its place.
+        owner: Module or class that defines the attribute.
+        name: Name of the attribute.
+        value: Replacement.
 
     Raises:
-        AttributeError: it has no such attribute, such as in another version.
+        AttributeError: If the attribute does not exist, for example in another version of the library.
     """
     key, entry = (id(owner), name), (object(), value)
     with _lock:
@@ -64,14 +65,14 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 
 class CallablePackage(ModuleType):
-    """A package that is called by its own name: `ax.train(...)` is `axlearn_core.train.train(...)`.
+    """A package that can be called: `ax.train(...)` calls `axlearn_core.train.train(...)`.
 
-    Importing `axlearn_core.train.loop` makes the package `train` an attribute of `axlearn_core`, where the function of this name
-    belongs. `help(ax.train)` shows the function.
+    Importing `axlearn_core.train.loop` sets the attribute `train` of `axlearn_core` to the package, which hides the function
+    with the same name. `help(ax.train)` shows the function.
     """
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Calls the function."""
+        """Call the function."""
         return self._function(*args, **kwargs)
 
     @property
@@ -84,17 +85,17 @@ class CallablePackage(ModuleType):
 
     @property
     def __doc__(self) -> str:  # type: ignore[override]
-        """That of the function."""
+        """Docstring of the function."""
         function = self._function
         return f"{function.__name__}{inspect.signature(function)}\n\n{inspect.getdoc(function)}"
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package that imports the module of a name when the name is first used.
+    """Return a `__getattr__` for a package that imports modules lazily.
 
     Args:
-        package: its name.
-        homes: name -> the module in the package that defines it.
+        package: Name of the package.
+        homes: Module in the package that defines each name.
     """
 
     def load(name: str) -> Any:
@@ -106,26 +107,26 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def make_callable(name: str) -> None:
-    """Makes a package callable, while it is imported."""
+    """Make a package callable. Call this while the package is being imported."""
     sys.modules[name].__class__ = CallablePackage
 
 
 def coordination_client() -> Any:
-    """The client of the job's coordinator, a key-value store with time limits; None in a job of one process."""
+    """Return the client of the job's coordinator, a key-value store with timeouts. None in a single-process job."""
     return importlib.import_module("jax._src.distributed").global_state.client
 
 
 def coordinator_address() -> str | None:
-    """`host:port` of the job's coordinator; None in a job of one process."""
+    """Return `host:port` of the job's coordinator. None in a single-process job."""
     return importlib.import_module("jax._src.distributed").global_state.coordinator_address
 
 
 def assign_environment(variables: Mapping[str, str], *, only: bool = False) -> None:
-    """Sets variables of a process that was started before it was known what it would be, such as a warm trainer.
+    """Set environment variables in a process that started before they were known, such as a warm trainer.
 
     Args:
-        variables: name -> value.
-        only: remove all others.
+        variables: Values by name.
+        only: If True, remove all other variables.
     """
     if only:
         os.environ.clear()
@@ -133,10 +134,10 @@ def assign_environment(variables: Mapping[str, str], *, only: bool = False) -> N
 
 
 def only_cpu(*, always: bool = False) -> None:
-    """Keeps JAX from looking for accelerators, for commands and worker processes that compute nothing.
+    """Prevent JAX from initializing accelerators. For commands and worker processes that do not compute.
 
     Args:
-        always: also where the user has set `JAX_PLATFORMS`.
+        always: If True, override `JAX_PLATFORMS` of the user.
     """
     if always:
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -144,50 +145,50 @@ def only_cpu(*, always: bool = False) -> None:
 
 
 def one_core_for_tokenizers() -> None:
-    """For one of several processes that share the cores: a tokenizer would take all of them in each."""
+    """Disable threads of tokenizers. For processes that share cores, because each tokenizer would use all of them."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def threads_for(devices: int) -> None:
-    """As many threads as virtual CPU devices need.
+    """Give XLA enough threads for virtual CPU devices.
 
-    A device that waits for others in a loop holds a thread, and loops run beside one another: with as many threads as devices,
-    some may hold all of them and wait for those that have none.
+    A device blocks a thread while it waits for other devices in a loop, and several loops can run concurrently. With one
+    thread per device, waiting devices can occupy all threads and deadlock.
     """
     os.environ.setdefault("PJRT_NPROC", str(max(8 * devices, os.cpu_count() or 1)))
 
 
 def forget_device_count() -> None:
-    """Removes the number of virtual CPU devices from `XLA_FLAGS`, which JAX refuses beside `jax_num_cpu_devices`."""
+    """Remove the number of virtual CPU devices from `XLA_FLAGS`. JAX rejects it together with `jax_num_cpu_devices`."""
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags).strip()
 
 
 def glibc_tunables(environment: Mapping[str, str]) -> str:
-    """`GLIBC_TUNABLES` for a process that trains: those of `environment`, and of ours what they do not set."""
-    own = [tunable for tunable in environment.get("GLIBC_TUNABLES", "").split(":") if tunable]
-    names = {tunable.partition("=")[0] for tunable in own}
-    return ":".join([*own, *(tunable for tunable in TUNABLES if tunable.partition("=")[0] not in names)])
+    """Return `GLIBC_TUNABLES` for a training process: the value in `environment`, plus our defaults."""
+    present = [tunable for tunable in environment.get("GLIBC_TUNABLES", "").split(":") if tunable]
+    names = {tunable.partition("=")[0] for tunable in present}
+    return ":".join([*present, *(tunable for tunable in TUNABLES if tunable.partition("=")[0] not in names)])
 
 
 def restart_with_tunables() -> None:
-    """Starts this program anew as the same process, with `glibc_tunables`; its own children get the environment as it was.
+    """Restart this program in the same process with `glibc_tunables`. Child processes get the original environment.
 
-    To be called first of all: what the program has done until then it does twice. It returns where the settings are there
-    already or were tried, and where nothing can begin again: another C library, a debugger, a program on standard input.
+    Call this first, because the program repeats everything before it. It does nothing if the settings are already present or
+    were already tried, with another C library, in a debugger, or for a program on standard input.
     """
-    tunables, this, own = glibc_tunables(os.environ), str(os.getpid()), os.environ.get("GLIBC_TUNABLES", "")
+    tunables, this, current = glibc_tunables(os.environ), str(os.getpid()), os.environ.get("GLIBC_TUNABLES", "")
     process, _, users = os.environ.pop(RESTARTED, "").partition(" ")
-    if process == this:  # also of a Python with capabilities, which loses the settings whenever it starts
+    if process == this:  # a Python with capabilities always loses the settings, so do not restart again
         os.environ.pop("GLIBC_TUNABLES", None)
         os.environ.update({"GLIBC_TUNABLES": users} if users else {})
         return
     has_glibc = "CS_GNU_LIBC_VERSION" in os.confstr_names
     can_begin_again = sys.executable and sys.argv[0] not in ("", "-") and sys.gettrace() is None
-    if not has_glibc or not can_begin_again or own == tunables:
+    if not has_glibc or not can_begin_again or current == tunables:
         return
     sys.stdout.flush()
     sys.stderr.flush()
     with contextlib.suppress(OSError):
-        environment = os.environ | {"GLIBC_TUNABLES": tunables, RESTARTED: f"{this} {own}"}
+        environment = os.environ | {"GLIBC_TUNABLES": tunables, RESTARTED: f"{this} {current}"}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)

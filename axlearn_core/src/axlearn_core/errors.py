@@ -1,7 +1,7 @@
-"""One tree of errors, and the "did you mean" helper.
+"""Exceptions, and helpers for "did you mean" messages.
 
-Every error that a user can cause derives from `RequestError` and ends a command with exit code 2; work that was asked
-for correctly and failed (a full disk, a diverged loss) derives from `WorkError` and ends it with exit code 1.
+Errors that a user can cause derive from `RequestError`, and commands exit with code 2. Valid requests that fail, because of
+a full disk or a diverged loss for example, raise a `WorkError`, and commands exit with code 1.
 """
 
 import difflib
@@ -12,50 +12,50 @@ import attrs
 
 
 class AxlearnError(Exception):
-    """The root of all errors that this framework raises on purpose."""
+    """Base class of the errors that this framework raises."""
 
     exit_code = 1
 
 
 class WorkError(AxlearnError):
-    """The request was right; doing it failed."""
+    """A valid request failed."""
 
 
 class RequestError(AxlearnError):
-    """The request was wrong. Nothing has been done or written."""
+    """The request was invalid. Nothing has been done or written."""
 
     exit_code = 2
 
 
 class PluginError(RequestError):
-    """A plugin cannot be loaded, is for another version of the core, or claims what another one claims."""
+    """A plugin cannot be loaded, does not support this version of the core, or conflicts with another plugin."""
 
 
 class InputError(RequestError):
-    """The training data is missing, empty or not what its reader expects."""
+    """The training data is missing, empty, or invalid."""
 
 
 class CheckpointError(RequestError):
-    """A checkpoint or run directory is damaged, or belongs to something else."""
+    """A checkpoint or run directory is damaged, or belongs to another experiment."""
 
 
 class StorageError(WorkError):
-    """A storage could not be listed, read or written."""
+    """A storage could not be listed, read, or written."""
 
 
 class MissingFileError(StorageError):
-    """A storage has no file of this path."""
+    """The file does not exist in the storage."""
 
 
 def reason(error: BaseException) -> str:
-    """Why something failed, in one line: what the system says of it, or else the error's own text."""
+    """Return the reason for an error in one line: the message of the operating system, or else that of the error."""
     text = error.strerror if isinstance(error, OSError) else None
     return (text or str(error) or type(error).__name__).splitlines()[0]
 
 
 @attrs.frozen(kw_only=True)
 class Problem:
-    """One thing that is wrong with a config."""
+    """A problem in a config."""
 
     path: str
     message: str
@@ -79,11 +79,11 @@ class Problem:
 
 
 SHOWN_PROBLEMS = 20
-"""As many problems are printed; of the rest, how many there are."""
+"""Number of problems to print. For the others, only the count is printed."""
 
 
 class ConfigError(RequestError):
-    """One or more problems in a config, all of them reported at once."""
+    """One or more problems in a config."""
 
     def __init__(self, problems: Problem | Iterable[Problem]):
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
@@ -101,20 +101,20 @@ _UNPRINTABLE = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2
 
 
 def escape_controls(text: str) -> str:
-    """`text` with what steers a terminal or turns its direction, and lone surrogates, as escapes such as `\\x1b`.
+    """Escape control characters, bidirectional overrides, and lone surrogates, for example as `\\x1b`.
 
-    Messages quote files of others.
+    Messages may quote untrusted files.
     """
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def nearest(name: str, candidates: Iterable[str], limit: int = 3) -> tuple[str, ...]:
-    """The `limit` candidates closest in spelling to `name`, best first; empty where nothing is close."""
+    """Return up to `limit` candidates with a similar spelling, best first."""
     return tuple(difflib.get_close_matches(name, sorted(set(candidates)), n=limit, cutoff=0.55))
 
 
 def unknown(kind: str, name: str, candidates: Iterable[str], *, listing: str | None = None) -> RequestError:
-    """The error for a name that is not one of `candidates`; `listing` is the command that lists them."""
+    """Return the error for a name that is not one of `candidates`. `listing` is a command that lists them."""
     names = sorted(set(candidates))
     close = nearest(name, names)
     lines = [f"unknown {kind} {name!r}"]

@@ -127,21 +127,21 @@ def flip(path: Path) -> None:
         (lambda one: flip(newest(one, "state/**/*")), r"state/.*: got sha256 \w+, expected \w+"),
         (
             lambda one: newest(one, "state/**/*").write_bytes(b"x"),
-            r"state/.*(ends too early|got 1 bytes, expected \d+)",
+            r"state/.*(is too short|got 1 bytes, expected \d+)",
         ),
         (lambda one: newest(one, "state/**/*").unlink(), r"state/.*: No such file"),
         (lambda one: flip(newest(one, "extra.json")), r"extra\.json: got sha256"),
         (lambda one: newest(one, "manifest.json").unlink(), r"manifest\.json: No such file"),
-        (lambda one: newest(one, "manifest.json").write_text("{}"), r"manifest\.json: not what was written"),
+        (lambda one: newest(one, "manifest.json").write_text("{}"), r"manifest\.json: is damaged"),
         (
             lambda one: newest(one, "manifest.json").write_text(newest(one, "manifest.json").read_text()[:-40]),
-            r"manifest\.json: not what was written",
+            r"manifest\.json: is damaged",
         ),
         (
             lambda one: newest(one, "manifest.json").write_text(
                 newest(one, "manifest.json").read_text().replace('"loss": 1.5', '"loss": 0.5')
             ),
-            r"manifest\.json: not what was written",
+            r"manifest\.json: is damaged",
         ),
     ],
 )
@@ -178,7 +178,7 @@ def test_going_back_sets_the_later_checkpoints_aside(make, state, caplog):
     back.wait()
     assert back.steps() == [10, 15]
     assert len(list(back.directory.glob("[23]0.superseded-*"))) == 2
-    assert "checkpoint of step 30 is now" in caplog.text
+    assert "renamed the checkpoint of step 30 to" in caplog.text
 
 
 def test_only_what_the_run_wrote_is_deleted(make, tmp_path):
@@ -232,7 +232,7 @@ def test_failed_saves_are_warnings_until_there_are_too_many(make, monkeypatch, c
     monkeypatch.setattr(manifest, "render", fail)
     for step in (1, 2, 3):
         assert one.save(step, {"x": jnp.ones(2)})
-    assert caplog.text.count("training goes on: failure") == 2
+    assert caplog.text.count("training continues: consecutive failure") == 2
     with pytest.raises(WorkError, match=r"step 3 could not be written[^$]*No space left"):
         one.save(4, {"x": jnp.ones(2)})
     monkeypatch.setattr(manifest, "render", real)
@@ -289,7 +289,7 @@ def test_due_and_repeated_saves(make, state):
     ("leaf", "reason"), [(3.5, "float 3.5"), (np.arange(3), "ndarray int64"), ("text", "str 'text'")]
 )
 def test_what_jax_would_change_is_refused_rather_than_saved(make, leaf, reason):
-    with pytest.raises(CheckpointError, match=f"a.b: a checkpoint holds JAX arrays, not {reason}"):
+    with pytest.raises(CheckpointError, match=f"a.b: cannot save {reason}"):
         make().save(1, {"a": {"b": leaf}})
 
 

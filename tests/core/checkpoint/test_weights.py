@@ -162,7 +162,7 @@ def test_a_damaged_shard_is_named_and_others_are_not_blamed(tmp_path):
     refused(weights.read, "step 10", f"state/weights/0-0.bin: {HEAD}, bytes {offset} to", "got sha256")
     assert len(weights.read("decoder.layer.**")) > 3, "what lies elsewhere is read"
     file.write_bytes(data[: offset + 3])
-    refused(lambda: weights.read("decoder.norm.*"), "state/weights/0-0.bin: ", "ends too early")
+    refused(lambda: weights.read("decoder.norm.*"), "state/weights/0-0.bin: ", "is too short")
     file.with_name("0.json").write_text("{}")
     refused(open_weights(tmp_path / "run").read, "state/weights/0.json: got sha256")
 

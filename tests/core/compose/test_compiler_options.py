@@ -141,6 +141,6 @@ def test_a_config_cannot_change_what_a_kernel_needs():
 def test_kernels_that_need_different_values_are_refused():
     kernels = {"careful": NEEDED, "careless": {"cpu": {OPTION: False}}}
     with pytest.raises(
-        PluginError, match=r"kernel 'careless' cannot be in one program with the twice kernel 'careful'"
+        PluginError, match=r"kernel 'careless' cannot be in the same program as the twice kernel 'careful'"
     ):
         with_kernels(kernels).compile("train", X)

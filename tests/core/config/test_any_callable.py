@@ -176,11 +176,11 @@ def test_a_function_that_takes_anything_gets_what_it_names():
 @pytest.mark.parametrize(
     ("function", "names", "settings", "message"),
     [
-        (nnx.RMSNorm, ("num_feature=dim",), {}, "takes no 'num_feature'; did you mean: num_features"),
-        (nnx.Linear, (), {"use_biases": True}, "takes no 'use_biases'; did you mean: use_bias"),
-        (linen.Dense, (), {"feature": 3}, "takes no 'feature'; did you mean: features"),
-        (eqx.nn.Linear, (), {"in_feature": 3}, "takes no 'in_feature'; did you mean: in_features"),
-        (optax.lion, (), {"learningrate": 3}, "takes no 'learningrate'; did you mean: learning_rate"),
+        (nnx.RMSNorm, ("num_feature=dim",), {}, "has no parameter 'num_feature'; did you mean: num_features"),
+        (nnx.Linear, (), {"use_biases": True}, "has no parameter 'use_biases'; did you mean: use_bias"),
+        (linen.Dense, (), {"feature": 3}, "has no parameter 'feature'; did you mean: features"),
+        (eqx.nn.Linear, (), {"in_feature": 3}, "has no parameter 'in_feature'; did you mean: in_features"),
+        (optax.lion, (), {"learningrate": 3}, "has no parameter 'learningrate'; did you mean: learning_rate"),
     ],
 )
 def test_wrong_names(function, names, settings, message):
@@ -189,7 +189,7 @@ def test_wrong_names(function, names, settings, message):
 
 
 def test_what_the_parent_does_not_offer():
-    with pytest.raises(ConfigError, match=r"RMSNorm is to take 'dims' from its parent(.|\n)*did you mean: dim\?"):
+    with pytest.raises(ConfigError, match=r"RMSNorm requires 'dims', which its parent does not offer(.|\n)*did you mean: dim\?"):
         configure(nnx.RMSNorm, "num_features=dims").build(**offered())
 
 

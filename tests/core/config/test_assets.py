@@ -100,7 +100,7 @@ def test_a_file_that_the_run_lacks_is_one_clear_error(name, tmp_path):
     (tmp_path / "v.json").touch()
     config, lost = attach(tree(f"run:{name}"), run_with(tmp_path / "run", "config.yaml"))
     assert [asset.path for asset in lost] == ["vocabulary.path"]
-    with pytest.raises(ConfigError, match=r"vocabulary.path[\s\S]*not there[\s\S]*got: [\s\S]*expected[\s\S]*fix") as e:
+    with pytest.raises(ConfigError, match=r"vocabulary.path[\s\S]*does not have it[\s\S]*got: [\s\S]*expected[\s\S]*fix") as e:
         check(config)
     assert len(e.value.problems) == 1
 
@@ -113,7 +113,7 @@ def test_earlier_runs(tmp_path, caplog):
         assert attach(tree(str(tmp_path / "run/v.json")), run)[0].vocabulary.path == copy
         assert not caplog.messages
         assert attach(tree("/gone/v.json"), run)[0].vocabulary.path == copy
-        assert "/gone/v.json does not exist; using the run's own v.json" in caplog.text
+        assert "/gone/v.json does not exist; using the run's copy of v.json" in caplog.text
         assert attach(tree("/gone/w.json"), run)[0].vocabulary.path == "/gone/w.json"
         assert len(caplog.messages) == 1
         (tmp_path / "v.json").touch()
@@ -122,12 +122,12 @@ def test_earlier_runs(tmp_path, caplog):
         assert outside.vocabulary.path == str(tmp_path / "v.json")
         assert attach(tree("s3://bucket/v.json"), run)[0].vocabulary.path == "s3://bucket/v.json"
     assert len(caplog.messages) == 3  # each once
-    assert f"outside of the run: {tmp_path / 'v.json'}" in caplog.text
-    assert "copy the file to files/vocabulary/v.json in it" in caplog.text
+    assert f"outside the run: {tmp_path / 'v.json'}" in caplog.text
+    assert "copy the file to files/vocabulary/v.json in the run" in caplog.text
 
 
 def test_siblings_need_an_asset():
-    with pytest.raises(TypeError, match="set asset=True"):
+    with pytest.raises(TypeError, match="requires asset=True"):
         setting(default=None, siblings=("a",))
 
 

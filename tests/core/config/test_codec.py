@@ -216,14 +216,14 @@ def test_files_that_do_not_fit(text, match):
     ("text", "match"),
     [
         ("a: !!python/object:os.system x", r"f.yaml:1: a: the YAML tag .* is not allowed"),
-        ("a: 1\nb:\n  c: 1\n  c: 2\n", "f.yaml:4: b.c: is given twice"),
+        ("a: 1\nb:\n  c: 1\n  c: 2\n", "f.yaml:4: b.c: is a duplicate key"),
         ("a: [1\n", "f.yaml:2: .*not valid YAML"),
         ("a: 1\n---\nb: 2", "not valid YAML"),
         ("? [a]\n: 1", "f.yaml:1: .*plain name"),
         ("&a [*a]", "contains itself"),
         ("a: &x {b: *x}", "contains itself"),
         ("a: \x00", "f.yaml: .*not valid YAML"),
-        ("a: !!float x", "f.yaml:1: a: is not of the tag !!float: could not convert"),
+        ("a: !!float x", "f.yaml:1: a: does not match the tag !!float: could not convert"),
     ],
 )
 def test_text_that_cannot_be_read(text, match):

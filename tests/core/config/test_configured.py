@@ -52,13 +52,13 @@ def test_what_parents_offer():
 
 
 def test_it_is_checked_against_the_signature():
-    with pytest.raises(RequestError, match=r"optimizer takes no 'b_1'; did you mean: b1\?"):
+    with pytest.raises(RequestError, match=r"optimizer has no parameter 'b_1'; did you mean: b1\?"):
         configure(optimizer, b_1=1.0)
     with pytest.raises(ConfigError, match="b1: wrong type"):
         configure(optimizer, b1="x")
     with pytest.raises(ConfigError, match="nesterov: wrong type"):
         configure(optimizer, nesterov=1)
-    with pytest.raises(RequestError, match="takes no 'nope'"):
+    with pytest.raises(RequestError, match="has no parameter 'nope'"):
         configure(layer, "nope=dim")
     with pytest.raises(RequestError, match="has a parameter 'type'"):
         configure(has_type)

@@ -123,7 +123,7 @@ def test_another_class_of_another_kind_is_mathematics():
 
 
 def test_computes_like_is_no_name_for_a_field():
-    with pytest.raises(TypeError, match="no field can be called 'computes_like'"):
+    with pytest.raises(TypeError, match="the field name 'computes_like' is reserved"):
 
         @node
         class Bad(Node[None]):

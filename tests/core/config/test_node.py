@@ -179,7 +179,7 @@ def test_classes_that_are_declared_wrongly():
         class NoDefault(Node[Any]):
             x: int = attrs.field()
 
-    with pytest.raises(TypeError, match="no field can be called 'type'"):
+    with pytest.raises(TypeError, match="the field name 'type' is reserved"):
 
         @node
         class Reserved(Node[Any]):

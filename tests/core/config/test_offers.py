@@ -57,7 +57,7 @@ def test_what_asks_for_no_more_than_is_offered_passes():
 def test_what_asks_for_more_is_named_with_its_slot():
     actual = problems(Home.Config(store=Greedy.Config(), many=(Plain.Config(), Greedy.Config())))
     assert set(actual) == {"store", "many.1"}
-    assert "Greedy.Config asks for dim, volume" in str(actual["store"])
+    assert "Greedy.Config requires dim, volume" in str(actual["store"])
     assert "a Store, which is offered directory" in str(actual["store"])
 
 
@@ -73,6 +73,6 @@ def test_building_without_what_is_needed_names_it():
     with pytest.raises(ConfigError) as error:
         Greedy.Config().build(dim=2, directory=".")
     text = str(error.value)
-    assert "Greedy.Config takes 'volume' from its parent, which does not offer it" in text
+    assert "Greedy.Config requires 'volume', which its parent does not offer" in text
     assert "offered: dim, directory" in text
     assert Plain.Config().build(directory=".", more=1).directory == "."

@@ -105,7 +105,7 @@ def test_nothing_to_set_is_the_given_problem():
 
 
 def test_a_role_whose_field_is_missing_is_an_error():
-    with pytest.raises(TypeError, match="Config lacks the field 'window' of the role WindowRole: declare it"):
+    with pytest.raises(TypeError, match="Config lacks the field 'window' of the role WindowRole: declare the field"):
 
         @node
         class Config(Node[Any], WindowRole):

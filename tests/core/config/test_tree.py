@@ -112,7 +112,7 @@ def test_get_and_find():
         ConfigError, match=r"no 'num_head' in layers.0 \(Attention.Config\)[\s\S]*did you mean: layers.0.num_heads"
     ):
         get(TREE, "layers.0.num_head")
-    with pytest.raises(ConfigError, match="it is a value, 4"):
+    with pytest.raises(ConfigError, match="which is the value 4"):
         get(TREE, "first.num_heads.more")
 
 

@@ -68,8 +68,8 @@ def test_a_function_that_only_shares_the_config_takes_a_named_kernel_if_it_can()
         with pytest.raises(RequestError, match="unknown attention kernel 'xla-blokced'"):
             choose(call(), "xla-blokced")
     assert [str(d) for d in replaced_kernels("decode", program.choices)] == [
-        "kernel: decode: attention runs by xla, not by xla-blocked (the mask (full) hides no whole block)",
-        "kernel: decode: attention runs by xla-blocked, not by native (not a kernel of attention)",
+        "kernel: decode: attention uses xla instead of xla-blocked (the mask (full) hides no whole block)",
+        "kernel: decode: attention uses xla-blocked instead of native (not a kernel of attention)",
     ]
     with use(Selection(platform="cpu", required=("attention",))), pytest.raises(RequestError, match="cannot do this"):
         choose(call(Full()), "xla-blocked")
@@ -90,7 +90,7 @@ def test_platforms_priorities_and_what_cannot_be_loaded():
     assert program.choices[0].rejected == {"fast": "runs on tpu, not on cpu"}
     with use(Selection(platform="tpu", declared=declared)), pytest.raises(PluginError, match="'fast' cannot be loaded"):
         call().run()
-    with use(Selection(platform="cpu", declared=lambda op: [])), pytest.raises(RequestError, match="none is installed"):
+    with use(Selection(platform="cpu", declared=lambda op: [])), pytest.raises(RequestError, match="no kernel is installed"):
         call().run()
 
 
@@ -107,7 +107,7 @@ def test_two_plugins_with_one_kernel_name_are_an_error(monkeypatch):
     with pytest.raises(PluginError, match=r"'fast' is claimed by one 1\.0 and by k of other 1\.0"):
         selection.installed(AttentionOp)
     monkeypatch.setattr("axlearn_core.plugins.manager.host", host_of(("one 1.0", "xla")))
-    with pytest.raises(PluginError, match=r"'xla' is claimed by the op itself and by one 1\.0"):
+    with pytest.raises(PluginError, match=r"'xla' is claimed by the op and by one 1\.0"):
         selection.installed(AttentionOp)
     assert [k.name for k in selection.installed(CrossEntropyOp)] == ["xla"]  # the claims are about another op
 
@@ -125,7 +125,7 @@ def test_kernels_of_a_compiled_program_are_imported(monkeypatch):
     assert "colorsys" in sys.modules
     with pytest.raises(PluginError, match="'gone' cannot be loaded"):
         selection.import_kernels([(PATH, "gone")])
-    with pytest.raises(RequestError, match=r"has the kernel 'other' of .*which no installed plugin declares"):
+    with pytest.raises(RequestError, match=r"uses the kernel 'other' of .*which no installed plugin provides"):
         selection.import_kernels([(PATH, "other")])
 
 

@@ -174,7 +174,7 @@ class Clash(Line):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"objective": Plain.Config()}, "objective: an objective is an nnx.Module"),
+        ({"objective": Plain.Config()}, "objective: an objective must be an nnx.Module"),
         ({"model": Clash.Config()}, r"model \(objective.weight\): the name `objective` at the root of a model"),
     ],
 )

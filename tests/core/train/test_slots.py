@@ -109,7 +109,7 @@ def test_processes_are_joined_by_the_slot(tmp_path):
 def test_an_input_that_needs_a_vocabulary_is_refused_beside_a_model_without_one(tmp_path):
     with pytest.raises(ConfigError) as error:
         RUN.run(tmp_path / "run", input=Words.Config())
-    assert "Words.Config takes 'vocab_size' from its parent, which does not offer it" in str(error.value)
+    assert "Words.Config requires 'vocab_size', which its parent does not offer" in str(error.value)
     assert not (tmp_path / "run").exists()
 
 

@@ -199,7 +199,7 @@ def test_what_others_keep_beside_the_checkpoints_stays(s3):
     for step in (1, 2, 3):
         one.save(step, state(step))
     one.wait()
-    with pytest.raises(WorkError, match=r"5 holds files that are not of this run, such as 5/mine.txt"):
+    with pytest.raises(WorkError, match=r"5 contains files that do not belong to this run, such as 5/mine.txt"):
         one.save(5, state(5))
     assert one.steps() == [3]
     assert {f.path for f in storage.list() if not f.path.startswith("3/")} == {"2024/notes.txt", "5/mine.txt", "notes"}
@@ -323,7 +323,7 @@ def test_credentials_come_from_the_usual_chain(s3, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("uri", "expected"),
     [
-        ("http://user:secret@host/run", "no plugin stores checkpoints at 'http://***@host/run'"),
+        ("http://user:secret@host/run", "no plugin supports checkpoints at 'http://***@host/run'"),
         ("gcs://bucket/run", "the scheme 'gcs' is unknown"),
         ("simplecache::s3://bucket/run", "chains file systems of fsspec"),
         ("s3://key:secret@host/run", "has credentials or a port in the place of the bucket"),

@@ -78,7 +78,7 @@ def test_one_of_another_model_is_refused_with_every_difference(make):
     with pytest.raises(CheckpointError) as error:
         make().restore(5, LIKE)
     text = str(error.value)
-    assert "missing: params.a.weight float32[4,2] (nearest there: params.a.weigth)" in text
+    assert "missing: params.a.weight float32[4,2] (nearest: params.a.weigth)" in text
     assert "unexpected: params.a.weigth" in text
     assert "differs: params.b: the checkpoint has bfloat16[4], expected bfloat16[3]" in text
 

@@ -1,4 +1,4 @@
-"""Checkpoints over a storage. `checkpoint.manifest` reads what a checkpoint holds without JAX."""
+"""Checkpoints in a storage. `checkpoint.manifest` inspects checkpoints without importing JAX."""
 
 from typing import TYPE_CHECKING
 

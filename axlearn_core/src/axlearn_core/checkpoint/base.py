@@ -1,4 +1,4 @@
-"""The base of checkpointers over a storage: background saves, atomic commits, ownership and retention."""
+"""Base class of checkpointers over a storage: background saves, atomic commits, ownership, and retention."""
 
 import json
 import logging
@@ -29,53 +29,54 @@ class ArrayReader(Protocol):
     """Reads arrays of one checkpoint."""
 
     def read(self, shardings: Mapping[str, Sharding | None]) -> dict[str, jax.Array]:
-        """The arrays at some paths of the manifest, in their shardings (None: the default device).
+        """Read arrays and verify their hashes. All processes must call this together.
 
-        Compares the hashes of what it reads. All processes call this together.
+        Args:
+            shardings: Sharding of each array by its path in the manifest. None means the default device.
 
         Raises:
-            CheckpointError: a file is damaged, on this process or on another one.
+            CheckpointError: If a file is damaged on any process.
         """
         ...
 
 
 TextFiles = Mapping[str, str | Callable[[], str]]
 WEIGHTS_ONLY = "weights_only"
-"""In `extra`: the checkpoint holds `step`, `params` and `variables` only, and a run begins with them."""
+"""Key in `extra` of a checkpoint that only holds `step`, `params`, and `variables`, from which a run can start."""
 
 
 class StorageCheckpointer(Configurable):
-    """A checkpointer whose steps are folders of a storage, each with a manifest; see `axlearn_core.contracts.parts.Checkpointer`.
+    """Base class of checkpointers that store each step in a folder with a manifest.
 
-    `save` copies the state off the devices and returns; the rest happens in threads. A checkpoint appears under its step once
-    everything in it is written, so that a process killed at any moment leaves whole checkpoints only.
+    It implements `axlearn_core.contracts.parts.Checkpointer`. `save` copies the state to host memory and returns; threads do
+    the rest. A checkpoint becomes visible when it is complete, so killing a process never leaves a partial checkpoint.
 
-    A subclass writes arrays to files and reads them: it implements `_copy`, `_collect_files` and `reader`.
+    Subclasses write and read the files of arrays. They implement `_copy`, `_collect_files`, and `reader`.
 
     Attributes:
-        place: where the checkpoints lie.
-        files: text files (or functions that give their text) to put into each checkpoint, by name.
-        run: the id of the run that owns what is saved. Checkpoints of other ids are never deleted.
-        on_result: see `axlearn_core.contracts.capabilities.ReportsSaves`.
-        max_saves_in_flight: how many saves may be under way; one more waits for the oldest.
-        layout_file: a file that each checkpoint of the class has, by its path in the checkpoint.
+        place: Location of the checkpoints.
+        files: Text files to store in each checkpoint, by name. A value is the text or a function that returns it.
+        run: ID of the run that owns the saved checkpoints. Checkpoints of other runs are never deleted.
+        on_result: See `axlearn_core.contracts.capabilities.ReportsSaves`.
+        max_saves_in_flight: Maximum number of concurrent saves. Another save waits for the oldest one.
+        layout_file: Path in the checkpoint of a file that every checkpoint of this class has.
     """
 
     layout_file: str
 
     @node
     class Config(Configurable.Config["StorageCheckpointer"]):
-        """When to save and what to keep; a checkpoint stays if any of the `keep_` fields wants it.
+        """Saving and retention policy. A checkpoint is kept if any `keep_` field selects it.
 
         Attributes:
-            every_steps: number of steps between checkpoints.
-            keep_last: how many of the newest stay; None keeps all.
-            keep_every: those of steps that this divides stay.
-            keep_best: how many of those with the best `best_metric` stay.
-            best_metric: a name among the metrics given to `save`.
-            best_mode: whether small or large values are good.
-            uri: where to keep checkpoints instead of the run directory: a path, or a URI that a plugin stores.
-            max_failed_saves: saves in a row that may fail with a warning before training stops.
+            every_steps: Number of steps between checkpoints.
+            keep_last: Number of most recent checkpoints to keep. None keeps all checkpoints.
+            keep_every: Keep checkpoints whose step is a multiple of this.
+            keep_best: Number of checkpoints with the best `best_metric` to keep.
+            best_metric: Name of one of the metrics passed to `save`.
+            best_mode: `min` if smaller values are better, or `max`.
+            uri: Location of the checkpoints, if not the run directory: a path, or a URI that a plugin supports.
+            max_failed_saves: Number of consecutive failed saves that only log a warning. Another failure stops training.
         """
 
         every_steps: int = setting(default=500, ge=1)
@@ -103,59 +104,59 @@ class StorageCheckpointer(Configurable):
         self._opened = False
 
     def _copy(self, step: int, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
-        """Copies arrays off the devices, which may be donated once this returns.
+        """Copy arrays to host memory. They may be donated after this returns.
 
         Returns:
-            A function for a thread, which writes this process's part of the step below its staging folder.
+            A function that writes this process's part of the step to the staging folder. It runs in a thread.
         """
         raise NotImplementedError
 
     def _collect_files(self, folder: str) -> dict[str, dict[str, Any]]:
-        """Waits for the parts of all processes; called on the first one.
+        """Wait for the parts of all processes. Only process 0 calls this.
 
         Args:
-            folder: the staging folder of the step, with a `/` at its end.
+            folder: Staging folder of the step, with a trailing `/`.
 
         Returns:
-            Path -> size and hash of each file, as in the manifest. The commit adds its own files.
+            Size and hash of each file by path, as in the manifest. The commit adds further files.
         """
         raise NotImplementedError
 
     def reader(self, checkpoint: Manifest) -> ArrayReader:
-        """Opens a checkpoint to read its arrays.
+        """Open a checkpoint to read its arrays.
 
         Args:
-            checkpoint: the manifest, with the paths to read the arrays by.
+            checkpoint: Manifest, which defines the paths of the arrays.
         """
         raise NotImplementedError
 
     @property
     def directory(self) -> Path:
-        """The local or mounted directory of the checkpoints. Raises `StorageError` if the storage has no directory."""
+        """Local or mounted directory of the checkpoints. Raises `StorageError` if the storage has no directory."""
         storage = self.place.storage
         return (storage.root if isinstance(storage, LocalStorage) else storage.directory()).absolute()
 
     def due(self, step: int) -> bool:
-        """Says whether the policy saves this step."""
+        """Return True if the policy saves this step."""
         return step > 0 and step % self.cfg.every_steps == 0
 
     def steps(self) -> list[int]:
-        """All complete steps, oldest first."""
+        """Return all complete steps, oldest first."""
         return self.place.steps()
 
     def latest_step(self) -> int | None:
-        """The newest complete step."""
+        """Return the newest complete step, or None."""
         return max(self.steps(), default=None)
 
     def inspect(self, step: int) -> Manifest:
-        """Reads the manifest of a checkpoint, and no arrays."""
+        """Read the manifest of a checkpoint."""
         return self.place.inspect(step)
 
     def owner(self) -> str:
-        """The id of the run that wrote the newest checkpoint; empty if there is none, or it has no id."""
+        """Return the ID of the run that wrote the newest checkpoint, or an empty string if it is unknown."""
         try:
             return "" if (step := self.latest_step()) is None else self.inspect(step).run
-        except CheckpointError:  # damaged: restoring says so
+        except CheckpointError:  # restoring reports the damage
             return ""
 
     def save(
@@ -166,13 +167,22 @@ class StorageCheckpointer(Configurable):
         extra: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> bool:
-        """Starts saving a pytree of arrays, JSON-able `extra` and `files`. Returns False if the step exists.
+        """Start saving a pytree of arrays, `extra`, and `files`.
 
-        Waits while as many saves as allowed are under way. The state may be donated as soon as this returns. A save that fails
-        is a warning (and False) until more than `max_failed_saves` in a row have failed.
+        Block while the maximum number of saves is in flight. The state may be donated after this returns. A failed save logs
+        a warning, until more than `max_failed_saves` consecutive saves have failed.
+
+        Args:
+            step: Number of completed steps.
+            state: Pytree of arrays.
+            extra: JSON-serializable data.
+            metrics: Metrics for the retention policy.
+
+        Returns:
+            False if the step already exists or the save failed.
 
         Raises:
-            WorkError: too many saves failed; earlier checkpoints are intact.
+            WorkError: If too many saves failed. Earlier checkpoints are intact.
         """
         texts = {name: text() if callable(text) else text for name, text in self.files.items()}
         texts[manifest.EXTRA] = json.dumps(dict(extra or {}))
@@ -204,10 +214,10 @@ class StorageCheckpointer(Configurable):
         return True
 
     def wait(self) -> None:
-        """Blocks until every save under way is complete on every process.
+        """Block until every save is complete on every process.
 
         Raises:
-            WorkError: one failed, with the reason.
+            WorkError: If a save failed.
         """
         errors: list[WorkError] = []
         while self._pending:
@@ -225,7 +235,7 @@ class StorageCheckpointer(Configurable):
         self._failures = 0
 
     def close(self) -> None:
-        """Waits, then ends the threads."""
+        """Wait for all saves, then stop the threads."""
         try:
             self.wait()
         finally:
@@ -236,13 +246,18 @@ class StorageCheckpointer(Configurable):
         return self.place.read_extra(step)
 
     def restore(self, step: int, like: object) -> tuple[Any, dict[str, Any]]:
-        """(state, extra) of a step. Shapes, dtypes and shardings are those of `like`, which may be abstract.
+        """Restore the state and `extra` of a step.
 
-        If a checkpoint has weights only, the learner, the objective and the random key stay as they are in `like`. Each process
-        compares the hashes of what it reads.
+        If the checkpoint only has weights, the learner, the objective, and the random key are taken from `like`. Each process
+        verifies the hashes of the data that it reads.
+
+        Args:
+            step: A complete step.
+            like: State with the required shapes, dtypes, and shardings. It may be abstract.
 
         Raises:
-            CheckpointError: no such step; a damaged file; or arrays that are missing, unexpected or of another shape.
+            CheckpointError: If the step does not exist, if a file is damaged, or if arrays are missing, unexpected, or have
+                another shape.
         """
         checkpoint = self._verify_step(step)
         extra = self.read_extra(step)
@@ -259,14 +274,14 @@ class StorageCheckpointer(Configurable):
         return state, extra
 
     def restart(self) -> None:
-        """Begins at step 0 all the same: sets every checkpoint aside."""
+        """Start again at step 0 and rename all existing checkpoints."""
         self._restored = 0
         if jax.process_index() == 0:
             self._open()
 
     def _verify_step(self, step: int) -> Manifest:
-        """Compares all files with the manifest except those of arrays. A reader compares these."""
-        # This comes before any process enters a collective restore: one that fails there would leave the others waiting.
+        """Verify all files except arrays, which the reader verifies."""
+        # Verify before any process enters a collective restore. A failure inside would leave the other processes waiting.
         error: CheckpointError | None = None
         if jax.process_index() == 0:
             try:
@@ -278,17 +293,17 @@ class StorageCheckpointer(Configurable):
         return self.inspect(step)
 
     def _check_layout(self, checkpoint: Manifest) -> None:
-        """Raises `CheckpointError` if another kind of checkpointer wrote a checkpoint."""
+        """Raise `CheckpointError` if a different checkpointer class wrote the checkpoint."""
         if self.layout_file not in checkpoint.files:
             raise CheckpointError(
                 f"another checkpointer wrote the checkpoint of step {checkpoint.step} in {self.place.name}\n"
                 f"    got: no {self.layout_file}, which {type(self).__name__} writes\n"
-                "    fix: set checkpointer.type to what it was in the run that wrote it"
+                "    fix: set checkpointer.type to the value in the run that wrote it"
             )
 
     def _load(self, checkpoint: Manifest, like: object, names: list[str]) -> Any:
         abstract = abstract_arrays(like, names)
-        # Each byte is read once in the job; the links of the devices are faster than a storage that every replica reads.
+        # Read each byte once per job. Links between devices are faster than reading a storage from every replica.
         places = {p: stream.spread_sharding(x.sharding, x.shape) for p, x in abstract.items()}
         loaded = self.reader(checkpoint).read(places)
         loaded = {p: jax.device_put(x, abstract[p].sharding) for p, x in loaded.items()}
@@ -299,7 +314,7 @@ class StorageCheckpointer(Configurable):
         return self.place.storage.staging(f"{self.place.folder}{step}")
 
     def _begin(self, step: int) -> bool:
-        """Makes room for a step, on the first process. Returns False on all processes if the step exists."""
+        """Prepare the staging folder on process 0. Return False on all processes if the step exists."""
         error: WorkError | None = None
         is_new = True
         if jax.process_index() == 0:
@@ -316,7 +331,7 @@ class StorageCheckpointer(Configurable):
         return bool(multihost_utils.broadcast_one_to_all(np.asarray(is_new))) if jax.process_count() > 1 else is_new
 
     def _open(self) -> None:
-        """Cleans up before the first save: deletes unfinished saves, and sets aside the steps after a rollback."""
+        """Before the first save, delete unfinished saves and rename the steps after a rollback."""
         if not self._opened:
             remove_unfinished(self.place, self.run)
             if self._restored is not None:
@@ -344,7 +359,7 @@ class StorageCheckpointer(Configurable):
         try:
             self.place.storage.delete(folder)
         except StorageError as error:
-            log.warning("a save that failed could not be removed: %s", error)
+            log.warning("could not remove a failed save: %s", error)
 
     def _steps_to_delete(self) -> list[int]:
         if self.cfg.keep_last is None:
@@ -352,11 +367,11 @@ class StorageCheckpointer(Configurable):
         return self._unwanted_steps({s: m for s in self.steps() if (m := self._own_manifest(s)) is not None})
 
     def _unwanted_steps(self, manifests: Mapping[int, Manifest]) -> list[int]:
-        """Lists the run's own checkpoints that no `keep_` field wants."""
+        """Return the checkpoints of this run that no `keep_` field selects."""
         return unwanted_steps(self.cfg, manifests)
 
     def _own_manifest(self, step: int) -> Manifest | None:
-        """The manifest of a checkpoint that this run wrote; None for all others."""
+        """Return the manifest of a checkpoint if this run wrote it, or None."""
         try:
             manifest = self.inspect(step)
         except CheckpointError:
@@ -368,7 +383,7 @@ class StorageCheckpointer(Configurable):
         if self._failures > self.cfg.max_failed_saves:
             raise error
         log.warning(
-            "%s\n    training goes on: failure %d in a row, and the %dth stops it (checkpointer.max_failed_saves)",
+            "%s\n    training continues: consecutive failure %d; number %d stops it (checkpointer.max_failed_saves)",
             *(error, self._failures, self.cfg.max_failed_saves + 1),
         )
 
@@ -376,10 +391,10 @@ class StorageCheckpointer(Configurable):
         try:
             intact_steps = ", ".join(map(str, self.steps())) or "none"
         except StorageError:
-            intact_steps = "unknown: they cannot be listed"
+            intact_steps = "unknown, cannot list the storage"
         why = reason(error)
         self.on_result(step, why)
         return WorkError(
             f"the checkpoint of step {step} could not be written to {self.place.name}: {why}\n"
-            f"    intact: {intact_steps}\n    fix: free space or make the directory writable, then run the same command again"
+            f"    intact: {intact_steps}\n    fix: free space or make the directory writable, then repeat the command"
         )

@@ -1,15 +1,15 @@
-"""What is in a checkpoint, and whether it is whole. Reads no arrays, imports neither JAX nor Orbax.
+"""Inspect and verify checkpoints without reading arrays. This module imports neither JAX nor Orbax.
 
 checkpoints/
   120/
-    manifest.json     written last, over everything below: owner, arrays, metrics, size and hash of each file
-    extra.json        what was given to `save` in addition to the state
-    config.yaml, ...  the run's own text files
-    state/weights/    the arrays of the model, in pieces with a hash each (see `shards`)
-    state/others/     all other arrays of the training state, in the same way
-  .140.partial/       a save that is under way or was cut off; becomes `140` in one rename when it is complete
+    manifest.json     written last: owner, arrays, metrics, and the size and hash of every file
+    extra.json        the `extra` argument of `save`
+    config.yaml, ...  text files of the run
+    state/weights/    arrays of the model, in pieces with a hash each (see `shards`)
+    state/others/     all other arrays of the training state, in the same format
+  .140.partial/       a save in progress or interrupted; it is renamed to `140` when it is complete
 
-An object store cannot rename: files are written to `140/` there, and a step without its manifest is not listed.
+Object stores cannot rename. There, files are written to `140/`, and a step without a manifest is not listed.
 """
 
 import hashlib
@@ -29,24 +29,24 @@ from axlearn_core.plugins.migrations import migrate_arrays
 
 MANIFEST, EXTRA, STATE = MARKER, "extra.json", "state"
 WEIGHTS, OTHERS = f"{STATE}/weights/", f"{STATE}/others/"
-"""Where arrays lie."""
+"""Folders of arrays."""
 FORMAT = 3
 LAST_READER = "5eb2bae"
-"""The last commit of axlearn-core that reads formats 1 and 2."""
+"""Last commit of axlearn-core that reads formats 1 and 2."""
 _PART = 16 * 2**20
 
 
 class FormatError(CheckpointError):
-    """An intact checkpoint of a format that this version does not read.
+    """An intact checkpoint has a format that this version cannot read.
 
     Attributes:
-        format: the number in its manifest.
+        format: Format number in the manifest.
     """
 
     def __init__(self, subject: str, format: int):
         fix = (
-            f"commit {LAST_READER} of axlearn-core reads formats 1 to {FORMAT}; a run that resumes there saves its next "
-            f"checkpoint in format {FORMAT}"
+            f"commit {LAST_READER} of axlearn-core reads formats 1 to {FORMAT}; resume the run with it to save a checkpoint "
+            f"in format {FORMAT}"
             if isinstance(format, int) and format < FORMAT
             else "install the version of axlearn-core that wrote it, or a later one"
         )
@@ -56,7 +56,7 @@ class FormatError(CheckpointError):
 
 @attrs.frozen
 class ArrayInfo:
-    """One stored array: its dotted path in the files, shape, dtype name (`key<fry>` for random keys)."""
+    """A stored array: its dotted path in the files, shape, and dtype name (`key<fry>` for random keys)."""
 
     path: str
     shape: tuple[int, ...]
@@ -68,13 +68,13 @@ class ArrayInfo:
 
 @attrs.frozen
 class Manifest:
-    """The contents of one checkpoint.
+    """Contents of one checkpoint.
 
     Attributes:
-        arrays: by dotted path in the training state. An earlier version may have stored one under another path, which is in
-            its `ArrayInfo`; see `migrated`.
-        files: path -> `bytes`, and `sha256` but for files in pieces, whose hashes are in their index.
-        run: the id of the run that wrote it; empty where none is known.
+        arrays: Arrays by dotted path in the training state. `ArrayInfo.path` differs from it if an earlier version stored the
+            array under another path; see `migrated`.
+        files: `bytes` and `sha256` by path. Files of pieces have their hashes in an index instead.
+        run: ID of the run that wrote the checkpoint, or empty if unknown.
     """
 
     step: int
@@ -87,11 +87,11 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """The size of all files."""
+        """Total size of all files."""
         return sum(f["bytes"] for f in self.files.values())
 
     def migrated(self, expected: Collection[str]) -> "Manifest":
-        """The manifest with the paths of this version, where arrays that are wanted are missing under theirs."""
+        """Rename arrays of earlier versions to their current paths, if expected arrays are missing."""
         if all(path in self.arrays for path in expected):
             return self
         renamed = migrate_arrays(self.arrays, expected)
@@ -105,8 +105,8 @@ class Checkpoints:
     """The checkpoints in a folder of a storage.
 
     Attributes:
-        name: of the place, for people.
-        folder: empty, or with a `/` at its end.
+        name: Name of the location, for messages.
+        folder: Folder in the storage: empty, or with a trailing `/`.
     """
 
     storage: Storage
@@ -115,21 +115,21 @@ class Checkpoints:
 
     @classmethod
     def of(cls, place: "Checkpoints | Path | str") -> "Checkpoints":
-        """The checkpoints of a local directory."""
+        """Return the checkpoints of a local directory."""
         return place if isinstance(place, Checkpoints) else cls(LocalStorage(place), str(place))
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, oldest first. Saves that were cut off are not among them."""
-        moves = self.storage.staging("0") != "0"  # then a step without a manifest was complete and is damaged
+        """Return the steps of complete checkpoints, oldest first."""
+        moves = self.storage.staging("0") != "0"  # if so, a step without a manifest was complete and is damaged
         parts = (f.path.removeprefix(self.folder).partition("/") for f in self.storage.list(self.folder))
         step_names = {n for n, _, rest in parts if rest == MANIFEST or (moves and rest.startswith(f"{STATE}/"))}
         return sorted(int(n) for n in step_names if n.isdecimal())
 
     def inspect(self, step: int) -> Manifest:
-        """What the checkpoint of a step holds, from its manifest alone.
+        """Read the manifest of a step.
 
         Raises:
-            CheckpointError: there is no such step, or its manifest is damaged.
+            CheckpointError: If the step does not exist or its manifest is damaged.
         """
         try:
             return parse(self.storage.read(f"{self.folder}{step}/{MANIFEST}"), step, self.name)
@@ -142,13 +142,13 @@ class Checkpoints:
                 f"there is no checkpoint of step {step} in {self.name}\n    steps: {listed}"
             ) from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self.damaged(step, [f"{MANIFEST}: not what was written ({error})"]) from None
+            raise self.damaged(step, [f"{MANIFEST}: is damaged ({error})"]) from None
 
     def read_extra(self, step: int) -> dict[str, Any]:
-        """Reads what was saved with the state, such as the position in the data.
+        """Read the `extra` data of a step, such as the position in the input.
 
         Raises:
-            CheckpointError: the file is missing or damaged.
+            CheckpointError: If the file is missing or damaged.
         """
         try:
             return json.loads(self.storage.read(f"{self.folder}{step}/{EXTRA}"))
@@ -156,15 +156,15 @@ class Checkpoints:
             raise self.damaged(step, [f"{EXTRA}: {str(error).splitlines()[0]}"]) from None
 
     def verify(self, step: int, *, pieces: bool = True, names: Collection[str] | None = None) -> Manifest:
-        """`inspect`, and compares the size and hash of every file with what was written.
+        """Verify the size and hash of every file. Return the manifest.
 
         Args:
-            step: which checkpoint.
-            pieces: whether to read the arrays too; who reads them next compares their hashes then.
-            names: which files of the manifest to compare; None compares all.
+            step: Step of the checkpoint.
+            pieces: Also verify arrays. Not needed before reading them, because readers verify the hashes.
+            names: Files of the manifest to verify. None verifies all files.
 
         Raises:
-            CheckpointError: names each file that differs, and how to go on from the checkpoint before it.
+            CheckpointError: Lists each damaged file and explains how to continue from the previous checkpoint.
         """
         manifest = self.inspect(step)
         root = f"{self.folder}{step}/"
@@ -179,12 +179,12 @@ class Checkpoints:
         return manifest
 
     def damaged(self, step: int, problems: list[str]) -> CheckpointError:
-        """The error for a checkpoint that is not what was written."""
+        """Return the error for a damaged checkpoint."""
         before = [s for s in self.steps() if s < step]
         fix = (
-            f"`--restore-step {before[-1]}` continues from the checkpoint before it"
+            f"`--restore-step {before[-1]}` continues from the previous checkpoint"
             if before
-            else "there is no earlier checkpoint; start anew in another run directory"
+            else "there is no earlier checkpoint; start again in another run directory"
         )
         lines = [*problems[:8], *([f"and {len(problems) - 8} more"] if len(problems) > 8 else [])]
         listed = "\n".join(f"    {p}" for p in lines)
@@ -207,7 +207,7 @@ def verify(place: Checkpoints | Path, step: int) -> Manifest:
 
 
 def render(manifest: Manifest) -> bytes:
-    """The manifest as a file."""
+    """Serialize a manifest."""
     body = {
         "format": manifest.format,
         "step": manifest.step,
@@ -221,16 +221,16 @@ def render(manifest: Manifest) -> bytes:
 
 
 def parse(data: bytes, step: int, place: str) -> Manifest:
-    """Parses the manifest of a step.
+    """Parse the manifest of a step.
 
     Args:
-        data: the file.
-        step: of the checkpoint.
-        place: where the checkpoint is, for messages.
+        data: Contents of the file.
+        step: Step of the checkpoint.
+        place: Location of the checkpoint, for messages.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: it is damaged.
-        FormatError: it is intact, and of a format that this version does not read.
+        ValueError, KeyError, TypeError, AttributeError: If the manifest is damaged.
+        FormatError: If it is intact but this version cannot read its format.
     """
     body = json.loads(data)
     digest = body.pop("sha256")
@@ -244,7 +244,7 @@ def parse(data: bytes, step: int, place: str) -> Manifest:
 
 
 def describe(data: bytes) -> dict[str, Any]:
-    """Size and hash of a file, as a manifest has them."""
+    """Return the manifest entry of a file: its size and hash."""
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
@@ -253,7 +253,7 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 def hash_file(storage: Storage, path: str, size: int) -> str:
-    """The SHA-256 of a file of `size` bytes, read in parts. Raises `StorageError` if the file is missing or shorter."""
+    """Return the SHA-256 of the first `size` bytes of a file. Raise `StorageError` if it is missing or shorter."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(min(size, _PART)))
     for begin in range(0, size, _PART):
         part = buffer[: size - begin]
@@ -263,7 +263,7 @@ def hash_file(storage: Storage, path: str, size: int) -> str:
 
 
 def _compare(storage: Storage, root: str, name: str, expected: Mapping[str, Any]) -> str | None:
-    """Describes damage of a file; None if its size and hash are as expected. Reads a large file in parts."""
+    """Describe the damage of a file. Return None if its size and hash are correct."""
     size = expected["bytes"]
     try:
         if size <= _PART:
@@ -285,7 +285,7 @@ def _compare(storage: Storage, root: str, name: str, expected: Mapping[str, Any]
 
 
 def _piece_checks(storage: Storage, root: str, names: Iterable[str]) -> list[tuple[str, int, int, str]]:
-    """(file, offset, bytes, hash) of every piece in the indices."""
+    """Return the file, offset, size, and hash of every piece in the indices."""
     from axlearn_core.checkpoint.shards import parse_index  # imports JAX
 
     checks = []
@@ -304,4 +304,4 @@ def _compare_piece(storage: Storage, root: str, name: str, offset: int, size: in
     except StorageError as error:
         return f"{name}: {str(error).splitlines()[0]}"
     got = hashlib.sha256(data).hexdigest()
-    return None if got == expected else f"{name}: bytes {offset} on: got sha256 {got[:16]}, expected {expected[:16]}"
+    return None if got == expected else f"{name}: at byte {offset}: got sha256 {got[:16]}, expected {expected[:16]}"

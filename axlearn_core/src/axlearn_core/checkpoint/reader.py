@@ -1,4 +1,4 @@
-"""Reads arrays of one checkpoint; the only place that restores them."""
+"""Read the arrays of a checkpoint."""
 
 from collections.abc import Mapping
 
@@ -13,11 +13,11 @@ from axlearn_core.errors import CheckpointError
 
 
 class CheckpointReader:
-    """The arrays of a checkpoint.
+    """Reads the arrays of one checkpoint.
 
     Args:
-        place: the folder of checkpoints.
-        manifest: of the checkpoint.
+        place: Folder of checkpoints.
+        manifest: Manifest of the checkpoint.
     """
 
     def __init__(self, place: Checkpoints, manifest: Manifest):
@@ -26,12 +26,13 @@ class CheckpointReader:
         self._indices: dict[str, dict[str, StoredArray]] = {}
 
     def read(self, shardings: Mapping[str, Sharding | None]) -> dict[str, jax.Array]:
-        """The arrays at some paths of the manifest, in their shardings (None: the default device).
+        """Read arrays. Each process reads and verifies the pieces that it needs. All processes must call this together.
 
-        Each process reads the pieces that it needs, and compares their hashes. All processes call this together.
+        Args:
+            shardings: Sharding of each array by its path in the manifest. None means the default device.
 
         Raises:
-            CheckpointError: a file is damaged, on this process or on another one.
+            CheckpointError: If a file is damaged on any process.
         """
         error: CheckpointError | None = None
         loaded: dict[str, jax.Array] = {}

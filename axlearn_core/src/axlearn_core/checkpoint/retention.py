@@ -1,4 +1,4 @@
-"""Which checkpoints may be deleted: those that a policy does not keep, and what a save of this run left unfinished."""
+"""Retention of checkpoints, and cleanup of unfinished saves."""
 
 import json
 import logging
@@ -16,15 +16,15 @@ from axlearn_core.errors import StorageError
 log = logging.getLogger(__name__)
 
 BEGUN = "begun.json"
-"""The first file of a save: whose it is."""
+"""First file of a save, which names the run that owns it."""
 
 
 def unwanted_steps(cfg: Any, manifests: Mapping[int, Manifest]) -> list[int]:
-    """The steps that none of the `keep_` fields of a checkpointer's config wants.
+    """Return the steps that no `keep_` field of a checkpointer's config selects.
 
     Args:
-        cfg: with `keep_last` (not None), `keep_every`, `keep_best`, `best_metric` and `best_mode`.
-        manifests: of the run's own checkpoints.
+        cfg: Config with `keep_last` (not None), `keep_every`, `keep_best`, `best_metric`, and `best_mode`.
+        manifests: Manifests of this run's checkpoints by step.
     """
     steps = sorted(manifests)
     keep = set(steps[-cfg.keep_last :])
@@ -36,22 +36,22 @@ def unwanted_steps(cfg: Any, manifests: Mapping[int, Manifest]) -> list[int]:
 
 
 def rank_steps(cfg: Any, manifests: Mapping[int, Manifest]) -> dict[int, tuple[float, int]]:
-    """Ranks checkpoints by `best_metric`: larger is better, and of two equal ones the earlier.
+    """Rank checkpoints by `best_metric`. Larger ranks are better, and earlier steps win ties.
 
     Returns:
-        Step -> rank, of the steps whose metric is a number; empty if the policy keeps no best ones.
+        The ranks of steps that have the metric, by step. Empty if `keep_best` is 0.
     """
     if not cfg.keep_best:
         return {}
     values = {s: m.metrics.get(cfg.best_metric) for s, m in manifests.items()}
     numbers = {s: v for s, v in values.items() if v is not None and not math.isnan(v)}
     if not numbers:
-        log.warning("no checkpoint has the metric %r that checkpointer.keep_best goes by", cfg.best_metric)
+        log.warning("no checkpoint has the metric %r for checkpointer.keep_best", cfg.best_metric)
     return {s: (-v if cfg.best_mode == "min" else v, -s) for s, v in numbers.items()}
 
 
 def begun_by(storage: Storage, folder: str, files: Sequence[str], run: str) -> bool:
-    """Whether a save of the run `run` began to write the folder with the paths `files`."""
+    """Return True if a save of `run` created the folder, which contains `files`."""
     if (begun := f"{folder}/{BEGUN}") not in files:
         return False
     try:
@@ -61,22 +61,22 @@ def begun_by(storage: Storage, folder: str, files: Sequence[str], run: str) -> b
 
 
 def clear_staging(place: Checkpoints, step: int, run: str) -> None:
-    """Empties the folder that the next save of a step writes to.
+    """Empty the staging folder of a step.
 
     Raises:
-        StorageError: the folder has files that no save of `run` wrote.
+        StorageError: If the folder contains files of another run.
     """
     storage, target = place.storage, f"{place.folder}{step}"
     folder = storage.staging(target)
     files = [f.path for f in storage.list(f"{folder}/")]
     if files and folder == target and not begun_by(storage, folder, files, run):
-        raise StorageError(f"{folder} holds files that are not of this run, such as {files[0]}")
+        raise StorageError(f"{folder} contains files that do not belong to this run, such as {files[0]}")
     if files:
         storage.delete(folder)
 
 
 def remove_unfinished(place: Checkpoints, run: str) -> None:
-    """Deletes the remains of saves and deletions of `run` whose process was killed."""
+    """Delete the files of interrupted saves and deletions of `run`."""
     storage, folder = place.storage, place.folder
     if isinstance(storage, LocalStorage):
         for path in storage.directory().glob(".*"):
@@ -92,11 +92,11 @@ def remove_unfinished(place: Checkpoints, run: str) -> None:
 
 
 def set_aside(place: Checkpoints, steps: Iterable[int], restored: int) -> None:
-    """Renames the checkpoints of steps that a run left behind when it went back to step `restored`."""
+    """Rename the checkpoints of later steps after a run went back to step `restored`."""
     for step in steps:
         aside = f"{place.folder}{step}.superseded-{int(time.time())}"
         place.storage.commit(f"{place.folder}{step}", aside)
         log.warning(
-            "the run goes on from step %d: the checkpoint of step %d is now %s in %s",
+            "the run continues from step %d: renamed the checkpoint of step %d to %s in %s",
             *(restored, step, aside, place.name),
         )

@@ -1,4 +1,4 @@
-"""Checkpoints over a storage: asynchronous, atomic, hashed while they are written. The layout is in `manifest`."""
+"""The default checkpointer: asynchronous, atomic, and hashed while writing. `manifest` documents the file layout."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -17,19 +17,19 @@ from axlearn_core.config import node, setting
 
 
 class ShardedCheckpointer(StorageCheckpointer):
-    """The shipped checkpointer. Every process writes and hashes its own shards."""
+    """The default checkpointer. Every process hashes and writes its own shards."""
 
     layout_file = f"{manifest.OTHERS}0.json"
 
     @node
     class Config(StorageCheckpointer.Config):
-        """The fields of `StorageCheckpointer`, and limits.
+        """Limits, in addition to the fields of `StorageCheckpointer`.
 
         Attributes:
-            max_host_bytes: host memory for copies of one process's shards, or the largest shard if that is more. `save`
-                waits for room. None copies everything at once.
-            max_bytes_per_second: of each process, on the way to the storage. None writes as fast as it can.
-            max_saves_in_flight: how many saves may be under way; one more waits for the oldest.
+            max_host_bytes: Maximum host memory for copies of a process's shards, or the size of the largest shard if that is
+                larger. `save` waits for free memory. None means no limit.
+            max_bytes_per_second: Maximum write rate of each process. None means no limit.
+            max_saves_in_flight: Maximum number of concurrent saves. Another save waits for the oldest one.
         """
 
         max_host_bytes: int | None = setting(default=None, ge=1, hide_default=True)
@@ -44,7 +44,7 @@ class ShardedCheckpointer(StorageCheckpointer):
         self._rate = RateLimit(cfg.max_bytes_per_second)
 
     def close(self) -> None:
-        """Waits, then ends the threads."""
+        """Wait for all saves, then stop the threads."""
         try:
             super().close()
         finally:

@@ -1,11 +1,11 @@
-"""Files of arrays: the shards of arrays, in pieces that are written, read and checked one by one.
+"""File format of arrays: shards are split into pieces that are written, read, and verified separately.
 
-    weights/0-0.bin   a file of process 0: pieces of at most `PIECE` bytes, in C order, one after the other
-    weights/0-1.bin   the next one, once the first has `FILE` bytes
-    weights/0.json    its index: for each array its shape, dtype, and its pieces: file, offset, box and hash
+    weights/0-0.bin   a file of process 0: consecutive pieces of at most `PIECE` bytes, in C order
+    weights/0-1.bin   the next file, started when the first has `FILE` bytes
+    weights/0.json    the index of process 0: shape, dtype, and pieces (file, offset, box, hash) of each array
 
-Each process writes the shards that it holds, each shard once, and hashes what it writes. Readers on any mesh read the pieces
-that overlap their own shards, and nothing else.
+Processes hash and write their shards, each shard once per job. A reader with any mesh only reads the pieces that overlap its
+shards.
 """
 
 import hashlib
@@ -20,26 +20,26 @@ import jax.numpy as jnp
 
 PIECE, FILE = 16 * 2**20, 64 * 2**20
 PREFIXES = ("params.", "variables.", "learner.ema.")
-"""The parts of a training state that weights are made of: what the model holds, and averages of it."""
+"""Path prefixes of weights: the model and its moving average."""
 Box = tuple[tuple[int, int], ...]
-"""(begin, end) along each axis."""
+"""Begin and end along each axis."""
 
 
 def is_weight(path: str) -> bool:
-    """Whether an array of a training state belongs to the files of weights."""
+    """Return True if an array of a training state is stored with the weights."""
     return path.startswith(PREFIXES)
 
 
 @attrs.frozen
 class Piece:
-    """A box of an array in a file.
+    """A box of an array, stored in a file.
 
     Attributes:
-        file: the name of the file, beside the index.
-        offset: its first byte there.
-        start: its first index along each axis of the array.
-        shape: its sizes.
-        sha256: of its bytes.
+        file: Name of the file, in the folder of the index.
+        offset: Offset in the file, in bytes.
+        start: First index along each axis of the array.
+        shape: Size along each axis.
+        sha256: Hash of its bytes.
     """
 
     file: str
@@ -50,13 +50,13 @@ class Piece:
 
     @property
     def box(self) -> Box:
-        """Its place in the array."""
+        """The box in the array."""
         return tuple((a, a + n) for a, n in zip(self.start, self.shape, strict=True))
 
 
 @attrs.frozen
 class StoredArray:
-    """One array, in pieces."""
+    """An array and its pieces."""
 
     path: str
     shape: tuple[int, ...]
@@ -65,25 +65,25 @@ class StoredArray:
 
     @property
     def bytes(self) -> int:
-        """The size of all pieces."""
+        """Size of the array in bytes."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
     def piece_bytes(self, piece: Piece) -> int:
-        """The size of one piece."""
+        """Return the size of a piece in bytes."""
         return math.prod(piece.shape) * jnp.dtype(self.dtype).itemsize
 
 
 def own_shards(array: jax.Array) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """(start, data) of the shards that this process writes."""
+    """Yield the start and data of the shards that this process saves: replica 0 of each shard."""
     if array.is_fully_addressable and jax.process_index() > 0:
-        return  # every process has all of it
+        return  # process 0 has the complete array
     for shard in array.addressable_shards:
         if shard.replica_id == 0:
             yield tuple(s.start or 0 for s in shard.index), shard.data
 
 
 def held_shards(array: jax.Array) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """(start, data) of the shards that lie on this process's devices, each once."""
+    """Yield the start and data of each distinct shard on this process's devices."""
     shards = {tuple(s.start or 0 for s in shard.index): shard.data for shard in array.addressable_shards}
     yield from shards.items()
 
@@ -91,7 +91,7 @@ def held_shards(array: jax.Array) -> Iterator[tuple[tuple[int, ...], Any]]:
 def pieces_of(
     shape: Sequence[int], itemsize: int, limit: int = PIECE
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(start, shape) of boxes of at most `limit` bytes (or one element), each contiguous in C order."""
+    """Split a shape into boxes of at most `limit` bytes, contiguous in C order. Yield the start and shape of each."""
     shape = tuple(shape)
     if not shape or math.prod(shape) * itemsize <= limit:
         yield (0,) * len(shape), shape
@@ -106,7 +106,7 @@ def pieces_of(
 
 @attrs.frozen(eq=False)
 class Part:
-    """Bytes of one array that are to be written: its path, its box, and a view of host memory until they are."""
+    """A piece of an array to write: its path, its box, and a view of host memory until it is written."""
 
     path: str
     start: tuple[int, ...]
@@ -117,10 +117,10 @@ class Part:
 
 @attrs.define(eq=False)
 class BinaryFile:
-    """A file of parts: hashed while a storage writes it.
+    """A file of parts, which are hashed while the file is written.
 
     Attributes:
-        hashes: of each part, once it was written.
+        hashes: Hash of each part that has been written.
     """
 
     name: str
@@ -130,19 +130,19 @@ class BinaryFile:
     _buffers: list[int] = attrs.field(factory=list)
 
     def add(self, part: Part, buffer: int) -> None:
-        """Adds a part at the end; `buffer` identifies the memory that it lies in."""
+        """Append a part. `buffer` identifies its host memory."""
         self._parts.append(part)
         self._buffers.append(buffer)
         self.bytes += part.bytes
 
     def release(self) -> list[int]:
-        """Lets go of the memory of all parts; returns whose it was, once for each part."""
+        """Drop the views of all parts. Return the buffer of each part."""
         self._parts = [attrs.evolve(part, view=None) for part in self._parts]
         buffers, self._buffers = self._buffers, []
         return buffers
 
     def chunks(self) -> Iterator[memoryview]:
-        """What is to be written, part by part."""
+        """Yield the data of each part, and record its hash."""
         self.hashes.clear()
         for part in self._parts:
             assert part.view is not None
@@ -150,7 +150,7 @@ class BinaryFile:
             yield part.view
 
     def pieces(self) -> Iterator[tuple[str, list[Any]]]:
-        """(path, offset, start, shape, hash) of each part, as an index has them."""
+        """Yield the path and the index entry (offset, start, shape, hash) of each part."""
         offset = 0
         for part, digest in zip(self._parts, self.hashes, strict=True):
             yield part.path, [offset, list(part.start), list(part.shape), digest]
@@ -158,7 +158,7 @@ class BinaryFile:
 
 
 def render_index(described: Mapping[str, Mapping[str, Any]], files: Sequence[BinaryFile]) -> bytes:
-    """The index of one process: arrays by path with shape and dtype, and where their pieces are in its files."""
+    """Serialize the index of one process: the shape, dtype, and pieces of its arrays by path."""
     arrays: dict[str, Any] = {path: {**info, "pieces": []} for path, info in described.items()}
     for number, file in enumerate(files):
         for path, piece in file.pieces():
@@ -168,7 +168,7 @@ def render_index(described: Mapping[str, Mapping[str, Any]], files: Sequence[Bin
 
 
 def parse_index(data: bytes) -> dict[str, StoredArray]:
-    """The arrays of one index. Raises `ValueError`, `KeyError` or `TypeError` where it is damaged."""
+    """Parse an index. Raise `ValueError`, `KeyError`, or `TypeError` if it is damaged."""
     body = json.loads(data)
     names = [name for name, _ in body["files"]]
     return {
@@ -183,7 +183,7 @@ def parse_index(data: bytes) -> dict[str, StoredArray]:
 
 
 def merge_indices(indices: Sequence[Mapping[str, StoredArray]]) -> dict[str, StoredArray]:
-    """The arrays of all processes' indices: of each, the pieces of all."""
+    """Merge the indices of all processes."""
     merged: dict[str, StoredArray] = {}
     for path, array in (item for index in indices for item in index.items()):
         earlier = merged.get(path)

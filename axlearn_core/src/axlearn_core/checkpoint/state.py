@@ -1,4 +1,4 @@
-"""The arrays of a training state, as a checkpoint describes, stores and compares them."""
+"""Convert between training states and the arrays of a checkpoint."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,23 +15,23 @@ from axlearn_core.learn.paths import flatten, unflatten
 
 
 def describe(state: object) -> dict[str, ArrayInfo]:
-    """The shape and dtype of each leaf, which may be abstract, by dotted path.
+    """Return the shape and dtype of each leaf by dotted path. Leaves may be abstract.
 
     Raises:
-        CheckpointError: a leaf is not an array that JAX holds as it is.
+        CheckpointError: If a leaf is not an array, or if JAX does not support its dtype.
     """
     return {path: _describe_leaf(path, leaf) for path, leaf in flatten(state).items()}
 
 
 def collect_arrays(state: object) -> tuple[dict[str, ArrayInfo], dict[str, jax.Array]]:
-    """What to save of a state.
+    """Return the arrays to save.
 
     Returns:
-        The shape and dtype of each leaf, and the arrays of those that have elements, both by dotted path. Random keys become
-        their data.
+        The shape and dtype of each leaf, and the arrays that are not empty, both by dotted path. Random keys are converted
+        to their data.
 
     Raises:
-        CheckpointError: a leaf is not an array that JAX holds as it is, or two have the same path.
+        CheckpointError: If a leaf is not an array, if JAX does not support its dtype, or if two leaves have the same path.
     """
     flat = flatten(state)
     if len(flat) != len(jax.tree.leaves(state)):
@@ -44,24 +44,26 @@ def collect_arrays(state: object) -> tuple[dict[str, ArrayInfo], dict[str, jax.A
 def _describe_leaf(path: str, leaf: Any) -> ArrayInfo:
     dtype = leaf.dtype if is_array(leaf) else None
     if dtype is None or not (is_key(leaf) or jax.dtypes.canonicalize_dtype(dtype) == dtype):
-        raise CheckpointError(f"{path}: a checkpoint holds JAX arrays, not {type(leaf).__name__} {dtype or repr(leaf)}")
+        raise CheckpointError(
+            f"{path}: cannot save {type(leaf).__name__} {dtype or repr(leaf)}, which is not a JAX array"
+        )
     return ArrayInfo(path, tuple(leaf.shape), str(dtype))
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf is a typed random key (or stands for one)."""
+    """Return True for a typed random key, concrete or abstract."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def key_impl(leaf: Any) -> Any:
-    """The implementation of a random key."""
-    impls = []  # `key_impl` takes keys, and a traced one where there is only a shape
+    """Return the implementation of a random key."""
+    impls = []  # `jax.random.key_impl` requires a key, so trace one with this shape
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     return impls[0]
 
 
 def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of what is stored for a leaf: keys as their data, by default on the first device."""
+    """Return the shape, dtype, and sharding of the stored array of a leaf. The default sharding is the first device."""
     sharding = leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
     sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if is_key(leaf):
@@ -70,13 +72,13 @@ def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def abstract_arrays(like: object, names: Iterable[str]) -> dict[str, jax.ShapeDtypeStruct]:
-    """What is to be read for the leaves of `like` with these paths: all but those without elements."""
+    """Return the stored arrays to read for some leaves of `like`, by path. Skip empty arrays."""
     flat = flatten(like)
     return {p: abstract_leaf(flat[p]) for p in names if np.prod(flat[p].shape)}
 
 
 def rebuild_state(like: object, names: Iterable[str], loaded: Mapping[str, jax.Array]) -> Any:
-    """`like` with the arrays that were read in the place of the leaves with these paths."""
+    """Replace some leaves of `like`, given by path, with the arrays that were read."""
     flat = flatten(like)
     leaves = {p: flat[p] for p in names}
     empty = {p: jnp.zeros(x.shape, x.dtype) for p, x in leaves.items() if not np.prod(x.shape)}
@@ -87,12 +89,12 @@ def rebuild_state(like: object, names: Iterable[str], loaded: Mapping[str, jax.A
 def check_same(
     step: int, expected: Mapping[str, ArrayInfo], stored_arrays: Mapping[str, ArrayInfo], *, unexpected: bool
 ) -> None:
-    """Raises `CheckpointError` with every array that is missing, unexpected or of another shape or dtype."""
+    """Raise `CheckpointError` if arrays are missing, unexpected, or have another shape or dtype. List them all."""
     problems = []
     for path, info in expected.items():
         if path not in stored_arrays:
             close = nearest(path, stored_arrays, limit=1)
-            problems.append(f"missing: {path} {info}" + (f" (nearest there: {close[0]})" if close else ""))
+            problems.append(f"missing: {path} {info}" + (f" (nearest: {close[0]})" if close else ""))
         elif not _is_same(stored_arrays[path], info):
             problems.append(f"differs: {path}: the checkpoint has {stored_arrays[path]}, expected {info}")
     if unexpected:
@@ -101,27 +103,25 @@ def check_same(
         more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
         listed = "\n".join(f"    {p}" for p in [*problems[:20], *more])
         raise CheckpointError(
-            f"the checkpoint of step {step} is of another model or optimizer\n{listed}\n"
-            "    fix: use the config that it was written with, or another run directory"
+            f"the checkpoint of step {step} belongs to another model or optimizer\n{listed}\n"
+            "    fix: use the config that wrote it, or another run directory"
         )
 
 
 def _is_same(stored_array: ArrayInfo, expected: ArrayInfo) -> bool:
-    """An array that an earlier version stored under another path may have another dtype."""
+    """Compare arrays. The dtype may differ if an earlier version stored the array under another path."""
     return stored_array.shape == expected.shape and (
         stored_array.dtype == expected.dtype or stored_array.path != expected.path
     )
 
 
 def agree(local_error: Exception | None, cause: BaseException | None, failure: str = "a checkpoint failed") -> None:
-    """Raises on every process if any process has an error, so that none goes on alone.
-
-    If a process is missing for too long, that is the error.
+    """Raise an error on every process if any process has one. Also raise one if a process does not respond in time.
 
     Args:
-        local_error: of this process.
-        cause: of `local_error`.
-        failure: what the other processes report, before `on process N`.
+        local_error: Error of this process, or None.
+        cause: Cause of `local_error`.
+        failure: Message on the other processes, followed by `on process N`.
     """
     if jax.process_count() > 1:
         flags = gather_objects(local_error is not None, "checkpoint")

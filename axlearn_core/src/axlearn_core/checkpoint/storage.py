@@ -1,4 +1,4 @@
-"""Opens storages: local and mounted directories here, other URI schemes through `axlearn_checkpoint_storage`."""
+"""Open storages: `LocalStorage` for directories, and plugins (`axlearn_checkpoint_storage`) for other URI schemes."""
 
 import os
 import re
@@ -21,22 +21,22 @@ from axlearn_core.plugins.manager import Host, host
 
 
 class LocalStorage:
-    """The storage of a local or mounted directory; see `axlearn_core.contracts.storage.Storage`.
+    """Storage in a local or mounted directory. Implements `axlearn_core.contracts.storage.Storage`.
 
     Attributes:
-        root: the directory. Reading does not create it.
+        root: The directory. Reading does not create it.
     """
 
     def __init__(self, root: Path | str):
         self.root = Path(root)
 
     def list(self, prefix: str = "") -> list[StoredFile]:
-        """All files whose path begins with `prefix`."""
+        """Return all files whose path starts with `prefix`."""
         parent, _, start = prefix.rpartition("/")
         files: list[StoredFile] = []
         top = True
         for folder, folders, names in os.walk(self._locate(parent), onerror=self._unlistable):
-            if top:  # the rest of the tree, which may be large, is not looked at
+            if top:  # skip the other folders, which may be large
                 folders[:] = [name for name in folders if name.startswith(start)]
                 names, top = [name for name in names if name.startswith(start)], False
             paths = (Path(folder, name) for name in names)
@@ -45,19 +45,19 @@ class LocalStorage:
         return sorted(files)
 
     def _unlistable(self, error: OSError) -> None:
-        """A folder that another process renames or deletes meanwhile is not listed; others cannot be read."""
+        """Ignore folders that another process renamed or deleted. Raise other errors."""
         if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
             raise self._error(os.path.relpath(error.filename or "", self.root), error) from error
 
     def read(self, path: str) -> bytes:
-        """A whole file."""
+        """Return the contents of a file."""
         try:
             return read_regular(self._locate(path), sys.maxsize)
         except OSError as error:
             raise self._error(path, error) from error
 
     def read_into(self, path: str, begin: int, buffer: memoryview) -> None:
-        """Fills `buffer` with the file from byte `begin` on."""
+        """Fill `buffer` from a file, starting at byte `begin`."""
         try:
             with open(open_regular(self._locate(path)), "rb", buffering=0) as file:
                 file.seek(begin)
@@ -66,14 +66,14 @@ class LocalStorage:
                     count = file.readinto(buffer[filled:])
                     if not count:
                         raise StorageError(
-                            f"{self.root / path} ends too early: {begin + filled} bytes, expected {begin + len(buffer)}"
+                            f"{self.root / path} is too short: {begin + filled} bytes, expected {begin + len(buffer)}"
                         )
                     filled += count
         except OSError as error:
             raise self._error(path, error) from error
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """Writes a file beside its place and renames it there."""
+        """Write a temporary file, then rename it."""
         target = self._locate(path)
         temporary = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_native_id()}")
         try:
@@ -91,7 +91,7 @@ class LocalStorage:
             raise self._error(path, error) from error
 
     def create(self, path: str, data: bytes) -> bool:
-        """Links a whole file to its name, which only one of several writers can do."""
+        """Create a file atomically. Return False if it already exists."""
         target = self._locate(path)
         temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
         try:
@@ -108,15 +108,15 @@ class LocalStorage:
         return True
 
     def staging(self, target: str) -> str:
-        """A hidden folder beside the target."""
+        """Return the path of a hidden folder next to the target."""
         folder, slash, name = target.rpartition("/")
         return f"{folder}{slash}.{name}.partial"
 
     def commit(self, source: str, target: str) -> None:
-        """Renames a folder."""
+        """Rename a folder."""
         begin, end = self._locate(source), self._locate(target)
         if end.exists():
-            raise StorageError(f"{end} exists already")
+            raise StorageError(f"{end} already exists")
         try:
             for folder in (*(p for p in begin.rglob("*") if p.is_dir()), begin):
                 sync_path(folder)
@@ -127,11 +127,11 @@ class LocalStorage:
             raise self._error(source, error) from error
 
     def delete(self, path: str) -> None:
-        """Deletes a file or folder."""
+        """Delete a file or folder."""
         target = self._locate(path)
         try:
             if target.is_dir() and not target.is_symlink():
-                if not target.name.startswith("."):  # out of sight at once
+                if not target.name.startswith("."):  # hide the folder before deleting its files
                     hidden = target.with_name(f".{target.name}.deleted")
                     shutil.rmtree(hidden, ignore_errors=True)
                     target = target.rename(hidden)
@@ -142,7 +142,7 @@ class LocalStorage:
             raise self._error(path, error) from error
 
     def directory(self) -> Path:
-        """The directory, created."""
+        """Create the directory if necessary, and return it."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -161,7 +161,7 @@ class LocalStorage:
 
 
 def _file_size(path: Path) -> int | None:
-    """The bytes of a file; None where it is gone, or is not a file."""
+    """Return the size of a regular file, or None if there is no such file."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -170,11 +170,11 @@ def _file_size(path: Path) -> int | None:
 
 
 def open_storage(uri: str | Path, plugins: Host | None = None) -> Storage:
-    """The storage of a path or URI. Creates and reads nothing.
+    """Return the storage of a path or URI, without accessing it.
 
     Raises:
-        RequestError: no plugin stores this scheme.
-        PluginError: more than one does, or the storage of the one that does lacks methods of the contract.
+        RequestError: If no plugin supports the URI scheme.
+        PluginError: If several plugins support it, or if the storage lacks required methods.
     """
     text = str(uri)
     parts = urlsplit(text)
@@ -188,10 +188,10 @@ def open_storage(uri: str | Path, plugins: Host | None = None) -> Storage:
         implementations = plugins.hook.axlearn_checkpoint_storage.get_hookimpls()
         names = [f"{o.plugin_name} ({plugins.entries[o.plugin_name].origin})" for o in implementations]
         raise RequestError(
-            f"no plugin stores checkpoints at {_hide_credentials(text)!r}: the scheme {parts.scheme!r} is unknown\n"
-            "    known: paths and file:// (the core)"
-            + "".join(f"; what {name} takes" for name in sorted(names))
-            + "\n    fix: install a plugin for it, or mount it and give the path"
+            f"no plugin supports checkpoints at {_hide_credentials(text)!r}: the scheme {parts.scheme!r} is unknown\n"
+            "    known: paths and file:// (axlearn-core)"
+            + "".join(f"; the schemes of {name}" for name in sorted(names))
+            + "\n    fix: install a plugin for it, or mount it and use the path"
             + _storage_hint(parts.scheme)
         )
     methods = [name for name, value in vars(Storage).items() if callable(value) and not name.startswith("_")]
@@ -201,14 +201,14 @@ def open_storage(uri: str | Path, plugins: Host | None = None) -> Storage:
         raise PluginError(
             f"the storage of {parts.scheme}://, {written}, lacks {', '.join(missing)}\n"
             "    expected: every method of axlearn_core.contracts.storage.Storage\n"
-            "    fix: install a version of its plugin for this version of axlearn-core"
+            "    fix: install a version of the plugin that supports this version of axlearn-core"
         )
     return storage
 
 
 def _storage_hint(scheme: str) -> str:
     if package := package_of("storages", scheme):
-        return f"; {package} has {scheme}://"
+        return f"; {package} supports {scheme}://"
     return "" if has_index() else f"; {NO_INDEX}"
 
 
@@ -217,7 +217,7 @@ def _hide_credentials(uri: str) -> str:
 
 
 def check_uri(config: Any) -> None:
-    """Raises `ConfigError` where nothing stores the scheme of a trainer's `checkpointer.uri`. Reaches nothing."""
+    """Raise `ConfigError` if no plugin supports the scheme of `checkpointer.uri`. Do not access the storage."""
     uri = checkpoint_uri(config)
     if not isinstance(uri, str):
         return
@@ -234,19 +234,19 @@ def check_uri(config: Any) -> None:
 
 
 def resolve(uri: str | Path, plugins: Host | None = None) -> Path:
-    """The local or mounted directory of a path or URI. A local one is not created.
+    """Return the local or mounted directory of a path or URI. Do not create local directories.
 
     Raises:
-        RequestError: no plugin stores this scheme.
-        PluginError: more than one does.
-        StorageError: the storage has no such directory, or it cannot be written.
+        RequestError: If no plugin supports the URI scheme.
+        PluginError: If several plugins support it.
+        StorageError: If the storage has no directory, or the directory is not writable.
     """
     storage = open_storage(uri, plugins)
     return storage.root if isinstance(storage, LocalStorage) else storage.directory()
 
 
 def sync_path(path: Path) -> None:
-    """Brings the content of a file, or the entries of a directory, to the disk."""
+    """Flush the contents of a file, or the entries of a directory, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""From pieces in a storage to sharded arrays: each piece is read once, checked, and copied to where it belongs."""
+"""Read sharded arrays from pieces in a storage. Each piece is read once, verified, and copied to its shards."""
 
 import hashlib
 import math
@@ -19,26 +19,26 @@ from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import StorageError
 
 ALIGNMENT = 64
-"""JAX takes over host buffers of this alignment on CPUs without a copy."""
+"""Alignment, in bytes, of host buffers that JAX can use on CPUs without a copy."""
 
 
 class DamagedError(Exception):
-    """What is wrong with a file; callers name the checkpoint."""
+    """A file is damaged. Callers add the name of the checkpoint."""
 
 
 def read_index(
     storage: Storage, root: str, files: Mapping[str, Mapping[str, Any]], folder: str = WEIGHTS
 ) -> dict[str, StoredArray]:
-    """The arrays in a folder of a checkpoint, by default its weights; empty where it has none.
+    """Read the index of a folder of a checkpoint. Return its arrays by path.
 
     Args:
-        storage: where the checkpoint lies.
-        root: its folder, with a `/` at its end.
-        files: of its manifest: what its indices are, with their hashes.
+        storage: Storage of the checkpoint.
+        root: Folder of the checkpoint, with a trailing `/`.
+        files: Files in its manifest.
         folder: `WEIGHTS` or `OTHERS`.
 
     Raises:
-        DamagedError: an index is not what was written.
+        DamagedError: If an index is damaged.
     """
     indices = []
     for name in sorted(n for n in files if n.startswith(folder) and n.endswith(".json")):
@@ -60,17 +60,17 @@ def read_arrays(
     *,
     verify: bool = True,
 ) -> Iterator[tuple[str, jax.Array]]:
-    """(path, array) one after the other. On the host there is, beside the result, one tensor at a time.
+    """Yield the path and value of each array. The host buffers one array at a time, in addition to the results.
 
     Args:
-        storage: where the files lie.
-        folder: of the files, with a `/` at its end.
-        arrays: what to read.
-        shardings: path -> where to; None is the default device.
-        verify: compares each piece with its hash.
+        storage: Storage of the files.
+        folder: Folder of the files, with a trailing `/`.
+        arrays: Arrays to read.
+        shardings: Sharding of each array by path. None means the default device.
+        verify: Verify the hash of each piece.
 
     Raises:
-        DamagedError: a piece is not what was written, or is missing.
+        DamagedError: If a piece is damaged or missing.
     """
     workers = min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool:
@@ -92,7 +92,7 @@ def _read_array(
     overlaps = [_overlap(piece.box, b.box) for piece, blocks in copies for b in blocks]
     filled = sum(math.prod(_sizes(box)) for box in overlaps if box is not None)
     if filled != sum(b.data.size for b in buffers):
-        raise DamagedError(f"{array.path}: parts of it are in no file")
+        raise DamagedError(f"{array.path}: some of its pieces are missing")
     by_box = {b.box: b.data for b in buffers}
     kind = sharding.memory_kind
     shards = [jax.device_put(by_box[b], SingleDeviceSharding(d, memory_kind=kind)) for d, b in places.items()]
@@ -100,9 +100,9 @@ def _read_array(
 
 
 def spread_sharding(sharding: Sharding, shape: Sequence[int]) -> Sharding:
-    """The sharding to read an array in: in a job of several processes, its replicas read a part each.
+    """Return a sharding for reading an array, in which each replica reads only a part of it.
 
-    Where the shape does not divide, or the array is kept in the host's memory, every replica reads all of its part.
+    If the shape is not divisible, or if the array is in host memory, each replica reads its entire shard.
     """
     if jax.process_count() == 1 or not isinstance(sharding, NamedSharding) or sharding.is_fully_addressable:
         return sharding
@@ -159,7 +159,7 @@ class _Reader:
 
 
 def _contiguous(piece: Piece, buffers: Sequence[_Buffer]) -> np.ndarray | None:
-    """The part of the only buffer that is this piece, where it is contiguous there: read into without a copy."""
+    """Return the view of a piece if it is contiguous in a single buffer, so that it can be read without a copy."""
     if len(buffers) != 1 or _overlap(piece.box, buffers[0].box) != piece.box:
         return None
     part = buffers[0].data[(*_within(piece.box, buffers[0].box), ...)]
@@ -187,5 +187,5 @@ def _overlap(one: Box, other: Box) -> Box | None:
 
 
 def _within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """The part `box` of an array whose own place is `outer`."""
+    """Return the slices of `box` in an array that covers `outer`."""
     return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(box, outer, strict=True))

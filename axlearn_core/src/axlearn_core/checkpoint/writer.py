@@ -1,4 +1,4 @@
-"""One process's part of a save: copies shards to host memory, and writes and hashes them from threads."""
+"""Save the shards of one process: copy them to host memory, then hash and write them in threads."""
 
 import json
 import threading
@@ -28,10 +28,12 @@ from axlearn_core.errors import StorageError
 
 
 class HostBuffers:
-    """Host memory for copies of shards. It stays between saves: fresh pages cost many times what the copy does.
+    """Host memory for copies of shards.
+
+    Buffers are reused between saves, because allocating new pages takes many times longer than the copy.
 
     Attributes:
-        limit: bytes in use at most, or one buffer where that is larger; None: no limit.
+        limit: Maximum bytes in use, or None. A single buffer may exceed it.
     """
 
     def __init__(self, limit: int | None = None):
@@ -41,7 +43,7 @@ class HostBuffers:
         self._freed = threading.Condition()
 
     def take(self, size: int, *, wait: bool = True) -> np.ndarray | None:
-        """`size` bytes; None where there is no room and `wait` is False."""
+        """Allocate `size` bytes. If the limit is reached, wait, or return None if `wait` is False."""
         with self._freed:
             while self.limit is not None and self.in_use and self.in_use + size > self.limit:
                 if not wait:
@@ -55,20 +57,20 @@ class HostBuffers:
         return np.empty(size, np.uint8)
 
     def give(self, buffer: np.ndarray) -> None:
-        """Takes a buffer back."""
+        """Return a buffer to the pool."""
         with self._freed:
             self.in_use -= buffer.size
             self._free[buffer.size].append(buffer)
             self._freed.notify_all()
 
     def trim(self) -> None:
-        """Frees what no save uses."""
+        """Free unused buffers."""
         with self._freed:
             self._free.clear()
 
 
 class RateLimit:
-    """Holds writers to so many bytes per second, all together; None: no limit."""
+    """Limits the total write rate, in bytes per second. None means no limit."""
 
     def __init__(self, limit: int | None = None):
         self.limit = limit
@@ -76,7 +78,7 @@ class RateLimit:
         self._lock = threading.Lock()
 
     def chunks(self, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
-        """The chunks, each once those before it have had their time."""
+        """Yield the chunks at the limited rate."""
         for chunk in chunks:
             if self.limit is not None:
                 with self._lock:
@@ -87,15 +89,15 @@ class RateLimit:
 
 
 class PartWriter:
-    """Writes this process's shards of the arrays of one state below a folder.
+    """Writes this process's shards of a state.
 
     Args:
-        storage: where to.
-        folder: the staging folder of the checkpoint, with a `/` at its end.
-        buffers: for copies.
-        pool: writes the files.
-        rate: of all writers.
-        alone: whether this process writes a checkpoint of its own: every shard that it holds, replicas of others too.
+        storage: Storage to write to.
+        folder: Staging folder of the checkpoint, with a trailing `/`.
+        buffers: Host memory for copies.
+        pool: Threads that write the files.
+        rate: Rate limit of all writers.
+        alone: If True, write a complete checkpoint of the shards on this process, including replicas.
     """
 
     def __init__(
@@ -120,9 +122,9 @@ class PartWriter:
         self._lock = threading.Lock()
 
     def copy(self, arrays: Mapping[str, jax.Array]) -> None:
-        """Copies the shards, which may be donated once this returns.
+        """Copy the shards to host memory. They may be donated after this returns.
 
-        Writing begins afterwards, so that its threads do not slow the copies; where memory is bounded, meanwhile.
+        Writing starts after copying, so that it does not slow down the copies. If host memory is limited, both overlap.
         """
         shards = [(path, start, data) for path, x in arrays.items() for start, data in self.shards(x)]
         if self.buffers.limit is None:
@@ -136,14 +138,14 @@ class PartWriter:
         self._flush()
 
     def _add(self, path: str, start: tuple[int, ...], data: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Gives a shard a place in host memory, and in a file.
+        """Reserve host memory for a shard and assign its pieces to files.
 
         Returns:
-            (place, data) of a copy that is still to be made: all at once, and before anything is written. None where memory is
-            bounded, so that files are written meanwhile: it is made at once.
+            The destination and source of the copy to make. None if host memory is limited, in which case the copy is made
+            immediately because files are written concurrently.
         """
         buffer = self.buffers.take(data.nbytes, wait=False)
-        if buffer is None:  # the room that it waits for may be held by files that are not full
+        if buffer is None:  # files that are not full yet may hold the memory
             self._flush()
             buffer = self.buffers.take(data.nbytes)
         assert buffer is not None
@@ -153,9 +155,9 @@ class PartWriter:
         boxes = list(pieces_of(data.shape, data.dtype.itemsize))
         self._uses[id(buffer)] = [buffer, len(boxes)]
         offset = 0
-        for at, shape in boxes:  # in C order, so that each is the next range of bytes
+        for corner, shape in boxes:  # in C order, so the pieces are consecutive byte ranges
             size = int(np.prod(shape)) * data.dtype.itemsize
-            begin = tuple(a + b for a, b in zip(start, at, strict=True))
+            begin = tuple(a + b for a, b in zip(start, corner, strict=True))
             self._append(Part(path, begin, tuple(shape), size, buffer.data[offset : offset + size]), id(buffer))
             offset += size
         return (copy, data) if self.buffers.limit is None else None
@@ -197,7 +199,7 @@ class PartWriter:
                 self.buffers.give(self._uses.pop(buffer)[0])
 
     def finish(self) -> None:
-        """Waits for the files, then writes the indices. Another process's error is left for it to read."""
+        """Wait for the files, then write the indices. If this fails, leave the error for process 0 to read."""
         process = self.process
         try:
             errors = [e for f in self._futures if (e := f.exception()) is not None]
@@ -217,10 +219,10 @@ def _kind(path: str) -> str:
 
 
 def collect_parts(storage: Storage, folder: str, processes: int, seconds: float = PEER_SECONDS) -> dict[str, Any]:
-    """Waits until every process has written its part. Returns the files of all with size and hash, for the manifest.
+    """Wait until every process has written its part. Return the manifest entries of all files.
 
     Raises:
-        StorageError: a process failed, or was not heard of for too long; it names which.
+        StorageError: If a process failed or did not finish in time. The message names the process.
     """
     deadline, pause = time.monotonic() + seconds, 0.02
     expected_files = {f"{folder}{OTHERS}{p}.json" for p in range(processes)}
@@ -233,7 +235,7 @@ def collect_parts(storage: Storage, folder: str, processes: int, seconds: float 
             break
         if time.monotonic() > deadline:
             late = sorted(p for p in range(processes) if f"{folder}{OTHERS}{p}.json" not in paths)
-            raise StorageError(f"no part of process {', '.join(map(str, late))} after {seconds:g} s")
+            raise StorageError(f"process {', '.join(map(str, late))} wrote no part within {seconds:g} s")
         time.sleep(pause)
         pause = min(2 * pause, 1.0)
     files: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""From a config to a program for a set of devices."""
+"""Compose a config into a program for a set of devices."""
 
 from axlearn_core.compat import make_callable
 from axlearn_core.compose.functional import Functional, ModelWeights

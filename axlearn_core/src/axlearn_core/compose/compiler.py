@@ -1,4 +1,4 @@
-"""Compiles named functions for one mesh: the one place where models are traced, lowered and compiled."""
+"""Trace, lower, and compile named functions for one mesh."""
 
 import functools
 import os
@@ -28,16 +28,16 @@ from axlearn_core.plugins.targets import load
 
 
 class Compiler:
-    """Functions by name, compiled for the devices of one layout.
+    """Compiles functions for the devices of one layout.
 
     Attributes:
-        functions: name -> function.
-        layout: the mesh and the logical axes resolved on it.
-        target: what is known of the hardware; None where no plugin knows it.
-        platform: of the devices, by which kernels are chosen.
-        parts: what each `Part` stands for: abstract arrays with their shardings.
-        mesh: the config of the layout.
-        kernel_notes: reports when another kernel runs than the one that the config names.
+        functions: Functions by name.
+        layout: Device mesh with resolved logical axes.
+        target: Facts about the hardware, or None if no plugin knows it.
+        platform: Platform of the devices, which determines the available kernels.
+        parts: Abstract arrays with shardings for each `Part`.
+        mesh: Mesh config.
+        kernel_notes: Reports calls that do not use the kernel in the config.
     """
 
     def __init__(
@@ -60,36 +60,36 @@ class Compiler:
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """XLA's options for all functions: the target's, and over them the config's."""
+        """XLA options of all functions. The config overrides the target."""
         return self._merge_options(())
 
     def _merge_options(self, choices: Sequence[Choice]) -> dict[str, Any]:
         return merge_options(self.target.compiler_options if self.target else {}, choices, self.mesh.compiler_options)
 
     def options(self, name: str) -> dict[str, Any]:
-        """XLA's options for a function that was traced: `compiler_options`, and those that its kernels need.
+        """Return the XLA options of a traced function: `compiler_options` and the options that its kernels require.
 
         Raises:
-            ConfigError, PluginError: see `merge_options`.
+            ConfigError, PluginError: See `merge_options`.
         """
         if not self.function(name).runs_once:
             return self._merge_options(self.choices(name))
-        # LLVM's third level takes three times as long to compile what runs once, and as fast at the first.
+        # Optimization level 3 of LLVM triples the compile time. A function that runs once does not benefit.
         return {"xla_backend_optimization_level": 1} if self.layout.mesh.devices.flat[0].platform == "cpu" else {}
 
     @property
     def compiled(self) -> Sequence[tuple[str, Any]]:
-        """(function, bucket) of all that was compiled or loaded so far."""
+        """Functions that have been compiled or loaded, each with its bucket."""
         return [(name, bucket) for name, bucket, *_ in list(self._compiled)]
 
     def function(self, name: str) -> Function:
-        """A function of the experiment; raises `RequestError` with the nearest names where there is none of this name."""
+        """Return a function by name. Raise `RequestError` with the nearest names if it does not exist."""
         if name not in self.functions:
             raise unknown("function of this experiment", name, self.functions)
         return self.functions[name]
 
     def selection(self, name: str) -> Selection:
-        """The choice of kernels for a function."""
+        """Return the kernel selection of a function."""
         if name not in self._selections:
             function = self.function(name)
             self._selections[name] = Selection(
@@ -101,37 +101,42 @@ class Compiler:
         return self._selections[name]
 
     def choices(self, name: str = "train") -> list[Choice]:
-        """Which kernel each call site of a function got, once it was traced."""
+        """Return the kernel choices of a traced function, one per distinct call."""
         return self.selection(name).choices
 
     def tracing(self, name: str, kernels: Selection | None = None) -> AbstractContextManager[Any]:
-        """What a function is traced under: the mesh, its rules, and a selection of kernels (by default its own)."""
+        """Activate the mesh, its rules, and a kernel selection for tracing. The default selection is the function's."""
         stack = ExitStack()
         stack.enter_context(nn_sharding.logical_rules(self.layout.mesh, self.layout.rules))
         stack.enter_context(use(kernels or self.selection(name)))
         return stack
 
     def arguments(self, name: str, bucket: object = None) -> tuple[Any, ...]:
-        """The abstract arguments of a function for a bucket, with their shardings."""
+        """Return the abstract arguments of a function for a bucket, with shardings."""
         return jax.tree.map(self._resolve, self.function(name).inputs(bucket), is_leaf=_is_abstract)
 
     def trace(self, name: str, bucket: object = None) -> Any:
-        """A function traced for a bucket: its jaxpr, and the choice of kernels."""
-        with self._tracing:  # kernels are chosen, and recorded, meanwhile
+        """Trace a function for a bucket. This records the kernel choices."""
+        with self._tracing:  # tracing selects and records kernels
             return self._trace(self._jit(name, bucket), name, bucket)
 
     def lower(self, name: str, bucket: object = None) -> Any:
-        """A function lowered for a bucket."""
+        """Lower a function for a bucket."""
         return self._lower(self._jit(name, bucket), name, bucket)
 
     def compile(self, name: str, bucket: object = None, **options: object) -> Any:
-        """A function compiled for a bucket, or loaded (see `load`); kept. `options` are XLA's, under the function's own.
+        """Compile a function for a bucket, or load it if it was exported (see `load`). The result is cached.
 
-        Several threads may compile: they trace one after another, and each function is compiled by one of them.
+        This may be called from several threads. Tracing is serialized, and each function is compiled once.
+
+        Args:
+            name: Name of the function.
+            bucket: Bucket of the function; see `Function.inputs`.
+            options: XLA options. The function's options override them.
 
         Raises:
-            RequestError: an unknown function, or an executable that was compiled from another program.
-            ConfigError: the compiler refuses one of the config's options.
+            RequestError: If the function is unknown, or if its executable was compiled from another program.
+            ConfigError: If the compiler rejects one of the config's options.
         """
         key = (name, _bucket_key(bucket), *sorted(options.items()))
         if key not in self._compiled:
@@ -139,12 +144,12 @@ class Compiler:
         return self._compiled[key]
 
     def compile_all(self, functions: Sequence[tuple[str, Any]]) -> None:
-        """Compiles (function, bucket) pairs, on CPU two at a time: each is traced by this thread, under its settings of JAX.
+        """Compile pairs of function and bucket, two at a time on CPUs. This thread traces them with its JAX config.
 
         Raises:
-            RequestError, ConfigError: as `compile`.
+            RequestError, ConfigError: See `compile`.
         """
-        # Elsewhere the compiler may measure kernels on the device, one at a time, and need much memory.
+        # On other platforms, the compiler may benchmark kernels on the device and need much memory.
         several = self.layout.mesh.devices.flat[0].platform == "cpu"
         pool, compiling = ThreadPoolExecutor(2), []
         with CacheHits() as hits, ExitStack() as closing:
@@ -161,7 +166,7 @@ class Compiler:
                 future.result()
 
     def _once(self, key: Any, make: Callable[[], Any]) -> None:
-        """Keeps what `make` gives, unless another thread has made it or is making it."""
+        """Cache the result of `make`. If another thread is already computing it, wait instead."""
         with self._guard:
             lock = self._compiling.setdefault(key, threading.Lock())
         with lock:
@@ -175,7 +180,7 @@ class Compiler:
 
     def _load(self, name: str, bucket: Any, options: Mapping[str, Any]) -> Any:
         key = (name, str(_bucket_key(bucket)))
-        if key not in self._exported or options:  # an export has the options of the function and no others
+        if key not in self._exported or options:  # exports only have the function's options
             return None
         identified = key in self._identified
         program = None if identified else executables.program_hash(self.lower(name, bucket), self.options(name))
@@ -187,8 +192,8 @@ class Compiler:
                 lowered, key = self.lower(name, bucket), (name, _bucket_key(bucket))
                 return self._compile_lowered(lowered, key, {**options, **self.options(name)}, hits)
         if not self.choices(name):
-            self.trace(name, bucket)  # chooses the kernels, which may need options
-        # With the options on the jitted function, JAX's dispatch takes what is compiled here.
+            self.trace(name, bucket)  # selects the kernels, which may require options
+        # Set the options on the jitted function, so that JAX's dispatch uses the program that is compiled here.
         jitted = self._jit(name, bucket, {**options, **self.options(name)})
         return _Dispatched(self._lower(jitted, name, bucket).compile(), jitted)
 
@@ -224,18 +229,18 @@ class Compiler:
         *,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """Writes compiled functions, for `load` in another process on this machine or one just like it.
+        """Export compiled functions for `load` in another process on the same kind of machine.
 
-        Devices that are only described can be exported for; the executables load on devices that are what was described.
+        The devices may be described devices. The executables load on real devices that match the description.
 
         Args:
-            directory: is made; either all of it is written or nothing.
-            functions: name -> buckets, such as `{"train": [batch], "decode": [bucket, ...]}`.
-            identity: everything that the programs are made from, by name: `load` then need not trace to compare them.
-            facts: see `executables.write`.
+            directory: New directory, which is written atomically.
+            functions: Buckets by function name, such as `{"train": [batch], "decode": [bucket, ...]}`.
+            identity: All inputs of the programs by name. With it, `load` does not need to trace the programs.
+            facts: See `executables.write`.
 
         Raises:
-            RequestError: an unknown function, one of packed integers, or an existing directory.
+            RequestError: If a function is unknown or takes packed integers, or if the directory exists.
         """
         executables.environment(self.layout.mesh.devices)
         compiled = {}
@@ -243,8 +248,8 @@ class Compiler:
             for bucket in buckets:
                 if self._has_packed_arguments(name, bucket):
                     raise RequestError(
-                        f"{name} takes 4-bit integers: JAX could not call it once it is loaded\n"
-                        "    fix: leave it out; it compiles where it is needed"
+                        f"{name} takes 4-bit integers, and JAX cannot call such functions after loading them\n"
+                        "    fix: do not export it; it is compiled when needed"
                     )
                 program = executables.program_hash(self.lower(name, bucket), self.options(name))
                 function = self.compile(name, bucket)
@@ -255,15 +260,15 @@ class Compiler:
         executables.write(directory, self.layout.mesh.devices, compiled, identity, facts)
 
     def load(self, directory: str | os.PathLike[str], identity: Mapping[str, str] | None = None) -> list[str]:
-        """Takes compiled functions from a directory that `export` wrote, instead of compiling them; returns their names.
+        """Use the compiled functions in a directory that `export` wrote, instead of compiling them. Return their names.
 
-        An executable is code: load only what you exported. Each is read when it is first needed, and only where it was
-        compiled from the very program that this one would compile (which is traced and lowered to tell), by the same
-        versions of JAX and its compiler, for the same kind of devices and host. With an `identity` equal to the exported one
-        nothing is traced: whoever gives it answers for it that equal identities are equal programs.
+        Executables contain native code, so only load your own exports. Each executable is loaded when it is first needed. It
+        must match the program that would be compiled, the versions of JAX and the compiler, and the kind of devices and host.
+        To compare programs, this traces and lowers them, unless `identity` is given and equals the exported identity. The
+        caller is responsible for equal identities implying equal programs.
 
         Raises:
-            RequestError: the directory is not such an export, is damaged, or is of another version, machine or identity.
+            RequestError: If the directory is not an export or is damaged, or if the version, machine, or identity differs.
         """
         entries = executables.read_index(directory, self.layout.mesh.devices, identity)
         self._identified -= entries.keys()
@@ -272,21 +277,21 @@ class Compiler:
         return list(dict.fromkeys(name for name, _ in entries))
 
     def exported(self, name: str, bucket: object = None) -> bool:
-        """Whether `load` found a function for a bucket."""
+        """Return True if `load` found a function for a bucket."""
         return (name, str(_bucket_key(bucket))) in self._exported
 
     def verify(self) -> None:
-        """Compares the files of everything that `load` found with their hashes.
+        """Verify the hashes of all files that `load` found.
 
         Raises:
-            RequestError: one is missing or damaged.
+            RequestError: If a file is missing or damaged.
         """
         for directory, entry in self._exported.values():
             executables.read(directory, entry)
 
     def _compile_anew(self, name: str, bucket: Any) -> Any:
-        """Compiles without JAX's compilation cache, on disk and in memory."""
-        # An option at its default, so that JAX does not give what it compiled or read before.
+        """Compile without JAX's compilation caches on disk and in memory."""
+        # An explicit default value changes the cache key, so that JAX does not return an earlier result.
         options = {**self.options(name), "xla_embed_ir_in_executable": False}
         before = jax.config.values["jax_enable_compilation_cache"]
         jax.config.update("jax_enable_compilation_cache", False)
@@ -298,12 +303,12 @@ class Compiler:
             compilation_cache.reset_cache()
 
     def was_cached(self, name: str, bucket: Any = None) -> bool:
-        """Whether a function for CPUs was read from JAX's compilation cache: XLA cannot write it a second time."""
+        """Return True if a CPU function came from JAX's compilation cache. XLA cannot serialize such functions."""
         on_cpu = self.layout.mesh.devices.flat[0].platform == "cpu"
         return on_cpu and (name, _bucket_key(bucket)) in self._cached
 
     def discard(self, name: str, bucket: Any = None) -> None:
-        """Forgets what was loaded for a bucket of a function, so that it is compiled."""
+        """Discard the loaded executable of a function and bucket, so that it is compiled."""
         if self._exported.pop((name, str(_bucket_key(bucket))), None) is not None:
             self._compiled = {k: v for k, v in self._compiled.items() if k[:2] != (name, _bucket_key(bucket))}
 
@@ -320,7 +325,7 @@ class Compiler:
             if function.outputs is not None:
                 shardings = jax.tree.map(self._sharding, function.outputs(bucket), is_leaf=_is_abstract)
             elif self.layout.mesh.size == 1 and not jax.tree.leaves(self.arguments(name, bucket)):
-                shardings = self.layout.replicated  # without arguments, only outputs say which device compiles it
+                shardings = self.layout.replicated  # without arguments, the outputs determine the device
             self._jitted[key] = jax.jit(
                 run,
                 donate_argnums=function.donate,
@@ -344,7 +349,7 @@ class Compiler:
 
 
 def lowering(target: Target | None) -> AbstractContextManager[Any]:
-    """What has to hold while a program for a target is lowered, as its plugin says (`Target.lowering`)."""
+    """Return the context manager for lowering programs for a target (`Target.lowering`)."""
     if target is None or target.lowering is None:
         return nullcontext()
     enter: Any = load(target.lowering)
@@ -352,9 +357,9 @@ def lowering(target: Target | None) -> AbstractContextManager[Any]:
 
 
 class _Dispatched:
-    """A compiled function of arrays with several numbers to a byte, called through JAX's dispatch.
+    """A compiled function with packed integer arguments, called through JAX's dispatch.
 
-    JAX's compiled functions ask for a packed layout of such arguments that committed arrays never say they have.
+    JAX's compiled functions require a packed layout for such arguments, but committed arrays never report it.
     """
 
     def __init__(self, compiled: Any, jitted: Callable[..., Any]):
@@ -368,7 +373,7 @@ class _Dispatched:
 
 
 class CacheHits:
-    """Counts what each thread takes from JAX's compilation cache while it is open."""
+    """Counts hits in JAX's compilation cache per thread."""
 
     def __enter__(self) -> "CacheHits":
         self._counts = Counter[int]()
@@ -380,7 +385,7 @@ class CacheHits:
 
     @property
     def count(self) -> int:
-        """Of the thread that asks."""
+        """Number of cache hits of the current thread."""
         return self._counts[threading.get_ident()]
 
     def _count(self, event: str, **_: Any) -> None:

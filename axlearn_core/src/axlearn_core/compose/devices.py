@@ -1,4 +1,4 @@
-"""Local devices to run on, and described devices to compile for."""
+"""Local devices for running programs, and described devices for compiling them."""
 
 import collections
 import contextlib
@@ -22,26 +22,26 @@ from axlearn_core.plugins.targets import load
 
 
 def configure_devices(machine: Machine | None) -> None:
-    """Sets up virtual CPU devices for a CPU machine. Call before JAX starts; None uses the devices that JAX finds."""
+    """Set up virtual CPU devices for a CPU machine. Call this before JAX starts. None uses JAX's default devices."""
     host().hook.axlearn_before_devices()
     if machine is not None and machine.target.platform == "cpu":
         if machine.devices > 1:
             compat.threads_for(machine.devices)
-        virtual(machine.devices)  # `local_devices` counts them, once all processes have joined
+        virtual(machine.devices)  # `local_devices` counts them after all processes have joined
 
 
 def cpu(machine: Machine) -> Sequence[Any]:
-    """As many virtual devices as the machine has.
+    """Return the virtual CPU devices of a machine.
 
     Raises:
-        RequestError: JAX has started with fewer.
+        RequestError: If JAX has already started with another number of devices.
     """
     virtual(machine.devices)
     return _check_count(machine, jax.devices("cpu"))
 
 
 def virtual(count: int) -> None:
-    """Gives this process `count` virtual CPU devices and no others, where JAX has not started yet."""
+    """Give this process `count` virtual CPU devices and no other devices. No-op if JAX has started."""
     compat.forget_device_count()
     with contextlib.suppress(RuntimeError):  # JAX has started
         jax.config.update("jax_num_cpu_devices", count)
@@ -49,10 +49,10 @@ def virtual(count: int) -> None:
 
 
 def local_devices(machine: Machine | None) -> Sequence[Any]:
-    """All devices that JAX sees. Where a machine is named, they have to be its devices.
+    """Return all devices of JAX. If a machine is given, check that they match it.
 
     Raises:
-        RequestError: there are others, or another number of them.
+        RequestError: If the kind or the number of devices differs.
     """
     devices = jax.devices()
     if machine is None:
@@ -62,13 +62,13 @@ def local_devices(machine: Machine | None) -> Sequence[Any]:
         raise RequestError(
             f"the target {machine.name!r} is not this machine\n"
             f"    got: {len(devices)} x {devices[0].device_kind}\n    expected: {machine.devices} x {' or '.join(kinds)}\n"
-            "    fix: leave --target out to run on this machine, or compile for the target: `axlearn plan`"
+            "    fix: omit --target to run on this machine, or use `axlearn plan` to compile for the target"
         )
     return _check_count(machine, devices)
 
 
 def detect() -> Detected:
-    """What this job runs on. In a job of several processes all of them have to call it, once they have joined."""
+    """Detect the machine of this job. In a job with several processes, all must call this after joining."""
     devices = jax.devices()
     counts = collections.Counter(d.device_kind for d in devices)
     target = host().target(devices[0].device_kind) if len(counts) == 1 else None
@@ -79,7 +79,7 @@ def detect() -> Detected:
 
 
 def detect_for(config: object) -> Detected:
-    """What the job of a config runs on, once its processes have joined."""
+    """Join the processes of a config's job, and detect its machine."""
     configure_devices(None)
     if isinstance(config, HasProcessGroup):
         config.distributed.build().initialize()
@@ -87,12 +87,10 @@ def detect_for(config: object) -> Detected:
 
 
 def resolve_for_devices(request: Request) -> Resolved:
-    """The complete config of a request for the machine that it names, or for this one if it names none.
-
-    JAX's devices are set up for it.
+    """Resolve a request for the machine that it names (default: this machine), and set up JAX's devices.
 
     Raises:
-        RequestError: the request is wrong; then JAX has not started.
+        RequestError: If the request is invalid. In that case JAX has not started.
     """
     resolved = resolve(request, detect=detect_for).checked()
     if not resolved.detected:
@@ -101,46 +99,46 @@ def resolve_for_devices(request: Request) -> Resolved:
 
 
 def slice_of(device: Any) -> int | None:
-    """The slice of a TPU that a device is in; None for other devices, and for one whose slice nobody says."""
+    """Return the slice index of a TPU, or None for other devices or if it is unknown."""
     return getattr(device, "slice_index", None)
 
 
 def coordinates_of(device: Any) -> list[int]:
-    """The place of a TPU chip among its neighbours; empty for other devices."""
+    """Return the coordinates of a TPU chip, or an empty list for other devices."""
     return list(getattr(device, "coords", ())) if device.platform == "tpu" else []
 
 
 def client_of(device: Any) -> Any:
-    """What compiles for a device; None if the device is only described and its library does not say."""
+    """Return the compiler client of a device. None for described devices without one."""
     return getattr(device, "client", None)
 
 
 def _count_domains(target: Target, devices: Sequence[Any]) -> int:
-    """Groups of devices with fast links among themselves: the slices of a TPU, the hosts of GPUs."""
+    """Return the number of groups of devices with fast links: TPU slices, or GPU hosts."""
     if target.size in ("chips", "cores"):
         return len({slice_of(d) for d in devices})
     if target.size != "hosts" or jax.process_count() == 1:
         return 1
-    name = zlib.crc32(socket.gethostname().encode())  # a host may have a process for each of its devices
+    name = zlib.crc32(socket.gethostname().encode())  # a host may have one process per device
     return len(set(multihost_utils.process_allgather(np.asarray([name], np.uint32)).reshape(-1).tolist()))
 
 
 def _check_count(machine: Machine, devices: Sequence[Any]) -> Sequence[Any]:
     if len(devices) != machine.devices:
         raise RequestError(
-            f"the target {machine.name!r} has {machine.devices} devices, and JAX sees {len(devices)}\n"
-            "    fix: name the target of these devices, or start a process on every host"
+            f"the target {machine.name!r} has {machine.devices} devices, but JAX sees {len(devices)}\n"
+            "    fix: use the target of these devices, or start a process on every host"
         )
     return devices
 
 
 def topology_devices(machine: Machine) -> Sequence[Any]:
-    """Devices that can be compiled for, and need not be here.
+    """Return described devices of a machine, for compiling without the hardware.
 
     Raises:
-        RequestError: nothing can compile for this target without it, or its compiler is not installed.
+        RequestError: If the target cannot be compiled without its hardware, or if its compiler is not installed.
     """
     if machine.target.topology is None:
-        raise RequestError(f"nothing that is installed can compile for {machine.name!r} without that hardware")
+        raise RequestError(f"no installed plugin can compile for {machine.name!r} without the hardware")
     make: Any = load(machine.target.topology)
     return make(machine)

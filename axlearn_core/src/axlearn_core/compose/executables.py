@@ -1,6 +1,6 @@
-"""Compiled functions as files, which another process loads without compiling.
+"""Export compiled functions to files, and load them in another process without compiling.
 
-An executable is native code inside a pickle: loading one runs what its author wrote. Load only what you exported.
+An executable is native code in a pickle, and loading it can run arbitrary code. Only load your own exports.
 """
 
 import hashlib
@@ -30,15 +30,15 @@ INDEX = "executables.json"
 
 @attrs.frozen(kw_only=True)
 class Executable:
-    """One exported function.
+    """An exported function.
 
     Attributes:
-        function: its name.
-        bucket: which of its shapes, as text.
-        program: SHA-256 of the StableHLO that it was compiled from, and of XLA's options.
-        file: its name beside the index.
-        sha256: of the file.
-        kernels: (op, name) of the kernels in it: a compiled program may call what their modules register.
+        function: Name of the function.
+        bucket: Bucket of the function, as text.
+        program: SHA-256 of its StableHLO and XLA options.
+        file: Name of its file in the directory.
+        sha256: Hash of the file.
+        kernels: Op and name of each of its kernels. The program may call functions that the kernels' modules register.
     """
 
     function: str
@@ -50,23 +50,23 @@ class Executable:
 
 
 def program_hash(lowered: Any, options: Mapping[str, Any]) -> str:
-    """SHA-256 of what a compiler is given."""
+    """Return the SHA-256 of the compiler's inputs."""
     text = lowered.as_text() + json.dumps({k: str(v) for k, v in options.items()}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def environment(devices: Any) -> dict[str, Any]:
-    """What an executable depends on in addition to its program. Devices that are only described say the same as those meant.
+    """Return everything that an executable depends on besides its program. Equal for described and real devices.
 
     Args:
-        devices: the mesh's array of devices.
+        devices: Array of the mesh's devices.
 
     Raises:
-        RequestError: their client cannot say what it compiles with.
+        RequestError: If the compiler of the devices is unknown.
     """
     flat = list(devices.flat)
     if client_of(flat[0]) is None:
-        raise RequestError(f"executables for {flat[0].device_kind} cannot be exported: nothing says what compiles them")
+        raise RequestError(f"cannot export executables for {flat[0].device_kind}: the compiler is unknown")
     return {
         "format": FORMAT,
         "jax": jax.__version__,
@@ -83,7 +83,7 @@ def environment(devices: Any) -> dict[str, Any]:
 def _compiler(device: Any) -> str:
     if device.platform != "gpu":
         return device.client.platform_version
-    # The client of GPUs that are here tells the driver's version, and that of described ones the kind of GPU.
+    # The client of real GPUs reports the driver's version, but that of described GPUs reports the kind of GPU.
     packages = ("jax-cuda12-pjrt", "jax-cuda13-pjrt", "jax-rocm60-pjrt", "jax-rocm7-pjrt")
     return ", ".join(f"{p} {v}" for p in packages if (v := _version(p))) or device.client.platform_version
 
@@ -102,23 +102,23 @@ def write(
     identity: Mapping[str, str] | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes compiled functions to a new directory, which only this user can write; all of it is there or nothing.
+    """Write compiled functions atomically to a new directory that only this user can write.
 
-    In a job of several processes one of them writes, and the executables are those of all.
+    In a job with several processes, one process writes the executables for all.
 
     Args:
-        directory: must not exist.
-        devices: see `environment`.
-        functions: (function, bucket) -> (compiled, its `program_hash`, the kernels in it as `Executable.kernels`).
-        identity: what the programs were made from, by name; see `Compiler.load`.
-        facts: JSON-able, for `read_facts`.
+        directory: New directory.
+        devices: See `environment`.
+        functions: The compiled function, its `program_hash`, and its `Executable.kernels`, by function and bucket.
+        identity: Inputs of the programs by name; see `Compiler.load`.
+        facts: JSON-serializable data for `read_facts`.
 
     Raises:
-        RequestError: the directory exists, or see `environment`.
+        RequestError: If the directory exists, or if the compiler of the devices is unknown.
     """
     target, around = Path(directory), environment(devices)
     if target.exists():
-        raise RequestError(f"{target} exists\n    fix: name a new directory, or remove this one")
+        raise RequestError(f"{target} already exists\n    fix: use a new directory, or remove this one")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
         folder = Path(scratch) / "executables"
@@ -143,11 +143,11 @@ def write(
 def read_index(
     directory: str | os.PathLike[str], devices: object, identity: Mapping[str, str] | None = None
 ) -> dict[tuple[str, str], Executable]:
-    """(function, bucket) -> what is exported in a directory, for these devices. Loads no code.
+    """Read the index of an export: its executables by function and bucket. This does not load code.
 
     Raises:
-        RequestError: the directory is not an export, or is of another JAX, compiler, machine or mesh, or, where an identity
-            is given, was made from something else.
+        RequestError: If the directory is not an export, or if the version of JAX, the compiler, the machine, the mesh, or the
+            given identity differs.
     """
     path = Path(directory) / INDEX
     try:
@@ -160,10 +160,10 @@ def read_index(
     for name, expected in environment(devices).items():
         if index.get(name) != expected:
             raise RequestError(
-                f"{directory} was exported from another {_NAMES.get(name, f'value of {name}')}\n"
+                f"{directory} was exported with another {_NAMES.get(name, f'value of {name}')}\n"
                 f"    got: {_short(index.get(name))}\n"
                 f"    expected: {_short(expected)}\n"
-                "    fix: export again, here"
+                "    fix: export again on this machine"
             )
     if identity is not None:
         _check_identity(directory, index.get("identity") or {}, identity)
@@ -171,7 +171,7 @@ def read_index(
 
 
 def read_facts(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """The facts that were written with an export whose index was read."""
+    """Return the facts of an export."""
     return dict(json.loads((Path(directory) / INDEX).read_text()).get("facts") or {})
 
 
@@ -182,17 +182,17 @@ def _check_identity(
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise RequestError(
-            f"{directory} was exported from something else: {names[0]}{more}\n"
+            f"{directory} was exported with another identity: {names[0]}{more}\n"
             f"    got: {_short(exported.get(names[0]))}\n    expected: {_short(identity.get(names[0]))}\n"
-            "    fix: export again, or use the settings and the code that were exported"
+            "    fix: export again, or use the settings and the code of the export"
         )
 
 
 def read(directory: str | os.PathLike[str], entry: Executable) -> bytes:
-    """The content of a file of an index.
+    """Return the contents of an executable's file.
 
     Raises:
-        RequestError: it is missing or damaged.
+        RequestError: If the file is missing or damaged.
     """
     path = Path(directory) / entry.file
     try:
@@ -200,28 +200,28 @@ def read(directory: str | os.PathLike[str], entry: Executable) -> bytes:
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error}\n    fix: export again") from error
     if hashlib.sha256(content).hexdigest() != entry.sha256:
-        raise RequestError(f"{path} is damaged: its hash is not that of {INDEX}\n    fix: export again")
+        raise RequestError(f"{path} is damaged: its hash does not match {INDEX}\n    fix: export again")
     return content
 
 
 def load(directory: str | os.PathLike[str], entry: Executable, program: str | None, devices: Any) -> Any:
-    """The compiled function, once its program and its file are known to be those that were exported.
+    """Load a compiled function after verifying its program and its file.
 
     Args:
-        directory: see `read_index`.
-        entry: of that index.
-        program: the `program_hash` of the function as it is now; None where the index's identity was checked instead.
-        devices: the mesh's array of devices.
+        directory: Directory of the export.
+        entry: Entry in its index.
+        program: The current `program_hash` of the function. None if the identity was compared instead.
+        devices: Array of the mesh's devices.
 
     Raises:
-        RequestError: the program of the function changed, the file is damaged, or a kernel in it is not installed.
+        RequestError: If the program changed, if the file is damaged, or if one of its kernels is not installed.
     """
     path = Path(directory) / entry.file
     if program is not None and entry.program != program:
         raise RequestError(
             f"{path}: the program of {entry.function} changed\n"
             f"    got: {entry.program[:16]}\n    expected: {program[:16]}\n"
-            "    fix: export again, or compose the config and the code that were exported"
+            "    fix: export again, or use the config and the code of the export"
         )
     flat = list(devices.flat)
     import_kernels(entry.kernels)
@@ -230,7 +230,7 @@ def load(directory: str | os.PathLike[str], entry: Executable, program: str | No
 
 
 _NAMES = {
-    "format": "version of its format",
+    "format": "version of the export format",
     "compiler": "compiler",
     "mesh": "mesh",
     "jax": "version of JAX",
@@ -247,7 +247,7 @@ def _short(value: object) -> str:
 
 
 def _cpu_features(features: bool) -> str:
-    """The host's processor, and with `features` its instruction sets: XLA for CPU compiles for exactly these."""
+    """Return the host's architecture and, if `features`, a hash of its instruction sets, which XLA for CPU compiles for."""
     if not features:
         return platform.machine()
     try:

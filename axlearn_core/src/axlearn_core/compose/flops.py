@@ -1,4 +1,4 @@
-"""Floating-point operations of a traced function, counted from its jaxpr: XLA counts the body of a scan only once."""
+"""Count the FLOPs of a function from its jaxpr. XLA's count includes the body of a scan only once."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,20 +9,20 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
 def count_flops(function: Callable[..., Any], *args: object) -> int:
-    """Matrix-product and convolution FLOPs (a multiply-add is two) of `function(*args)`, loops times their trip counts.
+    """Return the FLOPs of matrix products and convolutions in `function(*args)`. A multiply-add counts as two.
 
-    A `while` loop of unknown length counts once; a branch counts as its most expensive arm.
+    Scans count by their length. A `while` loop counts once, and a conditional counts its most expensive branch.
     """
     return _count(jax.make_jaxpr(function)(*args).jaxpr)
 
 
 def equation_flops(eqn: Any) -> int:
-    """FLOPs of one equation of a jaxpr, without those of what it calls."""
+    """Return the FLOPs of one equation of a jaxpr, excluding jaxprs that it calls."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         contracted = math.prod(eqn.invars[0].aval.shape[d] for d in params["dimension_numbers"][0][0])
         return 2 * contracted * math.prod(eqn.outvars[0].aval.shape)
-    if name == "ragged_dot_general":  # each row meets one group's matrix, also where the groups split the sum
+    if name == "ragged_dot_general":  # each row is multiplied with one matrix, also if groups split the contraction
         ragged = params["ragged_dot_dimension_numbers"]
         lhs, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
         summed = ragged.dot_dimension_numbers[0][0]
@@ -36,21 +36,21 @@ def equation_flops(eqn: Any) -> int:
 
 
 def called(params: Mapping[str, Any]) -> Any:
-    """The jaxpr that an equation calls once: of a jit, of rematerialisation, of custom derivatives or batching. Or None."""
+    """Return the jaxpr that an equation calls once (jit, remat, custom derivatives, or batching), or None."""
     values = (params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"))
     return next((jaxpr for value in values if (jaxpr := jaxpr_of(value)) is not None), None)
 
 
 def jaxpr_of(value: object) -> Jaxpr | None:
-    """The jaxpr that a parameter of an equation is or closes over; None for other parameters."""
+    """Return the jaxpr of an equation's parameter, or None for other parameters."""
     value = value.jaxpr if isinstance(value, ClosedJaxpr) else value
     return value if isinstance(value, Jaxpr) else None
 
 
 def mapped_devices(params: Mapping[str, Any]) -> int:
-    """Over how many devices a `shard_map` splits its work; over the other axes of its mesh its body has whole arrays.
+    """Return the number of devices that a `shard_map` splits its work over. Axes that are not manual do not count.
 
-    JAX names the axes differently by version.
+    The name of the parameter depends on the version of JAX.
     """
     names = ("newly_manual_axes", "manual_axes")
     axes = next((params[name] for name in names if name in params), params["mesh"].axis_names)

@@ -1,8 +1,8 @@
-"""A model as pure functions over flat dicts of arrays: `{"decoder.layer.attention.query.weight": array}`.
+"""Represent a model as pure functions over flat dicts of arrays: `{"decoder.layer.attention.query.weight": array}`.
 
-The keys are the paths of the modules, so that path patterns, checkpoints and name tables of other libraries all speak of an
-array by one name. Four kinds of `nnx.Variable` are told apart: parameters (`nnx.Param`), random streams (`nnx.RngState`, see
-`nn.randomness`), totals of a step (`nn.variables.StepTotal`), and all others, which are called the model's variables.
+The keys are module paths. Path patterns, checkpoints, and name tables of other libraries all use them. There are four kinds of
+`nnx.Variable`: parameters (`nnx.Param`), random streams (`nnx.RngState`, see `nn.randomness`), totals of a step
+(`nn.variables.StepTotal`), and all others, which are called the model's variables.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ Axes = dict[str, tuple[str | None, ...]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ModelWeights:
-    """The arrays that a model computes with: path -> array."""
+    """Parameters and variables of a model by path."""
 
     params: Params
     variables: Params
@@ -40,15 +40,15 @@ class Functional:
     """A model split into its structure and its arrays.
 
     Attributes:
-        abstract: path -> `jax.ShapeDtypeStruct` of each parameter.
-        axes: path -> logical axis name (or None) of each dimension of a parameter.
-        variables: path -> `jax.ShapeDtypeStruct` of each variable that the model keeps from step to step.
-        variable_axes: as `axes`, of the variables.
-        learned: the paths of those that are `LearnedVariable`s.
-        totals: path -> `jax.ShapeDtypeStruct` of each `StepTotal`.
-        streams: path -> `jax.ShapeDtypeStruct` of each part of a random stream; empty where the model draws no numbers.
-        batch_dependence: why the model depends on which rows are computed together; empty where it does not.
-        unnamed: the paths of parameters without axis names, which every device holds whole.
+        abstract: `jax.ShapeDtypeStruct` of each parameter by path.
+        axes: Logical axis name, or None, of each dimension of a parameter, by path.
+        variables: `jax.ShapeDtypeStruct` of each variable by path.
+        variable_axes: Logical axis names of the variables, like `axes`.
+        learned: Paths of the variables that are `LearnedVariable`s.
+        totals: `jax.ShapeDtypeStruct` of each `StepTotal` by path.
+        streams: `jax.ShapeDtypeStruct` of each part of a random stream by path. Empty if the model draws no random numbers.
+        batch_dependence: Reasons why the result of a row depends on the other rows of the batch. Empty if it does not.
+        unnamed: Paths of parameters without axis names, which are replicated.
     """
 
     abstract: Params
@@ -67,16 +67,20 @@ class Functional:
 
     @classmethod
     def of(cls, config: Node[Any], **offered: object) -> "Functional":
-        """Builds the model abstractly, which allocates nothing. `offered` goes to the config's `build` in addition to `rngs`.
+        """Build the model abstractly, without allocating arrays.
+
+        Args:
+            config: Config of the model.
+            offered: Arguments for the config's `build`, in addition to `rngs`.
 
         Raises:
-            ConfigError: a part holds arrays outside of variables, or is a module of another library.
+            ConfigError: If a module holds arrays outside variables or belongs to another library.
         """
 
         def build(key: jax.Array) -> Any:
-            # Parameters have a stream of their own, so that a module that draws elsewhere does not change their values.
+            # Parameters have a separate stream, so that modules that draw other random numbers do not change their values.
             rngs = nnx.Rngs(params=key, default=jax.random.fold_in(key, 1))
-            with nnx.use_eager_sharding(False):  # axis names are logical: the program lays out, not flax
+            with nnx.use_eager_sharding(False):  # axis names are logical, so the program shards instead of flax
                 return held.check_part(config.build(rngs=rngs, **offered), config)
 
         try:
@@ -92,7 +96,7 @@ class Functional:
 
     @classmethod
     def of_module(cls, model: object) -> "Functional":
-        """Of a model that was built already; it cannot be initialised anew."""
+        """Split a model that is already built. It cannot be initialized again."""
         graph, state = nnx.split(model)
         return cls._of_module(nnx.eval_shape(lambda: nnx.merge(graph, state)), None)
 
@@ -128,42 +132,41 @@ class Functional:
 
     @property
     def specs(self) -> ModelWeights:
-        """The abstract weights."""
+        """Abstract weights."""
         return ModelWeights(self.abstract, self.variables)
 
     def init(self, key: jax.Array) -> Params:
-        """Freshly initialised parameters. Traceable."""
+        """Initialize the parameters. Traceable."""
         return self.init_arrays(key)[0]
 
     def init_arrays(self, key: jax.Array) -> tuple[Params, Params]:
-        """Freshly initialised parameters, and variables. Traceable."""
-        assert self._build is not None, "a model that was built already is not initialised"
+        """Initialize the parameters and the variables. Traceable."""
+        assert self._build is not None, "cannot initialize a model that is already built"
         _, state = nnx.split(self._build(key))
         flat = [(".".join(map(str, k)), v) for k, v in nnx.to_flat_state(state)]
         params = {path: v.get_value() for path, v in flat if path in self.abstract}
         return params, {path: v.get_value() for path, v in flat if path in self.variables}
 
     def bind(self, params: Params, variables: Params | None = None, key: jax.Array | None = None) -> Any:
-        """The model with these arrays. Traceable; costs nothing at run time.
+        """Return the model with the given arrays. Traceable, without cost at run time.
 
         Args:
-            params: path -> array.
-            variables: path -> array; may be left out where the model has none. Totals of a step that are not among them
-                are zero.
-            key: what the random numbers of this call are derived from. Without one the model is in evaluation: it draws
-                nothing and its variables are only read (`deterministic` and `use_running_average`, as flax calls it).
+            params: Parameters by path.
+            variables: Variables by path. Optional if the model has none. Missing totals of a step are zero.
+            key: Random key of this call. If None, the model is in evaluation mode: it draws no random numbers and only
+                reads its variables (flax's `deterministic` and `use_running_average`).
 
         Raises:
-            RequestError: the model has variables and they are not given.
+            RequestError: If variables of the model are missing.
         """
         by_path = variables or {}
         if missing := [path for path in self.variables if path not in by_path]:
             close = nearest(missing[0], by_path, limit=1)
             raise RequestError(
-                f"the model has variables that it was not given: {', '.join(missing[:3])}"
+                f"variables of the model are missing: {', '.join(missing[:3])}"
                 + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-                + (f"\n    nearest there: {close[0]}" if close else "")
-                + "\n    fix: bind(params, variables), with the variables of the same state or checkpoint"
+                + (f"\n    nearest: {close[0]}" if close else "")
+                + "\n    fix: bind(params, variables) with the variables of the same state or checkpoint"
             )
 
         def value(path: str) -> Any:
@@ -178,19 +181,19 @@ class Functional:
         return nnx.merge(graph, nnx.from_flat_state(values))
 
     def describe(self) -> Any:
-        """The model with abstract arrays: for what its modules say of themselves."""
+        """Return the model with abstract arrays, for inspecting its modules."""
         return self.bind(self.abstract, {**self.variables, **self.totals})
 
     def weights_of(self, model: object) -> ModelWeights:
-        """The arrays of a model of this structure."""
+        """Return the arrays of a model with this structure."""
         flat = {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(nnx.state(model))}
         return ModelWeights({p: flat[p] for p in self.abstract}, {p: flat[p] for p in self.variables})
 
     def variables_of(self, model: object) -> Params:
-        """The variables of a bound model after its call, and the totals of the step so far.
+        """Return the variables and step totals of a bound model after a call.
 
         Raises:
-            RequestError: the call made a variable that the model did not have.
+            RequestError: If the call created a new variable.
         """
         if not self.variables and not self.totals:
             return {}
@@ -199,19 +202,19 @@ class Functional:
             is_declared = any(path in part for part in (self.variables, self.abstract, self.streams, self.totals))
             if not is_declared and not isinstance(variable, nnx.Intermediate):
                 raise RequestError(
-                    f"the variable {path} ({type(variable).__name__}) appeared when the model was called\n"
-                    "    fix: make it in the module's constructor, so that training state and checkpoints have a place for it"
+                    f"a call of the model created the variable {path} ({type(variable).__name__})\n"
+                    "    fix: create it in the module's constructor, so that it is part of the training state and checkpoints"
                 )
         return {path: flat[path].get_value() for path in (*self.variables, *self.totals)}
 
     def begin_step(self, variables: Params) -> Params:
-        """The variables that the first microbatch of a training step gets: with the totals, at zero. Traceable."""
+        """Add step totals of zero to the variables, for the first microbatch of a training step. Traceable."""
         return {**variables, **{path: jnp.zeros(spec.shape, spec.dtype) for path, spec in self.totals.items()}}
 
     def end_step(self, params: Params, variables: Params) -> Params:
-        """The variables after a training step, of those after its last microbatch: calls `end_step` of each module.
+        """Call `end_step` of each module after the last microbatch of a training step. Return the new variables.
 
-        The arrays of layers in a stack have their leading axis `layers`. Traceable.
+        Arrays of stacked layers have a leading axis `layers`. Traceable.
         """
         model = self.bind(params, variables)
         modules: list[Any] = [module for _, module in nnx.iter_modules(model) if isinstance(module, EndsStep)]
@@ -222,7 +225,7 @@ class Functional:
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers the model holds."""
+        """Number of parameters."""
         return sum(s.size for s in self.abstract.values())
 
 
@@ -238,7 +241,7 @@ def _axes(path: str, variable: Any, rank: int) -> tuple[str | None, ...] | None:
     names = declared_names(variable)
     if names is not None and len(names) != rank:
         raise ConfigError(
-            Problem(path=path, message="one logical axis per dimension", got=str(names), expected=f"{rank} names")
+            Problem(path=path, message="needs one logical axis per dimension", got=str(names), expected=f"{rank} names")
         )
     return names
 
@@ -246,14 +249,14 @@ def _axes(path: str, variable: Any, rank: int) -> tuple[str | None, ...] | None:
 def _not_an_array(path: str, variable: object, value: object) -> Problem:
     return Problem(
         path=f"model ({path})",
-        message=f"the model holds a {type(variable).__name__} that is not an array",
+        message=f"the value of a {type(variable).__name__} is not an array",
         got=type(value).__name__,
-        expected="arrays in variables; other values as plain attributes",
+        expected="an array; use plain attributes for other values",
     )
 
 
 def _batch_dependence(model: Any, streams: Mapping[str, Any]) -> tuple[str, ...]:
-    """The reasons for which microbatches compute something else than the whole batch, each with the path of its module."""
+    """Return the reasons why microbatches differ from the whole batch, each with the path of a module."""
     keys = [path.rpartition(".")[0].removesuffix(".rngs") for path, spec in streams.items() if randomness.is_key(spec)]
     reasons = [f"{path} draws random numbers" for path in keys]
     for path, module in nnx.iter_modules(model):
@@ -261,10 +264,10 @@ def _batch_dependence(model: Any, streams: Mapping[str, Any]) -> tuple[str, ...]
         if isinstance(module, DependsOnBatch) and module.batch_dependence:
             reasons.append(f"{name} {module.batch_dependence}")
         elif any(isinstance(v, nnx.BatchStat) for v in vars(module).values()):
-            reasons.append(f"{name} normalises over the batch")
+            reasons.append(f"{name} normalizes over the batch")
     return tuple(dict.fromkeys(reasons))
 
 
 def count_parameters(config: Node[Any]) -> int:
-    """How many numbers a model of this config holds; builds it abstractly."""
+    """Return the number of parameters of a model. Builds the model abstractly."""
     return Functional.of(config).num_parameters

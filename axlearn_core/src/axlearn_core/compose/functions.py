@@ -1,4 +1,4 @@
-"""What a program is made of: named pure functions, each with the arguments that it is compiled for."""
+"""`Function`: a pure function of a program with its abstract arguments."""
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
@@ -13,21 +13,21 @@ BATCH_AXES = ("batch", "sequence")
 
 
 class Part(enum.Enum):
-    """Stands for what a program already knows, among the abstract arguments and results of a function."""
+    """Placeholder for arrays of the program, in the abstract arguments and results of a function."""
 
     STATE = "the training state"
     WEIGHTS = "the model's parameters and variables"
     TRAINED = "the parameters and variables of the model and of its objective"
     KEY = "a random key"
-    REPLICATED = "held whole by every device"
+    REPLICATED = "a replicated result"
 
 
 @attrs.frozen
 class Array:
-    """An abstract array, laid out by one logical axis name (or None) per dimension.
+    """An abstract array with a logical axis name, or None, per dimension.
 
     Attributes:
-        path: what it is called in errors.
+        path: Name of the array in error messages.
     """
 
     shape: tuple[int, ...]
@@ -38,24 +38,24 @@ class Array:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Function:
-    """One pure function of an experiment.
+    """A pure function of an experiment.
 
     Attributes:
-        call: the function; traced under the program's mesh, mesh rules, kernel selection and compiler options.
-        inputs: bucket -> its abstract arguments: trees of `Array`, `jax.ShapeDtypeStruct` and `Part`. A bucket tells
-            the function's shapes apart: a batch for `train`, a number of rows and a length for `decode`.
-        outputs: bucket -> a prefix of its results that says where they live, of `Part` and `Array`; None leaves it to the
-            compiler.
-        donate: the positions of the arguments whose buffers the results take over.
-        differentiates: whether it needs gradients; where it does not, kernels without a backward pass may be chosen.
-        required_kernels: the names of the ops whose kernel the config names for this very function: it has to serve. So it
-            has for every op of a function that differentiates. Elsewhere another one steps in, and that is reported.
-        runs_once: compiled fast rather than well.
-        by_bucket: whether `call` takes the bucket too, as its last argument, which is static.
-        of_model: of what a model declares, whether `call` takes the bound model first; otherwise it takes its inputs alone.
-        bucket_of: a batch of the experiment -> the bucket that plans and explanations take.
-        place: `(shardings, abstract result) -> shardings`, where some of the result is to live elsewhere.
-        describe: what it does, for people.
+        call: The function. It is traced with the program's mesh, mesh rules, kernel selection, and compiler options.
+        inputs: Returns the abstract arguments for a bucket: trees of `Array`, `jax.ShapeDtypeStruct`, and `Part`. A bucket
+            identifies the shapes of a call: a batch for `train`, or a number of rows and a length for `decode`.
+        outputs: Returns a tree prefix of `Part` and `Array` that defines the shardings of the results. None lets the compiler
+            decide.
+        donate: Positions of the donated arguments.
+        differentiates: True if the function computes gradients. Otherwise, kernels without a backward pass are allowed.
+        required_kernels: Names of the ops that must use the kernel in the config. This applies to every op if the function
+            differentiates. Other ops may fall back to another kernel, which is reported.
+        runs_once: Optimize compile time instead of run time.
+        by_bucket: Pass the bucket to `call` as the last argument, which is static.
+        of_model: Pass the bound model to `call` as the first argument. Only for functions that a model declares.
+        bucket_of: Returns the bucket for a batch of the experiment, for plans and explanations.
+        place: Returns the shardings of the result from the default shardings and the abstract result.
+        describe: Description for people.
     """
 
     call: Callable[..., Any]
@@ -74,24 +74,21 @@ class Function:
 
 @runtime_checkable
 class DeclaresModelFunctions(Protocol):
-    """A model that computes more than its loss."""
+    """A model that declares functions other than its loss."""
 
     def functions(self) -> Mapping[str, Function]:
-        """Functions by name, of the model with abstract arrays that this is called on."""
+        """Return functions by name. This is called on the model with abstract arrays."""
         ...
 
 
 def model_functions(functional: Functional) -> dict[str, Function]:
-    """The functions that a model declares, over its parameters and variables.
-
-    A model's own functions take the bound model first; here they take `ModelWeights` in its place.
-    """
+    """Return the functions that a model declares. They take `ModelWeights` instead of the bound model."""
     model = functional.describe()
     return over_weights(model.functions() if isinstance(model, DeclaresModelFunctions) else {}, functional)
 
 
 def over_weights(declared: Mapping[str, Function], functional: Functional) -> dict[str, Function]:
-    """Functions of a bound model as functions of its `ModelWeights`; those that are not `of_model` stay as they are."""
+    """Convert functions of a bound model to functions of `ModelWeights`. Keep functions that are not `of_model`."""
     return {n: _over_weights(f, functional) if f.of_model else f for n, f in declared.items()}
 
 
@@ -108,13 +105,13 @@ def _over_weights(function: Function, functional: Functional) -> Function:
 
 
 def batch_inputs(batch: Mapping[str, Any]) -> dict[str, Array]:
-    """The abstract arrays of a batch: its rows split as the mesh rules split `batch`, its positions as `sequence`."""
+    """Return the abstract arrays of a batch. Rows have the logical axis `batch`, and positions have `sequence`."""
     shapes = {name: global_shape(value) for name, value in batch.items()}
     return {n: Array(s, batch[n].dtype, batch_axes(s), f"input ({n})") for n, s in shapes.items()}
 
 
 def global_shape(value: Any) -> tuple[int, ...]:
-    """The shape of the whole batch of all processes: arrays that are not JAX's hold the rows of this process alone."""
+    """Return the global shape of a batch array. NumPy arrays only contain the rows of this process."""
     shape = tuple(value.shape)
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) or not shape:
         return shape
@@ -122,14 +119,14 @@ def global_shape(value: Any) -> tuple[int, ...]:
 
 
 def batch_axes(shape: Sequence[int]) -> tuple[str | None, ...]:
-    """The logical axes of an array of a batch."""
+    """Return the logical axes of a batch array."""
     return (*BATCH_AXES, *(None,) * len(shape))[: len(shape)]
 
 
 def share_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that a trace calls many times, and traces and lowers once for arguments of equal shapes.
+    """Trace and lower a function only once for calls with equal shapes.
 
-    The compiler puts it in line, so the program is the same. To be called inside of a trace only, where it compiles nothing.
+    The compiler inlines it, so the program does not change. Only call the result inside a trace.
     """
     return jax.jit(function)
 

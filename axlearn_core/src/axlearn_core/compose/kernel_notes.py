@@ -1,4 +1,4 @@
-"""Reports the calls that run by another kernel than the one that the config names."""
+"""Report calls that do not use the kernel in the config."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -10,16 +10,16 @@ from axlearn_core.plugins.decisions import Decision
 
 
 def print_decision(decision: Decision) -> None:
-    """Prints a decision on standard error, from the first process only."""
+    """Print a decision to standard error, on process 0 only."""
     if jax.process_index() == 0:
         print(decision, file=sys.stderr, flush=True)
 
 
 class KernelNotes:
-    """Tells `listener` once of each function, op and reason for which a named kernel was passed over.
+    """Reports each replaced kernel once per function, op, and reason.
 
     Attributes:
-        listener: takes the decisions; by default they are printed.
+        listener: Receives the decisions. By default, they are printed.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class KernelNotes:
         self._reported: set[Decision] = set()
 
     def report(self, function: str, choices: Sequence[Choice]) -> None:
-        """Reports those of a function's choices that are new."""
+        """Report new kernel choices of a function."""
         for decision in replaced_kernels(function, choices):
             if decision not in self._reported:
                 self._reported.add(decision)
@@ -35,12 +35,12 @@ class KernelNotes:
 
 
 def replaced_kernels(function: str, choices: Sequence[Choice]) -> list[Decision]:
-    """The decisions to run a call of `function` by another kernel than the one that the config names."""
+    """Return the decisions to use another kernel than the one in the config."""
     replaced = [choice for choice in choices if choice.named not in (None, choice.name)]
     decisions = [
         Decision(
             "kernel",
-            f"{function}: {choice.op.name} runs by {choice.name}, not by {choice.named}",
+            f"{function}: {choice.op.name} uses {choice.name} instead of {choice.named}",
             choice.rejected[choice.named or ""],
         )
         for choice in replaced

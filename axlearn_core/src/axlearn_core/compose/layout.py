@@ -1,4 +1,4 @@
-"""Where arrays live: the device mesh, and logical axes to mesh axes."""
+"""Device meshes, and shardings from logical axes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,18 @@ _KEYS = (jax.tree_util.DictKey, jax.tree_util.FlattenedIndexKey)
 
 
 def make_mesh(config: Mesh, devices: Sequence[Any] | None = None, domains: int = 1) -> jax.sharding.Mesh:
-    """The mesh of all devices (or of `devices`) in the shape that the config gives.
+    """Create the device mesh of a config.
 
-    On TPUs, neighbours on a mesh axis are neighbours in the machine where its shape allows. With several `domains` the
-    outermost axes go across them, and all others stay within one.
+    On TPUs, neighbors on a mesh axis are physical neighbors if the topology allows it. If there are several domains, only
+    the outermost axes span them.
+
+    Args:
+        config: Mesh config.
+        devices: Devices to use (default: all).
+        domains: Number of groups of devices with fast links.
 
     Raises:
-        ConfigError: the shape does not multiply to the devices, or cannot be laid over the domains.
+        ConfigError: If the shape does not match the number of devices or domains.
     """
     devices = jax.devices() if devices is None else devices
     sizes = config.sizes(len(devices))
@@ -40,7 +45,7 @@ def _on_tpu(shape: Sequence[int], devices: Sequence[Any], domains: int) -> np.nd
         raise ConfigError(
             Problem(
                 path="mesh.shape",
-                message="no mesh axis goes across the slices",
+                message="no mesh axis can span the slices",
                 got=str({a: n for a, n in zip(MESH_AXES, shape, strict=True) if n > 1}),
                 expected=f"outer axes whose sizes multiply to a multiple of {domains}",
             )
@@ -52,22 +57,22 @@ def _on_tpu(shape: Sequence[int], devices: Sequence[Any], domains: int) -> np.nd
 
 
 class Layout:
-    """Logical axes resolved on one mesh."""
+    """Resolves logical axes on a mesh."""
 
     def __init__(self, mesh: Any, config: Mesh):
         self.mesh = mesh
         self.rules: Mapping[str, tuple[str, ...]] = {**DEFAULT_RULES, **config.rules}
         for axis, size in mesh.shape.items():
             if size > 1 and not any(axis in axes for axes in self.rules.values()):
-                message = "no mesh rule splits anything over this axis: all its devices would do the same work"
-                fix = "leave it out, or add the feature that uses it (`--with pipeline:microbatches=8`)"
+                message = "no mesh rule uses this axis, so all its devices would do the same work"
+                fix = "remove the axis, or add a feature that uses it (`--with pipeline:microbatches=8`)"
                 raise ConfigError(Problem(path=f"mesh.shape.{axis}", message=message, got=f"{size} devices", fix=fix))
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int], path: str) -> PartitionSpec:
-        """The partition of an array with these logical axes; a mesh axis serves only the first dimension that asks for it.
+        """Return the partition of an array. A mesh axis only shards the first dimension that requests it.
 
         Raises:
-            ConfigError: a logical axis that no rule covers, or a dimension that its mesh axes do not divide.
+            ConfigError: If a logical axis has no rule, or if mesh axes do not divide a dimension.
         """
         used: set[str] = set()
         parts: list[tuple[str, ...] | str | None] = []
@@ -89,7 +94,7 @@ class Layout:
                         path=path,
                         message=f"dimension {dim} ({axis}) is not divisible by the mesh axes {', '.join(mesh_axes)}",
                         got=f"{shape[dim]} over {count} devices",
-                        fix=f"change mesh.shape, or --set mesh.rules.{axis}=[] to keep this axis whole",
+                        fix=f"change mesh.shape, or use --set mesh.rules.{axis}=[] to leave this axis unsharded",
                     )
                 )
             used.update(mesh_axes)
@@ -99,19 +104,24 @@ class Layout:
         return PartitionSpec(*parts)
 
     def sharding(self, axes: Sequence[str | None], shape: Sequence[int], path: str) -> NamedSharding:
-        """`spec` on this mesh."""
+        """Return the sharding of an array; see `spec`."""
         return NamedSharding(self.mesh, self.spec(axes, shape, path))
 
     @property
     def replicated(self) -> NamedSharding:
-        """The sharding of what every device holds whole."""
+        """Sharding of replicated arrays."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def place_like(self, tree: Any, shardings: Mapping[str, NamedSharding], shapes: Mapping[str, Any]) -> Any:
-        """Shards optimizer state like the parameter it belongs to.
+        """Shard optimizer state like the parameters.
 
-        `tree` has abstract arrays. A leaf under a parameter's name and in its shape, such as a moment or a moving
-        average, gets the parameter's sharding; other leaves, such as counters, are replicated.
+        A leaf with the name and shape of a parameter, such as a moment or a moving average, gets the parameter's sharding.
+        Other leaves, such as counters, are replicated.
+
+        Args:
+            tree: Tree of abstract arrays.
+            shardings: Shardings of parameters by path.
+            shapes: Abstract parameters by path.
         """
 
         def place(path: Any, leaf: Any) -> NamedSharding:

@@ -1,4 +1,4 @@
-"""The functions of a model that stands alone: outside of an experiment, in a notebook, a test or a server."""
+"""Programs of a model without an experiment, for notebooks, tests, and servers."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +18,10 @@ from axlearn_core.plugins.manager import host
 
 
 class ModelProgram(Compiler):
-    """The functions that a model declares, and those that a plugin declares over it.
+    """Compiles the functions that a model and a plugin declare.
 
     Attributes:
-        functional: the model as pure functions.
+        functional: The model as pure functions.
     """
 
     def __init__(
@@ -32,8 +32,14 @@ class ModelProgram(Compiler):
         target: Target | None = None,
         declare: Callable[[Any], Mapping[str, Function]] | None = None,
     ):
-        """`mesh` lays the devices out (by default as a run without a mesh does), `target` is what they are where the target
-        of their kind is not meant. `declare` gives functions, over those of the model, from the model with abstract arrays.
+        """Create the program.
+
+        Args:
+            functional: The model.
+            devices: Devices to compile for.
+            mesh: Mesh config (default: `Mesh()`).
+            target: Hardware of the devices (default: found by their kind).
+            declare: Returns additional functions for the model with abstract arrays. They override the model's functions.
         """
         self.functional = functional
         mesh = mesh or Mesh()
@@ -46,12 +52,12 @@ class ModelProgram(Compiler):
         super().__init__(functions, layout, mesh, target, {Part.WEIGHTS: specs})
 
     def place(self, weights: ModelWeights) -> ModelWeights:
-        """Weights on this program's devices."""
+        """Transfer weights to this program's devices."""
         return jax.device_put(weights, jax.tree.map(lambda spec: spec.sharding, self.parts[Part.WEIGHTS]))
 
 
 def model_program(model: object) -> tuple[ModelProgram, ModelWeights]:
-    """A program for a model, and the model's weights as it takes them. Models of one structure share their program."""
+    """Return a program for a model, and the model's weights. Models with the same structure share a program."""
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
     program = _program(graph, tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves), _Structure(model))
@@ -59,12 +65,12 @@ def model_program(model: object) -> tuple[ModelProgram, ModelWeights]:
 
 
 def with_program(model: object, program: Program | ModelProgram | None) -> tuple[Program | ModelProgram, ModelWeights]:
-    """A program that computes with a model, and the model's weights: `program`, or one for the model alone."""
+    """Return `program`, or a new program for the model if it is None, and the model's weights."""
     return model_program(model) if program is None else (program, program.functional.weights_of(model))
 
 
 class _Structure:
-    """A model that plays no part in a comparison: what tells programs apart is given beside it."""
+    """Wraps a model so that it does not affect the cache key."""
 
     def __init__(self, model: object):
         self.model = model

@@ -1,4 +1,4 @@
-"""XLA's options for a function: the target's, those that its kernels need, and the config's."""
+"""Merge XLA options from the target, the kernels, and the config."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,16 +11,16 @@ _PATH = "mesh.compiler_options."
 
 
 def merge_options(target: Mapping[str, Any], choices: Sequence[Choice], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a function. The config overrides the target; both give way to the kernels.
+    """Return the options of a function. The config overrides the target, and kernels override both.
 
     Args:
-        target: of the target.
-        choices: the kernels in the function.
+        target: Options of the target.
+        choices: Kernel choices in the function.
         config: `mesh.compiler_options`.
 
     Raises:
-        PluginError: two kernels need different values of an option.
-        ConfigError: the config gives an option another value than a kernel needs.
+        PluginError: If two kernels need different values of an option.
+        ConfigError: If the config sets an option to a different value than a kernel needs.
     """
     needs: dict[str, tuple[Choice, Any]] = {}
     for choice in choices:
@@ -28,12 +28,12 @@ def merge_options(target: Mapping[str, Any], choices: Sequence[Choice], config: 
             other, before = needs.setdefault(name, (choice, value))
             if before != value:
                 raise PluginError(
-                    f"{_kernel(choice)} cannot be in one program with {_kernel(other)}\n"
+                    f"{_kernel(choice)} cannot be in the same program as {_kernel(other)}\n"
                     f"    got: {name}={value!r} and {before!r}\n    fix: choose another kernel for one of the two ops"
                 )
             if config.get(name, value) != value:
                 message = f"{_kernel(choice)} needs another value"
-                fix = "leave the option out, or choose another kernel"
+                fix = "remove the option, or choose another kernel"
                 raise ConfigError(
                     Problem(path=_PATH + name, message=message, got=repr(config[name]), expected=repr(value), fix=fix)
                 )
@@ -41,11 +41,11 @@ def merge_options(target: Mapping[str, Any], choices: Sequence[Choice], config: 
 
 
 def check_refusal(choices: Sequence[Choice], config: Mapping[str, Any], refusal: str) -> None:
-    """Raises an error that names the source of an option if XLA's `refusal` to compile is about that option.
+    """Raise an error that names the source of an option, if XLA's error message `refusal` mentions it.
 
     Raises:
-        PluginError: a kernel needs the option.
-        ConfigError: the config sets the option.
+        PluginError: If a kernel needs the option.
+        ConfigError: If the config sets the option.
     """
     kind, _, reason = refusal.partition(": ")
     if kind != "INVALID_ARGUMENT":
@@ -55,8 +55,8 @@ def check_refusal(choices: Sequence[Choice], config: Mapping[str, Any], refusal:
         if refused := words.intersection(choice.compiler_options):
             name = refused.pop()
             raise PluginError(
-                f"{_kernel(choice)} needs an option that this version of XLA refuses: {reason}\n"
-                f"    got: {name}={choice.compiler_options[name]!r}\n    fix: choose another kernel, or another jaxlib"
+                f"{_kernel(choice)} needs an option that this version of XLA rejects: {reason}\n"
+                f"    got: {name}={choice.compiler_options[name]!r}\n    fix: choose another kernel, or another jaxlib version"
             )
     for name in words.intersection(config):
         raise ConfigError(Problem(path=_PATH + name, message=reason, got=repr(config[name])))

@@ -1,4 +1,4 @@
-"""A `Program`: one config made ready for one set of devices. The trainer runs the very program that a plan analyses."""
+"""`Program`: an experiment composed for a set of devices. The trainer runs the same program that a plan analyzes."""
 
 import hashlib
 import math
@@ -26,40 +26,40 @@ from axlearn_core.errors import ConfigError
 from axlearn_core.plugins.manager import host
 
 SMALL_BATCH = 2**20
-"""Bytes up to which a batch for one device is copied once more, since that takes less time than calls in Python."""
+"""Maximum size, in bytes, of a batch that is copied an extra time because this is faster than calls in Python."""
 
 BatchShapes = Mapping[str, tuple[tuple[int, ...], Any]]
-"""Name -> (shape, dtype) of each array of a batch."""
+"""Shape and dtype of each array of a batch by name."""
 
 
 class Experiment(Protocol):
-    """What `compose` needs of a root config."""
+    """Root config that `compose` accepts."""
 
     @property
     def model(self) -> Node[Any]:
-        """The model."""
+        """Config of the model."""
         ...
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh and its rules."""
+        """Mesh and mesh rules."""
         ...
 
     def functions(self, functional: Functional) -> Mapping[str, Function]:
-        """The pure functions by name. A trainer has `init`, `weights`, `loss`, `train` and `evaluate`."""
+        """Return pure functions by name. A trainer has `init`, `weights`, `loss`, `train`, and `evaluate`."""
         ...
 
 
 class Program(Compiler):
-    """The functions of an experiment over sharded state, for one mesh.
+    """Functions of an experiment over sharded state, for one mesh.
 
     Attributes:
-        config: the experiment.
-        functional: the model as pure functions.
-        trained: the model and its objective as pure functions.
-        state: the abstract training state with its shardings.
-        weights_spec: the abstract `ModelWeights` of the model, with theirs.
-        trained_spec: those of the model and its objective.
+        config: The experiment.
+        functional: The model as pure functions.
+        trained: The model and its objective as pure functions.
+        state: Abstract training state with shardings.
+        weights_spec: Abstract `ModelWeights` of the model with shardings.
+        trained_spec: Abstract `ModelWeights` of the model and its objective with shardings.
     """
 
     def __init__(self, config: Experiment, devices: Sequence[Any] | None = None, machine: Machine | None = None):
@@ -82,22 +82,22 @@ class Program(Compiler):
         super().__init__(functions, layout, config.mesh, target, parts)
 
     def init(self, seed: int) -> Any:
-        """The state of step 0, sharded."""
+        """Initialize the sharded training state of step 0."""
         return self.compile("init")(jax.random.key(seed))
 
     def begin(self, seed: int, state: Any) -> Any:
-        """`state` with its weights and step, and otherwise as a run begins: a new root key, a new learner's state.
+        """Start a run with the weights and the step of `state`, a new root key, and a new learner state.
 
-        The model's weights are donated. Of the objective, what begins as a copy of the model is copied anew; the rest stays
-        as it is in `state`, and is initialised where `state` has it abstract.
+        The model's weights are donated. Parts of the objective that start as copies of the model are copied again. Its other
+        arrays are taken from `state`, or initialized if they are abstract there.
         """
         trained = self.trained
         weights = trained.of_model(ModelWeights(state.params, state.variables))
         begun = self.compile("begin")(jax.random.key(seed), weights).replace(step=state.step)
 
         def keep_trained(new: Mapping[str, Any], old: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-            own = {p for p in new if p not in model and p not in trained.copies and isinstance(old[p], jax.Array)}
-            return {p: old[p] if p in own else x for p, x in new.items()}
+            kept = {p for p in new if p not in model and p not in trained.copies and isinstance(old[p], jax.Array)}
+            return {p: old[p] if p in kept else x for p, x in new.items()}
 
         if trained.objective is None:
             return begun
@@ -107,24 +107,24 @@ class Program(Compiler):
         )
 
     def train_step(self, state: object, batch: Mapping[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
-        """One training step; `state` is donated."""
+        """Run one training step. `state` is donated."""
         return self.compile("train", batch)(state, batch)
 
     def eval_step(self, state: object, batch: Mapping[str, jax.Array]) -> dict[str, Any]:
-        """The sums of one evaluation batch; see `axlearn_core.train.step.TrainingFunctions.evaluate`."""
+        """Return the sums of one evaluation batch; see `axlearn_core.train.step.TrainingFunctions.evaluate`."""
         return self.compile("evaluate", batch)(state, batch)
 
     def weights(self, state: object) -> ModelWeights:
-        """What of a state to evaluate and generate with: a moving average of the parameters where there is one."""
+        """Return the weights for evaluation and generation: the moving average of the parameters, if there is one."""
         return self.function("weights").call(state)
 
     def model(self, state: object) -> Any:
-        """The model with the weights of a state, as an `nnx.Module` in evaluation."""
+        """Return the model with the weights of a state, as an `nnx.Module` in evaluation mode."""
         weights = self.weights(state)
         return self.functional.bind(weights.params, weights.variables)
 
     def put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """This process's rows of a batch, as global arrays on the mesh."""
+        """Convert this process's rows of a batch to global arrays on the mesh."""
         key = tuple((name, value.shape, type(value)) for name, value in batch.items())
         put = self._puts.get(key)
         if put is None:
@@ -132,13 +132,13 @@ class Program(Compiler):
         return put(dict(batch))
 
     def _make_put(self, batch: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, jax.Array]]:
-        """What `put` calls for batches of these shapes, and of NumPy's arrays or of JAX's as here."""
+        """Return the function that `put` uses for batches with these shapes and array types."""
         shardings = {k: self._batch_sharding(k, v) for k, v in batch.items()}
         if jax.process_count() > 1:
             return lambda batch: {k: _global(shardings[k], v) for k, v in batch.items()}
         small = sum(v.nbytes for v in batch.values()) <= SMALL_BATCH
         if self.layout.mesh.size == 1 and small and all(isinstance(v, np.ndarray) for v in batch.values()):
-            # A compiled function takes NumPy's arrays without a step in Python, in a sixth of the time of `device_put`.
+            # A compiled function converts NumPy arrays in C++, in a sixth of the time of `device_put`.
             return jax.jit(lambda batch: batch, out_shardings=shardings)
         return lambda batch: jax.device_put(batch, shardings)
 
@@ -147,28 +147,28 @@ class Program(Compiler):
         return self.layout.sharding(batch_axes(shape), shape, f"input ({name})")
 
     def model_flops(self, batch: Mapping[str, Any]) -> int:
-        """FLOPs of the mathematics of one step: three times the forward pass, with full (not causal-halved) attention.
+        """Return the model FLOPs of one step: three times the forward pass, with full attention even if it is causal.
 
-        The convention of model FLOPs utilisation (Chowdhery et al., 2022): recomputation does not count. The frozen models
-        of an objective count as if they were trained.
+        This follows the convention of model FLOPs utilization (Chowdhery et al., 2022), which excludes recomputation. Frozen
+        models of an objective count as if they were trained.
         """
         specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch.items()}
         return 3 * count_flops(self.function("loss").call, self.trained.specs, specs)
 
     def fingerprint(self, batch: Mapping[str, Any]) -> str:
-        """A hash of the lowered training step: equal fingerprints compute the same."""
+        """Return a hash of the lowered training step. Equal fingerprints mean equal programs."""
         return hashlib.sha256(self.lower("train", batch).as_text().encode()).hexdigest()[:16]
 
 
 def array_shardings(functional: Functional | ModelAndObjective, layout: Layout) -> dict[str, NamedSharding]:
-    """Path -> where it lives, of parameters and variables."""
+    """Return the shardings of parameters and variables by path."""
     axes = {**functional.axes, **functional.variable_axes}
     specs = {**functional.abstract, **functional.variables}
     return {path: layout.sharding(axes[path], s.shape, f"model ({path})") for path, s in specs.items()}
 
 
 def sharded_specs(functional: Functional | ModelAndObjective, shardings: Mapping[str, NamedSharding]) -> ModelWeights:
-    """The abstract weights, with where they live."""
+    """Return the abstract weights with shardings."""
     return ModelWeights(
         *(
             _with_shardings(specs, {path: shardings[path] for path in specs})
@@ -186,31 +186,31 @@ def _global(sharding: NamedSharding, value: Any) -> jax.Array:
         shape = (value.shape[0] * jax.process_count(), *value.shape[1:])
         shards = {(index[0].start, d.process_index) for d, index in sharding.devices_indices_map(shape).items()}
         if len(shards) > len({start for start, _ in shards}):
-            # An axis that does not split the batch goes across processes: several need the same rows.
+            # An axis that does not shard the batch spans processes, so several processes need the same rows.
             whole = multihost_utils.process_allgather(value, tiled=True)
             return jax.make_array_from_callback(shape, sharding, lambda index: whole[index])
     return jax.make_array_from_process_local_data(sharding, value)
 
 
 def _batch_shapes(config: object) -> BatchShapes:
-    """The arrays of a batch as the input declares them; empty if it declares none."""
+    """Return the arrays of a batch that the input declares, or an empty dict."""
     source = input_of(config)
     return source.batch_shapes() if isinstance(source, DeclaresBatches) else {}
 
 
 def _check_batch(shapes: BatchShapes, layout: Layout) -> None:
-    """Checks that batches of these shapes can be split."""
+    """Check that batches with these shapes can be sharded."""
     for name, (shape, _) in shapes.items():
         layout.spec(batch_axes(shape), shape, f"input ({name})")
 
 
 def refusal_of_layout(config: Any, mesh: Mesh, devices: int) -> str | None:
-    """The reason why parameters and batches cannot be laid over so many devices; None if they can.
+    """Return the reason why parameters or batches cannot be sharded over a number of devices, or None if they can.
 
     Args:
-        config: has the `model`, the `objective` and the `input` of an experiment.
-        mesh: to lay them over.
-        devices: how many.
+        config: Experiment with a `model`, an `objective`, and an `input`.
+        mesh: Mesh to shard them over.
+        devices: Number of devices.
     """
     try:
         layout = _lay_out(mesh, ModelAndObjective.of(config, Functional.of(config.model)), devices)
@@ -222,7 +222,7 @@ def refusal_of_layout(config: Any, mesh: Mesh, devices: int) -> str | None:
 
 
 def _lay_out(mesh: Mesh, trained: ModelAndObjective, devices: int) -> Layout:
-    """The layout of an abstract mesh; raises `ConfigError` if it does not fit the parameters."""
+    """Return the layout of an abstract mesh. Raise `ConfigError` if it does not fit the parameters."""
     sizes = mesh.sizes(devices)
     layout = Layout(jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)), mesh)
     axes = {**trained.axes, **trained.variable_axes}
@@ -232,20 +232,20 @@ def _lay_out(mesh: Mesh, trained: ModelAndObjective, devices: int) -> Layout:
 
 
 def check_program(config: Experiment, machine: Machine | None = None) -> ModelAndObjective:
-    """Checks what `compose` would refuse, without any devices or arrays: builds the model and the learner abstractly, traces
-    the loss of a batch, and lays parameters and batches over the mesh that the config asks for.
+    """Check an experiment like `compose`, but without devices or arrays.
+
+    Build the model and the learner abstractly, trace the loss of a batch, and shard parameters and batches over the mesh.
 
     Args:
-        config: an axis of -1 in its `mesh.shape` counts where there is a machine.
-        machine: how many devices there are; otherwise as many as the shape says.
+        config: The experiment. An axis of -1 in its `mesh.shape` requires a machine.
+        machine: Machine that defines the number of devices. If None, the mesh shape defines it.
 
     Returns:
         The model and its objective.
 
     Raises:
-        ConfigError: a part that cannot stand in a model, a logical axis without a rule, or a dimension that its mesh axes do
-            not divide.
-        RequestError: what the learner refuses.
+        ConfigError: If a module is invalid, if a logical axis has no rule, or if mesh axes do not divide a dimension.
+        RequestError: If the learner rejects the parameters.
     """
     functional = Functional.of(config.model)
     trained = ModelAndObjective.of(config, functional)
@@ -262,15 +262,17 @@ def check_program(config: Experiment, machine: Machine | None = None) -> ModelAn
 
 
 def compose(config: Experiment, devices: Sequence[Any] | None = None, *, machine: Machine | None = None) -> Program:
-    """Makes `config` ready for `devices` (by default all that JAX sees): mesh, sharding, kernels, step functions.
+    """Compose an experiment for a set of devices: create the mesh, shard, select kernels, and prepare the functions.
 
     Args:
-        config: resolved for the machine, whose mesh rule it holds.
-        devices: of `machine`; `axlearn_core.compose.devices.topology_devices` describes hardware to compile for.
-        machine: what the devices are. Without it they are known by what JAX says of them.
+        config: Config that has been resolved for the machine and contains its mesh rule.
+        devices: Devices to use (default: all devices of JAX). To compile for hardware that is not present, pass the result of
+            `axlearn_core.compose.devices.topology_devices`.
+        machine: Machine that the devices belong to. If None, JAX's device kind identifies it.
 
     Raises:
-        ConfigError: the mesh does not fit the devices, or a logical axis has no rule or does not divide.
-        RequestError: `machine` is not what is here.
+        ConfigError: If the mesh does not fit the devices, if a logical axis has no rule, or if mesh axes do not divide a
+            dimension.
+        RequestError: If the devices do not match `machine`.
     """
     return Program(config, devices, machine)

@@ -1,4 +1,4 @@
-"""Configs as trees of frozen values. Imports no JAX."""
+"""Configs: trees of frozen values. This package does not import JAX."""
 
 from axlearn_core.config.codec import Decoder, Names, QualifiedNames, dump, encode
 from axlearn_core.config.configured import configure, with_subclass

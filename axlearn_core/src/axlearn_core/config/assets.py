@@ -1,12 +1,12 @@
-"""Assets: the files that belong to a run, such as the tokenizer of its input.
+"""Assets: files that belong to a run, such as its tokenizer.
 
-A field marked with `setting(asset=True)` holds the path of an asset. Every run keeps a copy, and its config names the copy
-relative to the run:
+A field declared with `setting(asset=True)` holds the path of an asset. Every run keeps a copy of the file, and the run's
+config refers to the copy by a relative path:
 
     input:
       tokenizer: {type: tokenizer-json, path: run:files/input.tokenizer/tokenizer.json}
 
-`portable` gives this form. `attach` turns it back into paths that can be opened, for a run that lies anywhere.
+`portable` converts paths to this form. `attach` converts them back to paths that can be opened.
 """
 
 import logging
@@ -25,21 +25,21 @@ from axlearn_core.config.tree import children, join, with_children
 log = logging.getLogger(__name__)
 
 FOLDER = "files"
-"""The folder of a run that holds its assets."""
+"""Folder of a run that holds its assets."""
 _IMPORTED = "huggingface"
-"""The folder of an imported run where earlier versions kept what lies beside the tokenizer."""
+"""Folder of an imported run in which earlier versions stored files next to the tokenizer."""
 
 
 @attrs.frozen
 class Asset:
-    """A field of a config that holds the path of an asset.
+    """A config field that holds the path of an asset.
 
     Attributes:
-        node: the dotted path of the node.
-        field: the name of the field.
-        value: what the field holds.
-        siblings: names of files beside the asset that belong to it.
-        folder: the name of the folder below `FOLDER` that holds the run's copy.
+        node: Dotted path of the node.
+        field: Name of the field.
+        value: Value of the field.
+        siblings: Names of related files in the same folder as the asset.
+        folder: Name of the folder below `FOLDER` that holds the run's copy.
     """
 
     node: str
@@ -50,22 +50,22 @@ class Asset:
 
     @property
     def path(self) -> str:
-        """The dotted path of the field."""
+        """Dotted path of the field."""
         return join(self.node, self.field)
 
     @property
     def name(self) -> str:
-        """The file name."""
+        """Name of the file."""
         return file_name(self.value)
 
 
 def file_name(path: str) -> str:
-    """The last part of a path or URL."""
+    """Return the last part of a path or URL."""
     return path.replace("\\", "/").rstrip("/").rpartition("/")[2]
 
 
 def map_assets(tree: Any, function: Callable[[Asset], str]) -> Any:
-    """The tree with each asset's value replaced by what `function` returns for it, in the order of the tree."""
+    """Replace the value of each asset by the result of `function`, in the order of the tree."""
     return _map(tree, "", function)
 
 
@@ -80,13 +80,13 @@ def _map(value: Any, path: str, function: Callable[[Asset], str]) -> Any:
 
 
 def _folder_name(path: str) -> str:
-    """A file name for a dotted path, which may hold any key of a mapping."""
+    """Return a valid file name for a dotted path, which may contain arbitrary mapping keys."""
     name = quote(path, safe="")
     return f"%2E{name[1:]}" if name.startswith(".") else name
 
 
 def assets(tree: Any) -> list[Asset]:
-    """The assets of a config, in its order."""
+    """Return the assets of a config in order."""
     result: list[Asset] = []
 
     def collect(asset: Asset) -> str:
@@ -98,14 +98,14 @@ def assets(tree: Any) -> list[Asset]:
 
 
 def portable(tree: Any, keep: Callable[[Asset], bool] = lambda asset: False) -> tuple[Any, dict[str, Asset]]:
-    """The config as a run stores it: assets by their place in the run.
+    """Convert asset paths to paths relative to the run.
 
     Args:
-        tree: a config.
-        keep: whether an asset stays outside of the run.
+        tree: A config.
+        keep: Returns True for an asset that stays outside the run.
 
     Returns:
-        The config, and path in the run -> asset to copy there. Two fields with the same path share a copy.
+        The new config, and the assets to copy by their path in the run. Two fields with the same path share a copy.
     """
     copies: dict[str, Asset] = {}
     by_source: dict[tuple[str, tuple[str, ...]], str] = {}
@@ -124,29 +124,29 @@ def portable(tree: Any, keep: Callable[[Asset], bool] = lambda asset: False) -> 
 
 
 class RunFolder(Protocol):
-    """Where a run's files are."""
+    """Access to the files of a run."""
 
     @property
     def name(self) -> str:
-        """The run's config file, for messages."""
+        """Path of the run's config file, for messages."""
         ...
 
     def find(self, path: str) -> str | None:
-        """A local path of one of the run's files; None if the run lacks it."""
+        """Return a local path of a file of the run, or None if it does not exist."""
         ...
 
     def holds(self, path: str) -> bool:
-        """Whether an absolute local path lies inside the run."""
+        """Return True if an absolute local path is inside the run."""
         ...
 
 
 @attrs.frozen
 class LocalRun:
-    """A run in a local or mounted directory; see `RunFolder`.
+    """A run in a local or mounted directory. Implements `RunFolder`.
 
     Attributes:
-        name: the run's config file, for messages.
-        folders: the directories to look in, the first one first.
+        name: Path of the run's config file, for messages.
+        folders: Directories to search, in order.
     """
 
     name: str
@@ -154,14 +154,14 @@ class LocalRun:
 
     @classmethod
     def of_config(cls, file: Path) -> "LocalRun":
-        """The run whose config a file is: it lies in the root, or in the folder of a checkpoint."""
+        """Return the run of a config file, which is in the root of the run or in the folder of a checkpoint."""
         folder = Path(os.path.abspath(file)).parent
         in_checkpoint = folder.name.isdecimal() and (folder / "manifest.json").is_file()
         return cls(str(file), (folder.parent, folder.parent.parent) if in_checkpoint else (folder,))
 
     @property
     def has_lock(self) -> bool:
-        """Whether a run was written there."""
+        """True if one of the folders contains a run."""
         return any((folder / "run.lock.json").is_file() for folder in self.folders)
 
     def find(self, path: str) -> str | None:
@@ -175,16 +175,16 @@ class LocalRun:
 
 
 def attach(tree: Any, run: RunFolder, *, earlier: bool = True) -> tuple[Any, list[Asset]]:
-    """The config of a run with paths of assets that can be opened now.
+    """Convert paths relative to a run to paths that can be opened.
 
     Args:
-        tree: the config.
-        run: where its files are.
-        earlier: also handles assets that an earlier version left outside of the run. They are used with a note. If one is
-            gone, and the run has a file of its name, that file is used.
+        tree: A config.
+        run: The run's files.
+        earlier: Accept assets that earlier versions left outside the run, with a note. If such a file no longer exists
+            and the run has a file with the same name, use that file.
 
     Returns:
-        The config, and the assets that the run lacks, which keep their `run:` values.
+        The new config, and the assets that the run does not have. These keep their `run:` values.
     """
     lost: list[Asset] = []
 
@@ -201,7 +201,7 @@ def attach(tree: Any, run: RunFolder, *, earlier: bool = True) -> tuple[Any, lis
 
 
 def with_equal_names(tree: Any, other: Any) -> Any:
-    """The tree with the assets of `other` in place of copies of them, so that a comparison names only what differs."""
+    """Replace each asset by the one of `other` if they have equal contents, so that a diff omits copies."""
     originals = {asset.path: asset.value for asset in assets(other)}
 
     def named(asset: Asset) -> str:
@@ -220,13 +220,13 @@ def _are_copies(asset: Asset, original: str) -> bool:
 
 
 def _attach_earlier(asset: Asset, run: RunFolder) -> str:
-    """The path of an asset that the config does not name by its place in the run."""
+    """Resolve an asset whose path is not relative to the run."""
     path = os.path.expanduser(asset.value)
     if "://" in path or (os.path.isfile(path) and not run.holds(path)):
         copy = f"{FOLDER}/{asset.folder}/{asset.name}"
         _note(
-            f"note: {asset.path} of {run.name} is a file outside of the run: {asset.value}\n"
-            f"    fix: to make the run portable, copy the file to {copy} in it and set {asset.path} to "
+            f"note: {asset.path} of {run.name} is a file outside the run: {asset.value}\n"
+            f"    fix: to make the run portable, copy the file to {copy} in the run and set {asset.path} to "
             f"{RUN_SCHEME}{copy} in its config.yaml"
         )
         return asset.value
@@ -234,18 +234,18 @@ def _attach_earlier(asset: Asset, run: RunFolder) -> str:
         beside = os.path.join(os.path.dirname(path), _IMPORTED, asset.name)
         return beside if os.path.isfile(beside) else asset.value
     places = (f"{FOLDER}/{asset.folder}/", f"{_IMPORTED}/", "")
-    own = next((place for p in places if (place := run.find(p + asset.name)) is not None), None)
-    if own is None:
+    copy = next((place for p in places if (place := run.find(p + asset.name)) is not None), None)
+    if copy is None:
         return asset.value
-    _note(f"note: {asset.path} of {run.name}: {asset.value} does not exist; using the run's own {asset.name}")
-    return own
+    _note(f"note: {asset.path} of {run.name}: {asset.value} does not exist; using the run's copy of {asset.name}")
+    return copy
 
 
 _notes: set[str] = set()
 
 
 def _note(text: str) -> None:
-    """Logs a text once per process."""
+    """Log a message once per process."""
     if text not in _notes:
         _notes.add(text)
         log.warning("%s", text)

@@ -1,7 +1,7 @@
-"""Config trees to plain data and back, by cattrs, and to YAML 1.2 by ruamel.yaml; `yaml_file` reads that.
+"""Convert config trees to and from plain data with cattrs, and write YAML 1.2 with ruamel.yaml.
 
 In a file, a node is a mapping whose `type:` names a registered component. A file can never name a Python object. All
-problems of a file are reported at once, with line numbers.
+problems of a file are reported together, with line numbers. `yaml_file` reads YAML.
 """
 
 import collections.abc
@@ -26,40 +26,40 @@ from axlearn_core.errors import SHOWN_PROBLEMS, ConfigError, Problem, RequestErr
 
 
 class Names(Protocol):
-    """Where component names come from: the plugin registry, or a mapping in a test."""
+    """Mapping between component names and config classes, such as the plugin registry."""
 
     def component(self, name: str) -> type[Node[Any]]:
-        """The config class registered as `name`; raises `RequestError` with the nearest names."""
+        """Return the config class registered as `name`. Raise `RequestError` with the nearest names if there is none."""
         ...
 
     def name_of(self, cls: type) -> str:
-        """The registered name of a config class; raises `RequestError` where it has none."""
+        """Return the registered name of a config class. Raise `RequestError` if it has none."""
         ...
 
 
 @runtime_checkable
 class NamesValues(Protocol):
-    """Names that also write values which no file can hold, for people to read."""
+    """Names that can also print values that a file cannot store."""
 
     def text_of(self, value: object) -> str:
-        """The value as text."""
+        """Return the value as text for people to read."""
         ...
 
 
 class QualifiedNames:
-    """Names for showing a tree without a registry: `module:Class`. Nothing can be read back by them."""
+    """Names of the form `module:Class`, for printing a tree without a registry. They cannot be read back."""
 
     def component(self, name: str) -> type[Node[Any]]:
-        """Always an error: no component is registered here."""
+        """Raise `RequestError`: nothing is registered."""
         raise RequestError(f"no component is registered as {name!r}")
 
     def name_of(self, cls: type) -> str:
-        """`module:Class`."""
+        """Return `module:Class`."""
         return qualified_name(cls)
 
 
 def encode(value: object, names: Names) -> Any:
-    """A tree as plain data: dicts, lists and scalars. `REQUIRED` fields are left out; they are still to be set."""
+    """Convert a tree to dicts, lists, and scalars. Omit fields that are still `REQUIRED`."""
     if isinstance(value, Node):
         hidden = interface_fields(type(value)) | hidden_defaults(value) | _defaults_of_code(value)
         fields = {k: encode(v, names) for k, v in children(value).items() if k not in hidden and v is not REQUIRED}
@@ -72,15 +72,15 @@ def encode(value: object, names: Names) -> Any:
         return value.name
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(names, NamesValues):  # names for people, in a file that need not be read back
+    if isinstance(names, NamesValues):
         return names.text_of(value)
     raise RequestError(
-        f"a config that goes to a file holds plain values and nodes, not {show(value)}; make it a registered component"
+        f"a config file can store only plain values and nodes, not {show(value)}; make it a registered component"
     )
 
 
 def _defaults_of_code(value: Node[Any]) -> set[str]:
-    """The fields of a configured callable that hold a default of its signature which no file can hold (a dtype)."""
+    """Return the fields of a configured callable whose default cannot be stored in a file, such as a dtype."""
     if not type(value).__configured__:
         return set()
     fields = fields_of(value)
@@ -93,7 +93,7 @@ def _defaults_of_code(value: Node[Any]) -> set[str]:
 
 
 def dump(data: object) -> str:
-    """Plain data as YAML text."""
+    """Convert plain data to YAML."""
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
@@ -104,7 +104,7 @@ def dump(data: object) -> str:
 
 
 class Decoder:
-    """Plain data to nodes, through cattrs with hooks that coerce nothing."""
+    """Converts plain data to nodes with cattrs and strict hooks that never coerce types."""
 
     def __init__(self, names: Names):
         self.names = names
@@ -120,7 +120,7 @@ class Decoder:
         hook(_is_node_type, self._node)
 
     def decode(self, data: Any, annotation: Any, path: str = "") -> Any:
-        """`data` as a value of `annotation`; raises `ConfigError` with every problem and its path."""
+        """Convert `data` to the annotated type. Raise one `ConfigError` that lists every problem and its path."""
         try:
             return self.converter.structure(data, annotation)
         except (
@@ -133,7 +133,7 @@ class Decoder:
             raise ConfigError(_problems(error, path)) from None
 
     def decode_at(self, tree: object, path: str, data: object) -> Any:
-        """For `patch`: `data` as a value for a path; a mapping without `type` edits the node that is there."""
+        """Convert `data` to the type of a path. A mapping without `type` edits the existing node. Used by `patch`."""
         annotation, current = _slot(tree, path)
         if isinstance(current, Node) and isinstance(data, Mapping) and "type" not in data:
             hints, problems, changes = hints_of(type(current)), [], {}
@@ -153,7 +153,7 @@ class Decoder:
     def _plain(self, data: object, annotation: object) -> Any:
         if annotation is not Any:
             return check_type(data, annotation, is_node)
-        if isinstance(data, Mapping):  # a field that takes anything takes nodes too
+        if isinstance(data, Mapping):  # an untyped field may hold nodes
             if isinstance(data.get("type"), str):
                 return self._node(data, Node)
             return self._decode_all({k: (v, Any) for k, v in data.items()})
@@ -180,7 +180,7 @@ class Decoder:
         return self._decode_all({check_type(k, key, is_node): (v, value) for k, v in data.items()})
 
     def _decode_all(self, items: Mapping[Any, tuple[Any, Any]]) -> dict[Any, Any]:
-        """Each (value, annotation) decoded; the problems of all of them at once."""
+        """Decode each pair of value and annotation. Raise one error that lists all problems."""
         values, problems = {}, []
         for name, (data, annotation) in items.items():
             try:
@@ -209,7 +209,7 @@ class Decoder:
         if isinstance(data, Node):
             return data
         kind = typing.get_origin(annotation) or annotation
-        exact = kind is not Node  # a slot annotated by a config class; `Node[Protocol]` says nothing of which
+        exact = kind is not Node  # annotated with a config class, not with Node[Protocol]
         if not isinstance(data, Mapping):
             example = f", such as {{type: {data}}}" if isinstance(data, str) and data else ""
             raise Mismatch(f"a mapping with `type:`{example}", data)
@@ -250,7 +250,7 @@ def _prefix_problems(path: str) -> Iterator[None]:
 
 
 def _slot(tree: object, path: str) -> tuple[Any, Any]:
-    """The annotation of a path and the value there (None for a new key of a mapping)."""
+    """Return the annotation and value of a path. The value of a new mapping key is None."""
     annotation: Any = Any
     value = tree
     for name in path.split(".") if path else []:
@@ -277,13 +277,13 @@ def _unknown_key(cls: Any, key: str, number: int = 0) -> Problem:
     return Problem(
         path=key,
         message=f"unknown key of {cls.__qualname__}",
-        expected=f"one of {', '.join(names)}" if names else "nothing: it has no settings",
-        nearest=nearest(key, names) if number < SHOWN_PROBLEMS else (),  # which takes longer than all the rest
+        expected=f"one of {', '.join(names)}" if names else "no keys: it has no settings",
+        nearest=nearest(key, names) if number < SHOWN_PROBLEMS else (),  # slow to compute
     )
 
 
 def _problems(error: BaseException, path: str) -> list[Problem]:
-    """cattrs's tree of exceptions as problems with paths."""
+    """Flatten the exceptions of cattrs into problems with paths."""
     if isinstance(error, cattrs.ClassValidationError):
         with_notes, without = error.group_exceptions()
         problems = [p for inner, note in with_notes for p in _problems(inner, join(path, note.name))]

@@ -1,4 +1,4 @@
-"""`configure`: any callable as a config node, checked against its signature."""
+"""`configure`: turn any callable into a config node that is checked against its signature."""
 
 import functools
 import inspect
@@ -23,7 +23,7 @@ from axlearn_core.config.node import (
 from axlearn_core.config.types import freeze
 from axlearn_core.errors import ConfigError, Problem, RequestError, nearest
 
-# What parents offer under these names is taken without being asked for, where the callable has no default for it.
+# A required parameter with one of these names receives the parent's offer without being listed.
 OFFERED = frozenset(
     {
         *("rngs", "precision", "axes", "dim", "input_dim", "output_dim", "input_dims", "output_dims"),
@@ -34,19 +34,19 @@ OFFERED = frozenset(
 
 @attrs.frozen(kw_only=True, slots=True, cache_hash=True)
 class Configured(Node[Any]):
-    """The base of the nodes that `configure` makes, one class per callable."""
+    """Base class of the nodes that `configure` creates, one subclass per callable."""
 
     def build(self, **offered: Any) -> Any:
-        """Calls the callable with this node's settings, building the nodes among them first.
+        """Build nested nodes, then call the callable with this node's settings.
 
-        A random key that nobody offers is drawn from `rngs`. Where the callable has both `dtype` and `param_dtype`, as the
-        modules of flax do, those that are not set are the dtypes of the parent's `precision`.
+        If the callable needs a random key and the parent offers none, draw one from `rngs`. If it has both `dtype` and
+        `param_dtype`, as flax modules do, take unset dtypes from the parent's `precision`.
         """
         cls, renames = type(self), _renames(type(self))
         if "key" in interface_fields(cls) and "key" not in offered and "rngs" in offered:
             offered = {**offered, "key": offered["rngs"].params()}
         node, rest = take(self, offered)
-        precision = rest.pop("precision", None)  # flax has an argument of this name that means another thing
+        precision = rest.pop("precision", None)  # flax uses this name for the precision of products
         rest |= _dtypes(cls, precision)
         settings, fields = {}, fields_of(node)
         for attribute in attrs.fields(cls):
@@ -74,7 +74,7 @@ def _is_default(value: Any, attribute: Any) -> bool:
 
 
 def _build(value: object, offered: dict[str, Any]) -> Any:
-    """`value` with the nodes in it built; sequences and mappings of nodes too."""
+    """Build `value` if it is a node, or each node in a tuple or mapping."""
     if isinstance(value, Node):
         return value.build(**offered)
     if isinstance(value, tuple) and any(isinstance(v, (Node, tuple)) for v in value):
@@ -92,7 +92,7 @@ def _dtypes(cls: object, precision: Any) -> dict[str, str]:
 
 
 def _call(function: Callable[..., Any], settings: dict[str, Any]) -> Any:
-    """Calls by name; arguments without a name for the caller, and those before them, by position."""
+    """Call a function by keyword. Pass positional-only parameters, and those before them, by position."""
     parameters = parameters_of(function)
     nameless = [i for i, p in enumerate(parameters) if p.name in settings and p.kind in _NAMELESS]
     arguments: list[Any] = []
@@ -110,7 +110,7 @@ _NAMELESS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL
 def _not_offered(function: object, parameter: str, name: str, offered: Mapping[str, Any]) -> Problem:
     return Problem(
         path=parameter,
-        message=f"{_title(function)} is to take {name!r} from its parent, which does not offer it",
+        message=f"{_title(function)} requires {name!r}, which its parent does not offer",
         expected=f"one of {', '.join(sorted(offered))}",
         nearest=nearest(name, offered),
     )
@@ -121,17 +121,17 @@ def _restore(function: Callable[..., Any], names: tuple[str, ...], arguments: di
 
 
 def configure(function: Callable[..., Any], /, *interface_names: str, **settings: object) -> Node[Any]:
-    """A node that calls `function` with `settings` when it is built.
+    """Create a node that calls `function` with `settings` when it is built.
 
     Args:
-        function: a module class of flax.nnx, an optax transformation, any callable with a signature. What a
-            `functools.partial` holds is taken as settings.
-        interface_names: parameters that the parent fills at build, as "param" or "param=offered name"
-            (`configure(nnx.RMSNorm, "num_features=dim")`). `rngs`, `dim` and the like are taken without being named.
-        settings: values or nodes for the other parameters. Those of `*args` are a tuple under its name.
+        function: A flax.nnx module class, an optax transformation, or any callable with a signature. The arguments of a
+            `functools.partial` become settings.
+        interface_names: Parameters that the parent passes at build time, as "param" or "param=offered name"
+            (`configure(nnx.RMSNorm, "num_features=dim")`). Common names such as `rngs` and `dim` need not be listed.
+        settings: Values or nodes for the other parameters. Pass variadic arguments as a tuple under the name of `*args`.
 
     Raises:
-        RequestError: `settings` names a parameter that `function` does not have, or `function` has no signature.
+        RequestError: If `function` has no signature, or has no parameter with the name of a setting.
     """
     while isinstance(function, functools.partial):
         positional = (p.name for p in parameters_of(function.func))
@@ -147,13 +147,13 @@ def configure(function: Callable[..., Any], /, *interface_names: str, **settings
 
 def _unknown_parameter(function: object, name: str, names: Sequence[str]) -> RequestError:
     close = nearest(name, names)
-    hint = f"did you mean: {', '.join(close)}?" if close else f"it takes: {', '.join(names)}"
-    return RequestError(f"{_title(function)} takes no {name!r}; {hint}")
+    hint = f"did you mean: {', '.join(close)}?" if close else f"its parameters: {', '.join(names)}"
+    return RequestError(f"{_title(function)} has no parameter {name!r}; {hint}")
 
 
 def configured_class(function: Callable[..., Any], interface_names: tuple[str, ...] = ()) -> type[Node[Any]]:
-    """The node class for a callable; the same one every time."""
-    return _make_class(function, interface_names)  # one spelling of the call: a cache tells `f(a)` from `f(a, ())`
+    """Return the node class of a callable. The class is cached."""
+    return _make_class(function, interface_names)  # the cache would treat f(a) and f(a, ()) as different calls
 
 
 @functools.cache
@@ -164,10 +164,8 @@ def _make_class(function: Callable[..., Any], interface_names: tuple[str, ...]) 
     hints = _hints(function)
     try:
         parameters = parameters_of(function)
-    except ValueError as error:  # some functions that are not written in Python
-        raise RequestError(
-            f"{_title(function)} has no signature\n    fix: wrap it in a function that has one"
-        ) from error
+    except ValueError as error:  # some functions that are implemented in C
+        raise RequestError(f"{_title(function)} has no signature\n    fix: wrap it in a Python function") from error
     for name in offered_fields:
         names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
         if name not in names:
@@ -177,9 +175,9 @@ def _make_class(function: Callable[..., Any], interface_names: tuple[str, ...]) 
             continue
         name, required = parameter.name, parameter.default is parameter.empty
         if name in offered_fields:
-            continue  # filled at build, straight from what is offered
+            continue  # passed by the parent at build time
         if name in RESERVED:
-            raise RequestError(f"{_title(function)} has a parameter {name!r}, a name that every node uses itself")
+            raise RequestError(f"{_title(function)} has a parameter {name!r}, which is a reserved name of nodes")
         annotations[name] = Any
         if parameter.kind is parameter.VAR_POSITIONAL:
             fields[name] = attrs.field(default=())
@@ -204,7 +202,7 @@ def _make_class(function: Callable[..., Any], interface_names: tuple[str, ...]) 
 
 
 def _is_random_key(parameter: inspect.Parameter, annotation: object) -> bool:
-    """As the modules of Equinox take it: `*, key`."""
+    """Return True for a keyword-only `key`, the convention of Equinox modules."""
     return parameter.name == "key" and parameter.kind is parameter.KEYWORD_ONLY and annotation not in (str, int)
 
 
@@ -225,11 +223,11 @@ def _hints(function: object) -> dict[str, Any]:
     try:
         return typing.get_type_hints(function.__init__ if isinstance(function, type) else function)
     except (NameError, TypeError, AttributeError):
-        return {}  # annotations of other libraries may name what only their type checker imports
+        return {}  # annotations of other libraries may use names that are imported only for type checking
 
 
 def _checked_annotation(annotation: object) -> Any:
-    """The annotation where it is made of plain scalars, which are then checked exactly; else anything."""
+    """Return the annotation if it consists of plain scalars, which are checked exactly. Otherwise return Any."""
     plain = (bool, int, float, str, type(None))
     members = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
     if all(m in plain or typing.get_origin(m) is typing.Literal for m in members):
@@ -242,17 +240,18 @@ def _is_union(annotation: object) -> bool:
 
 
 def with_subclass(cfg: Node[Any], subclass_of: Callable[[type], type]) -> Node[Any]:
-    """The config that builds `subclass_of(the class that cfg builds)` with the settings of `cfg`.
+    """Return a config that builds a subclass of the module class with the settings of `cfg`.
 
-    A module that needs more attributes or another `__call__`, and whose parameters keep their paths, is built as a subclass of
-    its own class; a module around it would stand in the paths of its parameters.
+    A subclass can add attributes or override `__call__` and keep the paths of its parameters. A wrapper module would add
+    its name to those paths.
 
     Args:
-        cfg: of a class with a `Config`, or of a class that `configure` wraps.
-        subclass_of: from a class to a subclass of it: the same one every time, so that equal modules stay equal.
+        cfg: Config of a class that has a `Config`, or of a class passed to `configure`.
+        subclass_of: Returns a subclass of the given class. It must return the same subclass every time, so that equal
+            modules stay equal.
 
     Raises:
-        ConfigError: `cfg` calls a function, or builds its module in a way of its own, so that its class is not known before.
+        ConfigError: If `cfg` calls a function or overrides `build`, so that the class is unknown until it is built.
     """
     owner = type(cfg).owner
     if isinstance(cfg, Configured) and isinstance(owner, type):
@@ -264,10 +263,10 @@ def with_subclass(cfg: Node[Any], subclass_of: Callable[[type], type]) -> Node[A
         raise ConfigError(
             Problem(
                 path="base",
-                message="cannot be extended: its class is not known before it is built",
+                message="cannot be extended: its class is unknown until it is built",
                 got=qualified_name(type(cfg) if owner is None or not isinstance(cfg, Configured) else owner),
-                expected="the Config of a class, with the `build` that it inherits, or `configure` of a class",
-                fix="give the module a class with a Config of its own, or leave it out of the targets",
+                expected="a class with a Config that does not override `build`, or `configure` of a class",
+                fix="define a Config on the class of the module, or exclude the module from the targets",
             )
         )
     return cls(**fields_of(cfg))

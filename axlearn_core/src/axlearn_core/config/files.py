@@ -1,4 +1,4 @@
-"""Reads files that somebody else may have put there."""
+"""Read files from untrusted folders."""
 
 import errno
 import os
@@ -9,8 +9,8 @@ MAX_BYTES = 64 << 20
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor of a regular file, for reading; the caller closes it. Raises `OSError` for a pipe, a device, a directory."""
-    # Opening a pipe for reading would wait for a writer, for ever.
+    """Open a regular file for reading. The caller closes the descriptor. Raise `OSError` for pipes and directories."""
+    # Without O_NONBLOCK, opening a pipe would wait for a writer forever.
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(handle).st_mode
     if stat.S_ISREG(mode):
@@ -22,7 +22,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_regular(path: Path, limit: int = MAX_BYTES) -> bytes:
-    """The content of a regular file; raises `OSError` as `open_regular` does, and for one of more than `limit` bytes."""
+    """Return the content of a regular file. Raise `OSError` if it is not regular or is larger than `limit` bytes."""
     with open(open_regular(path), "rb") as file:
         if (size := os.fstat(file.fileno()).st_size) > limit:
             raise OSError(errno.EFBIG, f"It has {size:,} bytes, more than {limit:,}", str(path))

@@ -1,4 +1,4 @@
-"""A tree as flat `path -> value` lines, and the difference of two trees."""
+"""Flatten a tree to a mapping from paths to values, and compare two trees."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +11,7 @@ from axlearn_core.config.tree import children, join
 
 
 def qualified_name(cls: Any) -> str:
-    """`module:Class` of a class or function, or of what a config class configures."""
+    """Return `module:Class` for a class or function. For a config class, use its owner."""
     owner = (cls.owner if is_node(cls) else None) or cls
     while isinstance(owner, functools.partial):
         owner = owner.func
@@ -19,13 +19,13 @@ def qualified_name(cls: Any) -> str:
 
 
 def is_named(value: object) -> bool:
-    """Whether a value is a class or function, or another callable that says what it is called."""
+    """Return True if a value has a qualified name, as classes and functions do."""
     return hasattr(value, "__qualname__")
 
 
 @attrs.frozen
 class Leaf:
-    """One value of a tree: its path, and what it changes."""
+    """A value of a tree with its path and kind."""
 
     path: str
     value: Any
@@ -33,10 +33,10 @@ class Leaf:
 
 
 def leaves(tree: object, name_of: Callable[[Any], str] = qualified_name) -> Iterator[Leaf]:
-    """The values of a tree in its order; each node also gives `<path>.type`, its class by `name_of`.
+    """Yield the leaves of a tree in order.
 
-    Interface fields are left out, since the parent fills them, and fields at a default that is hidden. Empty tuples and
-    mappings are leaves.
+    Each node also yields `<path>.type`, the name of its class. Interface fields and hidden defaults are omitted. Empty
+    tuples and mappings are leaves.
     """
     return _leaves(tree, "", "mathematics", name_of)
 
@@ -58,14 +58,14 @@ def _leaves(value: object, path: str, kind: Kind, name_of: Callable[[Any], str])
 
 
 def flatten(tree: object, name_of: Callable[[Any], str] = qualified_name) -> dict[str, Any]:
-    """Path -> value of each of the tree's `leaves`."""
+    """Return the values of all `leaves` by path."""
     return {leaf.path: leaf.value for leaf in leaves(tree, name_of)}
 
 
 def field_kind(value: Node[Any], name: str) -> Kind | None:
-    """What a field of a node changes; None where that is up to the slot that the node stands in.
+    """Return the kind of a field, or None if it inherits the kind of the slot that holds the node.
 
-    A field that a class adds to the one that it `computes_like` changes nothing while it is at its default.
+    If a class adds a field to the class that it `computes_like`, the field counts as execution at its default value.
     """
     kind, adds, default = _marks(type(value))[name]
     return "execution" if kind is None and adds and fields_of(value)[name] == default else kind
@@ -80,7 +80,7 @@ def _marks(cls: type) -> dict[str, tuple[Kind | None, bool, Any]]:
 
 @attrs.frozen
 class Change:
-    """One path at which two trees differ; `old` or `new` is `ABSENT` where only the other tree has it."""
+    """A difference between two trees. `old` or `new` is `ABSENT` if that tree lacks the path."""
 
     path: str
     old: Any
@@ -88,7 +88,7 @@ class Change:
 
     @property
     def kind(self) -> str:
-        """`added`, `removed` or `changed`."""
+        """`added`, `removed`, or `changed`."""
         if self.old is ABSENT:
             return "added"
         return "removed" if self.new is ABSENT else "changed"
@@ -103,7 +103,7 @@ ABSENT = _Absent()
 
 
 def diff(old: object, new: object, name_of: Callable[[Any], str] = qualified_name) -> tuple[Change, ...]:
-    """The paths at which two trees differ, in the order of the new tree, removed ones last."""
+    """Return the differences between two trees in the order of the new tree, removed paths last."""
     if old is new:
         return ()
     before, after = flatten(old, name_of), flatten(new, name_of)

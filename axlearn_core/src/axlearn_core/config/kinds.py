@@ -1,17 +1,16 @@
-"""What the fields of a config change: how a program runs, or what it computes.
+"""Field kinds: each field of a config affects either how a program runs or what it computes.
 
-| kind | changes | example |
+| kind | affects | example |
 |---|---|---|
-| `mathematics` | what is computed: the kind of every field without a mark | `model.decoder.num_layers` |
-| `execution` | how it runs, and where: numbers differ by rounding alone | `mesh`, `attention.kernel` |
-| `microbatches` | how the batch of a step is cut up; mathematics for a model that draws or computes over its batch | \
+| `mathematics` | the computed function; the default kind | `model.decoder.num_layers` |
+| `execution` | how and on which devices it runs; results differ only by rounding | `mesh`, `attention.kernel` |
+| `microbatches` | how a batch is split; mathematics if the model samples or normalizes over its batch | \
 `learner.accumulate_steps` |
-| `duration` | how long it trains | `max_steps` |
-| `training` | what training makes of a model, and not what a trained one computes | `linear.init`, `router.z_loss` |
-| `precision` | the dtypes that numbers are computed and kept in | `model.dtype` |
+| `duration` | the length of training | `max_steps` |
+| `training` | how a model is trained, but not the function of the trained model | `linear.init`, `router.z_loss` |
+| `precision` | the dtypes of computation and storage | `model.dtype` |
 
-The innermost mark on the way to a path holds. A class that `computes_like` another one may take its place as a matter of
-execution.
+The innermost mark along a path applies. Replacing a class by one that `computes_like` it counts as execution.
 """
 
 from typing import Any, get_args
@@ -23,14 +22,14 @@ from axlearn_core.config.node import Kind, Node, fields_of, marked_kind
 from axlearn_core.config.tree import children, get, join, walk
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""From what changes the least to what changes the most."""
+"""All kinds, from the smallest effect on results to the largest."""
 
 DECISIVE: tuple[Kind, ...] = ("training", "precision", "mathematics")
-"""The kinds of fields that decide the losses of a run."""
+"""Kinds that determine the losses of a run."""
 
 
 def kind_of(tree: object, path: str) -> Kind:
-    """What the value at a path changes; raises `ConfigError` where the tree has no such path."""
+    """Return the kind of the value at a path. Raise `ConfigError` if the path does not exist."""
     kind: Kind = "mathematics"
     value = tree
     for name in path.split(".") if path else []:
@@ -44,7 +43,7 @@ def kind_of(tree: object, path: str) -> Kind:
 
 
 def change_kinds(changes: tuple[Change, ...], old: object, new: object) -> tuple[tuple[Change, Kind], ...]:
-    """Each of the differences of two trees with its kind: the strictest of both trees, where both have the path."""
+    """Pair each difference between two trees with its kind. If both trees have the path, use the stricter kind."""
     before, after = _kinds(old), _kinds(new)
 
     def kind(path: str) -> Kind:
@@ -64,12 +63,12 @@ def _kinds(tree: object) -> dict[str, Kind]:
 
 
 def mathematics(tree: object) -> dict[str, Any]:
-    """Path -> value of the fields that decide the losses of a run; without microbatches and duration."""
+    """Return the fields that determine the losses of a run, by path. Microbatches and duration are excluded."""
     return {leaf.path: leaf.value for leaf in leaves(tree, _name) if leaf.kind in DECISIVE}
 
 
 def microbatches(tree: object) -> dict[str, Any]:
-    """Path -> value of each field that cuts up the batch of a step and is not at its default."""
+    """Return the fields that split the batch of a step and differ from their defaults, by path."""
     return {
         join(path, a.name): below
         for path, value in walk(tree)

@@ -10,10 +10,11 @@
 
     layer = RMSNorm.Config(eps=1e-5).build(dim=512, rngs=rngs)
 
-A node is a value: frozen, hashable, comparable, picklable. Whoever builds a child offers it the interface dimensions;
-the child takes those that it declares, as `interface()` fields of its config or as arguments of its constructor.
+A node is a value: frozen, hashable, comparable, and picklable. A parent offers interface dimensions when it builds a
+child. The child receives those that it declares, either as `interface()` fields of its config or as arguments of its
+constructor.
 
-A field may say what it changes: `setting(default=None, kind="execution")`. See `axlearn_core.config.kinds`.
+A field can declare what it affects: `setting(default=None, kind="execution")`. See `axlearn_core.config.kinds`.
 """
 
 import enum
@@ -41,13 +42,13 @@ class Required(enum.Enum):
 
 
 REQUIRED: Any = Required.REQUIRED
-"""The value of a field that has to be set before anything is built."""
+"""Placeholder for a field that must be set before the config is built."""
 
 C = TypeVar("C")
 T_co = TypeVar("T_co", covariant=True)
 
 Kind = Literal["execution", "microbatches", "duration", "training", "precision", "mathematics"]
-"""What a field changes; see the table in `axlearn_core.config.kinds`."""
+"""The kind of a field. See the table in `axlearn_core.config.kinds`."""
 
 _INTERFACE, _BOUNDS, _KIND, _HIDDEN = "axlearn_interface", "axlearn_bounds", "axlearn_kind", "axlearn_hidden"
 _ASSET = "axlearn_asset"
@@ -71,31 +72,31 @@ def setting(
     le: object = None,
     lt: object = None,
 ) -> Any:
-    """A field with bounds, checked wherever its value is a number, and a mark of what it changes.
+    """Declare a config field with optional bounds and a kind.
 
     Args:
-        default: its value where nobody sets it.
-        kind: holds for everything below the field that has no mark of its own. None takes the kind of the slot that
-            the node stands in; the kind of a root is `mathematics`.
-        hide_default: leaves the field out of files, hashes and differences while it is at its default, so that a field
-            that a class gains later changes nothing about the configs written before.
-        asset: the value is the path of a file that every run keeps a copy of; see `axlearn_core.config.assets`. The field
-            is a `str | None`.
-        siblings: names of files beside an asset. Runs copy those that exist.
-        ge, gt, le, lt: bounds.
+        default: Default value.
+        kind: Kind of this field and of every unmarked field below it. If None, the field inherits the kind of the slot
+            that holds its node. The root has kind `mathematics`.
+        hide_default: Omit the field from files, hashes, and diffs while it has its default value. Use this to add a
+            field to a class without changing existing configs.
+        asset: The value is a path to a file, and every run keeps a copy of that file. The field has type `str | None`.
+            See `axlearn_core.config.assets`.
+        siblings: Names of files in the same folder as the asset. A run copies the ones that exist.
+        ge, gt, le, lt: Bounds, checked when the value is a number.
 
     Raises:
-        TypeError: `siblings` without `asset`.
+        TypeError: If `siblings` is given without `asset`.
     """
     if siblings and not asset:
-        raise TypeError("siblings lie beside an asset: set asset=True too")
+        raise TypeError("siblings requires asset=True")
     bounds = {k: v for k, v in {"ge": ge, "gt": gt, "le": le, "lt": lt}.items() if v is not None}
     metadata = {_BOUNDS: bounds, _KIND: kind, _HIDDEN: hide_default, _ASSET: siblings if asset else None}
     return attrs.field(default=default, metadata=metadata)
 
 
 def interface(*, default: object = REQUIRED) -> Any:
-    """A field that the parent offers at `build`; users never set it, and it is never reported as missing."""
+    """Declare a field that the parent passes to `build`. Users cannot set it, and it is never reported as missing."""
     return attrs.field(default=default, metadata={_INTERFACE: True})
 
 
@@ -103,20 +104,20 @@ def interface(*, default: object = REQUIRED) -> Any:
     kw_only_default=True, frozen_default=True, eq_default=True, field_specifiers=(attrs.field, setting, interface)
 )
 def node(cls: type[C]) -> type[C]:
-    """Makes a config class: frozen, slotted, keyword-only, hashed once.
+    """Turn a class into a config class: frozen, slotted, keyword-only, with a cached hash.
 
     Raises:
-        TypeError: a field has no default (use `REQUIRED`) or has a name that every node needs for itself, or a role of
-            the class promises a field that it lacks.
+        TypeError: If a field has no default (use `REQUIRED`), if its name is reserved, or if the class lacks a field
+            that one of its roles promises.
     """
     frozen_cls = attrs.frozen(kw_only=True, slots=True, cache_hash=True)(cls)
     for attribute in attrs.fields(frozen_cls):
         if attribute.default is attrs.NOTHING:
             raise TypeError(f"{cls.__qualname__}.{attribute.name} has no default: give it one, or `= REQUIRED`")
         if attribute.name in RESERVED:
-            raise TypeError(f"{cls.__qualname__}: no field can be called {attribute.name!r}; every node uses that name")
-    if lacking := missing_fields(frozen_cls, {attribute.name for attribute in attrs.fields(frozen_cls)}):
-        raise TypeError(f"{cls.__qualname__} lacks the field {lacking[0]}: declare it, or leave the role out")
+            raise TypeError(f"{cls.__qualname__}: the field name {attribute.name!r} is reserved")
+    if missing := missing_fields(frozen_cls, {attribute.name for attribute in attrs.fields(frozen_cls)}):
+        raise TypeError(f"{cls.__qualname__} lacks the field {missing[0]}: declare the field or remove the role")
     return frozen_cls
 
 
@@ -125,19 +126,19 @@ RESERVED = frozenset({"type", "build", "owner", "validate", "computes_like"})
 
 @attrs.frozen(kw_only=True, slots=True, cache_hash=True)
 class Node(Generic[T_co]):
-    """The base of all config nodes; `T_co` is what `build` returns."""
+    """Base class of all config nodes. `build` returns a `T_co`."""
 
     owner: ClassVar[Any] = None
     __configured__: ClassVar[bool] = False
-    """Whether `configure` made this class."""
+    """True if `configure` created this class."""
     __interface__: ClassVar[tuple[str, ...]] = ()
-    """The parameters that `configure` was told to leave to the parent."""
+    """Parameters that the parent passes, as given to `configure`."""
     computes_like: ClassVar[Any] = None
-    """The config class that this one computes the same as, with the fields that it adds at their defaults. Subclasses do
+    """Config class that computes the same function when this class's extra fields have their defaults. Subclasses do
     not inherit it."""
 
     def __attrs_post_init__(self) -> None:
-        """Brings every field into canonical form; raises `ConfigError` with all that do not fit."""
+        """Convert every field to canonical form. Raise one `ConfigError` that lists every invalid field."""
         problems = []
         hints = hints_of(type(self))
         for attribute, value in zip(attrs.fields(type(self)), fields_of(self).values(), strict=True):
@@ -163,44 +164,47 @@ class Node(Generic[T_co]):
             raise ConfigError(problems)
 
     def validate(self) -> Iterable[Problem]:
-        """Problems between the fields of this node, with paths relative to it; called once everything is set."""
+        """Return problems that involve several fields, with paths relative to this node.
+
+        It is called when every required field is set.
+        """
         return ()
 
     def build(self, **offered: Any) -> T_co:
-        """Builds the owner. It takes what it declares of `offered`; the rest is for siblings that declare more.
+        """Build the owner. The owner receives the arguments in `offered` that it declares and ignores the others.
 
         Raises:
-            ConfigError: a field is still `REQUIRED`, or the owner needs what is not offered.
+            ConfigError: If a field is still `REQUIRED`, or if the owner requires an argument that is not in `offered`.
         """
         config, rest = take(self, offered)
         owner = type(self).owner
         if owner is None:
-            raise TypeError(f"{type(self).__qualname__} belongs to no class that could be built")
-        if lacking := sorted(required_arguments(owner.__init__, 2) - rest.keys()):
+            raise TypeError(f"{type(self).__qualname__} has no owner class to build")
+        if missing := sorted(required_arguments(owner.__init__, 2) - rest.keys()):
             raise ConfigError(
                 Problem(
                     path=name,
-                    message=f"{type(self).__qualname__} takes {name!r} from its parent, which does not offer it",
+                    message=f"{type(self).__qualname__} requires {name!r}, which its parent does not offer",
                     got=f"offered: {', '.join(sorted(offered)) or 'nothing'}",
-                    fix="put it in a place that offers it, or give the argument a default",
+                    fix="use the component in a slot that offers it, or give the argument a default",
                 )
-                for name in lacking
+                for name in missing
             )
         return owner(config, **accepted(owner.__init__, rest))
 
 
 def fields_of(value: object) -> dict[str, Any]:
-    """Name -> value of each field of a node, or of another object of attrs."""
+    """Return the fields of a node or other attrs object by name."""
     return {a.name: getattr(value, a.name) for a in attrs.fields(type(value))}
 
 
 def options_of(value: object, *names: str) -> dict[str, Any]:
-    """Name -> value of those fields that are set, which means not None; all fields if no names are given."""
+    """Return the fields that are not None by name. Restrict them to `names` if any are given."""
     return {k: v for k, v in fields_of(value).items() if v is not None and (not names or k in names)}
 
 
 def take(cfg: object, offered: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """`cfg` with its interface fields filled from `offered`, and what of `offered` they did not use."""
+    """Fill the interface fields of `cfg` from `offered`. Return the new config and the unused arguments."""
     interface = {n: offered[n] for n in interface_fields(type(cfg)) if n in offered}
     config = attrs.evolve(cfg, **interface) if interface else cfg
     missing = [name for name, value in fields_of(config).items() if value is REQUIRED]
@@ -217,14 +221,14 @@ def take(cfg: object, offered: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
-    """What of `offered` the function's signature takes."""
+    """Return the arguments in `offered` that the function accepts."""
     names, everything = _parameters(function)
     return offered if everything else {k: v for k, v in offered.items() if k in names}
 
 
 @functools.lru_cache(maxsize=4096)
 def required_arguments(function: Callable[..., Any], skip: int = 0) -> frozenset[str]:
-    """The arguments without a default that a function takes by name, but for the first `skip` of its parameters."""
+    """Return the names of arguments without a default, ignoring the first `skip` parameters."""
     parameters = list(inspect.signature(function).parameters.values())[skip:]
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return frozenset(p.name for p in parameters if p.kind in kinds and p.default is p.empty)
@@ -240,10 +244,12 @@ def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
 
 
 def parameters_of(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
-    """The parameters of a call. Of a class whose metaclass hides them (`flax.nnx.Module`), those of its constructor.
+    """Return the parameters of a call.
+
+    For a class whose metaclass hides its signature (`flax.nnx.Module`), return the parameters of its constructor.
 
     Raises:
-        ValueError: the function has no signature.
+        ValueError: If the function has no signature.
     """
     parameters = tuple(inspect.signature(function).parameters.values())
     hidden = all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
@@ -253,22 +259,22 @@ def parameters_of(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]
 
 
 def is_node(kind: object) -> bool:
-    """Whether `kind` is a config class."""
+    """Return True if `kind` is a config class."""
     return isinstance(kind, type) and issubclass(kind, Node)
 
 
 def is_interface(attribute: Any) -> bool:
-    """Whether the attrs attribute is an `interface()` field."""
+    """Return True if the attrs attribute is an `interface()` field."""
     return bool(attribute.metadata.get(_INTERFACE))
 
 
 def marked_kind(attribute: Any) -> Kind | None:
-    """The kind in the attrs attribute's `setting()`."""
+    """Return the kind that `setting()` gave to an attrs attribute, or None."""
     return attribute.metadata.get(_KIND)
 
 
 def hidden_defaults(value: object) -> frozenset[str]:
-    """The names of a node's fields that are at a default which `setting(hide_default=True)` leaves out."""
+    """Return the names of `hide_default` fields that have their default value."""
     return frozenset(name for name, default in _hidden_fields(type(value)) if getattr(value, name) == default)
 
 
@@ -279,20 +285,20 @@ def _hidden_fields(cls: type) -> tuple[tuple[str, Any], ...]:
 
 @functools.lru_cache(maxsize=4096)
 def asset_fields(cls: type) -> Mapping[str, tuple[str, ...]]:
-    """The names of the fields that `setting(asset=True)` marks, each with its siblings."""
+    """Map the name of each asset field to the names of its siblings."""
     marks = {a.name: a.metadata.get(_ASSET) for a in attrs.fields(cls)}
     return {name: siblings for name, siblings in marks.items() if siblings is not None}
 
 
 @functools.lru_cache(maxsize=4096)
 def interface_fields(cls: type) -> frozenset[str]:
-    """The names of the fields that the parent offers."""
+    """Return the names of the `interface()` fields."""
     return frozenset(a.name for a in attrs.fields(cls) if is_interface(a))
 
 
 @functools.lru_cache(maxsize=4096)
 def hints_of(cls: type) -> dict[str, Any]:
-    """The resolved annotation of each field."""
+    """Return the resolved annotation of each field."""
     annotations = {a.name: a.type for a in attrs.fields(cls)}
     if not any(isinstance(t, str) for t in annotations.values()) and is_node(cls) and cls.__configured__:
         return annotations
@@ -301,7 +307,7 @@ def hints_of(cls: type) -> dict[str, Any]:
     except NameError as error:
         raise TypeError(
             f"{cls.__module__}.{cls.__qualname__}: an annotation cannot be resolved ({error}); "
-            "define or import the name at module level, outside `if TYPE_CHECKING`"
+            "define or import the name at module level and outside `if TYPE_CHECKING`"
         ) from error
     return {name: hints.get(name, Any) for name in annotations}
 
@@ -321,31 +327,32 @@ def _bound_problems(owner: object, attribute: Any, value: object) -> Iterable[Pr
 
 
 class Configurable:
-    """A class with a `Config` node. A subclass without its own gets one derived for it.
+    """A class with a `Config` node.
 
-    So `isinstance(cfg, Sub.Config)` is exact, and the class that a config builds is always the one that it names.
+    Each subclass that does not define a `Config` gets a derived one. `isinstance(cfg, Sub.Config)` is therefore exact,
+    and a config always builds the class that it names.
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        own = vars(cls).get("Config")
-        if own is None:
-            base: Any = cls.Config  # type: ignore[attr-defined]  # from the nearest base; see below
+        config = vars(cls).get("Config")
+        if config is None:
+            base: Any = cls.Config  # type: ignore[attr-defined]  # inherited from the nearest base
             names = {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}.Config", "__doc__": None}
-            generic = getattr(base, "__parameters__", ())  # stays generic, so that subclasses can still name themselves
-            own = node(
+            generic = getattr(base, "__parameters__", ())  # keep it generic for further subclasses
+            config = node(
                 types.new_class("Config", (base[generic] if generic else base,), exec_body=lambda ns: ns.update(names))
             )
-            cls.Config = own  # type: ignore[misc]
-        elif "__attrs_attrs__" not in vars(own):
+            cls.Config = config  # type: ignore[misc]
+        elif "__attrs_attrs__" not in vars(config):
             raise TypeError(f"{cls.__qualname__}.Config lacks @node")
-        elif not issubclass(own, Node):
+        elif not issubclass(config, Node):
             raise TypeError(f"{cls.__qualname__}.Config does not derive from Node or from a base class's Config")
-        own.owner = cls
+        config.owner = cls
 
     @node
     class Config(Node[T_co]):
-        """The fields of the class; empty here."""
+        """An empty config. Subclasses add their fields."""
 
 
 Configurable.Config.owner = Configurable

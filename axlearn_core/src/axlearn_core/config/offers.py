@@ -1,11 +1,11 @@
-"""What a slot offers to the component that stands in it, and what components ask for.
+"""Arguments that a slot offers to the component that it holds.
 
     @offers("directory")
     class Checkpointer(Protocol): ...
 
-A field `checkpointer: Node[Checkpointer]` is then such a slot: its parent calls `build(directory=...)`. A component takes
-what it declares, as `interface()` fields or as keyword arguments of its constructor. One that cannot do without a value
-that its slot does not offer is reported when the config is checked, before anything is built.
+With this declaration, the parent of a field `checkpointer: Node[Checkpointer]` calls `build(directory=...)`. A component
+declares the arguments that it needs as `interface()` fields or as keyword arguments of its constructor. The config check
+reports a component that requires an argument its slot does not offer, before anything is built.
 """
 
 import functools
@@ -22,7 +22,7 @@ P = TypeVar("P", bound=type)
 
 
 def offers(*names: str) -> Callable[[P], P]:
-    """Declares on a slot's protocol what a parent offers at `build` to the component in the slot."""
+    """Declare on a protocol which arguments a parent passes to `build` of a component in such a slot."""
 
     def declare(protocol: P) -> P:
         protocol.__offers__ = frozenset(names)  # type: ignore[attr-defined]
@@ -32,7 +32,7 @@ def offers(*names: str) -> Callable[[P], P]:
 
 
 def offered_by(annotation: object) -> tuple[str, frozenset[str]] | None:
-    """(the protocol's name, what its slots offer) of a field's annotation; None where it is not a slot that declares it."""
+    """Return the protocol's name and its offered arguments for an annotation, or None if it declares no offers."""
     for part in typing.get_args(annotation):
         names = vars(part).get("__offers__") if isinstance(part, type) else None
         if names is not None:
@@ -43,7 +43,7 @@ def offered_by(annotation: object) -> tuple[str, frozenset[str]] | None:
 
 
 def asked_for(cls: type[Node[Any]]) -> frozenset[str]:
-    """The names that a component cannot be built without, of those that its parent has to offer."""
+    """Return the arguments that a parent must offer to build a component."""
     fields = frozenset(a.name for a in attrs.fields(cls) if a.name in interface_fields(cls) and a.default is REQUIRED)
     if cls.__configured__:
         return fields | {name.partition("=")[2] or name for name in cls.__interface__}
@@ -53,17 +53,17 @@ def asked_for(cls: type[Node[Any]]) -> frozenset[str]:
 
 
 def refused(node: object) -> Iterator[Problem]:
-    """The components directly below a node that ask for what their slot does not offer; paths relative to the node."""
+    """Yield a problem for each direct child that requires an argument its slot does not offer. Paths are relative."""
     fields = fields_of(node)
     for name, (protocol, offered) in _slots(type(node)).items():
         value = fields[name]
         for path, component in _components(value, name):
-            if lacking := sorted(asked_for(type(component)) - offered):
+            if missing := sorted(asked_for(type(component)) - offered):
                 yield Problem(
                     path=path,
-                    message=f"{type(component).__qualname__} asks for {', '.join(lacking)}",
-                    expected=f"a {protocol}, which is offered {', '.join(sorted(offered)) or 'nothing'}",
-                    fix="give the argument a default, or set it in the component's own config",
+                    message=f"{type(component).__qualname__} requires {', '.join(missing)}",
+                    expected=f"{protocol}, which is offered {', '.join(sorted(offered)) or 'no arguments'}",
+                    fix="give the argument a default, or set it in the component's config",
                 )
 
 

@@ -1,10 +1,10 @@
-"""Roles: how a node says what others may set on it."""
+"""Roles: mark config classes so that features can find them and set their fields."""
 
 from typing import Any, ClassVar
 
 
 class Role:
-    """The base of roles. A config class inherits a role, and features find its nodes by that.
+    """Base class of roles. A config class inherits a role, and features look for nodes that have it.
 
         class WindowRole(Role, fields=("window",)):
             __slots__ = ()
@@ -12,13 +12,13 @@ class Role:
         class Config(Layer.Config["LocalAttention"], WindowRole):
             window: int | None = None
 
-    A role has no fields of its own: each node declares those that the role promises, with its own types and defaults.
+    A role defines no fields. Each node declares the fields that the role promises and chooses their types and defaults.
     """
 
     __slots__ = ()
 
     promised_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields that every node with the role has."""
+    """Names of the fields that every node with this role must have."""
 
     def __init_subclass__(cls, *, fields: tuple[str, ...] = (), **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -33,15 +33,16 @@ class StackRole(Role, fields=("mode", "remat")):
 
 
 def states_role(node: object, role: type[Role]) -> bool:
-    """Whether the class of a node names a role itself, among its own bases.
+    """Return True if the class of a node lists a role among its direct bases.
 
-    For a role that says how a class computes. `isinstance` would also take a subclass, which may compute something else.
+    Use it for roles that describe how a class computes. `isinstance` would also accept a subclass, which may compute
+    something else.
     """
     return role in type(node).__bases__
 
 
 def missing_fields(cls: type, names: set[str]) -> list[str]:
-    """Describes each field that a role of `cls` promises and that is not among `names`."""
+    """Describe each field that a role of `cls` promises and `names` lacks."""
     roles = [base for base in cls.__mro__ if issubclass(base, Role) and "promised_fields" in vars(base)]
     return [
         f"{name!r} of the role {role.__name__}" for role in roles for name in role.promised_fields if name not in names

@@ -1,4 +1,4 @@
-"""Whether what stands in a slot is of the slot's kind: has the methods of the protocol that annotates it."""
+"""Check that each component implements the protocol that annotates its slot."""
 
 import functools
 import inspect
@@ -11,9 +11,10 @@ from axlearn_core.errors import Problem
 
 
 def wrong_parts(value: Node[Any]) -> Iterator[Problem]:
-    """A problem for each part directly below a node whose class lacks methods of the slot's protocol.
+    """Yield a problem for each direct child whose class lacks methods of its slot's protocol.
 
-    Only classes are looked at: what a function returns is known once it is called. Attributes are not: instances have them.
+    Only methods of classes are checked. Attributes exist only on instances, and the result of a factory function is
+    unknown until it is called.
     """
     below = fields_of(value)
     for name, annotation in hints_of(type(value)).items():
@@ -25,24 +26,24 @@ def wrong_parts(value: Node[Any]) -> Iterator[Problem]:
             owner = type(part).owner or _built_by(type(part))
             if not inspect.isclass(owner) or type(part).__configured__:
                 continue
-            if lacking := [method for method in methods if not _has(part, owner, method)]:
+            if missing := [method for method in methods if not _has(part, owner, method)]:
                 yield Problem(
                     path=path,
-                    message=f"a {owner.__qualname__} is not a {protocol.__name__}",
-                    got=f"{owner.__module__}:{owner.__qualname__}, without {', '.join(lacking)}",
+                    message=f"{owner.__qualname__} does not implement {protocol.__name__}",
+                    got=f"{owner.__module__}:{owner.__qualname__}, without {', '.join(missing)}",
                     expected=f"a component with {', '.join(methods)}",
-                    fix=f"give one that is a {protocol.__name__}; `axlearn plugins list` names what is installed",
+                    fix=f"use a component that implements {protocol.__name__}; `axlearn plugins list` shows what is installed",
                 )
 
 
 @functools.lru_cache(maxsize=4096)
 def slots_of(cls: type, protocol: type) -> tuple[str, ...]:
-    """The fields of a config class that are annotated `Node[protocol]`, whether optional or not."""
+    """Return the names of fields annotated `Node[protocol]`, including optional ones."""
     return tuple(name for name, annotation in hints_of(cls).items() if _protocol(annotation) is protocol)
 
 
 def _has(part: Node[Any], owner: object, method: str) -> bool:
-    """Whether a part has a method itself, or a part directly below it that it may pass the call to, as wrappers do."""
+    """Return True if a component has a method, or if it wraps a component that has it."""
     if callable(getattr(owner, method, None)):
         return True
     below = (child for name, value in fields_of(part).items() for _, child in _nodes(value, name))
@@ -51,7 +52,7 @@ def _has(part: Node[Any], owner: object, method: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _built_by(cls: type) -> Any:
-    """The class that a node without an owner says its `build` returns; None where it says none."""
+    """Return the annotated return type of `build`, or None. It stands in for a missing owner."""
     try:
         return typing.get_type_hints(cls.build).get("return")  # type: ignore[attr-defined]
     except (NameError, TypeError, AttributeError):
@@ -59,7 +60,7 @@ def _built_by(cls: type) -> Any:
 
 
 def methods_of(protocol: type) -> list[str]:
-    """The public methods that a protocol asks for."""
+    """Return the names of a protocol's public methods."""
     names: dict[str, None] = {}
     for base in reversed(protocol.__mro__):
         if _is_protocol(base):
@@ -73,7 +74,7 @@ def _is_protocol(kind: object) -> bool:
 
 
 def _protocol(annotation: object) -> type | None:
-    """The protocol P of the first `Node[P]` in an annotation."""
+    """Return the protocol P of the first `Node[P]` in an annotation, or None."""
     arguments = typing.get_args(annotation)
     if is_node(typing.get_origin(annotation)):
         kind = arguments[0] if arguments else None
@@ -82,7 +83,7 @@ def _protocol(annotation: object) -> type | None:
 
 
 def _nodes(value: object, path: str) -> Iterator[tuple[str, Node[Any]]]:
-    """The nodes of a slot: itself, or the items of a tuple or mapping."""
+    """Yield the nodes in a slot, which holds a node, a tuple, or a mapping."""
     if isinstance(value, Node):
         yield path, value
     elif isinstance(value, tuple):

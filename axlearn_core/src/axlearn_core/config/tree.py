@@ -1,7 +1,7 @@
-"""Edits and questions over config trees. Every edit returns a new tree; what it did not touch is the same object.
+"""Query and edit config trees. Every edit returns a new tree that shares unchanged objects with the old one.
 
-A path is dotted: field names of nodes, keys of mappings, indices of tuples (`trackers.0.every_steps`). In a pattern,
-`*` stands for any one part and `**` for any number of parts, none included.
+A path joins field names of nodes, keys of mappings, and indices of tuples with dots (`trackers.0.every_steps`). In a
+pattern, `*` matches one part and `**` matches zero or more parts.
 """
 
 import fnmatch
@@ -21,7 +21,7 @@ from axlearn_core.errors import SHOWN_PROBLEMS, ConfigError, Problem, nearest
 
 
 def children(value: object) -> dict[str, Any]:
-    """What is directly below `value`: the fields of a node, the items of a tuple or mapping; empty for a leaf."""
+    """Return the direct children by name: the fields of a node or the items of a tuple or mapping. Leaves have none."""
     if isinstance(value, Node):
         return fields_of(value)
     if isinstance(value, tuple):
@@ -32,7 +32,7 @@ def children(value: object) -> dict[str, Any]:
 
 
 def with_children(value: Any, new: Mapping[str, Any]) -> Any:
-    """`value` with some of its children replaced; the same object where none of them differs."""
+    """Replace some children of `value`. Return the same object if nothing changes."""
     old = children(value)
     changed = {k: v for k, v in new.items() if k not in old or v is not old[k]}
     if not changed:
@@ -45,27 +45,27 @@ def with_children(value: Any, new: Mapping[str, Any]) -> Any:
 
 
 def join(path: str, name: str) -> str:
-    """`path.name`, or `name` at the root."""
+    """Return `path.name`, or `name` if `path` is empty."""
     return f"{path}.{name}" if path else name
 
 
 def walk(tree: object, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (path, value) for the tree and everything below it, parents first."""
+    """Yield the path and value of every node and leaf, parents first."""
     yield path, tree
     for name, child in children(tree).items():
         yield from walk(child, join(path, name))
 
 
 def map(tree: object, function: Callable[[Any], Any]) -> Any:  # the name of this operation everywhere
-    """Rebuilds bottom-up: `function` gets each node with its children mapped; what it returns is not revisited."""
+    """Apply `function` to every node, children first. Do not visit the nodes that it returns."""
     tree = with_children(tree, {k: map(v, function) for k, v in children(tree).items()})
     return function(tree) if isinstance(tree, Node) else tree
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether a dotted path fits a pattern of `*` and `**` (a part may itself hold `*`, as in `layer*`)."""
+    """Return True if a dotted path matches a pattern. A part may contain `*`, as in `layer*`."""
     parts = pattern.split(".") if pattern else []
-    # Several `**` in a row stand for what one does, and would be tried in every way.
+    # Collapse consecutive `**`: they match the same paths, and matching would take exponential time.
     parts = [p for i, p in enumerate(parts) if p != "**" or parts[i - 1 : i] != ["**"]]
     return _fits(parts, path.split(".") if path else [])
 
@@ -79,7 +79,7 @@ def _fits(pattern: list[str], parts: list[str]) -> bool:
 
 
 def find(tree: object, query: str | type) -> dict[str, Any]:
-    """Path -> value for all that fit a path pattern, or all nodes of a class (`RMSNorm` or `RMSNorm.Config`) or role."""
+    """Return the values that match a path pattern, or all nodes of a class, config class, or role, by path."""
     if isinstance(query, str):
         return {p: v for p, v in walk(tree) if matches(query, p)}
     kind = config_class(query)
@@ -87,7 +87,14 @@ def find(tree: object, query: str | type) -> dict[str, Any]:
 
 
 def config_class(target: object) -> type:
-    """The config class of `target`, which may be that class, a role, its owner, or a callable given to `configure`."""
+    """Return the config class of `target`.
+
+    Args:
+        target: A config class, a role, or a class that has a `Config`.
+
+    Raises:
+        TypeError: If `target` has no config class.
+    """
     if isinstance(target, type) and issubclass(target, (Node, Role)):
         return target
     kind = getattr(target, "Config", None)
@@ -97,7 +104,16 @@ def config_class(target: object) -> type:
 
 
 def get(tree: object, path: str, *, hint: bool = True) -> Any:
-    """The value at a path; raises `ConfigError`, with the nearest names where `hint`, where there is none."""
+    """Return the value at a path.
+
+    Args:
+        tree: A config.
+        path: A dotted path.
+        hint: Add the nearest names to the error.
+
+    Raises:
+        ConfigError: If the path does not exist.
+    """
     value = tree
     prefix = ""
     for name in path.split(".") if path else []:
@@ -109,21 +125,25 @@ def get(tree: object, path: str, *, hint: bool = True) -> Any:
 
 
 def no_such_path(path: str, at: str, name: str, value: object, *, hint: bool = True) -> Problem:
-    """The problem of a path that stops at `at`, where `value` has nothing called `name`."""
+    """Describe a path that fails at `at` because `value` has no child `name`."""
     below = children(value)
     kind = type(value).__qualname__ if isinstance(value, Node) else f"a {type(value).__name__}"
     names = ", ".join(join(at, k) for k in below)
     return Problem(
         path=path,
         message=f"no {name!r} in {at or 'the root'} ({kind})",
-        expected=f"one of {names}" if below else f"nothing below {at!r}: it is a value, {show(value)}",
+        expected=f"one of {names}" if below else f"a path that ends at {at!r}, which is the value {show(value)}",
         nearest=[join(at, n) for n in nearest(name, below)] if hint else (),
-        fix=f"to put another component there: '{at}={{type: NAME}}'" if name == "type" and at else None,
+        fix=f"to use another component: '{at}={{type: NAME}}'" if name == "type" and at else None,
     )
 
 
 def expand(tree: object, pattern: str, *, hint: bool = True) -> list[str]:
-    """The paths that a pattern stands for, at least one, or `ConfigError`; a plain path may add a key to a mapping."""
+    """Return the paths that match a pattern. A plain path may name a new key of a mapping.
+
+    Raises:
+        ConfigError: If nothing matches.
+    """
     if "*" not in pattern:
         parent = pattern.rpartition(".")[0]
         if not (pattern and isinstance(get(tree, parent, hint=hint), Mapping)):
@@ -148,20 +168,20 @@ Decode = Callable[[Any, str, Any], Any]  # (tree, concrete path, raw value) -> v
 
 
 def patch(tree: object, edits: Mapping[str, Any], decode: Decode | None = None) -> Any:
-    """Sets each path or pattern to its value, all edits together, outer paths before the ones inside them.
+    """Set several paths or patterns. Outer paths are set before inner ones.
 
     Args:
-        tree: the config.
-        edits: path or pattern -> value.
-        decode: turns a raw value (from YAML) into one that fits the path; values are taken as they are without it.
+        tree: A config.
+        edits: Values by path or pattern.
+        decode: Converts a raw value from YAML for its path. If None, values are used unchanged.
 
     Raises:
-        ConfigError: every path that matches nothing and every value that does not fit, at once.
+        ConfigError: Lists every path that matches nothing and every invalid value.
     """
     problems: list[Problem] = []
     for pattern, value in sorted(edits.items(), key=lambda e: e[0].count(".")):
         try:
-            # Nearest names take longer than all the rest, and are printed with the first problems only.
+            # Only the first problems show nearest names, which are slow to compute.
             for path in expand(tree, pattern, hint=len(problems) < SHOWN_PROBLEMS):
                 tree = _set(tree, path.split(".") if path else [], decode(tree, path, value) if decode else value, "")
         except ConfigError as error:
@@ -172,7 +192,7 @@ def patch(tree: object, edits: Mapping[str, Any], decode: Decode | None = None) 
 
 
 def _name_component(problem: Problem, value: object) -> Problem:
-    """The problem of an edit `PATH.type=VALUE`, with the edit that was meant as its fix."""
+    """Suggest `PATH={type: VALUE}` for an edit `PATH.type=VALUE`."""
     if not (isinstance(value, str) and problem.fix and "{type: NAME}" in problem.fix):
         return problem
     return attrs.evolve(problem, fix=problem.fix.replace("NAME", value))
@@ -188,7 +208,7 @@ def _set(tree: object, parts: list[str], value: object, at: str) -> Any:
             Problem(
                 path=full_path,
                 message="is passed by the parent and cannot be set",
-                fix="set the parent's own dimension instead",
+                fix="set the dimension of the parent instead",
             )
         )
     below = children(tree)
@@ -196,9 +216,9 @@ def _set(tree: object, parts: list[str], value: object, at: str) -> Any:
         raise ConfigError(
             Problem(
                 path=full_path,
-                message="is below a value that the same pattern sets",
+                message="is inside a value that the same pattern sets",
                 got=show(tree),
-                fix="take a pattern that fits either the one or the other",
+                fix="use a pattern that matches only one of them",
             )
         )
     try:
@@ -210,19 +230,19 @@ def _set(tree: object, parts: list[str], value: object, at: str) -> Any:
 
 
 def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str, ...] = ()) -> Any:
-    """Puts `new` in the place of every `target` node, keeping what both have in common.
+    """Replace every `target` node by `new` and keep the fields that both have.
 
-    Each field of the old node that `new` also has, and leaves at its default, is carried over, children too. It neither
-    descends into nor matches again what it just placed, so applying it twice is applying it once.
+    A field of the old node, including its children, is kept if `new` has the field and leaves it at its default.
+    Replacement does not descend into the new nodes and does not match them again, so it is idempotent.
 
     Args:
-        tree: the config.
-        target: the class whose nodes are replaced (or its `Config`).
-        new: the node to put there.
-        drop: fields of the old nodes that may be lost.
+        tree: A config.
+        target: The class of the nodes to replace, or its `Config`.
+        new: The replacement.
+        drop: Names of fields that may be discarded.
 
     Raises:
-        ConfigError: a field that was set would be lost and `drop` does not name it, or nothing matches.
+        ConfigError: If nothing matches, or if a field that was set would be lost and is not in `drop`.
     """
     kind = config_class(target)
     defaults = {a.name: a.default for a in attrs.fields(type(new))}
@@ -234,7 +254,7 @@ def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str
         nonlocal count
         if isinstance(value, type(new)) and type(new) is not kind:
             count += 1
-            return value  # placed before
+            return value  # replaced by an earlier call
         if not isinstance(value, kind):
             return with_children(value, {k: swap(v, join(path, k)) for k, v in children(value).items()})
         count += 1
@@ -247,7 +267,7 @@ def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str
                 path=join(path, name),
                 message=f"would be lost: {type(new).__qualname__} has no such field",
                 got=show(old[name]),
-                fix=f"name {name!r} in drop= to let it go",
+                fix=f"add {name!r} to drop= to discard it",
             )
             for name in lost
         )
@@ -271,26 +291,26 @@ def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str
 
 
 def find_slots(tree: object, protocol: type) -> dict[str, Any]:
-    """Path -> value of every slot that is annotated `Node[protocol]`; the value of an empty slot is None."""
+    """Return the value of every slot annotated `Node[protocol]` by path. An empty slot has the value None."""
     nodes = find(tree, Node).items()
     return {join(path, n): children(node)[n] for path, node in nodes for n in slots_of(type(node), protocol)}
 
 
 Edit = Callable[[str, Any], Any]
-"""(path, value) -> the value to put there, or None to leave it. A `ConfigError` may have paths relative to that path."""
+"""Function from a path and its value to a new value, or None to keep it. It may raise `ConfigError` with relative paths."""
 SKIP: Any = object()
-"""An edit returns this to leave a value and everything below it. It does not count as an edit."""
+"""Return value of an `Edit` that keeps a value and skips everything below it. It does not count as an edit."""
 
 
 class _Edits:
-    """The edits of one walk: how many were made, and the problems of those that failed."""
+    """Counts the edits of one walk and collects the problems."""
 
     def __init__(self, edit: Edit):
         self.edit, self.count = edit, 0
         self.problems: list[Problem] = []
 
     def attempt(self, value: Any, path: str) -> Any:
-        """Returns the value to put in place, or None if the edit leaves it."""
+        """Return the new value, or None if the edit keeps the old one."""
         try:
             new = self.edit(path, value)
         except ConfigError as error:
@@ -300,7 +320,7 @@ class _Edits:
         return value if new is SKIP or new == value else new
 
     def check(self, nothing: Problem | None) -> None:
-        """Raises the problems; or `nothing`, if no edit was made."""
+        """Raise the collected problems. If no edit was made, raise `nothing`."""
         if not self.problems and nothing is not None and not self.count:
             self.problems.append(nothing)
         if self.problems:
@@ -308,16 +328,16 @@ class _Edits:
 
 
 def edit_nodes(tree: Any, edit: Edit, *, nothing: Problem | None, outermost: bool = False) -> Any:
-    """Offers each node to `edit` and puts the result in place. Unchanged values stay the same objects.
+    """Call `edit` on each node, children first. Unchanged values stay the same objects.
 
     Args:
-        tree: the config.
-        edit: gets a node with its children edited already.
-        nothing: the problem if `edit` leaves every node; None accepts that.
-        outermost: start at the root instead, and do not look below a node that `edit` replaced.
+        tree: A config.
+        edit: Receives a path and a node with edited children.
+        nothing: The problem to raise if `edit` keeps every node. If None, that is not an error.
+        outermost: Visit parents first, and do not enter a node that `edit` replaced.
 
     Raises:
-        ConfigError: all problems that `edit` raises, with full paths; or `nothing`.
+        ConfigError: Lists all problems that `edit` raised, with full paths, or `nothing`.
     """
     edits = _Edits(edit)
 
@@ -334,10 +354,10 @@ def edit_nodes(tree: Any, edit: Edit, *, nothing: Problem | None, outermost: boo
 
 
 def set_fields(tree: Any, target: type, values: Mapping[str, Any], *, nothing: Problem) -> Any:
-    """Sets fields on every node of a class or role.
+    """Set fields on every node of a class or role.
 
     Raises:
-        ConfigError: `nothing`, if there is no such node.
+        ConfigError: Contains `nothing` if there is no such node.
     """
     kind = config_class(target)
 
@@ -348,16 +368,16 @@ def set_fields(tree: Any, target: type, values: Mapping[str, Any], *, nothing: P
 
 
 def fill_slots(tree: Any, protocol: type, fill: Edit, *, nothing: Problem) -> Any:
-    """Fills every slot that is annotated `Node[protocol]`, outermost slots first.
+    """Fill every slot annotated `Node[protocol]`, outermost slots first. Do not enter a filled slot.
 
     Args:
-        tree: the config. The walk does not enter a slot that was filled.
-        protocol: the protocol that annotates the slots.
-        fill: gets the path and the value of a slot, and returns the new value. The old one may be None or an `alternate`.
-        nothing: the problem if there is no slot, or `fill` leaves all of them.
+        tree: A config.
+        protocol: The protocol that annotates the slots.
+        fill: Receives the path and value of a slot and returns the new value. The old value may be None or an `alternate`.
+        nothing: The problem to raise if there is no slot, or if `fill` keeps all of them.
 
     Raises:
-        ConfigError: all problems that `fill` raises, with full paths; or `nothing`.
+        ConfigError: Lists all problems that `fill` raised, with full paths, or `nothing`.
     """
     edits = _Edits(fill)
 
@@ -375,7 +395,7 @@ def fill_slots(tree: Any, protocol: type, fill: Edit, *, nothing: Problem) -> An
 
 
 def missing(tree: object) -> list[Problem]:
-    """Every field that is still `REQUIRED` and that the user has to set."""
+    """Return a problem for each required field that the user has not set."""
     paths = []
     for path, value in walk(tree):
         if isinstance(value, Node):
@@ -389,7 +409,7 @@ def missing(tree: object) -> list[Problem]:
 
 
 def check(tree: object) -> Any:
-    """Returns the tree when nothing is missing and every node accepts its own fields; raises all problems at once."""
+    """Validate a config and return it. Raise one `ConfigError` that lists all problems."""
     problems = missing(tree)
     unset = {p.path.rpartition(".")[0] for p in problems}
     for path, value in walk(tree):

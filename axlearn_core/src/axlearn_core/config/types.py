@@ -1,7 +1,7 @@
-"""Checks a value against a type annotation, exactly: `True` is not an int, 2.9 is not an int, "false" is not a bool.
+"""Check values against type annotations, strictly: `True` is not an int, 2.9 is not an int, "false" is not a bool.
 
-The one conversion made is to the canonical immutable form: lists become tuples, mappings become `immutabledict`, and an
-int in a float's place becomes that float (so that `1` and `1.0` are the same config).
+Values are converted only to a canonical immutable form. Lists become tuples, mappings become `immutabledict`, and an int
+in a float field becomes a float, so `1` and `1.0` give equal configs.
 """
 
 import collections.abc
@@ -17,7 +17,7 @@ from immutabledict import immutabledict
 
 
 class Mismatch(Exception):
-    """A value that its annotation does not admit; `at` is the path inside the value."""
+    """A value does not match its annotation. `at` is the path inside the value."""
 
     def __init__(self, expected: str, got: object, at: tuple[str, ...] = ()):
         super().__init__(expected)
@@ -25,7 +25,7 @@ class Mismatch(Exception):
 
 
 def describe(annotation: object) -> str:
-    """How a person writes the annotation: `int`, `tuple[str, ...]`, `Node[Norm] or null`."""
+    """Format an annotation for people: `int`, `tuple[str, ...]`, `Node[Norm] or null`."""
     if annotation is None or annotation is types.NoneType:
         return "null"
     if annotation is Any:
@@ -45,7 +45,7 @@ def describe(annotation: object) -> str:
 
 
 def show(value: object) -> str:
-    """A short form of a value, with its type, for an error message."""
+    """Format a value and its type for an error message."""
     text = repr(value)
     if len(text) > 80:
         text = text[:77] + "..."
@@ -53,7 +53,7 @@ def show(value: object) -> str:
 
 
 def check_type(value: object, annotation: object, is_node: Callable[[Any], bool]) -> Any:
-    """Returns `value` in canonical form, or raises `Mismatch`."""
+    """Return `value` in canonical form. Raise `Mismatch` if it has the wrong type."""
     if annotation is Any:
         return freeze(value)
     if annotation is None or annotation is types.NoneType:
@@ -97,7 +97,7 @@ def _check_plain(value: object, annotation: object, kind: object, is_node: Calla
     elif isinstance(kind, typing.TypeVar):
         return freeze(value)
     elif isinstance(kind, type):
-        # A slot annotated Node[Protocol] only checks that it holds a node; one annotated by a Config class checks that.
+        # Node[Protocol] accepts any node. A Config class accepts only its instances.
         if is_node(kind) and is_node(type(value)) and isinstance(value, kind):
             return value
         if not is_node(kind) and isinstance(value, kind):
@@ -106,7 +106,7 @@ def _check_plain(value: object, annotation: object, kind: object, is_node: Calla
 
 
 def _check_union(value: object, annotation: object, args: tuple[Any, ...], is_node: Callable[[Any], bool]) -> Any:
-    # An exact member first, so that `int | float` keeps an int an int.
+    # Try exact members first, so that `int | float` keeps an int.
     deepest: Mismatch | None = None
     for arg in sorted(args, key=lambda a: a is float and type(value) is int):
         try:
@@ -147,7 +147,7 @@ def _inside(name: str, value: object, annotation: object, is_node: Callable[[Any
 
 
 def freeze(value: object) -> Any:
-    """The immutable, hashable form of plain data."""
+    """Convert plain data to an immutable, hashable form."""
     if isinstance(value, (list, tuple)):
         return tuple(freeze(v) for v in value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Reads YAML 1.2, by ruamel.yaml: plain data with line numbers, within bounds that no config comes near."""
+"""Read YAML 1.2 with ruamel.yaml: plain data with line numbers, and limits on the size of a document."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ MAX_DEPTH = 100
 
 
 class _TooMuch(Exception):
-    """A document beyond the bounds."""
+    """A document exceeds a limit."""
 
     def __init__(self, got: str, expected: str, part: Any):
         super().__init__(got)
@@ -26,7 +26,7 @@ class _TooMuch(Exception):
 
 
 class _Composer(Composer):
-    """Stops at a document that is too deep or too long while it is read."""
+    """Enforces the limits while a document is parsed."""
 
     depth = count = 0
     warn_double_anchors = property(
@@ -34,7 +34,7 @@ class _Composer(Composer):
     )  # YAML 1.2 allows an anchor to be reused
 
     def compose_node(self, parent: object, index: object) -> Any:
-        """One value with what is below it."""
+        """Compose one node and everything below it."""
         self.depth += 1
         self.count += 1
         if self.depth > MAX_DEPTH:
@@ -52,14 +52,14 @@ def _too_much(got: str, expected: str, location: str) -> Problem:
 
 @attrs.frozen
 class Document:
-    """A parsed YAML file: plain data, and the line (from 1) of every path in it."""
+    """A parsed YAML file: its data, and the line of every path, counted from 1."""
 
     data: Any
     lines: Mapping[str, int]
     source: str
 
     def locate(self, problem: Problem, prefix: str = "") -> Problem:
-        """The problem with the file and line of its path, or of the nearest parent that is in the file."""
+        """Add the file and line of a problem's path, or of its nearest parent in the file."""
         path = problem.path
         while path and join(prefix, path) not in self.lines:
             path = path.rpartition(".")[0]
@@ -68,17 +68,17 @@ class Document:
 
 
 Part = ScalarNode | SequenceNode | MappingNode
-"""A value in a file, before it is data."""
+"""A YAML node."""
 
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {_TAG + name for name in ("null", "bool", "int", "float", "str")}
 
 
 def parse(text: str, source: str = "<string>") -> Document:
-    """Reads YAML 1.2 safely: no tags, no duplicate keys, scalars by the core schema (`1e-4` is a float, `no` a string).
+    """Parse YAML 1.2 without tags or duplicate keys. Scalars follow the core schema: `1e-4` is a float, `no` a string.
 
     Raises:
-        ConfigError: the text is not YAML, with its line, or more than a config can be.
+        ConfigError: If the text is not valid YAML or exceeds a limit.
     """
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(_too_much(f"{len(text):,} characters", f"at most {MAX_CHARACTERS:,}", source))
@@ -103,7 +103,7 @@ def parse(text: str, source: str = "<string>") -> Document:
 
 @attrs.define(eq=False)
 class _Reader:
-    """Turns composed nodes into plain data; collects the line of each path, and what is wrong."""
+    """Converts YAML nodes to plain data and collects the lines of paths and the problems."""
 
     yaml: YAML
     source: str
@@ -112,8 +112,8 @@ class _Reader:
     problems: list[Problem] = attrs.field(factory=list)
 
     def read(self, part: Part, path: str, line: int | None = None, above: tuple[Part, ...] = ()) -> Any:
-        """The value of a node; `above` are those that it is in."""
-        self.count += 1  # an alias counts as often as it is used
+        """Convert a YAML node. `above` holds its ancestors."""
+        self.count += 1  # counts each use of an alias
         if self.count > MAX_VALUES or len(self.problems) > MAX_VALUES:
             raise _TooMuch(f"more than {MAX_VALUES:,} values, aliases expanded", f"at most {MAX_VALUES:,}", part)
         if len(above) > MAX_DEPTH:
@@ -122,7 +122,7 @@ class _Reader:
         if any(part is p for p in above):
             return self._problem(path, "contains itself", part)
         if part.id == "scalar" and part.tag == _TAG + "timestamp":
-            return part.value  # the core schema knows no dates
+            return part.value  # the core schema has no dates
         if part.id == "scalar" and part.tag in _SCALARS:
             return self._read_scalar(part, path)
         if part.id == "sequence":
@@ -135,21 +135,21 @@ class _Reader:
         try:
             return self.yaml.constructor.construct_object(part)
         except (ValueError, LookupError, ArithmeticError, AttributeError, TypeError) as error:
-            # An explicit tag that the value does not fit.
+            # The value does not match its explicit tag.
             kind = part.tag.removeprefix(_TAG)
-            return self._problem(path, f"is not of the tag !!{kind}: {str(error).partition(';')[0]}", part)
+            return self._problem(path, f"does not match the tag !!{kind}: {str(error).partition(';')[0]}", part)
 
     def _read_mapping(self, part: Part, path: str, above: tuple[Part, ...]) -> dict[Any, Any]:
         result: dict[Any, Any] = {}
         for key_part, value_part in part.value:
             if key_part.id != "scalar":
-                self._problem(path, "a key has to be a plain name", key_part)
+                self._problem(path, "a key must be a plain name", key_part)
                 continue
             key = self.read(key_part, path, self.lines[path])
-            own_path = join(path, str(key))
+            key_path = join(path, str(key))
             if key in result:
-                self._problem(own_path, "is given twice", key_part)
-            result[key] = self.read(value_part, own_path, key_part.start_mark.line + 1, (*above, part))
+                self._problem(key_path, "is a duplicate key", key_part)
+            result[key] = self.read(value_part, key_path, key_part.start_mark.line + 1, (*above, part))
         return result
 
     def _problem(self, path: str, message: str, part: Part) -> None:

@@ -1,4 +1,4 @@
-"""`Op`: one call of an operation as a typed value, which its layer, its kernels, the plan and the tests share."""
+"""`Op`: a typed description of one call of an operation, shared by layers, kernels, plans, and tests."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,53 +16,53 @@ Shape = tuple[int, ...]
 
 @attrs.frozen(eq=False)
 class Op(Generic[R]):
-    """The base of all ops. A subclass is an `@attrs.frozen(eq=False)` class whose fields are operands and options.
+    """Base class of ops. A subclass is an `@attrs.frozen(eq=False)` class whose fields are operands and options.
 
-    Operands are arrays, or pytrees that hold arrays. Options are static. Two ops are equal if they are of one class and
-    agree in `operands` (shapes and dtypes) and `options`: everything that a kernel may decide by, and no values.
+    Operands are arrays or pytrees of arrays. Options are static. Two ops are equal if they have the same class,
+    `options`, and operand shapes and dtypes. Array values do not matter, because kernels cannot depend on them.
 
     Attributes:
-        name: the op in messages, run locks and plans.
+        name: Name of the op in messages, run locks, and plans.
     """
 
     name: ClassVar[str]
 
     def operands(self) -> Mapping[str, Any]:
-        """Name -> array, of the operands whose shape and dtype kernels decide by."""
+        """Return the arrays whose shapes and dtypes determine the kernel, by name."""
         raise NotImplementedError
 
     def options(self) -> Mapping[str, Any]:
-        """Name -> hashable value, of the options that kernels decide by; pytrees (a mask) by their description."""
+        """Return the hashable options that determine the kernel, by name. Describe pytrees such as masks."""
         return {}
 
     def reference(self) -> R:
-        """Computes the op in plain JAX. Every kernel is held to its values and gradients."""
+        """Compute the op in plain JAX. Tests compare the values and gradients of every kernel with it."""
         raise NotImplementedError
 
     def flops(self) -> float:
-        """Matrix-product FLOPs of the forward pass by the mathematics, a multiply-add as two, nothing skipped."""
+        """Return the FLOPs of all matrix products in the forward pass. A multiply-add counts as two."""
         raise NotImplementedError
 
     def bytes(self) -> float:
-        """Bytes of all operands, each read once, and of the results, each written once."""
+        """Return the bytes of reading each operand once and writing each result once."""
         return sum(map(_nbytes, self._arrays())) + sum(map(_nbytes, jax.tree.leaves(self.result())))
 
     def visible(self) -> float:
-        """The share of `flops` that the op's mathematics needs; a kernel may skip the rest. Attention: by its mask."""
+        """Return the fraction of `flops` that is necessary, such as the unmasked part of attention."""
         return 1.0
 
     def kernel_flops(self, operands: Sequence[Shape], results: Sequence[Shape], *, opaque: bool) -> float | None:
-        """FLOPs of one kernel launch within the op or its derivative. None if the products in the kernel's body tell.
+        """Return the FLOPs of one kernel launch in the op or its gradient, or None to count the kernel's products.
 
         Args:
-            operands: the shapes of the launch's floating-point operands, which on several devices are one device's.
-            results: the shapes of its results.
-            opaque: whether the body multiplies by instructions that are not JAX's (Mosaic GPU).
+            operands: Shapes of the launch's floating-point operands on one device.
+            results: Shapes of its results on one device.
+            opaque: True if the kernel multiplies with instructions that JAX cannot inspect (Mosaic GPU).
         """
         return None
 
     def result(self) -> Any:
-        """The shapes and dtypes of the results."""
+        """Return the shapes and dtypes of the results."""
         leaves, tree = jax.tree.flatten(self._fields())
         places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
 
@@ -74,28 +74,28 @@ class Op(Generic[R]):
         return jax.eval_shape(compute, [_spec(leaves[i]) for i in places])
 
     def abstract(self) -> Self:
-        """The op with a `jax.ShapeDtypeStruct` in place of each array."""
+        """Replace each array by a `jax.ShapeDtypeStruct`."""
         return attrs.evolve(self, **jax.tree.map(_spec, self._fields()))
 
     def run(self, kernel: str | None = None) -> R:
-        """Computes the op by a kernel of the selection in force; outside of one, by the reference.
+        """Compute the op with a kernel from the active selection, or with the reference if there is none.
 
         Args:
-            kernel: the name of a kernel; None takes the best one.
+            kernel: Name of a kernel. If None, use the best one.
 
         Raises:
-            RequestError: the kernel does not exist or does not support this call.
+            RequestError: If the kernel does not exist or does not support this call.
         """
         return choose(self, kernel)(self)
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Name -> dtype of each of the `operands`."""
+        """Dtypes of the `operands` by name."""
         return {name: str(x.dtype) for name, x in self.operands().items()}
 
     @classmethod
     def path(cls) -> str:
-        """`"module:Class"`, by which kernels name their op."""
+        """Return `"module:Class"`, the identifier that kernels use for their op."""
         return f"{cls.__module__}:{cls.__qualname__}"
 
     def _fields(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Chooses the kernel for each call of an op.
+"""Select a kernel for each call of an op.
 
-A program puts its selection in force while it is traced, and keeps the choice at each call site. Outside of a program
-the reference runs. A layer whose config names a kernel gets that one, or an error. A function that only shares the config
-(generation shares it with the training step, for which the kernel was named) gets it if it can have it.
+A program activates its selection while it is traced and records the choice at each call site. Outside a program, ops use
+their reference. If the config of a layer names a kernel, the layer uses that kernel or raises an error. Other functions
+that share the config, such as generation, use the named kernel only if it supports the call.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ REFERENCE = "xla"
 
 
 class _Reference:
-    """The kernel that computes any op by its reference."""
+    """Kernel that computes the reference of any op."""
 
     def supports(self, op: Call[Any], context: KernelContext) -> str | None:
-        """Everything."""
+        """Support every call."""
         return None
 
     def __call__(self, op: Call[R]) -> R:
-        """Computes the reference."""
+        """Compute the reference."""
         return op.reference()
 
 
@@ -39,20 +39,20 @@ REFERENCE_KERNEL = _Reference()
 
 
 def reference(op: OpClass) -> KernelImplementation:
-    """The implementation `xla`, which every op has: its reference, with priority 0."""
+    """Return the implementation `xla`, which computes the reference with priority 0."""
     return KernelImplementation(name=REFERENCE, op=op.path(), load=f"{__name__}:REFERENCE_KERNEL")
 
 
 def installed(op: OpClass) -> Sequence[KernelImplementation]:
-    """The reference of an op and the kernels that installed plugins declare for it.
+    """Return the reference of an op and the kernels that installed plugins provide.
 
     Raises:
-        PluginError: two claim a name.
+        PluginError: If two kernels have the same name.
     """
-    from axlearn_core.plugins.manager import host  # loads plugins: only when a program asks
+    from axlearn_core.plugins.manager import host  # delay loading plugins until a program needs them
 
     path = op.path()
-    claims = {REFERENCE: ("the op itself", reference(op))}
+    claims = {REFERENCE: ("the op", reference(op))}
     for origin, declared in host().answers("axlearn_kernels"):
         for implementation in declared:
             if implementation.op != path:
@@ -66,11 +66,11 @@ def installed(op: OpClass) -> Sequence[KernelImplementation]:
 
 
 def import_kernels(kernels: Iterable[tuple[str, str]]) -> None:
-    """Imports kernels by (path of the op, name), as a trace would: their modules may register what compiled programs call.
+    """Import kernels by op path and name. Their modules may register functions that compiled programs call.
 
     Raises:
-        RequestError: no installed plugin declares one.
-        PluginError: one cannot be imported.
+        RequestError: If no installed plugin provides a kernel.
+        PluginError: If a kernel cannot be imported.
     """
     from axlearn_core.plugins.manager import host  # as above
 
@@ -80,14 +80,14 @@ def import_kernels(kernels: Iterable[tuple[str, str]]) -> None:
             continue
         if (op, name) not in declared:
             raise RequestError(
-                f"a compiled program has the kernel {name!r} of {op}, which no installed plugin declares\n"
-                "    fix: install the plugin that has it, or compile again without it"
+                f"a compiled program uses the kernel {name!r} of {op}, which no installed plugin provides\n"
+                "    fix: install the plugin that provides it, or compile again without it"
             )
         _import(declared[op, name], op)
 
 
 def kernel_tags() -> set[str]:
-    """The activation tags of the kernels that installed plugins declare."""
+    """Return the activation tags of all installed kernels."""
     from axlearn_core.plugins.manager import host  # as above
 
     return {tag for _, declared in host().answers("axlearn_kernels") for kernel in declared for tag in kernel.tags}
@@ -95,15 +95,15 @@ def kernel_tags() -> set[str]:
 
 @attrs.frozen(kw_only=True)
 class Choice:
-    """The kernel of a call site, and why others were not taken. Kept in run locks.
+    """The kernel of a call site and the reasons against other kernels. Stored in run locks.
 
     Attributes:
-        op: the call, without values.
-        context: the program around it.
-        name: the kernel.
-        rejected: name -> reason, of kernels with a higher priority, and of one that the config names.
-        named: the kernel that the config names; None if it leaves the choice open.
-        compiler_options: XLA's options that the kernel needs for the whole program.
+        op: The call, with abstract arrays.
+        context: Facts about the surrounding program.
+        name: Name of the kernel.
+        rejected: Reasons by kernel, for kernels with a higher priority and for the one that the config names.
+        named: Kernel that the config names, or None.
+        compiler_options: XLA options that the kernel requires for the entire program.
     """
 
     op: Call[Any]
@@ -115,10 +115,10 @@ class Choice:
 
     @property
     def call(self) -> str:
-        """The call in words: `rms_norm(x float32[4, 64, 16], ...) on cpu`."""
+        """Description of the call: `rms_norm(x float32[4, 64, 16], ...) on cpu`."""
         return f"{self.op} on {self.context.platform}"
 
-    def __str__(self) -> str:  # the form of run locks, which are compared between versions
+    def __str__(self) -> str:  # run locks store this form and compare it between versions
         shapes = {name: tuple(x.shape) for name, x in self.op.operands().items()}
         request = (
             f"OpRequest(op={self.op.name!r}, platform={self.context.platform!r}, shapes={shapes}, "
@@ -130,15 +130,15 @@ class Choice:
 
 @attrs.define(eq=False)
 class Selection:
-    """The choice among kernels for one program.
+    """Kernel selection of one program.
 
     Attributes:
-        platform: where the program runs.
-        target: on which hardware, by its name; empty if unknown.
-        gradients: whether it differentiates.
-        declared: op class -> its kernels.
-        choices: the choices in the order of the trace, each different call once.
-        required: the names of the ops that have to run by the kernel that the config names; None means every op.
+        platform: Platform that the program runs on.
+        target: Name of the hardware, or empty if unknown.
+        gradients: True if the program computes gradients.
+        declared: Returns the kernels of an op class.
+        choices: Choices in trace order, one per distinct call.
+        required: Names of the ops that must use the kernel in the config. None means all ops.
     """
 
     platform: str = attrs.field(factory=jax.default_backend)
@@ -149,10 +149,11 @@ class Selection:
     required: Container[str] | None = None
 
     def choose(self, op: Call[R], name: str | None = None) -> Kernel[Call[R], R]:
-        """The kernel for a call: the one called `name`, or the one of highest priority that supports it.
+        """Return the kernel with a given name, or the kernel of highest priority that supports the call.
 
         Raises:
-            RequestError: `name` does not exist, or does not support a call that requires it, or no kernel supports the call.
+            RequestError: If the named kernel does not exist or does not support a call that requires it, or if no kernel
+                supports the call.
         """
         call = op.abstract()
         context = KernelContext(platform=self.platform, target=self.target, gradients=self.gradients)
@@ -180,10 +181,10 @@ class Selection:
                     self.choices.append(choice)
                 return kernel
             rejected[implementation.name] = reason
-        reasons = "".join(f"\n    {k}: {why}" for k, why in rejected.items()) or " none is installed"
+        reasons = "".join(f"\n    {k}: {why}" for k, why in rejected.items()) or " no kernel is installed"
         problem = f"the {op.name} kernel {name!r} cannot do this" if name else f"no {op.name} kernel can do this"
-        remedy = f"leave `kernel` unset, or name another: {_names(ranked)}"
-        fix = remedy if name else "install a plugin that has one"
+        remedy = f"leave `kernel` unset, or choose another: {_names(ranked)}"
+        fix = remedy if name else "install a plugin that provides one"
         raise RequestError(f"{problem}\n    got: {call} on {self.platform}{reasons}\n    fix: {fix}")
 
 
@@ -195,12 +196,12 @@ def _find(op: OpClass, name: str, ranked: Sequence[KernelImplementation]) -> Ker
     raise RequestError(
         f"unknown {op.name} kernel {name!r}\n"
         + (f"    did you mean: {', '.join(close)}?\n" if close else "")
-        + f"    known: {_names(ranked)}\n    fix: leave `kernel` unset to have the best one chosen"
+        + f"    known: {_names(ranked)}\n    fix: leave `kernel` unset to use the best one"
     )
 
 
 def _names_kernel(name: str) -> bool:
-    """Whether an installed plugin declares a kernel of this name, for any op."""
+    """Return True if an installed plugin provides a kernel with this name for any op."""
     from axlearn_core.plugins.manager import host  # as above
 
     return any(kernel.name == name for _, declared in host().answers("axlearn_kernels") for kernel in declared)
@@ -229,7 +230,7 @@ _in_force: contextvars.ContextVar[Selection | None] = contextvars.ContextVar("ax
 
 @contextlib.contextmanager
 def use(selection: Selection) -> Iterator[Selection]:
-    """Puts a selection in force, for the time of a trace."""
+    """Activate a selection during a trace."""
     token = _in_force.set(selection)
     try:
         yield selection
@@ -238,12 +239,12 @@ def use(selection: Selection) -> Iterator[Selection]:
 
 
 def in_force() -> Selection | None:
-    """The selection of the program that is being traced: for kernels that depend on the target."""
+    """Return the active selection, or None. Kernels use it to look up the target."""
     return _in_force.get()
 
 
 def choose(op: Call[R], name: str | None = None) -> Kernel[Call[R], R]:
-    """The kernel for a call under the selection in force; without one the reference, or the kernel called `name`."""
+    """Return the kernel for a call from the active selection. If there is none, use `name` or the reference."""
     selection = _in_force.get()
     if selection is None:
         selection, name = Selection(gradients=False), name or REFERENCE

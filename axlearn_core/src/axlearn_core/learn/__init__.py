@@ -1,4 +1,4 @@
-"""Learning: gradients to new parameters. optax, wrapped as nodes."""
+"""Learners, optimizers, and schedules, based on optax."""
 
 from axlearn_core.learn.accumulate import value_and_grad, without_state
 from axlearn_core.learn.learner import Learner, LearnerState, ParameterRule, global_norm

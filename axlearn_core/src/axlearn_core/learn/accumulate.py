@@ -1,4 +1,4 @@
-"""Gradients over a batch, in one piece or in microbatches."""
+"""Compute gradients over a batch, optionally in microbatches."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from axlearn_core.nn.summary import is_summary
 
 
 def without_state(loss: Callable[[Any, Any], tuple[jax.Array, Mapping[str, jax.Array]]]) -> Loss:
-    """A `loss(params, batch) -> (mean, summaries)` as a learner takes it: without variables and random numbers."""
+    """Adapt a stateless `loss(params, batch) -> (mean, summaries)` to the `Loss` protocol."""
 
     def stateful(params: object, variables: object, batch: object, key: object) -> Any:
         value, summaries = loss(params, batch)
@@ -29,25 +29,25 @@ def value_and_grad(
     key: jax.Array | None = None,
     num_microbatches: int = 1,
 ) -> Any:
-    """`((loss, summaries, variables), grads)` of the mean loss over `batch`.
+    """Return `((loss, summaries, variables), grads)` for the mean loss over a batch.
 
-    Microbatches run one after the other in a scan, so that activations of only one are held. Each counts by its
-    `summaries["weight"]` (the number of targets that its mean is over; 1 where it gives none), so that the result is
-    that of the whole batch. `weight` is summed, and every other scalar is averaged in the same way. An
-    `axlearn_core.nn.summaries.Summary` says itself how it combines. Variables go from each microbatch to the next, and
-    each draws random numbers of its own.
+    A scan runs the microbatches sequentially, so only the activations of one microbatch are live. Each microbatch is
+    weighted by `summaries["weight"]`, the number of targets in its mean (default: 1), so the result equals that of the
+    whole batch. `weight` is summed, and the other scalars are averaged with the same weights. A
+    `axlearn_core.nn.summaries.Summary` defines how it is combined. Each microbatch receives the variables of the previous
+    one and draws different random numbers.
 
     Args:
-        loss: see `contracts.parts.Loss`.
-        params: what to differentiate by.
-        variables: path -> array, as they are before the step.
-        batch: a pytree of arrays [B, ...].
-        key: of the step; None where the model draws nothing.
-        num_microbatches: K, which divides B. Microbatch k takes rows k, k + K, ..., so that every device that holds
-            rows of the batch works on each.
+        loss: See `contracts.parts.Loss`.
+        params: Parameters to differentiate.
+        variables: Arrays by path, before the step.
+        batch: Pytree of arrays [B, ...].
+        key: Key of the step, or None if the model draws no random numbers.
+        num_microbatches: Number of microbatches K, a divisor of B. Microbatch k has rows k, k + K, ..., so that every
+            device with rows of the batch works on each microbatch.
 
     Raises:
-        ConfigError: K does not divide B.
+        ConfigError: If K does not divide B.
     """
     grad = jax.value_and_grad(loss, has_aux=True)
     if num_microbatches == 1:
@@ -78,8 +78,8 @@ def value_and_grad(
 
     def body(carry: Any, numbered: Any) -> tuple[Any, None]:
         (sums, merged, total, variables), (part, index) = carry, numbered
-        own_key = None if key is None else jax.random.fold_in(key, index)
-        (value, (summaries, variables)), grads = grad(params, variables, part, own_key)
+        part_key = None if key is None else jax.random.fold_in(key, index)
+        (value, (summaries, variables)), grads = grad(params, variables, part, part_key)
         summaries = dict(summaries)
         weight = jnp.asarray(summaries.pop("weight", 1.0), jnp.float32)
         merged = {k: s.merged(summaries.pop(k)) for k, s in merged.items()}
@@ -96,5 +96,5 @@ def value_and_grad(
 
 
 def _sum_type(x: jax.Array) -> Any:
-    """Keeps sums in float32 or wider, regardless of the gradients' dtype."""
+    """Return the dtype for sums: float64 for float64 gradients, and float32 otherwise."""
     return jnp.dtype(x.dtype if x.dtype == jnp.float64 else jnp.float32)

@@ -1,4 +1,4 @@
-"""What a learner evaluates with, as a function of single arrays of the training state."""
+"""Express each evaluation parameter of a learner as a function of a few arrays of the training state."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,12 +14,12 @@ from axlearn_core.learn.paths import flatten, unflatten
 
 @attrs.frozen(eq=False)
 class Source:
-    """Where a parameter for evaluation comes from.
+    """Source of a parameter for evaluation.
 
     Attributes:
-        spec: its shape and dtype.
-        paths: the arrays of the training state that it is made of (`params.decoder.norm.weight`, `learner.ema...`).
-        compute: makes it of those; None where it is the only one of them.
+        spec: Shape and dtype.
+        paths: Arrays of the training state that it depends on (`params.decoder.norm.weight`, `learner.ema...`).
+        compute: Computes the parameter from these arrays. None if it equals the only array.
     """
 
     spec: jax.ShapeDtypeStruct
@@ -28,11 +28,11 @@ class Source:
 
 
 def evaluation_sources(learner: Any, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Source]:
-    """Parameter path -> its source, by tracing `learner.evaluation_params`.
+    """Trace `learner.evaluation_params` and return the source of each parameter by path.
 
     Args:
-        learner: see `axlearn_core.contracts.parts.Learner`.
-        abstract: the parameters.
+        learner: See `axlearn_core.contracts.parts.Learner`.
+        abstract: Shapes and dtypes of the parameters.
     """
     params = dict(abstract)
     state = jax.eval_shape(learner.init, params)
@@ -51,13 +51,13 @@ def evaluation_sources(learner: Any, abstract: Mapping[str, jax.ShapeDtypeStruct
 
 
 def _inputs(variable: object, names: Mapping[Any, str], makers: Mapping[Any, Any]) -> list[Any]:
-    """The inputs that a variable of a jaxpr depends on."""
+    """Return the inputs that a variable of a jaxpr depends on."""
     if isinstance(variable, Literal):
         return []
     if variable in names:
         return [variable]
-    below = (v for of in (makers[variable].invars if variable in makers else ()) for v in _inputs(of, names, makers))
-    return list(dict.fromkeys(below))
+    operands = makers[variable].invars if variable in makers else ()
+    return list(dict.fromkeys(v for operand in operands for v in _inputs(operand, names, makers)))
 
 
 def _function(
@@ -67,7 +67,7 @@ def _function(
         arguments = dict(zip(needed, values, strict=True))
 
         def fill(part: str, tree: object) -> Any:
-            # XLA drops the zeros: nothing that `path` is made of depends on them.
+            # XLA removes the zeros, since the parameter does not depend on them.
             leaves = {p: arguments.get(f"{part}.{p}", jnp.zeros(x.shape, x.dtype)) for p, x in flatten(tree).items()}
             return unflatten(tree, leaves)
 

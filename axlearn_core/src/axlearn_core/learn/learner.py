@@ -1,4 +1,4 @@
-"""Gradients to new parameters: clipping, an optax optimizer, rules by parameter path, average, non-finite steps."""
+"""`Learner`: updates parameters with gradient clipping, an optax optimizer, parameter rules, and an optional EMA."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -19,19 +19,20 @@ from axlearn_core.learn.paths import fitting, flatten, select, unflatten
 
 @node
 class ParameterRule(Node[None]):
-    """What is different for the parameters whose dotted path fits `pattern` (`decoder.**.norm.*`).
+    """Settings for the parameters whose dotted path matches `pattern` (`decoder.**.norm.*`).
 
-    Where several rules fit a parameter, scales multiply, and any of them can exempt it from decay or freeze it.
+    If several rules match a parameter, their scales multiply, and each of them can disable weight decay or freeze it.
 
     Attributes:
-        pattern: `*` stands for one part of the path, `**` for any number; a leading `!` means all others (`!**.lora_*`).
-        learning_rate_scale: multiplies the updates.
-        weight_decay: False exempts from weight decay.
-        freeze: True leaves the parameters as they are; they take no optimizer state. Variables that training changes by
-            rules of their own (the bias of a balancing router) stay too.
-        optimizer: updates these parameters instead of the learner's. The learner's clipping neither counts nor scales
-            their gradients.
-        max_grad_norm: clips the gradients of `optimizer`, all parameters that it updates together, to this norm.
+        pattern: Pattern in which `*` matches one part of a path and `**` matches any number of parts. A leading `!`
+            inverts the match (`!**.lora_*`).
+        learning_rate_scale: Factor for the updates.
+        weight_decay: Set to False to disable weight decay.
+        freeze: Set to True to keep the parameters constant and allocate no optimizer state for them. This also freezes
+            variables that training updates without gradients, such as router biases.
+        optimizer: Optimizer of these parameters, instead of the learner's. Their gradients are excluded from the
+            learner's clipping.
+        max_grad_norm: Maximum norm of the gradients of `optimizer`, over all its parameters.
     """
 
     pattern: str = REQUIRED
@@ -42,25 +43,25 @@ class ParameterRule(Node[None]):
     max_grad_norm: float | None = setting(default=None, hide_default=True, gt=0)
 
     def validate(self) -> Iterable[Problem]:
-        """A norm to clip to, and no optimizer whose gradients it would clip."""
+        """Check that `max_grad_norm` is only set together with `optimizer`."""
         if self.max_grad_norm is not None and self.optimizer is None:
             yield Problem(
                 path="max_grad_norm",
-                message="clips the gradients of the rule's own optimizer, and the rule has none",
+                message="clips the gradients of the rule's optimizer, but the rule has no optimizer",
                 got=str(self.max_grad_norm),
                 fix="give the rule an optimizer, or set learner.max_grad_norm",
             )
 
 
 class LearnerState(NamedTuple):
-    """What is kept between updates.
+    """State of a learner.
 
     Attributes:
-        optimizer: optax's state; parameters in it are a dict by dotted path, without the frozen ones.
-        ema: float32 moving average of the trained parameters by dotted path, or None.
-        updates: int32, how many updates were made.
-        skipped: int32, how many were skipped because a gradient or the loss was not finite.
-        skipped_in_a_row: int32, how many of those since the last update.
+        optimizer: State of the optax optimizer. It represents parameters as a dict by dotted path, without frozen ones.
+        ema: Float32 moving average of the trained parameters by dotted path, or None.
+        updates: int32, number of updates.
+        skipped: int32, number of updates that were skipped because a gradient or the loss was not finite.
+        skipped_in_a_row: int32, number of skipped updates since the last update.
     """
 
     optimizer: Any
@@ -71,24 +72,24 @@ class LearnerState(NamedTuple):
 
 
 class Learner(Configurable):
-    """The shipped learner; see `axlearn_core.contracts.parts.Learner`.
+    """The default learner. Implements `axlearn_core.contracts.parts.Learner`.
 
-    Works on any pytree of parameters: a dict by dotted path, nested dicts, an `nnx.State`. One norm of the gradients
-    serves the clipping, the summary and the test for non-finite gradients. Parameters that a rule's own optimizer updates
-    have a norm of their own.
+    It supports any pytree of parameters: a dict by dotted path, nested dicts, or an `nnx.State`. One global gradient norm
+    is used for clipping, logging, and detecting non-finite gradients. Parameters with a separate optimizer have a
+    separate norm.
     """
 
     @node
     class Config(Configurable.Config["Learner"]):
-        """The fields of `Learner`.
+        """Settings of `Learner`.
 
         Attributes:
-            optimizer: a node that builds an optax transformation.
-            max_grad_norm: clips the gradients that `optimizer` gets to this global norm; None leaves them.
-            accumulate_steps: in how many microbatches the batch of a step is taken. They have one mean gradient, unless
-                the model draws random numbers or computes over its batch.
-            ema_decay: keeps a moving average of the parameters, which evaluation uses; None keeps none.
-            rules: what is different for some of the parameters.
+            optimizer: Node that builds an optax transformation.
+            max_grad_norm: Maximum global norm of the gradients, or None to disable clipping.
+            accumulate_steps: Number of microbatches per step. The mean gradient does not depend on it, unless the model
+                draws random numbers or normalizes over its batch.
+            ema_decay: Decay of a moving average of the parameters, which evaluation uses. None disables it.
+            rules: Settings for subsets of the parameters.
         """
 
         optimizer: Node[Optimizer] = AdamW()
@@ -98,18 +99,18 @@ class Learner(Configurable):
         rules: tuple[ParameterRule, ...] = ()
 
     def __init__(self, cfg: Config, *, max_steps: int, axes: Axes | None = None):
-        """`axes`: dotted path -> logical axis names of each parameter, for optimizers that go by them."""
+        """Create a learner for `max_steps` updates. `axes` maps parameter paths to logical axis names."""
         self.cfg, self.max_steps, self._axes = cfg, max_steps, axes or {}
-        rate = learning_rate_of(cfg.optimizer)  # for the summary only
+        rate = learning_rate_of(cfg.optimizer)  # only for logging
         self._rate = None if rate is None or callable(rate) else rate_of(rate, max_steps)
 
     def init(self, params: object) -> LearnerState:
-        """The state for a pytree of parameters.
+        """Return the initial state for a pytree of parameters.
 
         Raises:
-            RequestError: a rule fits no parameter.
-            ConfigError: the rules leave nothing to train, or exempt from a weight decay that the optimizer cannot mask; an
-                optimizer says what to evaluate with, and the learner keeps an average or scales its updates.
+            RequestError: If a rule matches no parameter.
+            ConfigError: If all parameters are frozen, if a rule disables weight decay but the optimizer has no mask, or
+                if the learner has an EMA or scales updates of an optimizer that provides evaluation parameters.
         """
         plan = self._plan(params)
         self._check_evaluation(plan)
@@ -119,41 +120,44 @@ class Learner(Configurable):
             raise ConfigError(
                 Problem(
                     path="learner.rules",
-                    message="the optimizer has no weight-decay mask, so no parameter can be exempted from its decay",
+                    message="the optimizer has no weight-decay mask, so rules cannot disable weight decay",
                     got=f"weight_decay=False for {plan.exempt[0]}"
                     + (f" and {len(plan.exempt) - 1} more" if len(plan.exempt) > 1 else ""),
-                    fix="take an optimizer that has one (adamw, muon, lion), or leave weight_decay out of the rules",
+                    fix="use an optimizer with a mask (adamw, muon, lion), or remove weight_decay from the rules",
                 )
             )
-        # Copies, because an average that shares its buffers with the parameters could not be donated with them.
+        # Copy: donation requires that the average and the parameters have separate buffers.
         average = {p: jnp.array(x, jnp.float32, copy=True) for p, x in trained.items()} if self.cfg.ema_decay else None
         return LearnerState(optimizer, average, *(jnp.zeros((), jnp.int32) for _ in range(3)))
 
     def value_and_grad(
         self, loss: Loss, params: object, variables: object, batch: object, key: jax.Array | None = None
     ) -> Any:
-        """`((mean loss, summaries, variables), grads)` in `accumulate_steps` microbatches; see `learn.value_and_grad`."""
+        """Return `((mean loss, summaries, variables), grads)`, computed in `accumulate_steps` microbatches."""
         return value_and_grad(loss, params, variables, batch, key, self.cfg.accumulate_steps)
 
     def update(
         self, grads: object, state: LearnerState, params: object, loss: jax.Array
     ) -> tuple[Any, LearnerState, dict[str, jax.Array]]:
-        """(new params, new state, scalar summaries: `grad_norm` before clipping, `learning_rate`, `skipped_steps`, `skipped`).
+        """Update the parameters.
 
-        Where the loss or a gradient is not finite, parameters, moments and average stay as they are and the step counts
-        as skipped.
+        If the loss or a gradient is not finite, skip the update: parameters, optimizer state, and average do not change.
+
+        Returns:
+            The new parameters, the new state, and scalar summaries: `grad_norm` before clipping, `learning_rate`,
+            `skipped_steps`, `skipped`.
         """
         plan = self._plan(params)
         old, grads = plan.trained(flatten(params)), plan.trained(flatten(grads))
-        norm = global_norm({p: g for p, g in grads.items() if p not in plan.own})
-        finite = jnp.isfinite(norm) & jnp.isfinite(loss) & jnp.isfinite(global_norm({p: grads[p] for p in plan.own}))
+        norm = global_norm({p: g for p, g in grads.items() if p not in plan.labels})
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss) & jnp.isfinite(global_norm({p: grads[p] for p in plan.labels}))
 
         def step(old: Any, optimizer: Any, average: Any, grads: Any) -> tuple[Any, Any, Any]:
             if self.cfg.max_grad_norm is not None:
                 grads = grads | _clip(
-                    {p: g for p, g in grads.items() if p not in plan.own}, norm, self.cfg.max_grad_norm
+                    {p: g for p, g in grads.items() if p not in plan.labels}, norm, self.cfg.max_grad_norm
                 )
-            for paths, limit in plan.own_limits(self.cfg.rules):
+            for paths, limit in plan.clipped_groups(self.cfg.rules):
                 group = {p: grads[p] for p in paths}
                 grads = grads | _clip(group, global_norm(group), limit)
             updates, optimizer = plan.optimizer.update(grads, optimizer, old, value=loss)
@@ -162,7 +166,7 @@ class Learner(Configurable):
             )
             return new, optimizer, self._update_average(average, new)
 
-        with jax.numpy_dtype_promotion("standard"):  # optax raises its decays to integer powers
+        with jax.numpy_dtype_promotion("standard"):  # optax computes integer powers of its decays
             new, optimizer, average = _step_if(finite, step, (old, state.optimizer, state.ema), grads)
             rate = self._rate(state.updates) if callable(self._rate) else self._rate
         skipped = (~finite).astype(jnp.int32)
@@ -179,13 +183,16 @@ class Learner(Configurable):
         return unflatten(params, new), new_state, summaries
 
     def frozen_variables(self, paths: Iterable[str]) -> list[str]:
-        """Those that a freezing rule fits; see `axlearn_core.contracts.capabilities.FreezesVariables`."""
+        """Return the variables that a rule freezes; see `axlearn_core.contracts.capabilities.FreezesVariables`."""
         paths = list(paths)
         frozen = {p for rule in self.cfg.rules if rule.freeze for p in fitting(rule.pattern, paths)}
         return [path for path in paths if path in frozen]
 
     def evaluation_params(self, state: LearnerState, params: object) -> Any:
-        """The moving average in the parameters' own dtypes, where one is kept; what their optimizers say; or the parameters."""
+        """Return the parameters for evaluation.
+
+        They are the moving average in the parameters' dtypes, or the optimizers' evaluation parameters, or `params`.
+        """
         flat = flatten(params)
         if state.ema is not None:
             return unflatten(params, {p: a.astype(flat[p].dtype) for p, a in state.ema.items()})
@@ -193,18 +200,18 @@ class Learner(Configurable):
             return params
         plan, evaluated = self._plan(params), {}
         for optimizer, label, paths in self._evaluation_optimizers(plan):
-            own = state.optimizer.inner_states[label].inner_state if plan.own else state.optimizer
+            inner = state.optimizer.inner_states[label].inner_state if plan.labels else state.optimizer
             group = {p: flat[p] if p in paths else optax.MaskedNode() for p in plan.names}
             with jax.numpy_dtype_promotion("standard"):
-                averaged = optimizer.evaluation_params(own, group)
+                averaged = optimizer.evaluation_params(inner, group)
             evaluated |= {p: averaged[p].astype(flat[p].dtype) for p in paths}
         return unflatten(params, evaluated)
 
     def _evaluation_optimizers(self, plan: "_Plan") -> Iterator[tuple[EvaluatesWith, str, list[str]]]:
-        """(optimizer, its label, its parameters) of each optimizer that says what to evaluate with."""
-        for label in ("", *sorted(set(plan.own.values()))):
+        """Yield each optimizer that provides evaluation parameters, with its label and its parameters."""
+        for label in ("", *sorted(set(plan.labels.values()))):
             optimizer = self.cfg.rules[int(label)].optimizer if label else self.cfg.optimizer
-            paths = [p for p in plan.names if plan.own.get(p, "") == label]
+            paths = [p for p in plan.names if plan.labels.get(p, "") == label]
             if isinstance(optimizer, EvaluatesWith) and paths:
                 yield optimizer, label, paths
 
@@ -216,7 +223,7 @@ class Learner(Configurable):
                 raise ConfigError(
                     Problem(
                         path="learner.ema_decay",
-                        message=f"{path} ({kind}) keeps an average of its own, which evaluation uses",
+                        message=f"{path} ({kind}) already keeps an average, which evaluation uses",
                         got=str(self.cfg.ema_decay),
                         expected="null",
                     )
@@ -225,9 +232,9 @@ class Learner(Configurable):
                 raise ConfigError(
                     Problem(
                         path="learner.rules",
-                        message=f"{path} ({kind}) keeps an average that scaled updates would not follow",
+                        message=f"{path} ({kind}) keeps an average that does not account for scaled updates",
                         got=f"a learning_rate_scale for {scaled[0]}",
-                        fix="give those parameters an optimizer of their own, with another learning rate",
+                        fix="give those parameters a separate optimizer with another learning rate",
                     )
                 )
 
@@ -238,30 +245,30 @@ class Learner(Configurable):
         return {p: decay * a + (1 - decay) * new[p].astype(a.dtype) for p, a in average.items()}
 
     def _plan(self, params: object) -> "_Plan":
-        """Everything about these parameters that does not depend on their values; made anew for each trace."""
+        """Apply the rules to the parameter paths. Each trace builds a new plan."""
         flat = flatten(params)
         scales: dict[str, float] = {}
         exempt: set[str] = set()
         frozen: set[str] = set()
-        own: dict[str, str] = {}
+        labels: dict[str, str] = {}
         rules = self.cfg.rules
         for i, rule in enumerate(rules):
             paths = select(rule.pattern, flat, setting=f"learner.rules.{i}.pattern")
             scales |= {p: scales.get(p, 1.0) * rule.learning_rate_scale for p in paths}
             exempt |= set() if rule.weight_decay else set(paths)
             frozen |= set(paths) if rule.freeze else set()
-            own |= dict.fromkeys(paths, str(i)) if rule.optimizer is not None else {}
+            labels |= dict.fromkeys(paths, str(i)) if rule.optimizer is not None else {}
         names = [p for p in flat if p not in frozen]
         if not names:
             raise ConfigError(
-                Problem(path="learner.rules", message="every parameter is frozen: nothing is left to train")
+                Problem(path="learner.rules", message="every parameter is frozen, so there is nothing to train")
             )
         plan = _Plan(names, [p for p in names if p in exempt], {p: s for p, s in scales.items() if s != 1.0})
         mask = {"mask": plan.mask, "weight_decay_mask": plan.mask} if plan.exempt else {}
-        plan.own = {p: i for p, i in own.items() if p not in frozen}
+        plan.labels = {p: i for p, i in labels.items() if p not in frozen}
 
         def built(optimizer: Node[Optimizer], label: str) -> Optimizer:
-            axes = {p: self._axes.get(p) for p in names if plan.own.get(p, "") == label}
+            axes = {p: self._axes.get(p) for p in names if plan.labels.get(p, "") == label}
             transformation = optimizer.build(max_steps=self.max_steps, axes=axes, **mask)
             if not isinstance(transformation, optax.GradientTransformation):
                 path = f"learner.rules.{label}.optimizer" if label else "learner.optimizer"
@@ -269,10 +276,10 @@ class Learner(Configurable):
             return optax.with_extra_args_support(transformation)
 
         plan.optimizer = built(self.cfg.optimizer, "")
-        if plan.own:
-            optimizers = {i: built(rules[int(i)].optimizer, i) for i in sorted(set(plan.own.values()))}  # type: ignore[arg-type]
+        if plan.labels:
+            optimizers = {i: built(rules[int(i)].optimizer, i) for i in sorted(set(plan.labels.values()))}  # type: ignore[arg-type]
             plan.optimizer = optax.partition(
-                {"": plan.optimizer, **optimizers}, {p: plan.own.get(p, "") for p in names}
+                {"": plan.optimizer, **optimizers}, {p: plan.labels.get(p, "") for p in names}
             )
         return plan
 
@@ -281,7 +288,7 @@ def _no_optimizer(path: str, value: object) -> Problem:
     cls = type(value)
     return Problem(
         path=path,
-        message="builds no optimizer",
+        message="does not build an optimizer",
         got=f"{cls.__module__}.{cls.__qualname__}",
         expected="an optax.GradientTransformation",
     )
@@ -292,14 +299,14 @@ class _Plan:
 
     def __init__(self, names: list[str], exempt: list[str], scales: dict[str, float]):
         self.names, self.exempt, self.scales = names, exempt, scales
-        self.own: dict[str, str] = {}  # path -> index of the rule whose optimizer updates it
-        self.masks = False  # whether the optimizer asked for the mask
+        self.labels: dict[str, str] = {}  # path -> index of the rule whose optimizer updates it
+        self.masks = False  # True if the optimizer used the mask
 
-    def own_limits(self, rules: tuple[ParameterRule, ...]) -> Iterator[tuple[list[str], float]]:
-        """(paths, norm to clip to) of each rule's optimizer whose gradients are clipped."""
-        for label in sorted(set(self.own.values())):
+    def clipped_groups(self, rules: tuple[ParameterRule, ...]) -> Iterator[tuple[list[str], float]]:
+        """Yield the paths and maximum gradient norm of each rule that clips the gradients of its optimizer."""
+        for label in sorted(set(self.labels.values())):
             if (limit := rules[int(label)].max_grad_norm) is not None:
-                yield [p for p, own in self.own.items() if own == label], limit
+                yield [p for p, other in self.labels.items() if other == label], limit
 
     def trained(self, flat: Mapping[str, Any]) -> dict[str, Any]:
         return {p: flat[p] for p in self.names}
@@ -310,10 +317,10 @@ class _Plan:
 
 
 def _step_if(finite: jax.Array, step: Callable[..., Any], before: tuple[Any, ...], grads: object) -> Any:
-    """`step(*before, grads)` where `finite`, else `before`.
+    """Return `step(*before, grads)` if `finite`, else `before`.
 
-    On CPUs a conditional updates in place, and a select would keep copies of the old state. On GPUs it is the conditional that
-    copies the state, whole; a select is fused into the update, and on TPUs takes no more than a conditional.
+    On CPUs a conditional updates in place, but a select keeps copies of the old state. On GPUs a conditional copies the
+    entire state, but a select is fused into the update. On TPUs both cost the same.
     """
     selection = in_force()
     platform = jax.default_backend() if selection is None else selection.platform
@@ -323,13 +330,13 @@ def _step_if(finite: jax.Array, step: Callable[..., Any], before: tuple[Any, ...
 
 
 def global_norm(tree: object) -> jax.Array:
-    """The root of the sum of squares of all leaves, in float32."""
+    """Return the L2 norm over all leaves, in float32."""
     squares = (jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in jax.tree.leaves(tree))
     return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
 
 def _clip(grads: object, norm: jax.Array, limit: float) -> Any:
-    # As optax.clip_by_global_norm, but by one scale for all, which XLA fuses into the optimizer instead of storing
+    # Like optax.clip_by_global_norm, but with a single scale that XLA fuses into the optimizer. It does not store
     # clipped gradients.
     scale = jnp.where(norm < limit, jnp.ones_like(norm), limit / norm)
     return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)

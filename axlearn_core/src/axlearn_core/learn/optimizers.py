@@ -1,14 +1,14 @@
-"""Optimizers: optax's, as nodes. Any other optax function stands in the same slot through `configure`.
+"""Optimizers: optax optimizers as nodes. Use `configure` for other optax functions.
 
-An optimizer is offered, when it is built:
+The learner offers these arguments to an optimizer:
 
-max_steps            the horizon of the run, for schedules
-mask                 params -> tree of bools: whether a parameter is decayed (also under optax's other name for it,
-                     `weight_decay_mask`)
-axes                 path -> logical axis names of each parameter's dimensions, or None where they are not known
+max_steps            number of updates in the run, for schedules
+mask                 function from params to a tree of bools, True for parameters with weight decay (also offered under
+                     optax's other name, `weight_decay_mask`)
+axes                 logical axis names of each parameter by path, or None if unknown
 
-A node whose optimizer evaluates with other parameters than it trains (schedule-free) has a method
-`evaluation_params(state, params) -> params` beside `build`; see `EvaluatesWith`.
+If an optimizer evaluates with different parameters from the ones it trains (schedule-free), its node also has a method
+`evaluation_params(state, params) -> params`; see `EvaluatesWith`.
 """
 
 from collections.abc import Mapping
@@ -24,31 +24,31 @@ LearningRate = float | Node[Schedule]
 
 
 Optimizer = optax.GradientTransformation
-"""The learning rate and its sign are included: what it returns is added to the parameters."""
+"""Optax transformation that includes the learning rate and its sign: its updates are added to the parameters."""
 
 
 @runtime_checkable
 class EvaluatesWith(Protocol):
-    """An optimizer's node that says which parameters to evaluate with."""
+    """Node of an optimizer that evaluates with different parameters from the ones it trains."""
 
     def evaluation_params(self, state: Any, params: Any) -> Any:
-        """The parameters to evaluate and export with, of those that the optimizer updates. Pure and traceable.
+        """Return the parameters for evaluation and export. Pure and traceable.
 
         Args:
-            state: of the transformation that `build` gives.
-            params: path -> array, as they are trained.
+            state: State of the transformation that `build` returns.
+            params: Trained parameters by path.
         """
         ...
 
 
 def rate_of(learning_rate: LearningRate, max_steps: int) -> Any:
-    """A learning rate as optax takes it: a number, or a function of the update's index."""
+    """Convert a learning rate for optax: a number, or a function of the index of the update."""
     return learning_rate.build(max_steps=max_steps) if isinstance(learning_rate, Node) else learning_rate
 
 
 @node
 class AdamW(Node[Optimizer]):
-    """Adam with decoupled weight decay (Loshchilov & Hutter, 2019), as `optax.adamw`."""
+    """Adam with decoupled weight decay (Loshchilov & Hutter, 2019). Uses `optax.adamw`."""
 
     learning_rate: float | Node[Schedule] = setting(default=Cosine(), ge=0)
     b1: float = setting(default=0.9, ge=0, lt=1)
@@ -58,7 +58,7 @@ class AdamW(Node[Optimizer]):
     nesterov: bool = False
 
     def build(self, *, max_steps: int, mask: Any = None, **_: object) -> Optimizer:
-        """The transformation for a run of `max_steps` updates."""
+        """Return the transformation for a run of `max_steps` updates."""
         return optax.adamw(
             rate_of(self.learning_rate, max_steps),
             b1=self.b1,

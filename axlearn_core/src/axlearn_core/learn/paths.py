@@ -1,6 +1,6 @@
-"""Pytrees by dotted path: `decoder.layer.attention.query`, of any containers.
+"""Address the leaves of pytrees by dotted path: `decoder.layer.attention.query`.
 
-Parameters may be an `nnx.State` of variables or plain nested dicts of arrays; both give the same paths.
+Parameters may be an `nnx.State` or nested dicts of arrays. Both have the same paths.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ from axlearn_core.errors import RequestError, nearest
 
 
 def path_of(keys: Iterable[Any]) -> str:
-    """JAX's key path, dotted."""
+    """Convert a key path of JAX to a dotted path."""
     return ".".join(str(_name(k)) for k in keys)
 
 
@@ -30,13 +30,13 @@ def _is_variable(value: object) -> bool:
 
 
 def flatten(tree: object) -> dict[str, Any]:
-    """Dotted path -> leaf, in the tree's order; variables give their arrays."""
+    """Return the leaves of a tree by dotted path, in order. Replace variables by their arrays."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable)
     return {path_of(k): v.get_value() if _is_variable(v) else v for k, v in leaves}
 
 
 def unflatten(like: object, leaves: Mapping[str, Any]) -> Any:
-    """A tree like `like` with the leaves of `leaves` where it has them, and those of `like` elsewhere."""
+    """Replace leaves of the tree `like` by dotted path. Keep the leaves that are not in `leaves`."""
 
     def pick(keys: Any, old: Any) -> Any:
         path = path_of(keys)
@@ -48,16 +48,16 @@ def unflatten(like: object, leaves: Mapping[str, Any]) -> Any:
 
 
 def fitting(pattern: str, paths: Iterable[str]) -> list[str]:
-    """The paths that fit a pattern of `*` and `**`; with a leading `!`, those that do not."""
+    """Return the paths that match a pattern of `*` and `**`. A leading `!` inverts the match."""
     negated, plain = pattern.startswith("!"), pattern.removeprefix("!")
     return [path for path in paths if matches(plain, path) != negated]
 
 
 def select(pattern: str, paths: Iterable[str], *, setting: str) -> list[str]:
-    """The paths that fit a pattern of `*` and `**`; with a leading `!`, those that do not.
+    """Return the paths that match a pattern of `*` and `**`. A leading `!` inverts the match.
 
     Raises:
-        RequestError: none does; names the nearest.
+        RequestError: If no path matches. The message lists the nearest paths.
     """
     paths = list(paths)
     negated, plain = pattern.startswith("!"), pattern.removeprefix("!")
@@ -71,6 +71,6 @@ def select(pattern: str, paths: Iterable[str], *, setting: str) -> list[str]:
         raise RequestError(
             f"{setting}: the pattern {pattern!r} {'leaves' if negated else 'matches'} no parameter\n"
             f"    nearest: {', '.join(close or paths[:5])}\n"
-            "    fix: `*` stands for one part of a dotted path, `**` for any number of parts"
+            "    fix: `*` matches one part of a dotted path, `**` matches any number of parts"
         )
     return matching_paths

@@ -1,8 +1,8 @@
-"""Learning-rate schedules: optax's, as nodes whose horizon is the trainer's `max_steps`.
+"""Learning-rate schedules: optax schedules as nodes. They end at the trainer's `max_steps`.
 
-All start with a linear warm-up over `warmup_steps`: update `i` of `W` gets `peak * (i + 1) / (W + 1)`, so that none is
-wasted on a rate of zero and update `W` is the first at the peak. Numbers of steps are ints, or floats for a fraction of
-`max_steps`.
+Every schedule starts with a linear warm-up over W = `warmup_steps` updates. Update `i` has the rate
+`peak * (i + 1) / (W + 1)`, so the first rate is not zero and update W is the first with the peak rate. Numbers of steps
+are ints, or floats for a fraction of `max_steps`.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,11 +14,11 @@ from axlearn_core.config import Node, fields_of, node, setting
 from axlearn_core.errors import Problem
 
 Schedule = Callable[[Any], Any]
-"""The index of the update (int32 scalar, from 0) to a value (float32 scalar)."""
+"""Function from the index of an update (int32 scalar, from 0) to a value (float32 scalar)."""
 
 
 def steps_of(steps: int | float, max_steps: int) -> int:
-    """A number of steps: as it is, or, where it is a float, as that fraction of `max_steps`."""
+    """Return a number of steps. A float is a fraction of `max_steps`."""
     return round(steps * max_steps) if isinstance(steps, float) else steps
 
 
@@ -28,7 +28,7 @@ class _Warmed(Node[Schedule]):
     warmup_steps: int | float = setting(default=0.02, ge=0)
 
     def validate(self) -> Iterable[Problem]:
-        """A float is a fraction."""
+        """Check that floats are fractions."""
         for name, value in fields_of(self).items():
             if name in ("warmup_steps", "decay_steps") and isinstance(value, float) and value > 1:
                 yield Problem(
@@ -39,7 +39,7 @@ class _Warmed(Node[Schedule]):
                 )
 
     def build(self, *, max_steps: int, **_: object) -> Schedule:
-        """The schedule for a run of `max_steps` updates."""
+        """Return the schedule for a run of `max_steps` updates."""
         warmup = steps_of(self.warmup_steps, max_steps)
         after = self._after(max(1, max_steps - warmup), max_steps)
         if not warmup:
@@ -53,7 +53,7 @@ class _Warmed(Node[Schedule]):
 
 @node
 class Constant(_Warmed):
-    """`peak`, after the warm-up."""
+    """A constant rate of `peak` after the warm-up."""
 
     def _after(self, steps: int, max_steps: int) -> Schedule:
         return optax.constant_schedule(self.peak)
@@ -61,7 +61,7 @@ class Constant(_Warmed):
 
 @node
 class Cosine(_Warmed):
-    """Half a cosine from `peak` to `peak * end_ratio` at `max_steps` (Loshchilov & Hutter, 2017)."""
+    """Cosine decay from `peak` to `peak * end_ratio` at `max_steps` (Loshchilov & Hutter, 2017)."""
 
     end_ratio: float = setting(default=0.1, ge=0, le=1)
 
@@ -71,7 +71,7 @@ class Cosine(_Warmed):
 
 @node
 class Linear(_Warmed):
-    """A straight line from `peak` to `peak * end_ratio` at `max_steps`."""
+    """Linear decay from `peak` to `peak * end_ratio` at `max_steps`."""
 
     end_ratio: float = setting(default=0.0, ge=0, le=1)
 
@@ -81,7 +81,7 @@ class Linear(_Warmed):
 
 @node
 class WarmupStableDecay(_Warmed):
-    """`peak` until `decay_steps` before the end, then a line to `peak * end_ratio` (WSD; Hu et al., 2024, MiniCPM)."""
+    """Constant `peak`, then linear decay to `peak * end_ratio` over the last `decay_steps` (Hu et al., 2024, MiniCPM)."""
 
     decay_steps: int | float = setting(default=0.2, ge=0)
     end_ratio: float = setting(default=0.0, ge=0, le=1)

@@ -1,29 +1,30 @@
-"""The logical axis names of a variable: those that its layer declares, and those of the stacks that hold it."""
+"""Logical axis names of variables, which layers and layer stacks declare."""
 
 from typing import Any
 
 from flax import nnx
 
 ONLY_STACKED = "only_stacked"
-"""Metadata of a parameter whose layer names no axis: the names that it has are those of stacks."""
+"""Metadata key of a parameter whose layer declares no axis names. Its names come from layer stacks."""
 
 
 def declared_names(variable: Any) -> tuple[str | None, ...] | None:
-    """The logical axis names of a variable, one per dimension; None if it has none."""
+    """Return the logical axis names of a variable, one per dimension, or None if it has no names."""
     meta = variable.get_metadata()
     names = meta.get("out_sharding") or meta.get("sharding_names") or meta.get("sharding")
     return None if names is None else tuple(names)
 
 
 def is_unnamed(variable: Any) -> bool:
-    """Whether the layer of a variable names no axis of it."""
+    """Return True if the layer of a variable does not name its axes."""
     return declared_names(variable) is None or variable.get_metadata().get(ONLY_STACKED, False)
 
 
 def name_stack_axis(module: Any, name: str) -> None:
-    """Names the leading axis of the stacked parameters of `module`, in place.
+    """Name the leading axis of the stacked parameters of `module`, in place.
 
-    Flax does so for parameters that have names. This adds it to those without, so that their rank in one layer is known.
+    Flax does this only for parameters that have names. The other parameters need it so that their rank without the stack
+    axis is known.
     """
     for _, variable in nnx.iter_graph(module):
         if isinstance(variable, nnx.Param) and declared_names(variable) is None and variable.get_value().ndim:

@@ -1,7 +1,7 @@
-"""What a module may hold: arrays in `nnx.Variable`s, other values as plain attributes.
+"""Check the attributes of modules: arrays must be in `nnx.Variable`s, and other values are plain attributes.
 
-An array in a plain attribute would be compiled into each program as a constant, and be missing from checkpoints. A module of
-Linen or Equinox keeps no variables of its own, so that its parameters would be lost.
+An array in a plain attribute would be compiled into programs as a constant and would be missing from checkpoints. The
+parameters of a Linen or Equinox module are not nnx variables and would be lost.
 """
 
 import re
@@ -19,11 +19,11 @@ from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.nn.randomness import is_key, is_stream
 
 LIBRARIES = {"flax.linen.module": ("Linen", "linen-layer"), "equinox._module": ("Equinox", "equinox-layer")}
-"""Module of the base class -> the library, and the component that makes a layer of its modules."""
+"""Library and wrapper component by the Python module of the library's base class."""
 
 
 class UnfitPart(ConfigError):
-    """A part of a model that cannot be one; `node` is its config, and paths are relative to it."""
+    """A module that a model cannot contain. `node` is its config, and paths are relative to it."""
 
     def __init__(self, problems: Iterable[Problem], node: Node[Any]):
         super().__init__(problems)
@@ -31,7 +31,7 @@ class UnfitPart(ConfigError):
 
 
 def library_of(value: object) -> tuple[str, str] | None:
-    """(library, component for it) of a module of another library."""
+    """Return the library of a module and the component that wraps it, or None for other values."""
     for cls in type(value).__mro__:
         for module, library in LIBRARIES.items():
             if cls.__name__ == "Module" and (cls.__module__ == module or cls.__module__.startswith(f"{module}.")):
@@ -40,11 +40,11 @@ def library_of(value: object) -> tuple[str, str] | None:
 
 
 def check_part(part: object, node: Node[Any]) -> Any:
-    """`part`, built from `node`, when it can stand in a model.
+    """Return `part`, built from `node`, if a model can contain it.
 
     Raises:
-        UnfitPart: it is a module of Linen or Equinox, or holds one, or holds arrays outside of variables, or random keys that
-            are not of a stream.
+        UnfitPart: If it is or contains a Linen or Equinox module, or if it holds arrays outside variables or random keys
+            outside streams.
     """
     library = library_of(part)
     problems = [_foreign("", part, *library)] if library else [*_problems(part)] if isinstance(part, nnx.Module) else []
@@ -54,7 +54,7 @@ def check_part(part: object, node: Node[Any]) -> Any:
 
 
 def at_path(error: UnfitPart, config: Node[Any]) -> ConfigError:
-    """The error with the paths of its parts in the config of a model."""
+    """Return the error with paths from the root of the model config."""
     path = _model_path(config, lambda value: value is error.node)
     return ConfigError(attrs.evolve(p, path=f"{path} ({p.path})" if p.path else path) for p in error.problems)
 
@@ -65,7 +65,7 @@ def _model_path(config: Node[Any], is_it: Callable[[Any], bool]) -> str:
 
 
 def refused_by_flax(error: ValueError, config: Node[Any]) -> ConfigError | None:
-    """What flax says of arrays in a plain attribute, as an error of the config; None for other errors."""
+    """Convert flax's error about arrays in a plain attribute to a config error. Return None for other errors."""
     match = re.search(r"on value of type '<class '([^']+)'>' assigned to static attribute '(\w+)' of Pytree type "
                      r"'<class '([^']+)'>'", str(error))  # fmt: skip
     if match is None:
@@ -76,19 +76,19 @@ def refused_by_flax(error: ValueError, config: Node[Any]) -> ConfigError | None:
 
 
 def check_stateless(part: object, path: str) -> Any:
-    """`part`, of an experiment beside the model, when neither it nor one of its attributes is a module with variables.
+    """Return `part`, a component outside the model, if neither it nor an attribute is a module with variables.
 
     Raises:
-        ConfigError: the training state holds no variables but the model's.
+        ConfigError: If there is such a module. The training state has variables only for the model.
     """
     members = {path: part, **{f"{path} ({name})": value for name, value in getattr(part, "__dict__", {}).items()}}
     problems = [
         Problem(
             path=location,
-            message="is a module with variables in a place that cannot have them",
+            message="is a module with variables outside the model",
             got=f"{type(value).__name__} with {', '.join('.'.join(map(str, k)) for k, _ in flat[:3])}",
-            expected="a part without variables: the training state holds those of the model",
-            fix="put the module into the model",
+            expected="a component without variables: the training state only has variables of the model",
+            fix="move the module into the model",
         )
         for location, value in members.items()
         if isinstance(value, nnx.Module) and (flat := nnx.to_flat_state(nnx.state(value)))
@@ -99,17 +99,21 @@ def check_stateless(part: object, path: str) -> Any:
 
 
 def check_seeds(model: object, draws: bool) -> None:
-    """Checks that dropout has random numbers to draw; `draws`: the model has a stream, which may be passed in a call.
+    """Check that dropout has a source of random numbers.
+
+    Args:
+        model: The model.
+        draws: True if the model has a random stream, which a call may pass to dropout.
 
     Raises:
-        ConfigError: a model that never draws has dropout, which would drop nothing.
+        ConfigError: If a model without random streams has dropout, which would have no effect.
     """
     if not draws and (problem := _check_random_keys(model)):
         raise problem
 
 
 def unseeded(error: ValueError, model: object) -> ConfigError | None:
-    """What flax says of dropout without random numbers, as an error of the config; None for other errors."""
+    """Convert flax's error about dropout without `rngs` to a config error. Return None for other errors."""
     return _check_random_keys(model) if "no `rngs` argument" in str(error) else None
 
 
@@ -118,9 +122,9 @@ def _check_random_keys(model: Any) -> ConfigError | None:
     problems = [
         Problem(
             path=f"model ({_join_path(path)})",
-            message="draws random numbers from a stream without a seed",
+            message="has no source of random numbers",
             got="nnx.Dropout without rngs",
-            fix="nnx.Dropout(rate, rngs=rngs), with the rngs of the constructor: its streams are seeded in each step",
+            fix="nnx.Dropout(rate, rngs=rngs) with the rngs of the constructor, whose streams are seeded in each step",
         )
         for path in modules
     ]
@@ -132,7 +136,7 @@ def _draws_nothing(dropout: nnx.Dropout) -> bool:
 
 
 def _problems(module: nnx.Module) -> Iterator[Problem]:
-    arrays: dict[tuple[Any, ...], tuple[str, bool]] = {}  # path -> what lies there, and whether it is a random key
+    arrays: dict[tuple[Any, ...], tuple[str, bool]] = {}  # path -> description, is a random key
     for key, value in nnx.to_flat_state(nnx.state(module)):
         if not isinstance(value, nnx.Variable):
             arrays[key] = _describe(value)
@@ -140,7 +144,7 @@ def _problems(module: nnx.Module) -> Iterator[Problem]:
             arrays[key] = f"a random key in {type(value).__name__}", True
     for path, part in nnx.iter_modules(module):
         for name, value in vars(part).items():
-            # Within a transformation of flax, what is traced is not in the state.
+            # Inside a flax transformation, the state does not contain traced arrays.
             leaves = jax.tree.leaves(value) if isinstance(value, ARRAYS | list | tuple | dict) else ()
             if traced := [x for x in leaves if isinstance(x, ARRAYS)]:
                 arrays[*path, name] = _describe(traced[0])
@@ -165,22 +169,22 @@ def _foreign(path: str, module: object, library: str, component: str) -> Problem
     cls = type(module)
     return Problem(
         path=path,
-        message=f"is a module of {library}, whose parameters the training state would not hold",
+        message=f"is a module of {library}, whose parameters would be missing from the training state",
         got=f"{cls.__module__}.{cls.__qualname__}",
         expected="an nnx.Module",
-        fix=f"wrap it: {{type: {component}, module: ...}} (of axlearn-plugins-models)",
+        fix=f"wrap it: {{type: {component}, module: ...}} (in axlearn-plugins-models)",
     )
 
 
 def _array(path: str, attribute: str, value: str, key: bool = False) -> Problem:
     if key:
         fix = f"self.{attribute} = rngs.fork(), or the stream rngs.{attribute}.fork(): streams are seeded in each step"
-        return Problem(path=path, message=f"{attribute!r} holds a random key without a seed", got=value, fix=fix)
+        return Problem(path=path, message=f"{attribute!r} holds a random key outside a stream", got=value, fix=fix)
     return Problem(
         path=path,
-        message=f"{attribute!r} holds arrays outside of variables: programs would have them as constants, checkpoints "
-        "would not have them",
+        message=f"{attribute!r} holds arrays outside variables: they would be constants in programs and missing from "
+        "checkpoints",
         got=value,
-        fix=f"self.{attribute} = nnx.Param(...) if it is trained, nnx.Variable(...) if not; numbers as a tuple if they are few; "
-        "a module of Equinox through equinox-layer (of axlearn-plugins-models)",
+        fix=f"self.{attribute} = nnx.Param(...) if it is trained, nnx.Variable(...) if not; a tuple for a few numbers; "
+        "equinox-layer (in axlearn-plugins-models) for an Equinox module",
     )

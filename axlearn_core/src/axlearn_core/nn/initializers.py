@@ -1,4 +1,4 @@
-"""How parameters are filled at first: nodes that build `(key, shape, dtype, *, in_axis, out_axis) -> array`."""
+"""Parameter initializers: nodes that build a function `(key, shape, dtype, *, in_axis, out_axis) -> array`."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
@@ -10,21 +10,21 @@ from axlearn_core.config import Node, node, setting
 
 
 class Initializer(Protocol):
-    """Makes the first value of a parameter. `in_axis` and `out_axis` are the dimensions of the fan-in and fan-out."""
+    """Function that initializes a parameter. `in_axis` and `out_axis` are the dimensions of the fan-in and fan-out."""
 
     def __call__(
         self, key: jax.Array, shape: Sequence[int], dtype: Any, *, in_axis: Sequence[int], out_axis: Sequence[int]
     ) -> jax.Array:
-        """The array."""
+        """Return the initial value."""
         ...
 
 
 @node
 class VarianceScaling(Node[Initializer]):
-    """Zero mean, variance `scale / fan`: 1.0 by fan-in is LeCun's, 2.0 by fan-in He's, 1.0 by fan-avg Glorot's.
+    """Zero mean and variance `scale / fan`.
 
-    The fan is the product of the dimensions that the layer contracts (`fan_in`) or produces (`fan_out`), so that a
-    weight [width, heads, head_dim] has the fan-in of its matrix.
+    A scale of 1.0 with fan-in is LeCun's initializer, 2.0 with fan-in is He's, and 1.0 with fan-avg is Glorot's. The fan
+    is the product of the dimensions that the layer contracts (`fan_in`) or produces (`fan_out`).
     """
 
     scale: float = setting(default=1.0, gt=0)
@@ -32,7 +32,7 @@ class VarianceScaling(Node[Initializer]):
     distribution: Literal["truncated_normal", "normal", "uniform"] = "truncated_normal"
 
     def build(self, **_: Any) -> Initializer:
-        """The initialiser."""
+        """Return the initializer."""
 
         def init(
             key: jax.Array, shape: Sequence[int], dtype: object, *, in_axis: Sequence[int], out_axis: Sequence[int]
@@ -47,21 +47,21 @@ class VarianceScaling(Node[Initializer]):
 
 @node
 class Normal(Node[Initializer]):
-    """A normal distribution around zero."""
+    """A normal distribution with zero mean."""
 
     stddev: float = setting(default=0.02, ge=0)
 
     def build(self, **_: Any) -> Initializer:
-        """The initialiser."""
+        """Return the initializer."""
         return lambda key, shape, dtype, **_: (self.stddev * jax.random.normal(key, shape)).astype(dtype)
 
 
 @node
 class Constant(Node[Initializer]):
-    """One value everywhere."""
+    """A constant value."""
 
     value: float = 0.0
 
     def build(self, **_: Any) -> Initializer:
-        """The initialiser."""
+        """Return the initializer."""
         return lambda key, shape, dtype, **_: jnp.full(shape, self.value, dtype)

@@ -1,11 +1,10 @@
-"""`Layer`: an `nnx.Module` that is built from a config node. Also what layers hand to one another.
+"""`Layer`: an `nnx.Module` that is built from a config node. Also `Precision` and `Context`, which layers share.
 
-Legend of shapes: B batch, S positions, D width, N query heads, K key-value heads, H head size, F hidden size, V
-vocabulary.
+Shapes: B batch, S positions, D width, N query heads, K key-value heads, H head size, F hidden size, V vocabulary.
 
-Rules that every layer keeps: a parent knows its child's arguments and results, and offers generously at `build`; it
-never reads a child's settings. What is trained is `nnx.Param` with a logical name for each axis; `nn.randomness` and
-`nn.variables` say what holds for random numbers and other state. Ranks are never promoted implicitly.
+Conventions for layers: a parent knows the arguments and results of its child and offers dimensions to `build`, but never
+reads the child's settings. A trained parameter is an `nnx.Param` with a logical name for each axis. See `nn.randomness`
+for random numbers and `nn.variables` for other state. Ranks are never promoted implicitly.
 """
 
 import dataclasses
@@ -29,7 +28,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 @attrs.frozen
 class Precision:
-    """The dtypes of a layer: of its parameters, and of what it computes and returns."""
+    """Dtypes of a layer: one for its parameters, and one for its computation and results."""
 
     params: str = "float32"
     compute: str = "float32"
@@ -38,14 +37,14 @@ class Precision:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a decoder tells all its layers about the rows of this call; a layer takes what it needs.
+    """Facts about the rows of a batch that a decoder passes to all its layers.
 
     Attributes:
-        positions: int32 [B or 1, S], position within the document; None means 0, 1, 2, ...
-        segment_ids: int32 [B, S], equal within a document, 0 for padding; None means that each row is one.
-        prefix: int32 [B], how many leading tokens of each row see one another in both directions; None means none.
-        slots: int32 [B or 1, S], where in the cache the tokens go; None without a cache.
-        real: bool [B, S], False for padding; None means that the segment ids say it.
+        positions: int32 [B or 1, S], position within the document. None means 0, 1, 2, ...
+        segment_ids: int32 [B, S], equal within a document and 0 for padding. None means one document per row.
+        prefix: int32 [B], length of the prefix of each row that attends in both directions. None means causal attention.
+        slots: int32 [B or 1, S], cache slots of the tokens. None if there is no cache.
+        real: bool [B, S], False for padding. None means that `segment_ids` marks the padding.
     """
 
     positions: jax.Array | None = None
@@ -55,28 +54,28 @@ class Context:
     real: jax.Array | None = None
 
     def tokens(self) -> jax.Array | None:
-        """bool [B, S], False for padding; None if nothing says so, and all positions count."""
+        """Return a bool mask [B, S] that is False for padding, or None if all positions are tokens."""
         if self.real is not None or self.segment_ids is None:
             return self.real
         return self.segment_ids > 0
 
 
 class Layer(Configurable, nnx.Module):
-    """The base of the layers.
+    """Base class of layers.
 
-    Its constructor takes the config and, of what the parent offers, `rngs` and `precision`; a subclass declares what
-    else it takes.
+    The constructor takes the config and the parent's `rngs` and `precision`. A subclass declares the other arguments that
+    it needs from its parent.
     """
 
     @node
     class Config(Configurable.Config[T_co]):
-        """The dtypes of this layer and everything in it; None takes the parent's."""
+        """Dtypes of this layer and its children. None inherits the dtypes of the parent."""
 
         param_dtype: str | None = setting(default=None, kind="precision")
         dtype: str | None = setting(default=None, kind="precision")
 
         def validate(self) -> Iterable[Problem]:
-            """Dtypes that do not exist."""
+            """Report unknown dtypes."""
             for name, value in attrs.asdict(self, recurse=False).items():
                 if name.endswith("dtype") and isinstance(value, str) and value not in DTYPES:
                     yield Problem(
@@ -91,7 +90,7 @@ class Layer(Configurable, nnx.Module):
         self.precision = Precision(cfg.param_dtype or precision.params, cfg.dtype or precision.compute)
 
     def child(self, cfg: Node[Any], *, rngs: nnx.Rngs, **offered: object) -> Any:
-        """Builds a child, offering it this layer's dtypes in addition to what is given."""
+        """Build a child. Offer it this layer's dtypes in addition to the given arguments."""
         return check_part(cfg.build(rngs=rngs, precision=self.precision, **offered), cfg)
 
     def parameter(
@@ -104,7 +103,7 @@ class Layer(Configurable, nnx.Module):
         fan_in: Sequence[int] = (0,),
         fan_out: Sequence[int] = (-1,),
     ) -> nnx.Param[jax.Array]:
-        """A new parameter; `fan_in` and `fan_out` are the dimensions that its initialiser scales by."""
+        """Create a parameter. The initializer scales by the dimensions `fan_in` and `fan_out`."""
         value = init.build()(
             rngs.params(),
             tuple(shape),
@@ -115,10 +114,10 @@ class Layer(Configurable, nnx.Module):
         return nnx.Param(value, out_sharding=tuple(axes), eager_sharding=False)
 
     def computed(self, parameter: nnx.Param[jax.Array]) -> jax.Array:
-        """The parameter in the compute dtype."""
+        """Return the parameter in the compute dtype."""
         return parameter[...].astype(self.precision.compute)
 
 
 def expand_to(vector: jax.Array, rank: int) -> jax.Array:
-    """`vector` with leading axes of size 1, so that it multiplies an array of `rank` dimensions."""
+    """Add leading axes of size 1 to a vector, for broadcasting with an array of `rank` dimensions."""
     return jax.lax.expand_dims(vector, range(rank - vector.ndim))

@@ -15,23 +15,23 @@ from axlearn_core.nn.sharding import is_sharded
 
 
 class Projection(Protocol):
-    """Maps the trailing input dimensions to the output dimensions.
+    """A map from trailing input dimensions to output dimensions.
 
-    Built with `input_dims`, `output_dims` (tuples) and `axes` (one logical name for each of both), in addition to `rngs`,
-    `precision`.
+    Its parent offers `input_dims` and `output_dims` (tuples), `axes` (a logical name for each of these dimensions), `rngs`,
+    and `precision`.
     """
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., *input_dims] -> [..., *output_dims]."""
+        """Map [..., *input_dims] to [..., *output_dims]."""
         ...
 
 
 class Linear(Layer):
-    """`x @ weight + bias`, where either side may be several dimensions ([D] -> [heads, head_dim])."""
+    """Linear layer, `x @ weight + bias`. Inputs and outputs may have several dimensions ([D] -> [heads, head_dim])."""
 
     @node
     class Config(Layer.Config["Linear"]):
-        """`init` is scaled by the fan of all input dimensions; the bias starts at zero."""
+        """Bias and initializer. The fan-in covers all input dimensions, and the bias starts at zero."""
 
         input_dims: tuple[int, ...] = interface(default=REQUIRED)
         output_dims: tuple[int, ...] = interface(default=REQUIRED)
@@ -47,24 +47,26 @@ class Linear(Layer):
             self.bias = self.parameter(rngs, Constant(), cfg.output_dims, tuple(axes)[count:])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., *input_dims] -> [..., *output_dims]."""
+        """Map [..., *input_dims] to [..., *output_dims]."""
         y = linear_product(x.astype(self.precision.compute), self.computed(self.weight), len(self.cfg.input_dims))
         return y + expand_to(self.computed(self.bias), y.ndim) if self.cfg.bias else y
 
     def grouped(self, x: jax.Array, product: Any) -> jax.Array:
-        """What each of a stack of these maps makes of its own rows: `product(x, weights)` multiplies rows with the weight
-        of their map, and `product.spread(biases, y)` gives the bias of its map for each row of y.
+        """Apply a stack of linear layers, such as experts, each to its group of rows.
+
+        `product(x, weights)` multiplies each row with the weight of its layer. `product.spread(biases, y)` returns the
+        bias for each row of y.
         """
         y = product(x.astype(self.precision.compute), self.computed(self.weight))
         return y + product.spread(self.computed(self.bias), y) if self.cfg.bias else y
 
 
 def linear_product(x: jax.Array, weight: jax.Array, num_inputs: int) -> jax.Array:
-    """[..., *input_dims] by [*input_dims, *output_dims] -> [..., *output_dims], with `num_inputs` input dimensions."""
-    if is_sharded():  # one matrix would mix dimensions that are sharded with others
+    """Multiply [..., *input_dims] by [*input_dims, *output_dims]. `num_inputs` is the number of input dimensions."""
+    if is_sharded():  # reshaping to one matrix would merge sharded dimensions with others
         contracted = (tuple(range(x.ndim - num_inputs, x.ndim)), tuple(range(num_inputs)))
         return lax.dot_general(x, weight, (contracted, ((), ())))
-    # As one matrix: XLA for CPU copies the operands of a product over several dimensions.
+    # Reshape to one matrix. XLA for CPU copies the operands of products over several dimensions.
     rows = x.reshape(-1, math.prod(weight.shape[:num_inputs]))
     y = rows @ weight.reshape(rows.shape[1], -1)
     return y.reshape(*x.shape[: x.ndim - num_inputs], *weight.shape[num_inputs:])

@@ -1,7 +1,7 @@
-"""Which positions of a batch are tokens and which are padding, for statistics over positions.
+"""Padding masks for statistics over positions.
 
-Layers such as a feed-forward layer get activations and no batch, so the stack of layers puts the context of its rows in force
-(`known_to_layers`), and a statistic asks for it. Nothing is computed unless one does. Shapes: B rows, S positions.
+A feed-forward layer receives activations but not the batch. The layer stack therefore activates the context of its rows
+(`known_to_layers`), and statistics look it up. Masks are only computed on demand. Shapes: B rows, S positions.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _in_force: contextvars.ContextVar[Context | None] = contextvars.ContextVar("axle
 
 @contextlib.contextmanager
 def known_to_layers(context: Context | None) -> Iterator[None]:
-    """Puts the context of the rows in force for the layers that run within it."""
+    """Make the context of the rows available to the layers that run inside this context manager."""
     token = _in_force.set(context)
     try:
         yield
@@ -30,8 +30,8 @@ def known_to_layers(context: Context | None) -> Iterator[None]:
 def tokens(rows: int, length: int) -> jax.Array | None:
     """Return a mask [B, S] that is True for tokens, or None if all positions count.
 
-    They also all count in a layer that works on other positions than those of the batch, such as a pooled sequence. It can
-    put a context of its own in force.
+    All positions also count in a layer whose positions differ from those of the batch, such as a pooled sequence. Such a
+    layer can activate another context.
     """
     context = _in_force.get()
     real = None if context is None else context.tokens()
@@ -48,37 +48,37 @@ def rows(count: int) -> jax.Array | None:
 
 
 def up_to_the_last_target(weights: jax.Array) -> jax.Array:
-    """Return a mask [B, S] of the tokens of rows that have target weights [B, S] and no segment ids.
+    """Return a token mask [B, S] for rows without segment ids, given the weights [B, S] of their targets.
 
-    A prompt has weight 0 and tokens that count behind it. Padding has weight 0 up to the end of the row.
+    Prompts also have weight 0, but later tokens have positive weights. Padding has weight 0 up to the end of the row.
     """
     return lax.cummax((weights > 0).astype(jnp.int32), axis=1, reverse=True) > 0
 
 
 def count(values: jax.Array) -> jax.Array:
-    """Count the tokens that values [B, S] belong to, as a float32 scalar."""
+    """Return the number of tokens among values [B, S] as a float32 scalar."""
     real = tokens(*values.shape)
     return jnp.float32(values.size) if real is None else jnp.sum(real, dtype=jnp.float32)
 
 
 def mean(values: jax.Array) -> jax.Array:
-    """Average [B, S] over the tokens. Returns 0 if there are none."""
+    """Average values [B, S] over tokens. Return 0 if there are no tokens."""
     real = tokens(*values.shape)
     return jnp.mean(values) if real is None else masked_mean(values, real)
 
 
 def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Average the values for which `mask`, of the same shape, is True. Returns 0 if there are none.
+    """Average the values where a mask of the same shape is True. Return 0 if the mask is all False.
 
-    With a mask of ones it has the bits of `jnp.mean`.
+    If the mask is all True, the result is bit-identical to `jnp.mean`.
     """
     return jnp.mean(jnp.where(mask, values, 0)) * correction(mask)
 
 
 def correction(mask: jax.Array, axis: int | None = None) -> jax.Array:
-    """The factor from a mean over all positions to one over the masked ones: exactly 1 for a mask of ones.
+    """Return the factor that converts a mean over all positions to a masked mean. It is exactly 1 if the mask is all True.
 
-    A division by the count itself would not do: XLA multiplies by the reciprocal of a count that it knows.
+    Dividing by the count would change the bits: XLA replaces division by a constant by multiplication.
     """
     size = mask.size if axis is None else mask.shape[axis]
     return jnp.float32(size) / jnp.maximum(jnp.sum(mask, axis=axis, dtype=jnp.float32), 1.0)

@@ -1,11 +1,11 @@
-"""Random streams: the numbers that a model draws in a step, derived from one key and never stored.
+"""Random streams: the random numbers of a step, derived from one key and never stored.
 
-A module that draws holds an `nnx.RngStream` (`nnx.Dropout(rate, rngs=rngs)` does). Its key in a step is
+A module that draws random numbers holds an `nnx.RngStream`, as `nnx.Dropout(rate, rngs=rngs)` does. Its key in a step is
 
     fold_in(fold_in(fold_in(root, step), path of the stream), index of the layer)
 
-with the path as CRC-32 of its dotted name. A stack keeps one stream for all its layers, whose keys are told apart by the
-index alone. So scanned and unrolled stacks draw the same numbers, as do resumed, resharded and rematerialised steps.
+The path is hashed by CRC-32. A stack has one stream for all its layers, and only the index distinguishes their keys.
+Scanned and unrolled stacks therefore draw the same numbers, as do resumed, resharded, and rematerialized steps.
 """
 
 import math
@@ -19,22 +19,22 @@ from jax import lax
 
 
 def is_stream(variable: object) -> bool:
-    """Whether a variable belongs to a random stream: its key, or its count of what was drawn."""
+    """Return True for the key or the counter of a random stream."""
     return isinstance(variable, nnx.RngState)
 
 
 def is_key(value: Any) -> bool:
-    """Whether an array holds typed random keys."""
+    """Return True for an array of typed random keys."""
     return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def derive(spec: Any, path: str, key: jax.Array | None) -> jax.Array:
-    """The value that a stream's variable begins a step with.
+    """Return the initial value of a stream's variable in a step.
 
     Args:
-        spec: its shape and dtype; the leading axes of a stacked stream count layers.
-        path: its dotted path in the model.
-        key: of the step; None where nothing is drawn.
+        spec: Shape and dtype. The leading axes of a stacked stream index layers.
+        path: Dotted path of the variable in the model.
+        key: Key of the step, or None if no random numbers are drawn.
     """
     if not is_key(spec):
         return jnp.zeros(spec.shape, spec.dtype)
@@ -50,7 +50,7 @@ def _fold_indices(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def fold_in(tree: object, index: object) -> Any:
-    """`tree` with `index` folded into each random key in it, for instance the number of a microbatch."""
+    """Fold an index, such as that of a microbatch, into each random key of a tree."""
 
     def fold(leaf: jax.Array) -> jax.Array:
         if not is_key(leaf):
@@ -62,7 +62,7 @@ def fold_in(tree: object, index: object) -> Any:
 
 
 def split_leading(array: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
-    """`array` cut along its first axis. `lax.split`, which takes no keys, has the cheaper gradient."""
+    """Split an array along its first axis. Use `lax.split`, which has the cheaper gradient, except for random keys."""
     if not is_key(array):
         return list(lax.split(array, sizes, axis=0))
     starts = [sum(sizes[:i]) for i in range(len(sizes))]

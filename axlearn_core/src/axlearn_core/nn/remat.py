@@ -1,13 +1,14 @@
-"""Rematerialisation by activation tag: what the backward pass keeps, and what it computes again.
+"""Rematerialization by activation tag.
 
-Layers tag what they compute with `tag(x, name)`. The tags of the transformer's layers, to which other plugins add theirs:
+Layers tag activations with `tag(x, name)`. A policy lists the tags to save; the backward pass recomputes the others.
+Transformer layers use these tags, and other plugins add more:
 
-    query, key, value     projected, before normalisation and position encoding   [B, S, heads, H]
-    context               what attention returns                                  [B, S, N, H]
-    attention_out         after its output projection                             [B, S, D]
-    mlp_gate, mlp_up      projected                                               [B, S, F]
-    mlp_hidden            after the activation                                    [B, S, F]
-    mlp_out               after the down projection                               [B, S, D]
+    query, key, value     projections, before normalization and position encoding   [B, S, heads, H]
+    context               attention output, before the output projection            [B, S, N, H]
+    attention_out         attention output, after the output projection             [B, S, D]
+    mlp_gate, mlp_up      gate and up projections                                   [B, S, F]
+    mlp_hidden            hidden activations                                        [B, S, F]
+    mlp_out               down projection                                           [B, S, D]
 """
 
 import contextvars
@@ -27,7 +28,7 @@ _tag_log: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("axle
 
 
 def tag(x: jax.Array, name: str) -> jax.Array:
-    """`x`, known to remat policies as `name`. It costs nothing at run time."""
+    """Tag `x` for remat policies. Tags have no cost at run time."""
     tags = _tag_log.get()
     if tags is not None:
         tags.add(name)
@@ -35,14 +36,19 @@ def tag(x: jax.Array, name: str) -> jax.Array:
 
 
 class Remat(Configurable):
-    """Recomputes a layer in the backward pass, except for the tagged activations that are saved or offloaded."""
+    """Rematerialization policy of a layer.
+
+    The backward pass recomputes all activations except those that are saved or offloaded.
+    """
 
     @node
     class Config(Configurable.Config["Remat"]):
-        """What to save and what to offload.
+        """Activations to save and to offload.
 
-        `save` names tags, or regular expressions that fit whole tags (`mlp_.*`), or a general policy: `nothing`, `dots`
-        (products without a batch dimension) or `everything`. Tags in `offload` are kept in the host's memory.
+        Attributes:
+            save: Tags, or regular expressions that match whole tags (`mlp_.*`). It may also be a general policy:
+                `nothing`, `dots` (products without a batch dimension), or `everything`.
+            offload: Tags, or regular expressions, of activations to keep in host memory.
         """
 
         save: tuple[str, ...] | Literal["nothing", "dots", "everything"] = ()
@@ -53,8 +59,11 @@ class Remat(Configurable):
         self._tags: set[str] = set()
 
     def wrap(self, function: Callable[..., Any], *, in_loop: bool) -> Callable[..., Any]:
-        """`function`, rematerialised. `in_loop`: as the body of a scan, where no compiler merges what is computed
-        twice.
+        """Rematerialize a function.
+
+        Args:
+            function: The function.
+            in_loop: True for the body of a scan. XLA cannot merge its duplicate computations, so no barrier is needed.
         """
         policies = jax.checkpoint_policies
         save = () if self.cfg.save == "nothing" else self.cfg.save
@@ -76,17 +85,17 @@ class Remat(Configurable):
         return jax.checkpoint(watched, policy=policy, prevent_cse=not in_loop)
 
     def check(self) -> None:
-        """To be called when all wrapped functions were traced.
+        """Check the tags in the config. Call this after all wrapped functions have been traced.
 
         Raises:
-            RequestError: a tag that none of them has, and no kernel.
+            RequestError: If a tag exists neither in these functions nor in an installed kernel.
         """
         save = () if isinstance(self.cfg.save, str) else self.cfg.save
         check_tags(sorted({*save, *self.cfg.offload}), self._tags)
 
 
 def check_tags(patterns: Sequence[str], tags: Collection[str]) -> None:
-    """Raises `RequestError` for a pattern that fits none of the tags, nor any tag that a kernel has on some machines."""
+    """Raise `RequestError` if a pattern matches none of the tags and no tag of an installed kernel."""
     for pattern in patterns:
         if not any(re.fullmatch(pattern, name) for name in tags):
             every = {*tags, *kernel_tags()}
@@ -95,7 +104,7 @@ def check_tags(patterns: Sequence[str], tags: Collection[str]) -> None:
 
 
 def _is_saved(patterns: Sequence[str], primitive: Any, *_: object, **params: Any) -> bool:
-    """A policy of `jax.checkpoint`: whether the value is one with a tag that is to be kept."""
+    """Policy for `jax.checkpoint` that saves values whose tag matches a pattern."""
     return primitive.name == "name" and any(re.fullmatch(p, params["name"]) for p in patterns)
 
 

@@ -1,7 +1,7 @@
-"""Where activations live: constraints by logical axis names, resolved by the mesh rules in force.
+"""Shard activations by logical axis names, which mesh rules resolve.
 
-A layer says `constrain(x, "batch", "sequence", "activation_embed")`; whoever traces the model sets the mesh and the
-rules. Without them, or on one device, nothing is added to the program.
+A layer calls `constrain(x, "batch", "sequence", "activation_embed")`. The program that traces the model sets the mesh and
+the rules. Without them, or on one device, constraints have no effect.
 """
 
 import contextlib
@@ -18,14 +18,16 @@ Rules = Mapping[str, Sequence[str]]
 
 @attrs.frozen(eq=False)
 class Placement:
-    """The mesh and the rules that a model is traced under."""
+    """Mesh and rules for tracing a model."""
 
     mesh: jax.sharding.Mesh
     rules: Rules
 
     def spec(self, shape: Sequence[int], axes: Sequence[str | None]) -> PartitionSpec:
-        """The partition of an activation by its logical axes. A mesh axis serves the first dimension that asks for it; a
-        dimension that its mesh axes do not divide stays whole.
+        """Return the partition of an activation by its logical axes.
+
+        A mesh axis shards the first dimension that requests it. A dimension is not sharded if its mesh axes do not divide
+        its size.
         """
         used: set[str] = set()
         parts: list[tuple[str, ...] | None] = []
@@ -45,7 +47,7 @@ _in_force: contextvars.ContextVar[Placement | None] = contextvars.ContextVar("ax
 
 @contextlib.contextmanager
 def logical_rules(mesh: jax.sharding.Mesh, rules: Rules) -> Iterator[None]:
-    """Within it, `constrain` places activations on `mesh` by `rules` (logical axis -> mesh axes)."""
+    """Use a mesh and rules (logical axis -> mesh axes) for `constrain` inside this context."""
     token = _in_force.set(Placement(mesh, rules) if mesh.size > 1 else None)
     try:
         yield
@@ -54,20 +56,19 @@ def logical_rules(mesh: jax.sharding.Mesh, rules: Rules) -> Iterator[None]:
 
 
 def placement() -> Placement | None:
-    """What the model is being traced under; None on one device."""
+    """Return the active mesh and rules, or None on one device."""
     return _in_force.get()
 
 
 def is_sharded() -> bool:
-    """Whether the model is being traced for more than one device."""
+    """Return True if the model is traced for more than one device."""
     return _in_force.get() is not None
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """`x`, laid out by one logical axis name per dimension; None leaves a dimension whole.
+    """Constrain the sharding of `x` by one logical axis name per dimension. None leaves a dimension unsharded.
 
-    A dimension that its mesh axes do not divide stays whole: unlike the layout of parameters this is no promise, it only
-    tells the compiler what to prefer.
+    This is a hint to the compiler. Unlike parameters, a dimension is left unsharded if its mesh axes do not divide it.
     """
     placement = _in_force.get()
     if placement is None:

@@ -1,15 +1,15 @@
-"""Auxiliary losses and summaries: any layer adds them, the root of the model collects them, no parent passes them up.
+"""Auxiliary losses and summaries. Any layer can add them, and the root of the model collects them.
 
     add_loss("load_balance", value)                          # deep inside a layer
     add_summary("logit_max", maximum(logits))
     with collect() as collector: ...                         # at the root: collector.losses, collector.summaries
 
-The stack of layers collects within each layer, because values may not leak out of a scan or a rematerialised function,
-and adds what its layers reported to the collector outside. Losses are summed over the layers. A summary is combined as it
-says itself (`Summary`); a plain scalar is averaged over the layers, and over microbatches and batches by their targets.
+Values cannot leak out of a scan or a rematerialized function. A stack therefore collects inside each layer and adds the
+results to the outer collector. Losses are summed over layers. A `Summary` defines how it is combined. A plain scalar is
+averaged over layers, and weighted by the number of targets over microbatches and batches.
 
-While held-out data is measured (`held_out`), the root finds no losses: each auxiliary loss is a summary there, so that a
-model that adds what it collected to its loss measures its own scores alone.
+During evaluation on held-out data (`held_out`), auxiliary losses are reported as summaries. A model that adds collected
+losses to its loss then evaluates only its own scores.
 """
 
 import contextlib
@@ -47,17 +47,17 @@ __all__ = [
 
 Values = dict[str, jax.Array]
 Report = dict[str, Any]
-"""Name -> float32 scalar or `Summary`."""
+"""Float32 scalars and `Summary` objects by name."""
 
 
 @attrs.define(eq=False)
 class Collector:
-    """What was added while it was in force: name -> float32 scalar, or `Summary`.
+    """Collects losses and summaries while it is active.
 
     Attributes:
-        losses: what is added to the loss that is minimised.
-        summaries: what is reported beside it.
-        measures: whether losses are only reported.
+        losses: Float32 scalars by name, to add to the training loss.
+        summaries: Float32 scalars and `Summary` objects by name.
+        measures: If True, report losses as summaries.
     """
 
     losses: Values = attrs.field(factory=dict)
@@ -71,7 +71,7 @@ _held_out: contextvars.ContextVar[bool] = contextvars.ContextVar("axlearn_held_o
 
 @contextlib.contextmanager
 def held_out() -> Iterator[None]:
-    """Within it, losses are those of held-out data: without any auxiliary term."""
+    """Evaluate on held-out data inside this context, without auxiliary loss terms."""
     tokens = _held_out.set(True), _in_force.set(None)
     try:
         yield
@@ -81,13 +81,13 @@ def held_out() -> Iterator[None]:
 
 
 def is_held_out() -> bool:
-    """Whether held-out data is measured: a model then leaves out what only regularises its training."""
+    """Return True during evaluation on held-out data. Models omit regularization then."""
     return _held_out.get()
 
 
 @contextlib.contextmanager
 def collect() -> Iterator[Collector]:
-    """Puts a fresh collector in force."""
+    """Activate a new collector."""
     collector = Collector(measures=is_held_out() and _in_force.get() is None)
     token = _in_force.set(collector)
     try:
@@ -97,7 +97,7 @@ def collect() -> Iterator[Collector]:
 
 
 def add_loss(name: str, value: jax.Array) -> None:
-    """Adds a scalar to the loss that is minimised. Values of one name add up. Nothing happens where nobody collects."""
+    """Add a scalar to the training loss. Values with the same name are summed. No-op without an active collector."""
     collector = _in_force.get()
     if collector is not None:
         value = _scalar(name, value)
@@ -106,20 +106,20 @@ def add_loss(name: str, value: jax.Array) -> None:
 
 
 def add_summary(name: str, value: jax.Array | Summary) -> None:
-    """Reports a scalar, which is averaged, or a `Summary`. Nothing happens where nobody collects.
+    """Report a `Summary`, or a scalar that is averaged. No-op without an active collector.
 
     Raises:
-        RequestError: the name is taken, or the value is not a scalar.
+        RequestError: If the name is already used, or if the value is not a scalar.
     """
     collector = _in_force.get()
     if collector is not None:
         if name in collector.summaries:
-            raise RequestError(f"two layers add the summary {name!r}; give each its own name")
+            raise RequestError(f"two layers add the summary {name!r}; give each a different name")
         collector.summaries[name] = value if isinstance(value, Summary) else _scalar(name, value)
 
 
 def add_layers(reports: Sequence[tuple[Values, Report]]) -> None:
-    """Adds what the layers of a stack collected: (losses, summaries) of each, scalars or, from a scan, [repeats]."""
+    """Add the (losses, summaries) of the layers of a stack. Values are scalars, or arrays [repeats] from a scan."""
     kinds: Any = ((0, add_loss, jnp.sum), (1, add_summary, jnp.mean))
     for index, add, combine in kinds:
         for name in dict.fromkeys(name for report in reports for name in report[index]):
@@ -129,26 +129,26 @@ def add_layers(reports: Sequence[tuple[Values, Report]]) -> None:
 
 
 def values_of(report: Mapping[str, Any]) -> Values:
-    """The scalars to log: name -> the value of each summary."""
+    """Return the scalars to log by name."""
     return {name: x.value if is_summary(x) else x for name, x in report.items()}
 
 
 def add_reports(report: Any, other: Any) -> Any:
-    """Trees of scalars and summaries, added; in a tree of zeros every summary is empty."""
+    """Add two trees of scalars and summaries. In a tree of zeros, every summary is empty."""
     return jax.tree.map(lambda a, b: a.merged(b) if is_summary(a) else a + b, report, other, is_leaf=is_summary)
 
 
 def sum_reports(reports: Any) -> Any:
-    """`add_reports` along the leading axis of a tree [N]."""
+    """Apply `add_reports` along the leading axis [N] of a tree."""
     return jax.tree.map(lambda x: x.reduced() if is_summary(x) else jnp.sum(x, axis=0), reports, is_leaf=is_summary)
 
 
 def map_plain(function: Callable[[jax.Array], jax.Array], report: Any) -> Any:
-    """A tree of scalars and summaries with `function` of its plain scalars: a `Summary` has its weight with it."""
+    """Apply `function` to the plain scalars of a tree. Keep each `Summary`, which includes its weight."""
     return jax.tree.map(lambda x: x if is_summary(x) else function(x), report, is_leaf=is_summary)
 
 
 def _scalar(name: str, value: jax.Array) -> jax.Array:
     if jnp.shape(value):
-        raise RequestError(f"the loss or summary {name!r} has shape {jnp.shape(value)}; it has to be a scalar")
+        raise RequestError(f"the loss or summary {name!r} has shape {jnp.shape(value)}; it must be a scalar")
     return jnp.asarray(value, jnp.float32)

@@ -1,4 +1,4 @@
-"""`Summary`: a number that says what it is taken over, and so how it combines over layers, microbatches and batches.
+"""`Summary`: a statistic that can be combined over layers, microbatches, and batches.
 
 Shapes: B rows, S positions. Padding never counts; see `axlearn_core.nn.padding`.
 """
@@ -18,13 +18,13 @@ Kind = Literal["mean", "max", "sum"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """A mean, a maximum or a sum. All zeros is an empty one, which changes nothing that it is merged with.
+    """A mean, maximum, or sum. If value and weight are zero, it is empty, and merging it has no effect.
 
     Attributes:
-        value: float32 scalar.
-        weight: float32 scalar, how many of `over` the value is taken over.
-        kind: how values combine: means by their weights.
-        over: what is counted, in the plural: "tokens", "rows", "pairs".
+        value: Float32 scalar.
+        weight: Float32 scalar, the number of items.
+        kind: How values combine. Means are weighted.
+        over: Plural name of the items: "tokens", "rows", "pairs".
     """
 
     value: jax.Array
@@ -42,7 +42,7 @@ class Summary:
         return np.asarray(self.value, dtype)
 
     def reduced(self) -> "Summary":
-        """One summary of N, whose arrays are [N]. If all weights are equal, a mean has the bits of `jnp.mean`."""
+        """Combine N summaries in arrays [N]. With equal weights, a mean is bit-identical to `jnp.mean`."""
         value, weight = self.value, self.weight
         total = jnp.sum(weight, axis=0)
         if self.kind == "max":
@@ -54,25 +54,25 @@ class Summary:
         return dataclasses.replace(self, value=value, weight=total)
 
     def merged(self, other: "Summary") -> "Summary":
-        """One summary of both."""
+        """Combine two summaries."""
         return jax.tree.map(lambda a, b: jnp.stack([a, b]), self, other).reduced()
 
 
 def is_summary(value: Any) -> TypeGuard[Summary]:
-    """Check whether a reported value is a `Summary`."""
+    """Return True if a reported value is a `Summary`."""
     return isinstance(value, Summary)
 
 
 def mean_over_tokens(values: jax.Array) -> Summary:
-    """The mean of [B, S] over the tokens of all rows: a long row counts more than a short one."""
+    """Average values [B, S] over all tokens, so that long rows count more than short ones."""
     return Summary(padding.mean(values).astype(jnp.float32), padding.count(values), "mean", "tokens")
 
 
 def mean_over_rows(values: jax.Array) -> Summary:
-    """The mean over the rows of the mean of each row's tokens: a long row counts as much as a short one.
+    """Average over the tokens of each row, then over rows, so that all rows count equally.
 
     Args:
-        values: [B, S], or [B] of numbers that each row has already. Rows of padding alone do not count.
+        values: Values [B, S], or one value per row [B]. Rows that contain only padding do not count.
     """
     if values.ndim == 2:
         real = padding.tokens(*values.shape)
@@ -87,7 +87,7 @@ def mean_over_rows(values: jax.Array) -> Summary:
 
 
 def maximum(values: jax.Array) -> Summary:
-    """The largest of [B, S] over the tokens."""
+    """Return the maximum of values [B, S] over all tokens."""
     real = padding.tokens(*values.shape)
     weight, values = padding.count(values), values.astype(jnp.float32)
     if real is not None:
@@ -96,7 +96,7 @@ def maximum(values: jax.Array) -> Summary:
 
 
 def total(values: jax.Array) -> Summary:
-    """The sum of [B, S] over the tokens: of a step, over all of its microbatches, and of a stack, over its layers."""
+    """Sum values [B, S] over all tokens, and also over microbatches and over the layers of a stack."""
     real = padding.tokens(*values.shape)
     values = values if real is None else jnp.where(real, values, 0)
     return Summary(jnp.sum(values, dtype=jnp.float32), padding.count(values), "sum", "tokens")

@@ -1,11 +1,11 @@
-"""What a module keeps in addition to parameters: running statistics, balancing biases, histories of magnitudes.
+"""Model state other than parameters: running statistics, router biases, amax histories.
 
-Inside one trace a module writes its variables as `flax.nnx` modules do (`self.mean[...] = value`). Values may not leak out of
-a scan, a rematerialised function or a `shard_map`, so whoever runs a module inside one takes what it wrote (`written`), carries
-it out, and puts it into the module outside (`write`). `Functional` does that for the whole model.
+A module writes its variables as `flax.nnx` modules do (`self.mean[...] = value`). Values cannot leak out of a scan, a
+rematerialized function, or a `shard_map`. Code that runs a module inside one of these collects the new values (`written`),
+returns them, and writes them to the outer module (`write`). `Functional` does this for the whole model.
 
-A module that has a method `end_step` gets one call of it per training step, after the last microbatch. What it needs from the
-microbatches it adds up in a `StepTotal`.
+If a module has a method `end_step`, it is called once per training step, after the last microbatch. Use a `StepTotal` to
+sum values over microbatches.
 """
 
 from collections.abc import Mapping
@@ -18,28 +18,28 @@ Values = dict[str, jax.Array]
 
 
 class StepTotal(nnx.Variable):
-    """A sum over the microbatches of a training step: zero before the first one, read by `end_step`, and never stored."""
+    """A sum over the microbatches of a training step. It starts at zero, `end_step` reads it, and it is never saved."""
 
 
 class LearnedVariable(nnx.Variable):
-    """A part of the model that training changes by a rule of its own instead of a gradient.
+    """A variable that training updates without a gradient.
 
-    What freezes the parameters around it freezes it too.
+    Rules that freeze the parameters of its module also freeze it.
     """
 
 
 def is_variable(value: object) -> bool:
-    """Whether a variable is state of the model: not a parameter, a random stream or an intermediate result."""
+    """Return True for model state other than parameters, random streams, and intermediate results."""
     return isinstance(value, nnx.Variable) and not isinstance(value, (nnx.Param, nnx.RngState, nnx.Intermediate))
 
 
 def values_of(state: Any) -> Values:
-    """Dotted path -> array, of the variables in an `nnx.State`."""
+    """Return the arrays of the variables in an `nnx.State` by dotted path."""
     return {_path(k): v.get_value() for k, v in nnx.to_flat_state(state) if is_variable(v)}
 
 
 def written(module: object, before: Values) -> Values:
-    """The variables of a module that were written since they had the values `before`, all within one trace."""
+    """Return the variables that changed from the values `before` within the same trace."""
     if not before:
         return {}
     now = values_of(nnx.state(module))
@@ -47,7 +47,7 @@ def written(module: object, before: Values) -> Values:
 
 
 def write(module: object, values: Mapping[str, jax.Array]) -> None:
-    """Puts values into the variables of a module."""
+    """Write values to the variables of a module."""
     if values:
         state = [
             (k, v.replace(values[_path(k)])) for k, v in nnx.to_flat_state(nnx.state(module)) if _path(k) in values
@@ -56,7 +56,7 @@ def write(module: object, values: Mapping[str, jax.Array]) -> None:
 
 
 def replaced(state: Any, values: Mapping[str, jax.Array]) -> Any:
-    """An `nnx.State` with other values in some of its variables."""
+    """Replace the values of some variables in an `nnx.State`."""
     if not values:
         return state
     flat = nnx.to_flat_state(state)

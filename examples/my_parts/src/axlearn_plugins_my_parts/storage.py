@@ -31,7 +31,7 @@ class SqliteStorage:
         """Fills `buffer` with the file from byte `begin` on."""
         data = self._read("SELECT substr(data, ?2, ?3) FROM files WHERE path = ?1", path, begin + 1, len(buffer))
         if len(data) != len(buffer):
-            raise StorageError(f"{path} in {self.file} ends too early: {begin + len(data)} bytes")
+            raise StorageError(f"{path} in {self.file} is too short: {begin + len(data)} bytes")
         buffer[:] = data
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
@@ -49,7 +49,7 @@ class SqliteStorage:
     def commit(self, source: str, target: str) -> None:
         """Renames all files of a folder in one transaction."""
         if self.list(f"{target}/"):
-            raise StorageError(f"{target} in {self.file} exists already")
+            raise StorageError(f"{target} in {self.file} already exists")
         rename = f"UPDATE files SET path = ?2 || substr(path, length(?1) + 1) WHERE {BELOW} RETURNING path"
         if not self._run(rename, source, target):
             raise MissingFileError(f"{self.file} has no folder {source}")

@@ -90,7 +90,7 @@ def test_the_class_of_a_base_stays_what_it_is_also_of_one_without_a_config():
 
 @pytest.mark.parametrize(("base", "got"), [(ax.configure(double), "double"), (Own(), "Own")])
 def test_a_map_whose_class_is_not_known_before_it_is_built_is_refused(base, got):
-    with pytest.raises(ConfigError, match="its class is not known before it is built") as error:
+    with pytest.raises(ConfigError, match="its class is unknown until it is built") as error:
         one(base=base)
     (problem,) = error.value.problems
     assert (problem.path, got in problem.got) == ("base", True)

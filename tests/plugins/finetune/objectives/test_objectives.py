@@ -208,7 +208,7 @@ def test_a_teacher_of_another_vocabulary_is_refused():
 def test_a_reference_of_another_model_needs_weights():
     cfg = toy.resolve(toy.small("quickstart"), with_=[PAIRS]).config
     reference = patch(cfg.model, {"decoder.num_layers": 1})
-    with pytest.raises(ConfigError, match=r"objective\.reference: cannot begin with the weights of the trained model"):
+    with pytest.raises(ConfigError, match=r"objective\.reference: cannot start with the weights of the trained model"):
         compose(patch(cfg, {"objective.reference": reference}), jax.devices()[:1])
 
 

@@ -94,7 +94,7 @@ def test_parameters_have_paths_and_axes_and_the_rest_is_replicated():
     assert [p.rpartition(".")[2] for p in model.variables] == ["mean", "var"]
     assert model.batch_dependence == (
         "decoder.layer.feed_forward draws random numbers",
-        "decoder.layer.feed_forward.module.BatchNorm_0 normalises over the batch",
+        "decoder.layer.feed_forward.module.BatchNorm_0 normalizes over the batch",
     )
     model = Functional.of(config("equinox").model)
     own = {p.partition("module.")[2]: model.axes[p] for p in model.abstract if ".module." in p}

@@ -90,7 +90,7 @@ def test_what_is_wrong_with_the_files_is_said_and_compiled(run, what, monkeypatc
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
     text = train(run, 3, "--restart")
     reasons = {
-        "damaged": f"{file} is damaged: its hash is not that of executables.json",
+        "damaged": f"{file} is damaged: its hash does not match executables.json",
         "writable": f"{file} is not yours alone: owner 0, mode 666",
         "tries": "3 attempts began with it and finished no step; it is removed",
         "foreign": "it has no signature of this user or of this job's supervisor",
