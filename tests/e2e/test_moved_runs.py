@@ -111,7 +111,8 @@ def test_a_run_without_its_files_is_one_clear_error(tmp_path, tokenizer):
     ):
         open_weights(tmp_path / "run")
     with pytest.raises(
-        ConfigError, match=r"input.tokenizer.path: refers to a file of a run, but the run does not have it[\s\S]*fix: copy"
+        ConfigError,
+        match=r"input.tokenizer.path: refers to a file of a run, but the run does not have it[\s\S]*fix: copy",
     ):
         go_on(tmp_path / "run", steps=2)
 

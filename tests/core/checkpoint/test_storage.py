@@ -49,7 +49,8 @@ def test_a_plugin_stores_its_scheme(bucket, tmp_path):
 def test_an_unknown_scheme_names_what_there_is(bucket):
     bucket("one")
     with pytest.raises(
-        RequestError, match=r"'s4' is unknown[^$]*file:// \(axlearn-core\); [^$]*the schemes of one \(axlearn-plugins-one"
+        RequestError,
+        match=r"'s4' is unknown[^$]*file:// \(axlearn-core\); [^$]*the schemes of one \(axlearn-plugins-one",
     ):
         resolve("s4://bucket/run", host(Registry()))
 

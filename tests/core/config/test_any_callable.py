@@ -189,7 +189,9 @@ def test_wrong_names(function, names, settings, message):
 
 
 def test_what_the_parent_does_not_offer():
-    with pytest.raises(ConfigError, match=r"RMSNorm requires 'dims', which its parent does not offer(.|\n)*did you mean: dim\?"):
+    with pytest.raises(
+        ConfigError, match=r"RMSNorm requires 'dims', which its parent does not offer(.|\n)*did you mean: dim\?"
+    ):
         configure(nnx.RMSNorm, "num_features=dims").build(**offered())
 
 

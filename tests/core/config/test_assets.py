@@ -100,7 +100,9 @@ def test_a_file_that_the_run_lacks_is_one_clear_error(name, tmp_path):
     (tmp_path / "v.json").touch()
     config, lost = attach(tree(f"run:{name}"), run_with(tmp_path / "run", "config.yaml"))
     assert [asset.path for asset in lost] == ["vocabulary.path"]
-    with pytest.raises(ConfigError, match=r"vocabulary.path[\s\S]*does not have it[\s\S]*got: [\s\S]*expected[\s\S]*fix") as e:
+    with pytest.raises(
+        ConfigError, match=r"vocabulary.path[\s\S]*does not have it[\s\S]*got: [\s\S]*expected[\s\S]*fix"
+    ) as e:
         check(config)
     assert len(e.value.problems) == 1
 

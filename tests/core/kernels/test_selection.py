@@ -90,7 +90,10 @@ def test_platforms_priorities_and_what_cannot_be_loaded():
     assert program.choices[0].rejected == {"fast": "runs on tpu, not on cpu"}
     with use(Selection(platform="tpu", declared=declared)), pytest.raises(PluginError, match="'fast' cannot be loaded"):
         call().run()
-    with use(Selection(platform="cpu", declared=lambda op: [])), pytest.raises(RequestError, match="no kernel is installed"):
+    with (
+        use(Selection(platform="cpu", declared=lambda op: [])),
+        pytest.raises(RequestError, match="no kernel is installed"),
+    ):
         call().run()
 
 

@@ -354,7 +354,10 @@ def test_a_rule_s_optimizer_says_so_for_its_parameters_alone():
     ("fields", "message"),
     [
         ({"ema_decay": 0.9}, r"learner\.ema_decay: learner\.optimizer \(HalfWay\) already keeps an average"),
-        ({"rules": (ParameterRule(pattern="**.norm.*", learning_rate_scale=0.5),)}, "does not account for scaled updates"),
+        (
+            {"rules": (ParameterRule(pattern="**.norm.*", learning_rate_scale=0.5),)},
+            "does not account for scaled updates",
+        ),
     ],
 )
 def test_an_average_of_the_optimizer_s_own_excludes_others(fields, message):
