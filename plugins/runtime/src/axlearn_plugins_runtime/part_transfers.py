@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axlearn_core.checkpoint.shards import Box
+from axlearn_core.compose.functions import array_function
 from axlearn_plugins_runtime.local_tier import LocalParts, Need, Part, is_covered, overlaps_of
 
 CHUNK = 16 * 2**20
@@ -204,4 +205,4 @@ def _permutation(pairs: Pairs) -> tuple[Mesh, jax.stages.Wrapped]:
     def permute(x: jax.Array) -> jax.Array:
         return jax.lax.ppermute(x, "process", pairs)
 
-    return mesh, jax.jit(jax.shard_map(permute, mesh=mesh, in_specs=spec, out_specs=spec))
+    return mesh, array_function()(jax.shard_map(permute, mesh=mesh, in_specs=spec, out_specs=spec))
