@@ -80,7 +80,7 @@ def test_a_trained_run_goes_on_where_it_is_moved_to(tmp_path, tokenizer, capfd, 
     tokenizer.parent.rename(tmp_path / "elsewhere")
     capfd.readouterr()
     train(run, tokenizer, steps=3)
-    assert f"{tokenizer} does not exist; using the run's copy of it, {run}/files/" in capfd.readouterr().err
+    assert f"{tokenizer} does not exist; using the run's copy, {run}/files/" in capfd.readouterr().err
     go_on(run, steps=4)
     losses = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert losses == [1, 2, 3, 4]
@@ -94,7 +94,7 @@ def test_another_tokenizer_is_refused_by_its_path(tmp_path, tokenizer):
     data = json.loads(tokenizer.read_text())
     tokenizer.write_text(json.dumps(data))  # other bytes
     with pytest.raises(
-        CheckpointError, match=r"holds a run with another config[\s\S]*input.tokenizer.path: .*run/files/"
+        CheckpointError, match=r"contains a run with another config[\s\S]*input.tokenizer.path: .*run/files/"
     ):
         train(tmp_path / "run", tokenizer, steps=2)
     tokenizer.unlink()
@@ -107,7 +107,7 @@ def test_a_run_without_its_files_is_one_clear_error(tmp_path, tokenizer):
     train(tmp_path / "run", tokenizer, steps=1)
     shutil.rmtree(tmp_path / "run/files")
     with pytest.raises(
-        CheckpointError, match=r"run/config.yaml names files that its run does not have[\s\S]*fix: copy"
+        CheckpointError, match=r"run/config.yaml refers to files that its run does not have[\s\S]*fix: copy"
     ):
         open_weights(tmp_path / "run")
     with pytest.raises(

@@ -37,16 +37,16 @@ def test_the_model_that_was_trained_is_loaded(run, caplog):
     edit(run / "config.yaml", r"eps: 1e-0?[56]", "eps: 0.5")
     assert open_weights(run).config == before
     assert "eps: " in caplog.text
-    assert "the checkpoint decides" in caplog.text
+    assert "using the value in the checkpoint" in caplog.text
     result = tiny.axlearn("generate", str(run), "--prompt", "def ", "--max-tokens", "4", fresh=True)
-    assert "is not the config that step 3 was trained with" in result.stderr
+    assert "differs from the config that step 3 was trained with" in result.stderr
 
 
 def test_an_edited_config_does_not_agree_with_an_edited_request(run):
     edit(run / "config.yaml", r"eps: 1e-0?[56]", "eps: 0.5")
     wrong = tiny.arguments(run, steps=6, settings=("model.**.eps=0.5",))
     result = tiny.axlearn(*wrong, code=2)
-    assert "holds a run with another config; nothing was written" in result.stderr
+    assert "contains a run with another config; nothing was written" in result.stderr
     assert "eps" in result.stderr
     tiny.axlearn(*tiny.arguments(run, steps=4))
 

@@ -96,8 +96,8 @@ def test_a_file_that_cannot_be_read(tmp_path, caplog):
     assert collect_assets(tree(tmp_path / "gone.json"), required=False) == (tree(tmp_path / "gone.json"), {})
     assert collect_assets(tree("unknown://b/v.json")) == (tree("unknown://b/v.json"), {})
     assert [m.partition(" (")[0] for m in caplog.messages] == [
-        f"note: vocabulary.path stays outside of the run: {tmp_path / 'gone.json'}",
-        "note: vocabulary.path stays outside of the run: unknown://b/v.json",
+        f"note: vocabulary.path stays outside the run: {tmp_path / 'gone.json'}",
+        "note: vocabulary.path stays outside the run: unknown://b/v.json",
     ]
 
 
@@ -129,7 +129,7 @@ def test_a_run_behind_a_storage_is_read_through_a_private_cache(vocabulary, cach
     assert attach_assets(config, "b://a/run", [(bucket, "a/run/")]) != attached
     del bucket.files["a/run/files/vocabulary/v.json"]
     with pytest.raises(
-        CheckpointError, match=r"b://a/run names files that its run does not have[\s\S]*expected[\s\S]*fix"
+        CheckpointError, match=r"b://a/run refers to files that its run does not have[\s\S]*expected[\s\S]*fix"
     ):
         attach_assets(config, "b://a/run", [(bucket, "a/run/")])
 
@@ -155,7 +155,7 @@ def test_a_file_is_the_same_setting_as_its_copy(vocabulary, tmp_path):
     assert aligned_assets(stored, tree(vocabulary)) == stored
     recovered, (note,) = recovered_assets(tree(vocabulary), stored)
     assert recovered == stored
-    assert f"{vocabulary} does not exist; using the run's copy of it" in note
+    assert f"{vocabulary} does not exist; using the run's copy" in note
     other = tree(tmp_path / "data/w.json")  # another name: nobody said that it is this one
     assert recovered_assets(other, stored) == (other, [])
     assert recovered_assets(other, None) == (other, [])

@@ -49,7 +49,7 @@ def test_versions_are_compared_if_both_locks_have_them():
     ("name", "got", "fix"),
     [
         ("x", "x", "give a"),
-        (".run.12.partial", r"\.run\.12\.partial", "delete what a process"),
+        (".run.12.partial", r"\.run\.12\.partial", "delete the files of a killed process"),
         (None, "a file", "give a"),
     ],
 )
@@ -60,5 +60,5 @@ def test_a_directory_that_is_not_empty_is_refused_with_what_is_there(tmp_path, n
         out.mkdir()
         assert new_directory(out) == out
     (out / name if name else out).write_text("")
-    with pytest.raises(RequestError, match=f"run is there already\n    got: {got}\n    fix: {fix}"):
+    with pytest.raises(RequestError, match=f"run already exists\n    got: {got}\n    fix: {fix}"):
         new_directory(out)

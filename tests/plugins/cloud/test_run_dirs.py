@@ -80,7 +80,7 @@ def test_a_run_moved_to_a_bucket_has_its_tokenizer(s3, tmp_path, monkeypatch):
     assert "path: run:files/input.tokenizer/tokenizer.json" in storage.read("config.yaml").decode()
     assert str(tmp_path) not in storage.read("checkpoints/3/config.yaml").decode()
     storage.delete("files/input.tokenizer/tokenizer.json")
-    with pytest.raises(CheckpointError, match=r"moved/config\.yaml names files that its run does not have"):
+    with pytest.raises(CheckpointError, match=r"moved/config\.yaml refers to files that its run does not have"):
         ax.open_weights(uri)
     cache_folder.cache_clear()
 
@@ -99,7 +99,7 @@ def test_what_is_here_gives_way_to_what_is_there(s3):
 def test_one_trainer_and_one_config(s3):
     uri = f"{s3[0]}/runs/toy"
     train(uri, steps=2)
-    with pytest.raises(CheckpointError, match=r"holds a run with another config[^$]*seed"):
+    with pytest.raises(CheckpointError, match=r"contains a run with another config[^$]*seed"):
         train(uri, steps=4, seed=5)
     holders = Holder(open_storage(uri), uri, "id")
     with pytest.raises(CheckpointError, match=rf"{uri} is in use by another trainer"):

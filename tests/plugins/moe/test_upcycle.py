@@ -109,7 +109,7 @@ def test_the_command_makes_a_run_that_goes_on(tmp_path):
     assert before.step == 30
     again = call(dense, experts)
     assert again.exit_code == 2
-    assert "is there already" in again.output
+    assert "already exists" in again.output
     assert call(str(tmp_path / "nothing"), experts).exit_code == 2
     assert call(dense, str(tmp_path / "new"), "--step", "7").exit_code == 2
     assert not (tmp_path / "new").exists()

@@ -119,8 +119,8 @@ def test_no_accelerator_is_looked_for(tmp_path, monkeypatch, command):
 
 def test_the_folder_of_one_step(tmp_path):
     write_v1_alone(tmp_path)
-    assert "give the folder above it" in checkpoint("list", tmp_path / "3", code=2).stderr
-    assert "the folder above" not in checkpoint("list", tmp_path / "none", code=2).stderr
+    assert "use its parent folder" in checkpoint("list", tmp_path / "3", code=2).stderr
+    assert "its parent folder" not in checkpoint("list", tmp_path / "none", code=2).stderr
 
 
 def test_other_folders_are_not_of_orbax(tmp_path):

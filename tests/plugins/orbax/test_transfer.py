@@ -165,9 +165,9 @@ def test_every_difference_is_in_one_error(run, weights, tmp_path):
     tree["decoder.head.weight"] = np.ones((3, 4), np.float32)
     ocp.save(tmp_path / "plain", nested(tree))
     text = refused("import-orbax", tmp_path / "plain", tmp_path / "run", "--config", run)
-    assert "missing: decoder.norm.weight [16] (nearest there: decoder.norm.wieght)" in text
+    assert "missing: decoder.norm.weight [16] (nearest: decoder.norm.wieght)" in text
     assert "unexpected: decoder.norm.wieght [16]" in text
-    assert "differs: decoder.head.weight: [3, 4] there, the model has" in text
+    assert "differs: decoder.head.weight: [3, 4] stored, " in text
     assert not (tmp_path / "run").exists()
 
 
@@ -189,8 +189,8 @@ def test_what_is_no_checkpoint_is_refused(run, tmp_path):
         (tmp_path / "several", (), "which item has the parameters?\n    items: a, b"),
     ):
         assert expected in refused("import-orbax", directory, tmp_path / "run", "--config", run, *options)
-    assert "is there already" in refused("export-orbax", run, tmp_path / "out")
-    assert "is there already" in refused("import-orbax", tmp_path / "out", run, "--config", run)
+    assert "already exists" in refused("export-orbax", run, tmp_path / "out")
+    assert "already exists" in refused("import-orbax", tmp_path / "out", run, "--config", run)
 
 
 @pytest.mark.filterwarnings("ignore:Exception ignored in")  # of a coroutine that Orbax gives up

@@ -24,7 +24,11 @@ def refused(*words: str) -> str:
     [
         ("tpu-v5", None, ["unknown target 'tpu-v5'", "did you mean: tpu-v5"]),
         ("h10-8x4", None, ["unknown target 'h10-8x4'", "h100"]),
-        ("cpu-8", "mesh.shape={fsdp: 3}", ["mesh.shape", "does not multiply", "expected: 8 devices"]),
+        (
+            "cpu-8",
+            "mesh.shape={fsdp: 3}",
+            ["mesh.shape", "its product is not the number of devices", "expected: 8 devices"],
+        ),
         ("cpu-8", "mesh.shape={pipeline: 2, fsdp: 4}", ["mesh.shape.pipeline", "no mesh rule", "--with pipeline"]),
         ("cpu-8", "mesh.shape={tensors: 2}", ["mesh.shape", "tensors", "tensor"]),
         ("cpu-8", "mesh.shape={tensor: 8}", ["attention.key.weight", "(kv) is not divisible", "4 over 8 devices"]),

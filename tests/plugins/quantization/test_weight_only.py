@@ -130,7 +130,7 @@ def test_a_stored_run_generates_and_refuses_to_train(tmp_path):
             assert arrays["params.decoder.layer.feed_forward.up.weight"].dtype == storage
         with pytest.raises(RequestError, match="its weights are stored as integers"):
             ax.train(tmp_path / "int8" / "config.yaml", steps=3, run_dir=tmp_path / "int8")
-    with pytest.raises(RequestError, match="is there already"):
+    with pytest.raises(RequestError, match="already exists"):
         quantize_run(tmp_path / "run", tmp_path / "int8", storage="int8")
     with pytest.raises(CheckpointError, match="not a run directory"):
         quantize_run(tmp_path / "nowhere", tmp_path / "x", storage="int8")

@@ -132,13 +132,13 @@ def share_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def array_function(*, static: Sequence[int] = (), donate: Sequence[int] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Decorates a pure function of arrays to be compiled for the devices of its arguments.
+    """Decorate a pure function of arrays, so that it is compiled for the devices of its arguments.
 
-    What a model computes is not among these: an experiment declares it as a `Function`, which its program compiles
-    under its mesh, rules and kernels.
+    Do not use it for computations of a model. An experiment declares those as a `Function`, which its program compiles with
+    its mesh, rules, and kernels.
 
     Args:
-        static: positions of the arguments that are not arrays; hashable.
-        donate: positions of the arguments whose buffers the result takes over.
+        static: Positions of hashable arguments that are not arrays.
+        donate: Positions of donated arguments.
     """
     return lambda call: jax.jit(call, static_argnums=tuple(static), donate_argnums=tuple(donate))

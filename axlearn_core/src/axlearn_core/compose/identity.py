@@ -1,7 +1,7 @@
-"""What a compiled program depends on, by name, without tracing it: equal identities are equal programs.
+"""Identity of a compiled program: everything that it depends on, by name, without tracing it.
 
-This is the only place that decides it. `executables` compares the circumstances of every export; the compiled step of a run and
-the programs of a server also compare the identity, and are then loaded without being traced.
+Equal identities imply equal programs, and only this module defines them. `executables` compares the circumstances of every
+export. The compiled step of a run and the programs of a server also compare the identity, and are loaded without tracing.
 """
 
 import functools
@@ -31,9 +31,9 @@ from axlearn_core.plugins.index import GROUP as INDEX_GROUP
 from axlearn_core.plugins.registry import normalized
 
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NEURON_CC_FLAGS")
-"""Variables that compilers read."""
+"""Environment variables that compilers read."""
 _OUTPUT_FLAGS = re.compile(r"--xla_force_host_platform_device_count=\S*|--xla\w*_dump\w*(=\S*)?")
-"""Flags that set the number of virtual devices, which exports compare by themselves, or where to write."""
+"""Flags for the number of virtual devices, which exports compare separately, and for output folders."""
 _NO_PROGRAM = frozenset(
     {
         *(
@@ -46,28 +46,28 @@ _NO_PROGRAM = frozenset(
             "dumps",
             "garbage",
             "pprint",
-        ),  # messages and places
-        *("platform", "platforms", "devices", "visible", "topology", "mock"),  # the devices, which exports compare
-        *("client", "host", "hosts", "transfer", "transport", "distributed"),  # how processes and devices talk
+        ),  # messages and folders
+        *("platform", "platforms", "devices", "visible", "topology", "mock"),  # devices, which exports compare
+        *("client", "host", "hosts", "transfer", "transport", "distributed"),  # communication
     }
 )
-"""Options of JAX with one of these words in their names do not change a program."""
+"""Words in the names of JAX options that do not affect programs."""
 _EXTRA = re.compile(r"""\bextra\s*==\s*["']([^"']+)""")
 _NAME = re.compile(r"[\w.-]+")
 _TOOLS = {"testing", "test", "tests", "dev", "docs", "plot"}
-"""Extras that bring tools; no program calls them."""
+"""Extras with tools that programs do not call."""
 
 
 def circumstances() -> dict[str, str]:
-    """The compilers' flags and JAX's options in this process: tracing, lowering and compiling read them."""
+    """Return the compiler flags and JAX options of this process, which affect tracing, lowering, and compiling."""
     flags = {name: _OUTPUT_FLAGS.sub("", os.environ.get(name, "")).split() for name in FLAGS}
-    values: Mapping[str, Any] = jax.config.values  # with what context managers of this thread set
+    values: Mapping[str, Any] = jax.config.values  # includes values set by context managers of this thread
     options = {name: str(value) for name, value in values.items() if not _NO_PROGRAM & {*name.split("_")}}
     return {**{name: " ".join(sorted(words)) for name, words in flags.items()}, **dict(sorted(options.items()))}
 
 
 class DescribedProgram(Protocol):
-    """What an identity reads of a `Compiler`; see its attributes."""
+    """The attributes of a `Compiler` that an identity uses."""
 
     functions: dict[str, Function]
     layout: Layout
@@ -77,23 +77,23 @@ class DescribedProgram(Protocol):
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """XLA's options for all functions."""
+        """XLA options of all functions."""
         ...
 
 
 def program_identity(
     program: DescribedProgram, configs: Mapping[str, Node[Any]], functions: Iterable[str]
 ) -> dict[str, str] | None:
-    """Everything that some functions of a program are made from, by name.
+    """Return everything that functions of a program depend on, by name.
 
     Args:
-        program: has the functions; of arrays whose shapes no config gives, it has the shapes.
-        functions: the names of those whose donation and gradients count besides their code, which always counts.
-        configs: name -> config, of all that the functions read.
+        program: Program with the functions. It also provides the shapes of arrays that no config defines.
+        functions: Names of the functions whose donation and gradients are included. Their code is always included.
+        configs: All configs that the functions read, by name.
 
     Returns:
-        None if a config has code or objects that only this process knows: code that is neither of a plugin nor of an installed
-        distribution, functions that were made by other functions, or objects without a value.
+        The identity. None if a config contains code or objects that only exist in this process: code outside plugins and
+        installed distributions, functions that were created by other functions, or objects without a value.
     """
     parts, packages = {}, set()
     for name, config in configs.items():
@@ -111,7 +111,7 @@ def program_identity(
     parts["arrays"] = _digest_arrays(program.parts)
     parts["target"] = program.target.name if program.target else ""
     parts["processes"] = str(len({device.process_index for device in program.layout.mesh.devices.flat}))
-    parts["AXLEARN_PLUGINS"] = os.environ.get("AXLEARN_PLUGINS", "")  # a plugin that is blocked gives no kernels
+    parts["AXLEARN_PLUGINS"] = os.environ.get("AXLEARN_PLUGINS", "")  # a blocked plugin provides no kernels
     parts["python"] = platform.python_version()
     parts |= {f"version of {name}": version for name, version in dependency_versions(frozenset(packages)).items()}
     return {**parts, **circumstances(), **{f"code of {name}": digest for name, digest in source_hashes().items()}}
@@ -119,7 +119,7 @@ def program_identity(
 
 @functools.cache
 def plugin_packages() -> tuple[str, ...]:
-    """The import names of the core and of every installed plugin; an index of names is data, not a plugin."""
+    """Return the import names of the core and all installed plugins, excluding indexes of names."""
     points = importlib.metadata.entry_points()
     groups = [group for group in points.groups if group.startswith("axlearn.") and group != INDEX_GROUP]
     modules = {point.module.partition(".")[0] for group in groups for point in points.select(group=group)}
@@ -127,7 +127,7 @@ def plugin_packages() -> tuple[str, ...]:
 
 
 def source_hashes() -> Mapping[str, str]:
-    """Package -> 16 hex digits of SHA-256 of its source and its compiled libraries, for each of `plugin_packages`."""
+    """Return 16 hex digits of the SHA-256 of the source and libraries of each of `plugin_packages`, by package."""
     return {name: _hash_package(name) for name in plugin_packages()}
 
 
@@ -142,7 +142,7 @@ def _hash_package(package: str) -> str:
 
 
 def value_text(value: object) -> str | None:
-    """A value of a config as text that tells it from others; None if no text does."""
+    """Return a text that identifies a value of a config, or None if there is none."""
     if isinstance(value, functools.partial):
         text = value_text((value.func, *value.args, *value.keywords.values()))
         return text and f"partial{text} of {[*value.keywords]}"
@@ -150,29 +150,27 @@ def value_text(value: object) -> str | None:
         texts = [value_text(v) for v in value]
         return None if None in texts else f"({', '.join(map(str, texts))})"
     if callable(value) and is_named(value) and not isinstance(value, Node):
-        # Code that a function made may compute with what that function was given. A method's object may hold anything.
+        # A nested function may depend on the arguments of its outer function, and a bound method on any object.
         is_plain = "<" not in qualified_name(value) and not _is_bound(value)
         return qualified_name(value) if is_plain else None
     text = repr(value)
-    return (
-        None if " at 0x" in text or (is_array(value) and value.ndim) else text
-    )  # long arrays are not printed as a whole
+    return None if " at 0x" in text or (is_array(value) and value.ndim) else text  # repr truncates long arrays
 
 
 def _is_bound(value: object) -> bool:
-    """Whether a callable is a method of an object; functions in C are bound to their modules."""
+    """Return True for a method of an object. C functions, which are bound to their modules, do not count."""
     is_method = isinstance(value, MethodType | BuiltinMethodType | MethodWrapperType)
     return is_method and not isinstance(value.__self__, ModuleType | None)
 
 
 @functools.cache
 def dependency_versions(packages: frozenset[str] = frozenset()) -> Mapping[str, str]:
-    """Name -> version of each installed distribution that the core or a plugin requires, directly or not.
+    """Return the version of each installed distribution that the core or a plugin requires, by name.
 
-    Programs are traced through them. Other distributions may differ from machine to machine.
+    Programs may call code in these distributions. Other distributions may differ between machines.
 
     Args:
-        packages: import names of further packages, whose distributions count too.
+        packages: Import names of additional packages whose distributions are included.
     """
     points = importlib.metadata.entry_points()
     groups = [group for group in points.groups if group.startswith("axlearn.")]
@@ -186,7 +184,7 @@ def dependency_versions(packages: frozenset[str] = frozenset()) -> Mapping[str, 
 
 
 def _add_versions(versions: dict[str, str], names: Iterable[str], roots: Collection[str]) -> None:
-    """Adds the versions of distributions, and of those that they require; of `roots`, also what their extras bring."""
+    """Add the versions of distributions and their requirements. For `roots`, include the requirements of extras."""
     pending = [*names]
     while pending:
         name = normalized(pending.pop())
@@ -196,10 +194,10 @@ def _add_versions(versions: dict[str, str], names: Iterable[str], roots: Collect
             metadata = importlib.metadata.distribution(name).read_text("METADATA") or ""
         except importlib.metadata.PackageNotFoundError:
             continue
-        headers = metadata.partition("\n\n")[0]  # not parsed as a message, which would take most of the time
+        headers = metadata.partition("\n\n")[0]  # parsing it as a message would be slow
         versions[name] = next(iter(re.findall(r"^Version: (.+)$", headers, re.MULTILINE)), "")
         for text in re.findall(r"^Requires-Dist: (.+)$", headers, re.MULTILINE):
-            extra = _EXTRA.search(text)  # other markers do not matter: what is not installed has no version
+            extra = _EXTRA.search(text)  # ignore other markers, since a missing distribution has no version
             if extra is None or (name in roots and extra[1] not in _TOOLS):
                 pending += _NAME.findall(text)[:1]
 
@@ -214,17 +212,17 @@ def _describe_function(function: Any) -> str:
 
 
 def _digest_arrays(parts: Mapping[Any, Any]) -> str:
-    """Paths, shapes, dtypes and shardings of the abstract arrays."""
+    """Return a hash of the paths, shapes, dtypes, and shardings of abstract arrays."""
     lines = []
     for part, specs in parts.items():
         for path, spec in jax.tree_util.tree_leaves_with_path(specs):
-            where = spec.sharding.spec if isinstance(spec.sharding, NamedSharding) else None
-            lines.append(f"{part.name}{jax.tree_util.keystr(path)} {spec.shape} {spec.dtype} {where}\n")
+            partition = spec.sharding.spec if isinstance(spec.sharding, NamedSharding) else None
+            lines.append(f"{part.name}{jax.tree_util.keystr(path)} {spec.shape} {spec.dtype} {partition}\n")
     return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()[:16]
 
 
 def _is_installed(value: Any) -> bool:
-    """Whether the code of a node, class or function has a version or a hash."""
+    """Return True if the code of a node, class, or function has a version or a hash."""
     package = _package(value)
     if package is None or package in plugin_packages():
         return True
@@ -234,7 +232,7 @@ def _is_installed(value: Any) -> bool:
 
 
 def _package(value: Any) -> str | None:
-    """The package with the code of a node, class or function; None for other values and for Python's own."""
+    """Return the package that defines a node, class, or function. None for other values and the standard library."""
     if isinstance(value, Node):
         value = type(value)
     elif not callable(value):

@@ -96,8 +96,8 @@ class Program(Compiler):
         begun = self.compile("begin")(jax.random.key(seed), weights).replace(step=state.step)
 
         def keep_trained(new: Mapping[str, Any], old: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-            kept = {p for p in new if p not in model and p not in trained.copies and isinstance(old[p], jax.Array)}
-            return {p: old[p] if p in kept else x for p, x in new.items()}
+            unchanged = {p for p in new if p not in model and p not in trained.copies and isinstance(old[p], jax.Array)}
+            return {p: old[p] if p in unchanged else x for p, x in new.items()}
 
         if trained.objective is None:
             return begun

@@ -10,14 +10,14 @@ from axlearn_core.compose.functional import Params
 
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a run carries from step to step. A pytree; each part is flat, by the dotted path of its arrays.
+    """Training state of a run, a pytree. Its parts are flat dicts by dotted path.
 
     Attributes:
-        step: int32, how many steps were taken.
-        params: what the learner changes: the model's `nnx.Param`s.
-        variables: every other `nnx.Variable` of the model, such as the running mean of a BatchNorm.
-        rng: uint32, the data of the run's root key. It never changes: the random numbers of a step are derived from it.
-        learner: the state of the learner, such as the moments of an optimizer.
+        step: int32, number of completed steps.
+        params: Parameters of the model (`nnx.Param`), which the learner updates.
+        variables: Other variables of the model (`nnx.Variable`), such as the running mean of a BatchNorm.
+        rng: uint32, data of the run's root key. It is constant, and the random numbers of a step are derived from it.
+        learner: State of the learner, such as optimizer moments.
     """
 
     step: jax.Array
@@ -27,9 +27,9 @@ class TrainState:
     learner: Any
 
     def replace(self, **changes: object) -> "TrainState":
-        """A copy with other parts."""
+        """Return a copy with some parts replaced."""
         return dataclasses.replace(self, **changes)
 
 
-# Flattened in this order, which is that of the dict that older versions had: their programs stay the same.
+# This order matches the dict in earlier versions, so that programs do not change.
 jax.tree_util.register_dataclass(TrainState, ["learner", "params", "rng", "step", "variables"], [])

@@ -1,8 +1,8 @@
-"""What counts as an array: JAX's, NumPy's, traced ones, and those that only describe one. Imports no JAX."""
+"""Recognize arrays: JAX, NumPy, traced, and abstract ones. This module does not import JAX."""
 
 from typing import Any, TypeGuard
 
 
 def is_array(value: object) -> TypeGuard[Any]:
-    """Whether a value has a shape and a dtype."""
+    """Return True if a value has a shape and a dtype."""
     return hasattr(value, "shape") and hasattr(value, "dtype")

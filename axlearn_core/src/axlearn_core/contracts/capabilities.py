@@ -1,4 +1,4 @@
-"""What a part may do in addition to its protocol. Callers ask with `isinstance` and go without it otherwise."""
+"""Optional capabilities of components. Callers test for them with `isinstance` and do without them otherwise."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class HasVocabulary(Protocol):
-    """A model of tokens. Inputs are offered its `vocab_size`.
+    """A model with a vocabulary. Inputs are offered its `vocab_size`.
 
     Attributes:
-        vocab_size: token ids are below it.
+        vocab_size: Number of token IDs.
     """
 
     vocab_size: int
@@ -25,47 +25,47 @@ class HasVocabulary(Protocol):
 
 @runtime_checkable
 class HasProcessGroup(Protocol):
-    """The config of an experiment whose processes join before JAX says which devices there are."""
+    """Config of an experiment whose processes must join before JAX initializes devices."""
 
     distributed: Node[ProcessGroup]
 
 
 @runtime_checkable
 class GeneratesTokens(Protocol):
-    """A model that continues a sequence."""
+    """A model that generates tokens."""
 
     def generate(
         self, prompt: Sequence[int], *, max_tokens: int, temperature: float, seed: int, eos_id: int | None, program: Any
     ) -> Iterator[int]:
-        """The tokens after `prompt`, one by one.
+        """Yield the tokens after `prompt`.
 
         Args:
-            prompt: token ids, at least one.
-            max_tokens: how many at most.
-            temperature: 0 takes the likeliest token each time.
-            seed: of what is drawn.
-            eos_id: the id that ends the text, which is yielded too.
-            program: of the experiment that the model belongs to; None compiles the model on its own.
+            prompt: At least one token ID.
+            max_tokens: Maximum number of tokens.
+            temperature: Sampling temperature. 0 selects the most likely token.
+            seed: Seed for sampling.
+            eos_id: ID that ends the text. It is also yielded.
+            program: Program of the model's experiment. None compiles the model separately.
         """
         ...
 
 
 @runtime_checkable
 class EndsStep(Protocol):
-    """A module that changes its variables once per training step, after the last microbatch."""
+    """A module that updates its variables once per training step, after the last microbatch."""
 
     def end_step(self) -> None:
-        """Reads the totals of the step (`axlearn_core.nn.variables.StepTotal`) and writes variables. Traceable."""
+        """Update variables from the totals of the step (`axlearn_core.nn.variables.StepTotal`). Traceable."""
         ...
 
 
 @runtime_checkable
 class DependsOnBatch(Protocol):
-    """A module that computes something else for a row when other rows stand beside it.
+    """A module whose result for a row depends on the other rows of the batch.
 
     Attributes:
-        batch_dependence: why, as the end of a sentence about the module (`"balances its load over the batch"`); None where
-            its settings make it independent.
+        batch_dependence: Reason, as a predicate of the module (`"balances its load over the batch"`). None if its settings
+            make it independent.
     """
 
     batch_dependence: str | None
@@ -73,47 +73,49 @@ class DependsOnBatch(Protocol):
 
 @runtime_checkable
 class DeclaresFunctions(Protocol):
-    """The root config of an experiment that can be compiled: a trainer's."""
+    """Root config of an experiment that can be compiled, such as a trainer."""
 
     def functions(self, functional: Any) -> Mapping[str, Any]:
-        """Name -> `axlearn_core.compose.Function`: what the experiment computes with a model."""
+        """Return the experiment's functions (`axlearn_core.compose.Function`) by name."""
         ...
 
 
 @runtime_checkable
 class DeclaresBatches(Protocol):
-    """An input's config that knows its batches without reading data, so that plans need none."""
+    """Config of an input that knows its batch shapes without reading data. Plans use it."""
 
     def batch_shapes(self) -> Mapping[str, tuple[tuple[int, ...], Any]]:
-        """Name -> (shape of the global batch's array, dtype); empty where only the data tells."""
+        """Return the global shape and dtype of each batch array by name. Empty if they depend on the data."""
         ...
 
 
 @runtime_checkable
 class DescribesPosition(Protocol):
-    """A batch iterator that can say where its newest batch is in the data."""
+    """A batch iterator that can describe its position in the data."""
 
     def describe_position(self) -> Any:
-        """Files and offsets of the batch returned last, for a message to a person: what `str` gives of it, which is asked for
-        only where there is a message. It is asked at every step, so it should look nothing up before."""
+        """Return an object whose `str` describes the files and offsets of the last batch, for messages.
+
+        This is called at every step, so delay any lookup until `str` is called.
+        """
         ...
 
 
 @runtime_checkable
 class StacksMaps(Protocol):
-    """A linear map whose module can also be a stack of maps, such as the matrices of experts."""
+    """A linear layer that can also hold a stack of weights, such as those of experts."""
 
     def grouped(self, x: jax.Array, product: Any) -> jax.Array:
-        """Each row of x times the map of its group; see `axlearn_core.nn.linear.Linear.grouped`."""
+        """Apply a stack of layers, each to its group of rows; see `axlearn_core.nn.linear.Linear.grouped`."""
         ...
 
 
 @runtime_checkable
 class HasLearningRate(Protocol):
-    """The config of an optimizer that has one learning rate, as those of optax do.
+    """Config of an optimizer with a single learning rate.
 
     Attributes:
-        learning_rate: a number, the config of a schedule, or a function of the step.
+        learning_rate: A number, the config of a schedule, or a function of the step.
     """
 
     learning_rate: Any
@@ -121,34 +123,34 @@ class HasLearningRate(Protocol):
 
 @runtime_checkable
 class PlacesState(Protocol):
-    """A learner that keeps its state elsewhere than the parameters are, such as in the host's memory."""
+    """A learner that does not keep its state with the parameters, but in host memory for example."""
 
     def place(self, shardings: Any, state: Any) -> Any:
-        """The shardings of its state.
+        """Return the shardings of the learner's state.
 
         Args:
-            shardings: those of the parameters, in the structure of the state.
-            state: the abstract state.
+            shardings: Default shardings, derived from the parameters, in the structure of the state.
+            state: Abstract state.
         """
         ...
 
 
 @runtime_checkable
 class FreezesVariables(Protocol):
-    """A learner that can keep a part of a model as it is."""
+    """A learner that can freeze variables."""
 
     def frozen_variables(self, paths: Iterable[str]) -> Collection[str]:
-        """Of the variables that training changes by rules of their own (`LearnedVariable`), those that stay as they are.
+        """Return the frozen variables among those that training updates without gradients (`LearnedVariable`).
 
         Args:
-            paths: dotted, as those of parameters.
+            paths: Dotted paths of these variables.
         """
         ...
 
 
 @runtime_checkable
 class ObservesSteps(Protocol):
-    """A watchdog that looks at what steps compute."""
+    """A watchdog that inspects the results of steps."""
 
     def observe(self, step: int, values: Mapping[str, float]) -> None:
         """Called after each step with its scalars, such as `loss`."""
@@ -157,51 +159,51 @@ class ObservesSteps(Protocol):
 
 @runtime_checkable
 class ChecksBeginning(Protocol):
-    """A loop that needs something elsewhere to begin, such as another run. A run that goes on does not need it."""
+    """A training loop that requires something else to start a run, such as another run. Resuming does not require it."""
 
     def check_beginning(self) -> None:
-        """Checks it before anything is written; called at step 0 only.
+        """Check the requirements before anything is written. Only called at step 0.
 
         Raises:
-            RequestError: it is missing, or not what the loop needs.
+            RequestError: If a requirement is missing or invalid.
         """
         ...
 
 
 @runtime_checkable
 class BeginsElsewhere(Protocol):
-    """The config of a loop that begins a run with weights from elsewhere."""
+    """Config of a training loop that starts a run with weights from another source."""
 
     def begun(self) -> Node[Any]:
-        """The config of the loop for a run that has its weights."""
+        """Return the config of the loop for a run that already has its weights."""
         ...
 
 
 @runtime_checkable
 class HasEvaluationLoss(Protocol):
-    """An objective with a measure of its own for held-out batches, such as one whose batches the model cannot read."""
+    """An objective with a separate loss for held-out batches, for example because the model cannot read its batches."""
 
     def evaluation_loss(self, model: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, Mapping[str, Any]]:
-        """(mean loss, summaries) of a held-out batch; as `Objective.loss`, without random numbers or auxiliary terms."""
+        """Return the mean loss and summaries of a held-out batch, without random numbers or auxiliary terms."""
         ...
 
 
 @runtime_checkable
 class HasHeldOutLoss(Protocol):
-    """A model whose training loss has terms of its own that are no part of its score, such as a penalty."""
+    """A model whose training loss has terms that do not belong in evaluation, such as a penalty."""
 
     def held_out_loss(self, batch: Mapping[str, Any]) -> tuple[jax.Array, Mapping[str, Any]]:
-        """(mean loss, summaries) of a held-out batch; as `Model.loss`, of the model's scores alone."""
+        """Return the mean loss and summaries of a held-out batch, without such terms."""
         ...
 
 
 def vocabulary_size(model: object) -> int | None:
-    """Of a model; None where it has no tokens."""
+    """Return the vocabulary size of a model, or None if it has no vocabulary."""
     return model.vocab_size if isinstance(model, HasVocabulary) else None
 
 
 def learning_rate_of(optimizer: object) -> Any:
-    """Of an optimizer's config; None if it has no single one."""
+    """Return the learning rate of an optimizer's config, or None if it has no single one."""
     return optimizer.learning_rate if isinstance(optimizer, HasLearningRate) else None
 
 
@@ -210,29 +212,29 @@ class OwnsCheckpoints(Protocol):
     """A checkpointer whose checkpoints belong to a run.
 
     Attributes:
-        run: the id of the run that saves; the trainer sets it before the first save.
-        place: where the checkpoints lie: its `storage` and its `name` for people.
+        run: ID of the run. The trainer sets it before the first save.
+        place: Location of the checkpoints: its `storage`, and its `name` for messages.
     """
 
     run: str
     place: Any
 
     def owner(self) -> str:
-        """The id of the run that wrote the newest checkpoint; empty where there is none, or it does not say."""
+        """Return the ID of the run that wrote the newest checkpoint, or an empty string if it is unknown."""
         ...
 
     def restart(self) -> None:
-        """Begins at step 0: sets aside every checkpoint that is there."""
+        """Start again at step 0 and rename all existing checkpoints."""
         ...
 
 
 @runtime_checkable
 class ReportsSaves(Protocol):
-    """A checkpointer that reports the end of each save.
+    """A checkpointer that reports the result of each save.
 
     Attributes:
-        on_result: called with the step of a checkpoint, and None once it is complete, or the reason why it failed. The trainer
-            sets it before the first save. It may be called from any thread, on each process.
+        on_result: Called with the step of a checkpoint and None after success, or the reason for a failure. The trainer sets
+            it before the first save. It may be called from any thread, on each process.
     """
 
     on_result: Callable[[int, str | None], None]
@@ -240,53 +242,56 @@ class ReportsSaves(Protocol):
 
 @runtime_checkable
 class KeepsLocalTier(Protocol):
-    """A checkpointer that also keeps states on the machines of the job, more often than it saves.
+    """A checkpointer that also saves frequent local states on the machines of the job.
 
-    All processes call these together.
+    All processes must call these methods together.
     """
 
     def local_due(self, step: int) -> bool:
-        """Whether the state after `step` is kept locally."""
+        """Return True if the policy saves a local state after `step`."""
         ...
 
     def save_local(self, step: int, state: Any, *, extra: Mapping[str, Any], metrics: Mapping[str, float]) -> bool:
-        """As `Checkpointer.save`. What fails is a warning: the other checkpoints stay what they are."""
+        """Save a local state, like `Checkpointer.save`. Failures only log a warning and do not affect other checkpoints."""
         ...
 
     def restore_newest(self, like: Any) -> tuple[Any, dict[str, Any], int] | None:
-        """(state, extra, step) of the newest step that is whole, wherever it is kept; None where there is none."""
+        """Restore the newest complete state from any tier. Return the state, `extra`, and the step, or None."""
         ...
 
     def step_behind(self, step: int) -> int | None:
-        """A checkpoint to go back to because `step` was not finite soon after a local restore; None goes on instead."""
+        """Return an earlier checkpoint to go back to, or None to continue.
+
+        Called if `step` was not finite soon after a local state was restored.
+        """
         ...
 
 
 @runtime_checkable
 class StopsEarly(Protocol):
-    """A listener of a run that ends it before `max_steps`, for example when the process is sent a signal."""
+    """A listener of a run that can stop it before `max_steps`, for example after a signal."""
 
     def begin(self) -> None:
-        """The loop begins. The listener may replace the session's `batches`."""
+        """Called when the loop starts. The listener may replace the session's `batches`."""
         ...
 
     def end(self) -> None:
-        """The loop has ended, also after an error."""
+        """Called when the loop has ended, also after an error."""
         ...
 
     def next_batch(self) -> Any:
-        """The next of the session's `batches`; None if the run stops without it. Raises what the input raises."""
+        """Return the next of the session's `batches`, or None to stop without it. Propagate errors of the input."""
         ...
 
     def stops(self) -> bool:
-        """Whether the run stops at the session's step. All processes get the same answer.
+        """Return True to stop at the session's step. All processes must return the same value.
 
-        If a signal asked for it, the listener sets the session's `stop_signal`.
+        If a signal requested the stop, set the session's `stop_signal`.
         """
         ...
 
     def raise_failure(self) -> None:
-        """Raises the error that stopped the run on all processes, if there is one. Called after the loop has returned."""
+        """Raise the error that stopped the run, if there is one, on all processes. Called after the loop has returned."""
         ...
 
 
@@ -295,22 +300,22 @@ class MirrorsRun(Protocol):
     """A listener of a run at a URI that copies the run's files to the storage."""
 
     def push(self) -> None:
-        """Copies changed files to the storage."""
+        """Copy changed files to the storage."""
         ...
 
 
 @runtime_checkable
 class KeepsExecutables(Protocol):
-    """A listener of a run that keeps the compiled step for the processes that continue the run."""
+    """A listener of a run that stores the compiled step for processes that resume the run."""
 
     def load_step(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Loads the step for a batch into the program, on all processes or on none.
+        """Load the step for a batch into the program, on all processes or on none.
 
         Returns:
-            What was known of the step when it was compiled; empty if it is not loaded.
+            The facts that `keep_step` stored. Empty if the step is not loaded.
         """
         ...
 
     def keep_step(self, batch: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Keeps the step that the first process compiled, with what is known of it."""
+        """Store the step that process 0 compiled, and facts about it."""
         ...

@@ -1,7 +1,7 @@
-"""Reads the parts of an experiment from its root config. A part that the config lacks is None.
+"""Get the components of an experiment from its root config. A component that the config does not have is None.
 
-The root is a trainer's config almost always, and then has them all. Features, plans and readers of runs get any node: they ask
-here, so that the names of the fields stand in one place.
+The root is usually the config of a trainer, which has all of them. Features, plans, and readers of runs accept any node and
+use these functions, so that the field names are only defined here.
 """
 
 from __future__ import annotations
@@ -19,121 +19,121 @@ def _field(node: object, name: str) -> Any:
 
 
 def model_of(config: object) -> Any:
-    """The config of the model."""
+    """Return the config of the model."""
     return _field(config, "model")
 
 
 def objective_of(config: object) -> Any:
-    """The config of the objective; None also if the model trains by its own loss."""
+    """Return the config of the objective. Also None if the model is trained with its own loss."""
     return _field(config, "objective")
 
 
 def input_of(config: object) -> Any:
-    """The config of the input."""
+    """Return the config of the input."""
     return _field(config, "input")
 
 
 def learner_of(config: object) -> Any:
-    """The config of the learner."""
+    """Return the config of the learner."""
     return _field(config, "learner")
 
 
 def loop_of(config: object) -> Any:
-    """The config of the training loop."""
+    """Return the config of the training loop."""
     return _field(config, "loop")
 
 
 def checkpointer_of(config: object) -> Any:
-    """The config of the checkpointer."""
+    """Return the config of the checkpointer."""
     return _field(config, "checkpointer")
 
 
 def text_of(config: object) -> Any:
-    """The facts about the model's text, as a config; None also if an import never set them."""
+    """Return the config with facts about the model's text. Also None if an import did not set them."""
     return _field(config, "text")
 
 
 def trackers_of(config: object) -> tuple[Node[Any], ...]:
-    """The configs of the trackers."""
+    """Return the configs of the trackers."""
     return _field(config, "trackers") or ()
 
 
 def mesh_of(config: object) -> Mesh | None:
-    """The mesh."""
+    """Return the mesh config."""
     mesh = _field(config, "mesh")
     return mesh if isinstance(mesh, Mesh) else None
 
 
 def tokenizer_of_input(config: object) -> Any:
-    """The config of the tokenizer of the input; None if its input reads no text."""
+    """Return the config of the input's tokenizer, or None if the input does not read text."""
     return _field(input_of(config), "tokenizer")
 
 
 def build_tokenizer(config: object) -> Any:
-    """The tokenizer of the input, built; None if its input reads no text."""
+    """Build the input's tokenizer. Return None if the input does not read text."""
     node = tokenizer_of_input(config)
     return None if node is None else node.build()
 
 
 def sequence_length(config: object) -> int | None:
-    """Tokens in a row of the input."""
+    """Return the number of tokens in a row of the input."""
     length = _field(input_of(config), "sequence_length")
     return length if isinstance(length, int) else None
 
 
 def batch_size(config: object) -> int | None:
-    """Rows in a global batch of the input."""
+    """Return the number of rows in a global batch of the input."""
     rows = _field(input_of(config), "batch_size")
     return rows if isinstance(rows, int) else None
 
 
 def num_shards(config: object) -> int | None:
-    """Shards of the data that the input reads; None also if each row is one."""
+    """Return the number of data shards of the input. Also None if each row is a shard."""
     return _field(input_of(config), "num_shards")
 
 
 def context_length(config: object) -> int | None:
-    """Tokens that the model was made for, as the experiment's text says."""
+    """Return the number of tokens that the model was trained for, from the experiment's text facts."""
     length = _field(text_of(config), "context_length")
     return length if isinstance(length, int) else None
 
 
 def end_tokens(config: object) -> tuple[int, ...]:
-    """Ids that end an output, as the experiment's text says; empty if it says none."""
+    """Return the IDs of the tokens that end an output, from the experiment's text facts."""
     return tuple(_field(text_of(config), "end_tokens") or ())
 
 
 def checkpoint_uri(config: object) -> str | None:
-    """Where checkpoints go if they do not lie in the run directory."""
+    """Return the location of the checkpoints, or None if it is the run directory."""
     return _field(checkpointer_of(config), "uri")
 
 
 def save_interval(config: object) -> int | None:
-    """Steps from one checkpoint to the next."""
+    """Return the number of steps between checkpoints."""
     return _field(checkpointer_of(config), "every_steps")
 
 
 def optimizer_of(config: object) -> Any:
-    """The config of the learner's optimizer."""
+    """Return the config of the learner's optimizer."""
     return _field(learner_of(config), "optimizer")
 
 
 def rules_of(config: object) -> tuple[Node[Any], ...] | None:
-    """The learner's rules for parameters; None if the learner has no such setting."""
+    """Return the learner's parameter rules, or None if the learner does not support them."""
     rules = _field(learner_of(config), "rules")
     return rules if isinstance(rules, tuple) else None
 
 
 def accumulate_steps(config: object) -> int:
-    """Microbatches that the learner cuts a batch into."""
+    """Return the number of microbatches per step."""
     return _field(learner_of(config), "accumulate_steps") or 1
 
 
 def offloads_optimizer(config: object) -> bool:
-    """Whether the learner keeps the optimizer's state in the host's memory."""
+    """Return True if the learner keeps the optimizer state in host memory."""
     return bool(_field(learner_of(config), "offload"))
 
 
 def is_pipelined(config: object) -> bool:
-    """Whether the learner takes the gradients that a pipelined stack computes."""
+    """Return True if the learner uses the gradients of a pipelined stack."""
     return bool(_field(learner_of(config), "pipelined"))

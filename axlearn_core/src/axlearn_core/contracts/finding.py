@@ -1,19 +1,19 @@
-"""The result of one check of `axlearn plugins doctor`. Imports no JAX."""
+"""`Finding`: a result of `axlearn plugins doctor`. This module does not import JAX."""
 
 import attrs
 
 
 @attrs.frozen(kw_only=True)
 class Finding:
-    """The result for one entry point, or of one check that a plugin adds with the hook `axlearn_doctor_checks`.
+    """The result for an entry point, or for a check of the hook `axlearn_doctor_checks`.
 
     Attributes:
-        name: of the entry point, or of what the check looked at.
-        group: of the entry point; a check names the kind of thing that it looks at.
-        distribution: that has it; empty in a check's finding stands for the distribution of the check.
-        version: of the distribution.
-        status: `ok`, `warning`, `error` or `blocked`.
-        message: what is wrong and how to repair it.
+        name: Name of the entry point, or of the object that was checked.
+        group: Group of the entry point, or the kind of object that was checked.
+        distribution: Distribution of the entry point. A check may leave it empty for its own distribution.
+        version: Version of the distribution.
+        status: `ok`, `warning`, `error`, or `blocked`.
+        message: Description of the problem and its fix.
     """
 
     name: str

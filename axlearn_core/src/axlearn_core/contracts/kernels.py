@@ -1,4 +1,4 @@
-"""How a plugin declares a kernel, and what a kernel has to provide. Imports no JAX."""
+"""Declaration and protocol of kernels. This module does not import JAX."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _PATH = re.compile(r"[\w.]+:[\w.<>]+")
 
 def _check_path(implementation: object, field: attrs.Attribute[str], value: str) -> None:
     if not _PATH.fullmatch(value):
-        raise ValueError(f"a kernel's `{field.name}` is 'module:name', got {value!r}")
+        raise ValueError(f"`{field.name}` of a kernel must be 'module:name', got {value!r}")
 
 
 @attrs.frozen(kw_only=True)
 class KernelImplementation:
-    """One implementation of an op, declared through `axlearn_kernels`. Imported when a call first considers it.
+    """An implementation of an op, which plugins declare in `axlearn_kernels`. It is imported when it is first considered.
 
     Attributes:
-        name: the name that configs use (`attention.kernel=xla-blocked`), unique within the op.
-        op: the op's class, as `"module:Class"`: the module that defines the class, not one that re-exports it.
-        load: `"module:attribute"` of its `Kernel`.
-        priority: the highest among the kernels that support a call wins; the reference has 0.
-        platforms: JAX platform names that it runs on; empty means all.
-        tags: activation tags of its own, of what its backward pass takes. A config may name them on any machine; where
-            another kernel runs, there is nothing to keep.
-        compiler_options: platform -> XLA's options for every program that has this kernel, if the kernel promises
-            something of the whole program. A config that sets one of them to another value is an error.
+        name: Name in configs (`attention.kernel=xla-blocked`), unique within the op.
+        op: Class of the op as `"module:Class"`. Use the module that defines the class, not one that re-exports it.
+        load: `"module:attribute"` of the `Kernel`.
+        priority: The kernel with the highest priority among those that support a call is used. The reference has 0.
+        platforms: JAX platforms that the kernel supports. Empty means all.
+        tags: Activation tags of residuals that only this kernel has. A config may name them on any machine. They have no
+            effect if another kernel is used.
+        compiler_options: XLA options by platform, for every program that contains this kernel. A config that sets one of
+            them to a different value is an error.
     """
 
     name: str
@@ -46,12 +46,12 @@ class KernelImplementation:
 
 @attrs.frozen(kw_only=True)
 class KernelContext:
-    """The program around a call of an op.
+    """Facts about the program that contains a call of an op.
 
     Attributes:
-        platform: the JAX platform that the program will run on (`cpu`, `gpu`, `tpu`, `neuron`).
-        target: the hardware (`h100`, `tpu-v5p`); empty if unknown.
-        gradients: whether the program differentiates through the call.
+        platform: JAX platform of the program (`cpu`, `gpu`, `tpu`, `neuron`).
+        target: Hardware (`h100`, `tpu-v5p`), or empty if unknown.
+        gradients: True if the program differentiates the call.
     """
 
     platform: str
@@ -60,63 +60,63 @@ class KernelContext:
 
 
 class Call(Protocol[R_co]):
-    """What choosing a kernel asks of a call of an op; `axlearn_core.kernels.op.Op` is one."""
+    """A call of an op, as kernel selection needs it. `axlearn_core.kernels.op.Op` implements it."""
 
     name: ClassVar[str]
 
     def operands(self) -> Mapping[str, Any]:
-        """Name -> array, or its shape and dtype, of what kernels decide by."""
+        """Return the arrays that determine the kernel by name. They may be abstract."""
         ...
 
     def options(self) -> Mapping[str, Any]:
-        """Name -> hashable value, of the options that kernels decide by."""
+        """Return the hashable options that determine the kernel by name."""
         ...
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Name -> dtype of each of the `operands`."""
+        """Dtypes of the `operands` by name."""
         ...
 
     def abstract(self) -> Self:
-        """The call with shapes and dtypes in place of arrays."""
+        """Replace arrays by their shapes and dtypes."""
         ...
 
     def reference(self) -> R_co:
-        """Computes it in plain JAX."""
+        """Compute the op in plain JAX."""
         ...
 
     @classmethod
     def path(cls) -> str:
-        """`"module:Class"`, by which kernels name their op."""
+        """Return `"module:Class"`, the identifier that kernels use for their op."""
         ...
 
 
 @runtime_checkable
 class TagsResult(Protocol):
-    """A kernel that may give its result the activation tag itself, so that the layer does not give it once more.
+    """A kernel that can tag its result, so that the layer does not need to.
 
     Attributes:
-        tags_result: whether it does.
+        tags_result: True if the kernel tags its result.
     """
 
     tags_result: bool
 
 
 def tags_result(kernel: object) -> bool:
-    """Whether a kernel gives its result the activation tag; see `TagsResult`."""
+    """Return True if a kernel tags its result; see `TagsResult`."""
     return isinstance(kernel, TagsResult) and kernel.tags_result
 
 
 class Kernel(Protocol[O_contra, R_co]):
-    """The object that `KernelImplementation.load` names. `O` is the op's class, `R` its result."""
+    """A kernel, named by `KernelImplementation.load`. `O` is the class of the op, and `R` is its result."""
 
     def supports(self, op: O_contra, context: KernelContext) -> str | None:
-        """None if it can compute the op there, else the reason ("the head size 80 is not a multiple of 128").
+        """Return None if the kernel supports the call, else the reason ("the head size 80 is not a multiple of 128").
 
-        The operands of `op` are shapes and dtypes, without values.
+        The operands of `op` are abstract.
         """
         ...
 
     def __call__(self, op: O_contra) -> R_co:
-        """Computes the op."""
+        """Compute the op."""
         ...

@@ -1,4 +1,4 @@
-"""How a plugin reads what its earlier versions wrote. Imports no JAX."""
+"""Migrations of configs and checkpoints from earlier versions of a plugin. This module does not import JAX."""
 
 from __future__ import annotations
 
@@ -9,45 +9,44 @@ import attrs
 
 
 class ConfigMigration(Protocol):
-    """Brings a resolved config up to date."""
+    """Migrates a resolved config to the current version."""
 
     def __call__(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The config as this version writes it; one of this version comes back as it is.
+        """Return the config in the format of this version. A config of this version is returned unchanged.
 
         Args:
-            config: plain data, as in `config.yaml`: mappings with `type`, lists and scalars. It is not changed.
+            config: Plain data as in `config.yaml`: mappings with `type`, lists, and scalars. Do not modify it.
 
         Raises:
-            ConfigError: the config says something that this version cannot do.
+            ConfigError: If this version cannot express the config.
         """
         ...
 
 
 class ArrayMigration(Protocol):
-    """Finds the arrays of an earlier version in a checkpoint."""
+    """Maps the arrays of a checkpoint from an earlier version to their current paths."""
 
     def __call__(self, stored: Collection[str], expected: Collection[str]) -> Mapping[str, str | None]:
-        """Stored path -> the path that the array has in this version, or None where this version has no use for it.
+        """Return the current path of each renamed array by stored path, or None if this version does not need it.
 
-        Arrays that the migration does not name keep their paths.
+        Arrays that are not in the result keep their paths.
 
         Args:
-            stored: the dotted paths in the checkpoint, such as `params.decoder.norm.weight`.
-            expected: the paths of the training state at hand, or those of its weights.
+            stored: Dotted paths in the checkpoint, such as `params.decoder.norm.weight`.
+            expected: Dotted paths in the training state, or in its weights.
         """
         ...
 
 
 @attrs.frozen(kw_only=True)
 class Migration:
-    """A change of what a plugin writes, declared through `axlearn_migrations`.
+    """A format change of a plugin, declared in `axlearn_migrations`.
 
     Attributes:
-        name: what changed, for people.
-        config: `"module:function"` of a `ConfigMigration`; empty where configs did not change. It gets every resolved
-            config that is read, so that its module should import no JAX.
-        arrays: `"module:function"` of an `ArrayMigration`; empty where checkpoints did not change. It is asked when a
-            checkpoint lacks arrays that are wanted.
+        name: Description of the change, for people.
+        config: `"module:function"` of a `ConfigMigration`, or empty. It is called for every config that is read, so its
+            module should not import JAX.
+        arrays: `"module:function"` of an `ArrayMigration`, or empty. It is called if a checkpoint lacks expected arrays.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""An option that a plugin adds to a command of another distribution. Imports no JAX."""
+"""`CommandOption`: an option that a plugin adds to an existing command. This module does not import JAX."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,15 +8,15 @@ import attrs
 
 @attrs.frozen(kw_only=True)
 class CommandOption:
-    """An option that changes the request of a command, such as `axlearn train --shadow`.
+    """An option that modifies the request of a command, such as `axlearn train --shadow`.
 
-    A distribution registers it as `COMMAND--OPTION` (`train--shadow`) in the entry-point group `axlearn.options`. The module
-    is imported whenever the command parses its options, so it imports no JAX.
+    Register it as `COMMAND--OPTION` (`train--shadow`) in the entry-point group `axlearn.options`. Its module must not import
+    JAX, because it is imported whenever the command parses its options.
 
     Attributes:
-        help: one line for `--help`.
-        change: takes the value of the option (True for a flag) and the `Request`, and returns the request to run instead.
-        metavar: stands for the value in `--help`; None makes the option a flag.
+        help: One line for `--help`.
+        change: Takes the value of the option (True for a flag) and the `Request`, and returns the new request.
+        metavar: Placeholder of the value in `--help`. None makes the option a flag.
     """
 
     help: str

@@ -1,7 +1,7 @@
-"""The replaceable parts of a trainer, as protocols. Whatever meets one fits in its slot.
+"""Protocols of the replaceable components of a trainer.
 
-Legend: B global batch, S sequence length, D width, V vocabulary. `@offers` says what the trainer offers at `build`; a part
-takes of it what it declares (see `axlearn_core.config.offers`). What else a part may do is in
+Shapes: B global batch, S sequence length, D width, V vocabulary. `@offers` lists the arguments that the trainer offers to
+`build`; a component receives those that it declares (see `axlearn_core.config.offers`). For optional capabilities, see
 `axlearn_core.contracts.capabilities`.
 """
 
@@ -20,165 +20,166 @@ if TYPE_CHECKING:
     from axlearn_core.config import Node
 
 Batch = Mapping[str, Any]
-"""One batch. For language models:
+"""A batch of arrays. For language models:
 
-tokens        int32   [B, S]  input token ids
-targets       int32   [B, S]  the token after each input token
-weights       float32 [B, S]  1 where the target counts in the loss, 0 for padding
-segment_ids   int32   [B, S]  1.. for the documents packed into a row, 0 for padding
-positions     int32   [B, S]  position within the row's piece of the document, from 0
-bytes         float32 [B, S]  bytes of text that each target stands for; in evaluation only, for losses per byte
+tokens        int32   [B, S]  input token IDs
+targets       int32   [B, S]  the next token for each input token
+weights       float32 [B, S]  1 for targets that count in the loss, 0 for padding
+segment_ids   int32   [B, S]  1, 2, ... for the documents packed into a row, 0 for padding
+positions     int32   [B, S]  position within the row's part of the document, from 0
+bytes         float32 [B, S]  bytes of text per target; only in evaluation, for losses per byte
 """
 
 
 @offers("rngs")
 class Model(Protocol):
-    """What the trainer knows of a model: an `nnx.Module` whose parameters carry logical axis names."""
+    """A model: an `nnx.Module` whose parameters have logical axis names."""
 
     def loss(self, batch: Batch) -> tuple[jax.Array, Mapping[str, Any]]:
-        """The mean loss (float32 scalar) and summaries: float32 scalars, or an `axlearn_core.nn.summaries.Summary` each.
+        """Return the mean loss, a float32 scalar, and summaries.
 
-        `summaries["weight"]`, if given, is the number of targets that the mean is over. Gradient accumulation and
-        evaluation weigh the loss and the scalars by it; a `Summary` says itself how it combines.
+        A summary is a float32 scalar or an `axlearn_core.nn.summaries.Summary`, which defines how it is combined. The
+        optional `summaries["weight"]` is the number of targets in the mean. Gradient accumulation and evaluation weight the
+        loss and the scalars by it.
 
-        Evaluation takes the same loss without what layers added by `add_loss`. A model that regularises by another way
-        has a `held_out_loss` (`capabilities.HasHeldOutLoss`).
+        Evaluation uses the same loss without the terms that layers add by `add_loss`. A model with other regularization
+        terms defines a `held_out_loss` (`capabilities.HasHeldOutLoss`).
         """
         ...
 
 
 @offers("rngs", "model")
 class Objective(Protocol):
-    """What a model is trained for: an `nnx.Module` that turns a bound model and a batch into a loss.
+    """A training objective: an `nnx.Module` that computes a loss from a bound model and a batch.
 
-    `model` is the config of the trained model. Its arrays are part of the training state, at
-    `objective.<path in the objective>`: an `nnx.Param` trains under the learner's rules, and any other variable is kept.
-    A model that computes and never trains is an `axlearn_core.compose.FrozenModel` in it.
+    The trainer offers `model`, the config of the trained model. The arrays of the objective are part of the training state,
+    with the prefix `objective.`. The learner trains each `nnx.Param`, and other variables are kept. Use an
+    `axlearn_core.compose.FrozenModel` for a model that is not trained.
 
-    Evaluation never takes `loss`, which may regularise. It takes the `evaluation_loss` of a
-    `capabilities.HasEvaluationLoss`, of this objective or of one in it, and otherwise the model's own loss. An objective that
-    depends on which rows are computed together says why in an attribute `batch_dependence`, as a layer does.
+    Evaluation does not use `loss`, which may include regularization. It uses the `evaluation_loss` of this objective or of
+    one that it wraps (`capabilities.HasEvaluationLoss`), or else the loss of the model. If the loss of a row depends on the
+    other rows of the batch, set the attribute `batch_dependence` to the reason, as in a layer.
     """
 
     def loss(self, model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Mapping[str, Any]]:
-        """(mean loss as a float32 scalar, summaries).
+        """Return the mean loss, a float32 scalar, and summaries.
 
         Args:
-            model: with its arrays; gradients pass through its methods.
-            batch: arrays [B, ...], as the input gives them.
-            key: what this call's random numbers are derived from; None if nothing is drawn.
+            model: Model with its arrays. Its methods are differentiable.
+            batch: Arrays [B, ...] from the input.
+            key: Random key of this call, or None if no random numbers are drawn.
 
         Returns:
-            As `Model.loss`: `summaries["weight"]` is what the mean is over.
+            The same values as `Model.loss`.
         """
         ...
 
 
 class BatchIterator(Protocol):
-    """An endless (training) or finite (evaluation) stream of this process's rows of each batch."""
+    """A stream of batches, infinite for training and finite for evaluation. It yields the rows of this process."""
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]: ...
 
     def __next__(self) -> dict[str, np.ndarray]:
-        """The next batch, with B / process_count rows."""
+        """Return the next batch, with B / process_count rows."""
         ...
 
     def get_state(self) -> Any:
-        """The position after the batch returned last, as JSON-able data.
+        """Return the position after the last batch, as JSON-serializable data.
 
-        With several processes their states are united, mappings key by key, and `set_state` gets the union.
+        The states of several processes are merged key by key, and `set_state` receives the merged state.
         """
         ...
 
     def set_state(self, state: Any) -> None:
-        """Goes to a position that `get_state` gave."""
+        """Restore a position that `get_state` returned."""
         ...
 
     def close(self) -> None:
-        """Ends worker processes and threads."""
+        """Stop worker processes and threads."""
         ...
 
 
 @offers("seed", "process_index", "process_count", "vocab_size")
 class Input(Protocol):
-    """Where batches come from. `vocab_size` is offered where the model has one (`capabilities.HasVocabulary`)."""
+    """Source of batches. `vocab_size` is only offered if the model has one (`capabilities.HasVocabulary`)."""
 
     def train(self) -> BatchIterator:
-        """Endless shuffled batches; the global stream is the same for any process count that divides the shards."""
+        """Return infinite shuffled batches. The global stream is the same for all process counts that divide the shards."""
         ...
 
     def evaluation(self) -> BatchIterator:
-        """One pass over the held-out data in a fixed order, the last batch padded with weight 0."""
+        """Return one pass over the held-out data in a fixed order. The last batch is padded with weight 0."""
         ...
 
     def describe(self) -> Mapping[str, Any]:
-        """Facts of the data: files, bytes, hashes of their names, sizes and contents, tokenizer hash.
+        """Return facts about the data: files, sizes, hashes of names and contents, tokenizer hash.
 
-        They are in the run lock and in each checkpoint. A run does not go on where one of them changed, so they depend on
-        nothing but the data. `digests`, where given, is file -> hash, which names the file that changed.
+        The run lock and each checkpoint store them, and a run cannot resume if one changes. They must therefore only depend
+        on the data. The optional `digests` maps files to hashes, so that an error can name the file that changed.
         """
         ...
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back."""
+    """Converts text to token IDs and back."""
 
     vocab_size: int
     eos_id: int
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with no special tokens added."""
+        """Return token IDs, without adding special tokens."""
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """The text, invalid UTF-8 replaced."""
+        """Return the text. Replace invalid UTF-8."""
         ...
 
 
 class Loss(Protocol):
-    """What a learner differentiates: the mean loss of a batch as a pure function."""
+    """The mean loss of a batch as a pure function, which the learner differentiates."""
 
     def __call__(
         self, params: Any, variables: Any, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, tuple[Mapping[str, Any], Any]]:
-        """(float32 scalar, (summaries, new variables)); see `Model.loss` for summaries.
+        """Return `(loss, (summaries, new variables))`. The loss is a float32 scalar; for summaries, see `Model.loss`.
 
         Args:
-            params: path -> array; what gradients are taken by.
-            variables: path -> array, of the model's other variables; empty where it has none.
-            batch: arrays [B, ...].
-            key: what this call's random numbers are derived from; None for a model without state.
+            params: Parameters by path. Gradients are with respect to these.
+            variables: Variables of the model by path. Empty if it has none.
+            batch: Arrays [B, ...].
+            key: Random key of this call, or None for a model without state.
         """
         ...
 
 
 @offers("max_steps", "axes")
 class Learner(Protocol):
-    """Turns gradients into new parameters. `axes` is parameter path -> logical axis names."""
+    """Updates parameters from gradients. The trainer offers `axes`, the logical axis names of parameters by path."""
 
     def init(self, params: Any) -> Any:
-        """The state (optimizer moments, EMA, counters) for a pytree of parameters."""
+        """Return the initial state (optimizer moments, EMA, counters) for a pytree of parameters."""
         ...
 
     def value_and_grad(
         self, loss: Loss, params: Any, variables: Any, batch: Batch, key: jax.Array | None
     ) -> tuple[tuple[jax.Array, dict[str, Any], Any], Any]:
-        """((mean loss, summaries, new variables), gradients) over the batch, in microbatches where the learner accumulates.
+        """Return `((mean loss, summaries, new variables), gradients)` for a batch, accumulated over microbatches.
 
-        Summaries are passed on; those of microbatches combine as in `axlearn_core.learn.value_and_grad`. Variables go from
-        each microbatch to the next; each gets a key of its own, derived from `key`.
+        Summaries of microbatches are combined as in `axlearn_core.learn.value_and_grad`. Each microbatch receives the
+        variables of the previous one, and a different key derived from `key`.
         """
         ...
 
     def evaluation_params(self, state: Any, params: Any) -> Any:
-        """What to evaluate and export with: the moving average where there is one, else `params`."""
+        """Return the parameters for evaluation and export: the moving average if there is one, else `params`."""
         ...
 
     def update(self, grads: Any, state: Any, params: Any, loss: jax.Array) -> tuple[Any, Any, dict[str, jax.Array]]:
-        """(new params, new state, scalar summaries). Pure and traceable. Non-finite gradients change nothing.
+        """Return new parameters, new state, and scalar summaries. Pure and traceable. Skip non-finite gradients.
 
-        `summaries["skipped"]`, where given, is a bool: whether this step changed nothing. The trainer then keeps the model's
-        variables too, and does not log it.
+        The optional bool `summaries["skipped"]` is True if this step changed nothing. The trainer then also keeps the
+        model's variables. It does not log this value.
         """
         ...
 
@@ -187,164 +188,164 @@ class Learner(Protocol):
 class Checkpointer(Protocol):
     """Saves and restores training state.
 
-    The trainer sets `files`: name -> text, or a function that gives it, to be kept inside each checkpoint.
+    The trainer sets `files`, text files to store in each checkpoint, by name. A value is the text or a function that returns
+    it.
     """
 
     files: Any
 
     def due(self, step: int) -> bool:
-        """Whether the policy saves after `step`."""
+        """Return True if the policy saves after `step`."""
         ...
 
     def save(self, step: int, state: Any, *, extra: Mapping[str, Any], metrics: Mapping[str, float]) -> bool:
-        """Starts saving a pytree of arrays and JSON-able `extra`; returns at once. False where the policy skips the step."""
+        """Start saving a pytree of arrays and JSON-serializable `extra`. Return False if the policy skips the step."""
         ...
 
     def latest_step(self) -> int | None:
-        """The newest complete step."""
+        """Return the newest complete step, or None."""
         ...
 
     def steps(self) -> list[int]:
-        """All complete steps, oldest first."""
+        """Return all complete steps, oldest first."""
         ...
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        """(state, extra) of a step; `like` gives shapes, dtypes and shardings. Verifies before it reads.
+        """Verify and restore the state and `extra` of a step. `like` defines shapes, dtypes, and shardings.
 
-        Where `extra["weights_only"]` is true, the checkpoint has `step`, `params` and `variables`; the rest stays as in
-        `like`, and the trainer begins it anew.
+        If `extra["weights_only"]` is true, the checkpoint only has `step`, `params`, and `variables`. The rest is taken from
+        `like`, and the trainer initializes it.
         """
         ...
 
     def wait(self) -> None:
-        """Blocks until every save that was started is complete; raises what went wrong in one."""
+        """Block until every save is complete. Raise the error of a failed save."""
         ...
 
     def close(self) -> None:
-        """Waits, then frees what it holds."""
+        """Wait for all saves, then release resources."""
         ...
 
 
 @offers("run_dir")
 class Tracker(Protocol):
-    """Receives what is logged."""
+    """Receives logged values."""
 
     def start(self, info: Mapping[str, Any]) -> None:
-        """Called once, with the run's facts: experiment, parameters, devices, max_steps, start_step."""
+        """Start a run with these facts: experiment, parameters, devices, max_steps, start_step. Called once."""
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Scalars of one step. Values of a step come in one call; evaluation results come in a call of their own."""
+        """Log the scalars of a step. Training metrics and the results of each evaluation are passed in separate calls."""
         ...
 
     def text(self, step: int, name: str, value: str) -> None:
-        """A sample or message."""
+        """Log a sample or a message."""
         ...
 
     def close(self) -> None:
-        """Writes out what is pending."""
+        """Flush pending values."""
         ...
 
 
 @offers("run_dir")
 class Profiler(Protocol):
-    """Watches steps from inside, such as by a trace of some of them.
+    """Profiles steps, for example by tracing some of them.
 
-    Every process has one, over the same `run_dir`: name files by `jax.process_index()`.
+    Every process has a profiler with the same `run_dir`, so include `jax.process_index()` in file names.
     """
 
     def before(self, step: int) -> None:
-        """Called before the step after `step` finished ones is started."""
+        """Called before the next step starts. `step` is the number of finished steps."""
         ...
 
     def after(self, step: int, scalars: Mapping[str, jax.Array]) -> None:
-        """Called once the step is started; waiting for its `scalars` waits for it."""
+        """Called after the step has been dispatched. Blocking on its `scalars` waits for the step."""
         ...
 
     def close(self) -> None:
-        """Called once, also where the run fails; ends what still runs."""
+        """Stop profiling. Called once, also if the run fails."""
         ...
 
 
 @offers("run_dir")
 class Watchdog(Protocol):
-    """Watches from a thread of its own that the run makes progress, and acts where it does not.
+    """Watches the progress of a run from a separate thread, and acts if it stalls.
 
-    Every process has one, over the same `run_dir`: name files by `jax.process_index()`.
+    Every process has a watchdog with the same `run_dir`, so include `jax.process_index()` in file names.
     """
 
     def start(self) -> None:
-        """Called once, before the first program is compiled."""
+        """Start watching. Called once, before the first program is compiled."""
         ...
 
     def beat(self, phase: str, step: int) -> None:
-        """Says that the run lives.
+        """Record a heartbeat.
 
         Args:
-            phase: what begins now: `restore`, `compile`, `input`, `step`, `evaluate`, `save`.
-            step: how many steps are finished.
+            phase: Phase that starts now: `restore`, `compile`, `input`, `step`, `evaluate`, `save`.
+            step: Number of finished steps.
         """
         ...
 
     def close(self) -> None:
-        """Called once, also where the run fails; ends the thread."""
+        """Stop the thread. Called once, also if the run fails."""
         ...
 
 
 @offers()
 class ProcessGroup(Protocol):
-    """How the processes of a job find one another."""
+    """Connects the processes of a job."""
 
     def initialize(self) -> None:
-        """Joins the job, once per process, before JAX looks for devices. Does nothing where it is joined."""
+        """Join the job. Called once per process, before JAX initializes devices. No-op if the process has joined."""
         ...
 
 
 class Weights(Protocol):
-    """The weights of one model, wherever they come from: parameters and other variables, without training state.
+    """Weights of a model from any source: parameters and variables, without training state.
 
     Attributes:
-        experiment: the root config that the model belongs to.
-        step: how many training steps the weights have seen.
-        tokenizer: turns text into the model's tokens; None where it takes no text.
+        experiment: Root config of the experiment.
+        step: Number of training steps of the weights.
+        tokenizer: Tokenizer of the model, or None if it has no text input.
     """
 
     @property
     def experiment(self) -> Node[Any]:
-        """The root config that the model belongs to."""
+        """Root config of the experiment."""
         ...
 
     @property
     def config(self) -> Node[Any]:
-        """The config of the model."""
+        """Config of the model."""
         ...
 
     @property
     def step(self) -> int:
-        """How many training steps the weights have seen."""
+        """Number of training steps of the weights."""
         ...
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """Turns text into the model's tokens; None where it takes no text."""
+        """Tokenizer of the model, or None if it has no text input."""
         ...
 
     def specs(self) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Shape and dtype of every parameter and variable, by its dotted path in the model. Reads no tensor."""
+        """Return the shape and dtype of every parameter and variable by dotted path, without reading tensors."""
         ...
 
     def read(self, pattern: str = "**", shardings: Mapping[str, Sharding] | None = None) -> Mapping[str, jax.Array]:
-        """The tensors whose path fits `pattern` (`decoder.**.weight`), as `specs` says, each sharded as asked for.
+        """Read the tensors whose path matches a pattern, such as `decoder.**.weight`.
 
-        Reads one tensor after the other, and of each the parts that this process's devices hold. With several processes,
-        all of them call it.
+        Tensors are read one at a time, and each process only reads the parts for its devices. All processes must call this.
 
         Args:
-            pattern: `*` stands for one part of a path, `**` for any number.
-            shardings: path -> sharding, at least of what fits the pattern; None puts tensors onto the default device.
+            pattern: Pattern in which `*` matches one part of a path and `**` matches any number of parts.
+            shardings: Shardings by path, for at least the matching tensors. None uses the default device.
 
         Raises:
-            RequestError: the pattern fits no tensor, a sharding is missing, or one is for an unknown path.
-            CheckpointError: a file is damaged, named with the tensor.
+            RequestError: If no tensor matches, if a sharding is missing, or if one has an unknown path.
+            CheckpointError: If a file is damaged. The message names the file and the tensor.
         """
         ...

@@ -1,17 +1,17 @@
-"""What a backward pass keeps, under a name. Imports no JAX."""
+"""`RematPolicy`: a named rematerialization policy. This module does not import JAX."""
 
 import attrs
 
 
 @attrs.frozen(kw_only=True)
 class RematPolicy:
-    """A named choice for the feature `remat`; all activations that it does not name are computed again.
+    """A named policy for the feature `remat`. The backward pass recomputes all activations that it does not list.
 
     Attributes:
-        name: as in `--with remat:policy=NAME`.
-        save: activation tags to keep, or regular expressions that fit whole tags.
-        offload: those to keep in the host's memory.
-        description: one line for people.
+        name: Name in `--with remat:policy=NAME`.
+        save: Activation tags to save, or regular expressions that match whole tags.
+        offload: Activation tags to keep in host memory, or regular expressions.
+        description: One-line description.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The contract of the function `read_layout`, which a plugin registers in the entry-point group `axlearn.functions`."""
+"""Protocol of the result of `read_layout`, a function that a plugin registers in the group `axlearn.functions`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ if TYPE_CHECKING:
 
 
 class RequestLayout(Protocol):
-    """How a training lies on a machine, apart from what it computes: `--layout FILE`, as `read_layout(FILE)` returns it."""
+    """Layout of a training run on a machine (`--layout FILE`). It changes the execution but not the mathematics."""
 
     def apply(self, request: Any) -> Any:
-        """A `Request` with the layout beside what it says itself, and without `layout`; its own settings come later.
+        """Return a `Request` without `layout` and with the settings of the layout. The request's own settings override them.
 
         Raises:
-            RequestError: the request is for another machine.
+            RequestError: If the request is for another machine.
         """
         ...
 
     def check(self, before: Node[Any], after: Node[Any]) -> None:
-        """Compares the config without the layout and with it.
+        """Compare the config without and with the layout.
 
         Raises:
-            RequestError: it is a layout of another model, or changes what is computed.
+            RequestError: If the layout is for another model, or if it changes the mathematics.
         """
         ...

@@ -1,4 +1,4 @@
-"""Files behind a URI: what checkpoints and weights are read from and written to."""
+"""Protocol of storages, which hold checkpoints and weights."""
 
 from __future__ import annotations
 
@@ -11,91 +11,93 @@ import attrs
 
 @attrs.frozen(order=True)
 class StoredFile:
-    """A file in a storage: its path below the storage's root, with `/` between parts, and its size."""
+    """A file in a storage: its path relative to the root, separated by `/`, and its size."""
 
     path: str
     bytes: int
 
 
 MARKER = "manifest.json"
-"""The file that is written last into a folder and deleted first: a folder with it is complete."""
+"""Name of the file that is written last and deleted first in a folder. A folder that contains it is complete."""
 
 
 class Storage(Protocol):
-    """A tree of files below one URI. Paths are relative, with `/` between parts.
+    """A tree of files below a URI. Paths are relative and separated by `/`.
 
-    Implementations retry what is worth retrying. They raise `StorageError` for anything that fails, and its subclass
-    `MissingFileError` for a file that does not exist. Several threads may call them at once.
+    Implementations retry transient errors. They raise `StorageError` for failures, and its subclass `MissingFileError` if a
+    file does not exist. They must be thread-safe.
     """
 
     def list(self, prefix: str = "") -> Sequence[StoredFile]:
-        """All files whose path begins with `prefix`, sorted by path; empty where there are none."""
+        """Return all files whose path starts with `prefix`, sorted by path."""
         ...
 
     def read(self, path: str) -> bytes:
-        """A whole file, for small ones."""
+        """Return the contents of a small file."""
         ...
 
     def read_into(self, path: str, begin: int, buffer: memoryview) -> None:
-        """Fills `buffer` (bytes) with the file from byte `begin` on. A file that ends earlier is a `StorageError`."""
+        """Fill a byte buffer from a file, starting at byte `begin`. Raise `StorageError` if the file is too short."""
         ...
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """Writes a file, replacing an earlier one. Readers see the old file, the new file or none, never a part."""
+        """Write or replace a file atomically. Readers never see a partial file."""
         ...
 
     def create(self, path: str, data: bytes) -> bool:
-        """Writes a small file where there is none. False where there is one: of several callers one gets True."""
+        """Create a small file atomically. Return False if it already exists. Only one of several callers gets True."""
         ...
 
     def staging(self, target: str) -> str:
-        """The folder to write what `commit` makes `target`.
+        """Return the folder to write to before `commit` turns it into `target`.
 
-        It is `target` itself where folders cannot be renamed, as in object stores: there `MARKER`, which is written last,
-        says that a folder is complete.
+        In storages that cannot rename folders, such as object stores, this is `target`. There, a folder is complete when it
+        contains `MARKER`, which is written last.
         """
         ...
 
     def commit(self, source: str, target: str) -> None:
-        """Makes all files below the folder `source` appear below the new folder `target`, durably.
+        """Rename the folder `source` to the new folder `target`, atomically and durably.
 
-        All or none appear at once. In a storage that cannot rename, `MARKER` is the last to appear and the first to go.
-        Where `source` is `target`, everything is in its place.
+        In a storage that cannot rename, `MARKER` is the last file to appear and the first to disappear. If `source` equals
+        `target`, nothing needs to be done.
 
-        An existing `target` is a `StorageError`, and a missing `source` a `MissingFileError`.
+        Raises:
+            StorageError: If `target` already exists.
+            MissingFileError: If `source` does not exist.
         """
         ...
 
     def delete(self, path: str) -> None:
-        """Deletes a file, or a folder with everything below it, `MARKER` first. What does not exist is deleted already."""
+        """Delete a file, or a folder and everything in it, `MARKER` first. No-op if it does not exist."""
         ...
 
     def directory(self) -> Path:
-        """A local or mounted directory with these files, created if need be, for programs that take only paths.
+        """Return a local or mounted directory with these files, for programs that require paths. Create it if necessary.
 
         Raises:
-            StorageError: it cannot be written, or the storage has no such directory.
+            StorageError: If the directory is not writable, or if the storage has no directory.
         """
         ...
 
 
 class ForeignCheckpoints(Protocol):
-    """Checkpoints in a folder that another library wrote. They have no manifest, so nothing can verify their files.
+    """Checkpoints that another library wrote. They have no manifest, so their files cannot be verified.
 
     Attributes:
-        writer: the name of the library, for people.
+        writer: Name of the library, for messages.
     """
 
     writer: str
 
     def steps(self) -> Sequence[int]:
-        """The steps that have a checkpoint, oldest first."""
+        """Return the steps that have a checkpoint, oldest first."""
         ...
 
     def arrays(self, step: int) -> Mapping[str, tuple[tuple[int, ...], str]]:
-        """Dotted path -> (shape, name of the dtype) of each array in a checkpoint.
+        """Return the shape and dtype name of each array in a checkpoint by dotted path.
 
         Raises:
-            CheckpointError: the checkpoint is damaged.
+            CheckpointError: If the checkpoint is damaged.
         """
         ...

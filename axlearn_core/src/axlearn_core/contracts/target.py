@@ -1,4 +1,4 @@
-"""What is known of hardware, and a number of it under one name. Imports no JAX."""
+"""`Target`, a kind of hardware, and `Machine`, a number of its chips. This module does not import JAX."""
 
 from __future__ import annotations
 
@@ -11,39 +11,38 @@ import attrs
 from axlearn_core.errors import RequestError
 
 MAX_DEVICES = 1 << 20
-"""A size beyond it is a slip of the pen; compilers for hardware that is not here fail on it in their own ways."""
+"""Maximum size of a machine. Larger sizes are typos, and compilers for described hardware fail on them in various ways."""
 
 
 @attrs.frozen(kw_only=True)
 class Target:
-    """A kind of hardware, as far as a plugin knows it. A device is what JAX calls one; a chip may have several.
+    """A kind of hardware. A device is a JAX device, and a chip may have several devices.
 
     Attributes:
-        name: what users call it (`h100`, `tpu-v5p`); with a size behind it, it names a machine (`h100-8x64`).
-        size: how that size is written. `devices`: `-N`. `chips` and `cores`: `-N` in one slice, `-NxS` in S slices.
-            `hosts`: `-CxH`, C chips on each of H hosts.
-        platform: the JAX platform (`cpu`, `gpu`, `tpu`, `neuron`), by which kernels are chosen.
-        device_kinds: the values of `jax.Device.device_kind` that mean this hardware.
-        devices_per_chip: JAX devices.
-        cores_per_chip: what a size in `cores` counts.
-        chips_per_host: of a whole host.
-        peak_flops: dtype name (`bfloat16`) -> FLOP/s of one device, dense; empty where there is no figure.
-        hbm_bytes: memory of one device that a program can have.
-        hbm_bandwidth: bytes/s of one device.
-        host_bytes: the share of one device in its host's memory; None where there is no figure.
-        link_bandwidth: bytes/s that one device sends within its domain (a TPU slice, an NVLink host), all links together.
-        network_bandwidth: bytes/s that one device sends out of its domain.
-        topology: `"module:function"`, from a `Machine` to JAX devices that are not here, to compile for; None where
-            only the hardware itself will do. It raises `RequestError` where its compiler is not installed.
-        domain_shape: `"module:function"`, from a `Machine` to the numbers of chips along each dimension of one domain. None if
-            its chips have no such arrangement. It raises `RequestError` if there is no domain of that size.
-        lowering: `"module:function"`, from this target to a context manager: the compiler holds it while it lowers a
-            program for the target, and no longer. For what JAX's lowering has no other way to be told; None where it needs
-            nothing.
-        stand_in: why a program compiled so is not the one that runs there; empty where it is.
-        compiler_options: for `Lowered.compile`.
-        source: where the figures are from.
-        summary: one line about the hardware, for listings.
+        name: Name of the target (`h100`, `tpu-v5p`). A name with a size is a machine (`h100-8x64`).
+        size: Format of the size. `devices`: `-N`. `chips` and `cores`: `-N` for one slice, `-NxS` for S slices.
+            `hosts`: `-CxH` for C chips on each of H hosts.
+        platform: JAX platform (`cpu`, `gpu`, `tpu`, `neuron`), which determines the available kernels.
+        device_kinds: Values of `jax.Device.device_kind` for this hardware.
+        devices_per_chip: Number of JAX devices per chip.
+        cores_per_chip: Number of cores per chip, for sizes in `cores`.
+        chips_per_host: Number of chips in a complete host.
+        peak_flops: Dense FLOP/s of one device by dtype name (`bfloat16`). Empty if unknown.
+        hbm_bytes: Memory of one device that is available to programs, in bytes.
+        hbm_bandwidth: Memory bandwidth of one device, in bytes/s.
+        host_bytes: Host memory per device, in bytes. None if unknown.
+        link_bandwidth: Bytes/s that one device sends within its domain (a TPU slice or an NVLink host) over all links.
+        network_bandwidth: Bytes/s that one device sends out of its domain.
+        topology: `"module:function"` that returns described JAX devices of a `Machine`, for compiling without the hardware.
+            It raises `RequestError` if the compiler is not installed. None if compiling requires the hardware.
+        domain_shape: `"module:function"` that returns the number of chips along each dimension of a domain of a `Machine`. It
+            raises `RequestError` if no domain has that size. None if chips are not arranged in a grid.
+        lowering: `"module:function"` that returns a context manager for this target. It is active while programs are lowered,
+            for settings that JAX's lowering cannot receive otherwise. None if it is not needed.
+        stand_in: Reason why a program compiled without the hardware differs from the real one. Empty if it does not.
+        compiler_options: Options for `Lowered.compile`.
+        source: Source of the figures.
+        summary: One-line description for listings.
     """
 
     name: str
@@ -69,7 +68,7 @@ class Target:
     summary: str = ""
 
     def machine_of(self, devices: int, domains: int = 1) -> Machine | None:
-        """The machine of so many JAX devices in equal domains; None where this target has no such size."""
+        """Return the machine with a number of JAX devices in equal domains, or None if this target has no such size."""
         chips, rest = divmod(devices, self.devices_per_chip)
         if rest or not chips or chips % domains:
             return None
@@ -82,15 +81,15 @@ class Target:
 
     @property
     def form(self) -> str:
-        """How a machine of it is named, for people."""
+        """Format of machine names, for people."""
         unit = {"devices": "DEVICES", "chips": "CHIPS[xSLICES]", "cores": "CORES[xSLICES]", "hosts": "CHIPSxHOSTS"}
         return f"{self.name}-{unit[self.size]}"
 
     def machine(self, name: str) -> Machine:
-        """The machine that a name means; `name` is this target's, or starts with it and a dash.
+        """Parse the name of a machine: the name of this target, optionally followed by a dash and a size.
 
         Raises:
-            RequestError: what follows is not a size of this target.
+            RequestError: If the size is invalid.
         """
         form = {"devices": "-(N)", "hosts": "-(N)x(N)"}.get(self.size, "-(N)(?:x(N))?").replace("N", r"[1-9]\d*")
         match = re.fullmatch(rf"{re.escape(self.name)}(?:{form})?", name)
@@ -102,7 +101,7 @@ class Target:
                 f"{name!r} is not a size of the target {self.name!r}\n    expected: {self.form}{example}{per}"
             )
         if first * second > MAX_DEVICES:
-            raise RequestError(f"{name!r} is larger than any machine\n    expected: at most {MAX_DEVICES:,} of them")
+            raise RequestError(f"{name!r} is larger than any machine\n    expected: at most {MAX_DEVICES:,} devices")
         if self.size == "hosts":
             return Machine(name=name, target=self, chips=first * second, domains=second, chips_per_host=first)
         chips = first // self.cores_per_chip if self.size == "cores" else first
@@ -117,11 +116,11 @@ class Target:
 
 @attrs.frozen(kw_only=True)
 class Machine:
-    """A number of chips of one kind, named by what follows the target's name.
+    """A number of chips of one target.
 
     Attributes:
-        chips: all of them.
-        domains: how many groups of chips have fast links among themselves: slices of a TPU, hosts of GPUs.
+        chips: Total number of chips.
+        domains: Number of groups of chips with fast links: TPU slices, or GPU hosts.
     """
 
     name: str
@@ -132,27 +131,27 @@ class Machine:
 
     @property
     def devices(self) -> int:
-        """JAX devices, all of them."""
+        """Total number of JAX devices."""
         return self.chips * self.target.devices_per_chip
 
     @property
     def devices_per_host(self) -> int:
-        """JAX devices of one host."""
+        """Number of JAX devices per host."""
         return self.chips_per_host * self.target.devices_per_chip
 
     @property
     def devices_per_domain(self) -> int:
-        """JAX devices with fast links among themselves."""
+        """Number of JAX devices per domain."""
         return self.devices // self.domains
 
 
 @attrs.frozen(kw_only=True)
 class Detected:
-    """What a job runs on, by what JAX says of its devices.
+    """The machine of a job, detected from JAX's devices.
 
     Attributes:
-        description: for people: `8 x NVIDIA H100 80GB HBM3`.
-        machine: its name and target; None where no installed package knows it.
+        description: Description for people: `8 x NVIDIA H100 80GB HBM3`.
+        machine: The machine, or None if no installed plugin knows it.
     """
 
     description: str

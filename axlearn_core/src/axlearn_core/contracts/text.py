@@ -1,6 +1,6 @@
-"""Contracts of text: what a tokenizer may do in addition to its protocol, and the facts that a model brings.
+"""Optional capabilities of tokenizers, and the text facts of a model.
 
-Callers ask with `isinstance` and go without a capability otherwise. The suite for tokenizers checks each of them.
+Callers test for a capability with `isinstance` and do without it otherwise. The conformance suite checks each capability.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class TextFacts(Protocol):
-    """How the text of a model becomes tokens, and what ends an output.
+    """Facts about the text of a model.
 
     Attributes:
-        tokenizer: of the model.
-        end_tokens: ids that end an output.
-        context_length: tokens that the model was made for; None if nothing says.
+        tokenizer: Tokenizer of the model.
+        end_tokens: IDs of the tokens that end an output.
+        context_length: Maximum number of tokens that the model was trained for, or None if unknown.
     """
 
     tokenizer: Tokenizer
@@ -30,51 +30,51 @@ class TextFacts(Protocol):
 
 @runtime_checkable
 class EncodesPrompts(Protocol):
-    """A tokenizer that encodes prompts otherwise than documents: with a BOS token, with special tokens."""
+    """A tokenizer that encodes prompts differently from documents, with a BOS token or special tokens."""
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a prompt. A BOS token comes first, unless the text spells it out itself."""
+        """Return the IDs of a prompt. Prepend the BOS token, unless the text already starts with it."""
         ...
 
 
 @runtime_checkable
 class EncodesSpecialTokens(Protocol):
-    """A tokenizer that reads its special tokens in text, for chat templates."""
+    """A tokenizer that recognizes special tokens in text, for chat templates."""
 
     def encode_special(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """(ids, [begin, end) of each in `text`); `<|im_end|>` and the like become their own ids."""
+        """Return the IDs and the [begin, end) of each in `text`. Convert special tokens such as `<|im_end|>` to their IDs."""
         ...
 
 
 @runtime_checkable
 class EncodesBatches(Protocol):
-    """A tokenizer that is faster with several texts at once, as it takes several cores to them."""
+    """A tokenizer that encodes several texts in parallel."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """What `encode` gives for each text; raises `InputError` where `encode` does for any of the texts."""
+        """Return the IDs of each text, as `encode` does. Raise `InputError` if `encode` does for one of them."""
         ...
 
 
 @runtime_checkable
 class CountsBytes(Protocol):
-    """A tokenizer that knows the length of each token."""
+    """A tokenizer that knows the number of bytes in each token."""
 
     def token_bytes(self) -> np.ndarray:
-        """float32 [vocab_size]: bytes of text that each token stands for; 0 for special tokens."""
+        """Return the bytes of text per token, float32 [vocab_size]. Special tokens have 0."""
         ...
 
 
 @runtime_checkable
 class HasDigest(Protocol):
-    """A tokenizer that can be told from others.
+    """A tokenizer with an identifier.
 
     Attributes:
-        digest: equal for equal tokenizers, in any process.
+        digest: Hash that is equal for equal tokenizers, in any process.
     """
 
     digest: str
 
 
 def digest_of(tokenizer: Tokenizer) -> str:
-    """What tells a tokenizer from others: its digest, or at least its class."""
+    """Return the digest of a tokenizer, or the name of its class if it has none."""
     return tokenizer.digest if isinstance(tokenizer, HasDigest) else type(tokenizer).__name__

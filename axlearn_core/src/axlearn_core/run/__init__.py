@@ -1,4 +1,4 @@
-"""Runs: a trained model with its config, lock, checkpoints, weights and metrics. `Run(uri)` opens one without JAX."""
+"""Runs: a trained model with its config, lock, checkpoints, weights, and metrics. `Run(uri)` does not import JAX."""
 
 from typing import TYPE_CHECKING
 

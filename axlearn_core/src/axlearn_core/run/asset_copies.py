@@ -1,6 +1,6 @@
-"""Copies of a run's assets: read when a run is written, found when it is opened, compared when it goes on.
+"""Copy the assets of a run when it is written, find them when it is opened, and compare them when it is resumed.
 
-`axlearn_core.config.assets` says what an asset is.
+`axlearn_core.config.assets` defines assets.
 """
 
 import functools
@@ -26,20 +26,20 @@ from axlearn_core.errors import CheckpointError, ConfigError, MissingFileError, 
 log = logging.getLogger(__name__)
 Tree = TypeVar("Tree", bound=Node[Any])
 Place = tuple[Storage, str]
-"""A storage, and a folder in it: empty, or with a `/` at its end."""
+"""A storage and a folder in it, which is empty or has a trailing `/`."""
 
 
 def collect_assets(tree: Tree, *, required: bool = True) -> tuple[Tree, dict[str, bytes]]:
-    """The config as a run stores it, and the files to store with it: path in the run -> content.
+    """Return the config that a run stores, and the contents of its assets by path in the run.
 
-    A URL that no storage reads stays in the config, with a note.
+    A URL that no storage can read is kept in the config, with a note.
 
     Args:
-        tree: a config.
-        required: refuses an asset that cannot be read. Otherwise it stays as it is, with a note.
+        tree: A config.
+        required: Raise an error if an asset cannot be read. If False, keep its path, with a note.
 
     Raises:
-        ConfigError: names each asset that cannot be read.
+        ConfigError: Lists each asset that cannot be read.
     """
     problems: dict[str, Problem] = {}
     contents: dict[str, bytes] = {}
@@ -54,14 +54,14 @@ def collect_assets(tree: Tree, *, required: bool = True) -> tuple[Tree, dict[str
                 path=asset.path,
                 message=f"cannot be read: {reason}",
                 got=asset.value,
-                expected="a file, which the run keeps a copy of",
-                fix="set the path of a file that can be read",
+                expected="a file that the run can copy",
+                fix="set the path of a readable file",
             )
     outside = {value: problem for value, problem in problems.items() if "://" in value or not required}
     if refused := [problem for value, problem in problems.items() if value not in outside]:
         raise ConfigError(refused)
     for problem in outside.values():
-        log.warning("note: %s stays outside of the run: %s (%s)", problem.path, problem.got, problem.message)
+        log.warning("note: %s stays outside the run: %s (%s)", problem.path, problem.got, problem.message)
     config, copies = portable(tree, keep=lambda asset: asset.value in outside)
     files: dict[str, bytes] = {}
     for name, asset in copies.items():
@@ -74,7 +74,7 @@ def collect_assets(tree: Tree, *, required: bool = True) -> tuple[Tree, dict[str
 
 
 def _read(path: str) -> bytes:
-    """The content of a file at a path or URL. Raises `OSError` or `StorageError`."""
+    """Return the contents of a file at a path or URL. Raise `OSError` or `StorageError`."""
     if "://" not in path:
         return read_regular(Path(path).expanduser(), sys.maxsize)
     folder, _, name = path.rpartition("/")
@@ -82,17 +82,17 @@ def _read(path: str) -> bytes:
 
 
 def _read_sibling(path: str, name: str) -> bytes | None:
-    """The content of a file beside another one; None if there is none."""
+    """Return the contents of a file in the same folder as another file, or None if it does not exist."""
     try:
         return _read(f"{path.rpartition('/')[0]}/{name}" if "/" in path else name)
     except (MissingFileError, FileNotFoundError):
         return None
     except OSError as error:
-        raise StorageError(f"{name} beside {path} cannot be read: {error.strerror or error}") from error
+        raise StorageError(f"{name} next to {path} cannot be read: {error.strerror or error}") from error
 
 
 def write_assets(storage: Storage, files: Mapping[str, bytes]) -> None:
-    """Writes a run's assets; those that are the same already are left alone. Raises `StorageError`."""
+    """Write the assets of a run. Skip files that have not changed. Raise `StorageError` on failure."""
     for name, content in files.items():
         try:
             same = storage.read(name) == content
@@ -104,18 +104,18 @@ def write_assets(storage: Storage, files: Mapping[str, bytes]) -> None:
 
 @attrs.frozen
 class StoredRun:
-    """A run behind storages; see `axlearn_core.config.assets.RunFolder`.
+    """A run in storages. Implements `axlearn_core.config.assets.RunFolder`.
 
     Attributes:
-        name: the run's config file, for messages.
-        places: where its files may be, the first one first.
+        name: Path of the run's config file, for messages.
+        places: Folders to search for its files, in order.
     """
 
     name: str
     places: Sequence[Place]
 
     def find(self, path: str) -> str | None:
-        """See `RunFolder`. A file that is not local is copied to the user's cache, with the files beside it."""
+        """See `RunFolder`. A remote file is copied to the user's cache, with the other files in its folder."""
         for storage, folder in self.places:
             if isinstance(storage, LocalStorage):
                 location = LocalRun(self.name, (storage.root / folder,)).find(path)
@@ -132,34 +132,34 @@ class StoredRun:
 
 
 def attach_assets(tree: Tree, name: str, places: Sequence[Place]) -> Tree:
-    """The config of a run with paths of assets that can be opened now.
+    """Convert paths relative to a run to paths that can be opened.
 
     Args:
-        tree: the config.
-        name: of its file, for messages.
-        places: where the run's files may be.
+        tree: A config.
+        name: Path of its file, for messages.
+        places: Folders to search for the run's files.
 
     Raises:
-        CheckpointError: the run lacks an asset.
-        StorageError: a storage cannot be read.
+        CheckpointError: If an asset is missing.
+        StorageError: If a storage cannot be read.
     """
     config, lost = attach(tree, StoredRun(name, places))
     if lost:
         got = "\n".join(f"    {asset.path}: {asset.value}" for asset in lost)
         raise CheckpointError(
-            f"{name} names files that its run does not have\n{got}\n"
-            f"    expected: them in the run directory, below {FOLDER}/\n"
-            "    fix: copy the run directory as a whole, or set the path of a file elsewhere in this config.yaml"
+            f"{name} refers to files that its run does not have\n{got}\n"
+            f"    expected: the files below {FOLDER}/ in the run directory\n"
+            "    fix: copy the complete run directory, or set the path of another file in this config.yaml"
         )
     return config
 
 
 def _download(storage: Storage, path: str) -> str | None:
-    """A file of a storage, copied to the cache with the files beside it; None if it does not exist."""
+    """Copy a file and the other files in its folder from a storage to the cache. Return None if it does not exist."""
     folder, _, name = path.rpartition("/")
     prefix = f"{folder}/" if folder else ""
-    beside = [f.path for f in storage.list(prefix if prefix else name)]
-    names = [p.removeprefix(prefix) for p in beside if "/" not in p.removeprefix(prefix)]
+    paths = [f.path for f in storage.list(prefix if prefix else name)]
+    names = [p.removeprefix(prefix) for p in paths if "/" not in p.removeprefix(prefix)]
     if name not in names:
         return None
     files = {n: storage.read(prefix + n) for n in sorted(names if prefix else [name])}
@@ -167,19 +167,19 @@ def _download(storage: Storage, path: str) -> str | None:
 
 
 def _cached(files: Mapping[str, bytes]) -> Path:
-    """A folder of the cache with these files. Its name is a hash of them."""
+    """Return a cache folder with these files. Its name is their hash."""
     digest = hashlib.sha256()
     for name, content in files.items():
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     folder = cache_folder() / digest.hexdigest()[:32]
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_assets(LocalStorage(folder), files)  # also repairs what was changed there
+    write_assets(LocalStorage(folder), files)  # also repairs modified files
     return folder
 
 
 @functools.cache
 def cache_folder() -> Path:
-    """The user's own folder for copies of remote assets; a temporary one if the home directory cannot be written."""
+    """Return the user's cache folder for remote assets, or a temporary folder if it is not writable."""
     home = os.environ.get("XDG_CACHE_HOME")
     try:
         folder = (Path(home) if home else Path.home() / ".cache") / "axlearn" / "assets"
@@ -192,7 +192,7 @@ def cache_folder() -> Path:
 
 
 def aligned_assets(stored: Any, config: Any) -> Any:
-    """The stored config of a run, with the paths that `config` has for assets of the same content."""
+    """Replace asset paths in the stored config of a run by those of `config` if their contents are equal."""
     paths = {asset.path: asset.value for asset in assets(config)}
 
     def aligned(asset: Asset) -> str:
@@ -210,14 +210,14 @@ def _same_content(one: str, other: str) -> bool:
 
 
 def recovered_assets(config: Tree, stored: Any) -> tuple[Tree, list[str]]:
-    """A config that continues a run, with the run's copies of assets whose original is gone.
+    """When resuming a run, use the run's copies of assets whose originals no longer exist.
 
     Args:
-        config: of the request.
-        stored: the run's config, attached; or None.
+        config: Config of the request.
+        stored: Config of the run with paths that can be opened, or None.
 
     Returns:
-        The config, and a note for each such asset.
+        The new config, and a note for each such asset.
     """
     copies = {asset.path: asset.value for asset in assets(stored)} if stored is not None else {}
     notes: list[str] = []
@@ -233,14 +233,14 @@ def recovered_assets(config: Tree, stored: Any) -> tuple[Tree, list[str]]:
             return asset.value
         if unquote(file_name(copy)) != asset.name or not os.path.isfile(copy):
             return asset.value
-        notes.append(f"{asset.path}: {asset.value} does not exist; using the run's copy of it, {copy}")
+        notes.append(f"{asset.path}: {asset.value} does not exist; using the run's copy, {copy}")
         return copy
 
     return map_assets(config, recovered), notes
 
 
 def located_by_content(tree: Tree) -> Tree:
-    """The config with assets that lie in a run named by their content, so that equal runs give equal texts anywhere."""
+    """Replace the paths of assets in runs by content hashes, so that equal runs have equal configs everywhere."""
 
     def named(asset: Asset) -> str:
         folder = Path(asset.value).parent

@@ -1,4 +1,4 @@
-"""The checkpoint of a run, read through a storage: its config, its manifest, and some of its arrays."""
+"""Open a checkpoint of a run: its config, its manifest, and selected arrays."""
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -34,14 +34,14 @@ log = logging.getLogger(__name__)
 
 
 class RunCheckpoint:
-    """One checkpoint of a run.
+    """A checkpoint of a run.
 
     Attributes:
-        uri: of the run.
-        config: the run's root config.
-        place: where its checkpoints lie.
-        step: of the checkpoint.
-        manifest: what the checkpoint holds.
+        uri: Path or URI of the run.
+        config: Root config of the run.
+        place: Location of its checkpoints.
+        step: Step of the checkpoint.
+        manifest: Manifest of the checkpoint.
     """
 
     def __init__(self, uri: str | Path, place: Checkpoints, config: Any, step: int | None = None):
@@ -57,11 +57,11 @@ class RunCheckpoint:
 
     @property
     def arrays(self) -> Mapping[str, ArrayInfo]:
-        """Dotted path in the training state -> shape and dtype."""
+        """Shape and dtype of each array by dotted path in the training state."""
         return self.manifest.arrays
 
     def migrate(self, expected: Collection[str]) -> None:
-        """Gives arrays that are wanted and missing the paths of this version, where an earlier version had others."""
+        """Rename arrays of earlier versions to their current paths, if expected arrays are missing."""
         self.manifest = self.manifest.migrated(expected)
         self.__dict__.pop("_reader", None)
 
@@ -71,36 +71,37 @@ class RunCheckpoint:
 
     @property
     def weights_only(self) -> bool:
-        """Whether it has no training state, as after an import."""
+        """True if the checkpoint has no training state, for example after an import."""
         return bool(self.extra.get(WEIGHTS_ONLY))
 
     @cached_property
     def extra(self) -> dict[str, Any]:
-        """Everything but the arrays, such as the position in the data."""
+        """Data other than arrays, such as the position in the input."""
         return (self._other or self.place).read_extra(self.step)
 
     def read(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """The arrays of `like`, by their paths in the training state, in its shardings (None: the default device).
+        """Read arrays. Only the pieces that this process needs are read and verified.
 
-        Only the pieces that this process needs are read, and each is checked.
+        Args:
+            like: Abstract arrays by path in the training state. A sharding of None means the default device.
 
         Raises:
-            CheckpointError: a file is damaged.
+            CheckpointError: If a file is damaged.
         """
         return self._reader.read({path: spec.sharding for path, spec in like.items()}) if like else {}
 
 
 def _open_other(cfg: StorageCheckpointer.Config, place: Checkpoints) -> StorageCheckpointer | None:
-    """Opens the checkpointer that knows how arrays are stored; None for those of the core, which store them in shards."""
+    """Build the checkpointer that reads the arrays. Return None for the default checkpointer."""
     if isinstance(cfg, ShardedCheckpointer.Config):
         return None
     return attrs.evolve(cfg, uri=None).build(directory=place.name)
 
 
 class WholeCheckpoint:
-    """One checkpoint of a run whose checkpointer knows only whole states; see `RunCheckpoint`.
+    """A checkpoint of a run whose checkpointer can only restore complete states; see `RunCheckpoint`.
 
-    The first `read` restores the state, onto the default device, and keeps its weights.
+    The first `read` restores the state to the default device and caches it.
     """
 
     weights_only = False
@@ -115,15 +116,15 @@ class WholeCheckpoint:
         return f"the checkpoint of step {self.step} of {self.uri}"
 
     def migrate(self, expected: Collection[str]) -> None:
-        """Nothing: what the checkpointer restores has the paths of this version."""
+        """Do nothing, because the restored state already has the current paths."""
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Everything but the arrays, such as the position in the data."""
+        """Data other than arrays, such as the position in the input."""
         return self._restore_arrays[1]
 
     def read(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """The arrays of `like`, in its shardings (None: the default device)."""
+        """Read arrays. A sharding of None means the default device."""
         return {p: jax.device_put(self._restore_arrays[0][p], x.sharding) for p, x in like.items()}
 
     @cached_property
@@ -159,20 +160,20 @@ class WholeCheckpoint:
 
 
 def find_step(uri: str | Path, steps: Sequence[int], step: int | None) -> int:
-    """The step to open: `step`, or else the newest. Raises `CheckpointError` if it is not one of `steps`."""
+    """Return the step to open (default: the newest). Raise `CheckpointError` if it is not one of `steps`."""
     if not steps:
         raise CheckpointError(
             f"{uri} has no checkpoint\n"
-            "    fix: train the run until it saves one; for the folder of one checkpoint, give its run directory and the step"
+            "    fix: train the run until it saves one; if this is the folder of one checkpoint, use its run directory and step"
         )
     if step is not None and step not in steps:
         listed = ", ".join(map(str, steps))
-        raise CheckpointError(f"{uri} has no checkpoint of step {step} (there: {listed})\n    fix: give one of those")
+        raise CheckpointError(f"{uri} has no checkpoint of step {step}\n    steps: {listed}\n    fix: use one of these")
     return steps[-1] if step is None else step
 
 
 def open_folder(uri: str | Path, storage: Storage, step: int | None = None) -> RunCheckpoint | None:
-    """A checkpoint where `uri` is the folder of checkpoints itself, with the config inside it; None where it is not."""
+    """Open a checkpoint if `uri` is a folder of checkpoints, with the config inside the checkpoint. Else return None."""
     place = Checkpoints(storage, str(uri))
     if not (steps := place.steps()):
         return None
@@ -181,13 +182,13 @@ def open_folder(uri: str | Path, storage: Storage, step: int | None = None) -> R
     config = read_run_config(storage, uri, f"{resolved_step}/{CONFIG}", places=places)
     if config is None:
         raise CheckpointError(
-            f"the checkpoint of step {resolved_step} in {uri} has no {CONFIG}\n    fix: give the run directory"
+            f"the checkpoint of step {resolved_step} in {uri} has no {CONFIG}\n    fix: use the run directory"
         )
     return RunCheckpoint(uri, place, config, resolved_step)
 
 
 def _above(uri: str | Path) -> list[Place]:
-    """The run directory of its folder of checkpoints; empty if `uri` is a folder of another name."""
+    """Return the run directory of its folder of checkpoints. Empty if `uri` has another name."""
     run, _, name = str(uri).rstrip("/").rpartition("/")
     return [(open_storage(run or "."), "")] if name == CHECKPOINTS else []
 
@@ -195,14 +196,14 @@ def _above(uri: str | Path) -> list[Place]:
 def open_checkpoint(
     uri: str | Path, storage: Storage, config: object, step: int | None = None
 ) -> RunCheckpoint | WholeCheckpoint:
-    """A checkpoint of a run, by default the newest, as the run's checkpointer keeps it.
+    """Open a checkpoint of a run (default: the newest).
 
     Raises:
-        CheckpointError: the config is not a trainer's, no such step, or a damaged manifest.
+        CheckpointError: If the config is not a trainer config, if the step does not exist, or if the manifest is damaged.
     """
     checkpointer = checkpointer_of(config)
     if checkpointer is None:
-        raise CheckpointError(f"{uri}/{CONFIG} is not a trainer's config: it has no checkpointer")
+        raise CheckpointError(f"{uri}/{CONFIG} is not a trainer config: it has no checkpointer")
     if isinstance(checkpointer, StorageCheckpointer.Config):
         checkpoint = RunCheckpoint(uri, find_checkpoints(uri, storage, checkpointer.uri), config, step)
         checkpoint.config = _trained_config(checkpoint, storage, config)
@@ -211,12 +212,12 @@ def open_checkpoint(
 
 
 def _trained_config(checkpoint: RunCheckpoint, storage: Storage, config: object) -> Any:
-    """The config inside a checkpoint, which is hashed with it: that of the run may have been edited since.
+    """Return the config stored in a checkpoint, because the config of the run may have been edited since.
 
-    Only the input is the run's: the run may read its data elsewhere now. Differences are logged.
+    The input is taken from the run, since its data may have moved. Differences are logged.
     """
     if CONFIG not in checkpoint.manifest.files:
-        return config  # an earlier version wrote it
+        return config  # written by an earlier version
     place, path = checkpoint.place, f"{checkpoint.place.folder}{checkpoint.step}/{CONFIG}"
     text = place.storage.read(path)
     if manifest.describe(text) != {k: checkpoint.manifest.files[CONFIG].get(k) for k in ("bytes", "sha256")}:
@@ -229,12 +230,12 @@ def _trained_config(checkpoint: RunCheckpoint, storage: Storage, config: object)
     edited = [change for change, kind in change_kinds(changes, trained, config) if kind in DECISIVE]
     if edited:
         lines = [
-            f"    {c.path}: {c.old!r} in the checkpoint, {c.new!r} there"
-            + ("" if c.path.startswith("input.") else "; the checkpoint decides")
+            f"    {c.path}: {c.old!r} in the checkpoint, {c.new!r} in the file"
+            + ("" if c.path.startswith("input.") else "; using the value in the checkpoint")
             for c in edited[:12]
         ]
         more = [f"    and {len(edited) - 12} more"] if len(edited) > 12 else []
-        head = f"{checkpoint.uri}/{CONFIG} is not the config that step {checkpoint.step} was trained with"
+        head = f"{checkpoint.uri}/{CONFIG} differs from the config that step {checkpoint.step} was trained with"
         log.warning("%s", "\n".join([head, *lines, *more]))
-    own = input_of(config)
-    return trained if own is None else attrs.evolve(trained, input=own)
+    source = input_of(config)
+    return trained if source is None else attrs.evolve(trained, input=source)

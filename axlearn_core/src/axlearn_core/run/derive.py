@@ -1,4 +1,4 @@
-"""Writes runs that were made and not trained: converted, merged, quantized or imported ones."""
+"""Write derived runs, which are converted, merged, quantized, or imported instead of trained."""
 
 import contextlib
 import fnmatch
@@ -26,7 +26,7 @@ from axlearn_core.run.weights import split_weights
 
 AnyWeights = TypeVar("AnyWeights", bound=Weights)
 LAST = ("config.yaml", "config.json")
-"""The files that make a directory a run, or a model: `appearing` moves them last."""
+"""Files that identify a directory as a run or a model. `appearing` moves them last."""
 
 
 def derive_run(
@@ -40,27 +40,27 @@ def derive_run(
     lock: Mapping[str, Any] | None = None,
     add_files: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Writes a run directory with one checkpoint of weights and no optimizer state; it appears in one piece.
+    """Write a run directory atomically, with one checkpoint that contains weights but no optimizer state.
 
-    The new run begins its learner's state anew: moments at zero, a moving average at the parameters. It keeps its checkpoints in
-    its own directory, and its loop does not begin with the weights of another run.
+    Training the new run initializes its learner state: moments are zero, and the moving average equals the parameters. The new
+    run stores checkpoints in its own directory, and its loop does not load weights from another run.
 
     Args:
-        weights: what the run is made of.
-        out: the new run directory, which must be empty or not exist.
-        config: of the new run's trainer. The run gets copies of its assets.
-        transform: from `weights` to the parameters and variables of the model in `config`, by dotted path.
-        new_step: the step of the checkpoint; by default that of `weights`.
-        extra: more for the checkpoint, such as the position in the data.
-        lock: of the new run.
-        add_files: adds files to the directory before it appears.
+        weights: Source weights.
+        out: New run directory, which must be empty or not exist.
+        config: Trainer config of the new run. Its assets are copied to the run.
+        transform: Returns the parameters and variables of the model in `config` by dotted path.
+        new_step: Step of the checkpoint (default: the step of `weights`).
+        extra: Additional data for the checkpoint, such as the position in the input.
+        lock: Lock of the new run.
+        add_files: Adds files to the directory before it appears.
 
     Returns:
         The run directory.
 
     Raises:
-        RequestError: `out` is taken or a URI, or the tensors are not those of the model.
-        WorkError: the directory cannot be written.
+        RequestError: If `out` is not empty or is a URI, or if the tensors do not match the model.
+        WorkError: If the directory cannot be written.
     """
     path = new_directory(out)
     settings = _independent_config(config)
@@ -68,7 +68,7 @@ def derive_run(
     expected = {**functional.abstract, **functional.variables}
     tensors = transform(weights)
     if wrong := [p for p in expected.keys() | tensors.keys() if _shape(tensors.get(p)) != _shape(expected.get(p))]:
-        raise RequestError(f"the parameters are not those of the new model: {', '.join(sorted(wrong)[:5])}")
+        raise RequestError(f"the parameters do not match the new model: {', '.join(sorted(wrong)[:5])}")
     params, variables = split_weights({p: jnp.asarray(tensors[p], s.dtype) for p, s in expected.items()}, functional)
     step = weights.step if new_step is None else new_step
     state = {"step": jnp.asarray(step, jnp.int32), "params": params, "variables": variables}
@@ -80,47 +80,48 @@ def derive_run(
 
 
 def new_directory(uri: str | Path) -> Path:
-    """The local path of a directory that is to be written.
+    """Return the local path of a new directory.
 
     Raises:
-        RequestError: it is the URI of a storage, or it holds something.
+        RequestError: If it is the URI of a storage, or if the directory is not empty.
     """
     path = local_target(uri)
     present = sorted(part.name for part in path.iterdir())[:3] if path.is_dir() else ["a file"] if path.exists() else []
     if present:
         leftover = fnmatch.filter(present, ".*.partial")
-        remedy = "delete what a process that was killed left there, or give" if leftover else "give"
+        remedy = "delete the files of a killed process, or use" if leftover else "use"
         raise RequestError(
-            f"{path} is there already\n    got: {', '.join(leftover or present)}\n"
+            f"{path} already exists\n    got: {', '.join(leftover or present)}\n"
             f"    fix: {remedy} a directory that does not exist; nothing was written"
         )
     return path
 
 
 def local_target(uri: str | Path) -> Path:
-    """The local path to write to.
+    """Return the local path to write to.
 
     Raises:
-        RequestError: it is the URI of a storage.
+        RequestError: If it is the URI of a storage.
     """
     text = str(uri)
     if "://" in text and not text.startswith("file://"):
         raise RequestError(
-            f"cannot write to {text}: what is made goes to a local or mounted directory\n"
-            f"    got: the scheme {text.partition('://')[0]!r}\n    expected: a path; runs are read from any storage\n"
-            "    fix: give a path; `axlearn train` keeps checkpoints in a storage by --set checkpointer.uri=..."
+            f"cannot write to {text}: the output must be a local or mounted directory\n"
+            f"    got: the scheme {text.partition('://')[0]!r}\n    expected: a path; only reading supports any storage\n"
+            "    fix: use a path; to store checkpoints of `axlearn train` in a storage, use --set checkpointer.uri=..."
         )
     return Path(text.removeprefix("file://")).expanduser()
 
 
 @contextlib.contextmanager
 def appearing(out: Path) -> Iterator[Path]:
-    """A directory to fill, which becomes `out` in one piece. A process that is killed meanwhile leaves no `out`.
+    """Yield a temporary directory, which is renamed to `out` at the end.
 
-    If `out` exists (empty, it may be a link or a mounted volume), the files move into it, last the one that makes it a run.
+    If `out` exists, it must be empty and may be a link or a mounted volume. The files are then moved into it, and the file
+    that identifies it as a run is moved last.
 
     Raises:
-        WorkError: it cannot be written.
+        WorkError: If the directory cannot be written.
     """
     out = Path(os.path.realpath(out))
     exists = out.is_dir()
@@ -162,7 +163,7 @@ def _write_checkpoint(
 
 
 def _independent_config(config: Any) -> Any:
-    """The config of a run that has its weights and keeps its checkpoints to itself."""
+    """Return the config of a run that has its own weights and checkpoints."""
 
     def begun(part: Node[Any]) -> Node[Any]:
         return part.begun() if isinstance(part, BeginsElsewhere) else part

@@ -1,4 +1,4 @@
-"""What happens to a run while it is trained, and who listens: trackers, watchdog, profiler, clock, and the parts of jobs."""
+"""Events of a run in training, and their listeners: trackers, watchdog, profiler, clock, and job components."""
 
 from __future__ import annotations
 
@@ -18,64 +18,64 @@ if TYPE_CHECKING:
 Position = Literal["first", "middle", "last"]
 POSITIONS: tuple[Position, ...] = get_args(Position)
 owns_process = threading.Event()
-"""Set by the command line, whose process is the run's: a listener may end the process."""
+"""Set by the command line. Listeners may then exit the process, because it only executes the run."""
 
 
 class RunListener:
-    """Takes part in a run without changing what it computes. Every method does nothing unless a subclass overrides it.
+    """Observes a run without changing its computation. By default, every method does nothing.
 
     Each process calls its listeners in the order of registration, on the main thread unless a method says otherwise.
 
     Attributes:
-        position: `first` registers a plugin's listener before those of other plugins, and so closes it after them: a lock.
-            `last` registers it behind trackers, watchdog and profiler, and so closes it before them: a clock.
-        errors_name_plugin: whether the plugin is named when a method raises. False leaves errors as they are.
+        position: Order of registration. `first` is before other plugins, so that it is closed after them (such as a lock).
+            `last` is after trackers, watchdog, and profiler, so that it is closed before them (such as a clock).
+        errors_name_plugin: If True, errors name the plugin. If False, errors are propagated unchanged.
     """
 
     position: ClassVar[Position] = "middle"
     errors_name_plugin: ClassVar[bool] = True
 
     def opened(self, run: Any) -> None:
-        """The parts of the run are built and nothing is written yet. May raise `RequestError` to refuse the run."""
+        """Called when the components of the run are built, before anything is written. Raise `RequestError` to refuse it."""
 
     def restored(self, run: Any) -> None:
-        """The run directory is written, and the state is restored or about to be initialized."""
+        """Called when the run directory is written, after the state is restored or before it is initialized."""
 
     def phase(self, name: str, step: int, count_as: str | None = None) -> None:
-        """A phase begins: `restore`, `compile`, `input`, `step`, `evaluate` or `save`.
+        """Called when a phase starts: `restore`, `compile`, `input`, `step`, `evaluate`, or `save`.
 
         Args:
-            name: of the phase.
-            step: finished steps.
-            count_as: the phase that the time since the last call belongs to, if it is not the one that ended.
+            name: Name of the phase.
+            step: Number of finished steps.
+            count_as: Phase to attribute the time since the last call to (default: the phase that ended).
         """
 
     def step_begins(self, step: int) -> None:
-        """The step after `step` finished ones is about to be dispatched."""
+        """Called before a step is dispatched. `step` is the number of finished steps."""
 
     def step_dispatched(self, step: int, scalars: Mapping[str, jax.Array]) -> None:
-        """Step number `step` is dispatched; waiting for its `scalars` waits for it."""
+        """Called after step number `step` is dispatched. Blocking on its `scalars` waits for the step."""
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """A step is finished; `values` are its scalars, such as `loss`."""
+        """Called after a step has finished, with its scalars, such as `loss`."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Scalars to log: those of a step, or the results of an evaluation."""
+        """Called with scalars to log: those of a step, or the results of an evaluation."""
 
     def text(self, step: int, name: str, value: str) -> None:
-        """A sample or message to log."""
+        """Called with a sample or message to log."""
 
     def saving(self, step: int) -> None:
-        """A save is about to begin, or the last one is complete. Raising stops the run before anything is written.
+        """Called before a save, and after the last save is complete. Raise an error to stop the run before the save.
 
-        In a job, all processes stop if one raises.
+        If one process of a job raises, all processes stop.
         """
 
     def saved(self, step: int, reason: str | None) -> None:
-        """A save ended: complete if `reason` is None. May be called from any thread. An error is logged and changes nothing."""
+        """Called after a save, from any thread. `reason` is None if it succeeded. Errors in this method are only logged."""
 
     def closed(self) -> None:
-        """The run ends, also after an error. Called in the opposite order of registration."""
+        """Called when the run ends, also after an error, in reverse order of registration."""
 
 
 EVENTS = (
@@ -84,7 +84,7 @@ EVENTS = (
 
 
 class RunEvents:
-    """The listeners of one run. An event costs nothing for listeners that do not override its method."""
+    """The listeners of a run. Listeners are only called for the methods that they override."""
 
     def __init__(self, listeners: Iterable[RunListener] = ()):
         self.listeners: list[RunListener] = []
@@ -93,11 +93,11 @@ class RunEvents:
             self.add(listener)
 
     def add(self, listener: RunListener, plugin: Entry | None = None) -> None:
-        """Registers a listener behind the others.
+        """Register a listener after the others.
 
         Args:
-            listener: the listener.
-            plugin: that it comes from; errors in its methods then name the plugin and the event.
+            listener: The listener.
+            plugin: Plugin that provides it. If given, errors name the plugin and the event.
         """
         self.listeners.append(listener)
         for event in EVENTS:
@@ -110,23 +110,23 @@ class RunEvents:
             call(name, step, count_as)
 
     def notify(self, event: str, *arguments: Any) -> None:
-        """Calls the method `event` of every listener that overrides it."""
+        """Call the method `event` of every listener that overrides it."""
         for call in self._calls[event]:
             call(*arguments)
 
     def notify_saved(self, step: int, reason: str | None) -> None:
-        """Calls `RunListener.saved`. The save has ended by then, so an error of a listener is only logged."""
+        """Call `RunListener.saved`. The save has already ended, so errors are only logged."""
         for call in self._calls["saved"]:
             try:
                 call(step, reason)
-            except Exception as error:  # a listener may raise anything
+            except Exception as error:  # listeners may raise any error
                 log_message(f"warning: {error}", from_all=True)
 
 
 def name_failures(method: Callable[..., None], plugin: Entry | None) -> Callable[..., None]:
-    """A method of a plugin's listener with errors that name the plugin and the event; the method itself without a plugin.
+    """Wrap a listener's method so that errors name the plugin and the event. Return it unchanged without a plugin.
 
-    An error of this framework keeps its class, as a refusal of a run or a save; a message says which plugin raised it.
+    Errors of this framework keep their class, because they refuse a run or a save. A message names the plugin instead.
     """
     if plugin is None:
         return method
@@ -140,7 +140,7 @@ def name_failures(method: Callable[..., None], plugin: Entry | None) -> Callable
             title = f"{plugin.name} of {plugin.origin}"
             log_message(f"note: {title} raises the next error, at the event {event}", from_all=True)
             raise
-        except Exception as error:  # a plugin's listener may raise anything
+        except Exception as error:  # listeners may raise any error
             problem = str(plugin.failed(f"has a run listener that failed at the event {event}", error))
             raise WorkError(problem) from error
 

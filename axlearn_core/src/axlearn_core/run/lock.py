@@ -1,4 +1,4 @@
-"""What a run depended on in addition to its config: versions, devices, flags, data, kernels."""
+"""Lock of a run: versions, devices, flags, data, and kernels that it used."""
 
 import os
 import platform
@@ -14,17 +14,17 @@ from axlearn_core.run.record import short_hash
 
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "numpy")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-"""Of the environment: they change what the compiler makes."""
+"""Environment variables that affect compilation."""
 
 
 def versions() -> dict[str, str]:
-    """Name -> version of the libraries that decide numbers, and of every installed distribution of this framework."""
+    """Return the versions of the libraries that affect results, and of all installed distributions of this framework."""
     result = {}
     for dist in importlib_metadata.distributions():
         name = dist.metadata["Name"]
         plugin = any(ep.group.startswith("axlearn.") for ep in dist.entry_points)
         if name in LIBRARIES or plugin:
-            result.setdefault(name, dist.version)  # of two, the first of the path is the one that is imported
+            result.setdefault(name, dist.version)  # the first one on the path is imported
     return dict(sorted(result.items()))
 
 
@@ -36,7 +36,7 @@ def make_lock(
     provenance: Mapping[str, Any] | None,
     decisions: Sequence[Decision] = (),
 ) -> dict[str, Any]:
-    """The lock, less what is known only once the step is compiled (kernels, fingerprint). `facts`: of the data."""
+    """Return the lock without facts that require compilation (kernels, fingerprint). `facts` describes the data."""
     devices = program.layout.mesh.devices
     return {
         "experiment": experiment,
@@ -55,6 +55,6 @@ def make_lock(
 
 
 def peak_flops(program: Program) -> float | None:
-    """The dense bfloat16 peak of all devices together, in FLOP/s, where a plugin knows this hardware."""
+    """Return the dense bfloat16 peak of all devices in FLOP/s, or None if no plugin knows the hardware."""
     peak = program.target.peak_flops.get("bfloat16") if program.target else None
     return peak * program.layout.mesh.size if peak else None

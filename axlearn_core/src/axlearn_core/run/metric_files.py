@@ -1,4 +1,4 @@
-"""The files of metrics and samples in a run directory: one JSON object with a `step` on each line."""
+"""Files of metrics and samples in a run directory. Each line is a JSON object with a `step`."""
 
 import json
 import math
@@ -11,23 +11,23 @@ from axlearn_core.config.files import read_regular
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 PHASES = "phases.jsonl"
-"""Seconds by phase; `axlearn_plugins_runtime.job.phases` writes it, and reports read it."""
+"""Seconds per phase. `axlearn_plugins_runtime.job.phases` writes it, and reports read it."""
 Lines = list[tuple[bytes, dict[str, Any]]]
 
 
 def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The records of a file that a `JsonlTracker` wrote or is writing, and a remark per line that is not one.
+    """Read the records of a file that a `JsonlTracker` writes. Also return a remark for each invalid line.
 
-    A missing file has no records. Raises `OSError` where the file cannot be read.
+    A missing file has no records. Raise `OSError` if the file cannot be read.
     """
     lines, remarks = _parse(path)
     return [record for _, record in lines], remarks
 
 
 def cut_back(path: Path, start_step: int) -> list[dict[str, Any]]:
-    """Drops, in one atomic replacement, the lines after `start_step` and those that are not whole; returns the rest.
+    """Remove lines after `start_step` and incomplete lines, atomically. Return the remaining records.
 
-    Starting at 0 drops all: nothing has been done yet.
+    A `start_step` of 0 removes all lines.
     """
     lines, remarks = _parse(path)
     entries = [(raw, record) for raw, record in lines if 0 < start_step >= record["step"]]
@@ -53,11 +53,11 @@ def _parse(path: Path) -> tuple[Lines, list[str]]:
 
 
 def parse_records(data: bytes, name: str) -> tuple[Lines, list[str]]:
-    """The lines of a file that are records, each with its record, and a remark for each that is not.
+    """Parse a file. Return its valid lines with their records, and a remark for each invalid line.
 
     Args:
-        data: the file.
-        name: of the file, for the remarks.
+        data: Contents of the file.
+        name: Name of the file, for the remarks.
     """
     raw_lines = data.splitlines(keepends=True)
     lines: Lines = []
@@ -70,7 +70,7 @@ def parse_records(data: bytes, name: str) -> tuple[Lines, list[str]]:
         if isinstance(record, dict) and type(record.get("step")) is int and _is_finite(record.get("elapsed_seconds")):
             lines.append((raw, record))
         elif number == len(raw_lines) and not raw.endswith(b"\n"):
-            remarks.append(f"{name}: the last line is incomplete, as after a sudden stop; it is left out")
+            remarks.append(f"{name}: ignoring the last line, which is incomplete, possibly after a crash")
         else:
-            remarks.append(f"{name}: line {number} is not a record with a step; it is left out")
+            remarks.append(f"{name}: ignoring line {number}, which is not a record with a step")
     return lines, remarks

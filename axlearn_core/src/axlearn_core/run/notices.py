@@ -1,4 +1,4 @@
-"""Lines for a person."""
+"""Messages on standard error."""
 
 import sys
 
@@ -6,13 +6,13 @@ from axlearn_core.errors import escape_controls
 
 
 def log_message(message: str, *, from_all: bool = False) -> None:
-    """One line for a person, on standard error, from the first process only.
+    """Print a message to standard error, on process 0 only.
 
     Args:
-        message: the line.
-        from_all: every process that calls writes it.
+        message: The message.
+        from_all: Print on every process.
     """
-    import jax  # whoever has a message has JAX; the readers of runs have none
+    import jax  # delayed, because readers of runs do not need JAX
 
     if from_all or jax.process_index() == 0:
         print(escape_controls(message), file=sys.stderr, flush=True)

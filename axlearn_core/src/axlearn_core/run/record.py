@@ -1,11 +1,11 @@
-"""The run directory: what is in it, whose it is, and whether it may be continued.
+"""Run directories, and checks before a run is resumed.
 
-config.yaml       the resolved config
-files/            copies of the assets that the config names, such as the tokenizer
-run.lock.json     versions, devices, flags, kernels, data, provenance, fingerprint of the compiled step
+config.yaml       resolved config
+files/            copies of assets, such as the tokenizer
+run.lock.json     versions, devices, flags, kernels, data, provenance, and the fingerprint of the compiled step
 metrics.jsonl     one object per logged step
 checkpoints/      one directory per step
-processes.jsonl   starts, deaths and replacements of processes, where a supervisor writes them
+processes.jsonl   starts, deaths, and replacements of processes, if a supervisor writes it
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from axlearn_core.run.asset_copies import aligned_assets, located_by_content, wr
 Who = Callable[[str], str | None]
 CONFIG, LOCK = "config.yaml", "run.lock.json"
 SUPERVISOR = ("processes.jsonl", "launch")
-"""What may be in the directory before the run is: events of its processes, their logs and compiled programs."""
+"""Files of a supervisor, which may exist before the run: process events, logs, and compiled programs."""
 LOCK_TYPES: Mapping[str, type] = {
     **dict.fromkeys(("versions", "flags", "data", "provenance", "mesh"), dict),
     **dict.fromkeys(("run", "hash", "python", "devices", "hlo_fingerprint"), str),
@@ -41,14 +41,14 @@ LOCK_TYPES: Mapping[str, type] = {
 
 
 def batch_dependence(config: object) -> tuple[str, ...]:
-    """Why the batch of a step cannot be cut up otherwise without changing what the model computes; empty where it can."""
-    from axlearn_core.compose import ModelAndObjective  # imports JAX, which reports of runs do without
+    """Return the reasons why the number of microbatches affects the results. Empty if it does not."""
+    from axlearn_core.compose import ModelAndObjective  # imports JAX, which readers of runs do not need
 
     return ModelAndObjective.of(config).batch_dependence
 
 
 def short_hash(config: Node[Any]) -> str:
-    """Eight hex digits of what the config computes, regardless of its execution and its number of steps."""
+    """Return an eight-digit hash of the config's mathematics, independent of its execution and number of steps."""
     config = located_by_content(config)
     decisive = mathematics(config)
     cut = microbatches(config)
@@ -60,18 +60,18 @@ def short_hash(config: Node[Any]) -> str:
 
 @attrs.frozen
 class Refused:
-    """A change that a run cannot be continued with, and why where its kind alone does not say so."""
+    """A config change that prevents resuming a run. `reason` may be empty if the kind of the field is sufficient."""
 
     change: Change
     reason: str = ""
 
 
 def refused_changes(changes: tuple[Change, ...], old: Node[Any], config: Node[Any]) -> list[Refused]:
-    """The changes of mathematics between the config of a run and the one it is to be continued with."""
+    """Return the changes of mathematics between the config of a run and a new config."""
     kinds = change_kinds(changes, old, config)
     reasons = batch_dependence(config) if any(kind == "microbatches" for _, kind in kinds) else ()
     return [
-        Refused(change, f"other microbatches: {', '.join(reasons)}" if kind == "microbatches" else "")
+        Refused(change, f"different microbatches: {', '.join(reasons)}" if kind == "microbatches" else "")
         for change, kind in kinds
         if kind in DECISIVE or (kind == "microbatches" and reasons)
     ]
@@ -79,7 +79,15 @@ def refused_changes(changes: tuple[Change, ...], old: Node[Any], config: Node[An
 
 @attrs.frozen
 class RunDir:
-    """A run directory that was checked against the config it is to be used with."""
+    """A run directory that has been checked against a config.
+
+    Attributes:
+        path: Local directory. For a run at a URI, it is a working copy.
+        resumes: True if the directory contains a run that will be resumed.
+        notes: Messages about changes of the config.
+        allow_drift: True if changes of mathematics are allowed.
+        uri: URI of the run, or None.
+    """
 
     path: Path
     resumes: bool
@@ -89,7 +97,7 @@ class RunDir:
 
     @property
     def checkpoints(self) -> Path | str:
-        """Where checkpoints lie: below the URI of a run that has one, whose `path` is a working copy."""
+        """Location of the checkpoints. If the run has a URI, they are stored there directly."""
         return self.path / "checkpoints" if self.uri is None else f"{self.uri}/checkpoints"
 
     @classmethod
@@ -103,52 +111,52 @@ class RunDir:
         set_by: Who = {}.get,
         uri: str | None = None,
     ) -> "RunDir":
-        """Decides between a new run and a continued one; writes nothing.
+        """Decide whether to start a new run or to resume one. This does not write anything.
 
         Args:
-            path: the directory, which need not exist.
-            config: the resolved config of this request.
-            old: the config that is in the directory, or None.
-            allow_drift: continue although what is computed changed.
-            set_by: config path -> who set it in this request, for the error; None where nobody did.
-            uri: of the run, where the directory is a working copy of it.
+            path: Directory, which may not exist.
+            config: Resolved config of the request.
+            old: Config in the directory, or None.
+            allow_drift: Resume even if the mathematics changed.
+            set_by: Returns the source of a setting by config path, or None. Used in error messages.
+            uri: URI of the run, if the directory is a working copy.
 
         Raises:
-            RequestError: the directory holds something that is not a run.
-            CheckpointError: it holds another experiment's run.
+            RequestError: If the directory contains something other than a run.
+            CheckpointError: If it contains a run of another experiment.
         """
         try:
             str(path).encode()
         except UnicodeEncodeError:
             raise RequestError(
-                f"the run directory {str(path)!r} has bytes that are not UTF-8\n    fix: give another --run-dir"
+                f"the run directory {str(path)!r} is not valid UTF-8\n    fix: use another --run-dir"
             ) from None
         if uri is None and (scheme := re.match(r"([a-z][a-z0-9+.-]+):/", str(path))):
             raise RequestError(
                 f"the run directory {str(path)!r} is a URI of {scheme[1]}\n    expected: a local or mounted directory\n"
-                f"    fix: give a path; `axlearn train --run-dir {scheme[1]}://...` alone writes runs to storages"
+                f"    fix: use a path; only `axlearn train --run-dir {scheme[1]}://...` can write runs to storages"
             )
         if path.exists() and not path.is_dir():
-            raise RequestError(f"{path} is a file\n    fix: give another --run-dir")
+            raise RequestError(f"{path} is a file\n    fix: use another --run-dir")
         if old is None:
             names = sorted(p.name for p in path.iterdir()) if path.exists() else []
-            # The file of a holder that died, and what a supervisor of processes keeps there.
+            # Ignore the lock file of a trainer that died, and the files of a supervisor.
             strangers = [n for n in names if not n.startswith(".trainer-") and n not in SUPERVISOR][:5]
             if strangers and uri is None:
                 raise RequestError(
                     f"{path} is not empty and is not a run: it has no config.yaml\n    got: {', '.join(strangers)}\n"
-                    "    fix: give another --run-dir; nothing was written"
+                    "    fix: use another --run-dir; nothing was written"
                 )
             return cls(path, resumes=False, allow_drift=allow_drift, uri=uri)
-        changes = check_config(f"{uri or path} holds a run", old, config, allow_drift=allow_drift, set_by=set_by)
-        notes = tuple(f"changed since the run began: {show_change(c)}" for c in changes)
+        changes = check_config(f"{uri or path} contains a run", old, config, allow_drift=allow_drift, set_by=set_by)
+        notes = tuple(f"changed since the run started: {show_change(c)}" for c in changes)
         return cls(path, resumes=True, notes=notes, allow_drift=allow_drift, uri=uri)
 
     def write(self, config_text: str, lock: Mapping[str, Any], assets: Mapping[str, bytes] = {}) -> None:
-        """Writes the config, the lock and the assets that the config names (path in the run -> content).
+        """Write the config, the lock, and the assets (contents by path in the run).
 
         Raises:
-            WorkError: the directory cannot be written.
+            WorkError: If the directory cannot be written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -160,7 +168,7 @@ class RunDir:
             raise WorkError(f"cannot write the run directory {self.path}: {reason}") from error
 
     def read_lock(self) -> dict[str, Any]:
-        """The lock; empty if it is missing. Raises `CheckpointError` if it is damaged."""
+        """Return the lock, or an empty dict if it is missing. Raise `CheckpointError` if it is damaged."""
         file = self.path / LOCK
         try:
             return parse_lock(read_regular(file), str(file))
@@ -170,24 +178,24 @@ class RunDir:
             raise _damaged_lock(str(file), str(error).partition("\n")[0][:200]) from None
 
     def write_fact(self, name: str, value: object) -> None:
-        """Adds one fact to the lock that is known only once the step is compiled."""
+        """Add a fact to the lock that is only known after compilation."""
         lock = self.read_lock() | {name: value}
         write_whole(self.path / LOCK, json.dumps(lock, indent=1, default=str) + "\n")
 
     def add_decision(self, decision: Decision) -> None:
-        """Adds a decision to the lock that was made once the run had begun."""
+        """Add a decision to the lock that was made after the run had started."""
         self.write_fact("decisions", [*self.read_lock().get("decisions", ()), attrs.asdict(decision)])
 
 
 def parse_lock(data: bytes, name: str) -> dict[str, Any]:
-    """The content of `run.lock.json`.
+    """Parse `run.lock.json`.
 
     Args:
-        data: the file.
-        name: of the file, for the error.
+        data: Contents of the file.
+        name: Name of the file, for the error.
 
     Raises:
-        CheckpointError: the file is damaged.
+        CheckpointError: If the file is damaged.
     """
     try:
         lock = json.loads(data)
@@ -204,17 +212,17 @@ def parse_lock(data: bytes, name: str) -> dict[str, Any]:
 def _damaged_lock(name: str, problem: str) -> CheckpointError:
     return CheckpointError(
         f"{name} is damaged\n    got: {problem}\n"
-        "    fix: bring it back, such as from a checkpoint's folder, or delete it: the next run writes it again"
+        "    fix: restore it, for example from the folder of a checkpoint, or delete it; the next run writes a new one"
     )
 
 
 def check_config(
     subject: str, old: Node[Any], config: Node[Any], *, allow_drift: bool, set_by: Who = {}.get
 ) -> tuple[Change, ...]:
-    """The changes between the config of a run and the one it is to be continued with.
+    """Return the changes between the config of a run and a new config.
 
     Raises:
-        CheckpointError: they change what is computed. The message begins with `subject`.
+        CheckpointError: If they change the mathematics. The message starts with `subject`.
     """
     old = aligned_assets(old, config)
     changes = diff(old, config, code_name)
@@ -229,21 +237,21 @@ def check_config(
             f"{subject} with another config; nothing was written\n"
             + "\n".join(map(line, refused[:12]))
             + (f"\n    and {len(refused) - 12} more" if len(refused) > 12 else "")
-            + "\n    fix: give another --run-dir, or continue it all the same with --allow-drift; where parameters"
-            "\n    changed with a feature, `axlearn convert` makes a new run of this one, or says why it cannot"
+            + "\n    fix: use another --run-dir, or resume anyway with --allow-drift; if a feature changed the parameters,"
+            "\n    `axlearn convert` creates a new run from this one, or explains why it cannot"
         )
     return changes
 
 
 def show_change(change: Change) -> str:
-    """`path: old -> new`."""
+    """Format a change as `path: old -> new`."""
     return f"{change.path}: {change.old!r} -> {change.new!r}"
 
 
 def lock_drift(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What changed around the config since the lock was written: versions, devices, flags.
+    """Describe changes of versions, devices, and flags since the lock was written.
 
-    The lock of a run that was derived has none of them.
+    The lock of a derived run does not contain them.
     """
     notes = []
     old_versions, new_versions = old.get("versions", {}), new.get("versions", {})
@@ -258,7 +266,7 @@ def lock_drift(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that a reader, or a crash, sees all of it or none."""
+    """Write a file atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)

@@ -1,4 +1,4 @@
-"""A run, opened by its path or URI: its config, lock, checkpoints, weights, metrics and text."""
+"""`Run`: open a run by its path or URI to read its config, lock, checkpoints, weights, metrics, and text facts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run at a path, or at the URI of a storage. Nothing is read before it is asked for.
+    """A run at a path or URI. Files are read on first access.
 
-    `config`, `weights`, `text` and `derive` import what the config names, and JAX with it; the rest does not.
+    `config`, `weights`, `text`, and `derive` import the components of the config, and therefore JAX. The others do not.
 
     Attributes:
-        uri: of the run directory, or of its folder of checkpoints.
-        storage: of `uri`.
+        uri: Path or URI of the run directory, or of its folder of checkpoints.
+        storage: Storage of `uri`.
     """
 
     def __init__(self, uri: str | Path, *, storage: Storage | None = None):
@@ -44,10 +44,10 @@ class Run:
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
-        """The config file as plain data; empty if there is none.
+        """Config file as plain data. Empty if it does not exist.
 
         Raises:
-            CheckpointError: the file cannot be parsed, or has no settings.
+            CheckpointError: If the file cannot be parsed or is not a mapping.
         """
         try:
             text = self.storage.read(CONFIG).decode()
@@ -59,25 +59,25 @@ class Run:
         if not isinstance(data, Mapping):
             raise CheckpointError(
                 f"{self.uri}/{CONFIG} is damaged\n    got: {show(data)}\n    expected: a mapping\n"
-                "    fix: bring it back from the folder of a checkpoint, which has a copy"
+                "    fix: restore it from the folder of a checkpoint, which has a copy"
             )
         return data
 
     @cached_property
     def config(self) -> Node[Any] | None:
-        """The resolved config; None if there is no config file. Paths of assets can be opened.
+        """Resolved config with asset paths that can be opened. None if there is no config file.
 
         Raises:
-            CheckpointError: the file cannot be read back, or the run lacks an asset.
+            CheckpointError: If the file cannot be read, or if an asset of the run is missing.
         """
         return read_run_config(self.storage, self.uri)
 
     @cached_property
     def lock(self) -> Mapping[str, Any]:
-        """Versions, devices, data, provenance, the run's id; empty if there is no lock.
+        """Lock: versions, devices, data, provenance, and the run's ID. Empty if it does not exist.
 
         Raises:
-            CheckpointError: the lock is damaged.
+            CheckpointError: If the lock is damaged.
         """
         try:
             return parse_lock(self.storage.read(LOCK), f"{self.uri}/{LOCK}")
@@ -86,10 +86,10 @@ class Run:
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
-        """The folder of the run's checkpoints, wherever its config keeps it.
+        """Folder of the run's checkpoints, which may be outside the run directory.
 
         Raises:
-            CheckpointError: `uri` is neither a run directory nor a folder of checkpoints.
+            CheckpointError: If `uri` is neither a run directory nor a folder of checkpoints.
         """
         if not self.settings:
             place = Checkpoints(self.storage, self.uri)
@@ -103,25 +103,25 @@ class Run:
 
     @cached_property
     def foreign_checkpoints(self) -> ForeignCheckpoints | None:
-        """The checkpoints that another library wrote beside the run's; None if there are none, or no plugin knows them."""
+        """Checkpoints of another library in the run's folder, or None if no plugin recognizes any."""
         return find_foreign(self.checkpoints)
 
     @cached_property
     def metrics(self) -> Sequence[Mapping[str, Any]]:
-        """The records of `metrics.jsonl`: `step`, the values, `elapsed_seconds`. Damaged lines are left out."""
+        """Records of `metrics.jsonl`: `step`, values, and `elapsed_seconds`. Damaged lines are skipped."""
         try:
             return [record for _, record in parse_records(self.storage.read(METRICS), METRICS)[0]]
         except MissingFileError:
             return []
 
     def weights(self, step: int | None = None) -> "RunWeights":
-        """The weights of a checkpoint. Reads no tensor.
+        """Open the weights of a checkpoint, without reading tensors.
 
         Args:
-            step: of the checkpoint; by default the newest.
+            step: Step of the checkpoint (default: the newest).
 
         Raises:
-            CheckpointError: this is not a run, there is no such checkpoint, or the checkpoint is damaged.
+            CheckpointError: If this is not a run, or if the checkpoint does not exist or is damaged.
         """
         weights = self.find_weights(step)
         if weights is None:
@@ -129,22 +129,22 @@ class Run:
         return weights
 
     def missing(self) -> CheckpointError:
-        """The error for a path or URI that is not a run."""
+        """Return the error for a path or URI that is not a run."""
         path = None if "://" in self.uri else Path(self.uri)
         reason = f"has no {CONFIG}"
         if path is not None and not path.is_dir():
             reason = "is a file" if path.exists() else "does not exist"
         is_step = self.uri.rstrip("/").rpartition("/")[2].isdecimal()
-        above = "\n    if this is the checkpoint of one step, give the folder above it" if is_step else ""
+        above = "\n    if this is the checkpoint of one step, use its parent folder" if is_step else ""
         return CheckpointError(
             f"{self.uri} is not a run directory: it {reason}\n"
-            "    fix: give the directory that `axlearn train` named; a Hugging Face model becomes a run with\n"
+            "    fix: use the directory that `axlearn train` printed; convert a Hugging Face model to a run with\n"
             "    `axlearn checkpoint import-hf`, an Orbax checkpoint with `axlearn checkpoint import-orbax`,\n"
-            f"    adapters with their base with `axlearn lora merge`{above}"
+            f"    and adapters with `axlearn lora merge`{above}"
         )
 
     def find_weights(self, step: int | None = None) -> "RunWeights | None":
-        """As `weights`; None if there is no run."""
+        """Open the weights of a checkpoint like `weights`, but return None if this is not a run."""
         from axlearn_core.run.weights import open_run_weights
 
         if step not in self._weights:
@@ -153,11 +153,11 @@ class Run:
 
     @cached_property
     def text(self) -> TextFacts | None:
-        """How the model's text becomes tokens, and what ends an output; None if the model has no text.
+        """Text facts of the model, such as its tokenizer and end tokens. None if the model has no text input.
 
         Raises:
-            CheckpointError: this is not a run.
-            RequestError: no installed package processes text.
+            CheckpointError: If this is not a run.
+            RequestError: If no installed plugin processes text.
         """
         experiment = self.weights().experiment
         if tokenizer_of_input(experiment) is None:
@@ -174,15 +174,15 @@ class Run:
         new_step: int | None = None,
         lock: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Writes a run with weights made of this run's; see `axlearn_core.run.derive.derive_run`.
+        """Write a new run with transformed weights of this run; see `axlearn_core.run.derive.derive_run`.
 
         Args:
-            out: the new run directory.
-            config: of the new run's trainer.
-            transform: from this run's weights to the tensors of the new model.
-            step: the checkpoint to take; by default the newest.
-            new_step: the step of the new run's checkpoint; by default that of the checkpoint.
-            lock: more for the lock of the new run.
+            out: New run directory.
+            config: Trainer config of the new run.
+            transform: Returns the tensors of the new model from the weights of this run.
+            step: Step of the source checkpoint (default: the newest).
+            new_step: Step of the new checkpoint (default: the step of the source).
+            lock: Additional entries for the lock of the new run.
         """
         from axlearn_core.run.derive import derive_run
 
@@ -192,22 +192,22 @@ class Run:
 
 
 def find_foreign(place: Checkpoints) -> ForeignCheckpoints | None:
-    """The checkpoints in a folder that another library wrote, if an installed plugin finds some."""
+    """Return the checkpoints of another library in a folder, or None if no plugin recognizes any."""
     return host().only("axlearn_foreign_checkpoints", storage=place.storage, folder=place.folder, uri=place.name)
 
 
 def open_weights(uri: str | Path, *, step: int | None = None, storage: Storage | None = None) -> Weights:
-    """The weights at a path or URI: of a run, or of anything that an installed plugin knows. Reads no tensor.
+    """Open the weights of a run, or weights in a format that a plugin supports, without reading tensors.
 
     Args:
-        uri: a run directory or its folder of checkpoints, a directory in Hugging Face format, exported adapters (`DIR` or
+        uri: A run directory or its folder of checkpoints, a Hugging Face directory, exported adapters (`DIR` or
             `DIR?base=RUN`), ...
-        step: which checkpoint of a run; by default the newest.
-        storage: what the run's files are read from; by default the storage of `uri`.
+        step: Step of a run's checkpoint (default: the newest).
+        storage: Storage to read the run's files from (default: the storage of `uri`).
 
     Raises:
-        CheckpointError: no weights there, no such step, or the tensors are not those of the run's model.
-        RequestError: no plugin knows the scheme.
+        CheckpointError: If there are no weights, if the step does not exist, or if the tensors do not match the run's model.
+        RequestError: If no plugin supports the URI scheme.
     """
     try:
         run = Run(uri, storage=storage)
@@ -216,7 +216,7 @@ def open_weights(uri: str | Path, *, step: int | None = None, storage: Storage |
         error: RequestError = run.missing()
     except CheckpointError:
         raise
-    except RequestError as unknown:  # a plugin may know the scheme all the same
+    except RequestError as unknown:  # a plugin may still support the URI
         error = unknown
     if step is None and (weights := host().only("axlearn_weights", uri=str(uri))) is not None:
         return weights

@@ -1,4 +1,4 @@
-"""The config file of a run, and where it says that the checkpoints are. Imports no JAX itself."""
+"""Read the config file of a run, and locate its checkpoints. This module does not import JAX."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,18 +21,16 @@ CHECKPOINTS = "checkpoints"
 def read_run_config(
     storage: Storage, uri: str | Path, path: str = CONFIG, *, places: Sequence[Place] | None = None
 ) -> Node[Any] | None:
-    """The resolved config of a run at a path of its storage; None if there is no such file.
-
-    Paths of the run's assets are local paths in it, which can be opened now.
+    """Read the resolved config of a run, with asset paths that can be opened. Return None if the file does not exist.
 
     Args:
-        storage: of the file.
-        uri: of the storage, for messages.
-        path: of the file.
-        places: folders with the run's assets; by default that of the file.
+        storage: Storage of the file.
+        uri: URI of the storage, for messages.
+        path: Path of the file in the storage.
+        places: Folders to search for the run's assets (default: the folder of the file).
 
     Raises:
-        CheckpointError: the file cannot be read back, or the run lacks an asset.
+        CheckpointError: If the file cannot be read, or if an asset of the run is missing.
     """
     file = f"{uri}/{path}"
     try:
@@ -41,7 +39,7 @@ def read_run_config(
     except MissingFileError:
         return None
     except ConfigError as error:
-        raise CheckpointError(f"{file} does not fit the installed packages:\n{error}") from error
+        raise CheckpointError(f"{file} does not match the installed packages:\n{error}") from error
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{file} is not a text file: {error}") from None
     if not isinstance(request.experiment, Node):
@@ -54,7 +52,7 @@ def read_run_config(
 
 
 def find_checkpoints(uri: str | Path, storage: Storage, elsewhere: str | None) -> Checkpoints:
-    """The folder of checkpoints of the run at `uri`; `elsewhere` is `checkpointer.uri` of its config."""
+    """Return the folder of checkpoints of the run at `uri`. `elsewhere` is `checkpointer.uri` in its config."""
     if elsewhere is not None:
         return Checkpoints(open_storage(elsewhere), elsewhere)
     return Checkpoints(storage, f"{uri}/{CHECKPOINTS}", f"{CHECKPOINTS}/")

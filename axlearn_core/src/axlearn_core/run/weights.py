@@ -1,4 +1,4 @@
-"""The weights of a run. Reads no optimizer state."""
+"""Read the weights of a run without its optimizer state."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -20,13 +20,13 @@ from axlearn_core.run.checkpoints import RunCheckpoint, WholeCheckpoint, open_ch
 
 
 def open_run_weights(uri: str, storage: Storage, config: Node[Any] | None, step: int | None) -> "RunWeights | None":
-    """The weights of a run, or of a run's folder of checkpoints; None if it is neither. See `Run.weights`.
+    """Open the weights of a run or of its folder of checkpoints. Return None if it is neither. See `Run.weights`.
 
     Args:
-        uri: of the run or the folder.
-        storage: of `uri`.
-        config: of the run; None if `uri` has no config file.
-        step: of the checkpoint; by default the newest.
+        uri: Path or URI of the run or the folder.
+        storage: Storage of `uri`.
+        config: Config of the run, or None if `uri` has no config file.
+        step: Step of the checkpoint (default: the newest).
     """
     if config is not None:
         return RunWeights(open_checkpoint(uri, storage, config, step))
@@ -35,13 +35,13 @@ def open_run_weights(uri: str, storage: Storage, config: Node[Any] | None, step:
 
 
 class RunWeights:
-    """The weights of a run's checkpoint: what the run evaluates with.
+    """Weights of a run's checkpoint, as used for evaluation.
 
-    Where the learner keeps moving averages, these are the weights, and only for what they leave out the parameters.
+    If the learner keeps moving averages, these are the weights. Arrays without an average are taken from the parameters.
 
     Attributes:
-        checkpoint: the run's checkpoint.
-        functional: the model.
+        checkpoint: Checkpoint of the run.
+        functional: The model as pure functions.
     """
 
     def __init__(self, checkpoint: RunCheckpoint | WholeCheckpoint):
@@ -55,17 +55,17 @@ class RunWeights:
 
     @property
     def config(self) -> Node[Any]:
-        """The config of the model."""
+        """Config of the model."""
         return self.experiment.model
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Everything but the arrays, such as the position in the data."""
+        """Data other than arrays, such as the position in the input."""
         return self.checkpoint.extra
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the run's input."""
+        """Tokenizer of the run's input."""
         return build_tokenizer(self.experiment)
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -77,9 +77,9 @@ class RunWeights:
         places = select_tensors(pattern, shardings, self.specs(), str(self.checkpoint.uri))
         direct = {p: self._sources[p].paths[0] for p in places if self._sources[p].compute is None}
         arrays = self.checkpoint.arrays
-        loaded = self.checkpoint.read({of: _array_spec(arrays[of], places[p]) for p, of in direct.items()})
-        tensors = {p: loaded[of] for p, of in direct.items()}
-        for path in places.keys() - direct.keys():  # one by one: what it is computed from is not kept
+        loaded = self.checkpoint.read({key: _array_spec(arrays[key], places[p]) for p, key in direct.items()})
+        tensors = {p: loaded[key] for p, key in direct.items()}
+        for path in places.keys() - direct.keys():  # one at a time, to free the inputs of each
             tensors[path] = self._compute(self._sources[path], places[path])
         return {p: tensors[p] for p in places}
 
@@ -98,7 +98,7 @@ class RunWeights:
 
     @cached_property
     def _stored_paths(self) -> dict[str, str]:
-        """Path in the model -> path in the checkpoint, for parameters and variables; nothing of the run's objective."""
+        """Path in the checkpoint of each parameter and variable of the model, by path in the model."""
         parts = (p.partition(".") for p in self.checkpoint.arrays)
         weights = ((part, path) for part, _, path in parts if part in ("params", "variables"))
         return {path: f"{part}.{path}" for part, path in weights if not path.startswith(PREFIX)}
@@ -112,14 +112,14 @@ class RunWeights:
             learner = self.experiment.learner.build(max_steps=self.experiment.max_steps, axes=trained.axes)
             every = evaluation_sources(learner, trained.abstract)
             sources = {path: every[path] for path in self.functional.abstract}
-        for path, of in self._stored_paths.items():
-            if path not in sources or sources[path].paths == (f"params.{path}",) or of.startswith("variables."):
-                spec = jax.ShapeDtypeStruct(arrays[of].shape, jax.numpy.dtype(arrays[of].dtype))
-                sources[path] = Source(spec, (of,), None)
+        for path, key in self._stored_paths.items():
+            if path not in sources or sources[path].paths == (f"params.{path}",) or key.startswith("variables."):
+                spec = jax.ShapeDtypeStruct(arrays[key].shape, jax.numpy.dtype(arrays[key].dtype))
+                sources[path] = Source(spec, (key,), None)
         missing = [f"missing: {p}" for s in sources.values() for p in s.paths if p not in arrays]
         if missing:
             raise CheckpointError(
-                f"{self.checkpoint}: the learner evaluates with arrays that the checkpoint lacks\n"
+                f"{self.checkpoint} lacks arrays that the learner evaluates with\n"
                 + "\n".join(f"    {m}" for m in missing[:12])
                 + "\n    fix: use the config that the run was trained with"
             )
@@ -129,39 +129,39 @@ class RunWeights:
         check_tensors(
             str(self.checkpoint),
             self._model,
-            {p: self.checkpoint.arrays[of] for p, of in self._stored_paths.items()},
-            fix="use the versions that the run was written with, or `axlearn convert` there",
+            {p: self.checkpoint.arrays[key] for p, key in self._stored_paths.items()},
+            fix="use the versions that wrote the run, or run `axlearn convert` with them",
         )
 
 
 def check_tensors(name: str, model: Mapping[str, Any], stored: Mapping[str, Any], *, fix: str) -> None:
-    """Compares the tensors that a model has with those that are stored, by path and shape.
+    """Compare the paths and shapes of a model's tensors with the stored ones.
 
     Raises:
-        CheckpointError: lists what is missing (with the nearest stored path), unexpected, or of another shape.
+        CheckpointError: Lists tensors that are missing (with the nearest stored path), unexpected, or have another shape.
     """
     spare = stored.keys() - model.keys()
     problems = []
     for path, spec in model.items():
         if path not in stored:
             close = nearest(path, spare, limit=1)
-            problems.append(f"missing: {path} {list(spec.shape)}" + (f" (nearest there: {close[0]})" if close else ""))
+            problems.append(f"missing: {path} {list(spec.shape)}" + (f" (nearest: {close[0]})" if close else ""))
         elif tuple(stored[path].shape) != tuple(spec.shape):
-            problems.append(f"differs: {path}: {list(stored[path].shape)} there, the model has {list(spec.shape)}")
+            problems.append(f"differs: {path}: {list(stored[path].shape)} stored, {list(spec.shape)} in the model")
     problems += [f"unexpected: {path} {list(stored[path].shape)}" for path in stored if path in spare]
     if problems:
         more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
         listed = "\n".join(f"    {p}" for p in [*problems[:20], *more])
-        raise CheckpointError(f"{name} does not have the tensors of its model\n{listed}\n    fix: {fix}")
+        raise CheckpointError(f"the tensors of {name} do not match its model\n{listed}\n    fix: {fix}")
 
 
 def select_tensors(
     pattern: str, shardings: Mapping[str, Sharding] | None, specs: Mapping[str, Any], name: str
 ) -> dict[str, Sharding | None]:
-    """Path -> sharding of the tensors that fit a pattern, for `Weights.read`.
+    """Return the shardings of the tensors that match a pattern, by path. For `Weights.read`.
 
     Raises:
-        RequestError: the pattern fits no tensor, a sharding is missing, or one is for an unknown path.
+        RequestError: If no tensor matches, if a sharding is missing, or if one has an unknown path.
     """
     paths = select(pattern, specs, setting=f"the weights of {name}")
     if shardings is None:
@@ -176,20 +176,20 @@ def select_tensors(
         more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
         listed = "\n".join(f"    {p}" for p in [*problems[:12], *more])
         raise RequestError(
-            f"the shardings do not fit the weights of {name}\n{listed}\n"
-            "    fix: give one for each tensor that is read, by its path in the model"
+            f"the shardings do not match the weights of {name}\n{listed}\n"
+            "    fix: pass a sharding for each tensor to read, by its path in the model"
         )
     return {p: shardings[p] for p in paths}
 
 
 def split_weights(tensors: Mapping[str, Any], functional: Functional) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(parameters, other variables) of a model, from one mapping of both by dotted path."""
+    """Split a mapping of tensors by dotted path into parameters and variables."""
     variables = functional.variables
     return {p: x for p, x in tensors.items() if p not in variables}, {p: tensors[p] for p in variables if p in tensors}
 
 
 def bind_weights(functional: Functional, tensors: Mapping[str, Any]) -> Any:
-    """The model with these parameters and variables."""
+    """Return the model with the given tensors."""
     return functional.bind(*split_weights(tensors, functional))
 
 
@@ -198,7 +198,7 @@ def _array_spec(info: Any, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
 
 
 def _replicated_sharding(sharding: Sharding | None) -> Sharding | None:
-    """The same devices, with a copy on each."""
+    """Return a replicated sharding on the same devices."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return sharding
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())

@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_refused(runs, tmp_path):
     base, tuned = runs
     with pytest.raises(RequestError, match="has no adapters to merge"):
         merge_run(base, tmp_path / "no")
-    with pytest.raises(RequestError, match="is there already"):
+    with pytest.raises(RequestError, match="already exists"):
         merge_run(tuned, base)
     with pytest.raises(CheckpointError, match="not a run directory"):
         merge_run(tmp_path / "nowhere", tmp_path / "no")

@@ -65,9 +65,9 @@ def test_a_round_trip_changes_no_bit(tmp_path, monkeypatch):
     prompt = "w1 w2 w3"
     assert run.tokenizer.encode_prompt(prompt)[0] == 1
     assert run.generate(prompt, max_tokens=3) == direct.generate(prompt, max_tokens=3)
-    with pytest.raises(RequestError, match="is there already"):
+    with pytest.raises(RequestError, match="already exists"):
         import_run(source, tmp_path / "run")
-    with pytest.raises(RequestError, match="is there already"):
+    with pytest.raises(RequestError, match="already exists"):
         export_run(tmp_path / "run", tmp_path / "out")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(RequestError, match=r"not enough disk[\s\S]*got: 1,000 bytes free[\s\S]*expected: 37,184 bytes"):
