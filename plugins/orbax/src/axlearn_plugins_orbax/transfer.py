@@ -53,7 +53,7 @@ def export_run(
     source = Run(run_dir).weights(step)
     folder = target.absolute() / str(source.step)
     if folder.exists():
-        raise RequestError(f"{folder} is there already; nothing was written\n    fix: give another OUT or --step")
+        raise RequestError(f"{folder} already exists; nothing was written\n    fix: give another OUT or --step")
     tree = chosen.pack(nest(source.read()), source.step)
     try:
         target.mkdir(parents=True, exist_ok=True)
