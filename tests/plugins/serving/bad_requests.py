@@ -1,4 +1,4 @@
-"""Requests that a server has to refuse, and how."""
+"""Invalid requests and the errors that they must get."""
 
 import json
 
@@ -9,12 +9,12 @@ TEXT, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses
 
 @attrs.frozen
 class Bad:
-    """A request.
+    """An invalid request.
 
     Attributes:
-        status: of the answer.
-        says: stands in its message.
-        param: the field that the answer names; None for whichever.
+        status: HTTP status of the response.
+        says: Part of the error message.
+        param: Field that the error names; None if it does not matter.
     """
 
     name: str
@@ -155,7 +155,7 @@ BAD = (
     schema("schema-pattern", {"type": "string", "pattern": "(a"}, "cannot be used"),
     schema("schema-huge", {"type": "string", "enum": ["a" * 100_000]}, "characters"),
     Bad("response-previous", RESPONSE, b'{"input": "a", "previous_response_id": "x"}', param="previous_response_id"),
-    Bad("response-store", RESPONSE, b'{"input": "a", "store": true}', says="stores nothing", param="store"),
+    Bad("response-store", RESPONSE, b'{"input": "a", "store": true}', says="does not store responses", param="store"),
     Bad("response-input", RESPONSE, b'{"input": 3}', param="input"),
     Bad("response-empty", RESPONSE, b'{"input": []}', param="input"),
     Bad("response-tokens", RESPONSE, b'{"input": "a", "max_output_tokens": 0}', param="max_output_tokens"),
@@ -164,7 +164,7 @@ BAD = (
         "tokenize-both", "/tokenize", b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', says="either"
     ),
     Bad("tokenize-none", "/tokenize", b"{}", says="either"),
-    Bad("tokenize-tools", "/tokenize", b'{"prompt": "a", "tools": []}', says="tools belong to messages"),
+    Bad("tokenize-tools", "/tokenize", b'{"prompt": "a", "tools": []}', says="tools need messages"),
     Bad("detokenize-unknown", "/detokenize", b'{"tokens": [1, 999]}', says="not below 257", param="tokens[1]"),
     Bad("detokenize-negative", "/detokenize", b'{"tokens": [-1]}', param="tokens[0]"),
     Bad("detokenize-text", "/detokenize", b'{"tokens": "a"}', param="tokens"),

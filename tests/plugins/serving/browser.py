@@ -1,4 +1,4 @@
-"""A headless Chromium over its debugging pipe: enough to open a page, type, click, look."""
+"""A headless Chromium, driven over its debugging pipe."""
 
 import base64
 import contextlib
@@ -13,7 +13,7 @@ CHROMIUM = next((p for n in ("chromium", "chromium-browser", "google-chrome") if
 
 
 class Page:
-    """One page."""
+    """A page of the browser."""
 
     def __init__(self, read, write):
         self._read, self._write = read, write
@@ -25,7 +25,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method, **parameters):
-        """Calls a method of the protocol."""
+        """Call a method of the protocol."""
         self._count += 1
         message = {"id": self._count, "method": method, "params": parameters}
         if self._session:
@@ -48,13 +48,13 @@ class Page:
         self.wait("document.readyState === 'complete'")
 
     def run(self, script):
-        """The value of an expression in the page."""
+        """Return the value of an expression in the page."""
         result = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
     def wait(self, script, seconds=20.0):
-        """Waits until an expression is true."""
+        """Wait until an expression is true."""
         end = time.monotonic() + seconds
         while not self.run(script):
             assert time.monotonic() < end, f"never true: {script}"
@@ -64,11 +64,11 @@ class Page:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def picture(self):
-        """A PNG."""
+        """Return a screenshot as a PNG."""
         return base64.b64decode(self.call("Page.captureScreenshot")["data"])
 
     def type(self, text, key=None):
-        """Types into what has the focus, then presses a key."""
+        """Type into the focused element, then press a key."""
         self.call("Input.insertText", text=text)
         if key:
             for kind in ("keyDown", "keyUp"):
@@ -77,7 +77,7 @@ class Page:
 
 @contextlib.contextmanager
 def browser():
-    """A page of a browser of its own."""
+    """Yield a page of a new browser."""
     read_here, write_there = os.pipe()
     read_there, write_here = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:

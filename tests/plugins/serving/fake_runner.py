@@ -1,6 +1,7 @@
-"""A runner without a model: a token is a hash of all tokens before it, read back through the block table.
+"""A runner without a model, whose tokens are hashes of all tokens before them.
 
-So a wrong table, a stale block, or a step in the wrong order gives wrong tokens. What a runner may rely on is asserted.
+It reads the tokens back through the block table, so a wrong table, a stale block or steps in the wrong order give wrong tokens.
+It also asserts the guarantees that a runner relies on.
 """
 
 import functools
@@ -21,7 +22,7 @@ def _hash(version, tokens, salt=b""):
 
 
 def next_token(tokens, sampling, seed, generated, vocab_size, mask=None, version=0):
-    """The token after `tokens`: of the allowed ones, by a hash; with a temperature by the seed and the count of tokens too."""
+    """Return the token after `tokens`, by a hash over the allowed ones. Sampling also hashes the seed and the token count."""
     salt = f"{seed}/{generated}".encode() if sampling.temperature > 0 else b""
     number = _hash(version, tuple(tokens), salt)
     if mask is None:
@@ -31,7 +32,7 @@ def next_token(tokens, sampling, seed, generated, vocab_size, mask=None, version
 
 
 def logprobs_of(tokens, token, top, version=0, vocab_size=97):
-    """Log-probabilities that depend on all tokens before; the likeliest is the one that is greedily chosen."""
+    """Return log-probabilities that depend on all earlier tokens. The most likely token is the greedy choice."""
     best = next_token(tokens, Sampling(temperature=0.0), 0, 0, vocab_size, version=version)
     value = -(_hash(version, (*tokens, "logprob", token)) % 1000) / 100 - 0.01
     return TokenLogprobs(
@@ -42,7 +43,7 @@ def logprobs_of(tokens, token, top, version=0, vocab_size=97):
 
 
 def expected(prompt, sampling, *, max_context, vocab_size, end_tokens=frozenset(), seed=0, version=0):
-    """(tokens, finish reason) of a request alone."""
+    """Return the tokens and the finish reason of a request that runs alone."""
     tokens, ends = list(prompt), sampling.stop_tokens | (frozenset() if sampling.ignore_end else end_tokens)
     limit = min(max_context - len(prompt), max_context if sampling.max_tokens is None else sampling.max_tokens)
     for count in range(limit):
@@ -64,7 +65,7 @@ class _Pending:
 
 
 class FakeRunner(Configurable):
-    """Keeps the contract `Runner`; each step takes `latency` seconds on a device that computes one after another."""
+    """A `Runner`. Each step takes `latency` seconds on a device that runs one step at a time."""
 
     @node
     class Config(Configurable.Config["FakeRunner"]):
@@ -171,7 +172,7 @@ class FakeRunner(Configurable):
         self.versions[blocks[position // self.block_size], position % self.block_size] = self.version
 
     def _read(self, blocks, length):
-        """(the tokens in the cache, the version of the weights that computed them, or all versions)."""
+        """Return the cached tokens and the version of the weights that computed them, or all versions."""
         blocks = list(blocks[: -(-length // self.block_size)])
         versions = self.versions[blocks].reshape(-1)[:length]
         version = int(versions[0]) if (versions == versions[0]).all() else tuple(versions.tolist())

@@ -1,7 +1,7 @@
-"""An engine in plain Python, for tests of the server: its tokens follow from the tokens before them alone.
+"""An engine in plain Python for tests of the server. Its tokens depend only on the tokens before them.
 
-Each step answers a random part of what runs, so that requests overlap in ever different ways. Blocks are counted, so that a
-test sees whether all came back.
+Each step answers a random subset of the running requests, so that requests overlap in many ways. It counts blocks, so that a test
+can check that all were freed.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ BLOCK = 16
 
 
 def next_token(tokens, vocab_size, script=None, at=0):
-    """The token after `tokens`."""
+    """Return the token after `tokens`."""
     if script is not None:
         return script[at] if at < len(script) else None
     digest = hashlib.blake2b(np.asarray(tokens[-8:], np.int32).tobytes(), digest_size=8).digest()
@@ -39,12 +39,12 @@ class Running:
 
 
 class FakeEngine:
-    """Implements `Engine`.
+    """An `Engine`.
 
     Args:
-        script: the output of every request, or a function of the request that gives one; None takes hashes.
-        fail_at: the step that raises.
-        delay: seconds that a step takes.
+        script: Output of every request, or a function of the request that returns it; None uses hashes.
+        fail_at: Step that raises an error.
+        delay: Duration of a step in seconds.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class FakeEngine:
 
     def add(self, request):
         if len(self.waiting) >= self.max_waiting:
-            raise QueueFullError(f"{self.max_waiting} requests wait", 1.5)
+            raise QueueFullError(f"{self.max_waiting} requests are waiting", 1.5)
         if not request.prompt or len(request.prompt) >= self.max_context:
             raise RequestError(f"the prompt has {len(request.prompt)} tokens")
         assert request.id not in self.waiting

@@ -1,4 +1,4 @@
-"""Compares log-probabilities of steps with those of a training program's `score`, bit for bit."""
+"""Compare log-probabilities of steps with a training program's `score`, bit for bit."""
 
 import attrs
 import jax
@@ -17,7 +17,7 @@ from axlearn_plugins_transformer.functions import ScoreBucket
 
 
 def invariant(cfg):
-    """The model with the kernel of attention that does not depend on the batch."""
+    """Return the model with batch-invariant attention."""
 
     def place(part):
         caches = {"kv_cache", "latent_cache"} & {a.name for a in attrs.fields(type(part))}
@@ -27,7 +27,7 @@ def invariant(cfg):
 
 
 class Scores:
-    """`score` of the training program, one target at a time."""
+    """Return `score` of the training program, one target at a time."""
 
     def __init__(self, cfg, of, rows=2, length=48):
         self.program = ModelProgram(Functional.of(invariant(cfg)), jax.local_devices()[:1])
@@ -36,7 +36,7 @@ class Scores:
         self.score = self.program.compile("score", ScoreBucket(rows, length, 32))
 
     def __call__(self, tokens, first):
-        """The log-probability of each of tokens[first:]."""
+        """Return the log-probability of each of tokens[first:]."""
         values = []
         for at in range(first, len(tokens)):
             inputs, targets, counted = (np.zeros(self.shape, t) for t in (np.int32, np.int32, bool))
@@ -64,12 +64,12 @@ def check_parity_scores(cfg, of, seeds=2, devices=1, **sizes):
             compared += len(logprobs)
         check_prompts(runner, some, scores, rng)
     assert compared >= 32 * seeds
-    # Small steps are equal without these options, large ones are not.
+    # Large steps need these options to match; small ones do not.
     assert runner.program.options("serve") == scores.program.options("score") != {}
 
 
 def check_prompts(runner, some, scores, rng):
-    """The log-probabilities of prompts, which a step computes a chunk at a time."""
+    """Check the log-probabilities of prompts, which a step computes one chunk at a time."""
     requests = Requests(runner, some, [Sampling(temperature=0.0, logprobs=0)] * len(some), rng=rng)
     for i, prompt in enumerate(some):
         values = []

@@ -1,12 +1,12 @@
-"""A server in a thread of the test's process, on a real loopback socket."""
+"""A server in a thread of the test process, on a real loopback socket."""
 
 import asyncio
 import contextlib
 import threading
 
 from axlearn_plugins_serving.server.engine_thread import EngineThread
-from axlearn_plugins_serving.server.limits import Limits
-from axlearn_plugins_serving.server.server_runner import Runner, bind
+from axlearn_plugins_serving.server.limits import ServerLimits
+from axlearn_plugins_serving.server.server_runner import ServerRunner, bind
 from axlearn_plugins_serving.server.service import Service
 from axlearn_plugins_transformer.text.chat_template import ChatTemplate
 from axlearn_plugins_transformer.text.processor import TextProcessor
@@ -14,11 +14,11 @@ from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
 
 class Running:
-    """A server that runs.
+    """A running server.
 
     Attributes:
-        url: of the server.
-        code: its exit code, once it has ended.
+        url: URL of the server.
+        code: Exit code, once the server has stopped.
     """
 
     def __init__(self, service, listener):
@@ -34,7 +34,7 @@ class Running:
             self.loop.call_soon_threadsafe(self.runner.stop)
 
     def wait_until_idle(self, seconds=10.0):
-        """Waits until the engine has nothing left to do."""
+        """Wait until the engine is idle."""
         event = threading.Event()
         for _ in range(int(seconds / 0.02)):
             if not self.engine.busy() and not self.service.thread.active:
@@ -56,7 +56,7 @@ def serving(
     adapters=(),
     **thread,
 ):
-    """Runs a server; ends it at the end, and checks that the engine was closed with its pool whole."""
+    """Run a server, stop it, and check that the engine was closed and all blocks were freed."""
     tokenizer = tokenizer or ByteTokenizer.Config().build()
     chat = ChatTemplate.Config() if template == "plain" else template and template.config
     text = TextProcessor.Config(template=chat).build(tokenizer=tokenizer)
@@ -67,7 +67,7 @@ def serving(
 
     async def run():
         running.loop = asyncio.get_running_loop()
-        running.runner = Runner(service, limits or Limits(), grace=grace, log_requests=log_requests)
+        running.runner = ServerRunner(service, limits or ServerLimits(), grace=grace, log_requests=log_requests)
         running.code = await running.runner.run(listener, ready.set)
 
     def main():

@@ -1,4 +1,4 @@
-"""Small models, a runner for each, and requests that are computed step by step as an engine would."""
+"""Small models with runners, and requests that are computed step by step as in an engine."""
 
 import functools
 from pathlib import Path
@@ -29,7 +29,7 @@ GREEDY = Sampling(temperature=0.0)
 
 @functools.cache
 def config(*features):
-    """A small quickstart with features; `num_kv_heads` of a dense attention is 2."""
+    """Return a small quickstart config with features. `num_kv_heads` of dense attention is 2."""
     cfg = resolve(patch(resolve("quickstart").config, SMALL), with_=list(features)).config
     attention = "model.decoder.layer.attention.num_kv_heads"
     return (cfg if "mla" in features else patch(cfg, {attention: 2})).model
@@ -42,7 +42,7 @@ def model(*features):
 
 @functools.cache
 def family(name):
-    """The fixture of a family, in float32: in bfloat16 other shapes of a program round to other tokens."""
+    """Return the fixture of a family in float32. In bfloat16, tokens can differ between shapes of a program."""
     loaded = load(FIXTURES / name).model
     cfg = patch(loaded.cfg, {"dtype": "float32", "param_dtype": "float32"})
     functional = Functional.of(cfg)
@@ -58,7 +58,7 @@ def runner(*features, **sizes):
 
 
 class Requests:
-    """Requests in a runner, with blocks at random places."""
+    """Requests in a runner, with randomly placed blocks."""
 
     def __init__(self, runner, prompts, samplings=None, seeds=None, rng=None):
         self.runner, self.rng = runner, rng or np.random.default_rng(0)
@@ -74,7 +74,7 @@ class Requests:
             runner.assign(slot, sampling, seeds[i] if seeds else i, [])
 
     def row(self, i, size=None, **options):
-        """The next part of request i: `size` tokens of its prompt, or the token that was chosen last."""
+        """Return the next part of request i: `size` tokens of its prompt, or the last chosen token."""
         base = {"slot": self.slots[i], "blocks": self.blocks[i], "start": self.done[i], **options}
         if self.done[i] >= len(self.prompts[i]):
             return Row(**base)
@@ -82,7 +82,7 @@ class Requests:
         return Row(tokens=tokens, sample=self.done[i] + len(tokens) == len(self.prompts[i]), **base)
 
     def step(self, sizes, steps=1, **options):
-        """Computes a step of `sizes`: request -> tokens of its prompt at most."""
+        """Compute a step. `sizes` maps requests to the maximum number of their prompt tokens."""
         rows = [self.row(i, n, **options.get(str(i), {})) for i, n in sizes.items()]
         results = self.runner.submit(rows, steps).wait()
         for i, row, result in zip(sizes, rows, results, strict=True):
@@ -92,7 +92,7 @@ class Requests:
         return results
 
     def random_steps(self, count):
-        """Steps of some of the requests, with parts of any size of their prompts, until all have `count` tokens."""
+        """Run random steps with prompt parts of any size until all requests have `count` tokens."""
         while unfinished := [i for i, o in enumerate(self.outputs) if len(o) < count]:
             batch = [i for i in unfinished if self.rng.random() < 0.8]
             budget, sizes = self.runner.max_step_tokens, {}

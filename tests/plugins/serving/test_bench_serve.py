@@ -1,4 +1,4 @@
-"""`axlearn bench serve`: figures by their definitions, and what it does with servers that fail."""
+"""`axlearn bench serve`: metrics match their definitions, and failing servers are reported."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.bench.client import measure, new_client, send
 from axlearn_plugins_serving.bench.latency_figures import Record, render, summarize
 from axlearn_plugins_serving.bench.load import Lengths, Load, parse_goodput
-from axlearn_plugins_serving.server.limits import Limits
+from axlearn_plugins_serving.server.limits import ServerLimits
 
 
 def bench(*arguments):
@@ -38,8 +38,8 @@ def record(ttft, itl, output_tokens, **more):
 def test_figures_by_hand():
     records = [
         record(0.1, [0.02, 0.04], 3),  # TPOT 30 ms
-        record(0.3, [0.1], 5),  # 25 ms: one event has several tokens
-        record(0.2, [], 1),  # none
+        record(0.3, [0.1], 5),  # TPOT 25 ms: one event has several tokens
+        record(0.2, [], 1),  # no TPOT
         Record(error="HTTP 500: broken"),
     ]
     summary = summarize(records, 2.0, {"ttft": 0.25, "tpot": 0.028})
@@ -47,9 +47,9 @@ def test_figures_by_hand():
     assert summary["request_throughput"] == 1.5
     assert summary["output_throughput"] == 4.5
     assert summary["total_token_throughput"] == (30 + 9) / 2
-    assert summary["request_goodput"] == 0.5  # the third: one token has a TPOT of 0
+    assert summary["request_goodput"] == 0.5  # the third request has one token, so its TPOT is 0
     assert summary["ttft_ms"]["mean"] == pytest.approx(200)
-    assert summary["tpot_ms"]["mean"] == pytest.approx(27.5)  # one token counts for no TPOT
+    assert summary["tpot_ms"]["mean"] == pytest.approx(27.5)  # requests with one token have no TPOT
     assert summary["itl_ms"]["p50"] == pytest.approx(40)
     assert summary["e2el_ms"]["p99"] == pytest.approx(np.percentile([160, 400, 200], 99))
     assert "failed 1 times: HTTP 500: broken" in render(summary)
@@ -92,16 +92,14 @@ def test_the_share_of_cached_tokens():
     records = [record(0.1, [], 1, cached_tokens=4), record(0.1, [], 1, cached_tokens=0)]
     summary = summarize(records, 1.0, {})
     assert summary["cached_prompt_tokens"] == 4
-    assert ["Prompt", "tokens", "that", "were", "cached", "20.0%"] in [
-        line.split() for line in render(summary).splitlines()
-    ]
+    assert ["Cached", "prompt", "tokens", "20.0%"] in [line.split() for line in render(summary).splitlines()]
     silent = summarize([record(0.1, [], 1)], 1.0, {})
     assert silent["cached_prompt_tokens"] is None
     assert "unknown" in render(silent)
 
 
 def test_a_measured_prompt_was_not_sent_before():
-    """A server that has a cache of prompts finds nothing of those that are measured in it."""
+    """Warm-up requests must not fill a server's cache with the prompts that are measured."""
     with serving(FakeEngine(max_context=512)) as server:
         report = bench(
             "--url", server.url, "--num-prompts", "8", "--warmup", "8", "--input-len", "32", "--output-len", "2",
@@ -137,7 +135,7 @@ def test_goals():
 
 @contextlib.contextmanager
 def raw_server(answer):
-    """A server that answers each connection by `answer(connection)`."""
+    """Run a server that answers each connection with `answer(connection)`."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(10)
 
@@ -147,7 +145,7 @@ def raw_server(answer):
                 connection, _ = listener.accept()
                 with connection:
                     request = connection.recv(65536)
-                    while not request.endswith(b"{}"):  # what is not read resets the connection
+                    while not request.endswith(b"{}"):  # unread data would reset the connection
                         request += connection.recv(65536)
                     answer(connection)
 
@@ -192,7 +190,7 @@ def test_times_are_those_of_the_events():
     assert len(record.itl) == 2
     assert record.itl[0] >= 0.04
     assert record.itl[1] >= 0.2
-    assert record.e2el == pytest.approx(record.ttft + sum(record.itl))  # the usage, which comes later, does not count
+    assert record.e2el == pytest.approx(record.ttft + sum(record.itl))  # the usage arrives later and does not count
     assert record.tpot == pytest.approx(sum(record.itl) / 3)
 
 
@@ -268,7 +266,7 @@ def test_options_change_what_is_sent():
 
 
 def test_the_timeout_of_the_command():
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never answers
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and never answers
         report = bench("--url", f"http://127.0.0.1:{silent.getsockname()[1]}", "--timeout", "0.05")
     assert report.exit_code == 1
     assert "does not list its models: ReadTimeout" in report.stderr
@@ -283,11 +281,11 @@ def test_requests_that_a_server_refuses():
         assert "times: HTTP 400: the context has 40 tokens" in report.stdout
         first = bench("--url", server.url, "--input-len", "60")
         assert first.exit_code == 1
-        assert "the first request failed: HTTP 400" in first.stderr
+        assert "the warm-up request failed: HTTP 400" in first.stderr
 
 
 def test_keys_models_and_addresses(monkeypatch):
-    with serving(FakeEngine(), limits=Limits(api_key="k")) as server:
+    with serving(FakeEngine(), limits=ServerLimits(api_key="k")) as server:
         monkeypatch.setenv("BENCH_KEY", "k")
         report = bench("--url", server.url, "--num-prompts", "1", "--api-key-env", "BENCH_KEY")
         assert report.exit_code == 0, report.output
@@ -295,7 +293,7 @@ def test_keys_models_and_addresses(monkeypatch):
         assert (unknown.exit_code, "it has: tiny" in unknown.stderr) == (2, True)
         missing = bench("--url", server.url, "--api-key-env", "NO_SUCH_KEY")
         assert (missing.exit_code, "NO_SUCH_KEY is not set" in missing.stderr) == (2, True)
-        assert bench("--url", server.url).exit_code == 1  # the server asks for a key
+        assert bench("--url", server.url).exit_code == 1  # the server requires a key
     assert bench("--url", "127.0.0.1:8000").exit_code == 2
     assert bench("--url", "http://127.0.0.1:1").exit_code == 1
     assert bench("--num-prompts", "0").exit_code == 2

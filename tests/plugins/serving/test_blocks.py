@@ -1,4 +1,4 @@
-"""Blocks are counted right, and their contents are found by hash."""
+"""Block accounting, and lookup of contents by hash."""
 
 import pytest
 from hypothesis import settings
@@ -33,7 +33,7 @@ def test_contents_survive_their_holder_until_the_room_is_needed():
     pool.release(blocks)
     assert pool.match(keys) == blocks
     assert (pool.available, pool.idle, pool.used) == (4, 3, 0)
-    pool.allocate(2)  # the free one, and the end of the sequence
+    pool.allocate(2)  # the free block, and the end of the sequence
     assert pool.match(keys) == blocks[:2]
     assert pool.allocate(3) is None
     pool.check([[3, blocks[2]]])
@@ -71,7 +71,7 @@ def test_a_lost_block_is_noticed():
 
 
 class Pool(RuleBasedStateMachine):
-    """Sequences that begin with shared blocks, grow and end, in any order."""
+    """Sequences start with shared blocks, grow and end in any order."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Caches in int8 and float8: what they hold, how near they come, and what they refuse."""
+"""Caches in int8 and float8: contents, accuracy and unsupported models."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from axlearn_plugins_transformer.paged_cache import PagedCache, to_narrow
 
 DTYPES = ("int8", "float8_e4m3fn")
 ERROR = {"int8": 0.05, "float8_e4m3fn": 0.3}
-"""The largest difference of a log-probability of the small model."""
+"""Maximum difference of a log-probability of the small model."""
 SIZES = {
     "runner.block_size": 4, "runner.max_context": 48, "runner.max_rows": 4, "runner.max_step_tokens": 24,
     "runner.chunk": 8, "runner.row_buckets": (), "runner.chunk_buckets": (),
@@ -71,12 +71,12 @@ def test_log_probabilities_come_near_in_less_memory(dtype):
             results[store] = np.asarray([p.logprob for p in result.prompt_logprobs])
             sizes[store] = token_bytes(engine)
             (again,) = engine.generate([prompt], max_tokens=1, temperature=0, logprobs=0)
-            assert again.cached_tokens == 28  # a prefix is read back as it was written
+            assert again.cached_tokens == 28  # the prefix is reused
             assert again.tokens == result.tokens
     error = np.abs(results[dtype] - results[None]).max()
     print(f"{dtype}: largest error {error:.4f}, {sizes[None] / sizes[dtype]:.2f} times the tokens")
     assert 0 < error < ERROR[dtype]
-    # A head of 16 numbers has 64 bytes in float32, and 16 with 4 for its scale here.
+    # A head of 16 numbers takes 64 bytes in float32, and 16 plus 4 for the scale here.
     assert sizes[None] / sizes[dtype] == pytest.approx(64 / 20)
 
 
@@ -87,9 +87,9 @@ def test_features_choose_the_layout(feature, dtype):
 
 
 def test_what_they_refuse():
-    with pytest.raises(ConfigError, match="latents of mla are cached as they are"):
+    with pytest.raises(ConfigError, match="mla caches its latents as computed"):
         serve(serving_models.model("mla"), set={**SIZES, "runner.cache_dtype": "int8"}, warm_up=False)
-    with pytest.raises(RequestError, match="cache in int8"):
+    with pytest.raises(RequestError, match="cache is in int8"):
         serve(
             serving_models.model(), set={**SIZES, "runner.cache_dtype": "int8", "runner.mode": "parity"}, warm_up=False
         )

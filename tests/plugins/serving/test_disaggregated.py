@@ -1,4 +1,4 @@
-"""Prefill and decode in processes of their own: the tokens of one engine, also where a worker dies."""
+"""Separate prefill and decode processes give the tokens of a single engine, even if a worker dies."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def requests(count, seed, sampling=GREEDY):
 
 
 def run(engine, batch, on_step=lambda step, outputs: None):
-    """id -> (tokens, finish) of requests that are added as there is room."""
+    """Run requests, added when there is room, and return id -> (tokens, finish)."""
     waiting, tokens, finish = list(batch), {r.id: [] for r in batch}, {}
     deadline, step = time.monotonic() + 300, 0
     while waiting or engine.busy():
@@ -100,7 +100,7 @@ def test_token_for_token_what_one_engine_gives(router, expected):
     assert statistics.compilations == 0
     assert statistics.cached_prompt_tokens > 1000, "blocks came from the prefill worker"
     assert not os.listdir(router._folder.name), "all transfers were read"
-    # Nothing was lost on the way: workers hold no blocks once they are idle.
+    # Idle workers hold no blocks.
     run(router, requests(1, 3))
     assert router.statistics().running == 0
 
@@ -141,7 +141,7 @@ def test_a_worker_that_is_killed(router, expected, kind, capfd):
     assert len(failed) <= (8 if kind == "decode" else 0)
     assert all(results[id] == right[id] for id in results if id not in failed)
     assert f"the {kind} worker" in capfd.readouterr().err
-    # The router goes on, and with the new worker too.
+    # The router continues with the new worker.
     deadline = time.monotonic() + 200
     while any(w.ready is None for w in router.workers):
         assert time.monotonic() < deadline
@@ -154,13 +154,13 @@ def test_a_worker_that_is_killed(router, expected, kind, capfd):
 def test_requests_that_the_router_refuses(router):
     with pytest.raises(RequestError, match="the context is 96"):
         router.add(Request(id="long", prompt=(1,) * 200))
-    with pytest.raises(RequestError, match=r"an? object cannot be sent to the process that decodes"):
+    with pytest.raises(RequestError, match=r"an? object cannot be sent to the decode process"):
         router.add(Request(id="schema", prompt=(1,), constraint=object()))
-    with pytest.raises(RequestError, match="fix: serve with one engine"):
+    with pytest.raises(RequestError, match="fix: serve with a single engine"):
         router.update_weights({})
     for i in range(64):
         router.add(Request(id=f"fill-{i}", prompt=(1,), sampling=GREEDY))
-    with pytest.raises(QueueFullError, match="64 requests wait already"):
+    with pytest.raises(QueueFullError, match="64 requests are already waiting"):
         router.add(Request(id="more", prompt=(1,)))
     for i in range(64):
         router.abort(f"fill-{i}")
@@ -169,7 +169,7 @@ def test_requests_that_the_router_refuses(router):
 
 def test_what_cannot_be_apart(run_dir, tmp_path):
     without = patch(ServingEngine.Config(), {"prefix_cache": False})
-    with pytest.raises(RequestError, match="without the prefix cache"):
+    with pytest.raises(RequestError, match="need the prefix cache"):
         open_router(run_dir, config=without)
 
 

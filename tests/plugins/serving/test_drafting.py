@@ -1,4 +1,4 @@
-"""Drafts change how many steps an output takes, and not the output."""
+"""Drafts change the number of steps of an output but not the output."""
 
 import random
 
@@ -16,7 +16,7 @@ DRAFTS = {"drafter": NgramDrafter.Config(ngram=2, length=5)}
 
 @pytest.fixture
 def repetitive(monkeypatch):
-    """Tokens that depend on few tokens before, so that texts repeat themselves."""
+    """Tokens that depend on few earlier tokens, so that texts repeat themselves."""
     hashed = fake_runner._hash
     monkeypatch.setattr(fake_runner, "_hash", lambda version, tokens, salt=b"": hashed(version, tokens[-2:], salt) % 5)
 
@@ -54,7 +54,7 @@ def test_fewer_steps_and_the_same_log_probabilities(repetitive):
 def test_wrong_drafts_are_not_taken():
     one = engine(settings={"drafter": NgramDrafter.Config(ngram=1)}, end=frozenset())
     sampling = Sampling(temperature=0.0, max_tokens=30)
-    prompt = tuple(range(30))  # the next number is drafted, and hardly ever right
+    prompt = tuple(range(30))  # drafts are hardly ever right
     want, _ = expected(prompt, sampling, max_context=64, vocab_size=97)
     assert tokens(run(one, [Request(id="a", prompt=prompt, sampling=sampling)])["a"]) == want
     assert one.statistics().drafted_tokens > one.statistics().accepted_tokens

@@ -1,4 +1,4 @@
-"""Whatever else is computed beside a request, it gets the tokens that it gets alone."""
+"""A request gets the same tokens alone and together with any other requests."""
 
 import random
 import sys
@@ -23,7 +23,7 @@ def engine(*, settings=(), end=END, **sizes):
 
 
 def run(engine, requests, *, aborted=(), rng=None, check=True):
-    """Id -> outputs. Requests come one after another between steps; some are aborted on the way."""
+    """Return id -> outputs. Requests arrive one by one between steps, and some are aborted."""
     rng, waiting, outputs = rng or random.Random(0), list(requests), {}
     for _ in range(100_000):
         if waiting and rng.random() < 0.6:
@@ -38,7 +38,7 @@ def run(engine, requests, *, aborted=(), rng=None, check=True):
             check_blocks(engine)
         if not waiting and not engine.busy():
             return outputs
-    raise AssertionError("the requests do not end")
+    raise AssertionError("the requests did not end")
 
 
 def check_blocks(engine):
@@ -50,7 +50,7 @@ def tokens(outputs):
 
 
 def requests_at_random(rng, count, **fixed):
-    """Prompts of which many begin alike or are the same."""
+    """Return prompts, many of which share a prefix or are equal."""
     prefixes = [[rng.randrange(VOCABULARY) for _ in range(n)] for n in (4, 8, 11, 16, 23)]
     requests = []
     for index in range(count):
@@ -175,7 +175,9 @@ def test_samples_of_one_prompt_compute_it_once():
         for request in requests:
             one.add(request)
         outputs = run(one, [])
-        assert one.runner.computed <= length + 5 + 6 * 4 + 1  # the prompt once; its last token, and four more, for each
+        assert (
+            one.runner.computed <= length + 5 + 6 * 4 + 1
+        )  # the prompt once, then its last token and four more for each
         assert len({tuple(tokens(o)) for o in outputs.values()}) == 6
         for request in requests:
             want, _ = expected(prompt, request.sampling, max_context=64, vocab_size=97, seed=request.sampling.seed)
@@ -199,7 +201,7 @@ def test_new_weights_are_used_and_old_blocks_are_not():
 
 
 class Pattern:
-    """The tokens have to follow a list of allowed sets; then the output is complete."""
+    """A constraint to a list of allowed sets, after which the output is complete."""
 
     def __init__(self, *allowed, fail=None):
         self.allowed, self.accepted, self.fail = allowed, [], fail
@@ -289,7 +291,7 @@ def test_several_tokens_come_from_one_step_where_all_decode():
 
 
 BAD = {
-    "empty": ({"prompt": ()}, "no token"),
+    "empty": ({"prompt": ()}, "the prompt is empty"),
     "unknown": ({"prompt": (1, 97)}, "no token 97"),
     "negative": ({"prompt": (-1,)}, "no token -1"),
     "huge": ({"prompt": (2**70,)}, "not a sequence of token ids"),
@@ -306,9 +308,9 @@ BAD = {
     "seed": ({"sampling": Sampling(seed=2**65)}, "seed"),
     "logprobs": ({"sampling": Sampling(logprobs=21)}, "logprobs: got 21, expected 0 to 20"),
     "penalty": ({"sampling": Sampling(presence_penalty=float("inf"))}, "presence_penalty: got inf"),
-    "bias": ({"sampling": Sampling(logit_bias={97: 1.0})}, "logit_bias names the token 97"),
+    "bias": ({"sampling": Sampling(logit_bias={97: 1.0})}, "logit_bias has the token 97"),
     "nan-bias": ({"sampling": Sampling(logit_bias={1: float("nan")})}, "logit_bias: got"),
-    "stop": ({"sampling": Sampling(stop_tokens=frozenset({-3}))}, "stop_tokens names the token -3"),
+    "stop": ({"sampling": Sampling(stop_tokens=frozenset({-3}))}, "stop_tokens has the token -3"),
 }
 
 
@@ -335,7 +337,7 @@ def test_a_full_queue_says_when_to_come_again():
     one = engine(settings={"max_waiting": 5})
     for i in range(5):
         one.add(Request(id=str(i), prompt=(i,)))
-    with pytest.raises(QueueFullError, match="5 requests wait already") as error:
+    with pytest.raises(QueueFullError, match="5 requests are already waiting") as error:
         one.add(Request(id="x", prompt=(1,)))
     assert 1 <= error.value.retry_after <= 60
     one.step()
@@ -366,7 +368,7 @@ def test_a_closed_engine_says_so():
 
 
 def calls_per_step(waiting):
-    """Python and C calls of ten steps with all rows taken and so many requests in the queue."""
+    """Count Python and C calls in ten steps with all rows in use and `count` waiting requests."""
     one = engine(max_rows=6, settings={"max_waiting": 5000}, end=frozenset(), checks=False)
     for index in range(waiting + 6):
         sampling = Sampling(max_tokens=40, temperature=0.0)

@@ -1,4 +1,4 @@
-"""How many devices an engine computes on, and that they compute what one does."""
+"""The number of devices of an engine, whose results equal those of one device."""
 
 import math
 import re
@@ -99,7 +99,7 @@ def test_devices_that_share_products_give_the_tokens_of_one(number, transposed, 
         weight = next(w for path, w in runner._arrays.items() if path.endswith(name))
         split = weight.addressable_shards[0].data.shape
         assert weight.ndim == (2 if transposed else 3)
-        assert np.prod(split) * number == weight.size, "each device holds its own part"
+        assert np.prod(split) * number == weight.size, "each device holds a different shard"
         outputs = [result.samples[0].tokens for result in engine.generate(some, max_tokens=8, temperature=0)]
     generator = Generator(built)
     for prompt, output in zip(some, outputs, strict=True):
@@ -135,7 +135,7 @@ def test_devices_keep_their_pages_to_themselves():
 
 def test_a_model_object_stays_on_its_devices():
     built = model().build(rngs=nnx.Rngs(0))
-    with pytest.raises(RequestError, match="this model is on 1 devices, and tensor_parallel asks for 2"):
+    with pytest.raises(RequestError, match="the model is on 1 devices, but tensor_parallel is 2"):
         ax.serve(built, config=config(tensor_parallel=2))
 
 

@@ -1,4 +1,4 @@
-"""The engine over models: token for token what `Generator` gives for each request alone."""
+"""The engine with models: each request gets the tokens of `Generator`."""
 
 import functools
 import random
@@ -29,7 +29,7 @@ SIZES = {
 def model(experiment="quickstart", seed=0):
     config = patch(toy.config(experiment), {"model.dtype": "float32", "model.output_dtype": "float32"})
     built = config.model.build(rngs=nnx.Rngs(seed))
-    rng = np.random.default_rng(seed)  # larger numbers than at the start of training: tokens that differ
+    rng = np.random.default_rng(seed)  # larger weights than at initialization, so that tokens differ
     state = jax.tree.map(lambda x: x + 0.3 * rng.standard_normal(x.shape).astype(x.dtype), nnx.state(built, nnx.Param))
     nnx.update(built, state)
     return built
@@ -102,7 +102,7 @@ def test_samples_are_reproducible_whatever_else_is_computed():
 def test_weights_are_updated_while_requests_run():
     old, new, prompts = model(), model(seed=1), prompts_at_random(6, seed=6)
     flat = {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(nnx.state(new, nnx.Param))}
-    many = prompts * 20  # four run at a time: most of them begin after the update
+    many = prompts * 20  # four run at a time, so most start after the update
     with serve(old, set=SIZES) as engine:
         results = []
         thread = threading.Thread(target=lambda: results.extend(engine.generate(many, max_tokens=28, temperature=0)))
@@ -119,7 +119,7 @@ def test_weights_are_updated_while_requests_run():
             assert generation.tokens == alone(new, prompt, 8)
         engine.update_weights(old)
         assert engine.generate([prompts[0]], max_tokens=8, temperature=0)[0].tokens == alone(old, prompts[0], 8)
-        with pytest.raises(RequestError, match="not weights of the model"):
+        with pytest.raises(RequestError, match="do not fit the served model"):
             engine.update_weights(dict(list(flat.items())[1:]))
 
 
@@ -184,7 +184,7 @@ def test_every_family_is_that_of_each_prompt_alone(experiment):
         want = tuple(generator(prompt, max_tokens=16))
         if generation.tokens != want:
             wrong.append((prompt, generation.tokens, want))
-    for prompt, got, want in wrong:  # allowed only after a step whose two best logits are nearly equal
+    for prompt, got, want in wrong:  # allowed only after a step with two nearly equal best logits
         index = next(i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b)
         logits = np.sort(np.asarray(built(np.asarray([[*prompt, *want[:index]]], np.int32))[0, -1], np.float32))
         assert logits[-1] - logits[-2] < 1e-4, (prompt, got, want)

@@ -1,4 +1,4 @@
-"""Every decoder family: each request gets the tokens that it gets alone, and scores are those of training."""
+"""Every decoder family: requests get the tokens that they get alone, and the scores of training."""
 
 import functools
 
@@ -32,7 +32,7 @@ FLOAT32 = {"model.dtype": "float32", "model.output_dtype": "float32"}
 
 @functools.cache
 def family(experiment, width=32):
-    """The model of an experiment in float32, at toy size, with numbers large enough that tokens differ."""
+    """Build an experiment's model in float32 at toy size, with weights large enough that tokens differ."""
     cfg = patch(toy.config(experiment), {**FLOAT32, "model.decoder.hidden_dim": width})
     built = cfg.model.build(rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
@@ -45,7 +45,7 @@ def family(experiment, width=32):
 
 
 def prompts(count, seed=0):
-    """Some begin alike, some repeat themselves."""
+    """Return prompts, some of which share prefixes or repeat themselves."""
     rng = np.random.default_rng(seed)
     start = rng.integers(0, toy.VOCABULARY, 20).tolist()
     rows = []
@@ -75,7 +75,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(experiment, setting):
     generator = Generator(built)
     for prompt, generation in zip(batch, generations, strict=True):
         expected = tuple(generator(prompt, max_tokens=14))
-        if generation.tokens != expected:  # allowed only after a step whose two best logits are nearly equal
+        if generation.tokens != expected:  # allowed only after a step with two nearly equal best logits
             pairs = zip(generation.tokens, expected, strict=True)
             index = next(i for i, (got, want) in enumerate(pairs) if got != want)
             tokens = np.asarray([[*prompt, *expected[:index]]], np.int32)

@@ -1,4 +1,4 @@
-"""Requests of megabytes: refused before they are tokenized, read beside the event loop, their memory given back."""
+"""Requests of megabytes: early rejection, parsing off the event loop, and return of memory."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from server_in_thread import serving
 from axlearn_plugins_serving.server import body_check, memory_return, schemas, text_pool
 from axlearn_plugins_serving.server.api_errors import ApiError, parse_body
 from axlearn_plugins_serving.server.body_check import BodyCheck, count_values
-from axlearn_plugins_serving.server.limits import Limits
+from axlearn_plugins_serving.server.limits import ServerLimits
 from axlearn_plugins_serving.server.memory_return import Budget, MemoryReturn
 from axlearn_plugins_serving.server.text_pool import TextLimit
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer, TokenizerJson
@@ -28,7 +28,7 @@ USER = {"role": "user", "content": "a"}
 
 
 class SpyTokenizer(ByteTokenizer):
-    """Writes down which texts it encoded, and in which thread."""
+    """A tokenizer that records encoded texts and their threads."""
 
     def __init__(self):
         super().__init__(ByteTokenizer.Config())
@@ -90,7 +90,7 @@ def test_texts_of_megabytes_are_not_counted(server, calls, kind):
 
 def test_the_longest_text_that_fits_is_taken(server, calls):
     assert post(server, "/v1/completions", prompt="a" * (CONTEXT - 1), max_tokens=1).status_code == 200
-    refused = post(server, "/v1/completions", prompt="a" * CONTEXT, max_tokens=1)  # no token is left for the output
+    refused = post(server, "/v1/completions", prompt="a" * CONTEXT, max_tokens=1)  # leaves no token for the output
     assert "the prompt has 2048 and the output may have 1" in refused.json()["error"]["message"]
     assert [size for size, _ in calls] == [CONTEXT - 1, CONTEXT]
 
@@ -103,7 +103,7 @@ def test_prompts_after_one_that_is_too_long_are_not_tokenized(server, calls):
 
 @pytest.mark.parametrize(("size", "thread"), [(10, "server"), (5000, "text"), (300_000, "huge-text")])
 def test_long_texts_are_encoded_beside_the_event_loop(server, calls, size, thread):
-    answer = post(server, "/tokenize", prompt="a" * size)  # which also counts texts that do not fit
+    answer = post(server, "/tokenize", prompt="a" * size)  # also counts texts that do not fit
     assert answer.json()["count"] == size
     ((_, name),) = calls
     assert name.rpartition("_")[0] == thread or name == thread
@@ -216,7 +216,7 @@ def test_more_token_ids_than_the_context_has_are_not_checked():
     with pytest.raises(ApiError, match="context has 256 tokens, but the prompt has 301") as caught:
         parse_body(schemas.CompletionRequest, body, context=256)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
-    texts = json.dumps({"prompt": ["x"] * 30}).encode()  # each text has a context of its own
+    texts = json.dumps({"prompt": ["x"] * 30}).encode()  # each text has its own context
     assert len(parse_body(schemas.CompletionRequest, texts, context=16).prompt) == 30
 
 
@@ -307,7 +307,7 @@ def test_a_tokenizer_that_does_not_tell_is_asked_for_tokens():
 def test_memory_is_given_back_once_after_several_large_requests(monkeypatch):
     times = []
     monkeypatch.setattr(memory_return, "_SECONDS", 0.0)
-    monkeypatch.setattr(memory_return, "give_back", lambda: times.append(threading.current_thread().name))
+    monkeypatch.setattr(memory_return, "return_memory", lambda: times.append(threading.current_thread().name))
 
     async def notes(*sizes):
         back = MemoryReturn()
@@ -335,22 +335,22 @@ def test_a_budget_is_given_in_order():
         tasks = [asyncio.create_task(task(name, size)) for name, size in (("large", 8), ("small", 1), ("huge", 99))]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert order == []  # the small one does not pass
+        assert order == []  # the small one does not overtake the large one
         budget.release(6)
         await asyncio.wait(tasks[:2], timeout=5)
         assert order == ["large", "small"]
         budget.release(8)
         budget.release(1)
-        await asyncio.wait_for(tasks[2], 5)  # alone, it gets more than there is
+        await asyncio.wait_for(tasks[2], 5)  # a lone task can take more than the limit
         assert order[-1] == "huge"
 
     asyncio.run(main())
 
 
 def test_large_bodies_take_turns():
-    """Bodies of which one at a time may be held are all answered, and so are those after one that never arrives."""
+    """All bodies are answered if only one fits at a time, even after one that never arrives."""
     size = memory_return.LARGE * 4
-    limits = Limits(large_bytes=size, body_seconds=0.3)
+    limits = ServerLimits(large_bytes=size, body_seconds=0.3)
     with serving(FakeEngine(max_context=CONTEXT), limits=limits) as running:
         slow = httpx.Client(base_url=running.url, timeout=20)
 

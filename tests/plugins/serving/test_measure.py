@@ -1,10 +1,10 @@
-"""What an engine estimates from the times of its steps."""
+"""Estimates of an engine from the times of its steps."""
 
 import pytest
 
 from axlearn_plugins_serving import measure
 from axlearn_plugins_serving.contracts import Request
-from axlearn_plugins_serving.measure import SHORTER, SUBMIT_SECONDS, Meter
+from axlearn_plugins_serving.measure import DURATION_SCALE, SUBMIT_SECONDS, Meter
 from axlearn_plugins_serving.request_state import RequestState
 from axlearn_plugins_serving.scheduler import Part, Plan
 
@@ -25,14 +25,14 @@ def plan(prompt_tokens=0):
 
 
 def read(meter, clock, plan, ends):
-    with meter.runner():
+    with meter.time_runner():
         clock.now = max(clock.now, ends)
     meter.record_read(plan)
     meter.record_step(0.0)
 
 
 def run(meter, clock, plans, seconds):
-    """Steps one after another, each planned in 0.01 s when it has to be; the last one is in flight, and has just begun."""
+    """Run steps, each planned in 0.01 s as late as possible. The last step has just started."""
     previous, ends = None, clock.now
     for one, duration in zip(plans, seconds, strict=True):
         if previous is not None:
@@ -48,7 +48,7 @@ def run(meter, clock, plans, seconds):
 def test_a_step_is_planned_shortly_before_the_one_before_ends(clock):
     meter = Meter()
     last = run(meter, clock, [plan()] * 6, [0.5] * 6)
-    expected = SHORTER * 0.5 - SUBMIT_SECONDS - 0.01
+    expected = DURATION_SCALE * 0.5 - SUBMIT_SECONDS - 0.01
     assert meter.spare_seconds(last) == pytest.approx(expected)
     clock.now += 0.2
     assert meter.spare_seconds(last) == pytest.approx(expected - 0.2)
@@ -59,7 +59,7 @@ def test_a_step_is_planned_shortly_before_the_one_before_ends(clock):
 def test_the_shortest_step_of_a_shape_counts(clock):
     meter = Meter()
     last = run(meter, clock, [plan()] * 6, [0.5, 0.5, 0.3, 0.5, 0.5, 0.5])
-    assert meter.spare_seconds(last) == pytest.approx(SHORTER * 0.3 - SUBMIT_SECONDS - 0.01)
+    assert meter.spare_seconds(last) == pytest.approx(DURATION_SCALE * 0.3 - SUBMIT_SECONDS - 0.01)
     assert meter.spare_seconds(plan(prompt_tokens=100)) == 0.0, "no such step was measured"
 
 
@@ -72,11 +72,11 @@ def test_planning_that_takes_longer_begins_earlier(clock):
         meter.record_plan(waited=False)
         meter.record_submit(last)
         read(meter, clock, last, begun + 0.5)
-    assert meter.spare_seconds(last) == pytest.approx(SHORTER * 0.5 - SUBMIT_SECONDS - 0.03)
+    assert meter.spare_seconds(last) == pytest.approx(DURATION_SCALE * 0.5 - SUBMIT_SECONDS - 0.03)
 
 
 def test_a_step_that_ended_unseen_is_no_measure(clock):
-    """Its time would count the devices' idleness, and the next step would be planned later still."""
+    """Its time would include idle time, which would delay later plans even more."""
     meter = Meter()
     last = run(meter, clock, [plan()] * 6, [0.5] * 6)
     ends = clock.now + 0.5

@@ -1,4 +1,4 @@
-"""A field that is null says nothing, in every part of every request; one with a value is looked at as ever."""
+"""Null fields count as absent in every part of every request; other values are validated."""
 
 import sys
 from pathlib import Path
@@ -40,7 +40,7 @@ SMALLEST = {
     schemas.TokenizeRequest: {"prompt": "a"},
     schemas.DetokenizeRequest: {"tokens": [1]},
 }
-"""A right body of each schema."""
+"""A valid body of each schema."""
 
 
 def every_schema(base=schemas.Body):
@@ -87,7 +87,7 @@ def server():
 
 
 def test_the_official_client_sends_back_what_it_got(server):
-    """`model_dump` writes every field of a message, most of them null."""
+    """`model_dump` writes every field of a message, and most are null."""
     with openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0, timeout=30) as client:
         said = client.chat.completions.create(model="tiny", messages=[USER], max_tokens=8).choices[0].message
         dumped = said.model_dump()

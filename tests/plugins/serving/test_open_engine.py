@@ -1,4 +1,4 @@
-"""Runs are opened with their tokenizer and template; what cannot be served is refused before anything is compiled."""
+"""Runs open with their tokenizer and template; unsupported models fail before compilation."""
 
 import json
 import shutil
@@ -97,7 +97,7 @@ def test_no_longer_context_than_there_are_positions():
     model = ax.resolve("quickstart", set={"model.decoder.num_layers": 1, "model.decoder.hidden_dim": 32}).config.model
     model = patch(model, {"decoder.position": LearnedPositions.Config(max_length=64)})
     built = model.build(rngs=nnx.Rngs(0))
-    with pytest.raises(RequestError, match="at most 64, for which the model has positions"):
+    with pytest.raises(RequestError, match="at most 64, the number of positions of the model"):
         build_engine(built, config=config(), warm_up=False)
     default = attrs.evolve(config(), runner=attrs.evolve(config().runner, max_context=2048))
     assert build_engine(built, config=default, warm_up=False).max_context == 64

@@ -1,4 +1,4 @@
-"""The mode `parity`: log-probabilities of steps are, bit for bit in float32, those of the training program's `score`."""
+"""The mode `parity`: log-probabilities of steps equal the training program's `score` bit for bit in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from serving_models import SIZES, config, model, prompts
 from axlearn_core.compose import Functional
 from axlearn_core.config import patch
 from axlearn_core.errors import RequestError
-from axlearn_plugins_serving.parity import ROWS, ROWS_OF_WIDE_MAPS, least_rows
+from axlearn_plugins_serving.parity import ROWS, WIDE_MAP_ROWS, min_rows
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_transformer.kernels.hooks import axlearn_kernels
 
@@ -38,14 +38,14 @@ def test_bitwise_with_other_chunks_and_pages():
 
 @pytest.mark.slow
 def test_bitwise_with_a_vocabulary_and_chunks_as_served():
-    """Few rows of many logits, alone and beside others."""
+    """Few rows of many logits, alone and with others."""
     sizes = {"decoder.layer.attention.num_kv_heads": 4, "decoder.hidden_dim": 128, "vocab_size": 4096}
     cfg = patch(config(), sizes)
     check_parity_scores(cfg, cfg.build(rngs=nnx.Rngs(0)), seeds=1, chunk=32, max_step_tokens=64, chunk_buckets=(1,))
 
 
 LARGE_STEPS = {"max_step_tokens": 4608, "chunk": 24, "chunk_buckets": ()}
-"""Every step with prompts has 4,608 rows. XLA for CPU computes 4,096 numbers and more by other algorithms by default."""
+"""Config in which every step with prompts has 4,608 rows. By default, XLA for CPU uses other algorithms from 4,096 numbers on."""
 
 
 @pytest.mark.slow
@@ -64,10 +64,10 @@ WIDE = {
 
 @pytest.mark.slow
 def test_bitwise_with_wide_maps():
-    """Which need fewer rows."""
+    """Wide maps need fewer rows."""
     cfg = patch(config(), WIDE)
     of = cfg.build(rngs=nnx.Rngs(0))
-    assert least_rows(of) == 24 < ROWS
+    assert min_rows(of) == 24 < ROWS
     for devices in (1, 2):
         check_parity_scores(cfg, of, seeds=1, devices=devices, max_rows=16, chunk=32, max_step_tokens=128)
         check_parity_scores(cfg, of, seeds=1, devices=devices)
@@ -79,17 +79,17 @@ WIDER = {**WIDE, "decoder.layer.attention.num_heads": 16, "decoder.hidden_dim": 
 
 @pytest.mark.slow
 def test_bitwise_with_wider_maps():
-    """Which need still fewer."""
+    """Wider maps need still fewer rows."""
     cfg = patch(config(), WIDER)
     of = cfg.build(rngs=nnx.Rngs(0))
-    assert least_rows(of) == 8
+    assert min_rows(of) == 8
     check_parity_scores(cfg, of, seeds=1)
     check_parity_scores(cfg, of, seeds=1, devices=2, max_rows=16, chunk=32, max_step_tokens=128)
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 def test_narrow_maps_are_not_divided():
-    with pytest.raises(RequestError, match="on 2 devices: XLA adds up narrow maps in other ways"):
+    with pytest.raises(RequestError, match="on 2 devices: XLA sums narrow maps in another order"):
         check_parity_scores(config(), model(), devices=2)
 
 
@@ -100,21 +100,21 @@ def test_narrow_maps_are_not_divided():
 )
 def test_other_maps_need_all_rows(change):
     cfg = patch(config(), {**WIDE, "decoder.layer.attention.num_kv_heads": 2, **change})
-    assert least_rows(Functional.of(cfg).describe()) == ROWS
-    assert least_rows(Functional.of(patch(config(), WIDE)).describe()) == 24
+    assert min_rows(Functional.of(cfg).describe()) == ROWS
+    assert min_rows(Functional.of(patch(config(), WIDE)).describe()) == 24
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("inputs", [768, 1024, 1280, 2816])
 def test_rows_of_products_do_not_depend_on_their_number(inputs):
-    """What the numbers of rows stand on: how XLA multiplies and adds up on this machine."""
+    """Check the assumptions about XLA on this machine that determine the numbers of rows."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((320, inputs)).astype(np.float32)
     (kernel,) = (k for k in axlearn_kernels() if k.name == "invariant" and k.op.endswith(":Attention"))
     options = dict(kernel.compiler_options["cpu"])
     mean = jax.jit(lambda x: jax.lax.rsqrt(jnp.mean(x * x, axis=-1)), compiler_options=options)
     product = jax.jit(jnp.matmul, compiler_options=options)
-    least = next(rows for least, rows in ROWS_OF_WIDE_MAPS.items() if inputs >= least)
+    least = next(rows for least, rows in WIDE_MAP_ROWS.items() if inputs >= least)
     for outputs in (64, 192, 768, 1088, 4096):
         weight = rng.standard_normal((inputs, outputs)).astype(np.float32)
         whole, means = np.asarray(product(x, weight)), np.asarray(mean(x))
@@ -135,7 +135,7 @@ def test_what_cannot_be_bitwise_is_refused(features, reason):
 
 def test_other_kernels_are_refused():
     with pytest.raises(
-        RequestError, match=r"attends by the kernel 'invariant' alone\n    got: serving.runner.kernel=xla-split"
+        RequestError, match=r"supports only the kernel 'invariant'\n    got: serving.runner.kernel=xla-split"
     ):
         ModelRunner.Config(**SIZES, mode="parity", kernel="xla-split").build(model=model())
 

@@ -1,4 +1,4 @@
-"""Exported programs of a server: what loads them computes without compiling, and what is not theirs is refused."""
+"""Exported programs of a server: loading without compilation, and rejection of others' programs."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from axlearn_core.cli.main import cli
 from axlearn_core.config import Configurable, node
 from axlearn_core.errors import RequestError
 from axlearn_plugins_cpu.kernels import library
-from axlearn_plugins_serving.programs import Loading, ProgramsError, identity, programs_of_run
+from axlearn_plugins_serving.programs import BackgroundLoader, ProgramsError, find_run_programs, identity
 from axlearn_plugins_serving.runner import ModelRunner
 
 SIZES = {"runner.max_rows": 2, "runner.max_context": 64, "runner.row_buckets": (), "runner.chunk_buckets": ()}
@@ -51,7 +51,7 @@ def run_dir(tmp_path_factory):
 
 
 def served(uri, *words, sizes=SET):
-    """(the counters of a server after one request, what it wrote to standard error); it ends then."""
+    """Serve one request and return the counters, the standard error and the exit code."""
     command = [sys.executable, "-m", "axlearn_core", "serve", str(uri), "--port", "0", *sizes, *map(str, words)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment()}
     with subprocess.Popen(command, **pipes) as process:
@@ -88,7 +88,7 @@ def test_a_server_with_programs_compiles_nothing(run_dir, tmp_path):
 
 @pytest.mark.slow
 def test_programs_name_their_kernels(run_dir):
-    """What they call is registered by the module of the kernel, which nothing else imports where nothing is traced."""
+    """Kernels register what programs call, but without tracing nothing else imports their modules."""
     index = json.loads((run_dir / "programs" / "executables.json").read_text())
     kernels = {function["function"]: function["kernels"] for function in index["functions"]}
     attends = "xla-split" if library.missing else "native"
@@ -104,7 +104,7 @@ def test_programs_of_other_settings(run_dir):
     assert "was exported with another identity: runner.max_rows" in errors
     assert 'got: "2"' in errors
     assert "fix: export again" in errors
-    stats, errors, code = served(run_dir, sizes=other)  # those of the run were not asked for
+    stats, errors, code = served(run_dir, sizes=other)  # the run's own programs, which the user did not name
     assert stats["start_compilations"] > 0
     assert "warning: compiling: " in errors
 
@@ -119,7 +119,7 @@ def test_programs_of_another_model(run_dir, tmp_path):
 
 
 def refused(run_dir, tmp_path, **changes):
-    """The error of opening the model with programs whose index was changed."""
+    """Return the error of opening the model with a changed index of programs."""
     copy = tmp_path / "programs"
     shutil.copytree(run_dir / "programs", copy)
     path = copy / "executables.json"
@@ -160,7 +160,7 @@ def test_programs_that_do_not_fit(run_dir, tmp_path, changes, says):
 
 
 class Unpackaged(Configurable):
-    """A layer of a script: its code has neither a version nor a hash."""
+    """A layer of a script, whose code has neither a version nor a hash."""
 
     @node
     class Config(Configurable.Config["Unpackaged"]):
@@ -181,7 +181,7 @@ def test_what_is_not_begun_is_not_loaded_once_the_runner_is_closed():
             assert go_on.wait(60)
             loaded.append((name, bucket))
 
-    loading = Loading(SlowProgram(), {"first": [None], "second": [1, 2]})
+    loading = BackgroundLoader(SlowProgram(), {"first": [None], "second": [1, 2]})
     assert began.wait(60)
     loading.stop()
     go_on.set()
@@ -200,7 +200,7 @@ def test_requests_that_cannot_be_exported(tmp_path):
     assert (message.exit_code, "exists" in message.stderr) == (2, True)
     nothing = plan("quickstart", "--serve", "--export", tmp_path / "new")
     assert nothing.exit_code == 2
-    assert "'quickstart' is not a directory of a model" in nothing.stderr
+    assert "'quickstart' is not a model directory" in nothing.stderr
     alone = plan("quickstart", "--export", tmp_path / "new")
     assert alone.exit_code == 2
     assert "--export is an option of `axlearn plan serve`" in alone.stderr
@@ -209,18 +209,18 @@ def test_requests_that_cannot_be_exported(tmp_path):
 def test_programs_that_others_may_write_are_refused(tmp_path):
     run = tmp_path / "run"
     (run / "programs").mkdir(parents=True)
-    assert programs_of_run(run) is None
+    assert find_run_programs(run) is None
     (run / "config.yaml").touch()
     (run / "programs" / "executables.json").touch(mode=0o600)
     (run / "programs").chmod(0o755)
-    assert programs_of_run(run) == run / "programs"
+    assert find_run_programs(run) == run / "programs"
     (run / "programs").chmod(0o777)
-    with pytest.raises(RequestError, match="not yours alone"):
-        programs_of_run(run)
+    with pytest.raises(RequestError, match="not safe to load"):
+        find_run_programs(run)
 
 
 def test_a_directory_in_hugging_face_format_brings_no_programs(tmp_path):
     (tmp_path / "programs").mkdir()
     (tmp_path / "config.json").touch()
     (tmp_path / "programs" / "executables.json").touch()
-    assert programs_of_run(tmp_path) is None
+    assert find_run_programs(tmp_path) is None

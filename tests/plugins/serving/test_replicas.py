@@ -1,4 +1,4 @@
-"""`axlearn serve --replicas`: Ray Serve in front of several servers."""
+"""`axlearn serve --replicas`: several servers behind Ray Serve."""
 
 import importlib.util
 import json
@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import axlearn_core as ax
 from axlearn_core.cli.main import cli
 
-HAS_RAY = all(importlib.util.find_spec(name) for name in ("ray", "fastapi"))  # what ray[serve] brings
+HAS_RAY = all(importlib.util.find_spec(name) for name in ("ray", "fastapi"))  # installed by ray[serve]
 SET = ["--set", "serving.runner.max_rows=2", "--set", "serving.runner.max_context=64"]
 SET += ["--set", "serving.runner.row_buckets=[]", "--set", "serving.runner.chunk_buckets=[]"]
 
@@ -40,13 +40,13 @@ def test_without_ray(tmp_path, monkeypatch):
 def test_options_that_do_not_go_together(tmp_path):
     both = serve(tmp_path, "--replicas", 2, "--prefill", 1, "--port", free_port())
     assert both.exit_code == 2
-    assert "--replicas cannot be given with --prefill or --decode" in both.stderr
+    assert "--replicas cannot be combined with --prefill or --decode" in both.stderr
     anywhere = serve(tmp_path, "--replicas", 2, "--port", 0)
     assert anywhere.exit_code == 2
-    assert "--replicas needs a port" in anywhere.stderr
+    assert "--replicas needs a fixed port" in anywhere.stderr
     ignored = serve(tmp_path, "--replicas", 2, "--port", free_port(), "--grace", 5, "--log-requests")
     assert ignored.exit_code == 2
-    assert "--replicas does not take --grace, --log-requests" in ignored.stderr
+    assert "--replicas does not support --grace, --log-requests" in ignored.stderr
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_two_replicas_answer(tmp_path):
                 assert "".join(pieces) == texts.pop()
                 schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes", "no"]}}}
                 chat = {"model": "run", "messages": [{"role": "user", "content": "Yes?"}], "response_format": schema}
-                for _ in range(4):  # more than there are replicas
+                for _ in range(4):  # more than the number of replicas
                     answer = client.chat.completions.create(**chat, temperature=0)
                     assert json.loads(answer.choices[0].message.content) in ("yes", "no")
             wrong = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": -1})

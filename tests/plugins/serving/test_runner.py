@@ -1,4 +1,4 @@
-"""The runner: each request gets, token for token, what it gets alone; nothing compiles after the warm-up; blocks move."""
+"""The runner: requests get the tokens that they get alone, nothing compiles after warm-up, and blocks move."""
 
 import numpy as np
 import pytest
@@ -127,8 +127,8 @@ def test_steps_of_several_tokens_are_for_rows_that_decode():
 
 
 def test_the_last_feed_forward_layer_is_computed_for_tokens_that_are_chosen_alone():
-    """FLOPs that a wider one adds to a step: of all tokens in the first of two layers, and in the second of those, and of a
-    chunk whose targets are scored where somebody wants them."""
+    """Compare the FLOPs that a wider layer adds to a step: for all tokens in the first of two layers, and in the second only for
+    chosen tokens and for a chunk whose targets are scored."""
     width, hidden, flops = 64, 64, []
     for factor in (1, 2):
         cfg = patch(config(), {"decoder.layer.feed_forward.hidden_dim": factor * hidden})

@@ -23,7 +23,7 @@ def test_tensor_parallel_is_one_device():
     pages = jax.tree.leaves(instance.read_blocks([0]))[0]
     assert pages.shape[1:3] == (2, 4), "keys, then values, of four heads"
     shapes = {shard.data.shape for x in jax.tree.leaves(instance.cache) for shard in x.addressable_shards}
-    assert {shape[1:3] for shape in shapes} == {(2, 1)}, "each device holds the keys and values of its own head"
+    assert {shape[1:3] for shape in shapes} == {(2, 1)}, "each device holds the keys and values of one head"
     rng = np.random.default_rng(0)
     some = prompts(rng, model.vocab_size)
     requests = Requests(instance, some, rng=rng)

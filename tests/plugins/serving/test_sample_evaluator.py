@@ -21,7 +21,7 @@ def texts(directory):
 
 @pytest.mark.slow
 def test_the_engine_writes_what_the_model_writes(tmp_path):
-    """Greedy, after steps 2 and 4: the second time with the weights of that step."""
+    """Greedy samples after steps 2 and 4 use the weights of those steps."""
     evaluators = {"model": SAMPLE, "engine": {**SAMPLE, "engine": True, "count": 2}}
     ax.train("quickstart", run_dir=tmp_path / "run", steps=4, set={**SETTINGS, "evaluators": evaluators})
     written = texts(tmp_path / "run")

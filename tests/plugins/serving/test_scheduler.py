@@ -1,4 +1,4 @@
-"""Who is computed next: priorities, turns of clients, preemption; and what holds under any order of calls."""
+"""Scheduling: priorities, turns of clients, preemption, and invariants under any order of calls."""
 
 import random
 
@@ -138,7 +138,7 @@ def test_removing_from_the_queue():
 
 
 class Calls(RuleBasedStateMachine):
-    """Requests come and go in any order; blocks are never lost, and outputs are those of each request alone."""
+    """Requests arrive and leave in any order, no block is lost, and outputs do not change."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The suites for schedulers and drafters: what is shipped passes, and what breaks a rule is found."""
+"""The suites for schedulers and drafters: shipped ones pass, and broken ones fail."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Adapters chosen by each request: token for token what a server of the merged weights gives."""
+"""Adapters chosen per request give the tokens of a server with merged weights."""
 
 import functools
 
@@ -29,7 +29,7 @@ def base():
 
 @functools.cache
 def adapted(name):
-    """(parameters, scales) of the base with adapters of random numbers."""
+    """Return the parameters and scales of the base model with random adapters."""
     config = serving_models.config(RANKS[name])
     functional, rng = Functional.of(config), np.random.default_rng(len(name))
     params = dict(Functional.of(serving_models.config()).weights_of(base()).params)
@@ -56,7 +56,7 @@ def test_each_request_has_its_own_adapter(directories):
     rng, outputs = np.random.default_rng(0), {}
     prompts = [tuple(rng.integers(0, 64, n).tolist()) for n in (3, 9, 14, 5, 9, 21, 1, 12)]
     names = [None, "small", "large", "small", None, "large", "large", "small"]
-    prompts[4] = prompts[1]  # one prompt with an adapter and without: their caches are not shared
+    prompts[4] = prompts[1]  # the same prompt with and without an adapter must not share the cache
     with serve(base(), set={**SIZES, "runner.adapters": directories}) as local:
         engine = local.engine
         for index, (prompt, name) in enumerate(zip(prompts, names, strict=True)):
@@ -120,7 +120,7 @@ def test_adapters_that_do_not_fit_are_refused(directories, tmp_path):
     with pytest.raises(CheckpointError, match="adapter none"):
         serve(base(), set={**SIZES, "runner.adapters": {"none": str(tmp_path / "none")}}, warm_up=False)
     settings = {**SIZES, "runner.adapters": directories, "runner.mode": "parity"}
-    with pytest.raises(RequestError, match="with adapters"):
+    with pytest.raises(RequestError, match="has adapters"):
         serve(base(), set=settings, warm_up=False)
 
 
@@ -146,7 +146,7 @@ def test_an_adapter_cannot_have_the_name_of_the_model(tmp_path):
     words = ["serve", str(tmp_path / "base"), "--port", "0", "--adapter", "tuned=dir"]
     result = CliRunner().invoke(cli, [*words, "--served-model-name", "tuned"])
     assert result.exit_code == 2
-    assert "--adapter tuned has the name of the model that is served" in result.output
+    assert "--adapter tuned has the name of the served model" in result.output
     result = CliRunner().invoke(cli, ["serve", str(tmp_path / "tuned"), *words[2:]])
     assert result.exit_code == 2
     assert "--served-model-name" in result.output

@@ -1,4 +1,4 @@
-"""`axlearn serve`: what it refuses, and a whole life of a server in a process of its own."""
+"""`axlearn serve`: invalid options, and the life of a server in another process."""
 
 import io
 import json
@@ -33,7 +33,7 @@ def serve(*arguments):
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """A trained model of one layer."""
+    """Train a model of one layer."""
     directory = tmp_path_factory.mktemp("runs") / "tiny"
     settings = {
         "model.decoder.num_layers": 1,
@@ -132,7 +132,7 @@ def test_options_reach_the_server(monkeypatch):
             listener.close()
             return 0
 
-    monkeypatch.setattr("axlearn_plugins_serving.server.server_runner.Runner", Recorder)
+    monkeypatch.setattr("axlearn_plugins_serving.server.server_runner.ServerRunner", Recorder)
     options = ["--max-body", "2048", "--grace", "7", "--log-requests", "--served-model-name", "mine"]
     result = serve("runs/any", "--port", "0", *options, "--chat-template", "plain")
     assert result.exit_code == 0, result.output
@@ -172,7 +172,7 @@ def test_the_life_of_a_server(run_dir, tmp_path):
                 stream = client.completions.create(model="small", prompt="a", max_tokens=40, stream=True, temperature=0)
                 next(iter(stream))
                 process.send_signal(signal.SIGTERM)
-                assert sum(1 for _ in stream) > 0  # it ends in its own time
+                assert sum(1 for _ in stream) > 0  # it finishes normally
             assert process.wait(60) == 0
         finally:
             process.kill()

@@ -1,4 +1,4 @@
-"""Weights stored as integers: served token for token as the same model generates them one request at a time."""
+"""Serving of quantized weights gives the tokens that the model generates one request at a time."""
 
 import attrs
 import jax
@@ -21,7 +21,7 @@ TILES = {"int8": None, "int4": 16}
 
 
 def quantized(storage):
-    """The small quickstart with weights stored as integers."""
+    """Build the small quickstart with weights stored as integers."""
     whole = stored(attrs.evolve(resolve("quickstart").config, model=config()), storage, tile_size=TILES[storage])
     functional = Functional.of(whole.model)
     params = store(Functional.of(config()).weights_of(model()).params, functional)

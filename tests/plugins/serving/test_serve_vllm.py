@@ -1,4 +1,4 @@
-"""`axlearn serve --engine vllm`: what vLLM is started with, its signals and exit codes, and its tokens where it is installed."""
+"""`axlearn serve --engine vllm`: arguments, signals and exit codes, and tokens if vLLM is installed."""
 
 import json
 import os
@@ -30,7 +30,7 @@ Path({record!r}).write_text(json.dumps(record))
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    """Puts a program in the place of vLLM; gives what it was started with."""
+    """Replace vLLM by a program that records its arguments."""
 
     def install(then="", code_of_signal=0):
         program, record = tmp_path / "vllm", tmp_path / "record.json"
@@ -104,16 +104,16 @@ def test_without_vllm_the_error_says_what_to_install(monkeypatch):
     with pytest.raises(RequestError, match=r"the command `vllm` is not on the PATH\n    fix: .*AXLEARN_VLLM="):
         external.find_vllm()
     monkeypatch.setenv(external.COMMAND, "/nowhere/vllm")
-    with pytest.raises(RequestError, match="AXLEARN_VLLM names '/nowhere/vllm', which is not a command"):
+    with pytest.raises(RequestError, match="AXLEARN_VLLM is set to '/nowhere/vllm', which is not a command"):
         external.find_vllm()
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--engine", "vllm", "--max-queue", "3"), "--engine vllm does not take --max-queue"),
-        (("--engine", "vllm", "--set", "serving.max_waiting=3"), "--engine vllm does not take --set"),
-        (("--", "--max-model-len", "64"), "got the arguments --max-model-len 64"),
+        (("--engine", "vllm", "--max-queue", "3"), "--engine vllm does not support --max-queue"),
+        (("--engine", "vllm", "--set", "serving.max_waiting=3"), "--engine vllm does not support --set"),
+        (("--", "--max-model-len", "64"), "unexpected arguments: --max-model-len 64"),
     ],
 )
 def test_options_of_the_other_engine_are_refused(fake, arguments, says):
@@ -136,8 +136,8 @@ def test_a_directory_without_a_model_is_refused(fake, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(external.COMMAND not in os.environ, reason=f"needs vLLM: set {external.COMMAND} to its command")
 def test_vllm_gives_the_greedy_tokens_of_the_generator(tmp_path, monkeypatch):
-    """Of a model whose head size vLLM's CPU build has (32)."""
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB; what it takes by itself may not be free
+    """Use a model with head size 32, which vLLM's CPU build supports."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB; the default may not be free
 
     import numpy as np
 

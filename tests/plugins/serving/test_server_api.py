@@ -1,4 +1,4 @@
-"""The API, as the official client sees it."""
+"""The API, called by the official client."""
 
 import concurrent.futures
 import json
@@ -22,7 +22,7 @@ SCRIPT = list(TEXT.encode())
 
 @pytest.fixture(scope="module")
 def scripted():
-    """A server whose every output is TEXT."""
+    """Run a server whose outputs are always TEXT."""
     with serving(FakeEngine(script=SCRIPT, max_context=512), adapters=("polite",)) as server:
         yield server
         server.wait_until_idle()
@@ -36,7 +36,7 @@ def client(scripted):
 
 
 def hashed(prompt, count):
-    """What the engine of hashes goes on with, as text."""
+    """Return the text that the hashing engine generates."""
     tokens = list(prompt.encode())
     for _ in range(count):
         tokens.append(next_token(tokens, 257))
@@ -209,7 +209,7 @@ def test_a_chat(client, scripted):
         client.chat.completions.create(model="tiny", messages=messages, max_tokens=2).choices[0].message.content == "He"
     )
     whole = client.chat.completions.create(model="tiny", messages=messages)
-    assert whole.choices[0].finish_reason == "stop"  # no limit but the context
+    assert whole.choices[0].finish_reason == "stop"  # limited only by the context
 
 
 def test_a_chat_as_a_stream(client):
@@ -350,7 +350,7 @@ def test_responses(client, scripted):
     short = client.responses.create(model="tiny", input=again, max_output_tokens=4)
     assert (short.status, short.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert TEXT.encode() in bytes(t for t in scripted.engine.seen[-1].prompt if t < 256)
-    with pytest.raises(openai.BadRequestError, match="stores nothing"):
+    with pytest.raises(openai.BadRequestError, match="does not store responses"):
         client.responses.create(model="tiny", input="Hi", store=True)
 
 

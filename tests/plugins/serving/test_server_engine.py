@@ -1,4 +1,4 @@
-"""The server over the engine itself, with a trained model: mixed traffic, and log-probabilities that are the model's."""
+"""The server with the real engine and a trained model: mixed traffic, and log-probabilities of the model."""
 
 import asyncio
 import random
@@ -60,7 +60,9 @@ async def traffic(url, count):
                     reply = await client.post("/v1/completions", json=body)
                     assert reply.status_code == 200, reply.text
                     text = reply.json()["choices"][0]["text"]
-                    assert answers.setdefault(number % 40, text) == text  # one seed, one text, whatever runs beside
+                    assert (
+                        answers.setdefault(number % 40, text) == text
+                    )  # the same seed gives the same text in any batch
 
         await asyncio.gather(*(one(number) for number in range(count)))
 

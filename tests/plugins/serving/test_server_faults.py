@@ -1,4 +1,4 @@
-"""Bad requests, clients that leave or stall, a full queue, a failing engine, and the end of the server."""
+"""Bad requests, clients that leave or stall, a full queue, a failing engine, and shutdown."""
 
 import concurrent.futures
 import json
@@ -17,7 +17,7 @@ from server_in_thread import serving
 
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.contracts import Output
-from axlearn_plugins_serving.server.limits import Limits, hosts_of
+from axlearn_plugins_serving.server.limits import ServerLimits, allowed_hosts
 from axlearn_plugins_serving.server.server_runner import bind
 
 FOREVER = {"prompt": "abc", "max_tokens": 90_000, "stream": True}
@@ -65,7 +65,7 @@ def test_paths_and_methods(server):
 def test_a_client_that_leaves_a_stream_frees_its_request():
     with serving(endless(delay=0.002)) as server:
         with httpx.stream("POST", server.url + "/v1/completions", json=FOREVER | {"n": 3}) as response:
-            lines = response.iter_lines()  # the stream is closed with it
+            lines = response.iter_lines()  # closing it closes the stream
             next(lines)
             assert server.engine.busy()
         server.wait_until_idle()
@@ -82,7 +82,7 @@ def test_a_client_that_leaves_before_the_answer_frees_its_request():
 
 
 def test_a_client_that_does_not_read_is_dropped():
-    with serving(endless(), limits=Limits(write_seconds=0.3), max_waiting_tokens=2000) as server:
+    with serving(endless(), limits=ServerLimits(write_seconds=0.3), max_waiting_tokens=2000) as server:
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             body = json.dumps(FOREVER | {"logprobs": 20}).encode()
@@ -91,13 +91,13 @@ def test_a_client_that_does_not_read_is_dropped():
                 b"content-length: %d\r\n\r\n%s" % (len(body), body)
             )
             until(lambda: server.engine.steps > 5)
-            server.wait_until_idle(20)  # without reading a byte
+            server.wait_until_idle(20)  # no byte was read
         assert server.engine.free == server.engine.blocks
         assert httpx.get(server.url + "/health").status_code == 200
 
 
 def test_slow_and_endless_heads_and_bodies():
-    limits = Limits(head_seconds=0.3, body_seconds=0.3, body_bytes=4096)
+    limits = ServerLimits(head_seconds=0.3, body_seconds=0.3, body_bytes=4096)
     with serving(FakeEngine(), limits=limits) as server:
 
         def send(*parts):
@@ -113,7 +113,7 @@ def test_slow_and_endless_heads_and_bodies():
                 return answer
 
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        assert send(b"POST /v1/compl") == b""  # dropped: there is nobody to answer
+        assert send(b"POST /v1/compl") == b""  # dropped without an answer
         assert send(b"") == b""
         slow = send(head + b"content-length: 100\r\n\r\n{")
         assert slow.startswith(b"HTTP/1.1 408")
@@ -129,7 +129,7 @@ def test_slow_and_endless_heads_and_bodies():
 
 
 def test_more_connections_than_allowed():
-    with serving(FakeEngine(), limits=Limits(connections=3)) as server:
+    with serving(FakeEngine(), limits=ServerLimits(connections=3)) as server:
         sockets = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3)]
         until(lambda: len(server.runner._server.server_state.connections) == 3)
         refused = httpx.get(server.url + "/health")
@@ -142,7 +142,7 @@ def test_more_connections_than_allowed():
 
 
 def test_an_api_key():
-    with serving(FakeEngine(), limits=Limits(api_key="s3cret")) as server:
+    with serving(FakeEngine(), limits=ServerLimits(api_key="s3cret")) as server:
         for headers in ({}, {"authorization": "Bearer s3creT"}, {"authorization": "Bearer s3cret2"}):
             refused = httpx.post(server.url + "/v1/completions", json={"prompt": "a"}, headers=headers)
             assert refused.status_code == 401
@@ -154,20 +154,20 @@ def test_an_api_key():
         )
         assert httpx.get(server.url + "/metrics").status_code == 401
         assert httpx.get(server.url + "/health").status_code == 200
-    assert "s3cret" not in repr(Limits(api_key="s3cret"))
+    assert "s3cret" not in repr(ServerLimits(api_key="s3cret"))
 
 
 def test_web_pages_of_others_reach_nothing():
-    """Neither by a form's content type, nor by a name that resolves to the loopback address."""
-    with serving(FakeEngine(), limits=Limits(hosts=hosts_of("127.0.0.1", None))) as server:
+    """Web pages can use neither a form's content type nor a name that resolves to the loopback address."""
+    with serving(FakeEngine(), limits=ServerLimits(hosts=allowed_hosts("127.0.0.1", None))) as server:
         body = b'{"prompt": "a"}'
         assert httpx.post(server.url + "/v1/completions", content=body).status_code == 415
         plain = {"content-type": "text/plain"}
         assert httpx.post(server.url + "/v1/completions", content=body, headers=plain).status_code == 415
         for host, status in (("evil.example:80", 421), ("evil.example", 421), ("localhost:9", 200), ("[::1]:9", 200)):
             assert httpx.get(server.url + "/health", headers={"host": host}).status_code == status
-    assert hosts_of("0.0.0.0", None) is None
-    assert hosts_of("127.0.0.1", "key") is None
+    assert allowed_hosts("0.0.0.0", None) is None
+    assert allowed_hosts("127.0.0.1", "key") is None
 
 
 def test_a_full_queue_says_when_to_come_back():
@@ -245,7 +245,7 @@ def test_the_end_does_not_wait_for_ever():
             next(lines)
             server.stop()
             events = [line for line in lines if line]
-        assert json.loads(events[-2][6:])["error"]["message"] == "the server stops"
+        assert json.loads(events[-2][6:])["error"]["message"] == "the server is stopping"
         server.thread.join(10)
         assert server.code == 1
         assert server.engine.free == server.engine.blocks
@@ -273,7 +273,7 @@ def test_a_port_in_use_and_addresses_of_others():
 
 
 class PatientEngine(FakeEngine):
-    """Does not need a step before two requests were added."""
+    """An engine that needs no step until two requests were added."""
 
     def spare_seconds(self):
         return 60.0 if len(self.seen) < 2 else 0.0

@@ -1,6 +1,6 @@
-"""Requests to a server of a real engine, a tenth of them wrong; and more requests than it has room for.
+"""Load on a server with a real engine: a tenth of the requests are invalid, or there are too many.
 
-`AXLEARN_FLOOD=10000` sends so many; by default it is a tenth of that.
+`AXLEARN_FLOOD=10000` sets the number of requests; the default is 1,000.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from axlearn_core.config import patch
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.local_engine import LocalEngine
 from axlearn_plugins_serving.open_engine import build_engine
-from axlearn_plugins_serving.server.limits import Limits
+from axlearn_plugins_serving.server.limits import ServerLimits
 from axlearn_plugins_transformer.text.processor import TextProcessor
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
@@ -52,7 +52,7 @@ def engine_of(model):
 
 @pytest.fixture(scope="module")
 def bodies(engine_of):
-    """Requests, and the text of each, computed alone."""
+    """Return requests with the text that each gets alone."""
     draw = random.Random(1)
     result = []
     with LocalEngine(engine_of(), TEXT) as engine:
@@ -66,7 +66,7 @@ def bodies(engine_of):
 
 
 async def answered(client, body, text, stream, statuses):
-    """One request, again where there was no room."""
+    """Send a request, and retry it if the queue is full."""
     while True:
         if not stream:
             response = await client.post("/v1/completions", json=body)
@@ -89,7 +89,7 @@ async def answered(client, body, text, stream, statuses):
 
 
 async def slow_reader(client, number):
-    """A stream of which nothing is read for a while."""
+    """Open a stream and read nothing for a while."""
     body = {"prompt": f"slow {number}", "max_tokens": 100, "stream": True}
     async with client.stream("POST", "/v1/completions", json=body) as response:
         await asyncio.sleep(0.2)
@@ -123,7 +123,7 @@ async def flood(url, bodies, count, seed):
 @pytest.mark.slow
 def test_many_requests_of_which_a_tenth_is_wrong(engine_of, bodies):
     engine = engine_of()
-    with serving(engine, limits=Limits(body_seconds=5)) as server:
+    with serving(engine, limits=ServerLimits(body_seconds=5)) as server:
         asyncio.run(flood(server.url, bodies, COUNT // 10, 0))
         server.wait_until_idle(60)
         gc.collect()
@@ -149,7 +149,7 @@ def test_many_requests_of_which_a_tenth_is_wrong(engine_of, bodies):
 
 @pytest.mark.slow
 def test_twice_as_many_requests_as_it_has_room_for(engine_of, bodies):
-    """The queue is bounded, the others are told when to come again, and those that were taken do not wait longer."""
+    """The queue is bounded, rejected clients are told when to retry, and accepted ones do not wait longer."""
     engine, waited, queued = engine_of(), {}, []
 
     async def client(http, number, clients, admitted):

@@ -1,4 +1,4 @@
-"""Thousands of requests, a tenth of them wrong; and requests that the OpenAPI document makes up."""
+"""Thousands of requests, a tenth of them invalid, and requests generated from the OpenAPI document."""
 
 import asyncio
 import gc
@@ -15,7 +15,7 @@ from bad_requests import BAD
 from fake_server_engine import FakeEngine, next_token
 from server_in_thread import serving
 
-from axlearn_plugins_serving.server.limits import Limits
+from axlearn_plugins_serving.server.limits import ServerLimits
 from axlearn_plugins_serving.server.openapi import document
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
@@ -62,7 +62,7 @@ async def leaving(client, number):
 
 
 async def unfinished(client, number):
-    """A body that never ends, from a client that goes."""
+    """Send a body that never ends, then disconnect."""
     _, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n\r\n{")
     await writer.drain()
@@ -94,7 +94,7 @@ def resident():
 @pytest.mark.slow
 def test_thousands_of_requests_of_which_a_tenth_is_wrong():
     engine = FakeEngine(max_context=256, blocks=300, max_running=32)
-    with serving(engine, limits=Limits(body_seconds=5)) as server:
+    with serving(engine, limits=ServerLimits(body_seconds=5)) as server:
         asyncio.run(send_all(server.url, 1000, 0))
         gc.collect()
         before = resident()
@@ -114,7 +114,7 @@ def test_thousands_of_requests_of_which_a_tenth_is_wrong():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of schemathesis and what it stands on
+@pytest.mark.filterwarnings("ignore")  # of schemathesis and its dependencies
 @pytest.mark.parametrize("path", sorted(document()["paths"]))
 def test_requests_that_the_document_makes_up(path):
     import schemathesis
@@ -139,7 +139,9 @@ def test_requests_that_the_document_makes_up(path):
                 ]
             )
 
-        wrong = [schemathesis.GenerationMode.NEGATIVE] if method == "post" else []  # else nothing can be wrong
+        wrong = (
+            [schemathesis.GenerationMode.NEGATIVE] if method == "post" else []
+        )  # other methods have no invalid input
         for mode in (schemathesis.GenerationMode.POSITIVE, *wrong):
             strategy = operation.as_strategy(generation_mode=mode)
             options = settings(

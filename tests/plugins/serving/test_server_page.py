@@ -12,7 +12,7 @@ from browser import CHROMIUM, browser
 from fake_server_engine import FakeEngine
 from server_in_thread import serving
 
-from axlearn_plugins_serving.server.limits import Limits
+from axlearn_plugins_serving.server.limits import ServerLimits
 
 MARKUP = "<img src=x onerror=\"document.title='hurt'\"><b>bold</b> 😀"
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, chromium-browser or google-chrome")
@@ -59,7 +59,7 @@ def test_a_chat_in_a_browser(width, tmp_path):
 @needs_chromium
 def test_stopping_and_errors_in_a_browser():
     engine = FakeEngine(script=[65] * 100_000, max_context=100_000, delay=0.002)
-    with serving(engine, limits=Limits(api_key="k")) as server, browser() as page:
+    with serving(engine, limits=ServerLimits(api_key="k")) as server, browser() as page:
         page.open(server.url + "/")
         page.wait("document.getElementById('state').textContent.includes('API key')")
         page.run("document.getElementById('key').value = 'k'; document.getElementById('tokens').value = 90000")

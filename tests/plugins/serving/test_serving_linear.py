@@ -1,4 +1,4 @@
-"""Linear maps as a server lays them out: what is replaced, what is left, and that each computes what `Linear` does."""
+"""Serving layouts of linear maps: which maps change, and that all compute what `Linear` does."""
 
 import re
 
@@ -23,8 +23,8 @@ from axlearn_plugins_serving.serving_linear import (
     ColumnParallelLinear,
     ServingLinear,
     TransposedLinear,
+    describe_kept_layouts,
     lay_out_maps,
-    own_products,
 )
 from axlearn_plugins_transformer.generate import Generator
 
@@ -47,14 +47,14 @@ def linear(inputs=(24,), outputs=(4, 10), kind=Linear, axes=None, **options):
 
 
 class Scaled(Linear):
-    """Computes something else than its base."""
+    """A subclass that computes something else."""
 
     def __call__(self, x):
         return 3 * super().__call__(x)
 
 
 class Holder(nnx.Module):
-    """Maps in every place that a module has for them."""
+    """A module with maps in all kinds of attributes."""
 
     def __init__(self):
         self.alone = linear()
@@ -62,7 +62,7 @@ class Holder(nnx.Module):
         self.listed = nnx.List([linear(outputs=(8,)), linear(outputs=(8,), kind=Scaled)])
         self.named = nnx.Dict(a=linear(outputs=(3,)))
         self.stack = linear(outputs=(4, 10))
-        self.stack.weight.set_value(jnp.ones((2, 24, 4, 10)))  # as of two experts
+        self.stack.weight.set_value(jnp.ones((2, 24, 4, 10)))  # like two experts
 
 
 @pytest.mark.parametrize("rows", [1, FEW, MANY])
@@ -81,7 +81,7 @@ def test_a_layout_computes_the_same(layout, inputs, outputs, rows):
 
 @pytest.mark.parametrize(("rows", "first"), [(FEW, True), (MANY, False)])
 def test_a_transposed_weight_is_the_first_factor_for_few_rows(rows, first):
-    """XLA for CPU copies the second factor of a product at each call, and would turn the transposed product round."""
+    """XLA for CPU copies the second factor of a product in each call, and would swap the factors of the transposed product."""
     graph, state = nnx.split(TransposedLinear(linear(bias=False)))
     run = jax.jit(lambda state, x: jnp.tanh(nnx.merge(graph, state)(x)))
     program = run.lower(state, jnp.zeros((rows, 24))).compile().as_text()
@@ -117,9 +117,9 @@ def test_plain_maps_are_replaced_wherever_they_stand(layout):
 def test_each_class_with_a_product_of_its_own_is_named_once():
     model = Holder()
     model.more = nnx.List([linear(kind=Scaled)])
-    (note,) = own_products(model)
-    assert note.startswith("listed.1 and 1 more: a Scaled multiplies in a way of its own")
-    assert own_products(linear()) == ()
+    (note,) = describe_kept_layouts(model)
+    assert note.startswith("listed.1 and 1 more: a Scaled has its own product")
+    assert describe_kept_layouts(linear()) == ()
 
 
 def scaled(part):
@@ -134,7 +134,7 @@ def test_maps_of_every_kind_are_served_as_they_generate(kind, capsys):
     if kind == "a subclass":
         cfg = map_nodes(cfg, scaled)
     model = cfg.build(rngs=nnx.Rngs(0))
-    if kind == "lora":  # they start at zero
+    if kind == "lora":  # adapters start at zero
         state = nnx.state(model)
         nnx.update(model, jax.tree.map(lambda x: x + 0.05, state))
     prompts = [np.random.default_rng(i).integers(0, 64, 2 + 3 * i).tolist() for i in range(3)]
@@ -142,13 +142,13 @@ def test_maps_of_every_kind_are_served_as_they_generate(kind, capsys):
         results = engine.generate(prompts, max_tokens=6, temperature=0)
     for prompt, result in zip(prompts, results, strict=True):
         assert result.tokens == tuple(Generator(model)(prompt, max_tokens=6))
-    notes = [line for line in capsys.readouterr().err.splitlines() if "a way of its own" in line]
+    notes = [line for line in capsys.readouterr().err.splitlines() if "has its own product" in line]
     names = {"plain": [], "a subclass": ["Scaled"], "lora": ["LinearWithLora"]}[kind]
     assert [name in note for name, note in zip(names, notes, strict=True)] == [True] * len(names)
 
 
 class ReadsWeight(nnx.Module):
-    """Multiplies by the weight of its map itself, which is square: no shape tells that it is transposed."""
+    """A layer that uses its map's square weight directly, so no shape reveals a transposed weight."""
 
     def __init__(self):
         self.up = linear(outputs=(24,))
@@ -209,4 +209,4 @@ def test_maps_are_named_if_others_are_laid_out(changes, count):
     cfg = ModelRunner.Config(**{**serving_models.SIZES, **changes})
     program = RunnerProgram(cfg, serving_models.config("lora:rank=2"), jax.devices()[:1])
     notes = program.notes()
-    assert [note.partition(" multiplies")[0].rpartition(" ")[2] for note in notes] == ["LinearWithLora"] * count
+    assert [note.partition(" has its own")[0].rpartition(" ")[2] for note in notes] == ["LinearWithLora"] * count

@@ -1,4 +1,4 @@
-"""`axlearn plan --serve`: what a machine that is not here can serve."""
+"""`axlearn plan --serve`: the plan of a server on an absent machine."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.plugins.targets import find_machine
 from axlearn_plugins_serving.plan import steps as plan_steps
-from axlearn_plugins_serving.plan.serving_plan import ServingPlan, held_in_compute_dtype, plan_model
+from axlearn_plugins_serving.plan.serving_plan import ServingPlan, cast_to_compute_dtype, plan_model
 from axlearn_plugins_serving.plan.steps import Compiled, Steps
 from axlearn_plugins_serving.runner import ModelRunner
 
@@ -40,8 +40,8 @@ def test_what_eight_devices_hold():
     # keys and values of 1 of 8 heads of 16 float32 numbers
     assert actual["cache_bytes_per_token"] == 2 * 16 * 4
     assert actual["cache_bytes"] == 512 * 128
-    assert actual["weight_bytes"] < actual["parameters"] * 4 / 3  # split, but for the norms
-    assert actual["tpot_seconds_alone"] is None  # this target has no figure for its peak
+    assert actual["weight_bytes"] < actual["parameters"] * 4 / 3  # sharded, except for the norms
+    assert actual["tpot_seconds_alone"] is None  # the peak of this target is unknown
     alone, full = actual["steps"]["alone"], actual["steps"]["full"]
     assert full["requests"] == 4
     cache = actual["cache_bytes_per_token"]
@@ -76,7 +76,7 @@ def test_it_does_not_fit():
     assert result.exit_code == 1
     assert "does not fit: " in result.stdout
     assert "--set serving.runner.num_blocks=" in result.stdout
-    assert "which is what is left" in result.stdout
+    assert "which uses the remaining memory" in result.stdout
 
 
 @pytest.mark.slow
@@ -91,8 +91,8 @@ def test_accelerators_that_are_not_here(target):
     }
     sizes |= {"model.decoder.layer.attention.num_kv_heads": 4, "model.decoder.layer.attention.head_dim": 128}
     model = resolve("llama2-7b", target=target, set=sizes).config.model
-    model, notes = held_in_compute_dtype(model)
-    assert "the weights are taken to be in bfloat16" in notes[0]
+    model, notes = cast_to_compute_dtype(model)
+    assert "weights are assumed to be in bfloat16" in notes[0]
     figures = plan_model(model, machine, title="small", notes=notes)
     assert figures.fits
     assert figures.dtype == "bfloat16"
@@ -118,7 +118,7 @@ def test_programs_for_devices_that_are_not_here(tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["vit-tiny", "--target", "cpu-8"], "cannot be served: it does not generate tokens"),
+        (["vit-tiny", "--target", "cpu-8"], "cannot be served because it does not generate tokens"),
         (["quickstart"], "none is named"),
         (
             ["quickstart", "--target", "cpu-8", "--function", "decode"],

@@ -1,4 +1,4 @@
-"""Layouts of a server: which are tried, which are best, and what is refused."""
+"""The search over layouts of a server: candidates, ranking and errors."""
 
 import json
 
@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from axlearn_core.cli.main import cli
 from axlearn_core.plugins.targets import find_machine
 from axlearn_plugins_serving.plan import layout_search
-from axlearn_plugins_serving.plan.layout_search import ServingLayout, ServingRow, layouts
+from axlearn_plugins_serving.plan.layout_search import ServingLayout, ServingRow, list_layouts
 
 SMALL = (
     "model.decoder.num_layers=1",
@@ -24,7 +24,7 @@ def run(*words):
 
 def test_replicas_times_their_devices_are_the_machine_and_what_ships_comes_first():
     machine = find_machine("h100-8x2")
-    rows = layouts(machine, 16, None, ())
+    rows = list_layouts(machine, 16, None, ())
     assert rows[0] == [ServingLayout(replicas=1, machine=machine, rows=16, cache_dtype=None, shipped=True)]
     rest = [layout for chain in rows[1:] for layout in chain]
     assert {layout.machine.devices for layout in rest} == {1, 2, 4, 8}, "products are shared within a host"
@@ -35,15 +35,15 @@ def test_replicas_times_their_devices_are_the_machine_and_what_ships_comes_first
 
 def test_what_ships_is_not_tried_twice():
     machine = find_machine("h100-4x1")
-    rows = [at for chain in layouts(machine, 16, None, ()) for at in chain]
+    rows = [at for chain in list_layouts(machine, 16, None, ()) for at in chain]
     assert sum(at.rows == 16 and at.machine == machine for at in rows) == 1
 
 
 def test_the_cache_changes_only_when_asked_for():
     machine = find_machine("h100-1x1")
-    dtypes = {at.cache_dtype for chain in layouts(machine, 16, None, ("cache-dtype",)) for at in chain}
+    dtypes = {at.cache_dtype for chain in list_layouts(machine, 16, None, ("cache-dtype",)) for at in chain}
     assert dtypes == {None, "int8", "float8_e4m3fn"}
-    assert {at.cache_dtype for chain in layouts(machine, 16, "int8", ()) for at in chain} == {"int8"}
+    assert {at.cache_dtype for chain in list_layouts(machine, 16, "int8", ()) for at in chain} == {"int8"}
 
 
 def row(tokens, tpot, fits=True, shipped=False):
@@ -66,7 +66,7 @@ def test_requests_are_doubled_until_they_no_longer_fit(monkeypatch):
         tried.append((layout.machine.devices, layout.rows))
         return ServingRow(layout=layout, tpot=1.0, tokens_per_second=1.0, bytes=1.0, fits=layout.rows <= 16)
 
-    monkeypatch.setattr(layout_search, "_planned", planned)
+    monkeypatch.setattr(layout_search, "_plan_layout", planned)
     monkeypatch.setattr(layout_search, "configure_devices", lambda machine: None)
     from axlearn_core.plugins.request import Request
 
@@ -80,8 +80,8 @@ def test_requests_are_doubled_until_they_no_longer_fit(monkeypatch):
     [
         (["--target", "cpu-8"], "has no figures: nothing can be ranked"),
         ([], "a search is for some hardware, and none is named"),
-        (["--target", "h100-1x1,h100-8x1"], "takes one machine"),
-        (["--target", "tpu-v5p-8", "--chips", "8..32"], "takes one machine"),
+        (["--target", "h100-1x1,h100-8x1"], "needs exactly one machine"),
+        (["--target", "tpu-v5p-8", "--chips", "8..32"], "needs exactly one machine"),
         (["--target", "h100-1x1", "--png", "x.png"], "--png is an option of `axlearn plan search`"),
         (["--target", "h100-1x1", "--vary", "batch"], "part of a layout that --vary takes"),
         (["--target", "h100-1x1", "--function", "decode"], "--function is an option of `axlearn plan`"),
@@ -102,7 +102,7 @@ def test_what_is_refused(words, message):
 def test_every_spelling_is_the_same_search(words):
     result = CliRunner().invoke(cli, ["plan", *words, "--target", "h100-1x1,h100-8x1"])
     assert result.exit_code == 2
-    assert "a search for serving takes one machine" in result.stderr
+    assert "a search for serving needs exactly one machine" in result.stderr
 
 
 @pytest.mark.slow

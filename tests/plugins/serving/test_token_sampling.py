@@ -1,4 +1,4 @@
-"""Choosing tokens: limits against a sorted reference, penalties, masks, bias, log-probabilities, reproducible draws."""
+"""Token sampling: limits against a sorted reference, penalties, masks, bias, log-probabilities and seeds."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ VOCABULARY = 64
 
 
 def reference_limits(logits, top_k, top_p, min_p):
-    """Which tokens stay, by sorting."""
+    """Return the tokens that the limits keep, by sorting."""
     mask = np.zeros(logits.size, bool)
     order = np.argsort(-logits, kind="stable")[:top_k]
     p = np.exp(logits[order].astype(np.float64))
@@ -35,13 +35,16 @@ def test_limits_are_those_of_sorting(top_k, top_p, min_p):
     logits = rng.standard_normal((8, VOCABULARY)).astype(np.float32) * 2
     logits -= logits.max(axis=1, keepdims=True)
     many = [np.full((8,), x, t) for x, t in ((top_k, np.int32), (top_p, np.float32), (min_p, np.float32))]
-    mask = np.asarray(token_sampling.limited(jnp.asarray(logits), *map(jnp.asarray, many))) > token_sampling.LOW
+    mask = (
+        np.asarray(token_sampling.limit_logits(jnp.asarray(logits), *map(jnp.asarray, many)))
+        > token_sampling.MASKED_LOGIT
+    )
     for row, values in zip(mask, logits, strict=True):
         assert (row == reference_limits(values, top_k, top_p, min_p)).all()
 
 
 def logits_with_weights(weights):
-    """Logits [1, n] whose `exp` is exactly that: the float32 numbers beside each logarithm are tried."""
+    """Return logits [1, n] with exactly this `exp`, found among the float32 neighbours of each logarithm."""
     result = []
     for weight in weights:
         bits = np.float32(np.log(weight)).view(np.int32) + np.arange(-8, 9, dtype=np.int32)
@@ -56,17 +59,17 @@ def logits_with_weights(weights):
 @pytest.mark.parametrize(
     ("top_p", "count"),
     [
-        (0.5, 1),  # exactly the first: it is enough
-        (np.nextafter(np.float32(0.5), np.float32(1)), 2),  # a little more than the first has
+        (0.5, 1),  # exactly the first token's probability
+        (np.nextafter(np.float32(0.5), np.float32(1)), 2),  # slightly more than the first token's probability
         (np.nextafter(np.float32(0.5), np.float32(0)), 1),
-        (0.75, 2),  # exactly the first two
-        (np.nextafter(np.float32(0.75), np.float32(1)), 4),  # of two that are as likely both stay
+        (0.75, 2),  # exactly that of the first two
+        (np.nextafter(np.float32(0.75), np.float32(1)), 4),  # ties are kept
     ],
 )
 def test_top_p_keeps_the_fewest_tokens_that_reach_it_exactly(top_p, count):
     logits = logits_with_weights([1.0, 0.5, 0.25, 0.25])
     one = jnp.ones((1,), jnp.float32)
-    mask = token_sampling.limited(logits, jnp.asarray([4]), top_p * one, 0 * one) > token_sampling.LOW
+    mask = token_sampling.limit_logits(logits, jnp.asarray([4]), top_p * one, 0 * one) > token_sampling.MASKED_LOGIT
     assert np.asarray(mask)[0].tolist() == [place < count for place in range(4)]
 
 
@@ -78,7 +81,7 @@ def test_presence_counts_a_token_once_and_frequency_each_time():
         row = dataclasses.replace(
             rows, counts=jnp.asarray(counts), presence=jnp.asarray([presence]), frequency=jnp.asarray([frequency])
         )
-        taken = np.asarray(logits - token_sampling.adjusted(logits, row, never))
+        taken = np.asarray(logits - token_sampling.adjust_logits(logits, row, never))
         np.testing.assert_allclose(taken, presence * (counts > 0) + frequency * counts, atol=1e-6)
 
 
@@ -111,7 +114,7 @@ def test_log_probabilities_are_those_of_the_model():
 
 
 def draws(samplings, seeds, count, beside):
-    """The outputs of the first request, with others beside it."""
+    """Return the outputs of the first request, run together with others."""
     some = prompts(np.random.default_rng(7), VOCABULARY)[: 1 + beside]
     requests = Requests(runner(), some, samplings, seeds, np.random.default_rng(beside))
     requests.random_steps(count)

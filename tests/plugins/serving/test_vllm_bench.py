@@ -1,4 +1,4 @@
-"""`vllm bench serve`, a load generator that we did not write, against our server."""
+"""`vllm bench serve`, an independent load generator, against our server."""
 
 import json
 import os
@@ -24,7 +24,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def url():
-    """The address of our server, in a process of its own."""
+    """Run our server in another process and yield its address."""
     settings = [word for size in SIZES for word in ("--set", f"serving.runner.{size}")]
     command = [sys.executable, "-m", "axlearn_core", "serve", str(FIXTURE), "--port", "0", "--chat-template", "plain"]
     command += ["--served-model-name", "tiny", *settings]
@@ -43,7 +43,7 @@ def url():
 
 
 def bench(url, tmp_path, *options):
-    """What `vllm bench serve` measured."""
+    """Return the results of `vllm bench serve`."""
     command = [
         os.environ[external.COMMAND], "bench", "serve", "--base-url", url, "--model", "tiny", "--tokenizer", str(FIXTURE),
         "--dataset-name", "random", "--random-input-len", "40", "--random-output-len", str(OUTPUT),
@@ -57,7 +57,7 @@ def bench(url, tmp_path, *options):
 
 
 def counter(url, name):
-    """A counter of `/metrics`."""
+    """Return a counter of `/metrics`."""
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
 

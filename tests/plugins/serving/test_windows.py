@@ -1,4 +1,4 @@
-"""Blocks behind the window of every layer are used again, and outputs stay what they are."""
+"""Blocks outside the window of every layer are reused, and outputs do not change."""
 
 import random
 
@@ -21,7 +21,7 @@ WINDOW, SIZE = 10, 4
 
 
 class WindowRunner(FakeRunner):
-    """A token depends on the last tokens alone; blocks behind them may be anybody's, so reading one is an error."""
+    """Tokens depend only on the last tokens. Reading earlier blocks is an error, because other requests may own them."""
 
     @node
     class Config(FakeRunner.Config):

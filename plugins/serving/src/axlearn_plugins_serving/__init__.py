@@ -1,1 +1,1 @@
-"""Serving of language models: an engine with continuous batching, and an OpenAI-compatible server."""
+"""An engine with continuous batching, and an OpenAI-compatible server."""

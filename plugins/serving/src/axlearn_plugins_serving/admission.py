@@ -1,4 +1,4 @@
-"""Which requests an engine takes."""
+"""Validation of requests before an engine accepts them."""
 
 import math
 from collections.abc import Collection, Iterable
@@ -10,16 +10,16 @@ from axlearn_core.errors import RequestError, nearest
 from axlearn_plugins_serving.contracts import Request, Sampling
 
 MAX_LOGPROBS = 20
-"""So many of the likeliest tokens are reported at most."""
+"""Maximum number of most likely tokens to report per position."""
 
 
 def check_request(
     request: Request, *, vocab_size: int, max_context: int, max_logit_bias: int, adapters: Collection[str] = ()
 ) -> None:
-    """Checks that a request can be computed.
+    """Check that a request can be computed.
 
     Raises:
-        RequestError: what is wrong, what was expected, and what to do.
+        RequestError: If it cannot.
     """
     sampling = request.sampling
     _check_prompt(request.prompt, vocab_size)
@@ -29,7 +29,7 @@ def check_request(
         raise RequestError(
             f"unknown adapter {request.adapter!r}"
             + (f"\n    did you mean: {close[0]}?" if close else "")
-            + f"\n    known: {', '.join(sorted(adapters)) or 'none is loaded'}"
+            + f"\n    known: {', '.join(sorted(adapters)) or 'no adapter is loaded'}"
         )
     _check_numbers(sampling, vocab_size)
     if len(sampling.logit_bias) > max_logit_bias:
@@ -40,7 +40,7 @@ def check_request(
 
 def _check_prompt(prompt: Any, vocab_size: int) -> None:
     if not len(prompt):
-        raise RequestError("the prompt has no token\n    expected: at least one")
+        raise RequestError("the prompt is empty\n    expected: at least one token")
     try:
         tokens = np.asarray(prompt)
     except (ValueError, OverflowError):
@@ -56,19 +56,19 @@ def _check_context(length: int, max_tokens: int | None, max_context: int) -> Non
     new_tokens = 0 if max_tokens == 0 else 1
     if length + new_tokens > max_context:
         raise RequestError(
-            f"the prompt has {length} tokens, and the context is {max_context}\n"
+            f"the prompt has {length} tokens, but the context is {max_context}\n"
             f"    expected: at most {max_context - new_tokens}\n    fix: shorten the prompt"
         )
 
 
 def _check_numbers(sampling: Sampling, vocab_size: int) -> None:
     checks: tuple[tuple[str, bool, str], ...] = (
-        ("max_tokens", _is_int(sampling.max_tokens, 0, none=True), "an integer from 0 on, or None"),
-        ("temperature", _is_number(sampling.temperature, 0, math.inf), "a finite number from 0 on"),
-        ("top_k", _is_int(sampling.top_k, 1, none=True), "an integer from 1 on, or None"),
+        ("max_tokens", _is_int(sampling.max_tokens, 0, none=True), "an integer of at least 0, or None"),
+        ("temperature", _is_number(sampling.temperature, 0, math.inf), "a finite number of at least 0"),
+        ("top_k", _is_int(sampling.top_k, 1, none=True), "an integer of at least 1, or None"),
         ("top_p", _is_number(sampling.top_p, 0, 1) and sampling.top_p > 0, "a number above 0 and up to 1"),
         ("min_p", _is_number(sampling.min_p, 0, 1), "a number from 0 to 1"),
-        ("seed", _is_int(sampling.seed, -(2**63), 2**64 - 1, none=True), "an integer of 64 bits, or None"),
+        ("seed", _is_int(sampling.seed, -(2**63), 2**64 - 1, none=True), "a 64-bit integer, or None"),
         ("presence_penalty", _is_number(sampling.presence_penalty, -math.inf, math.inf), "a finite number"),
         ("frequency_penalty", _is_number(sampling.frequency_penalty, -math.inf, math.inf), "a finite number"),
         ("logprobs", _is_int(sampling.logprobs, 0, MAX_LOGPROBS, none=True), f"0 to {MAX_LOGPROBS}, or None"),
@@ -87,7 +87,7 @@ def _check_numbers(sampling: Sampling, vocab_size: int) -> None:
 def _check_tokens(name: str, tokens: Iterable[Any], vocab_size: int) -> None:
     for token in tokens:
         if not _is_int(token, 0, vocab_size - 1):
-            raise RequestError(f"{name} names the token {token!r}\n    expected: 0 to {vocab_size - 1}")
+            raise RequestError(f"{name} has the token {token!r}\n    expected: 0 to {vocab_size - 1}")
 
 
 def _is_int(value: Any, low: int, high: float = math.inf, *, none: bool = False) -> bool:

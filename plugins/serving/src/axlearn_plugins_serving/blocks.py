@@ -1,8 +1,8 @@
-"""The blocks of a cache: who holds them, and what they contain for prompts to come.
+"""The pool of cache blocks: their holders, and their reuse by later prompts.
 
-A full block is known by a key: a hash of its tokens, of the key of the block before it, and at the beginning of the adapter and
-the version of the weights. Equal keys mean equal contents, so requests with a common prefix share its blocks (as in vLLM's
-automatic prefix caching). Blocks that no request holds keep their content until their room is needed, the longest unused first.
+The key of a full block is a hash of its tokens and of the key of the block before it. The first key also includes the adapter
+and the version of the weights. Equal keys mean equal contents, so requests with a common prefix share its blocks, as in vLLM's
+automatic prefix caching. Blocks that no request holds keep their content until they are reallocated, least recently used first.
 """
 
 import hashlib
@@ -12,22 +12,25 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 Key = bytes
-"""128 bits of SHA-256."""
+"""The first 128 bits of SHA-256."""
 
 
 def root_key(adapter: str | None, version: int) -> Key:
-    """What the keys of a request's blocks begin with: caches of other adapters or weights have other keys."""
+    """Return the parent key of a request's first block.
+
+    It differs between adapters and between versions of the weights.
+    """
     return _digest(repr((adapter, version)).encode())
 
 
 def block_keys(root: Key, tokens: Sequence[int], block_size: int, *, prefix: Sequence[Key] = ()) -> list[Key]:
-    """The keys of the full blocks of a sequence.
+    """Return the keys of the full blocks of a sequence.
 
     Args:
-        root: see `root_key`.
-        tokens: of the sequence from its beginning.
-        block_size: positions of a block.
-        prefix: the keys of the first blocks, where they were computed before.
+        root: Key from `root_key`.
+        tokens: Tokens of the sequence from its beginning.
+        block_size: Positions per block.
+        prefix: Keys of the first blocks, if they were computed before.
     """
     keys = list(prefix)
     for index in range(len(keys), len(tokens) // block_size):
@@ -37,7 +40,7 @@ def block_keys(root: Key, tokens: Sequence[int], block_size: int, *, prefix: Seq
 
 
 def tail_key(parent: Key, tokens: Sequence[int]) -> Key:
-    """The key of a prompt's last block that is not full."""
+    """Return the key of a prompt's last, partial block."""
     return _digest(parent + b"tail" + np.asarray(tokens, np.int32).tobytes())
 
 
@@ -46,11 +49,13 @@ def _digest(content: bytes) -> Key:
 
 
 class BlockPool:
-    """Counts who holds which block. Every block is free, held, or idle: held by nobody, with content under a key.
+    """A pool of blocks with their holders.
+
+    A block is free, held, or idle: not held, but with content under a key.
 
     Args:
-        num_blocks: ids are 0 to `num_blocks` - 1.
-        block_size: positions of a block.
+        num_blocks: Number of blocks; ids are 0 to `num_blocks` - 1.
+        block_size: Positions per block.
     """
 
     def __init__(self, num_blocks: int, block_size: int):
@@ -59,27 +64,30 @@ class BlockPool:
         self._holders = [0] * num_blocks
         self._keys: list[Key | None] = [None] * num_blocks
         self._contents: dict[Key, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # the longest unused first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._tails: dict[Key, int] = {}
         self._tail_keys: dict[int, Key] = {}
 
     @property
     def available(self) -> int:
-        """How many blocks can be allocated."""
+        """The number of blocks that can be allocated."""
         return len(self._free) + len(self._idle)
 
     @property
     def idle(self) -> int:
-        """How many blocks nobody holds and have content."""
+        """The number of idle blocks."""
         return len(self._idle)
 
     @property
     def used(self) -> int:
-        """How many blocks are held."""
+        """The number of held blocks."""
         return self.num_blocks - self.available
 
     def match(self, keys: Iterable[Key]) -> list[int]:
-        """The blocks of the longest prefix of `keys` that has content. They are not held yet."""
+        """Return the blocks of the longest prefix of `keys` with content.
+
+        This does not hold them.
+        """
         blocks = []
         for key in keys:
             block = self._contents.get(key)
@@ -89,22 +97,31 @@ class BlockPool:
         return blocks
 
     def tail(self, key: Key) -> int | None:
-        """The held block that begins with the tail of this key; see `set_tail`."""
+        """Return the held block that begins with the tail of this key, or None.
+
+        See `set_tail`.
+        """
         return self._tails.get(key)
 
     def count_idle(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks nobody holds: holding them leaves so many fewer to allocate."""
+        """Count the idle blocks among `blocks`.
+
+        Holding these makes them unavailable for allocation.
+        """
         return sum(1 for block in blocks if self._holders[block] == 0)
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Adds a holder to each of these blocks, which have content or a holder."""
+        """Add a holder to each block. Each must have content or a holder."""
         for block in blocks:
             if self._holders[block] == 0:
                 del self._idle[block]
             self._holders[block] += 1
 
     def allocate(self, count: int) -> list[int] | None:
-        """Blocks with one holder and no content; None, and nothing changes, where there are not so many."""
+        """Allocate blocks with one holder and no content.
+
+        Returns None if there are not enough; then nothing changes.
+        """
         if count > self.available:
             return None
         blocks = []
@@ -115,7 +132,10 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Takes a holder from each block of one sequence, in its order. Ends of sequences are evicted before beginnings."""
+        """Remove a holder from each block of a sequence, given in order.
+
+        The end of a sequence is evicted first.
+        """
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block]:
@@ -128,17 +148,26 @@ class BlockPool:
                 self._idle[block] = None
 
     def set_content(self, block: int, key: Key) -> None:
-        """Says what a held block contains. Where another block has the same content, that one is kept for it."""
+        """Set the content of a held block.
+
+        Has no effect if another block has the same content.
+        """
         if self._keys[block] is None and key not in self._contents:
             self._keys[block], self._contents[key] = key, block
 
     def set_tail(self, block: int, key: Key) -> None:
-        """Says what a held block begins with, for copies of it. Forgotten with its last holder."""
+        """Record the content at the beginning of a held block.
+
+        The block can be copied until the last holder leaves.
+        """
         if key not in self._tails and block not in self._tail_keys:
             self._tails[key], self._tail_keys[block] = block, key
 
     def forget(self) -> None:
-        """Forgets all contents, such as after a change of the weights. Held blocks stay held."""
+        """Forget all contents, such as after a change of the weights.
+
+        Held blocks stay held.
+        """
         self._free.extend(self._idle)
         self._idle.clear()
         self._contents.clear()
@@ -155,7 +184,10 @@ class BlockPool:
         return block
 
     def check(self, owners: Iterable[Sequence[int]]) -> None:
-        """Raises AssertionError unless exactly these sequences of blocks are held, and every block is in one place."""
+        """Assert that exactly these sequences hold blocks.
+
+        Each block must be in exactly one state.
+        """
         holders = [0] * self.num_blocks
         for blocks in owners:
             assert len(set(blocks)) == len(blocks), f"a sequence has a block twice: {blocks}"
@@ -171,4 +203,4 @@ class BlockPool:
         assert contents == self._contents, "keys and contents differ"
         assert idle <= set(contents.values()), "an idle block has no content"
         assert {block: key for key, block in self._tails.items()} == self._tail_keys, "tails differ"
-        assert not set(self._tail_keys) & (free | idle), "a tail is in a block that nobody holds"
+        assert not set(self._tail_keys) & (free | idle), "a block that is not held has a tail"

@@ -1,4 +1,4 @@
-"""Requests and the cache: which request has which blocks and which slot, and what of a prompt is there already."""
+"""The cache of an engine: blocks, slots and cached prefixes of prompts."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -8,11 +8,11 @@ from axlearn_plugins_serving.request_state import RequestState
 
 
 class Match(NamedTuple):
-    """What the cache has of a prompt.
+    """The cached part of a prompt.
 
     Attributes:
-        shared: blocks with the right content, from the first on.
-        source: a block with the rest of the prompt: a copy of it leaves one token to compute.
+        shared: Blocks with the content of the prompt, from its beginning.
+        source: Block that contains the rest of the prompt. If it is copied, only one token is left to compute.
     """
 
     shared: list[int]
@@ -20,37 +20,37 @@ class Match(NamedTuple):
 
 
 class Cache:
-    """Gives requests their blocks and slots, and takes them back.
+    """A cache that assigns blocks and slots to requests.
 
     Args:
-        pool: of the runner's blocks.
-        slots: how many requests can run at one time.
-        prefixes: whether requests share the blocks of equal beginnings.
-        window: keys that a token of any layer sees, itself included; None without a limit.
+        pool: Blocks of the runner.
+        slots: Maximum number of running requests.
+        prefixes: Whether requests with a common prefix share its blocks.
+        window: Number of keys that a token attends to in any layer, including itself; None if there is no limit.
     """
 
     def __init__(self, pool: BlockPool, slots: int, *, prefixes: bool = True, window: int | None = None):
         self.pool, self.prefixes, self.window = pool, prefixes, window
         self.version = 0
         self._slots = list(range(slots - 1, -1, -1))
-        self._announced: Counter[Key] = Counter()  # of blocks that requests have begun to compute
+        self._announced: Counter[Key] = Counter()  # keys of blocks that requests are computing
 
     @property
     def free_slots(self) -> int:
-        """How many more requests can run."""
+        """The number of free slots."""
         return len(self._slots)
 
     def find(self, state: RequestState) -> Match | None:
-        """What the cache has for a waiting request.
+        """Find the cached part of a waiting request's prompt.
 
         Returns:
-            None where another request computes the next of its blocks right now: waiting for it saves the work.
+            None if another request is computing the next block. Waiting for that block avoids computing it twice.
         """
-        if not self.prefixes or not state.sent_prompt_logprobs:  # log-probabilities are had by computing
+        if not self.prefixes or not state.sent_prompt_logprobs:  # log-probabilities are not cached
             return Match([], None)
         self._compute_keys(state)
         size, length = self.pool.block_size, len(state.tokens)
-        full = (length - 1) // size  # the last token is always computed: its logits are needed
+        full = (length - 1) // size  # always compute the last token, because its logits are needed
         shared = self.pool.match(state.keys[:full])
         if len(shared) < full:
             return None if state.keys[len(shared)] in self._announced else Match(shared, None)
@@ -60,20 +60,20 @@ class Cache:
             key = state.keys[full]
             source = next(iter(self.pool.match([key])), None)
         else:
-            key = self._tail(state, length)
+            key = self._prompt_tail_key(state, length)
             source = self.pool.tail(key)
         return None if source is None and key in self._announced else Match(shared, source)
 
     def begin(self, state: RequestState, match: Match, *, headroom: int = 0) -> list[tuple[int, int]] | None:
-        """Gives a waiting request a slot, and blocks for all its tokens.
+        """Give a waiting request a slot, and blocks for all its tokens.
 
         Args:
-            state: of the request; no step is in flight for it.
-            match: what `find` found just now.
-            headroom: how many blocks have to stay free.
+            state: State of the request, without steps in flight.
+            match: Latest result of `find`.
+            headroom: Number of blocks that must stay free.
 
         Returns:
-            Blocks to copy, (source, target); None, and nothing changes, where there is no room.
+            Blocks to copy, as (source, target). None if there is no room; then nothing changes.
         """
         size, length, shared = self.pool.block_size, len(state.tokens), match.shared
         count = -(-length // size) - len(shared)
@@ -89,7 +89,10 @@ class Cache:
         return [] if match.source in (None, fresh[0]) else [(match.source, fresh[0])]
 
     def extend(self, state: RequestState, positions: int) -> bool:
-        """Gives a running request blocks for its first `positions` positions; False where there are not enough."""
+        """Give a running request blocks for its first `positions` positions.
+
+        Returns False if there are not enough.
+        """
         missing = -(-positions // self.pool.block_size) - len(state.blocks)
         if missing <= 0:
             return True
@@ -100,7 +103,7 @@ class Cache:
         return True
 
     def store(self, state: RequestState) -> None:
-        """Lets other requests use what submitted steps computed for this one."""
+        """Share the blocks that submitted steps computed for a request."""
         if not (state.shares and self.prefixes):
             return
         size = self.pool.block_size
@@ -118,20 +121,23 @@ class Cache:
             self._retract(key)
 
     def trim(self, state: RequestState) -> None:
-        """Gives back the blocks of a running request behind the window of every token to come.
+        """Release the blocks of a running request that have left the attention window.
 
-        Submitted steps may still read them: whoever gets them next writes in a later step.
+        Submitted steps may still read them, but their next owner writes to them in a later step.
         """
         if self.window is None:
             return
-        first = min(state.computed, len(state.tokens) - 1)  # a rejected draft is computed again
+        first = min(state.computed, len(state.tokens) - 1)  # positions of rejected drafts are computed again
         behind = max(0, first - self.window + 1) // self.pool.block_size
         if behind > state.freed:
             self.pool.release(state.blocks[state.freed : behind])
             state.freed = behind
 
     def end(self, state: RequestState) -> None:
-        """Takes blocks and slot from a running request. What was computed stays for others until its room is needed."""
+        """Release the blocks and the slot of a running request.
+
+        Contents stay cached until the blocks are reallocated.
+        """
         assert state.slot is not None
         self.store(state)
         while state.announced:
@@ -142,7 +148,10 @@ class Cache:
         state.computed = state.target = state.stored = state.freed = 0
 
     def forget(self, running: list[RequestState]) -> None:
-        """Forgets all contents: the weights are others now. Running requests keep their blocks for themselves."""
+        """Forget all contents after the weights have changed.
+
+        Running requests keep their blocks but stop sharing them.
+        """
         self.version += 1
         self.pool.forget()
         self._announced.clear()
@@ -151,14 +160,17 @@ class Cache:
             state.announced.clear()
 
     def _announce(self, state: RequestState) -> None:
-        """Says which blocks the request is going to compute, so that requests with the same prompt wait for them."""
+        """Announce the blocks that a request will compute.
+
+        Requests with the same prompt then wait for them.
+        """
         if not self.prefixes:
             return
         self._compute_keys(state)
         size = self.pool.block_size
         state.announced.extend(state.keys[state.stored : state.target // size])
         if state.target % size:
-            state.announced.append(self._tail(state, state.target))
+            state.announced.append(self._prompt_tail_key(state, state.target))
         self._announced.update(state.announced)
 
     def _retract(self, key: Key) -> None:
@@ -173,7 +185,7 @@ class Cache:
         root = root_key(state.request.adapter, self.version)
         state.keys = block_keys(root, state.tokens, self.pool.block_size, prefix=state.keys)
 
-    def _tail(self, state: RequestState, length: int) -> Key:
+    def _prompt_tail_key(self, state: RequestState, length: int) -> Key:
         size = self.pool.block_size
         full = length // size
         parent = state.keys[full - 1] if full else root_key(state.request.adapter, self.version)

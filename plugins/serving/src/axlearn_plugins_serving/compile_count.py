@@ -1,4 +1,4 @@
-"""Counts what XLA compiles in this process, whoever asks for it."""
+"""A counter of compilations in this process."""
 
 import threading
 from typing import Any
@@ -10,23 +10,23 @@ _CACHED = "/jax/compilation_cache/cache_hits"
 
 
 class CompileCount:
-    """Counts from where it is made.
+    """A counter of XLA compilations from its creation on.
 
     Attributes:
-        total: programs that were compiled, or read from JAX's compilation cache.
-        cached: of them those that the cache had.
-        seconds: that all of them took.
+        total: Programs compiled or read from JAX's compilation cache.
+        cached: Programs read from the cache.
+        seconds: Total time, in seconds.
     """
 
     def __init__(self) -> None:
         self.total, self.cached, self.seconds = 0, 0, 0.0
         self._lock = threading.Lock()  # several threads compile
         jax.monitoring.register_event_duration_secs_listener(self._count_compilation)
-        jax.monitoring.register_event_listener(self._hit)
+        jax.monitoring.register_event_listener(self._count_cache_hit)
 
     @property
     def compiled(self) -> int:
-        """Those that XLA compiled."""
+        """Programs that XLA compiled."""
         return self.total - self.cached
 
     def _count_compilation(self, event: str, duration_secs: float, **_: Any) -> None:
@@ -35,7 +35,7 @@ class CompileCount:
                 self.total += 1
                 self.seconds += duration_secs
 
-    def _hit(self, event: str, **_: Any) -> None:
+    def _count_cache_hit(self, event: str, **_: Any) -> None:
         if event == _CACHED:
             with self._lock:
                 self.cached += 1

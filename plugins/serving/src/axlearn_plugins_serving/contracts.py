@@ -1,10 +1,10 @@
-"""What the parts of a server agree on: requests in, tokens out.
+"""Interfaces between the server, the engine and the runner.
 
-A server (HTTP, a command, an evaluator) gives requests to an `Engine` and calls `step` in one thread. An engine decides which
-tokens are computed next, and in which blocks of the cache; a `Runner` computes them on devices. Nothing here imports JAX.
+A server (HTTP, a command, an evaluator) adds requests to an `Engine` and calls `step` from one thread. The engine chooses
+which tokens each step computes and which blocks of the cache hold them. A `Runner` computes the step on devices. This
+module does not import JAX.
 
-Positions are counted from 0 at a request's first prompt token. A block is `block_size` consecutive positions of one request in
-the cache.
+Positions start at 0 at a request's first prompt token. A block holds `block_size` consecutive positions of one request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,11 @@ import numpy as np
 from axlearn_core.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-"""`stop`: the end token, a stop token, or the end of a constraint. `length`: `max_tokens`, or the context is full."""
+"""`stop`: an end token, a stop token or a complete constraint. `length`: `max_tokens` was reached or the context is full."""
 
 
 class QueueFullError(RequestError):
-    """The engine has as many waiting requests as it takes. `retry_after`: seconds after which it may have room."""
+    """Raised if the queue of waiting requests is full. `retry_after` is in seconds."""
 
     def __init__(self, message: str, retry_after: float):
         super().__init__(message)
@@ -29,23 +29,26 @@ class QueueFullError(RequestError):
 
 @attrs.frozen(kw_only=True)
 class Sampling:
-    """How tokens are chosen, in the order of the fields `logit_bias`, penalties, `temperature`, `top_k`, `top_p`, `min_p`.
+    """Sampling parameters of a request.
+
+    They apply in this order: `logit_bias`, the penalties, `temperature`, `top_k`, `top_p`, `min_p`.
 
     Attributes:
-        max_tokens: at most this many; None until the context is full.
-        temperature: 0 takes the likeliest token.
-        top_k: draws from the `top_k` likeliest; None from all.
-        top_p: draws from the fewest tokens with this probability together (Holtzman et al., 2020).
-        min_p: draws from tokens with at least `min_p` times the highest probability (Nguyen et al., 2024).
-        seed: equal seeds draw equal tokens regardless of what else is computed; None takes one at random.
-        presence_penalty: taken from the logits of tokens that the output has.
-        frequency_penalty: taken from them as often as the output has them.
-        logit_bias: token -> what is added to its logit.
-        stop_tokens: end the output, in addition to the tokenizer's end token; the token that ended it is not among the output's.
-        ignore_end: goes on after the end token.
-        logprobs: reports the log-probability of each output token, and of so many of the likeliest; None reports none.
-            They are of the model's own distribution: before bias, penalties and temperature.
-        prompt_logprobs: reports those of the prompt's tokens after the first too.
+        max_tokens: Maximum number of output tokens; None generates until the context is full.
+        temperature: Sampling temperature; 0 always picks the most likely token.
+        top_k: Number of most likely tokens to sample from; None samples from all.
+        top_p: Sample from the smallest set of tokens with at least this total probability (Holtzman et al., 2020).
+        min_p: Minimum probability of a token, relative to the most likely one (Nguyen et al., 2024).
+        seed: Seed of the samples. The same seed gives the same tokens in any batch. None picks a random seed.
+        presence_penalty: Subtracted from the logit of each token that is already in the output.
+        frequency_penalty: Subtracted from a token's logit once for each time the token is in the output.
+        logit_bias: Token -> value added to its logit.
+        stop_tokens: Tokens that end the output, in addition to the tokenizer's end token. The output excludes the token that
+            ended it.
+        ignore_end: Whether to continue after the end token.
+        logprobs: Number of most likely tokens to report with each output token's log-probability; None reports nothing.
+            Log-probabilities come from the model's distribution, before bias, penalties and temperature.
+        prompt_logprobs: Whether to also report log-probabilities of the prompt tokens after the first.
     """
 
     max_tokens: int | None = 16
@@ -64,23 +67,29 @@ class Sampling:
 
 
 class Constraint(Protocol):
-    """What the output must look like, such as a JSON schema. One per request; called between steps."""
+    """A constraint on the output, such as a JSON schema.
+
+    Each request has its own; the engine calls it between steps.
+    """
 
     def mask(self) -> np.ndarray:
-        """uint32 [ceil(vocab_size / 32)]: bit i % 32 of word i // 32 is set where token i may come next."""
+        """Return the mask of allowed tokens, uint32 [ceil(vocab_size / 32)].
+
+        Bit i % 32 of word i // 32 is set if token i may come next.
+        """
         ...
 
     def accept(self, token: int) -> bool:
-        """Takes the token that was chosen; True where the output is complete."""
+        """Advance by the chosen token. Returns True if the output is complete."""
         ...
 
 
 @runtime_checkable
 class HasGrammar(Protocol):
-    """A constraint that another process can make again.
+    """A constraint that another process can rebuild.
 
     Attributes:
-        grammar: all that the constraint is made from.
+        grammar: The grammar that the constraint is built from.
     """
 
     grammar: str
@@ -88,14 +97,14 @@ class HasGrammar(Protocol):
 
 @attrs.frozen(kw_only=True)
 class Request:
-    """One prompt to continue.
+    """A prompt to continue.
 
     Attributes:
-        id: unique among unfinished requests.
-        prompt: token ids, at least one.
-        priority: smaller goes first; equal ones in the order of arrival.
-        client: whose it is. Waiting clients of one priority take turns.
-        adapter: the name of a LoRA adapter; None takes the base model.
+        id: Id of the request, unique among unfinished requests.
+        prompt: Token ids; at least one.
+        priority: Smaller values run first. Requests of equal priority run in order of arrival.
+        client: Client that sent the request. Waiting clients of the same priority take turns.
+        adapter: Name of a LoRA adapter; None uses the base model.
     """
 
     id: str
@@ -109,7 +118,10 @@ class Request:
 
 @attrs.frozen(kw_only=True)
 class TokenLogprobs:
-    """Natural log-probabilities at one position: of the token that stands there, and of the likeliest, best first."""
+    """Natural log-probabilities at one position.
+
+    `top` lists the most likely tokens, best first.
+    """
 
     token: int
     logprob: float
@@ -118,17 +130,19 @@ class TokenLogprobs:
 
 @attrs.frozen(kw_only=True)
 class Output:
-    """What a step gave one request. The last one has `finish`.
+    """The result of a step for one request.
+
+    The last output of a request sets `finish`.
 
     Attributes:
-        id: of the request.
-        tokens: the new ones.
-        logprobs: one for each of `tokens`, where asked for.
-        prompt_logprobs: of all prompt tokens after the first, in the first output, where asked for.
-        finish: why it ended; None where it goes on.
-        stop_token: the token that ended it.
-        cached_tokens: how many tokens of the prompt were in the cache already.
-        error: what went wrong, where `finish` is "error".
+        id: Id of the request.
+        tokens: New tokens.
+        logprobs: One entry for each of `tokens`, if requested.
+        prompt_logprobs: One entry for each prompt token after the first, if requested; only in the first output.
+        finish: Reason why the request ended; None while it is running.
+        stop_token: Token that ended the output.
+        cached_tokens: Number of prompt tokens that were already in the cache.
+        error: Error message if `finish` is "error".
     """
 
     id: str
@@ -143,24 +157,24 @@ class Output:
 
 @attrs.frozen(kw_only=True)
 class Statistics:
-    """An engine's state and its counters since it began.
+    """The state of an engine and its counters since it started.
 
     Attributes:
-        waiting: requests in the queue.
-        running: requests that have blocks.
-        blocks: of the cache.
-        used_blocks: of them those that requests hold.
-        cached_blocks: of them those that no request holds and that have content for prompts to come.
-        prompt_tokens: of requests that were begun.
-        cached_prompt_tokens: of them those that were in the cache.
-        output_tokens: chosen so far.
-        preemptions: how often a request lost its blocks to another.
-        steps: calls of the runner.
-        compilations: since the warm-up ended; anything but 0 is a defect.
-        step_seconds: in which the engine waited for its runner, or gave it a step.
-        drafted_tokens: that were guessed.
-        accepted_tokens: of them those that the model would have chosen.
-        host_seconds: in which it planned steps and read results; the runner computes meanwhile.
+        waiting: Requests in the queue.
+        running: Requests that hold blocks.
+        blocks: Blocks in the cache.
+        used_blocks: Blocks that requests hold.
+        cached_blocks: Blocks that no request holds but that later prompts can reuse.
+        prompt_tokens: Prompt tokens of all admitted requests.
+        cached_prompt_tokens: Prompt tokens that were already in the cache.
+        output_tokens: Output tokens so far.
+        preemptions: Number of times a request lost its blocks to another.
+        steps: Calls of the runner.
+        compilations: Compilations since warm-up; any value but 0 is a bug.
+        step_seconds: Time spent submitting steps to the runner and waiting for it.
+        drafted_tokens: Tokens that the drafter proposed.
+        accepted_tokens: Drafted tokens that the model accepted.
+        host_seconds: Time spent planning steps and reading results while the runner computes.
     """
 
     waiting: int
@@ -181,55 +195,64 @@ class Statistics:
 
 
 class Engine(Protocol):
-    """Continues many prompts at once. Methods are called from one thread.
+    """An engine that continues many prompts at once.
+
+    Call its methods from one thread only.
 
     Attributes:
-        vocab_size: token ids are 0 to `vocab_size` - 1.
-        max_context: tokens of a prompt and its output together.
+        vocab_size: Token ids are 0 to `vocab_size` - 1.
+        max_context: Maximum number of tokens in a prompt and its output.
 
-    An engine may also be a `PacesSteps`.
+    An engine may also implement `PacesSteps`.
     """
 
     vocab_size: int
     max_context: int
 
     def add(self, request: Request) -> None:
-        """Puts a request into the queue.
+        """Add a request to the queue.
 
         Raises:
-            RequestError: it cannot be computed: an empty or too long prompt, an unknown token or adapter, a number out of range.
-            QueueFullError: too many wait already.
+            RequestError: If the prompt is empty or too long, a token or adapter is unknown, or a number is out of range.
+            QueueFullError: If the queue is full.
         """
         ...
 
     def abort(self, id: str) -> None:
-        """Ends a request and frees its blocks; an unknown one is none. No output follows."""
+        """End a request without further output and free its blocks.
+
+        Unknown ids are ignored.
+        """
         ...
 
     def step(self) -> Sequence[Output]:
-        """Computes what is next; empty where nothing waits or runs, or nothing is ready.
+        """Run one step and return its outputs.
 
-        Where the runner fails, all requests are dropped and its error is raised.
+        The list is empty if there is nothing to compute or no result is ready.
+
+        If the runner fails, the engine drops all requests and raises the runner's error.
         """
         ...
 
     def busy(self) -> bool:
-        """Whether a request waits or runs."""
+        """Return True if any request is waiting or running."""
         ...
 
     def statistics(self) -> Statistics:
-        """See `Statistics`."""
+        """Return the current `Statistics`."""
         ...
 
     def update_weights(self, weights: Any) -> None:
-        """Takes other weights of the same model (an `axlearn_core.compose.ModelWeights`); running requests go on with them.
+        """Replace the weights.
 
-        What the cache holds of earlier weights is not used for prompts to come.
+        `weights` is an `axlearn_core.compose.ModelWeights` of the same model.
+
+        Running requests continue with the new weights. New prompts do not reuse blocks that the old weights computed.
         """
         ...
 
     def close(self) -> None:
-        """Frees devices. Requests that wait or run are dropped."""
+        """Free the devices and drop all requests."""
         ...
 
 
@@ -238,15 +261,15 @@ class Row:
     """One request's part of a step.
 
     Attributes:
-        slot: the request's place in the runner's tables, from 0 to `max_rows` - 1, while it runs.
-        tokens: prompt tokens to compute, which follow what is in the cache. Empty where the request decodes: then the
-            one token to compute is the one that was chosen last for this slot, which the runner still has.
-        start: the position of the first of them.
-        blocks: the request's blocks in the order of its positions; they have room for all positions that the step writes.
-        sample: whether the token after the last one is chosen.
-        mask: see `Constraint.mask`; for the token that is chosen.
-        targets: the token after each of `tokens`, where their log-probabilities are asked for. After a prompt's last token
-            it is 0, and its log-probability is not read.
+        slot: Index of the running request in the runner's tables, from 0 to `max_rows` - 1.
+        tokens: Prompt tokens to compute, following those in the cache. Empty if the request decodes: the runner then uses
+            the last token that it chose for the slot.
+        start: Position of the first token.
+        blocks: The request's blocks in order of position, including those that the step writes to.
+        sample: Whether to choose the token after the last one.
+        mask: Mask for the chosen token; see `Constraint.mask`.
+        targets: The token after each of `tokens`, if their log-probabilities are requested. The target after the last prompt
+            token is 0, and its log-probability is ignored.
     """
 
     slot: int
@@ -260,12 +283,12 @@ class Row:
 
 @attrs.frozen(kw_only=True)
 class RowResult:
-    """What a step computed for one `Row`.
+    """The result of a step for one `Row`.
 
     Attributes:
-        tokens: those that were chosen, one per step; empty where the row did not sample.
-        logprobs: of each of them, where the slot asked for them.
-        target_logprobs: of each of the row's `targets`.
+        tokens: Chosen tokens, one per step; empty if the row did not sample.
+        logprobs: Log-probabilities of `tokens`, if the slot requests them.
+        target_logprobs: Log-probabilities of the row's `targets`.
     """
 
     tokens: Sequence[int] = ()
@@ -274,19 +297,19 @@ class RowResult:
 
 
 class Pending(Protocol):
-    """A step that was handed to the devices."""
+    """A step that was submitted to the devices."""
 
     def wait(self) -> Sequence[RowResult]:
-        """The results, one per row, in the order of the rows. Waits for the devices."""
+        """Wait for the devices and return one result per row, in the order of the rows."""
         ...
 
 
 @runtime_checkable
 class HasConfig(Protocol):
-    """A module that keeps the config that built it.
+    """A module that stores the config that built it.
 
     Attributes:
-        cfg: a `Node`.
+        cfg: The config, a `Node`.
     """
 
     cfg: Any
@@ -294,10 +317,12 @@ class HasConfig(Protocol):
 
 @runtime_checkable
 class HasWindow(Protocol):
-    """A runner of a model whose tokens see a limited number of keys. The engine uses the blocks behind them again.
+    """A runner whose model has sliding-window attention.
+
+    The engine reuses blocks that fell out of the window.
 
     Attributes:
-        window: keys that a token sees in any layer, itself included; None if a layer sees all.
+        window: Number of keys that a token attends to in any layer, including itself; None if a layer attends to all keys.
     """
 
     window: int | None
@@ -305,10 +330,12 @@ class HasWindow(Protocol):
 
 @runtime_checkable
 class HasProgram(Protocol):
-    """A runner that computes by a program, whose structure weights in other forms are fitted to.
+    """A runner with a program.
+
+    The engine converts weights of other formats to the program's structure.
 
     Attributes:
-        program: an `axlearn_core.compose.model_program.ModelProgram`.
+        program: An `axlearn_core.compose.model_program.ModelProgram`.
     """
 
     program: Any
@@ -316,23 +343,23 @@ class HasProgram(Protocol):
 
 @runtime_checkable
 class ReadsWeights(Protocol):
-    """Weights that somebody opened and nobody has read yet, such as an `axlearn_core.run.RunWeights`."""
+    """Open weights that are not read yet, such as an `axlearn_core.run.RunWeights`."""
 
     def specs(self) -> Mapping[str, Any]:
-        """Path -> shape and dtype of each tensor."""
+        """Return path -> shape and dtype of each tensor."""
         ...
 
     def read(self, pattern: str = "**") -> Mapping[str, Any]:
-        """Path -> each tensor that fits the pattern."""
+        """Return path -> tensor for each tensor whose path matches the pattern."""
         ...
 
 
 @runtime_checkable
 class HoldsResources(Protocol):
-    """A runner with something to release when its engine closes."""
+    """A runner with resources to release when its engine closes."""
 
     def close(self) -> None:
-        """Releases it. Nothing is called afterwards."""
+        """Release the resources. The runner is not called afterwards."""
         ...
 
 
@@ -341,28 +368,33 @@ class PacesSteps(Protocol):
     """An engine that can wait for more requests before it plans its next step."""
 
     def spare_seconds(self) -> float:
-        """Seconds for which a call of `step` would only plan early, without the requests that arrive meanwhile."""
+        """Return how many seconds `step` can wait without delaying the devices.
+
+        More requests may arrive meanwhile.
+        """
         ...
 
 
 class Runner(Protocol):
-    """Computes steps of one model on its devices, over a cache of blocks. Steps run in the order of `submit`.
+    """A runner that computes steps of a model on its devices.
+
+    Steps use a cache of blocks and run in the order of `submit`.
 
     Attributes:
-        vocab_size: of the model.
-        block_size: positions of a block.
-        num_blocks: of the cache; their ids are 0 to `num_blocks` - 1.
-        max_rows: requests that run at one time.
-        max_step_tokens: the most tokens of one step.
-        max_prompt_tokens: of them the most in chunks of prompts.
-        chunk: tokens of a prompt that are computed together; fewer take as long, but for a single one.
-        max_context: tokens of a request, its output included.
-        max_logit_bias: the most tokens in a request's `logit_bias`.
-        max_blocks_per_request: the most blocks that one request can have.
-        decode_steps: the largest `steps` of `submit`.
-        adapters: names of LoRA adapters that requests may take.
+        vocab_size: Vocabulary size of the model.
+        block_size: Positions per block.
+        num_blocks: Number of blocks in the cache; block ids are 0 to `num_blocks` - 1.
+        max_rows: Maximum number of running requests.
+        max_step_tokens: Maximum number of tokens in a step.
+        max_prompt_tokens: Maximum number of prompt tokens in a step, in whole chunks.
+        chunk: Prompt tokens computed together. A partial chunk costs as much as a full one, unless it is a single token.
+        max_context: Maximum number of tokens in a request, including its output.
+        max_logit_bias: Maximum number of tokens in a request's `logit_bias`.
+        max_blocks_per_request: Maximum number of blocks of a request.
+        decode_steps: Maximum value of `steps` in `submit`.
+        adapters: Names of the LoRA adapters that requests can use.
 
-    A runner may also be a `HasWindow`, `HasProgram` or `HoldsResources`.
+    A runner may also implement `HasWindow`, `HasProgram` or `HoldsResources`.
     """
 
     vocab_size: int
@@ -380,48 +412,54 @@ class Runner(Protocol):
 
     @property
     def compilations(self) -> int:
-        """How many functions were compiled since `warm_up` ended."""
+        """Return the number of functions compiled since `warm_up` ended."""
         ...
 
     def warm_up(self) -> None:
-        """Compiles all functions that steps may need. What was compiled before may be loaded when it is needed."""
+        """Compile all functions that steps may need.
+
+        Functions compiled earlier may be loaded on first use instead.
+        """
         ...
 
     def assign(
         self, slot: int, sampling: Sampling, seed: int, output: Sequence[int], adapter: str | None = None
     ) -> None:
-        """Gives a slot to a request.
+        """Assign a slot to a request.
 
         Args:
-            slot: from 0 to `max_rows` - 1.
-            sampling: how its tokens are chosen.
-            seed: 32 bits that its random numbers are derived from, together with the number of tokens chosen before.
-            output: the tokens chosen before: of a request that was preempted.
-            adapter: one of `adapters`; None takes the base.
+            slot: Slot index, from 0 to `max_rows` - 1.
+            sampling: Sampling parameters of the request.
+            seed: 32-bit seed. It is combined with the number of tokens chosen so far.
+            output: Tokens chosen so far; not empty if the request was preempted.
+            adapter: One of `adapters`; None uses the base model.
         """
         ...
 
     def submit(self, rows: Sequence[Row], steps: int = 1) -> Pending:
-        """Starts a step, and returns before it ends.
+        """Submit a step and return before it ends.
 
         Args:
-            rows: of different slots, at most `max_rows`, with at most `max_step_tokens` tokens together.
-            steps: how many tokens each row chooses, one after another; above 1 only where all rows decode without a mask.
+            rows: Rows with distinct slots: at most `max_rows` rows and `max_step_tokens` tokens in total.
+            steps: Number of tokens to choose for each row. Above 1 only if all rows decode without a mask.
         """
         ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies blocks, (source, target), before the next step."""
+        """Copy blocks before the next step. Each pair is (source, target)."""
         ...
 
     def read_blocks(self, blocks: Sequence[int]) -> Any:
-        """The contents of blocks, as a pytree of NumPy arrays: to be sent to another runner."""
+        """Return the contents of blocks as a pytree of NumPy arrays."""
         ...
 
     def write_blocks(self, blocks: Sequence[int], contents: Any) -> None:
-        """Puts contents from `read_blocks` of a runner of the same model into blocks."""
+        """Write into blocks what `read_blocks` of the same model's runner returned."""
         ...
 
     def update_weights(self, weights: Any) -> None:
-        """Takes other weights of the same model, an `axlearn_core.compose.ModelWeights`."""
+        """Replace the weights.
+
+        `weights` is an `axlearn_core.compose.ModelWeights` of the same model.
+        """
         ...

@@ -1,6 +1,8 @@
-"""Speculation: tokens that probably come next, checked by the model in one step (Leviathan et al., 2023).
+"""Speculative decoding (Leviathan et al., 2023).
 
-Only for greedy requests: a drafted token is taken where it is the likeliest one, so outputs are those without drafts.
+The model verifies drafted tokens in one step.
+
+Only greedy requests use drafts. A drafted token is accepted only if it is the most likely one, so drafts do not change outputs.
 """
 
 from collections.abc import Sequence
@@ -17,19 +19,28 @@ from axlearn_plugins_serving.scheduler import Limits, Part, Plan
 
 @offers()
 class Drafter(Protocol):
-    """Guesses what comes next. One per engine, in the slot `drafter`."""
+    """A drafter of the next tokens of requests.
+
+    Each engine has at most one, in the slot `drafter`.
+    """
 
     def draft(self, state: RequestState, most: int) -> Sequence[int]:
-        """At most `most` tokens that may follow those of a request; none where nothing is known."""
+        """Return at most `most` tokens that may follow a request's tokens.
+
+        It may return none.
+        """
         ...
 
 
 class NgramDrafter(Configurable):
-    """What followed the last tokens when they stood in the request before (prompt lookup; Saxena, 2023)."""
+    """Prompt lookup (Saxena, 2023): draft what followed the same n-gram earlier.
+
+    It searches the request's own tokens.
+    """
 
     @node
     class Config(Configurable.Config["NgramDrafter"]):
-        """`ngram` tokens have to be the same; then the `length` after them are drafted."""
+        """Match the last `ngram` tokens and draft the `length` tokens after the match."""
 
         ngram: int = setting(default=3, ge=1)
         length: int = setting(default=4, ge=1)
@@ -38,11 +49,12 @@ class NgramDrafter(Configurable):
         self.ngram, self.length = cfg.ngram, cfg.length
 
     def draft(self, state: RequestState, most: int) -> Sequence[int]:
-        """See `Drafter`. Takes time for the new tokens alone: the places of earlier ones are kept with the request."""
+        """See `Drafter.draft`.
+
+        Only new tokens are indexed; the request keeps the index of earlier ones.
+        """
         tokens, places, size = state.tokens, state.places, self.ngram
-        for end in range(
-            max(size, state.indexed), len(tokens)
-        ):  # the last tokens are looked up, and not found as themselves
+        for end in range(max(size, state.indexed), len(tokens)):  # leave out the last n-gram, which would match itself
             places[tuple(tokens[end - size : end])] = end
         state.indexed = len(tokens)
         place = places.get(tuple(tokens[-size:]))
@@ -50,14 +62,17 @@ class NgramDrafter(Configurable):
 
 
 def can_draft(state: RequestState) -> bool:
-    """Whether the likeliest token of the model itself is what a request takes."""
+    """Return True if a request takes the model's most likely token at each position."""
     sampling = state.request.sampling
     changed = sampling.logit_bias or sampling.presence_penalty or sampling.frequency_penalty
     return sampling.temperature == 0 and not changed and state.request.constraint is None
 
 
 def add_drafts(plan: Plan, drafter: Drafter, cache: Cache, limits: Limits) -> None:
-    """Puts drafts into the room that a step has left. No request of `can_draft` has tokens in flight."""
+    """Add drafts to a plan as far as the step has room.
+
+    Requests that can draft must not have tokens in flight.
+    """
     chunk, steps = limits.chunk, [part.count for part in plan.parts]
     room = limits.step_tokens - sum(1 if count == 1 else -(-count // chunk) * chunk for count in steps)
     for index, part in enumerate(plan.parts):
@@ -74,7 +89,7 @@ def add_drafts(plan: Plan, drafter: Drafter, cache: Cache, limits: Limits) -> No
 
 
 def accept_draft(part: Part, result: RowResult) -> RowResult:
-    """The tokens that the model chooses: drafted ones as far as they are the likeliest, and the one after them."""
+    """Return the drafted tokens that the model confirms and the token after them."""
     num_logprobs = part.state.request.sampling.logprobs
     assert result.target_logprobs is not None
     targets = [place.top[0] for place in result.target_logprobs[: len(part.draft)]]

@@ -1,8 +1,8 @@
-"""The engine: requests in, steps of a runner, tokens out.
+"""`ServingEngine`: schedule requests, run steps and return tokens.
 
-One step of the runner is in flight while the next is planned: its tokens stay on the devices, and results are read once the
-next step is submitted. A request that turns out to have ended computes one step too many, whose tokens are dropped. Only
-constraints need a token before the next one can be chosen; with one of them, results are read first.
+The engine plans the next step while the current one is in flight. Tokens stay on the devices, and the engine reads results
+after it has submitted the next step. If a request turns out to have ended, its extra token is dropped. Constraints and drafts
+need the last token first, so with them the engine reads results before it plans.
 """
 
 import itertools
@@ -37,32 +37,32 @@ from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_serving.scheduler import Limits, Part, Plan, PriorityScheduler, Scheduler
 
 
-class _Flight(NamedTuple):
-    """A step whose results were not read."""
+class _InFlightStep(NamedTuple):
+    """A submitted step whose results are not read yet."""
 
     plan: Plan
     pending: Pending
 
 
 class ServingEngine(Configurable):
-    """Continues many prompts at once with one model; see `axlearn_plugins_serving.contracts.Engine`."""
+    """An engine for one model. See `axlearn_plugins_serving.contracts.Engine`."""
 
     @node
     class Config(Configurable.Config["ServingEngine"]):
-        """Sizes and parts of an engine.
+        """Limits and components of an engine.
 
         Attributes:
-            runner: computes the steps; offered `model` and `program`.
-            scheduler: decides what a step computes; offered `cache` and `limits`.
-            drafter: guesses tokens of greedy requests, which steps with room to spare then check; None guesses nothing.
-            max_waiting: requests that may wait; more are refused.
-            max_context: tokens of a prompt and its output together; None takes what the cache has room for.
-            prefix_cache: whether requests share the cached blocks of equal beginnings.
-            pipeline: whether a step is planned while the one before computes.
-            tensor_parallel: devices that share each product, and the heads of the cache. None takes one; on CPUs two
-                where there are two or more and they can divide the model, which `axlearn serve` sees to.
-            hold_seconds: several tokens are decoded in one dispatch where they take less than this together: so long
-                a new request may wait for the step.
+            runner: Computes the steps. It is offered `model` and `program`.
+            scheduler: Chooses what each step computes. It is offered `cache` and `limits`.
+            drafter: Drafts tokens of greedy requests, which the model verifies if a step has room. None disables drafts.
+            max_waiting: Maximum number of waiting requests; further requests are rejected.
+            max_context: Maximum number of tokens in a prompt and its output; None uses as many as fit into the cache.
+            prefix_cache: Whether requests with a common prefix share its cached blocks.
+            pipeline: Whether to plan a step while the previous one computes.
+            tensor_parallel: Number of devices that share each product and the heads of the cache. None uses one device. On
+                CPUs, `axlearn serve` uses two if there are two or more cores and the model can be divided.
+            hold_seconds: Decode several tokens in one dispatch if they take less than this many seconds in total. A new
+                request may wait this long for the step to end.
         """
 
         runner: Node[Runner] = ModelRunner.Config()
@@ -76,11 +76,14 @@ class ServingEngine(Configurable):
         hold_seconds: float = setting(default=0.03, ge=0)
 
     def __init__(self, cfg: Config, *, runner: Runner, end_tokens: frozenset[int] = frozenset()):
-        """`runner` is what `cfg.runner` built; `end_tokens` are those that end every output."""
+        """Build an engine.
+
+        `runner` is built from `cfg.runner`. `end_tokens` end every output.
+        """
         self.config, self.runner, self.end_tokens = cfg, runner, end_tokens
         self.vocab_size = runner.vocab_size
         self.adapters: tuple[str, ...] = tuple(runner.adapters)
-        self.max_context = _context(cfg, runner)
+        self.max_context = _context_length(cfg, runner)
         self.cache = Cache(
             BlockPool(runner.num_blocks, runner.block_size),
             runner.max_rows,
@@ -99,11 +102,11 @@ class ServingEngine(Configurable):
         self.meter = Meter()
         self._states: dict[str, RequestState] = {}
         self._arrivals = itertools.count()
-        self._flight: _Flight | None = None
+        self._in_flight: _InFlightStep | None = None
         self._closed = False
 
     def add(self, request: Request) -> None:
-        """See `Engine`."""
+        """See `Engine.add`."""
         self._check_open()
         check_request(
             request,
@@ -113,12 +116,12 @@ class ServingEngine(Configurable):
             adapters=self.adapters,
         )
         if request.id in self._states:
-            raise RequestError(f"a request {request.id!r} is not finished yet\n    fix: give each its own id")
+            raise RequestError(f"request {request.id!r} is not finished yet\n    fix: use a unique id for each request")
         waiting = self.scheduler.waiting()
         if waiting >= self.config.max_waiting:
             seconds = self.meter.retry_after(waiting)
             raise QueueFullError(
-                f"{waiting} requests wait already\n    expected: fewer than {self.config.max_waiting}\n"
+                f"{waiting} requests are already waiting\n    expected: fewer than {self.config.max_waiting}\n"
                 f"    fix: try again in {seconds:.0f} s",
                 seconds,
             )
@@ -126,38 +129,38 @@ class ServingEngine(Configurable):
         limit = self.max_context - len(request.prompt)
         if sampling.max_tokens is not None:
             limit = min(limit, sampling.max_tokens)
-        seed = secrets.randbits(32) if sampling.seed is None else _seed(sampling.seed)
+        seed = secrets.randbits(32) if sampling.seed is None else _fold_seed(sampling.seed)
         state = RequestState(request, seed=seed, arrival=next(self._arrivals), limit=limit)
         self._states[request.id] = state
         self.scheduler.add(state)
 
     def abort(self, id: str) -> None:
-        """See `Engine`."""
+        """See `Engine.abort`."""
         if (state := self._states.get(id)) is not None:
-            self._remove(state)
+            self._remove_request(state)
 
     def busy(self) -> bool:
-        """See `Engine`."""
+        """See `Engine.busy`."""
         return bool(self._states)
 
     def step(self) -> Sequence[Output]:
-        """See `Engine`."""
+        """See `Engine.step`."""
         self._check_open()
         started = time.perf_counter()
         try:
-            outputs = self._step()
+            outputs = self._run_step()
         except Exception:
-            self._drop()  # what the runner has done is not known
+            self._drop_requests()  # the state of the runner is unknown
             raise
         self.meter.record_step(time.perf_counter() - started)
         return outputs
 
     def spare_seconds(self) -> float:
-        """See `Engine`."""
-        return 0.0 if self._flight is None else self.meter.spare_seconds(self._flight.plan)
+        """See `Engine.spare_seconds`."""
+        return 0.0 if self._in_flight is None else self.meter.spare_seconds(self._in_flight.plan)
 
     def statistics(self) -> Statistics:
-        """See `Engine`."""
+        """See `Engine.statistics`."""
         pool = self.cache.pool
         return self.meter.statistics(
             waiting=self.scheduler.waiting(),
@@ -169,48 +172,50 @@ class ServingEngine(Configurable):
         )
 
     def update_weights(self, weights: Any) -> None:
-        """See `Engine`."""
+        """See `Engine.update_weights`."""
         self._check_open()
         self.runner.update_weights(weights)
         self.cache.forget(list(self.scheduler.running))
 
     def close(self) -> None:
-        """See `Engine`."""
+        """See `Engine.close`."""
         if not self._closed:
-            self._drop()
+            self._drop_requests()
             self._closed = True
             if isinstance(self.runner, HoldsResources):
                 self.runner.close()
             del self.runner
 
-    def _step(self) -> list[Output]:
+    def _run_step(self) -> list[Output]:
         outputs: list[Output] = []
-        waited = self._flight is not None and self._results_matter()
+        waited = self._in_flight is not None and self._needs_results()
         if waited:
-            outputs += self._read()
+            outputs += self._read_results()
         plan = self.scheduler.plan(self._max_steps())
         self.meter.preemptions += plan.preemptions
         if self.drafter is not None:
             add_drafts(plan, self.drafter, self.cache, self.limits)
-        rows = self._rows(plan, outputs)
+        rows = self._build_rows(plan, outputs)
         self.meter.record_plan(waited=waited)
-        previous, self._flight = self._flight, None
+        previous, self._in_flight = self._in_flight, None
         if rows:
-            self._flight = self._submit(plan, rows)
+            self._in_flight = self._submit(plan, rows)
             self.meter.record_submit(previous and previous.plan)
         if previous is not None:
-            current, self._flight = self._flight, previous
-            outputs += self._read()
-            self._flight = current
-        elif self._flight is not None and not self.config.pipeline:
-            outputs += self._read()
+            current, self._in_flight = self._in_flight, previous
+            outputs += self._read_results()
+            self._in_flight = current
+        elif self._in_flight is not None and not self.config.pipeline:
+            outputs += self._read_results()
         return outputs
 
-    def _results_matter(self) -> bool:
-        """Whether what the next step computes depends on the tokens in flight."""
-        return any(s.inflight and (s.request.constraint is not None or self._drafts(s)) for s in self.scheduler.running)
+    def _needs_results(self) -> bool:
+        """Return True if the next step depends on the tokens in flight."""
+        return any(
+            s.inflight and (s.request.constraint is not None or self._uses_drafts(s)) for s in self.scheduler.running
+        )
 
-    def _drafts(self, state: RequestState) -> bool:
+    def _uses_drafts(self, state: RequestState) -> bool:
         return self.drafter is not None and can_draft(state)
 
     def _max_steps(self) -> int:
@@ -218,8 +223,11 @@ class ServingEngine(Configurable):
             return 1
         return self.runner.decode_steps if self.meter.fits(self.runner.decode_steps, self.config.hold_seconds) else 1
 
-    def _rows(self, plan: Plan, outputs: list[Output]) -> list[Row]:
-        """The rows of a plan. Requests whose constraint fails end here, and their parts leave the plan."""
+    def _build_rows(self, plan: Plan, outputs: list[Output]) -> list[Row]:
+        """Build the rows of a plan.
+
+        End the requests whose constraint fails and remove their parts from the plan.
+        """
         rows, parts = [], []
         for part in plan.parts:
             state, mask = part.state, None
@@ -227,20 +235,20 @@ class ServingEngine(Configurable):
                 mask, problem = constraint_mask(state.request.constraint, self.vocab_size)
                 if problem is not None:
                     outputs.append(Output(id=state.request.id, finish="error", error=problem))
-                    self._remove(state)
+                    self._remove_request(state)
                     continue
-            rows.append(_row(part, mask, token_known=self._drafts(state)))
+            rows.append(_build_row(part, mask, token_known=self._uses_drafts(state)))
             parts.append(part)
         plan.parts = parts
         return rows
 
-    def _submit(self, plan: Plan, rows: Sequence[Row]) -> _Flight:
+    def _submit(self, plan: Plan, rows: Sequence[Row]) -> _InFlightStep:
         for state in plan.begun:
             if state.finished:
                 continue
             assert state.slot is not None
             sampling = state.request.sampling
-            if self._drafts(state):  # the likeliest token at every place says which drafts are right
+            if self._uses_drafts(state):  # drafts are verified against the most likely token at each position
                 sampling = attrs.evolve(sampling, logprobs=max(1, sampling.logprobs or 0))
             self.runner.assign(state.slot, sampling, state.seed, state.output, state.request.adapter)
             if state.cached_tokens is None:
@@ -248,7 +256,7 @@ class ServingEngine(Configurable):
                 self.meter.record_begin(state.prompt_length, state.cached_tokens)
         if plan.copies:
             self.runner.copy_blocks(plan.copies)
-        with self.meter.runner():  # where the devices are the processor's cores, this may wait for the step in flight
+        with self.meter.time_runner():  # on CPU devices, this may wait for the step in flight
             pending = self.runner.submit(rows, plan.steps)
         for part in plan.parts:
             state = part.state
@@ -256,13 +264,13 @@ class ServingEngine(Configurable):
             state.inflight += plan.steps if part.sample else 0
             self.cache.store(state)
             self.cache.trim(state)
-        return _Flight(plan, pending)
+        return _InFlightStep(plan, pending)
 
-    def _read(self) -> list[Output]:
-        """The outputs of the step in flight."""
-        assert self._flight is not None
-        (plan, pending), self._flight = self._flight, None
-        with self.meter.runner():
+    def _read_results(self) -> list[Output]:
+        """Wait for the step in flight and return its outputs."""
+        assert self._in_flight is not None
+        (plan, pending), self._in_flight = self._in_flight, None
+        with self.meter.time_runner():
             results = pending.wait()
         outputs = []
         for part, result in zip(plan.parts, results, strict=True):
@@ -278,29 +286,32 @@ class ServingEngine(Configurable):
             self.meter.output_tokens += len(output.tokens)
             outputs.append(output)
             if output.finish is not None:
-                self._remove(state)
+                self._remove_request(state)
         self.meter.record_read(plan)
         return outputs
 
-    def _remove(self, state: RequestState) -> None:
+    def _remove_request(self, state: RequestState) -> None:
         state.finished = True
         del self._states[state.request.id]
         self.scheduler.remove(state)
 
-    def _drop(self) -> None:
-        """Drops all requests, and what the cache holds."""
+    def _drop_requests(self) -> None:
+        """Drop all requests and the contents of the cache."""
         for state in list(self._states.values()):
-            self._remove(state)
+            self._remove_request(state)
         self.cache.forget([])
-        self._flight = None
+        self._in_flight = None
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RequestError("the engine is closed\n    fix: open another one")
+            raise RequestError("the engine is closed\n    fix: open a new engine")
 
 
-def _row(part: Part, mask: Any, *, token_known: bool) -> Row:
-    """The row of a part. `token_known`: the token that was chosen last is given: the runner's own may be behind a wrong draft."""
+def _build_row(part: Part, mask: Any, *, token_known: bool) -> Row:
+    """Build the row of a part.
+
+    With `token_known`, pass the last token, because the runner's own may follow a rejected draft.
+    """
     state, tokens, targets = part.state, (), None
     assert state.slot is not None
     if part.draft:
@@ -312,25 +323,25 @@ def _row(part: Part, mask: Any, *, token_known: bool) -> Row:
         tokens = state.tokens[part.start : end]
         if not state.sent_prompt_logprobs:
             targets = state.tokens[part.start + 1 : end + 1]
-            targets += [0] * (part.count - len(targets))  # nothing is known to follow the last one
+            targets += [0] * (part.count - len(targets))  # the token after the last one is unknown
     return Row(
         slot=state.slot, tokens=tokens, start=part.start, blocks=state.blocks, sample=part.sample, mask=mask,
         targets=targets,
     )  # fmt: skip
 
 
-def _context(cfg: ServingEngine.Config, runner: Runner) -> int:
+def _context_length(cfg: ServingEngine.Config, runner: Runner) -> int:
     room = min(runner.max_blocks_per_request, runner.num_blocks) * runner.block_size
     room = min(room, runner.max_context)
     if cfg.max_context is not None and cfg.max_context > room:
         raise RequestError(
-            f"the context cannot be {cfg.max_context} tokens\n    expected: at most {room}, for which the cache has room\n"
-            "    fix: lower max_context, or give the runner more blocks"
+            f"the context cannot be {cfg.max_context} tokens\n    expected: at most {room}, which is what fits into the cache\n"
+            "    fix: lower max_context, or increase the runner's num_blocks"
         )
     return cfg.max_context or room
 
 
-def _seed(seed: int) -> int:
-    """32 bits of a seed; small ones stay what they are."""
+def _fold_seed(seed: int) -> int:
+    """Fold a seed into 32 bits. Seeds below 2**32 do not change."""
     seed &= 2**64 - 1
     return (seed ^ (seed >> 32)) & (2**32 - 1)

@@ -1,4 +1,6 @@
-"""What a runner compiles: steps over a paged cache, and what goes on between them.
+"""The functions that a runner compiles.
+
+They compute steps with a paged cache and update the cache and the tables.
 
 Legend: R rows of one token, K chunks of C tokens, L = R + K, T = R + K C, D width, V vocabulary.
 """
@@ -30,41 +32,44 @@ from axlearn_plugins_transformer.layer_roles import OutputHeadRole
 from axlearn_plugins_transformer.transformer import Cache
 
 HEAD = "head"
-"""The output layer of a model that ties it to its embedding, transposed once: rows of it are contiguous."""
+"""Key of the output layer of a model that ties it to its embedding. Transposed once, so that its rows are contiguous."""
 
 
 @attrs.frozen(kw_only=True)
 class Sizes:
-    """The sizes that all functions share.
+    """Sizes that all functions share.
 
     Attributes:
-        blocks: of the cache.
-        block_size: tokens of each.
+        blocks: Number of blocks in the cache.
+        block_size: Tokens per block.
         slots: A.
-        moved: blocks that are copied, read or written at once.
-        steps: tokens that `serve_decode` chooses at most.
-        adapters: that rows choose from.
-        least: rows of everything but attention at least, so that rows do not depend on their number.
-        layout: of the weights of linear maps; None leaves them as training has them.
+        blocks_per_call: Number of blocks that one call copies, reads or writes.
+        steps: Maximum number of tokens that `serve_decode` chooses.
+        adapters: Number of adapters.
+        min_rows: Minimum number of rows outside attention. Pads steps so that results do not depend on the number of rows.
+        layout: Layout of the weights of linear maps; None keeps the layout of training.
     """
 
     blocks: int
     block_size: int
     slots: int
-    moved: int
+    blocks_per_call: int
     steps: int
     adapters: int = 0
-    least: int = 1
+    min_rows: int = 1
     layout: WeightLayout | None = None
 
 
 class ServingFunctions:
-    """The functions of one model with paged caches."""
+    """The functions of a model with paged caches."""
 
     def __init__(self, model: Any, sizes: Sizes):
-        """`model`: a `CausalLM` with abstract arrays, whose caches are paged."""
+        """Build the functions of a model.
+
+        `model` is a `CausalLM` with abstract arrays and paged caches.
+        """
         self.sizes, self.vocab = sizes, model.vocab_size
-        self._generation = GenerationFunctions(model, _lay_out(sizes.layout))
+        self._generation = GenerationFunctions(model, _layout_editor(sizes.layout))
         decoder = model.decoder
         head = children(decoder.cfg)["head"] if isinstance(decoder.cfg, OutputHeadRole) else None
         self._tied = head is None
@@ -72,24 +77,22 @@ class ServingFunctions:
         self._like: Any = None
 
     def declare(self) -> Mapping[str, Function]:
-        """Those that make what steps work on, by name."""
+        """Return the functions that create the inputs of steps, by name."""
         weights, tables = self._weight_arrays(), self._table_arrays()
         return {
             "serve_weights": Function(
-                call=self._weights,
+                call=self._build_weights,
                 outputs=lambda _: weights,
                 runs_once=True,
-                describe="the weights with separate layers, as steps take them",
+                describe="weights of separate layers, as steps use them",
             ),
-            "serve_cache": Function(
-                call=self._cache, of_model=False, runs_once=True, describe="an empty cache of all blocks"
-            ),
+            "serve_cache": Function(call=self._build_cache, of_model=False, runs_once=True, describe="an empty cache"),
             "serve_tables": Function(
                 call=lambda: Tables.init(self.sizes.slots, self.vocab),
                 outputs=lambda _: tables,
                 of_model=False,
                 runs_once=True,
-                describe="the tables of all slots, which nobody has",
+                describe="the tables of unassigned slots",
             ),
         }
 
@@ -103,30 +106,37 @@ class ServingFunctions:
         return weights
 
     def _table_arrays(self) -> Any:
-        return jax.tree.map(_whole_array, jax.eval_shape(lambda: Tables.init(self.sizes.slots, self.vocab)))
+        return jax.tree.map(_array_spec, jax.eval_shape(lambda: Tables.init(self.sizes.slots, self.vocab)))
 
     def declare_steps(self, cache: Any) -> Mapping[str, Function]:
-        """The steps, by name; `cache` is what `serve_cache` gives, as abstract arrays with their shardings."""
+        """Return the step functions by name.
+
+        `cache` is the output of `serve_cache`, abstract and with shardings.
+        """
         weights, tables = self._weight_arrays(), self._table_arrays()
-        return {**self._table_functions(tables), **self._step_functions(weights, tables, cache), **self._moves(cache)}
+        return {
+            **self._table_functions(tables),
+            **self._step_functions(weights, tables, cache),
+            **self._block_functions(cache),
+        }
 
     def _table_functions(self, tables: Any) -> Mapping[str, Function]:
         return {
             "serve_assign": Function(
-                call=_assign,
-                inputs=lambda _: (tables, Array((), jnp.int32), jax.tree.map(_row, tables)),
+                call=_assign_row,
+                inputs=lambda _: (tables, Array((), jnp.int32), jax.tree.map(_row_spec, tables)),
                 outputs=lambda _: tables,
                 donate=(0,),
                 of_model=False,
-                describe="a request into the tables",
+                describe="assign a slot to a request",
             ),
             "serve_mask": Function(
-                call=_put_masks,
+                call=_write_masks,
                 inputs=lambda _: (tables, Array((self.sizes.slots,), jnp.int32), tables.mask),
                 outputs=lambda _: tables,
                 donate=(0,),
                 of_model=False,
-                describe="masks into the tables",
+                describe="write masks into the tables",
             ),
         }
 
@@ -143,7 +153,7 @@ class ServingFunctions:
                 of_model=False,
                 by_bucket=True,
                 required_kernels=(PagedAttentionOp.name,),
-                describe="a step: tokens of requests into the cache, and the tokens that follow",
+                describe="run one step and choose the next tokens",
             ),
             "serve_decode": Function(
                 call=self.serve_decode,
@@ -153,13 +163,13 @@ class ServingFunctions:
                 of_model=False,
                 by_bucket=True,
                 required_kernels=(PagedAttentionOp.name,),
-                describe="several steps of one token for each request",
+                describe="run several decoding steps",
             ),
         }
 
-    def _moves(self, cache: Any) -> Mapping[str, Function]:
-        ids = Array((self.sizes.moved,), jnp.int32)
-        some = jax.tree.map(lambda s: Array((self.sizes.moved, *s.shape[1:]), s.dtype), cache)
+    def _block_functions(self, cache: Any) -> Mapping[str, Function]:
+        ids = Array((self.sizes.blocks_per_call,), jnp.int32)
+        contents_spec = jax.tree.map(lambda s: Array((self.sizes.blocks_per_call, *s.shape[1:]), s.dtype), cache)
         return {
             "serve_copy": Function(
                 call=lambda cache, source, target: jax.tree.map(
@@ -169,58 +179,58 @@ class ServingFunctions:
                 outputs=lambda _: cache,
                 donate=(0,),
                 of_model=False,
-                describe="blocks of the cache into others",
+                describe="copy blocks of the cache",
             ),
             "serve_read": Function(
                 call=lambda cache, source: jax.tree.map(lambda x: x.at[source].get(mode="clip"), cache),
                 inputs=lambda _: (cache, ids),
                 of_model=False,
-                describe="the contents of blocks",
+                describe="read blocks",
             ),
             "serve_write": Function(
                 call=lambda cache, target, contents: jax.tree.map(
                     lambda x, new: x.at[target].set(new, mode="drop"), cache, contents
                 ),
-                inputs=lambda _: (cache, ids, some),
+                inputs=lambda _: (cache, ids, contents_spec),
                 outputs=lambda _: cache,
                 donate=(0,),
                 of_model=False,
-                describe="contents into blocks",
+                describe="write blocks",
             ),
         }
 
-    def _weights(self, model: Any) -> Arrays:
+    def _build_weights(self, model: Any) -> Arrays:
         flat = self._generation.separate_arrays(model)
         return {**flat, HEAD: model.decoder.head_weight()} if self._tied else flat
 
-    def _cache(self) -> Any:
+    def _build_cache(self) -> Any:
         model = self._generation.bind(self._generation.specs)
         return model.init_cache(1, self.sizes.blocks * self.sizes.block_size).layers
 
-    def _run(self, arrays: Arrays, cache: Any, tables: Tables, step: Step) -> tuple[Any, jax.Array, Any]:
-        """(the model, what its decoder has still to finish [T, D], the new cache)."""
+    def _run_decoder(self, arrays: Arrays, cache: Any, tables: Tables, step: Step) -> tuple[Any, jax.Array, Any]:
+        """Return the model, the decoder output before `finish` [T, D] and the new cache."""
         model = self._generation.bind(arrays)
         positions, real = step.positions()
         slots = step.slots(positions, real, self.sizes.blocks, self.sizes.block_size)
         rows = step.bucket.rows
         last = tables.last.at[step.slot[:rows]].get(mode="clip")
         tokens = jnp.concatenate([jnp.where(step.tokens[:rows] < 0, last, step.tokens[:rows]), step.tokens[rows:]])
-        # Rows that no request has stand behind the others: they are written nowhere, and attention leaves them out.
+        # Padding rows come last. They are not written to the cache, and attention skips them.
         tokens, positions = self._pad(tokens), self._pad(positions)
         slots = dataclasses.replace(slots, write=self._pad(slots.write, self.sizes.blocks * self.sizes.block_size))
         context = Context(positions=positions[:, None], slots=slots)  # type: ignore[arg-type]
         run = model.decoder.begin if isinstance(model.decoder, TwoPartDecoder) else model.decoder
-        with self._adapters(tables, step.slot[step.owners()]):
+        with self._select_adapters(tables, step.slot[step.row_indices()]):
             x, new = run(tokens[:, None], context, Cache(cache, jnp.zeros((), jnp.int32)))
         return model, x[:, 0], new.layers
 
     def _pad(self, x: jax.Array, value: int = 0) -> jax.Array:
-        """With `least` rows, where it has fewer."""
-        missing = max(0, self.sizes.least - x.shape[0])
+        """Pad to `min_rows` rows."""
+        missing = max(0, self.sizes.min_rows - x.shape[0])
         return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=value) if missing else x
 
-    def _adapters(self, tables: Tables, slots: jax.Array) -> AbstractContextManager[None]:
-        """The choice of adapters for tokens of these slots."""
+    def _select_adapters(self, tables: Tables, slots: jax.Array) -> AbstractContextManager[None]:
+        """Return the context that selects adapters for tokens of these slots."""
         if not self.sizes.adapters:
             return nullcontext()
         from axlearn_plugins_finetune.lora.rows import row_adapters
@@ -229,15 +239,15 @@ class ServingFunctions:
         return row_adapters(jax.nn.one_hot(number - 1, self.sizes.adapters, dtype=jnp.float32))
 
     def _logits(self, model: Any, arrays: Arrays, tables: Tables, x: jax.Array, slots: jax.Array) -> jax.Array:
-        """[L, D] as `_run` leaves them, of slots [L] -> float32 [L or `least`, V]."""
+        """Compute the logits from outputs of `_run_decoder`."""
         hidden = self._pad(x)[:, None]
         if isinstance(model.decoder, TwoPartDecoder):
-            with self._adapters(tables, slots):
+            with self._select_adapters(tables, slots):
                 hidden = model.decoder.finish(hidden)
         logits = model.logits(hidden, arrays.get(HEAD))[:, 0].astype(jnp.float32)
-        return constrain(logits, None, None)  # whole on every device: choosing a token loops over sums of them
+        return constrain(logits, None, None)  # replicated, because choosing a token loops over sums of logits
 
-    def _choose(self, logits: jax.Array, tables: Tables, step: Step) -> tuple[Chosen, Tables]:
+    def _choose_tokens(self, logits: jax.Array, tables: Tables, step: Step) -> tuple[Chosen, Tables]:
         slot, flags, kind = self._pad(step.slot, self.sizes.slots), self._pad(step.flags), step.header[KIND]
         token = token_sampling.choose(logits, tables, slot, flags & MASKED > 0, kind)
         tables = token_sampling.record(tables, slot, token, flags & SAMPLED > 0, kind)
@@ -247,16 +257,21 @@ class ServingFunctions:
     def serve(
         self, arrays: Arrays, cache: Any, tables: Tables, packed: jax.Array, bucket: StepBucket
     ) -> tuple[Chosen, Chosen | None, Any, Tables]:
-        """One step: (choices [L], log-probabilities of targets [K C], the new cache, the new tables)."""
+        """Run one step.
+
+        Return the choices [L], log-probabilities of targets [K C], the new cache and the new tables.
+        """
         step = bucket.unpack(packed)
-        model, x, cache = self._run(arrays, cache, tables, step)
-        targets = self._targets(model, arrays, tables, x[bucket.rows : bucket.tokens], step) if bucket.chunks else None
-        logits = self._logits(model, arrays, tables, x[step.ends()], step.slot)
-        sampled, tables = self._choose(logits, tables, step)
+        model, x, cache = self._run_decoder(arrays, cache, tables, step)
+        targets = (
+            self._score_targets(model, arrays, tables, x[bucket.rows : bucket.tokens], step) if bucket.chunks else None
+        )
+        logits = self._logits(model, arrays, tables, x[step.last_indices()], step.slot)
+        sampled, tables = self._choose_tokens(logits, tables, step)
         return sampled, targets, cache, tables
 
-    def _targets(self, model: Any, arrays: Arrays, tables: Tables, x: jax.Array, step: Step) -> Chosen:
-        """The log-probabilities of the targets, a chunk at a time."""
+    def _score_targets(self, model: Any, arrays: Arrays, tables: Tables, x: jax.Array, step: Step) -> Chosen:
+        """Return the log-probabilities of the targets, computed one chunk at a time."""
         needed = step.header[TARGETS] > 0
         rows, chunks, top = step.bucket.rows, step.bucket.chunks, min(token_sampling.TOP, self.vocab)
 
@@ -279,7 +294,10 @@ class ServingFunctions:
     def serve_decode(
         self, arrays: Arrays, cache: Any, tables: Tables, packed: jax.Array, count: jax.Array, bucket: StepBucket
     ) -> tuple[Chosen, Any, Tables]:
-        """`count` steps of one token for each row: (choices [steps, R], the new cache, the new tables)."""
+        """Run `count` steps of one token per row.
+
+        Return the choices [steps, R], the new cache and the new tables.
+        """
         step = bucket.unpack(packed)
         empty = jax.eval_shape(functools.partial(self.serve, bucket=bucket), arrays, cache, tables, packed)[0]
         results = jax.tree.map(lambda s: jnp.zeros((self.sizes.steps, *s.shape), s.dtype), empty)
@@ -288,46 +306,52 @@ class ServingFunctions:
             results, cache, tables = state
             tokens = jnp.where(index > 0, -1, step.tokens)
             substep = attrs.evolve(step, start=step.start + index, tokens=tokens)
-            model, x, cache = self._run(arrays, cache, tables, substep)
-            logits = self._logits(model, arrays, tables, x[substep.ends()], substep.slot)
-            sampled, tables = self._choose(logits, tables, substep)
+            model, x, cache = self._run_decoder(arrays, cache, tables, substep)
+            logits = self._logits(model, arrays, tables, x[substep.last_indices()], substep.slot)
+            sampled, tables = self._choose_tokens(logits, tables, substep)
             return jax.tree.map(lambda all, x: all.at[index].set(x), results, sampled), cache, tables
 
         return lax.fori_loop(0, count, one, (results, cache, tables))
 
 
 @runtime_checkable
-class _TurnsHeads(Protocol):
-    """A rotary embedding that can take cosines and sines of whole heads, computed once for all layers."""
+class _SupportsWholeHeads(Protocol):
+    """A rotary embedding that supports cosines and sines of whole heads.
+
+    They are computed once for all layers.
+    """
 
     whole_heads: bool
 
 
-def _lay_out(layout: WeightLayout | None) -> Callable[[Any], None]:
-    """Changes how a model with separate layers stores and multiplies its weights."""
+def _layout_editor(layout: WeightLayout | None) -> Callable[[Any], None]:
+    """Return a function that edits a model's weight layout.
+
+    The model must have separate layers.
+    """
 
     def edit(model: Any) -> None:
         if layout is not None:
             lay_out_maps(model, layout)
         if layout == "transposed":
             for _, module in nnx.iter_modules(model):
-                if isinstance(module, _TurnsHeads):
+                if isinstance(module, _SupportsWholeHeads):
                     module.whole_heads = True
 
     return edit
 
 
-def _assign(tables: Tables, slot: jax.Array, row: Tables) -> Tables:
+def _assign_row(tables: Tables, slot: jax.Array, row: Tables) -> Tables:
     return jax.tree.map(lambda x, new: x.at[slot].set(new), tables, row)
 
 
-def _put_masks(tables: Tables, slots: jax.Array, masks: jax.Array) -> Tables:
+def _write_masks(tables: Tables, slots: jax.Array, masks: jax.Array) -> Tables:
     return dataclasses.replace(tables, mask=tables.mask.at[slots].set(masks, mode="drop"))
 
 
-def _whole_array(spec: Any) -> Array:
+def _array_spec(spec: Any) -> Array:
     return Array(spec.shape, spec.dtype)
 
 
-def _row(spec: Array) -> Array:
+def _row_spec(spec: Array) -> Array:
     return Array(spec.shape[1:], spec.dtype)

@@ -1,4 +1,4 @@
-"""What an engine in this process gives back."""
+"""The results of an engine in this process."""
 
 import attrs
 
@@ -10,10 +10,10 @@ class Sample:
     """One continuation of a prompt.
 
     Attributes:
-        tokens: the new ones, without the token that ended them.
-        text: of `tokens`; None where the model has no tokenizer.
-        logprobs: one for each of `tokens`; None where they were not asked for.
-        finish: `stop`, or `length`.
+        tokens: New tokens, without the token that ended the output.
+        text: Text of `tokens`; None if the model has no tokenizer.
+        logprobs: Log-probabilities of `tokens`; None if not requested.
+        finish: `stop` or `length`.
     """
 
     tokens: tuple[int, ...]
@@ -24,13 +24,13 @@ class Sample:
 
 @attrs.frozen(kw_only=True)
 class Generation:
-    """What was generated for one prompt.
+    """The continuations of one prompt.
 
     Attributes:
-        prompt: its tokens.
-        samples: as many as were asked for.
-        prompt_logprobs: of the prompt's tokens after the first; None where they were not asked for.
-        cached_tokens: tokens of the prompt that were in the cache when the first sample began.
+        prompt: Tokens of the prompt.
+        samples: The requested number of samples.
+        prompt_logprobs: Log-probabilities of the prompt's tokens after the first; None if not requested.
+        cached_tokens: Prompt tokens that were in the cache when the first sample started.
     """
 
     prompt: tuple[int, ...]
@@ -40,15 +40,15 @@ class Generation:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Of the first sample."""
+        """The tokens of the first sample."""
         return self.samples[0].tokens
 
     @property
     def text(self) -> str | None:
-        """Of the first sample."""
+        """The text of the first sample."""
         return self.samples[0].text
 
     @property
     def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
-        """Of the first sample."""
+        """The log-probabilities of the first sample."""
         return self.samples[0].logprobs

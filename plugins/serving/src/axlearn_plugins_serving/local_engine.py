@@ -1,4 +1,4 @@
-"""`ax.serve`: an engine in this process, from Python."""
+"""`ax.serve`: an engine in this process, for Python."""
 
 import itertools
 import threading
@@ -38,11 +38,13 @@ Prompt = str | Sequence[int]
 
 
 class LocalEngine:
-    """Generates in this process. Its methods may be called from any thread; requests of all threads run together.
+    """An engine in this process.
+
+    Its methods are thread-safe, and requests from all threads are batched together.
 
     Args:
-        engine: continues requests.
-        text: of the model, for prompts and outputs as text; None takes and gives token ids alone.
+        engine: The engine that runs requests.
+        text: Text processor of the model. If None, prompts and outputs are token ids only.
     """
 
     def __init__(self, engine: ServingEngine, text: TextProcessor | None = None):
@@ -66,88 +68,93 @@ class LocalEngine:
         adapter: str | None = None,
         **options: Any,
     ) -> list[Generation]:
-        """Continues prompts, all together, and returns when the last one ends.
+        """Continue prompts in one batch and return when the last one ends.
 
         Args:
-            prompts: one or many, each a text or token ids.
-            sampling: how tokens are chosen; by default as the model's own sampling defaults say.
-            n: samples of each prompt. With a seed, sample i has the seed plus i.
-            stop: texts that end a sample, special tokens such as `<|im_end|>` among them; its own text ends before the
-                first of them.
-            adapter: one of the engine's adapters; None takes the base.
-            options: fields of `Sampling`, in the place of those of `sampling`: `max_tokens=64, temperature=0`. By default
-                each sample has the log-probabilities of its tokens (`logprobs=0`).
+            prompts: One or several prompts, each a text or token ids.
+            sampling: Sampling parameters; the default is the model's own.
+            n: Number of samples per prompt. With a seed, sample i uses the seed plus i.
+            stop: Texts that end a sample, including special tokens such as `<|im_end|>`. The sample's text ends before the first
+                of them.
+            adapter: Name of one of the engine's adapters; None uses the base model.
+            options: Fields of `Sampling` that override `sampling`, such as `max_tokens=64, temperature=0`. By default, each
+                sample has the log-probabilities of its tokens (`logprobs=0`).
 
         Raises:
-            RequestError: a prompt or an option cannot be computed; nothing was generated.
+            RequestError: If a prompt or an option is invalid. Nothing is generated.
         """
         if n < 1:
             raise RequestError(f"n is {n}\n    expected: at least 1")
-        sampling = _sampling_with(sampling or self._sampling_defaults(logprobs=0), options)
+        sampling = _override_sampling(sampling or self._sampling_defaults(logprobs=0), options)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if stops and self.text is None:
-            raise RequestError("this model has no tokenizer, so no text can stop it\n    fix: use stop_tokens")
+            raise RequestError("this model has no tokenizer, so text cannot stop it\n    fix: use stop_tokens")
         encoded = [self._encode(prompt) for prompt in _as_prompts(prompts)]
         requests = [
             Request(
                 id=f"local-{next(self._ids)}",
                 prompt=prompt,
-                sampling=_sampling_of(sampling, index),
+                sampling=_offset_seed(sampling, index),
                 client="local",
                 adapter=adapter,
             )
             for prompt in encoded
             for index in range(n)
         ]
-        collections = self._run([(request, self._collection(request, stops)) for request in requests])
+        collections = self._run([(request, self._new_collection(request, stops)) for request in requests])
         return [
-            self._generation(prompt, collections[index * n : (index + 1) * n]) for index, prompt in enumerate(encoded)
+            self._build_generation(prompt, collections[index * n : (index + 1) * n])
+            for index, prompt in enumerate(encoded)
         ]
 
     def stream(
         self, prompt: Prompt, sampling: Sampling | None = None, *, stop: Sequence[str] = (), **options: Any
     ) -> Iterator[str]:
-        """Yields what a prompt is continued with, piece by piece; a character that spans tokens comes when it is complete.
+        """Yield the continuation of a prompt piece by piece.
+
+        A character that spans several tokens is yielded when complete.
 
         Args:
-            prompt: a text, or token ids.
-            sampling: how tokens are chosen; by default as the model's own sampling defaults say.
-            stop: as for `generate`.
-            options: fields of `Sampling`, in the place of those of `sampling`.
+            prompt: A text or token ids.
+            sampling: Sampling parameters; the default is the model's own.
+            stop: As for `generate`.
+            options: Fields of `Sampling` that override `sampling`.
 
         Raises:
-            RequestError: the model has no tokenizer, or the prompt or an option cannot be computed.
+            RequestError: If the model has no tokenizer, or the prompt or an option is invalid.
         """
         if self.text is None:
-            raise RequestError("this model has no tokenizer, so it cannot write text\n    fix: use `generate`")
+            raise RequestError("this model has no tokenizer, so it cannot stream text\n    fix: use `generate`")
         tokens = self._encode(prompt)
-        sampling = _sampling_with(sampling or self._sampling_defaults(), options)
+        sampling = _override_sampling(sampling or self._sampling_defaults(), options)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         return self._stream(Request(id=f"local-{next(self._ids)}", prompt=tokens, sampling=sampling), stops)
 
     def update_weights(self, weights: Any) -> None:
-        """Takes other weights of the same model, from memory; requests of other threads go on with them.
+        """Replace the weights with others of the same model.
+
+        Requests of other threads continue with the new weights.
 
         Args:
-            weights: path -> array (parameters and variables of the model, such as `state.params`), a `ModelWeights`, a
-                model of the same structure, opened weights, or a path or URI of some.
+            weights: Path -> array (parameters and variables of the model, such as `state.params`), a `ModelWeights`, a model of
+                the same structure, opened weights, or a path or URI.
 
         Raises:
-            RequestError: they are not of this model.
+            RequestError: If the weights do not fit the model.
         """
         with self._lock:
             self.engine.update_weights(self._model_weights(weights))
 
     def statistics(self) -> Statistics:
-        """What the engine does, and did."""
+        """Return the state and the counters of the engine."""
         with self._lock:
             return self.engine.statistics()
 
     def close(self) -> None:
-        """Frees devices. What other threads still generate fails."""
+        """Free the devices. Requests that other threads are still running fail."""
         with self._lock:
             self.engine.close()
-            self._fail(RequestError("the engine was closed while it generated"))
+            self._fail(RequestError("the engine was closed during generation"))
 
     def __enter__(self) -> "LocalEngine":
         return self
@@ -158,7 +165,7 @@ class LocalEngine:
         self.close()
 
     def _stream(self, request: Request, stops: Sequence[str]) -> Iterator[str]:
-        collection = self._collection(request, stops)
+        collection = self._new_collection(request, stops)
         try:
             with self._lock:
                 self._add(request, collection)
@@ -172,7 +179,7 @@ class LocalEngine:
         finally:
             self._abort([request])
 
-    def _collection(self, request: Request, stops: Sequence[str]) -> "_Collection":
+    def _new_collection(self, request: Request, stops: Sequence[str]) -> "_Collection":
         return _Collection(None if self.text is None else self.text.output(request.prompt, stops))
 
     def _sampling_defaults(self, logprobs: int | None = None) -> Sampling:
@@ -206,7 +213,7 @@ class LocalEngine:
         self._collections[request.id] = collection
 
     def _step(self) -> None:
-        """One step for whoever waits. The caller has the lock."""
+        """Run one step for all callers. Requires the lock."""
         try:
             outputs = self.engine.step()
         except Exception as error:
@@ -217,7 +224,7 @@ class LocalEngine:
             collection.take(output)
             if collection.finished:
                 del self._collections[output.id]
-                if output.finish is None:  # by a text
+                if output.finish is None:  # ended by a stop string
                     self.engine.abort(output.id)
 
     def _fail(self, error: Exception) -> None:
@@ -226,7 +233,7 @@ class LocalEngine:
         self._collections.clear()
 
     def _abort(self, requests: Sequence[Request]) -> None:
-        """Ends what is left of requests whose caller is interrupted or gone."""
+        """Abort the unfinished requests of a caller that was interrupted or left."""
         with self._lock:
             for request in requests:
                 if self._collections.pop(request.id, None) is not None:
@@ -236,10 +243,10 @@ class LocalEngine:
         if not isinstance(prompt, str):
             return tuple(prompt)
         if self.text is None:
-            raise RequestError("this model has no tokenizer\n    fix: give prompts as token ids")
+            raise RequestError("this model has no tokenizer\n    fix: pass prompts as token ids")
         return tuple(self.text.encode_prompt(prompt))
 
-    def _generation(self, prompt: tuple[int, ...], collections: Sequence["_Collection"]) -> Generation:
+    def _build_generation(self, prompt: tuple[int, ...], collections: Sequence["_Collection"]) -> Generation:
         samples = tuple(
             Sample(
                 tokens=tuple(c.tokens),
@@ -269,7 +276,7 @@ class LocalEngine:
 
 
 class _Collection:
-    """What comes for one request, up to the first of some texts."""
+    """The output of one request, up to the first stop string."""
 
     def __init__(self, output: OutputText | None) -> None:
         self._output = output
@@ -300,7 +307,10 @@ class _Collection:
             self._pieces.append(self._output.end())
 
     def _push(self, tokens: Sequence[int]) -> int:
-        """Decodes tokens up to the one that completes a stop string; returns how many that are."""
+        """Decode tokens up to the one that completes a stop string.
+
+        Return the number of decoded tokens.
+        """
         if self._output is None:
             return len(tokens)
         for count, token in enumerate(tokens, 1):
@@ -310,7 +320,7 @@ class _Collection:
         return len(tokens)
 
     def take_text(self) -> str | None:
-        """The text that came since the last call; None if the model has no tokenizer."""
+        """Return the text since the last call, or None if the model has no tokenizer."""
         if self._output is None:
             return None
         pieces, self._pieces = self._pieces, []
@@ -328,40 +338,41 @@ def serve(
     text: TextProcessor | None = None,
     program: Any = None,
     config: ServingEngine.Config | None = None,
-    set: Mapping[str, Any] | None = None,  # what it is called on the command line
+    set: Mapping[str, Any] | None = None,  # named after the command-line option
     step: int | None = None,
     warm_up: bool = True,
 ) -> LocalEngine:
-    """An engine in this process.
+    """Open an engine in this process.
 
         with ax.serve("runs/mine") as engine:
             print(engine.generate("def ", max_tokens=32, temperature=0)[0].text)
 
     Args:
-        model: a run directory, a directory in Hugging Face format, exported adapters, or what an installed plugin opens; or
-            what `ax.load` gives; or a model with its weights.
-        tokenizer: for prompts and outputs as text; by default the one that is opened with the model.
-        text: in the place of `tokenizer`: also end tokens, chat template, sampling defaults and context length.
-        program: of the experiment that a model belongs to, for its devices.
-        config: of the engine.
-        set: settings of the engine, path -> value: `{"runner.max_rows": 32}`.
-        step: which checkpoint of a run; by default the newest.
-        warm_up: compiles all functions first; without it, each when it is first used.
+        model: Run directory, directory in Hugging Face format, exported adapters, or a URI that a plugin can open; or the
+            result of `ax.load`; or a model with its weights.
+        tokenizer: Tokenizer for prompts and outputs; the default is the model's own.
+        text: Text processor to use instead of `tokenizer`. It also sets end tokens, chat template, sampling defaults and context
+            length.
+        program: Program of the model's experiment, which sets the devices.
+        config: Config of the engine.
+        set: Settings of the engine, as path -> value: `{"runner.max_rows": 32}`.
+        step: Checkpoint of a run to open; the default is the newest.
+        warm_up: Whether to compile all functions first. Otherwise, each is compiled on first use.
 
     Raises:
-        CheckpointError: no weights there, no such checkpoint, or it is damaged.
-        RequestError: the model is not a decoder of tokens, or the settings do not fit.
+        CheckpointError: If there are no weights or no such checkpoint, or the checkpoint is damaged.
+        RequestError: If the model does not generate tokens or the settings do not fit.
     """
     config = patch(config or ServingEngine.Config(), dict(set or {}))
-    own_text = text or (None if tokenizer is None else TextProcessor.Config().build(tokenizer=tokenizer))
+    text_override = text or (None if tokenizer is None else TextProcessor.Config().build(tokenizer=tokenizer))
     if isinstance(model, (str, Path)):
         opened = open_engine(model, config=config, step=step, warm_up=warm_up)
-        return LocalEngine(opened.engine, own_text or opened.text)
+        return LocalEngine(opened.engine, text_override or opened.text)
     if isinstance(model, Loaded):
-        text = own_text or (None if model.tokenizer is None else text_processor(model.config, model.tokenizer))
+        text = text_override or (None if model.tokenizer is None else text_processor(model.config, model.tokenizer))
         program, model = program or model.program, model.model
-    engine = build_engine(model, program=program, text=text or own_text, config=config, warm_up=warm_up)
-    return LocalEngine(engine, text or own_text)
+    engine = build_engine(model, program=program, text=text or text_override, config=config, warm_up=warm_up)
+    return LocalEngine(engine, text or text_override)
 
 
 def _as_prompts(prompts: Any) -> Sequence[Prompt]:
@@ -373,7 +384,7 @@ def _as_prompts(prompts: Any) -> Sequence[Prompt]:
     )
 
 
-def _sampling_with(sampling: Sampling, options: Mapping[str, Any]) -> Sampling:
+def _override_sampling(sampling: Sampling, options: Mapping[str, Any]) -> Sampling:
     names = [a.name for a in attrs.fields(Sampling)]
     for name in options:
         if name not in names:
@@ -381,5 +392,5 @@ def _sampling_with(sampling: Sampling, options: Mapping[str, Any]) -> Sampling:
     return attrs.evolve(sampling, **options)
 
 
-def _sampling_of(sampling: Sampling, index: int) -> Sampling:
+def _offset_seed(sampling: Sampling, index: int) -> Sampling:
     return sampling if sampling.seed is None or not index else attrs.evolve(sampling, seed=sampling.seed + index)

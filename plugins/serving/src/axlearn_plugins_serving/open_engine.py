@@ -1,4 +1,4 @@
-"""Opens an engine for a model at a path or URI."""
+"""Open an engine for a model at a path or URI."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,12 +28,12 @@ from axlearn_plugins_transformer.text.tokenizers import TokenizerJson
 
 
 class OpenedEngine(NamedTuple):
-    """An engine with what belongs to its model.
+    """An engine and its model's text processor and name.
 
     Attributes:
-        engine: compiled and ready.
-        text: encodes and decodes the model's text; None if it has no tokenizer.
-        name: of the model: the last part of the path that it was opened from.
+        engine: The engine, compiled and ready.
+        text: Encodes and decodes the model's text; None if the model has no tokenizer.
+        name: Name of the model: the last component of the path that it was opened from.
     """
 
     engine: ServingEngine
@@ -47,7 +47,7 @@ class OpenedEngine(NamedTuple):
 
     @property
     def template(self) -> ChatTemplate | None:
-        """The chat template of the model, or None if it brings none and was trained with none."""
+        """The chat template that the model has or was trained with, or None."""
         return self.text.template if self.text is not None and self.text.has_template else None
 
 
@@ -59,18 +59,18 @@ def open_engine(
     warm_up: bool = True,
     programs: Path | None = None,
 ) -> OpenedEngine:
-    """Opens the weights at a path or URI, and an engine for them.
+    """Open the weights at a path or URI and build an engine for them.
 
     Args:
-        uri: a run directory, a directory in Hugging Face format, exported adapters, or what an installed plugin opens.
-        config: of the engine.
-        step: which checkpoint of a run; by default the newest.
-        warm_up: compiles all functions first; without it, each when it is first used.
-        programs: a directory with exported programs, which are loaded instead of compiled. They are code.
+        uri: Run directory, directory in Hugging Face format, exported adapters, or a URI that a plugin can open.
+        config: Config of the engine.
+        step: Checkpoint of a run to open; the default is the newest.
+        warm_up: Whether to compile all functions first. Otherwise, each is compiled on first use.
+        programs: Directory with exported programs to load instead of compiling. Exported programs are code.
 
     Raises:
-        CheckpointError: no weights there, no such checkpoint, or it is damaged.
-        RequestError: the model is not a decoder of tokens, or the config does not fit it.
+        CheckpointError: If there are no weights or no such checkpoint, or the checkpoint is damaged.
+        RequestError: If the model does not generate tokens or the config does not fit it.
     """
     from axlearn_core.train import Trainer
 
@@ -79,7 +79,7 @@ def open_engine(
     experiment = weights.experiment
     if not isinstance(experiment, Trainer.Config):
         raise CheckpointError(f"{uri}: its config is not a trainer's\n    got: {type(experiment).__qualname__}")
-    model = without_kernels(experiment.model)
+    model = remove_kernels(experiment.model)
     check_decoder(model)
     text = text_processor(experiment, weights.tokenizer)
     config = fit_config(config or ServingEngine.Config(), model, text)
@@ -87,7 +87,7 @@ def open_engine(
     specs = program.parts[Part.WEIGHTS]
     places = {path: spec.sharding for path, spec in {**specs.params, **specs.variables}.items()}
     functional = program.functional
-    with ThreadPoolExecutor(1) as pool:  # files are read while programs are compiled or loaded
+    with ThreadPoolExecutor(1) as pool:  # read files while programs are compiled or loaded
         reading = pool.submit(lambda: functional.weights_of(bind_weights(functional, weights.read("**", places))))
         engine = build_engine(
             functional.describe(),
@@ -98,14 +98,17 @@ def open_engine(
             programs=programs,
             weights=reading.result,
         )
-    warn_of_end_token(uri, experiment.input, weights.tokenizer)
-    return OpenedEngine(engine, text, name_of(uri))
+    warn_about_end_token(uri, experiment.input, weights.tokenizer)
+    return OpenedEngine(engine, text, model_name(uri))
 
 
 def open_with_programs(
     uri: str | Path, programs: Path | None, *, config: ServingEngine.Config | None = None, step: int | None = None
 ) -> OpenedEngine:
-    """`open_engine` with programs that the user did not name: where they do not fit, it compiles, and says so."""
+    """Call `open_engine` with programs that the user did not name.
+
+    If they do not fit, log a warning and compile.
+    """
     try:
         return open_engine(uri, config=config, step=step, programs=programs)
     except ProgramsError as error:
@@ -113,8 +116,8 @@ def open_with_programs(
         return open_engine(uri, config=config, step=step)
 
 
-def name_of(uri: str | Path) -> str:
-    """What a model is called: the last part of its path or URI."""
+def model_name(uri: str | Path) -> str:
+    """Return the name of a model: the last component of its path or URI."""
     return str(uri).partition("?")[0].rstrip("/").split("/")[-1]
 
 
@@ -128,34 +131,34 @@ def build_engine(
     programs: Path | None = None,
     weights: Callable[[], ModelWeights] | None = None,
 ) -> ServingEngine:
-    """An engine for a model with its weights.
+    """Build an engine for a model.
 
     Args:
-        model: a `CausalLM`.
-        program: of the experiment that it belongs to; by default it is computed on one device.
-        text: of the model: its end tokens end outputs, and its context length bounds the context.
-        config: of the engine.
-        warm_up: compiles all functions first; without it, each when it is first used.
-        programs: a directory with exported programs, which are loaded instead of compiled. They are code.
-        weights: gives those of a model with abstract arrays, when everything else is there.
+        model: A `CausalLM` with its weights.
+        program: Program of the model's experiment; the default is one device.
+        text: Text processor of the model. It sets the end tokens and limits the context length.
+        config: Config of the engine.
+        warm_up: Whether to compile all functions first. Otherwise, each is compiled on first use.
+        programs: Directory with exported programs to load instead of compiling. Exported programs are code.
+        weights: Returns the weights of a model with abstract arrays. It is called last.
 
     Raises:
-        RequestError: the programs are not of this model, or the model is not a decoder of tokens, or the config does not fit it.
+        RequestError: If the programs are not for this model, the model does not generate tokens, or the config does not fit it.
     """
     if not (isinstance(model, GeneratesTokens) and isinstance(model, HasVocabulary)):
         raise RequestError(
-            f"a {type(model).__name__} cannot be served: it does not generate tokens\n"
+            f"a {type(model).__name__} cannot be served because it does not generate tokens\n"
             "    expected: a language model, whose config has the role LanguageModelRole\n"
-            "    fix: give the directory of one"
+            "    fix: name the directory of a language model"
         )
     config = fit_config(config or ServingEngine.Config(), model.cfg if isinstance(model, HasConfig) else None, text)
     if programs is not None and not isinstance(config.runner, ModelRunner.Config):
-        raise RequestError(f"a {type(config.runner).__qualname__} loads no programs\n    fix: leave --programs out")
+        raise RequestError(f"a {type(config.runner).__qualname__} cannot load programs\n    fix: leave --programs out")
     devices = 1 if program is None else program.layout.mesh.size
     if config.tensor_parallel not in (None, devices):
         raise RequestError(
-            f"this model is on {devices} devices, and tensor_parallel asks for {config.tensor_parallel}\n"
-            "    fix: leave it out, serve the model by its path, or give the program of a mesh with as many"
+            f"the model is on {devices} devices, but tensor_parallel is {config.tensor_parallel}\n"
+            "    fix: leave tensor_parallel out, serve the model by its path, or pass a program with as many devices"
         )
     runner = config.runner.build(model=model, program=program, programs=programs, weights=weights)
     if warm_up:
@@ -164,29 +167,31 @@ def build_engine(
 
 
 def fit_config(config: ServingEngine.Config, model: Any, text: TextProcessor | None = None) -> ServingEngine.Config:
-    """The config of an engine with a context that the model was made for.
+    """Limit the context of an engine's config to what the model supports.
 
     Args:
-        config: of the engine.
-        model: the config of the model, whose table of positions is a limit without exceptions.
-        text: of the model; its context length is a limit unless `runner.beyond_context` is set.
+        config: Config of the engine.
+        model: Config of the model. Its table of positions is a hard limit.
+        text: Text processor of the model. Its context length is a limit unless `runner.beyond_context` is set.
 
     Raises:
-        RequestError: a longer context was asked for.
+        RequestError: If the config asks for a longer context.
     """
     runner = config.runner
     if not isinstance(runner, ModelRunner.Config):
         return config
     tables = [n.max_length for n in find(model, LearnedPositions).values()] if isinstance(model, Node) else []
-    made_for = [text.context_length] if text is not None and text.context_length and not runner.beyond_context else []
-    limit = min([*tables, *made_for], default=runner.max_context)
+    context_lengths = (
+        [text.context_length] if text is not None and text.context_length and not runner.beyond_context else []
+    )
+    limit = min([*tables, *context_lengths], default=runner.max_context)
     if runner.max_context <= limit:
         return config
     if runner.max_context != ModelRunner.Config().max_context:
         if limit in tables:
-            reason, fix = "for which the model has positions", "lower runner.max_context"
+            reason, fix = "the number of positions of the model", "lower runner.max_context"
         else:
-            reason = "the context length that the model was made for"
+            reason = "the context length of the model"
             fix = "lower runner.max_context, or set runner.beyond_context to true"
         raise RequestError(
             f"the context cannot be {runner.max_context} tokens\n    expected: at most {limit}, {reason}\n    fix: {fix}"
@@ -194,37 +199,40 @@ def fit_config(config: ServingEngine.Config, model: Any, text: TextProcessor | N
     return attrs.evolve(config, runner=attrs.evolve(runner, max_context=limit))
 
 
-def warn_of_end_token(uri: str | Path, input: Any, tokenizer: Any) -> None:
-    """One line where no file of a model names the token that ends a text, and a usual one is taken."""
+def warn_about_end_token(uri: str | Path, input: Any, tokenizer: Any) -> None:
+    """Warn if no file of the model names the end token, so that a common one is used."""
     if any(part.eos is None and part.path is not None for part in find(input, TokenizerJson).values()):
         log_message(
-            f"warning: outputs end at {tokenizer.eos_token!r}, which the vocabulary of {uri} has and no file of it chose; "
-            "clients can name others in stop_token_ids"
+            f"warning: outputs end at {tokenizer.eos_token!r}, which is in the vocabulary of {uri} but not set by its files; "
+            "clients can set others in stop_token_ids"
         )
 
 
 def check_decoder(model: Node[Any]) -> None:
-    """Raises `RequestError` where the config is of a model that does not generate tokens."""
+    """Raise `RequestError` if the config's model does not generate tokens."""
     if not isinstance(model, LanguageModelRole):
         owner = type(model).owner
         name = owner.__name__ if isinstance(owner, type) else type(model).__qualname__
         raise RequestError(
-            f"a {name} cannot be served: it does not generate tokens\n"
+            f"a {name} cannot be served because it does not generate tokens\n"
             "    expected: a language model, whose config has the role LanguageModelRole\n"
-            "    fix: give the directory or the experiment of one"
+            "    fix: name the directory or the experiment of a language model"
         )
 
 
-def without_kernels(model: Node[Any]) -> Node[Any]:
-    """The config without the kernels that it names: those were named for the machine that it was trained on."""
+def remove_kernels(model: Node[Any]) -> Node[Any]:
+    """Return the config without kernel names.
+
+    They were chosen for the machine that trained the model.
+    """
     kernels = {path: value for path, value in find(model, "**.kernel").items() if isinstance(value, str)}
     if kernels:
         listing = ", ".join(f"{path}={value}" for path, value in kernels.items())
-        log_message(f"note: kernels named for training are not asked for here: {listing}")
+        log_message(f"note: serving ignores the kernels that were chosen for training: {listing}")
     return patch(model, dict.fromkeys(kernels)) if kernels else model
 
 
 def find_template(experiment: Any, tokenizer: Tokenizer | None) -> ChatTemplate | None:
-    """The template for requests to a model, or None if it brings none and was trained with none."""
+    """Return the chat template that a model has or was trained with, or None."""
     text = None if tokenizer is None else text_processor(experiment, tokenizer)
     return text.template if text is not None and text.has_template else None

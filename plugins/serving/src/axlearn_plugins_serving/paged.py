@@ -1,4 +1,4 @@
-"""The feature `paged-cache`: caches in pages, in the place of those of a model."""
+"""The feature `paged-cache`, which gives a model paged caches."""
 
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -22,16 +22,16 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 @node
 class UsePagedCache(Feature):
-    """Caches in pages that any request can own, in every attention: what continuous batching computes with.
+    """Use a paged cache in every attention layer, as continuous batching requires.
 
-    Training is the same, and so are checkpoints: a cache is only used to generate. `page_size` is how many tokens a page has
-    room for; with `heads_first` they are stored as CPUs read them best. `store` is the dtype of keys and values in it, with a
-    scale for each token and head. `kernel` names a kernel of the op `paged_attention`, in the place of the attention's own.
+    Training and checkpoints do not change, because only generation uses a cache. `page_size` is the number of tokens per page.
+    `heads_first` stores pages in the layout that CPUs read best. `store` is the storage dtype of keys and values, with a scale
+    per token and head. `kernel` names a kernel of the op `paged_attention` to use instead of the attention's own.
     """
 
     stage = "execute"
     clears_kernel: ClassVar[bool] = True
-    """Whether an attention's own kernel goes where `kernel` is None: what fits training may not read pages."""
+    """Whether to reset the attention's kernel if `kernel` is None. A kernel chosen for training may not support pages."""
 
     page_size: int = setting(default=16, ge=1)
     heads_first: bool = False
@@ -39,26 +39,26 @@ class UsePagedCache(Feature):
     kernel: str | None = None
 
     def apply(self, cfg: Tree) -> Tree:
-        """Fills every slot for a cache."""
+        """Fill every slot for a cache."""
         nothing = Problem(
             path="model",
-            message="paged-cache finds no attention that keeps a cache",
+            message="paged-cache found no attention layer with a cache",
             expected="a layer with a slot `Node[KVCache]` or `Node[LatentCache]`",
             fix="leave paged-cache out, or serve a model that generates text",
         )
-        return edit_nodes(cfg, lambda _, part: self._pages(part), nothing=nothing)
+        return edit_nodes(cfg, lambda _, part: self._replace_caches(part), nothing=nothing)
 
-    def _pages(self, part: Any) -> Any:
+    def _replace_caches(self, part: Any) -> Any:
         values: dict[str, Any] = {}
         for name in slots_of(type(part), KVCache):
             cache = children(part)[name]
-            before = cache.store if isinstance(cache, PagedCache.Config) else None
-            if None not in (before, self.store) and before != self.store:
-                raise ConfigError(_two_stores(before, self.store))
+            existing = cache.store if isinstance(cache, PagedCache.Config) else None
+            if None not in (existing, self.store) and existing != self.store:
+                raise ConfigError(_dtype_conflict(existing, self.store))
             values[name] = PagedCache.Config(page_size=self.page_size, heads_first=self.heads_first, store=self.store)
         for name in slots_of(type(part), LatentCache):
             if self.store is not None:
-                raise ConfigError(_no_store(self.store))
+                raise ConfigError(_latent_dtype_problem(self.store))
             values[name] = PagedLatentCache.Config(page_size=self.page_size)
         if values and isinstance(part, AttentionKernelRole) and (self.clears_kernel or self.kernel is not None):
             values["kernel"] = self.kernel
@@ -67,7 +67,10 @@ class UsePagedCache(Feature):
 
 @node
 class UseInt8Cache(UsePagedCache):
-    """`paged-cache` with keys and values in int8, and a float32 scale for each token and head."""
+    """`paged-cache` with int8 keys and values.
+
+    Each token and head has a float32 scale.
+    """
 
     clears_kernel: ClassVar[bool] = False
 
@@ -76,7 +79,10 @@ class UseInt8Cache(UsePagedCache):
 
 @node
 class UseFloat8Cache(UsePagedCache):
-    """`paged-cache` with keys and values in float8 (e4m3), and a float32 scale for each token and head."""
+    """`paged-cache` with float8 (e4m3) keys and values.
+
+    Each token and head has a float32 scale.
+    """
 
     clears_kernel: ClassVar[bool] = False
 
@@ -84,17 +90,23 @@ class UseFloat8Cache(UsePagedCache):
 
 
 def keeps_cache(part: Node[Any]) -> bool:
-    """Whether a node has a slot for a cache."""
+    """Return True if a node has a slot for a cache."""
     return bool(slots_of(type(part), KVCache) or slots_of(type(part), LatentCache))
 
 
 def has_latents(model: Node[Any]) -> bool:
-    """Whether a model's config has latent attention, whose cache holds one vector per token for all heads."""
+    """Return True if a model's config has latent attention.
+
+    It caches one vector per token for all heads.
+    """
     return bool(find_slots(model, LatentCache))
 
 
 def visible_window(model: Any) -> int | None:
-    """Keys that a token sees in any layer of a model's config, itself included; None where a layer sees all."""
+    """Return how many keys a token attends to in any layer, including itself.
+
+    Returns None if a layer attends to all keys.
+    """
     if not isinstance(model, Node):
         return None
     windows: list[int | None] = []
@@ -107,20 +119,20 @@ def visible_window(model: Any) -> int | None:
     return max(sizes) if windows and len(sizes) == len(windows) else None
 
 
-def _no_store(store: str) -> Problem:
+def _latent_dtype_problem(store: str) -> Problem:
     return Problem(
         path="model",
-        message="the latents of mla are cached as they are computed: one vector of a token serves all heads",
+        message="mla caches its latents as computed, one vector per token for all heads, and does not support a cache dtype",
         got=store,
-        expected="no other dtype",
+        expected="no cache dtype",
         fix="leave it out",
     )
 
 
-def _two_stores(before: Any, store: Any) -> Problem:
+def _dtype_conflict(existing: Any, store: Any) -> Problem:
     names = {"int8": "cache-int8", "float8_e4m3fn": "cache-fp8"}
     return Problem(
         path="model",
-        message=f"{names.get(before, before)} has set the dtype of the cache, and {names.get(store, store)} sets another one",
+        message=f"{names.get(existing, existing)} sets the dtype of the cache, and {names.get(store, store)} sets another",
         fix="leave one of them out",
     )

@@ -1,4 +1,4 @@
-"""What an engine knows of one request while it waits and runs."""
+"""The state of a request in an engine."""
 
 from collections import deque
 
@@ -7,31 +7,33 @@ from axlearn_plugins_serving.contracts import Request, TokenLogprobs
 
 
 class RequestState:
-    """A request between `add` and its end. The scheduler, the cache and the engine each write their own attributes.
+    """A request from `add` until it ends.
+
+    The scheduler, the cache and the engine each write their own attributes.
 
     Attributes:
-        request: as it was added.
-        seed: what its random numbers come from.
-        arrival: counts requests.
-        limit: how many tokens its output can have.
-        tokens: of the prompt, and of the output as far as it was read from the runner.
-        target: so many of `tokens` are computed by their ids; after them the request decodes. Set when it begins.
-        computed: positions that steps were submitted for.
-        inflight: tokens that submitted steps choose, and that were not read yet.
-        slot: in the runner's tables; None while it waits.
-        blocks: of the cache, in the order of positions.
-        freed: how many of the first `blocks` were given back: no later token sees them.
-        keys: of the full blocks of `tokens`, as far as they were computed.
-        key_version: of the weights that `keys` are for.
-        announced: keys of blocks that it has begun and not yet computed; the last may be that of a block that is not full.
-        stored: how many of `blocks` the cache knows the content of.
-        shares: whether other requests may use its blocks: not after a change of the weights.
-        cached_tokens: of the prompt, found in the cache when it began; None before.
-        prompt_logprobs: as far as they were read.
-        places: sequences of tokens -> where the last of them ends, for a drafter.
-        indexed: how many of `tokens` are in `places`.
-        sent_prompt_logprobs: whether they were given out.
-        finished: no result is for it any more.
+        request: The request as it was added.
+        seed: Seed of its random numbers.
+        arrival: Sequence number of the request.
+        limit: Maximum number of output tokens.
+        tokens: Tokens of the prompt and of the output as far as it was read from the runner.
+        target: Number of `tokens` to compute before the request decodes. Set when it starts.
+        computed: Positions covered by submitted steps.
+        inflight: Tokens that submitted steps choose and that were not read yet.
+        slot: Slot in the runner's tables; None while the request waits.
+        blocks: Blocks of the cache, in order of position.
+        freed: How many of the first `blocks` were given back because no later token attends to them.
+        keys: Keys of the full blocks of `tokens`, as far as they were computed.
+        key_version: Version of the weights that `keys` belong to.
+        announced: Keys of blocks that the request is computing. The last key may be for a partial block.
+        stored: Number of `blocks` with content that the cache knows.
+        shares: Whether other requests may use its blocks. False after the weights change.
+        cached_tokens: Prompt tokens that were in the cache when the request started; None before.
+        prompt_logprobs: Log-probabilities of the prompt, as far as they were read.
+        places: n-gram -> index after its last token, for a drafter.
+        indexed: Number of `tokens` that are in `places`.
+        sent_prompt_logprobs: Whether `prompt_logprobs` were returned.
+        finished: Whether the request ended; later results are ignored.
     """
 
     __slots__ = (
@@ -60,20 +62,20 @@ class RequestState:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Smaller goes first, and loses its blocks last."""
+        """The sort key: smaller values start first and lose their blocks last."""
         return self.request.priority, self.arrival
 
     @property
     def decodes(self) -> bool:
-        """Whether the next token to compute is the one that was chosen last."""
+        """Whether the next token to compute is the last chosen one."""
         return self.computed >= self.target
 
     @property
     def remaining(self) -> int:
-        """How many tokens are still to be chosen, in addition to those in flight."""
+        """The number of tokens still to choose, without those in flight."""
         return self.limit - self.inflight - (len(self.tokens) - self.prompt_length)
 
     @property
     def output(self) -> list[int]:
-        """The tokens of the output as far as they were read."""
+        """The output tokens that were read so far."""
         return self.tokens[self.prompt_length :]

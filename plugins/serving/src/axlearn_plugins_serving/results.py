@@ -1,4 +1,4 @@
-"""From what a runner computed for a request to what the request gets."""
+"""Conversion of the runner's results to outputs of requests."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +12,10 @@ from axlearn_plugins_serving.scheduler import Part
 
 
 def constraint_mask(constraint: Constraint, vocab_size: int) -> tuple[Any, str | None]:
-    """(the mask for the next token, what is wrong with it)."""
+    """Return the mask for the next token, or None and an error message."""
     try:
         mask = constraint.mask()
-    except Exception as error:  # of any library; only this request ends by it
+    except Exception as error:  # constraints may raise anything; only this request fails
         return None, f"the constraint failed: {error}"
     if mask.shape != (-(-vocab_size // 32),) or mask.dtype != np.uint32:
         return None, f"the constraint's mask is {mask.dtype}{list(mask.shape)}, expected uint32[{-(-vocab_size // 32)}]"
@@ -25,40 +25,46 @@ def constraint_mask(constraint: Constraint, vocab_size: int) -> tuple[Any, str |
 
 
 def read_part(part: Part, result: RowResult, end_tokens: frozenset[int]) -> Output | None:
-    """Takes a result into its request's state. None where there is nothing to give out yet."""
+    """Update the request's state with a result.
+
+    Returns None if there is nothing to output yet.
+    """
     state = part.state
     if part.draft:
-        output = _output(state, accept_draft(part, result), end_tokens)
-        state.computed = len(state.tokens) - 1  # what was computed for other tokens is computed again
+        output = _build_output(state, accept_draft(part, result), end_tokens)
+        state.computed = len(state.tokens) - 1  # positions of rejected tokens are computed again
         return output
     if result.target_logprobs is not None and not state.sent_prompt_logprobs:
         _read_prompt_logprobs(state, part, result.target_logprobs)
     if part.decodes:
-        return _output(state, result, end_tokens)
+        return _build_output(state, result, end_tokens)
     if part.sample:
-        return _output(state, result, end_tokens)
+        return _build_output(state, result, end_tokens)
     if state.limit == 0 and part.start + part.count == state.prompt_length:
-        return _output(state, RowResult(), end_tokens)
+        return _build_output(state, RowResult(), end_tokens)
     return None
 
 
 def _read_prompt_logprobs(state: RequestState, part: Part, logprobs: Sequence[TokenLogprobs]) -> None:
-    """Keeps those of targets in the prompt. A request that lost its blocks computes some a second time."""
+    """Store the log-probabilities of prompt tokens.
+
+    A preempted request computes some of them twice.
+    """
     first = part.start - len(state.prompt_logprobs)
     if first <= 0:
         count = min(part.count, state.prompt_length - 1 - part.start)
         state.prompt_logprobs += list(logprobs[-first:count])
 
 
-def _output(state: RequestState, result: RowResult, end_tokens: frozenset[int]) -> Output:
+def _build_output(state: RequestState, result: RowResult, end_tokens: frozenset[int]) -> Output:
     sampling, constraint = state.request.sampling, state.request.constraint
-    ends = sampling.stop_tokens if sampling.ignore_end else sampling.stop_tokens | end_tokens
+    stop_tokens = sampling.stop_tokens if sampling.ignore_end else sampling.stop_tokens | end_tokens
     finish: FinishReason | None = "length" if state.limit == 0 else None
     stop_token = error = None
     tokens: list[int] = []
     num_generated = len(state.tokens) - state.prompt_length
     for token in map(int, result.tokens):
-        if token in ends:
+        if token in stop_tokens:
             finish, stop_token = "stop", token
             break
         tokens.append(token)
@@ -89,5 +95,5 @@ def _output(state: RequestState, result: RowResult, end_tokens: frozenset[int]) 
 def _accept(constraint: Constraint, token: int) -> tuple[bool, str | None]:
     try:
         return constraint.accept(token), None
-    except Exception as error:  # of any library; only this request ends by it
+    except Exception as error:  # constraints may raise anything; only this request fails
         return False, f"the constraint failed: {error}"

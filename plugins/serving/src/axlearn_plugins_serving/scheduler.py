@@ -1,7 +1,7 @@
-"""Which request computes which of its tokens in the next step.
+"""Schedulers, which choose the tokens that the next step computes.
 
-A scheduler is a node in the slot `scheduler` of the engine. It is offered `cache` (see `axlearn_plugins_serving.cache`) and
-`limits`; whoever keeps the protocol can stand there.
+A scheduler fills the slot `scheduler` of the engine and is offered `cache` (see `axlearn_plugins_serving.cache`) and `limits`.
+Any class that implements `Scheduler` can fill the slot.
 """
 
 import bisect
@@ -19,14 +19,14 @@ from axlearn_plugins_serving.waiting import WaitingQueue
 
 @attrs.frozen(kw_only=True)
 class Limits:
-    """What a runner can do in one step.
+    """The limits of a runner for one step.
 
     Attributes:
-        rows: requests that can run at one time.
-        step_tokens: tokens of all rows together.
-        prompt_tokens: of them those of prompts, in whole chunks.
-        chunk: tokens of a prompt that are computed together: fewer take as long.
-        positions: of one request in the cache.
+        rows: Maximum number of running requests.
+        step_tokens: Maximum number of tokens in all rows.
+        prompt_tokens: Maximum number of prompt tokens, in whole chunks.
+        chunk: Prompt tokens computed together; a partial chunk costs as much as a full one.
+        positions: Maximum number of cached positions of one request.
     """
 
     rows: int
@@ -38,11 +38,13 @@ class Limits:
 
 @attrs.frozen
 class Part:
-    """One request's part of a step: `count` of its tokens, and then whether the next one is chosen.
+    """One request's part of a step.
+
+    It computes `count` tokens and then chooses the next one if `sample` is set.
 
     Attributes:
-        decodes: the token is the one that was chosen last, which only the runner has to know yet.
-        draft: of the tokens those that the model has to confirm; see `axlearn_plugins_serving.drafting`.
+        decodes: Whether to compute the last chosen token, which may still be only on the devices.
+        draft: Drafted tokens for the model to verify; see `axlearn_plugins_serving.drafting`.
     """
 
     state: RequestState
@@ -55,14 +57,14 @@ class Part:
 
 @attrs.define
 class Plan:
-    """A step.
+    """The plan of a step.
 
     Attributes:
-        parts: at most one for each request.
-        begun: requests that begin, with their slots; each has a part.
-        copies: blocks to copy before the step, (source, target).
-        steps: how many tokens each part chooses; above 1 only where all decode.
-        preemptions: how many requests lost their blocks.
+        parts: At most one part per request.
+        begun: Requests that start in this step. They have slots, and each has a part.
+        copies: Blocks to copy before the step, as (source, target).
+        steps: Tokens to choose in each part. Above 1 only if all parts decode.
+        preemptions: Number of requests that lost their blocks.
     """
 
     parts: list[Part] = attrs.field(factory=list)
@@ -74,55 +76,59 @@ class Plan:
 
 @offers("cache", "limits")
 class Scheduler(Protocol):
-    """Orders requests. It gives them blocks and slots through the cache, and takes them back."""
+    """A scheduler of requests. It gives them blocks and slots through the cache."""
 
     @property
     def running(self) -> Collection[RequestState]:
-        """The requests that have blocks."""
+        """The requests that hold blocks."""
         ...
 
     def waiting(self) -> int:
-        """How many requests wait."""
+        """Return the number of waiting requests."""
         ...
 
     def add(self, state: RequestState) -> None:
-        """Takes a new request."""
+        """Add a new request."""
         ...
 
     def remove(self, state: RequestState) -> None:
-        """Ends a request that waits or runs; frees what it has."""
+        """Remove a waiting or running request and free its resources."""
         ...
 
     def plan(self, max_steps: int) -> Plan:
-        """The next step; without parts where nothing can be computed before results are read.
+        """Plan the next step.
 
-        Called with steps in flight: `computed` and `inflight` of each request count them. It changes neither: the engine
-        does when the step is submitted. A part that decodes has `remaining` > 0.
+        The plan has no parts if nothing can be computed before results are read.
+
+        Steps may be in flight; `computed` and `inflight` of each request include them. This method changes neither, because
+        the engine updates both when it submits the step. A part that decodes has `remaining` > 0.
 
         Args:
-            max_steps: the most tokens that each part may choose.
+            max_steps: Maximum number of tokens to choose in each part.
         """
         ...
 
 
 class PriorityScheduler(Configurable):
-    """Continuous batching: every step decodes all requests that can, and fills up with chunks of prompts.
+    """Continuous batching.
 
-    Requests begin by priority, clients taking turns. Where the cache is full, the request of the lowest priority that came
-    last loses its blocks, and is computed again later.
+    Each step decodes all requests that can decode and fills up with chunks of prompts.
+
+    Requests start by priority, and clients take turns. If the cache is full, the newest request of the lowest priority is
+    preempted and computed again later.
     """
 
     @node
     class Config(Configurable.Config["PriorityScheduler"]):
-        """How steps are filled.
+        """Limits on the size of a step.
 
         Attributes:
-            step_tokens: the most tokens of one step; None takes what the runner can do. Fewer make steps with prompts
-                shorter, so that others' tokens come more evenly, and prompts slower.
-            joint_prompt_tokens: how many tokens of prompts a step has before no further prompt joins it. Together prompts all wait
-                for the longest; one after another the first ends sooner and the last as soon. Fewer than keep the
-                processor busy waste it.
-            preempt_for_priority: whether a request may take the place of one with a lower priority.
+            step_tokens: Maximum number of tokens in a step; None uses the limit of the runner. A smaller value shortens steps
+                with prompts: other requests get tokens more evenly, and prompts take longer.
+            joint_prompt_tokens: Stop adding prompts to a step that has this many prompt tokens. Prompts in the same step all
+                wait for the longest. In separate steps, the first ends sooner and the last no later. Values that are too
+                small to keep the processor busy waste time.
+            preempt_for_priority: Whether a request may preempt one of lower priority.
         """
 
         step_tokens: int | None = setting(default=None, ge=1)
@@ -134,9 +140,9 @@ class PriorityScheduler(Configurable):
             raise ConfigError(
                 Problem(
                     path="scheduler.step_tokens",
-                    message="a step has one token of each request that decodes",
+                    message="each running request needs a token per step",
                     got=str(cfg.step_tokens),
-                    expected=f"at least {limits.rows}, as many as requests run",
+                    expected=f"at least {limits.rows}, the number of requests that can run",
                     fix="raise it, or lower the runner's max_rows",
                 )
             )
@@ -144,24 +150,24 @@ class PriorityScheduler(Configurable):
         self.budget = min(cfg.step_tokens or limits.step_tokens, limits.step_tokens)
         self.joint_prompt_tokens = cfg.joint_prompt_tokens
         self.preempts = cfg.preempt_for_priority
-        self._running: list[RequestState] = []  # the first keep their blocks longest
+        self._running: list[RequestState] = []  # in order of priority; the last is preempted first
         self.queue = WaitingQueue()
 
     @property
     def running(self) -> list[RequestState]:
-        """See `Scheduler`."""
+        """See `Scheduler.running`."""
         return self._running
 
     def waiting(self) -> int:
-        """See `Scheduler`."""
+        """See `Scheduler.waiting`."""
         return len(self.queue)
 
     def add(self, state: RequestState) -> None:
-        """See `Scheduler`."""
+        """See `Scheduler.add`."""
         self.queue.push(state)
 
     def remove(self, state: RequestState) -> None:
-        """See `Scheduler`."""
+        """See `Scheduler.remove`."""
         if state.slot is None:
             self.queue.remove(state)
         else:
@@ -169,12 +175,12 @@ class PriorityScheduler(Configurable):
             self.cache.end(state)
 
     def plan(self, max_steps: int) -> Plan:
-        """See `Scheduler`."""
+        """See `Scheduler.plan`."""
         plan = Plan()
         self._plan_decoding(plan)
-        self._plan_new(plan, self._plan_prompts(plan))
+        self._plan_new_requests(plan, self._plan_prompts(plan))
         if max_steps > 1 and self._all_decode(plan):
-            plan.steps = self._steps(plan, max_steps)
+            plan.steps = self._choose_steps(plan, max_steps)
         return plan
 
     def _plan_decoding(self, plan: Plan) -> None:
@@ -191,7 +197,10 @@ class PriorityScheduler(Configurable):
             index += 1
 
     def _plan_prompts(self, plan: Plan) -> int:
-        """Continues prompts that were begun. Returns how many tokens are left for others."""
+        """Continue prompts that have started.
+
+        Return the remaining budget of prompt tokens.
+        """
         budget = self._prompt_budget(plan)
         for state in self._running:
             if budget <= 0:
@@ -204,15 +213,15 @@ class PriorityScheduler(Configurable):
         decoding = sum(part.decodes for part in plan.parts)
         return min(self.budget - decoding, self.limits.prompt_tokens)
 
-    def _plan_new(self, plan: Plan, budget: int) -> None:
+    def _plan_new_requests(self, plan: Plan, budget: int) -> None:
         if plan.preemptions:
             return
         total = self._prompt_budget(plan)
         while budget > 0:
             state = self.queue.first()
-            if state is None or state.inflight:  # its results say whether it goes on at all
+            if state is None or state.inflight:  # the results in flight may end it
                 return
-            if total - budget >= self.joint_prompt_tokens and not self._comes_first(state, plan):
+            if total - budget >= self.joint_prompt_tokens and not self._outranks_prompts(state, plan):
                 return
             match = self.cache.find(state)
             if match is None:
@@ -229,7 +238,10 @@ class PriorityScheduler(Configurable):
             budget -= self._plan_chunk(plan, state, budget)
 
     def _plan_chunk(self, plan: Plan, state: RequestState, budget: int) -> int:
-        """Adds tokens of a prompt, whole chunks where there is room for one. Returns what they take of the budget."""
+        """Add tokens of a prompt, in whole chunks if one fits.
+
+        Return the budget that they use.
+        """
         chunk = self.limits.chunk
         room = budget // chunk * chunk or budget
         count = min(state.target - state.computed, room)
@@ -237,13 +249,16 @@ class PriorityScheduler(Configurable):
         plan.parts.append(Part(state, state.computed, count, last and state.remaining > 0, False))
         return 1 if count == 1 else -(-count // chunk) * chunk
 
-    def _comes_first(self, state: RequestState, plan: Plan) -> bool:
-        """Whether a request is of higher priority than a prompt in the step."""
+    def _outranks_prompts(self, state: RequestState, plan: Plan) -> bool:
+        """Return True if a request has a higher priority than a prompt in the step."""
         prompts = [part.state for part in plan.parts if not part.decodes]
         return any(state.request.priority < other.request.priority for other in prompts)
 
     def _make_room(self, state: RequestState, plan: Plan) -> bool:
-        """Takes the place of the last running request for one of higher priority; False where none is lower."""
+        """Preempt the last running request if its priority is lower.
+
+        Returns False otherwise.
+        """
         if not (self.preempts and self._running) or self._running[-1].request.priority <= state.request.priority:
             return False
         victim = self._running[-1]
@@ -260,11 +275,11 @@ class PriorityScheduler(Configurable):
     def _all_decode(self, plan: Plan) -> bool:
         return bool(plan.parts) and all(part.decodes and not part.state.request.constraint for part in plan.parts)
 
-    def _steps(self, plan: Plan, steps: int) -> int:
-        """`steps`, where the cache has room and few of the tokens would be for nothing; else 1."""
+    def _choose_steps(self, plan: Plan, steps: int) -> int:
+        """Return `steps` if the cache has room and few tokens would be wasted, else 1."""
         states = [part.state for part in plan.parts]
         useful = [min(state.remaining, steps) for state in states]
-        if self.queue and min(useful) < steps:  # somebody waits for the first to end
+        if self.queue and min(useful) < steps:  # a waiting request can start as soon as one ends
             return 1
         if 2 * sum(useful) < steps * len(states):
             return 1

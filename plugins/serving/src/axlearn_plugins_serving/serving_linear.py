@@ -1,7 +1,7 @@
-"""`ServingLinear`: a linear map with its weight laid out for a program that does not train.
+"""`ServingLinear`: a linear map with a weight layout for serving.
 
-A server trains nothing, so it may store a weight as its processor reads it best. The layouts go onto the model with separate
-layers: checkpoints, adapters and the weights that a server takes keep the shapes and the paths of `Linear`.
+A server does not train, so it can store each weight as its processor reads it best. Layouts apply to the model with separate
+layers. Checkpoints, adapters and the weights that a server loads keep the shapes and paths of `Linear`.
 """
 
 import abc
@@ -22,17 +22,17 @@ from axlearn_plugins_serving.paged import has_latents
 WeightLayout = Literal["transposed", "column_parallel"]
 
 WEIGHT_FIRST_ROWS = 224
-"""Up to how many rows a transposed weight is the first factor: XLA for CPU reads that one as it stands, and copies the second."""
+"""Up to this many rows, a transposed weight is the first factor, which XLA for CPU reads in place. It copies the second."""
 
 
 class ServingLinear(nnx.Module):
     """A `Linear` in another layout.
 
     Attributes:
-        cfg: of the `Linear`.
-        precision: of the `Linear`.
+        cfg: Config of the `Linear`.
+        precision: Precision of the `Linear`.
         weight: [*input_dims, *output_dims] in every layout, for layers that read the weights of their maps.
-        bias: [*output_dims], if the `Linear` has one.
+        bias: [*output_dims], if the `Linear` has a bias.
     """
 
     weight: Any
@@ -53,17 +53,20 @@ class ServingLinear(nnx.Module):
 
     @abc.abstractmethod
     def _store(self, weight: Any) -> None:
-        """Stores the variable [*input_dims, *output_dims] in the layout of the subclass."""
+        """Store the variable [*input_dims, *output_dims] in the layout of the subclass."""
 
     @abc.abstractmethod
     def _multiply(self, x: jax.Array) -> jax.Array:
-        """[..., *input_dims] times the stored weight -> [..., *output_dims]."""
+        """Multiply [..., *input_dims] by the stored weight -> [..., *output_dims]."""
 
 
 class TransposedLinear(ServingLinear):
-    """Stores the matrix [outputs, inputs], split over devices by the first dimension of the outputs and of the inputs.
+    """A `Linear` that stores the matrix [outputs, inputs].
 
-    XLA for CPU multiplies 2 to 64 rows with it in 0.6 to 0.8 of the time, 200 in 0.95, and one or hundreds in 1 to 1.05.
+    The matrix is sharded by the first dimension of the outputs and of the inputs.
+
+    Relative to `Linear`, XLA for CPU multiplies 2 to 64 rows in 0.6 to 0.8 of the time, 200 rows in 0.95, and a single row or
+    hundreds of rows in 1 to 1.05.
 
     Attributes:
         matrix: [outputs, inputs].
@@ -71,14 +74,14 @@ class TransposedLinear(ServingLinear):
 
     def _store(self, weight: Any) -> None:
         inputs, outputs = len(self.cfg.input_dims), len(self.cfg.output_dims)
-        axes = weight.get_metadata("out_sharding")  # a layer of a stack has the names of the stack before its own
+        axes = weight.get_metadata("out_sharding")  # in a stack, the axes of the stack come first
         self.axes = tuple(axes[-outputs - inputs :])
         self.matrix = weight.replace(weight[...].reshape(math.prod(self.cfg.input_dims), -1).T)
         self.matrix.set_metadata(out_sharding=(axes[-outputs], axes[-outputs - inputs]))
 
     @property
     def weight(self) -> Any:
-        """The weight as training has it, made anew at each use."""
+        """The weight in the layout of training, recomputed on each access."""
         weight = self.matrix.replace(self.matrix[...].T.reshape(*self.cfg.input_dims, *self.cfg.output_dims))
         weight.set_metadata(out_sharding=self.axes)
         return weight
@@ -88,17 +91,19 @@ class TransposedLinear(ServingLinear):
         rows = x.reshape(-1, weight.shape[1])
         if rows.shape[0] > WEIGHT_FIRST_ROWS:
             y = lax.dot_general(rows, weight, (((1,), (1,)), ((), ())))
-        else:  # Without the barriers XLA takes the transposes into the product, and the weight comes second again.
+        else:  # without the barriers, XLA folds the transposes into the product and the weight comes second again
             columns = lax.optimization_barrier(rows.T)
             y = lax.optimization_barrier(weight @ columns).T
         return y.reshape(*x.shape[: x.ndim - len(self.cfg.input_dims)], *self.cfg.output_dims)
 
 
 class ColumnParallelLinear(ServingLinear):
-    """Splits the weight over devices by its first output dimension, as the logical axis `mlp` is split, and gathers the inputs.
+    """A `Linear` that shards its outputs and gathers its inputs.
 
-    No device then adds up a part of a sum, so that sums do not depend on the number of devices. Outputs are gathered if `Linear`
-    does not split them.
+    The first output dimension is sharded like the logical axis `mlp`.
+
+    No device computes partial sums, so sums do not depend on the number of devices. Outputs are gathered if `Linear` does not
+    shard them.
     """
 
     def _store(self, weight: Any) -> None:
@@ -110,7 +115,7 @@ class ColumnParallelLinear(ServingLinear):
     def _multiply(self, x: jax.Array) -> jax.Array:
         inputs, outputs = len(self.cfg.input_dims), len(self.cfg.output_dims)
         y = linear_product(constrain(x, *(None,) * x.ndim), self._computed(self.weight), inputs)
-        if self.gathers_outputs:  # split first: with one constraint XLA gathers the weight instead
+        if self.gathers_outputs:  # shard first: with a single constraint, XLA gathers the weight instead
             y = constrain(y, *(None,) * (y.ndim - outputs), *self.weight.get_metadata("out_sharding")[inputs:])
             y = constrain(y, *(None,) * y.ndim)
         return y
@@ -123,10 +128,12 @@ LAYOUTS: Mapping[WeightLayout, type[ServingLinear]] = {
 
 
 def lay_out_maps(model: Any, layout: WeightLayout) -> None:
-    """Puts a `ServingLinear` in the place of each plain `Linear` of a model with separate layers.
+    """Replace each plain `Linear` of a model by a `ServingLinear`.
 
-    A subclass of `Linear` may compute something else, and a stack of maps (those of experts) is not called as one map. Both stay
-    as they are; `own_products` names the subclasses.
+    The model must have separate layers.
+
+    Subclasses of `Linear` may compute something else, and stacks of maps (as in experts) are not called as one map. Both are
+    left unchanged; `describe_kept_layouts` lists the subclasses.
     """
     served: dict[int, ServingLinear] = {}
     parents: list[Any] = [module for _, module in nnx.iter_modules(model)]
@@ -137,21 +144,24 @@ def lay_out_maps(model: Any, layout: WeightLayout) -> None:
             if id(child) not in served:
                 served[id(child)] = LAYOUTS[layout](child)
             if isinstance(name, int):
-                parent[name] = served[id(child)]  # of an `nnx.List`
+                parent[name] = served[id(child)]  # an `nnx.List`
             else:
                 setattr(parent, str(name), served[id(child)])
 
 
 def stores_transposed(model: Node[Any], devices: Sequence[Any]) -> bool:
-    """Whether a fast server stores the maps of a model as [outputs, inputs].
+    """Return True if the mode `fast` stores the model's maps as [outputs, inputs].
 
-    It does on CPUs, unless layers read the weights of their maps in each step, as latent attention does.
+    This is the case on CPUs, unless layers read the weights of their maps in each step, as latent attention does.
     """
     return devices[0].platform == "cpu" and not has_latents(model)
 
 
-def own_products(model: Any) -> tuple[str, ...]:
-    """Names the subclasses of `Linear` in a model, which a server computes as training does: one sentence for each class."""
+def describe_kept_layouts(model: Any) -> tuple[str, ...]:
+    """Describe the `Linear` subclasses that keep the layout of training.
+
+    Returns one sentence per class.
+    """
     paths: dict[type, list[str]] = {}
     for path, module in nnx.iter_modules(model):
         if isinstance(module, Linear) and type(module) is not Linear:
@@ -159,7 +169,7 @@ def own_products(model: Any) -> tuple[str, ...]:
     return tuple(
         maps[0]
         + (f" and {len(maps) - 1} more" if len(maps) > 1 else "")
-        + f": a {kind.__name__} multiplies in a way of its own, so its weight stays as training has it"
+        + f": a {kind.__name__} has its own product, so its weight keeps the layout of training"
         for kind, maps in paths.items()
     )
 

@@ -1,4 +1,4 @@
-"""The engine's config as a command line sets it."""
+"""Build the engine's config from command-line settings."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +16,11 @@ PREFIX = "serving."
 
 
 def engine_config(settings: Sequence[Setting], max_queue: int | None = None) -> ServingEngine.Config:
-    """The default config with settings of paths under `serving.`.
+    """Apply settings of paths under `serving.` to the default config.
 
     Raises:
-        ConfigError: values that do not fit together.
-        RequestError: a path of something else, an unknown path, or a value that does not fit.
+        ConfigError: If values do not fit together.
+        RequestError: If a path is unknown or not under `serving.`, or a value does not fit.
     """
     edits: dict[str, Any] = {} if max_queue is None else {f"{PREFIX}max_waiting": max_queue}
     for setting in settings:
@@ -33,22 +33,22 @@ def engine_config(settings: Sequence[Setting], max_queue: int | None = None) -> 
 
 
 def add_adapters(config: ServingEngine.Config, adapters: Sequence[str]) -> ServingEngine.Config:
-    """The config with adapters, each `NAME=DIR`.
+    """Add adapters to the config, each as `NAME=DIR`.
 
     Raises:
-        RequestError: another form, a name twice, or a runner that takes none.
+        RequestError: If the form is invalid, a name is repeated, or the runner does not support adapters.
     """
     runner = config.runner
     if not adapters:
         return config
     if not isinstance(runner, ModelRunner.Config):
-        raise RequestError(f"a {type(runner).__qualname__} takes no adapters\n    fix: leave --adapter out")
+        raise RequestError(f"a {type(runner).__qualname__} does not support adapters\n    fix: leave --adapter out")
     directories = dict(runner.adapters)
     for text in adapters:
         name, _, directory = text.partition("=")
         if not (name and directory):
-            raise RequestError(f"--adapter {text!r} names no directory\n    expected: NAME=DIR")
+            raise RequestError(f"--adapter {text!r} has no name or no directory\n    expected: NAME=DIR")
         if name in directories:
-            raise RequestError(f"--adapter {name} is given twice\n    fix: give each adapter its own name")
+            raise RequestError(f"--adapter {name} is given twice\n    fix: use a unique name for each adapter")
         directories[name] = directory
     return attrs.evolve(config, runner=attrs.evolve(runner, adapters=directories))

@@ -1,4 +1,6 @@
-"""The inputs of a step: one array of integers, so that one transfer brings them to the devices.
+"""The inputs of a step, packed into one integer array.
+
+This needs only one transfer to the devices.
 
 Legend: R rows of one token, K chunks of C tokens, L = R + K, T = R + K C, M blocks of a request.
 """
@@ -12,9 +14,9 @@ from axlearn_plugins_transformer.kernels.paged_attention import Split
 from axlearn_plugins_transformer.paged_cache import PagedSlots
 
 SAMPLED, MASKED = 1, 2
-"""Flags of a row: its next token is chosen; the slot's mask holds for it."""
+"""Flags of a row: choose its next token; apply the slot's mask."""
 KIND, LOGPROBS, TARGETS = 0, 1, 2
-"""Numbers before the rows: the kind of sampling, whether log-probabilities are wanted of choices, and of targets."""
+"""Header indices: the kind of sampling, and whether to report log-probabilities of chosen tokens and of targets."""
 HEADER = 4
 
 
@@ -36,31 +38,31 @@ class StepBucket:
 
     @property
     def results(self) -> int:
-        """L."""
+        """The number of results, L."""
         return self.rows + self.chunks
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """The number of tokens, T."""
         return self.rows + self.chunks * self.chunk
 
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """The parts of the array of integers, in their order."""
-        many = (self.results,)
-        tail = (self.chunks, self.chunk)
+        """The parts of the packed array, in order."""
+        per_result = (self.results,)
+        per_chunk = (self.chunks, self.chunk)
         return {
-            "header": (HEADER,), "slot": many, "flags": many, "start": many, "count": many,
-            "tokens": (self.tokens,), "targets": tail, "table": (self.results, self.blocks),
+            "header": (HEADER,), "slot": per_result, "flags": per_result, "start": per_result, "count": per_result,
+            "tokens": (self.tokens,), "targets": per_chunk, "table": (self.results, self.blocks),
         }  # fmt: skip
 
     @property
     def length(self) -> int:
-        """Of the array of integers."""
+        """The length of the packed array."""
         return sum(int(np.prod(shape)) for shape in self.sizes.values())
 
     def unpack(self, packed: jax.Array | np.ndarray) -> "Step":
-        """The parts; of a NumPy array they are views."""
+        """Split the packed array into its parts. The parts of a NumPy array are views."""
         parts, begin = {}, 0
         for name, shape in self.sizes.items():
             size = int(np.prod(shape))
@@ -69,7 +71,10 @@ class StepBucket:
         return Step(bucket=self, **parts)
 
     def empty(self, unused: int) -> "tuple[np.ndarray, Step]":
-        """An array of a step without any tokens, and its parts; `unused` is the slot of rows that nobody has."""
+        """Return the packed array of a step without tokens, and its parts.
+
+        Unassigned rows get the slot `unused`.
+        """
         packed = np.zeros((self.length,), np.int32)
         step = self.unpack(packed)
         step.slot[:] = unused
@@ -82,14 +87,14 @@ class Step:
     """The parts of a step, int32.
 
     Attributes:
-        header: [HEADER].
-        slot: [L].
-        flags: [L].
-        start: [L], the position of the first token.
-        count: [L], how many tokens there are; 0 where nobody has the row.
-        tokens: [T]; -1 takes the token that was chosen last for the slot.
+        header: [HEADER]; see `KIND`, `LOGPROBS` and `TARGETS`.
+        slot: [L], slot of each row.
+        flags: [L], see `SAMPLED` and `MASKED`.
+        start: [L], position of the first token.
+        count: [L], number of tokens; 0 for unassigned rows.
+        tokens: [T]; -1 stands for the last token chosen for the slot.
         targets: [K, C].
-        table: [L, M].
+        table: [L, M], blocks of each row.
     """
 
     bucket: StepBucket
@@ -103,23 +108,29 @@ class Step:
     table: jax.Array
 
     def positions(self) -> tuple[jax.Array, jax.Array]:
-        """int32 [T] and whether each token is one of a request."""
-        rows, chunk = self.bucket.rows, self.bucket.chunk
-        at = jnp.arange(chunk, dtype=jnp.int32)[None]
-        is_used = (at < self.count[rows:, None]).reshape(-1)
-        later = jnp.where(at < self.count[rows:, None], self.start[rows:, None] + at, 0).reshape(-1)
-        return jnp.concatenate([self.start[:rows], later]), jnp.concatenate([self.count[:rows] > 0, is_used])
+        """Return the position, int32 [T], and the validity, bool [T], of each token.
 
-    def owners(self) -> jax.Array:
-        """int32 [T], the row of each token."""
+        Tokens that belong to no request are not valid.
+        """
         rows, chunk = self.bucket.rows, self.bucket.chunk
-        later = rows + jnp.arange(self.bucket.chunks * chunk, dtype=jnp.int32) // max(chunk, 1)
-        return jnp.concatenate([jnp.arange(rows, dtype=jnp.int32), later])
+        offsets = jnp.arange(chunk, dtype=jnp.int32)[None]
+        is_used = (offsets < self.count[rows:, None]).reshape(-1)
+        chunk_positions = jnp.where(offsets < self.count[rows:, None], self.start[rows:, None] + offsets, 0).reshape(-1)
+        return jnp.concatenate([self.start[:rows], chunk_positions]), jnp.concatenate([self.count[:rows] > 0, is_used])
+
+    def row_indices(self) -> jax.Array:
+        """Return the row of each token, int32 [T]."""
+        rows, chunk = self.bucket.rows, self.bucket.chunk
+        chunk_rows = rows + jnp.arange(self.bucket.chunks * chunk, dtype=jnp.int32) // max(chunk, 1)
+        return jnp.concatenate([jnp.arange(rows, dtype=jnp.int32), chunk_rows])
 
     def slots(self, positions: jax.Array, real: jax.Array, blocks: int, size: int) -> PagedSlots:
-        """Where the tokens go in a cache of so many blocks of `size` tokens."""
+        """Return the cache slots of the tokens.
+
+        The cache has `blocks` blocks of `size` tokens.
+        """
         rows, chunk = self.bucket.rows, self.bucket.chunk
-        block = self.table[self.owners(), jnp.minimum(positions // size, self.bucket.blocks - 1)]
+        block = self.table[self.row_indices(), jnp.minimum(positions // size, self.bucket.blocks - 1)]
         write = jnp.where(real, block * size + positions % size, blocks * size)
         counts = jnp.where(jnp.arange(self.bucket.results) < rows, 1, chunk).astype(jnp.int32)
         return PagedSlots(
@@ -129,8 +140,8 @@ class Step:
             split=Split(rows, chunk),
         )
 
-    def ends(self) -> jax.Array:
-        """int32 [L], along T the last token of each row."""
+    def last_indices(self) -> jax.Array:
+        """Return the index of each row's last token along T, int32 [L]."""
         rows, chunk = self.bucket.rows, self.bucket.chunk
         first = rows + chunk * jnp.arange(self.bucket.chunks, dtype=jnp.int32)
         return jnp.concatenate([jnp.arange(rows, dtype=jnp.int32), first + jnp.maximum(self.count[rows:] - 1, 0)])

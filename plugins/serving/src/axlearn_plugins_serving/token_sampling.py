@@ -1,4 +1,6 @@
-"""How tokens are chosen on devices: tables with a row per slot, and a choice for each row of logits.
+"""Sampling on devices.
+
+Tables have a row per slot, and functions choose a token for each row of logits.
 
 Legend: L rows of logits, V vocabulary, A slots.
 """
@@ -15,35 +17,35 @@ from jax import lax
 from axlearn_plugins_serving.contracts import Sampling
 
 GREEDY, DRAWN, FULL = 0, 1, 2
-"""What a step's rows need: the likeliest token; temperature, top_k, top_p and min_p; bias, penalties and masks too."""
+"""Kinds of sampling: greedy; with temperature, top_k, top_p and min_p; and also with bias, penalties and masks."""
 
 TOP = 20
-"""The most log-probabilities that a request gets per token, as in OpenAI's API."""
+"""Maximum number of log-probabilities per token, as in OpenAI's API."""
 MAX_BIAS = 300
-"""The most tokens with a bias of their own, as in OpenAI's API."""
-LOW = -1e30
+"""Maximum number of tokens in a request's `logit_bias`, as in OpenAI's API."""
+MASKED_LOGIT = -1e30
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tables:
-    """What the runner knows of each slot. All have a first axis of A.
+    """The sampling state of each slot. All arrays have a first axis of length A.
 
     Attributes:
-        adapter: int32, counted from 1; 0 is the base.
-        last: int32, the token that was chosen last.
-        number: int32, how many tokens were chosen.
+        adapter: int32, index of the adapter from 1; 0 is the base model.
+        last: int32, last chosen token.
+        number: int32, number of chosen tokens.
         seed: uint32.
-        top_k: int32; V where there is no limit.
-        temperature: float32; 0 takes the likeliest token.
+        top_k: int32; V if there is no limit.
+        temperature: float32; 0 picks the most likely token.
         top_p: float32.
         min_p: float32.
-        presence: float32, the presence penalty.
-        frequency: float32, the frequency penalty.
-        bias_tokens: int32 [A, MAX_BIAS]; V where there is none.
+        presence: float32, presence penalty.
+        frequency: float32, frequency penalty.
+        bias_tokens: int32 [A, MAX_BIAS]; unused entries are V.
         bias: float32 [A, MAX_BIAS].
-        counts: int32 [A, V], how often each token was chosen; kept for rows of `FULL` alone.
-        mask: uint32 [A, ceil(V / 32)], the tokens that may be chosen next, where a step says so.
+        counts: int32 [A, V], number of times each token was chosen. Only updated in steps of kind `FULL`.
+        mask: uint32 [A, ceil(V / 32)], tokens that may come next, in steps that use a mask.
     """
 
     adapter: Any
@@ -63,7 +65,7 @@ class Tables:
 
     @classmethod
     def init(cls, slots: int, vocab: int) -> "Tables":
-        """Of slots that nobody has."""
+        """Return the tables of unassigned slots."""
         whole, real = jnp.zeros((slots,), jnp.int32), jnp.zeros((slots,), jnp.float32)
         return cls(
             adapter=whole,
@@ -83,17 +85,17 @@ class Tables:
         )
 
     def rows(self, slots: jax.Array) -> "Tables":
-        """The rows of some slots int32 [L]; any row for a slot that does not exist."""
+        """Return the rows of `slots`, int32 [L]. Slots out of range get an arbitrary row."""
         return jax.tree.map(lambda x: x.at[slots].get(mode="clip"), self)
 
 
 class Chosen(NamedTuple):
-    """What a step chose: tokens, and their log-probabilities in the model's own distribution where asked for.
+    """Chosen tokens, with log-probabilities in the model's distribution if requested.
 
     Attributes:
         token: int32 [L].
         logprob: float32 [L].
-        top_tokens: int32 [L, TOP], the likeliest, best first.
+        top_tokens: int32 [L, TOP], most likely tokens, best first.
         top_logprobs: float32 [L, TOP].
     """
 
@@ -104,7 +106,18 @@ class Chosen(NamedTuple):
 
 
 def choose(logits: jax.Array, tables: Tables, slots: jax.Array, masked: jax.Array, kind: jax.Array) -> jax.Array:
-    """float32 [L, V], a slot and whether its mask holds (bool) for each row, and the kind of the step -> int32 [L]."""
+    """Choose a token for each row.
+
+    Args:
+        logits: float32 [L, V].
+        tables: Sampling state of all slots.
+        slots: int32 [L], slot of each row.
+        masked: bool [L], whether the slot's mask applies.
+        kind: int32 [], kind of sampling of the step.
+
+    Returns:
+        int32 [L].
+    """
 
     def greedy(_: Any) -> jax.Array:
         return likeliest(logits)
@@ -114,24 +127,27 @@ def choose(logits: jax.Array, tables: Tables, slots: jax.Array, masked: jax.Arra
 
     def full(_: Any) -> jax.Array:
         rows = tables.rows(slots)
-        return draw(adjusted(logits, rows, masked), rows)
+        return draw(adjust_logits(logits, rows, masked), rows)
 
     return lax.switch(kind, (greedy, drawn, full), None)
 
 
-def adjusted(logits: jax.Array, rows: Tables, masked: jax.Array) -> jax.Array:
-    """float32 [L, V] with bias and penalties, and without the tokens that a mask excludes."""
+def adjust_logits(logits: jax.Array, rows: Tables, masked: jax.Array) -> jax.Array:
+    """Apply bias, penalties and masks to logits, float32 [L, V]."""
     vocab = logits.shape[1]
     logits = jax.vmap(lambda x, at, value: x.at[at].add(value, mode="drop"))(logits, rows.bias_tokens, rows.bias)
     counts = rows.counts.astype(jnp.float32)
     logits = logits - rows.frequency[:, None] * counts - rows.presence[:, None] * jnp.minimum(counts, 1.0)
     ids = jnp.arange(vocab, dtype=jnp.int32)
     allowed = (rows.mask[:, ids // 32] >> (ids % 32).astype(jnp.uint32)[None]) & 1
-    return jnp.where((allowed == 1) | ~masked[:, None], logits, LOW)
+    return jnp.where((allowed == 1) | ~masked[:, None], logits, MASKED_LOGIT)
 
 
 def likeliest(logits: jax.Array) -> jax.Array:
-    """[L, V] -> int32 [L]: the first of the highest, as `jnp.argmax`, whose one pass XLA for CPU computes number by number."""
+    """Return the first most likely token, [L, V] -> int32 [L].
+
+    XLA for CPU does not vectorize `jnp.argmax`.
+    """
     best = jnp.max(logits, axis=-1, keepdims=True)
     token = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     highest = (logits == best) | jnp.isnan(logits)
@@ -139,46 +155,51 @@ def likeliest(logits: jax.Array) -> jax.Array:
 
 
 def draw(logits: jax.Array, rows: Tables) -> jax.Array:
-    """float32 [L, V] -> int32 [L]: the likeliest token at temperature 0, else one of those that the limits leave."""
+    """Draw a token within the limits, float32 [L, V] -> int32 [L].
+
+    Temperature 0 takes the most likely token.
+    """
     best = likeliest(logits)
-    heated = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-    heated = heated - jnp.max(heated, axis=-1, keepdims=True)
-    heated = limited(heated, rows.top_k, rows.top_p, rows.min_p)
+    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    scaled = scaled - jnp.max(scaled, axis=-1, keepdims=True)
+    scaled = limit_logits(scaled, rows.top_k, rows.top_p, rows.min_p)
 
     def noise(seed: jax.Array, number: jax.Array) -> jax.Array:
         return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), number), logits.shape[1:], jnp.float32)
 
-    token = likeliest(heated + jax.vmap(noise)(rows.seed, rows.number))
+    token = likeliest(scaled + jax.vmap(noise)(rows.seed, rows.number))
     return jnp.where(rows.temperature > 0, token, best)
 
 
-def limited(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
-    """float32 [L, V], whose maximum is 0, without what the limits exclude: `top_k`, of that `top_p`, of that `min_p`.
+def limit_logits(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+    """Mask logits by `top_k`, then `top_p`, then `min_p`.
 
-    The least logit that stays is found by halving the range of float32 numbers, 32 times: sorting a row takes longer.
-    Tokens as likely as the last one that stays, stay too.
+    Logits are float32 [L, V] with maximum 0.
+
+    The smallest logit to keep is found by bisecting the float32 numbers in 32 steps, which is faster than sorting a row. Ties
+    with the last token that is kept are also kept.
     """
     keys = _sortable_bits(logits)
-    limit = _least(lambda key: jnp.sum(keys >= key[:, None], axis=-1) >= top_k)
+    limit = _find_largest_key(lambda key: jnp.sum(keys >= key[:, None], axis=-1) >= top_k)
     mask = keys >= limit[:, None]
     weights = jnp.where(mask, jnp.exp(logits), 0.0)
     enough = top_p * jnp.sum(weights, axis=-1)
-    limit = _least(lambda key: jnp.sum(jnp.where(keys >= key[:, None], weights, 0.0), axis=-1) >= enough)
+    limit = _find_largest_key(lambda key: jnp.sum(jnp.where(keys >= key[:, None], weights, 0.0), axis=-1) >= enough)
     mask &= (keys >= limit[:, None]) | (top_p >= 1.0)[:, None]
-    # The maximum is 0, and exp(0) times min_p is the least probability that stays.
+    # The maximum is 0, so the smallest probability to keep is exp(0) * min_p.
     mask &= logits >= jnp.log(min_p)[:, None]
-    return jnp.where(mask, logits, LOW)
+    return jnp.where(mask, logits, MASKED_LOGIT)
 
 
 def _sortable_bits(x: jax.Array) -> jax.Array:
-    """float32 as uint32 in the same order."""
+    """Map float32 to uint32 in the same order."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits & sign != 0, ~bits, bits | sign)
 
 
-def _least(enough: Any) -> jax.Array:
-    """uint32 [L]: the greatest key for which `enough(key)` holds; 0 where it holds for none."""
+def _find_largest_key(enough: Any) -> jax.Array:
+    """Return the largest key with `enough(key)`, uint32 [L], or 0 if there is none."""
 
     def halve(step: jax.Array, key: jax.Array) -> jax.Array:
         higher = key | (jnp.uint32(1) << (jnp.uint32(31) - step.astype(jnp.uint32)))
@@ -189,7 +210,15 @@ def _least(enough: Any) -> jax.Array:
 
 
 def report(logits: jax.Array, token: jax.Array, needed: jax.Array) -> Chosen:
-    """float32 [L, V], int32 [L] -> the log-probabilities of the tokens and of the likeliest, where `needed` (bool [])."""
+    """Return log-probabilities of the tokens and of the most likely tokens.
+
+    They are zeros unless `needed`.
+
+    Args:
+        logits: float32 [L, V].
+        token: int32 [L].
+        needed: bool [].
+    """
     top = min(TOP, logits.shape[1])
 
     def compute(_: Any) -> Chosen:
@@ -206,7 +235,7 @@ def report(logits: jax.Array, token: jax.Array, needed: jax.Array) -> Chosen:
 
 
 def record(tables: Tables, slots: jax.Array, token: jax.Array, sampled: jax.Array, kind: jax.Array) -> Tables:
-    """The tables after these choices, of the rows that `sampled`."""
+    """Update the tables with the tokens of the rows that `sampled`."""
     to = jnp.where(sampled, slots, tables.last.shape[0])
     counts = lax.cond(kind == FULL, lambda c: c.at[to, token].add(1, mode="drop"), lambda c: c, tables.counts)
     return dataclasses.replace(
@@ -218,7 +247,7 @@ def record(tables: Tables, slots: jax.Array, token: jax.Array, sampled: jax.Arra
 
 
 def table_row(sampling: Sampling, seed: int, output: Sequence[int], vocab: int, adapter: int = 0) -> Tables:
-    """The row of a request in the tables."""
+    """Return the row of a request in the tables."""
     tokens, bias = np.full((MAX_BIAS,), vocab, np.int32), np.zeros((MAX_BIAS,), np.float32)
     for index, (token, value) in enumerate(sampling.logit_bias.items()):
         tokens[index], bias[index] = token, value

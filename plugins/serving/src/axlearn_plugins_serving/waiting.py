@@ -1,4 +1,4 @@
-"""The queue of requests that wait."""
+"""The queue of waiting requests."""
 
 import heapq
 from collections import OrderedDict
@@ -7,14 +7,14 @@ from axlearn_plugins_serving.request_state import RequestState
 
 
 class WaitingQueue:
-    """By priority; within one, clients take turns; within one client's, in the order of arrival.
+    """A queue ordered by priority, then by turns of clients, then by arrival.
 
-    No operation takes longer the more requests wait, but for the logarithm of the number of distinct priorities.
+    The cost of an operation depends only on the number of distinct priorities, and only logarithmically.
     """
 
     def __init__(self) -> None:
         self._levels: dict[int, OrderedDict[str, OrderedDict[str, RequestState]]] = {}
-        self._priorities: list[int] = []  # a heap; may hold priorities that have nobody any more
+        self._priorities: list[int] = []  # a heap; may contain priorities without requests
         self._length = 0
 
     def __len__(self) -> int:
@@ -25,19 +25,19 @@ class WaitingQueue:
         return request.id in self._levels.get(request.priority, {}).get(request.client, ())
 
     def push(self, state: RequestState) -> None:
-        """Puts a request behind those of its client."""
+        """Add a request after those of its client."""
         self._client(state)[state.request.id] = state
         self._length += 1
 
     def push_front(self, state: RequestState) -> None:
-        """Puts a request before all others of its priority: one that was begun before."""
+        """Add a preempted request before all others of its priority."""
         self.push(state)
         level = self._levels[state.request.priority]
         level[state.request.client].move_to_end(state.request.id, last=False)
         level.move_to_end(state.request.client, last=False)
 
     def first(self) -> RequestState | None:
-        """The request whose turn it is; it stays."""
+        """Return the next request without removing it, or None."""
         while self._priorities:
             level = self._levels.get(self._priorities[0])
             if level:
@@ -46,14 +46,14 @@ class WaitingQueue:
         return None
 
     def take(self, state: RequestState) -> None:
-        """Removes the first request; its client's next turn comes after the other clients'."""
+        """Remove the first request and move its client to the end of the turns."""
         level, client = self._levels[state.request.priority], state.request.client
         self.remove(state)
         if client in level:
             level.move_to_end(client)
 
     def remove(self, state: RequestState) -> None:
-        """Removes a request from anywhere."""
+        """Remove a request from any position."""
         request = state.request
         level = self._levels[request.priority]
         queue = level[request.client]

@@ -1,1 +1,1 @@
-"""Measures a server of the OpenAI API."""
+"""A benchmark of OpenAI-compatible servers."""

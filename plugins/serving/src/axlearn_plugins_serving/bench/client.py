@@ -1,4 +1,4 @@
-"""Sends a load to a server, and measures each request."""
+"""The client of the benchmark: send a load and measure each request."""
 
 import asyncio
 import json
@@ -16,10 +16,10 @@ _PATHS: Mapping[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1
 
 
 def new_client(url: str, api_key: str | None, timeout: float) -> httpx.AsyncClient:
-    """A client of the server at `url`, without limits on connections.
+    """Create a client of the server at `url`, without limits on connections.
 
     Raises:
-        RequestError: not a URL of HTTP.
+        RequestError: If `url` is not an HTTP URL.
     """
     base = url.rstrip("/").removesuffix("/v1")
     try:
@@ -27,7 +27,7 @@ def new_client(url: str, api_key: str | None, timeout: float) -> httpx.AsyncClie
     except httpx.InvalidURL as error:
         raise RequestError(f"--url {url}: {error}") from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise RequestError(f"--url {url}: not an address\n    expected: such as http://127.0.0.1:8000")
+        raise RequestError(f"--url {url}: not an HTTP URL\n    expected: such as http://127.0.0.1:8000")
     return httpx.AsyncClient(
         base_url=base,
         timeout=timeout,
@@ -38,11 +38,13 @@ def new_client(url: str, api_key: str | None, timeout: float) -> httpx.AsyncClie
 
 
 async def find_model(client: httpx.AsyncClient, model: str | None) -> tuple[str, int | None]:
-    """(the name of a model, its vocabulary where the server tells it); by default the first model.
+    """Return a model's name, and its vocabulary size if the server reports it.
+
+    The default is the first model.
 
     Raises:
-        WorkError: the server does not answer.
-        RequestError: it has no such model.
+        WorkError: If the server does not answer.
+        RequestError: If the server does not have the model.
     """
     try:
         response = await client.get("/v1/models")
@@ -53,7 +55,7 @@ async def find_model(client: httpx.AsyncClient, model: str | None) -> tuple[str,
             return model, None
         raise WorkError(
             f"{client.base_url} does not list its models: {str(error) or type(error).__name__}\n"
-            "    fix: start the server, or look at --url"
+            "    fix: start the server, or check --url"
         ) from None
     name = model or next(iter(models), None)
     if name is None or (models and name not in models):
@@ -62,7 +64,7 @@ async def find_model(client: httpx.AsyncClient, model: str | None) -> tuple[str,
 
 
 async def send(client: httpx.AsyncClient, endpoint: Endpoint, body: Mapping[str, Any]) -> Record:
-    """Sends one request, and reads its stream."""
+    """Send a request and read its stream."""
     start = last = time.perf_counter()
     first: float | None = None
     gaps: list[float] = []
@@ -72,7 +74,7 @@ async def send(client: httpx.AsyncClient, endpoint: Endpoint, body: Mapping[str,
         async with client.stream("POST", _PATHS[endpoint], json=dict(body)) as response:
             if response.status_code != 200:
                 await response.aread()
-                return Record(error=_refusal(response))
+                return Record(error=_error_message(response))
             async for line in response.aiter_lines():
                 if not line.startswith("data:") or line[5:].strip() == "[DONE]":
                     continue
@@ -107,7 +109,7 @@ async def send(client: httpx.AsyncClient, endpoint: Endpoint, body: Mapping[str,
     )
 
 
-def _refusal(response: httpx.Response) -> str:
+def _error_message(response: httpx.Response) -> str:
     try:
         message = response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
@@ -121,17 +123,17 @@ async def measure(
     bodies: Sequence[Mapping[str, Any]],
     progress: Callable[[int], None] = lambda count: None,
 ) -> tuple[list[Record], float]:
-    """Sends requests when they are due.
+    """Send requests at their arrival times.
 
-    A request that waits for its turn under `concurrency` is not sent yet: its latencies count from when it is.
+    Under `concurrency`, a request may have to wait. Its latencies count from when it is sent.
 
     Returns:
-        One record for each body, and the seconds that all took together.
+        One record per body, and the total time in seconds.
     """
     turns = asyncio.Semaphore(load.concurrency or len(bodies))
     count_done = 0
 
-    async def one(body: Mapping[str, Any]) -> Record:
+    async def send_one(body: Mapping[str, Any]) -> Record:
         nonlocal count_done
         async with turns:
             record = await send(client, load.endpoint, body)
@@ -144,6 +146,6 @@ async def measure(
     for body, due in zip(bodies, load.arrivals(), strict=True):
         if (wait := start + due - time.perf_counter()) > 0:
             await asyncio.sleep(wait)
-        tasks.append(asyncio.create_task(one(body)))
+        tasks.append(asyncio.create_task(send_one(body)))
     records = await asyncio.gather(*tasks)
     return records, time.perf_counter() - start

@@ -10,41 +10,65 @@ from axlearn_core.cli.terminal import echo
 
 
 @click.command()
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Of the server.")
-@click.option("--model", metavar="NAME", help="Default: the first that the server lists.")
-@click.option("--endpoint", type=click.Choice(["completions", "chat"]), default="completions", show_default=True)
-@click.option("--num-prompts", type=click.IntRange(min=1), default=100, show_default=True, help="Requests to send.")
-@click.option("--input-len", metavar="N|LOW:HIGH", default="128", show_default=True, help="Tokens of prompts.")
-@click.option("--output-len", metavar="N|LOW:HIGH", default="64", show_default=True, help="The most tokens of outputs.")
+@click.option("--url", metavar="URL", default="http://127.0.0.1:8000", show_default=True, help="Server URL.")
+@click.option("--model", metavar="NAME", help="Model (default: the server's first).")
 @click.option(
-    "--prefix-len", type=click.IntRange(min=0), default=0, help="Tokens that all prompts begin with, in addition."
-)
-@click.option("--concurrency", type=click.IntRange(min=1), help="The most requests at one time.")
-@click.option(
-    "--request-rate", type=click.FloatRange(min=0, min_open=True), help="Requests per second, by a Poisson process."
+    "--endpoint",
+    type=click.Choice(["completions", "chat"]),
+    default="completions",
+    show_default=True,
+    help="API to call.",
 )
 @click.option(
-    "--goodput", multiple=True, metavar="NAME:MS", help="What a good request keeps: ttft:500, tpot:50, e2el:9000."
+    "--num-prompts",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=100,
+    show_default=True,
+    help="Number of requests.",
 )
-@click.option("--ignore-eos", is_flag=True, help="Outputs go on after the end token; an extension that vLLM has too.")
-@click.option("--temperature", type=click.FloatRange(0, 2), default=0.0, show_default=True)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of lengths, tokens, arrivals.")
+@click.option("--input-len", metavar="N|LOW:HIGH", default="128", show_default=True, help="Prompt length in tokens.")
+@click.option("--output-len", metavar="N|LOW:HIGH", default="64", show_default=True, help="Output limit in tokens.")
 @click.option(
-    "--warmup", type=click.IntRange(min=0), default=1, show_default=True, help="Other requests before those that count."
+    "--prefix-len", type=click.IntRange(min=0), metavar="N", default=0, help="Length of an extra, shared prefix."
+)
+@click.option("--concurrency", type=click.IntRange(min=1), metavar="N", help="Maximum concurrent requests.")
+@click.option(
+    "--request-rate",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="RATE",
+    help="Requests per second, Poisson arrivals.",
+)
+@click.option("--goodput", multiple=True, metavar="NAME:MS", help="Latency limit of goodput: ttft, tpot or e2el.")
+@click.option("--ignore-eos", is_flag=True, help="Generate past the end token, as in vLLM.")
+@click.option(
+    "--temperature", type=click.FloatRange(0, 2), metavar="T", default=0.0, show_default=True, help="Temperature."
+)
+@click.option("--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help="Random seed.")
+@click.option(
+    "--warmup", type=click.IntRange(min=0), metavar="N", default=1, show_default=True, help="Warm-up requests."
 )
 @click.option(
-    "--vocab-size", type=click.IntRange(min=2), help="Of random tokens; default: what the server tells, or 1000."
+    "--vocab-size",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="Vocabulary size for random prompts (default: ask the server, or 1000).",
 )
-@click.option("--tokenizer", metavar="FILE", help="A tokenizer.json that makes texts of random tokens, for chats.")
+@click.option("--tokenizer", metavar="FILE", help="tokenizer.json for chats of random tokens.")
 @click.option(
-    "--timeout", type=click.FloatRange(min=0, min_open=True), default=600.0, show_default=True, help="Seconds."
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    default=600.0,
+    show_default=True,
+    help="Request timeout.",
 )
-@click.option("--api-key-env", metavar="VARIABLE", help="The environment variable with the server's API key.")
+@click.option("--api-key-env", metavar="VARIABLE", help="Environment variable with the API key.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def serve(**options: Any) -> None:
-    """Measure a server of the OpenAI API: latencies, throughput, failures.
+    """Measure latencies, throughput and failures of an OpenAI API server.
 
-    TTFT, TPOT, ITL and E2EL are defined as `vllm bench serve` defines them. Exit code 1 where a request failed.
+    TTFT, TPOT, ITL and E2EL are defined as in `vllm bench serve`. Exit code 1 if a request failed.
     """
     import asyncio
     import json
@@ -85,7 +109,7 @@ async def _measure(**options: Any) -> dict[str, Any]:
         for body in warm.bodies(model, vocab_size=vocab_size, tokenizer=tokenizer, warm_up=True):
             record = await send(client, load.endpoint, body)
             if record.error is not None:
-                raise WorkError(f"the first request failed: {record.error}")
+                raise WorkError(f"the warm-up request failed: {record.error}")
         records, seconds = await measure(client, load, bodies, _progress(len(bodies)))
     summary = summarize(records, seconds, goals)
     names = ("endpoint", "concurrency", "request_rate", "input_len", "output_len", "prefix_len", "ignore_eos", "seed")
@@ -97,7 +121,7 @@ def _key(options: dict[str, Any]) -> str | None:
 
     variable = options["api_key_env"]
     if variable is not None and not os.environ.get(variable):
-        raise RequestError(f"the environment variable {variable} is not set\n    fix: put the API key into it")
+        raise RequestError(f"the environment variable {variable} is not set\n    fix: set it to the API key")
     return os.environ[variable] if variable is not None else None
 
 

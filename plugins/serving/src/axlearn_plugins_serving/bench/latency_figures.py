@@ -1,4 +1,4 @@
-"""The figures of a measurement, defined as `vllm bench serve` defines them."""
+"""The metrics of a benchmark, defined as in `vllm bench serve`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,17 +17,17 @@ TITLES = {
 
 @attrs.frozen(kw_only=True)
 class Record:
-    """One request that was sent. Times are in seconds.
+    """The measurements of one request. Times are in seconds.
 
     Attributes:
-        error: why it failed; None where it did not.
-        prompt_tokens: as the server counts.
-        cached_tokens: of the prompt, which the server had in its cache; None if it does not report them.
-        output_tokens: as the server counts.
-        ttft: from sending to the first event with a choice.
-        itl: between events with a choice.
-        e2el: from sending to the last event with a choice.
-        text: of the output.
+        error: Error message; None if the request succeeded.
+        prompt_tokens: Number of prompt tokens that the server reports.
+        cached_tokens: Number of prompt tokens from the server's cache; None if not reported.
+        output_tokens: Number of output tokens that the server reports.
+        ttft: Time from sending to the first event with a choice.
+        itl: Times between events with a choice.
+        e2el: Time from sending to the last event with a choice.
+        text: Text of the output.
     """
 
     error: str | None = None
@@ -41,17 +41,17 @@ class Record:
 
     @property
     def tpot(self) -> float:
-        """`(e2el - ttft) / (output_tokens - 1)`; 0 for one token."""
+        """`(e2el - ttft) / (output_tokens - 1)`; 0 for a single token."""
         return (self.e2el - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
 
 def summarize(records: Sequence[Record], seconds: float, goals: Mapping[str, float]) -> dict[str, Any]:
-    """The figures of a measurement that took `seconds`; latencies are in milliseconds.
+    """Compute the metrics of a benchmark. Latencies are in milliseconds.
 
     Args:
-        records: one for each request.
-        seconds: from the first request's sending to the last one's end.
-        goals: name of a latency -> the most seconds with which a request counts as good.
+        records: One record per request.
+        seconds: Time from sending the first request to the end of the last one.
+        goals: Latency name -> maximum in seconds for a request to count as good.
     """
     answers = [r for r in records if r.error is None]
     samples = {
@@ -96,22 +96,22 @@ def _latencies(values: Sequence[float]) -> dict[str, float] | None:
     }
 
 
-def _share(part: int | None, whole: int) -> str:
+def _format_share(part: int | None, whole: int) -> str:
     return "unknown" if part is None else f"{part / max(1, whole):.1%}"
 
 
 def render(summary: Mapping[str, Any]) -> str:
-    """The figures as a table."""
+    """Format the metrics as a table."""
     rows = [
         ("Requests completed", f"{summary['completed']}"),
         ("Requests failed", f"{summary['failed']}"),
         ("Seconds", f"{summary['seconds']:.2f}"),
         ("Prompt tokens", f"{summary['prompt_tokens']}"),
-        ("Prompt tokens that were cached", _share(summary["cached_prompt_tokens"], summary["prompt_tokens"])),
+        ("Cached prompt tokens", _format_share(summary["cached_prompt_tokens"], summary["prompt_tokens"])),
         ("Output tokens", f"{summary['output_tokens']}"),
         ("Requests per second", f"{summary['request_throughput']:.2f}"),
         ("Output tokens per second", f"{summary['output_throughput']:.2f}"),
-        ("All tokens per second", f"{summary['total_token_throughput']:.2f}"),
+        ("Total tokens per second", f"{summary['total_token_throughput']:.2f}"),
     ]
     if summary["request_goodput"] is not None:
         goals = ", ".join(f"{name} {goal:g} ms" for name, goal in summary["goodput_ms"].items())

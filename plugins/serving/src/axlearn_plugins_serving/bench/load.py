@@ -1,4 +1,4 @@
-"""What is sent: prompts of random tokens, and when."""
+"""The load of a benchmark: prompts of random tokens, and arrival times."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -18,11 +18,11 @@ _WORDS = (
 
 @attrs.frozen
 class Lengths:
-    """Uniform lengths.
+    """Uniformly distributed lengths.
 
     Attributes:
-        low: the least.
-        high: the most, itself included.
+        low: Minimum.
+        high: Maximum, inclusive.
     """
 
     low: int
@@ -30,7 +30,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str, name: str) -> "Lengths":
-        """`128`, or `64:448`."""
+        """Parse `128` or `64:448`."""
         low, colon, high = text.partition(":")
         try:
             lengths = cls(int(low), int(high if colon else low))
@@ -41,25 +41,25 @@ class Lengths:
         return lengths
 
     def draw(self, random: np.random.Generator, count: int) -> list[int]:
-        """`count` lengths."""
+        """Draw `count` lengths."""
         return random.integers(self.low, self.high + 1, count).tolist()
 
 
 @attrs.frozen(kw_only=True)
 class Load:
-    """What to send.
+    """The load to send.
 
     Attributes:
-        endpoint: which one.
-        count: of requests.
-        input: tokens of prompts.
-        output: the most tokens of outputs.
-        prefix: tokens that all prompts begin with, in addition to `input`.
-        seed: of lengths, tokens and arrivals.
-        ignore_eos: outputs go on after the end token, so that they have exactly their length.
-        temperature: of sampling.
-        rate: requests per second, as a Poisson process; infinite sends all at once.
-        concurrency: the most requests at one time; None for no limit.
+        endpoint: Endpoint to call.
+        count: Number of requests.
+        input: Prompt lengths in tokens.
+        output: Maximum output lengths in tokens.
+        prefix: Length of a prefix that all prompts share, in addition to `input`.
+        seed: Seed of lengths, tokens and arrivals.
+        ignore_eos: Whether outputs continue after the end token, so that they have exactly their maximum length.
+        temperature: Sampling temperature.
+        rate: Requests per second, with Poisson arrivals; infinity sends all at once.
+        concurrency: Maximum number of concurrent requests; None for no limit.
     """
 
     endpoint: Endpoint = "completions"
@@ -76,20 +76,22 @@ class Load:
     def bodies(
         self, model: str, *, vocab_size: int, tokenizer: Tokenizer | None = None, warm_up: bool = False
     ) -> list[dict[str, Any]]:
-        """The requests. Completions get token ids; chats get words, or random tokens decoded by a tokenizer.
+        """Return the request bodies.
+
+        Completions use token ids; chats use words, or random tokens that a tokenizer decodes.
 
         Args:
-            model: the name of the model.
-            vocab_size: token ids are below it.
-            tokenizer: makes the texts of chats.
-            warm_up: gives requests of the same kind with other tokens and another prefix, so that a server that has answered
-                them has nothing of those that are measured in its cache.
+            model: Name of the model.
+            vocab_size: Upper bound of token ids, exclusive.
+            tokenizer: Decodes the texts of chats.
+            warm_up: Whether to use other tokens and another prefix, so that the server has not cached the prompts of the
+                measured requests.
         """
         random = np.random.default_rng([self.seed, 1] if warm_up else self.seed)
         inputs, outputs = self.input.draw(random, self.count), self.output.draw(random, self.count)
         prefix = random.integers(0, vocab_size, self.prefix).tolist()
         bodies = []
-        for size, most in zip(inputs, outputs, strict=True):
+        for size, max_tokens in zip(inputs, outputs, strict=True):
             tokens = [*prefix, *random.integers(0, vocab_size, size).tolist()]
             body: dict[str, Any] = {
                 "model": model,
@@ -98,17 +100,20 @@ class Load:
                 "stream_options": {"include_usage": True},
             }
             if self.endpoint == "chat":
-                content = _text(tokens, tokenizer)
-                body |= {"messages": [{"role": "user", "content": content}], "max_completion_tokens": most}
+                content = _random_text(tokens, tokenizer)
+                body |= {"messages": [{"role": "user", "content": content}], "max_completion_tokens": max_tokens}
             else:
-                body |= {"prompt": tokens, "max_tokens": most}
+                body |= {"prompt": tokens, "max_tokens": max_tokens}
             if self.ignore_eos:
                 body["ignore_eos"] = True
             bodies.append(body)
         return bodies
 
     def arrivals(self) -> list[float]:
-        """Seconds after the start at which requests are sent, scaled so that the last one is at `count / rate`."""
+        """Return the arrival times in seconds.
+
+        They are scaled so that the last request arrives at `count / rate`.
+        """
         if not np.isfinite(self.rate):
             return [0.0] * self.count
         gaps = np.random.default_rng(self.seed + 1).exponential(1 / self.rate, self.count)
@@ -116,14 +121,14 @@ class Load:
         return (times * (self.count / self.rate / times[-1])).tolist()
 
 
-def _text(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
+def _random_text(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         return " ".join(_WORDS[token % len(_WORDS)] for token in tokens)
     return tokenizer.decode([token % tokenizer.vocab_size for token in tokens])
 
 
 def parse_goodput(texts: Sequence[str]) -> Mapping[str, float]:
-    """`ttft:500`, `tpot:50`, `e2el:10000` (milliseconds) as seconds by name."""
+    """Parse goals such as `ttft:500` (milliseconds) into seconds by name."""
     goals: dict[str, float] = {}
     for text in (part for entry in texts for part in entry.replace(",", " ").split()):
         name, _, value = text.partition(":")

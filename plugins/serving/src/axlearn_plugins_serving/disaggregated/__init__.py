@@ -1,1 +1,1 @@
-"""Prefill and decode in processes of their own, on one machine: workers, and the router before them."""
+"""Disaggregated prefill and decoding on one machine: workers and a router."""

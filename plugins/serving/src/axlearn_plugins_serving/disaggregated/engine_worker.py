@@ -1,8 +1,8 @@
-"""A worker: one engine in a process of its own, which does what the router asks for.
+"""A worker: a process whose engine runs the requests that the router sends.
 
     python -m axlearn_plugins_serving.disaggregated.engine_worker FD
 
-FD is its end of a socket pair. It ends when the other end is closed, so no worker outlives its router.
+FD is the worker's end of a socket pair. The worker exits when the other end is closed, so it never outlives its router.
 """
 
 import functools
@@ -35,15 +35,15 @@ _WAIT_SECONDS = 0.05
 
 @attrs.frozen(kw_only=True)
 class Settings:
-    """What a worker is started with.
+    """The settings of a worker.
 
     Attributes:
-        uri: of the model.
-        config: of the engine.
-        step: see `open_engine`.
-        programs: a directory of exported programs; None where there is none.
-        needs_programs: whether a worker fails where they do not fit; otherwise it compiles.
-        folder: for transfers.
+        uri: Path or URI of the model.
+        config: Config of the engine.
+        step: See `open_engine`.
+        programs: Directory of exported programs, or None.
+        needs_programs: Whether the worker fails if the programs do not fit. Otherwise it compiles.
+        folder: Folder for transfers.
     """
 
     uri: str
@@ -55,7 +55,7 @@ class Settings:
 
 
 class Worker:
-    """Answers the messages of one connection with one engine."""
+    """A loop that runs the requests of a connection on an engine."""
 
     def __init__(self, connection: Any, engine: Any, folder: Path, tokenizer: Any):
         self.connection, self.engine, self.folder, self.tokenizer = connection, engine, folder, tokenizer
@@ -64,18 +64,18 @@ class Worker:
         self._reported, self._changed = 0.0, False
 
     def run(self) -> None:
-        """Until the router closes the connection or says so."""
+        """Run until the router closes the connection or sends `Close`."""
         while True:
             wait = 0.0 if self.engine.busy() else _WAIT_SECONDS
             while self.connection.poll(wait):
                 message = self.connection.recv()
                 if isinstance(message, Close):
                     return
-                self._take(message)
+                self._handle_message(message)
                 wait = 0.0
             self._step()
 
-    def _take(self, message: Any) -> None:
+    def _handle_message(self, message: Any) -> None:
         from axlearn_plugins_serving.disaggregated.handoff import read_prefix
 
         self._changed = True
@@ -114,19 +114,19 @@ class Worker:
 
     def _step(self) -> None:
         outputs = self.engine.step() if self.engine.busy() else ()
-        rest = []
+        other_outputs = []
         for output in outputs:
             if (request := self._prefills.get(output.id)) is None:
-                rest.append(output)
+                other_outputs.append(output)
             elif output.finish is not None:
                 del self._prefills[output.id]
                 self._send_prefilled(request, output)
-        # An idle worker says nothing: nobody may be reading.
+        # Report only after a change, because nobody reads an idle worker's messages.
         due = self._changed and time.monotonic() - self._reported > _REPORT_SECONDS
         if due:
             self._reported, self._changed = time.monotonic(), self.engine.busy()
-        if rest or due:
-            self.connection.send(Report(rest, self.engine.statistics() if due else None))
+        if other_outputs or due:
+            self.connection.send(Report(other_outputs, self.engine.statistics() if due else None))
 
     def _send_prefilled(self, request: Any, output: Output) -> None:
         from axlearn_plugins_serving.disaggregated.handoff import write_prefix
@@ -138,8 +138,8 @@ class Worker:
 
 
 def main(descriptor: int) -> int:
-    """Runs a worker on its end of a socket pair."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the router drains, and then closes the connection
+    """Run a worker on its end of a socket pair."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the router drains first and then closes the connection
         signal.signal(number, signal.SIG_IGN)
     connection = multiprocessing.connection.Connection(descriptor)
     settings: Settings = pickle.loads(connection.recv_bytes())
@@ -170,7 +170,7 @@ def main(descriptor: int) -> int:
     try:
         Worker(connection, engine, Path(settings.folder), opened.tokenizer).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return 0  # the router has ended
+        return 0  # the router has exited
     finally:
         engine.close()
     return 0

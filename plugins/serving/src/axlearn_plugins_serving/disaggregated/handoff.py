@@ -1,7 +1,7 @@
-"""From the cache of one engine to that of another: the full blocks of a prompt, through a file in shared memory.
+"""Transfer of a prompt's full blocks between engines, through shared memory.
 
-Blocks are known by the hash of their tokens, as for prefixes that requests share: whoever gets them has a prompt that is cached
-already but for its last tokens. A prompt whose blocks were lost on the way is computed again, so nothing depends on them.
+Blocks are identified by the hash of their tokens, like prefixes that requests share. The receiver therefore sees a prompt that is
+cached except for its last tokens. A prompt whose blocks are lost is computed again, so correctness does not depend on them.
 """
 
 import tempfile
@@ -21,9 +21,9 @@ class Transfer:
     """Blocks in a file.
 
     Attributes:
-        path: of the file, which the reader removes.
-        blocks: how many.
-        shapes: (shape, dtype) of the arrays, one after another; the leading axis is that of the blocks.
+        path: Path of the file, which the reader removes.
+        blocks: Number of blocks.
+        shapes: (shape, dtype) of each array in the file. The leading axis is the blocks.
     """
 
     path: str
@@ -32,22 +32,28 @@ class Transfer:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self.shapes)
 
     def remove(self) -> None:
-        """Removes the file, where it is still there."""
+        """Remove the file if it still exists."""
         Path(self.path).unlink(missing_ok=True)
 
 
 def shared_folder() -> "tempfile.TemporaryDirectory[str]":
-    """A new folder that only this user reads, in memory where the machine has such a place."""
+    """Create a folder that only this user can read.
+
+    It is in memory if the machine has /dev/shm.
+    """
     memory = Path("/dev/shm")
     return tempfile.TemporaryDirectory(prefix="axlearn-serve-", dir=memory if memory.is_dir() else None)
 
 
 def write_prefix(engine: ServingEngine, tokens: tuple[int, ...], adapter: str | None, path: Path) -> Transfer | None:
-    """Writes the blocks that an engine has of a prompt; None where it has none."""
+    """Write an engine's cached blocks of a prompt to a file.
+
+    Returns None if there are none.
+    """
     blocks = engine.cache.pool.match(_keys(engine, tokens, adapter))
     if not blocks:
         return None
@@ -60,10 +66,10 @@ def write_prefix(engine: ServingEngine, tokens: tuple[int, ...], adapter: str | 
 
 
 def read_prefix(engine: ServingEngine, tokens: tuple[int, ...], adapter: str | None, transfer: Transfer) -> int:
-    """Puts the blocks of a prompt into the cache of an engine, and removes the file.
+    """Write the blocks of a prompt into an engine's cache and remove the file.
 
     Returns:
-        How many blocks are new; 0 where there is no room for them or all were there.
+        Number of new blocks; 0 if there is no room or all were cached.
     """
     try:
         keys = _keys(engine, tokens, adapter)[: transfer.blocks]
@@ -76,7 +82,7 @@ def read_prefix(engine: ServingEngine, tokens: tuple[int, ...], adapter: str | N
             end = begin + int(np.prod(shape)) * np.dtype(dtype).itemsize
             arrays.append(data[begin:end].view(np.dtype(dtype)).reshape(shape)[matched:])
             begin = end
-        cache: Any = engine.runner.cache  # type: ignore[attr-defined]  # the structure of what it reads
+        cache: Any = engine.runner.cache  # type: ignore[attr-defined]  # for its tree structure
         engine.runner.write_blocks(blocks, jax.tree.unflatten(jax.tree.structure(cache), arrays))
         for block, key in zip(blocks, keys[matched:], strict=True):
             pool.set_content(block, key)
@@ -93,4 +99,4 @@ def _keys(engine: ServingEngine, tokens: tuple[int, ...], adapter: str | None) -
 
 
 def _dtype_name(dtype: Any) -> str:
-    return np.dtype(dtype).name  # bfloat16 and float8 too, where ml_dtypes is imported
+    return np.dtype(dtype).name  # includes bfloat16 and float8 once ml_dtypes is imported

@@ -1,4 +1,4 @@
-"""Opens a router for a model at a path or URI."""
+"""Open a router for a model at a path or URI."""
 
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,8 @@ from axlearn_core.run import open_weights
 from axlearn_plugins_serving.disaggregated.engine_worker import Settings
 from axlearn_plugins_serving.disaggregated.router import RouterEngine
 from axlearn_plugins_serving.engine import ServingEngine
-from axlearn_plugins_serving.open_engine import OpenedEngine, check_decoder, name_of
-from axlearn_plugins_serving.programs import programs_of_run
+from axlearn_plugins_serving.open_engine import OpenedEngine, check_decoder, model_name
+from axlearn_plugins_serving.programs import find_run_programs
 from axlearn_plugins_transformer.text.processor import text_processor
 
 
@@ -22,32 +22,32 @@ def open_router(
     prefill: int = 1,
     decode: int = 1,
 ) -> OpenedEngine:
-    """Starts the workers of a model, and returns when all of them take requests.
+    """Start the workers of a model and return when all of them accept requests.
 
     Args:
-        uri: as for `open_engine`.
-        config: of each worker's engine; `max_waiting` is the router's.
-        step: which checkpoint of a run.
-        programs: a directory with exported programs; by default those in a run directory, where there are some.
-        prefill: how many processes compute prompts.
-        decode: how many processes continue them.
+        uri: As for `open_engine`.
+        config: Config of each worker's engine; `max_waiting` applies to the router.
+        step: Checkpoint of a run; the default is the newest.
+        programs: Directory with exported programs; the default is the one in the run directory, if it exists.
+        prefill: Number of processes that compute prompts.
+        decode: Number of processes that generate outputs.
 
     Raises:
-        CheckpointError: no weights there, no such checkpoint, or it is damaged.
-        RequestError: the model is not a decoder of tokens, has no tokenizer, or the config does not fit it.
-        WorkError: a worker cannot start.
+        CheckpointError: If there are no weights or no such checkpoint, or the checkpoint is damaged.
+        RequestError: If the model does not generate tokens or has no tokenizer, or the config does not fit it.
+        WorkError: If a worker cannot start.
     """
     weights: Any = open_weights(uri, step=step)
     check_decoder(weights.experiment.model)
     text = text_processor(weights.experiment, weights.tokenizer)
     if text is None:
         raise RequestError(
-            f"{uri} has no tokenizer, so a server cannot read or write text\n    fix: serve a model of text"
+            f"{uri} has no tokenizer, so the server cannot read or write text\n    fix: serve a model with a tokenizer"
         )
-    folder = programs_of_run(uri) if programs is None else Path(programs)
+    folder = find_run_programs(uri) if programs is None else Path(programs)
     settings = Settings(
         uri=str(uri), config=config or ServingEngine.Config(), step=step, programs=folder, folder="",
         needs_programs=programs is not None,
     )  # fmt: skip
     engine: Any = RouterEngine(settings, prefill=prefill, decode=decode)
-    return OpenedEngine(engine, text, name_of(uri))
+    return OpenedEngine(engine, text, model_name(uri))

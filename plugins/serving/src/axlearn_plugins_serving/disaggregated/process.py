@@ -1,4 +1,4 @@
-"""A worker as the router sees it: a process and its connection."""
+"""The router's handle of a worker: its process and connection."""
 
 import contextlib
 import multiprocessing.connection
@@ -18,15 +18,15 @@ _END_SECONDS = 10.0
 
 
 class WorkerProcess:
-    """Starts a worker.
+    """A worker process, started on creation.
 
     Attributes:
-        kind: what it computes.
-        number: of its kind, from 0 on.
-        ready: what it said when it took requests; None before.
-        failed: why it cannot start; None where nothing is known.
-        requests: the ids of those that it has.
-        statistics: its newest counters.
+        kind: Kind of work.
+        number: Index among the workers of this kind.
+        ready: The worker's `Ready` message; None before it arrives.
+        failed: The worker's `Failed` message; None if it has not sent one.
+        requests: Ids of the worker's requests.
+        statistics: Latest statistics of the worker.
     """
 
     def __init__(self, kind: Kind, number: int, settings: Settings):
@@ -36,26 +36,26 @@ class WorkerProcess:
         self.failed: Failed | None = None
         self.requests: set[str] = set()
         self.statistics: Statistics | None = None
-        ours, theirs = socket.socketpair()
-        with theirs:
+        router_end, worker_end = socket.socketpair()
+        with worker_end:
             command = [
                 sys.executable,
                 "-m",
                 "axlearn_plugins_serving.disaggregated.engine_worker",
-                str(theirs.fileno()),
+                str(worker_end.fileno()),
             ]
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=sys.stderr)
-        self.connection = multiprocessing.connection.Connection(ours.detach())
-        with contextlib.suppress(OSError):  # it ended at once: `receive` tells
+            self.process = subprocess.Popen(command, pass_fds=[worker_end.fileno()], stdout=sys.stderr)
+        self.connection = multiprocessing.connection.Connection(router_end.detach())
+        with contextlib.suppress(OSError):  # the worker has already exited; `receive` raises
             self.connection.send_bytes(pickle.dumps(settings))
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The worker's name in messages."""
         return f"{self.kind} worker {self.number} (process {self.process.pid})"
 
     def send(self, message: Any) -> bool:
-        """Sends a message; False where the worker has ended, which `receive` tells too."""
+        """Send a message. Returns False if the worker has exited; `receive` then raises."""
         try:
             self.connection.send(message)
         except OSError:
@@ -63,10 +63,10 @@ class WorkerProcess:
         return True
 
     def receive(self) -> Iterator[Any]:
-        """The messages that are there.
+        """Yield the messages that have arrived.
 
         Raises:
-            EOFError: the worker has ended.
+            EOFError: If the worker has exited.
         """
         try:
             while self.connection.poll():
@@ -82,7 +82,7 @@ class WorkerProcess:
             raise EOFError from error
 
     def close(self) -> None:
-        """Ends the process."""
+        """Stop the process."""
         self.send(Close())
         self.connection.close()
         try:

@@ -1,8 +1,8 @@
-"""The router: an engine whose prompts are computed by some processes and whose outputs by others.
+"""The router: an engine with separate processes for prompts and outputs.
 
-A request waits here until there is room. A prefill worker computes its prompt and puts the full blocks of the cache into a file
-in shared memory; a decode worker takes them from there, computes the few tokens behind them, and continues. Where a worker dies,
-requests of which the client has seen nothing are computed again; the others end with an error. Another worker is started.
+A request waits in the router until a worker has room. A prefill worker computes its prompt and writes the full blocks of the cache
+to a file in shared memory. A decode worker reads the file, computes the few remaining tokens of the prompt, and continues. If a
+worker dies, the router starts another one. It retries the requests without output so far and ends the others with an error.
 """
 
 import contextlib
@@ -34,20 +34,20 @@ from axlearn_plugins_serving.measure import Meter
 
 _POLL_SECONDS = 0.002
 _ATTEMPTS = 3
-"""How often a request is tried, and how often a worker is started that dies before it is ready."""
+"""Maximum number of times that a request is tried, and that a worker is started if it dies before it is ready."""
 
 
 @attrs.define(eq=False)
 class _Entry:
-    """A request that has not ended.
+    """An unfinished request.
 
     Attributes:
-        arrival: counts requests.
-        worker: who has it; None where it waits.
-        prefilled: whether its prompt was computed.
-        transfer: the blocks of its prompt.
-        seen: whether outputs were given out.
-        attempts: how often it was begun.
+        arrival: Sequence number of the request.
+        worker: Worker that runs the request; None while it waits.
+        prefilled: Whether the prompt was computed.
+        transfer: Blocks of the prompt.
+        has_output: Whether the request has returned any output.
+        attempts: Number of times the request was started.
     """
 
     request: Request
@@ -55,23 +55,25 @@ class _Entry:
     worker: WorkerProcess | None = None
     prefilled: bool = False
     transfer: Transfer | None = None
-    seen: bool = False
+    has_output: bool = False
     attempts: int = 0
 
 
 class RouterEngine:
-    """Continues requests in worker processes; see `axlearn_plugins_serving.contracts.Engine`.
+    """An engine that runs requests in worker processes.
+
+    See `axlearn_plugins_serving.contracts.Engine`.
 
     Args:
-        settings: of each worker; the folder is the router's to choose.
-        prefill: how many processes compute prompts.
-        decode: how many processes continue them.
+        settings: Settings of each worker. The router sets the folder.
+        prefill: Number of processes that compute prompts.
+        decode: Number of processes that generate outputs.
     """
 
     def __init__(self, settings: Settings, *, prefill: int = 1, decode: int = 1):
         if not settings.config.prefix_cache:
             raise RequestError(
-                "prefill and decode cannot be apart without the prefix cache: it is how blocks find their prompts\n"
+                "separate prefill and decode processes need the prefix cache, which matches blocks to prompts\n"
                 "    fix: leave serving.prefix_cache on"
             )
         self._folder = shared_folder()
@@ -96,9 +98,9 @@ class RouterEngine:
         self.vocab_size, self.max_context, self.adapters = ready.vocab_size, ready.max_context, ready.adapters
 
     def add(self, request: Request) -> None:
-        """See `Engine`."""
+        """See `Engine.add`."""
         if self._closed:
-            raise RequestError("the engine is closed\n    fix: open another one")
+            raise RequestError("the engine is closed\n    fix: open a new engine")
         ready = self._ready
         check_request(
             request,
@@ -109,49 +111,52 @@ class RouterEngine:
         )
         if request.constraint is not None and not isinstance(request.constraint, HasGrammar):
             raise RequestError(
-                f"a {type(request.constraint).__name__} cannot be sent to the process that decodes\n"
-                "    expected: a constraint with its `grammar` as text\n"
+                f"a {type(request.constraint).__name__} cannot be sent to the decode process\n"
+                "    expected: a constraint with a `grammar` string\n"
                 "    fix: start the server without --prefill and --decode"
             )
         if request.id in self._entries:
-            raise RequestError(f"a request {request.id!r} is not finished yet\n    fix: give each its own id")
+            raise RequestError(f"request {request.id!r} is not finished yet\n    fix: use a unique id for each request")
         waiting, most = len(self._waiting), self._settings.config.max_waiting
         if waiting >= most:
             seconds = self._meter.retry_after(waiting)
             raise QueueFullError(
-                f"{waiting} requests wait already\n    expected: fewer than {most}\n    fix: try again in {seconds:.0f} s",
+                f"{waiting} requests are already waiting\n    expected: fewer than {most}\n    fix: try again in {seconds:.0f} s",
                 seconds,
             )
         self._entries[request.id] = entry = _Entry(request, next(self._arrivals))
-        self._wait(entry)
+        self._enqueue(entry)
 
     def abort(self, id: str) -> None:
-        """See `Engine`."""
+        """See `Engine.abort`."""
         if (entry := self._entries.get(id)) is not None:
             if entry.worker is not None:
                 entry.worker.send(Abort(id))
             self._remove(entry)
 
     def step(self) -> Sequence[Output]:
-        """See `Engine`; what is next is what workers send."""
+        """Dispatch waiting requests and return the outputs that workers have sent."""
         self._dispatch()
         outputs: list[Output] = []
         ready = set(multiprocessing.connection.wait([w.connection for w in self.workers], _POLL_SECONDS))
         for worker in [w for w in self.workers if w.connection in ready]:
             try:
                 for message in worker.receive():
-                    outputs += self._take(worker, message)
+                    outputs += self._handle_message(worker, message)
             except EOFError:
                 outputs += self._replace(worker)
         self._dispatch()
         return outputs
 
     def busy(self) -> bool:
-        """See `Engine`."""
+        """See `Engine.busy`."""
         return bool(self._entries)
 
     def statistics(self) -> Statistics:
-        """See `Engine`: sums over the workers; what waits here waits."""
+        """Return the sums over all workers.
+
+        `waiting` counts the requests that wait in the router.
+        """
         statistics = [attrs.asdict(w.statistics) for w in self.workers if w.statistics is not None]
         sums = {a.name: sum(s[a.name] for s in statistics) for a in attrs.fields(Statistics)}
         blocks = sum(w.ready.blocks for w in self.workers if w.ready is not None)
@@ -159,11 +164,11 @@ class RouterEngine:
         return Statistics(**{**sums, "blocks": blocks, "waiting": len(self._waiting), "running": running})
 
     def update_weights(self, weights: Any) -> None:
-        """Not here: the workers are other processes."""
-        raise RequestError("weights of worker processes cannot be changed\n    fix: serve with one engine")
+        """Raise an error, because weights cannot be sent to other processes."""
+        raise RequestError("the weights of worker processes cannot be updated\n    fix: serve with a single engine")
 
     def close(self) -> None:
-        """See `Engine`."""
+        """See `Engine.close`."""
         if not self._closed:
             self._closed = True
             self._entries.clear()
@@ -179,41 +184,41 @@ class RouterEngine:
                 with contextlib.suppress(EOFError):
                     list(worker.receive())
                 if worker.failed is not None:
-                    self._raise(worker.failed)
+                    self._raise_failure(worker.failed)
                 if worker.ready is not None:
                     waiting.remove(worker)
                 elif worker.process.poll() is not None:
                     raise WorkError(
-                        f"the {worker.name} ended with code {worker.process.returncode} before it was ready"
+                        f"the {worker.name} exited with code {worker.process.returncode} before it was ready"
                     )
         ready = self.workers[0].ready
         assert ready is not None
         return ready
 
     @staticmethod
-    def _raise(failed: Failed) -> None:
+    def _raise_failure(failed: Failed) -> None:
         raise (RequestError if failed.request_wrong else WorkError)(failed.message)
 
-    def _of(self, kind: Kind) -> list[WorkerProcess]:
+    def _ready_workers(self, kind: Kind) -> list[WorkerProcess]:
         return [w for w in self.workers if w.kind == kind and w.ready is not None]
 
-    def _wait(self, entry: _Entry) -> None:
+    def _enqueue(self, entry: _Entry) -> None:
         heapq.heappush(self._waiting, (entry.request.priority, entry.arrival, entry.request.id))
 
     def _dispatch(self) -> None:
-        """Gives waiting requests to workers that have room."""
+        """Send waiting requests to workers with room."""
         most = self._ready.max_rows
         while self._waiting:
             entry = self._entries.get(self._waiting[0][2])
-            if entry is None or entry.worker is not None:  # it was ended
+            if entry is None or entry.worker is not None:  # the request has ended
                 heapq.heappop(self._waiting)
                 continue
             kind: Kind = "prefill" if self._wants_prefill(entry) else "decode"
-            # Prompts are not computed for outputs that would wait long: their blocks would be evicted.
+            # Do not compute prompts whose outputs would wait long, because their blocks would be evicted.
             decoding = sum(len(w.requests) for w in self.workers)
-            if decoding >= 2 * most * max(1, len(self._of("decode"))):
+            if decoding >= 2 * most * max(1, len(self._ready_workers("decode"))):
                 return
-            free = [w for w in self._of(kind) if len(w.requests) < most * (1 if kind == "prefill" else 2)]
+            free = [w for w in self._ready_workers(kind) if len(w.requests) < most * (1 if kind == "prefill" else 2)]
             if not free:
                 return
             heapq.heappop(self._waiting)
@@ -232,18 +237,18 @@ class RouterEngine:
         worker.requests.add(entry.request.id)
         constraint = entry.request.constraint
         grammar = constraint.grammar if isinstance(constraint, HasGrammar) else None
-        request = attrs.evolve(entry.request, constraint=None)  # the worker makes its own
+        request = attrs.evolve(entry.request, constraint=None)  # the worker rebuilds the constraint
         if worker.kind == "prefill":
             worker.send(Prefill(request))
             return
         transfer, entry.transfer = entry.transfer, None
         worker.send(Decode(request, transfer, grammar))
 
-    def _take(self, worker: WorkerProcess, message: Any) -> list[Output]:
+    def _handle_message(self, worker: WorkerProcess, message: Any) -> list[Output]:
         if isinstance(message, Prefilled):
             worker.requests.discard(message.id)
             entry = self._entries.get(message.id)
-            if entry is None or entry.worker is not worker:  # it was ended
+            if entry is None or entry.worker is not worker:  # the request has ended
                 if message.transfer is not None:
                     message.transfer.remove()
                 return []
@@ -251,7 +256,7 @@ class RouterEngine:
                 self._remove(entry)
                 return [Output(id=message.id, finish="error", error=message.error)]
             entry.worker, entry.prefilled, entry.transfer = None, True, message.transfer
-            self._wait(entry)
+            self._enqueue(entry)
             return []
         if not isinstance(message, Report):
             return []
@@ -260,7 +265,7 @@ class RouterEngine:
             entry = self._entries.get(output.id)
             if entry is None or entry.worker is not worker:
                 continue
-            entry.seen = entry.seen or bool(output.tokens)
+            entry.has_output = entry.has_output or bool(output.tokens)
             if output.finish is not None:
                 self._remove(entry)
             outputs.append(output)
@@ -275,22 +280,22 @@ class RouterEngine:
         del self._entries[id]
 
     def _replace(self, worker: WorkerProcess) -> list[Output]:
-        """Starts another worker in the place of one that has ended, and says what becomes of its requests."""
+        """Replace a worker that has exited. Retry its requests or return their errors."""
         worker.close()
         place: tuple[Kind, int] = worker.kind, worker.number
         self._deaths[place] = 1 if worker.ready is not None else self._deaths.get(place, 0) + 1
-        print(f"warning: the {worker.name} ended with code {worker.process.returncode}", file=sys.stderr, flush=True)
+        print(f"warning: the {worker.name} exited with code {worker.process.returncode}", file=sys.stderr, flush=True)
         if self._deaths[place] >= _ATTEMPTS:
-            raise WorkError(f"a {worker.kind} worker ended {_ATTEMPTS} times before it was ready")
+            raise WorkError(f"a {worker.kind} worker exited {_ATTEMPTS} times before it was ready")
         self.workers[self.workers.index(worker)] = WorkerProcess(worker.kind, worker.number, self._settings)
         self.restarts += 1
         outputs = []
         for entry in [e for e in self._entries.values() if e.worker is worker]:
-            if entry.seen or entry.attempts >= _ATTEMPTS:
+            if entry.has_output or entry.attempts >= _ATTEMPTS:
                 self._remove(entry)
-                error = "the process that computed it has ended; try again"
+                error = "the process that was running it has exited; try again"
                 outputs.append(Output(id=entry.request.id, finish="error", error=error))
                 continue
             entry.worker, entry.prefilled = None, False
-            self._wait(entry)
+            self._enqueue(entry)
         return outputs

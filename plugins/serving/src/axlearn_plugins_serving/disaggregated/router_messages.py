@@ -1,4 +1,7 @@
-"""What the router and its workers send one another, pickled, over a socket pair that nobody else has."""
+"""The messages between the router and its workers.
+
+They are pickled and sent over a private socket pair.
+"""
 
 from collections.abc import Sequence
 
@@ -10,16 +13,16 @@ from axlearn_plugins_serving.disaggregated.handoff import Transfer
 
 @attrs.frozen(kw_only=True)
 class Ready:
-    """From a worker: it takes requests.
+    """From a worker: it accepts requests.
 
     Attributes:
-        vocab_size: of the model.
-        max_context: tokens of a prompt and its output together.
-        max_logit_bias: see `Runner`.
-        adapters: that requests may name.
-        blocks: of its cache.
-        block_size: tokens of a block.
-        max_rows: requests that run at one time.
+        vocab_size: Vocabulary size of the model.
+        max_context: Maximum number of tokens in a prompt and its output.
+        max_logit_bias: See `Runner`.
+        adapters: Names of the adapters that requests can use.
+        blocks: Number of blocks in the cache.
+        block_size: Tokens per block.
+        max_rows: Maximum number of running requests.
     """
 
     vocab_size: int
@@ -33,7 +36,10 @@ class Ready:
 
 @attrs.frozen
 class Failed:
-    """From a worker: it cannot start, or its engine has failed. `request_wrong` where what it was started with is wrong."""
+    """From a worker: it cannot start, or its engine has failed.
+
+    `request_wrong` is set if its settings are invalid.
+    """
 
     message: str
     request_wrong: bool = False
@@ -48,7 +54,10 @@ class Prefill:
 
 @attrs.frozen
 class Prefilled:
-    """From a worker: the prompt of a request is computed. `error` where it was refused."""
+    """From a worker: the prompt of a request is computed.
+
+    `error` is set if it was rejected.
+    """
 
     id: str
     transfer: Transfer | None
@@ -57,7 +66,10 @@ class Prefilled:
 
 @attrs.frozen
 class Decode:
-    """To a worker: continue a request, whose prompt may be in a file and whose output may have to follow a grammar."""
+    """To a worker: continue a request.
+
+    The prompt may be in a file, and a grammar may constrain the output.
+    """
 
     request: Request
     transfer: Transfer | None = None
@@ -73,7 +85,7 @@ class Abort:
 
 @attrs.frozen
 class Report:
-    """From a worker: outputs, and now and then its counters."""
+    """From a worker: outputs, and regularly its statistics."""
 
     outputs: Sequence[Output] = ()
     statistics: Statistics | None = None
@@ -81,4 +93,4 @@ class Report:
 
 @attrs.frozen
 class Close:
-    """To a worker: end."""
+    """To a worker: exit."""

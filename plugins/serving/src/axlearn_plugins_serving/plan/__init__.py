@@ -1,1 +1,1 @@
-"""Plans of serving: what a machine that need not be here can serve, and how fast at most."""
+"""Plans of a server's memory and speed, for hardware that need not be present."""

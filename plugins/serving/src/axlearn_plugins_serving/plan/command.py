@@ -17,12 +17,12 @@ from axlearn_core.errors import RequestError
 @click.command("plan-serve", cls=ExtensibleCommand)
 @experiment_argument
 @request_options
-@click.option("--export", metavar="DIR", help="Write the compiled programs, for `axlearn serve --programs DIR`.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; bytes are of one device.")
+@click.option("--export", metavar="DIR", help="Write programs for `axlearn serve --programs`.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with bytes per device.")
 def plan_serving(request: Any, export: str | None, as_json: bool) -> None:
-    """Plan a server of an experiment, a run, or a model in Hugging Face format.
+    """Plan a server for an experiment, a run, or a model in Hugging Face format.
 
-    `--set serving.PATH=VALUE` sets the engine. --export without --target compiles for the devices that are here, and makes no
+    `--set serving.PATH=VALUE` sets the engine. --export without --target compiles for the devices of this machine and prints no
     plan. Exit code 1 if the server does not fit.
     """
     require_plan()
@@ -32,9 +32,9 @@ def plan_serving(request: Any, export: str | None, as_json: bool) -> None:
     config = engine_config(engine)
     request = attrs.evolve(request, settings=tuple(s for s in request.settings if s not in engine))
     if export is not None and request.target is None:
-        from axlearn_plugins_serving.plan.exports import export_here
+        from axlearn_plugins_serving.plan.exports import export_programs
 
-        count, seconds = export_here(request, config, Path(export))
+        count, seconds = export_programs(request, config, Path(export))
         echo(f"{count} programs in {export}, compiled in {seconds:.1f} s")
         return
     no_devices()
@@ -55,7 +55,10 @@ def plan_serving(request: Any, export: str | None, as_json: bool) -> None:
 
 
 def require_plan() -> None:
-    """Raises `RequestError` if axlearn-plugins-plan, which reads compiled programs, is not installed."""
+    """Raise `RequestError` if axlearn-plugins-plan is not installed.
+
+    It analyses compiled programs.
+    """
     if importlib.util.find_spec("axlearn_plugins_plan") is None:
         raise RequestError(
             "planning a server needs axlearn-plugins-plan\n    fix: pip install 'axlearn-plugins-serving[plan]'"

@@ -1,4 +1,4 @@
-"""Programs for the devices that are here, as `axlearn serve` loads them."""
+"""Export programs for this machine's devices and `axlearn serve --programs`."""
 
 import time
 from pathlib import Path
@@ -8,42 +8,44 @@ from axlearn_core.errors import RequestError
 from axlearn_core.plugins.request import Request
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.engine_devices import serving_program, set_up_devices
-from axlearn_plugins_serving.open_engine import check_decoder, fit_config, without_kernels
-from axlearn_plugins_serving.plan.plan_request import opened_directory
-from axlearn_plugins_serving.programs import check_new
+from axlearn_plugins_serving.open_engine import check_decoder, fit_config, remove_kernels
+from axlearn_plugins_serving.plan.plan_request import open_directory
+from axlearn_plugins_serving.programs import check_absent
 from axlearn_plugins_serving.runner import ModelRunner, RunnerProgram
 
 
-def export_here(request: Request, config: ServingEngine.Config, directory: Path) -> tuple[int, float]:
-    """Compiles the programs of a server for the devices that are here, without its weights, and writes them.
+def export_programs(request: Request, config: ServingEngine.Config, directory: Path) -> tuple[int, float]:
+    """Compile and write the programs of a server for this machine's devices.
+
+    This does not need the weights.
 
     Args:
-        request: names a run directory, or one in Hugging Face format.
-        config: of the engine: the server has to have the same.
-        directory: must not exist.
+        request: Request that names a run directory or a directory in Hugging Face format.
+        config: Config of the engine. The server must use the same one.
+        directory: Directory to create; it must not exist.
 
     Returns:
-        How many programs there are, and the seconds that it took.
+        The number of programs and the time in seconds.
 
     Raises:
-        RequestError: no directory of a model, a model that is not a decoder, or a directory that exists.
+        RequestError: If the request does not name a model directory, the model does not generate tokens, or `directory` exists.
     """
-    check_new(directory)
-    opened = opened_directory(request)
+    check_absent(directory)
+    opened = open_directory(request)
     if opened is None:
         raise RequestError(
-            f"{request.experiment!r} is not a directory of a model: programs for the devices here are of one\n"
-            "    fix: give a run, or a directory in Hugging Face format; or name the hardware with --target"
+            f"{request.experiment!r} is not a model directory, which programs for this machine's devices need\n"
+            "    fix: name a run or a directory in Hugging Face format, or the hardware with --target"
         )
     if request.settings or request.features or request.without:
         raise RequestError(
-            "a model that is there is served as it is\n    got: --set of its config, --with or --without\n"
+            "the config of an existing model cannot be changed\n    got: --set of its config, --with or --without\n"
             "    fix: leave them out; --set serving.PATH=VALUE is for the engine"
         )
     started = time.perf_counter()
     set_up_devices(config, owns_cores=True)
     experiment: Any = opened.experiment
-    model = without_kernels(experiment.model)
+    model = remove_kernels(experiment.model)
     check_decoder(model)
     runner = fit_config(config, model).runner
     if not isinstance(runner, ModelRunner.Config):

@@ -1,4 +1,7 @@
-"""Layouts of a server: replicas, tensor parallelism, requests at one time, and what the cache is kept in."""
+"""A search over the layouts of a server.
+
+Layouts differ in replicas, tensor parallelism, concurrent requests, and cache dtype.
+"""
 
 import itertools
 import json
@@ -22,14 +25,14 @@ VARIED = ("cache-dtype",)
 
 @attrs.frozen(kw_only=True)
 class ServingLayout:
-    """How a machine serves a model.
+    """A layout of a server on a machine.
 
     Attributes:
-        replicas: servers side by side, each with the whole model.
-        machine: what one of them runs on, all of whose devices share each product.
-        rows: requests that a replica runs at one time.
-        cache_dtype: of keys and values; None is the model's own.
-        shipped: whether it is what one gets without a search.
+        replicas: Number of servers, each with the whole model.
+        machine: Part of the machine that a replica runs on. All its devices share each product.
+        rows: Maximum number of running requests per replica.
+        cache_dtype: Storage dtype of keys and values; None is the model's dtype.
+        shipped: Whether this is the layout without a search.
     """
 
     replicas: int
@@ -40,25 +43,25 @@ class ServingLayout:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """For `--set`."""
+        """The settings of the layout, for `--set`."""
         values: dict[str, Any] = {"serving.runner.max_rows": self.rows}
         return values if self.cache_dtype is None else {**values, "serving.runner.cache_dtype": self.cache_dtype}
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Of `axlearn plan EXPERIMENT --serve`, for one replica."""
+        """Arguments of `axlearn plan EXPERIMENT --serve` for one replica."""
         set_ = (w for path, value in self.settings.items() for w in ("--set", f"{path}={value}"))
         return ("--target", self.machine.name, *set_)
 
 
 @attrs.frozen(kw_only=True)
 class ServingRow:
-    """A layout, compiled.
+    """A compiled layout.
 
     Attributes:
-        tpot: seconds between the tokens of a request while all rows decode, at the roofline; None without a figure.
-        tokens_per_second: of all replicas together, while nothing is prefilled.
-        bytes: of one device.
+        tpot: Seconds between the tokens of a request while all rows decode, at the roofline.
+        tokens_per_second: Output tokens per second of all replicas while nothing is prefilled.
+        bytes: Memory per device.
     """
 
     layout: ServingLayout
@@ -70,12 +73,14 @@ class ServingRow:
 
 @attrs.frozen(kw_only=True)
 class ServingResult:
-    """What a search found: the rows that fit, most tokens/s first, what ships among them whether it fits or not.
+    """The result of a search.
+
+    It contains the layouts that fit, most tokens/s first, and always the shipped layout.
 
     Attributes:
-        front: of `rows`, those that none is better than in both time per token and tokens/s.
-        failures: words of a layout -> why it has no plan.
-        ended: why the search ended.
+        front: The Pareto front of `rows` in time per token and tokens/s.
+        failures: (arguments of a layout, reason why it has no plan).
+        ended: Reason why the search ended.
     """
 
     rows: tuple[ServingRow, ...]
@@ -84,8 +89,13 @@ class ServingResult:
     ended: str
 
 
-def layouts(machine: Machine, max_rows: int, cache_dtype: str | None, vary: Sequence[str]) -> list[list[ServingLayout]]:
-    """Chains of layouts: within one the requests grow, and so does the memory. The first is what ships, alone."""
+def list_layouts(
+    machine: Machine, max_rows: int, cache_dtype: str | None, vary: Sequence[str]
+) -> list[list[ServingLayout]]:
+    """Return chains of layouts with increasing requests and memory.
+
+    The first chain is the shipped layout alone.
+    """
     dtypes = list(dict.fromkeys((cache_dtype, *(CACHE_DTYPES if "cache-dtype" in vary else ()))))
     shipped = ServingLayout(replicas=1, machine=machine, rows=max_rows, cache_dtype=cache_dtype, shipped=True)
     chains = [[shipped]]
@@ -115,40 +125,43 @@ def search_serving(
     seconds: float,
     progress: Callable[[str], None] = lambda _: None,
 ) -> ServingResult:
-    """Compiles the steps of a server on every part of a machine, until memory or time is used up.
+    """Compile a server's steps on every part of a machine.
 
-    Of each size of a replica, requests are doubled for as long as they fit.
+    The search ends when the time is used up.
+
+    For each size of a replica, the number of requests doubles as long as they fit.
 
     Args:
-        request: its settings under `serving.` are of the engine.
-        machine: all of it.
-        vary: what changes the mathematics, and is tried besides.
-        seconds: for compiling.
+        request: Request to plan. Its settings under `serving.` are for the engine.
+        machine: The whole machine.
+        vary: Properties to vary that change the results, such as `cache-dtype`.
+        seconds: Time for compiling.
+        progress: Called with a line for each compiled layout.
 
     Raises:
-        RequestError: a target without figures, or nothing was compiled in time.
+        RequestError: If the target has no figures or the shipped layout cannot be planned.
     """
     if not machine.target.peak_flops or machine.target.hbm_bytes is None:
         raise RequestError(
             f"the target {machine.name} has no figures: nothing can be ranked\n"
-            "    fix: name one that `axlearn targets list` has a peak for"
+            "    fix: name a target for which `axlearn targets list` shows a peak"
         )
     configure_devices(machine)
     engine = tuple(s for s in request.settings if s.path.startswith(PREFIX))
-    others = tuple(s for s in request.settings if s not in engine)
+    other_settings = tuple(s for s in request.settings if s not in engine)
     runner: Any = engine_config(engine).runner
     started, slowest = time.monotonic(), 0.0
     rows: list[ServingRow] = []
     failures: list[tuple[str, str]] = []
     ended = "requests were doubled until they no longer fit"
-    for chain in layouts(machine, runner.max_rows, runner.cache_dtype, vary):
+    for chain in list_layouts(machine, runner.max_rows, runner.cache_dtype, vary):
         for layout in chain:
             if rows and seconds - (time.monotonic() - started) < slowest:
                 ended = "the budget was used up"
                 break
-            begun = time.monotonic()
-            row = _planned(attrs.evolve(request, settings=others), engine, layout, failures)
-            slowest = max(slowest, time.monotonic() - begun)
+            layout_started = time.monotonic()
+            row = _plan_layout(attrs.evolve(request, settings=other_settings), engine, layout, failures)
+            slowest = max(slowest, time.monotonic() - layout_started)
             if row is None:
                 break
             rows.append(row)
@@ -158,14 +171,14 @@ def search_serving(
     return _result(rows, failures, ended)
 
 
-def _planned(
+def _plan_layout(
     request: Request, engine: Sequence[Setting], layout: ServingLayout, failures: list[tuple[str, str]]
 ) -> ServingRow | None:
-    own = [Setting(path=p, value=v) for p, v in layout.settings.items()]
+    layout_settings = [Setting(path=p, value=v) for p, v in layout.settings.items()]
     settings = [s for s in engine if s.path not in layout.settings]
     try:
-        plan = planned(attrs.evolve(request, target=layout.machine.name), engine_config([*settings, *own]))
-    except RequestError as error:  # heads that so many devices do not divide
+        plan = planned(attrs.evolve(request, target=layout.machine.name), engine_config([*settings, *layout_settings]))
+    except RequestError as error:  # the number of devices may not divide the heads
         if layout.shipped:
             raise
         failures.append((" ".join(layout.words), str(error).splitlines()[0]))
@@ -193,7 +206,7 @@ def _figures(row: ServingRow) -> str:
 
 
 def text(request: Request, machine: Machine, result: ServingResult) -> str:
-    """For people."""
+    """Format a result as text."""
     lines = [
         f"serving {request.experiment} on {machine.name}: {len(result.rows)} layouts compiled, at the roofline",
         "  replicas  tensor  requests  cache          tokens/s  ms/token  GiB/device",
@@ -207,15 +220,15 @@ def text(request: Request, machine: Machine, result: ServingResult) -> str:
             f"  {row.tokens_per_second:>8,.0f}  {1e3 * row.tpot:>8.3g}  {row.bytes / 2**30:>10.3g}{note}"
         )
     lines += [f"not planned: {words}: {why}" for words, why in result.failures]
-    lines.append(f"* no layout has both more tokens/s and less time a token; {result.ended}")
+    lines.append(f"* no other layout has more tokens/s and less time per token; {result.ended}")
     if result.rows and result.rows[0].fits:
         best = " ".join(["axlearn plan", str(request.experiment), "--serve", *result.rows[0].layout.words])
-        lines.append(f"one replica of the first: {best}")
+        lines.append(f"to plan one replica of the first: {best}")
     return "\n".join(lines)
 
 
 def as_json(machine: Machine, result: ServingResult) -> dict[str, Any]:
-    """One object; bytes are of one device."""
+    """Return a result as a JSON object. Bytes are per device."""
     return {
         "target": machine.name,
         "layouts": [
@@ -240,5 +253,5 @@ def as_json(machine: Machine, result: ServingResult) -> dict[str, Any]:
 
 
 def dumps(machine: Machine, result: ServingResult) -> str:
-    """The object as text."""
+    """Return the JSON object as text."""
     return json.dumps(as_json(machine, result), indent=2)

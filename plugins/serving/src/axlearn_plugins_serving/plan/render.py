@@ -1,4 +1,4 @@
-"""A plan of serving as text for people, and as JSON."""
+"""Format a serving plan as text and as JSON."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from axlearn_plugins_serving.plan.steps import StepPlan
 
 
 def text(plan: ServingPlan) -> str:
-    """The plan, section by section."""
+    """Format a plan as text, section by section."""
     machine = plan.machine
     lines = [f"serving {plan.title} on {machine.name}: {machine.chips} chips, {plan.parameters:,} parameters"]
     sections = (
@@ -40,10 +40,10 @@ def _remedies(plan: ServingPlan) -> Iterator[str]:
     most = plan.most_tokens or 0
     if most >= plan.runner.max_context:
         yield f"--set serving.runner.num_blocks={most // plan.runner.block_size}"
-        yield f"    a cache of {most:,} tokens, which is what is left"
+        yield f"    a cache of {most:,} tokens, which uses the remaining memory"
     else:
         yield "more chips, or weights of fewer bits"
-        yield f"    {size(plan.weights + plan.working)} of {size(plan.capacity)} are taken without any cache"
+        yield f"    weights and temporaries alone take {size(plan.weights + plan.working)} of {size(plan.capacity)}"
 
 
 def _cache(plan: ServingPlan) -> Iterator[str]:
@@ -68,25 +68,25 @@ def _times(plan: ServingPlan) -> Iterator[str]:
         parts = f"{seconds(line.compute):>9} {seconds(line.hbm):>9} {seconds(line.links):>9}"
         yield f"{name:{width}} {seconds(line.step):>9} {parts}  {line.bound if line.step is not None else '?'}"
     if plan.full.roofline.step is None:
-        yield "this target has no figure for its peak"
+        yield "the peak of this target is unknown"
         return
     yield f"output  {plan.full.requests / plan.full.roofline.step:,.0f} tokens/s, while nothing is prefilled"
-    yield f"prefill {plan.mixed.prompt / (plan.mixed.roofline.step or 1):,.0f} tokens/s, beside requests that decode"
+    yield f"prefill {plan.mixed.prompt / (plan.mixed.roofline.step or 1):,.0f} tokens/s, together with decoding requests"
 
 
 def _mesh(plan: ServingPlan) -> Iterator[str]:
     yield ", ".join(f"{a}={n}" for a, n in plan.mesh.items()) or "one device"
     if plan.layers_compiled:
         depths = " and ".join(map(str, plan.layers_compiled))
-        yield f"note: compiled with {depths} of {plan.layers} equal layers; temporaries and what is sent go on in a straight line"
+        yield f"note: compiled with {depths} of {plan.layers} equal layers; temporaries and traffic are extrapolated linearly"
     if stand_in := plan.machine.target.stand_in:
-        yield f"note: not the program that runs there: {stand_in}"
+        yield f"note: compiled with a stand-in for the program that runs there: {stand_in}"
     for note in plan.notes:
         yield f"note: {note}"
 
 
 def as_json(plan: ServingPlan) -> dict[str, Any]:
-    """The plan as one object. Bytes are of one device."""
+    """Return the plan as a JSON object. Bytes are per device."""
     return {
         "name": plan.title,
         "function": "serve",

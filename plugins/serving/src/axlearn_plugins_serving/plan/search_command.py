@@ -15,11 +15,11 @@ from axlearn_plugins_serving.plan.command import require_plan
 @experiment_argument
 @request_options
 @click.option("--budget", metavar="MINUTES", help="Time for compiling (default: 10).")
-@click.option("--chips", metavar="A..B", help="Another size of the target's machine: the one between A and B chips.")
-@click.option("--vary", metavar="cache-dtype", help="What else may change: the dtype of the cache.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; bytes are of one device.")
+@click.option("--chips", metavar="A..B", help="Use the target's machine with A to B chips.")
+@click.option("--vary", metavar="cache-dtype", help="Also vary the dtype of the cache.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with bytes per device.")
 def search_serving(request: Any, budget: str | None, chips: str | None, vary: str | None, as_json: bool) -> None:
-    """Rank the layouts of a server: replicas, tensor parallelism and requests at one time.
+    """Rank a server's layouts: replicas, tensor parallelism, concurrent requests.
 
     The layout with the most tokens/s comes first. `--set serving.PATH=VALUE` sets the engine. Exit code 1 if none fits.
     """
@@ -33,7 +33,9 @@ def search_serving(request: Any, budget: str | None, chips: str | None, vary: st
 
     names = machine_names(request.target, chips)
     if len(names) > 1:
-        raise RequestError(f"a search for serving takes one machine\n    got: {', '.join(names)}\n    fix: name one")
+        raise RequestError(
+            f"a search for serving needs exactly one machine\n    got: {', '.join(names)}\n    fix: name one"
+        )
     machine = find_machine(names[0])
     seconds = 60 * positive("--budget", budget, 10.0)
     result = layout_search.search_serving(

@@ -1,4 +1,4 @@
-"""What a machine can serve of a model: whether it fits, how many tokens its cache holds, how fast a step can be at most."""
+"""Plan a server on a machine: its memory, cache capacity and shortest steps."""
 
 import time
 from collections.abc import Sequence
@@ -18,25 +18,25 @@ from axlearn_plugins_plan.memory import capacity
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.open_engine import check_decoder, fit_config
 from axlearn_plugins_serving.plan.steps import StepPlan, Steps
-from axlearn_plugins_serving.programs import check_new
+from axlearn_plugins_serving.programs import check_absent
 from axlearn_plugins_serving.runner import ModelRunner
 
 
 @attrs.frozen(kw_only=True)
 class ServingPlan:
-    """What is known of serving one model on one machine. Bytes are of one device.
+    """The plan of a server on a machine. Bytes are per device.
 
     Attributes:
-        weights: as steps take them.
-        cache: of the blocks that the config asks for.
-        tables: of the requests' options.
-        token_bytes: of the cache, of one token.
-        capacity: of the device; None where it is not known.
-        context: tokens that each request is taken to have in the cache: half of the longest.
-        alone: a step of one request.
-        full: a step of all requests that run at one time.
-        mixed: a step of all of them beside as many tokens of prompts as there is room for.
-        layers_compiled: how many layers the compiled programs have; None where it is all of them.
+        weights: Bytes of the weights, as steps use them.
+        cache: Bytes of the cache with the config's number of blocks.
+        tables: Bytes of the sampling tables.
+        token_bytes: Bytes of the cache per token.
+        capacity: Bytes of the device's memory; None if unknown.
+        context: Assumed number of cached tokens per request: half of the maximum.
+        alone: Step of one request.
+        full: Step of the maximum number of running requests.
+        mixed: Step of the maximum number of running requests and as many prompt tokens as fit.
+        layers_compiled: Numbers of layers of the compiled programs; None if all layers were compiled.
     """
 
     title: str
@@ -63,34 +63,37 @@ class ServingPlan:
 
     @property
     def steps(self) -> Sequence[StepPlan]:
-        """All that were compiled."""
+        """All compiled steps."""
         return self.alone, self.full, self.mixed
 
     @property
     def working(self) -> float:
-        """What the largest step needs in addition to weights and cache: temporaries and the program itself."""
+        """Bytes of the largest step's temporaries and program."""
         return max(s.compiled.temporaries + s.compiled.code for s in self.steps)
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Total bytes."""
         return self.weights + self.cache + self.tables + self.working
 
     @property
     def fits(self) -> bool:
-        """Whether it does; where the capacity is not known, nothing says that it does not."""
+        """Whether the server fits.
+
+        True if the capacity is unknown and the compiler did not run out of memory.
+        """
         if any(step.compiled.refused for step in self.steps):
             return False
         return self.capacity is None or self.total <= self.capacity
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the cache of the config holds."""
+        """Capacity of the config's cache, in tokens."""
         return self.blocks * self.runner.block_size
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens that a cache holds that takes all the memory that is left; None where the capacity is not known."""
+        """Tokens that a cache in all remaining memory holds; None if unknown."""
         if self.capacity is None or not self.token_bytes:
             return None
         room = self.capacity - self.weights - self.tables - self.working
@@ -108,32 +111,32 @@ def plan_model(
     notes: Sequence[str] = (),
     export: Path | None = None,
 ) -> ServingPlan:
-    """Compiles the steps of a server for a machine, and reads what the compiler made.
+    """Compile the steps of a server for a machine and analyse the compiled programs.
 
     Args:
-        model: the config of a `CausalLM`; its `param_dtype` is what the weights are held in.
-        machine: whose devices need not be here.
-        title: what the model is called.
-        config: of the engine.
-        mesh: how the devices are laid out; by default all of them share each product (`tensor`).
-        notes: for people.
-        export: a new directory for the programs of all shapes, which are compiled with all layers; None writes none.
+        model: Config of a `CausalLM`. Its `param_dtype` is the dtype of the weights.
+        machine: Machine to plan for. Its devices need not be present.
+        title: Name of the model.
+        config: Config of the engine.
+        mesh: Layout of the devices. By default, all devices share each product (`tensor`).
+        notes: Notes to add to the plan.
+        export: New directory for the programs of all shapes, which are compiled with all layers; None writes none.
 
     Raises:
-        RequestError: the model is not a decoder of tokens, the directory exists, or nothing can compile for the machine.
-        ConfigError: the devices do not divide the heads or the width.
+        RequestError: If the model does not generate tokens, the directory exists, or nothing can compile for the machine.
+        ConfigError: If the number of devices does not divide the heads or the width.
     """
     check_decoder(model)
-    check_new(export)
+    check_absent(export)
     config = fit_config(config or ServingEngine.Config(), model)
     runner = config.runner
     if not isinstance(runner, ModelRunner.Config):
         raise RequestError(f"a {type(runner).__qualname__} cannot be planned\n    expected: model-runner")
     if config.tensor_parallel not in (None, machine.devices):
         raise RequestError(
-            "a plan is of one replica, whose devices share each product\n"
+            "a plan covers one replica, whose devices share each product\n"
             f"    got: serving.tensor_parallel={config.tensor_parallel}, and {machine.devices} devices of {machine.name}\n"
-            "    fix: leave one of them out, or name a target of as many devices"
+            "    fix: leave one of them out, or name a target with as many devices"
         )
     started = time.perf_counter()
     steps = Steps(runner, model, machine, mesh or tensor_parallel(machine))
@@ -173,19 +176,19 @@ def plan_model(
 
 
 def tensor_parallel(machine: Machine) -> Mesh:
-    """All devices share each product."""
+    """Return a mesh in which all devices share each product."""
     return Mesh(shape={"tensor": machine.devices} if machine.devices > 1 else {})
 
 
-def held_in_compute_dtype(model: Node[Any]) -> tuple[Node[Any], tuple[str, ...]]:
-    """The config of a model whose weights are held as it computes, and a note where that changes it.
+def cast_to_compute_dtype(model: Node[Any]) -> tuple[Node[Any], tuple[str, ...]]:
+    """Return the config with weights in the compute dtype, and a note if it changed.
 
-    Training holds float32 weights of a model that computes in bfloat16; what is served is exported in the latter.
+    Training keeps float32 weights of a model that computes in bfloat16. Exports for serving are in bfloat16.
     """
     if not isinstance(model, Layer.Config):
         return model, ()
     stored, computed = model.param_dtype, model.dtype
     if stored is None or computed is None or stored == computed:
         return model, ()
-    note = f"the weights are taken to be in {computed}, as exports hold them; training holds them in {stored}"
+    note = f"weights are assumed to be in {computed}, as in exports; training keeps them in {stored}"
     return patch(model, {"param_dtype": computed}), (note,)

@@ -1,4 +1,7 @@
-"""The steps of a server on a machine that need not be here: compiled, and what they take of its memory and its time."""
+"""Compile a server's steps for any machine, and derive their memory and time.
+
+The machine need not be present.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,19 +32,19 @@ from axlearn_plugins_transformer.layer_roles import ExpertsRole
 
 LAYERS = "decoder.num_layers"
 DEPTHS = (2, 3)
-"""Layers that are compiled in the place of many equal ones, whose figures go on in a straight line."""
+"""Numbers of layers to compile instead of many equal layers. Figures are extrapolated linearly from them."""
 
 
 @attrs.frozen(kw_only=True)
 class Compiled:
-    """What a compiler says of one step. Bytes are of one device.
+    """The compiler's figures of a step. Bytes are per device.
 
     Attributes:
-        temporaries: what exists during the step.
-        code: the program itself.
-        links: sent to devices of the same domain; None where the module does not tell.
-        network: sent out of the domain; None where the module does not tell.
-        refused: whether the compiler stopped because it does not fit.
+        temporaries: Bytes of temporaries.
+        code: Bytes of the program itself.
+        links: Bytes sent to devices of the same domain; None if unknown.
+        network: Bytes sent out of the domain; None if unknown.
+        refused: Whether the compiler ran out of memory.
     """
 
     temporaries: float
@@ -51,7 +54,10 @@ class Compiled:
     refused: bool = False
 
     def continued(self, other: "Compiled", steps: int) -> "Compiled":
-        """`other`, which is of one layer more, and as much again for each of so many further layers."""
+        """Extrapolate to `steps` more layers than `other`.
+
+        `other` has one layer more than this.
+        """
         pairs = {n: (getattr(self, n), getattr(other, n)) for n in ("temporaries", "code", "links", "network")}
         values: dict[str, Any] = {
             n: None if a is None or b is None else max(0.0, b + (b - a) * steps) for n, (a, b) in pairs.items()
@@ -61,16 +67,16 @@ class Compiled:
 
 @attrs.frozen(kw_only=True)
 class StepPlan:
-    """One shape of a step.
+    """The plan of one shape of a step.
 
     Attributes:
-        bucket: the shape.
-        requests: that decode.
-        prompt: tokens of prompts.
-        compiled: what the compiler says.
-        flops: of all devices.
-        traffic: bytes to and from the memory of one device.
-        roofline: the least time.
+        bucket: Shape of the step.
+        requests: Number of decoding requests.
+        prompt: Number of prompt tokens.
+        compiled: The compiler's figures.
+        flops: FLOPs of all devices.
+        traffic: Bytes read and written in one device's memory.
+        roofline: Shortest possible time.
     """
 
     bucket: StepBucket
@@ -83,13 +89,13 @@ class StepPlan:
 
 
 class Steps:
-    """The steps of one model on one machine.
+    """The steps of a model on a machine.
 
     Attributes:
-        program: with abstract weights.
-        weights: bytes of one device.
-        token_bytes: of the cache, of one token on one device.
-        tables: bytes of one device, of everything else that outlasts a step.
+        program: Program with abstract weights.
+        weights: Bytes of the weights per device.
+        token_bytes: Bytes of the cache per token and device.
+        tables: Bytes per device of everything else that outlives a step.
     """
 
     def __init__(self, cfg: ModelRunner.Config, model: Node[Any], machine: Machine, mesh: Mesh):
@@ -101,21 +107,21 @@ class Steps:
         self.weights, self.tables = shard_bytes(weights), shard_bytes(tables)
         self.token_bytes = shard_bytes(cache) / (self.blocks * cfg.block_size)
         self.dtype = str(np.result_type(*{leaf.dtype for leaf in jax.tree.leaves(cache)}))
-        self.shallow = self._shallow()
+        self.shallow = self._build_shallow()
 
     @property
     def layers_compiled(self) -> tuple[int, ...] | None:
-        """How many layers the compiled programs have; None where it is all of them."""
+        """Numbers of layers of the compiled programs; None if all layers were compiled."""
         return self.depths if self.shallow else None
 
     def plan(self, bucket: StepBucket, requests: int, prompt: int, context: int) -> StepPlan:
-        """Compiles a step.
+        """Compile a step and derive its figures.
 
         Args:
-            bucket: its shape.
-            requests: that decode in it.
-            prompt: tokens of prompts in it.
-            context: tokens that each request has in the cache.
+            bucket: Shape of the step.
+            requests: Number of decoding requests.
+            prompt: Number of prompt tokens.
+            context: Number of cached tokens per request.
         """
         compiled = self._compile(bucket)
         flops, traffic = self._work(bucket, requests, prompt, context)
@@ -133,21 +139,24 @@ class Steps:
         )  # fmt: skip
 
     def choices(self) -> tuple[Choice, ...]:
-        """The kernels of the steps that were compiled."""
+        """Return the kernels of the compiled steps."""
         return tuple(self._traced_program().choices("serve"))
 
     def _build(self, model: Node[Any]) -> RunnerProgram:
         with uncached():
             return RunnerProgram.with_steps(self.cfg, model, self.devices, self.mesh, self.machine.target)
 
-    def _shallow(self) -> Sequence[ModelProgram]:
-        """The programs of fewer layers, where all layers are alike; empty where all have to be compiled."""
+    def _build_shallow(self) -> Sequence[ModelProgram]:
+        """Return programs with fewer layers if all layers are equal.
+
+        Returns nothing if all layers must be compiled.
+        """
         layers = find(self.model, LAYERS).get(LAYERS)
         if not isinstance(layers, int) or layers <= max(self.depths) + 1:
             return ()
         try:
             programs = [self._build(patch(self.model, {LAYERS: depth})) for depth in self.depths]
-        except ConfigError:  # layers that are told apart by their number
+        except ConfigError:  # layers may differ by their index
             return ()
         first, second = (shard_bytes(p.arguments("serve", self.buckets[0])[:2]) for p in programs)
         whole = shard_bytes(self.program.arguments("serve", self.buckets[0])[:2])
@@ -170,12 +179,15 @@ class Steps:
         try:
             traffic = collectives(parse(compiled.as_text()), places)
             links, network = (sum(c.times * getattr(c, n) for c in traffic) for n in ("link_bytes", "network_bytes"))
-        except ValueError:  # a compiler that writes them in a way of its own; all else is still known
+        except ValueError:  # the compiler's format of collectives is unknown; all other figures are valid
             pass
         return Compiled(temporaries=memory.temporaries, code=memory.code, links=links, network=network)
 
     def _work(self, bucket: StepBucket, requests: int, prompt: int, context: int) -> tuple[float, float]:
-        """(FLOPs of all devices, bytes to and from the memory of one) of what requests need of a step."""
+        """Return the FLOPs and the memory traffic of a step.
+
+        FLOPs are of all devices. Traffic is in bytes, of one device.
+        """
         tokens = requests + prompt
         results = requests + -(-prompt // bucket.chunk) if bucket.chunk else requests
         flops = traffic = 0.0
@@ -183,7 +195,7 @@ class Steps:
         specs = self.program.arguments("serve", bucket)[0]
         for path, array in weights.items():
             size, rows, share = math.prod(array.shape), tokens, 1.0
-            if ".embedding." in f".{path}":  # rows of it are taken
+            if ".embedding." in f".{path}":  # only rows of it are read
                 continue
             if array.axes[-1:] == ("vocab",):
                 rows = results
@@ -201,7 +213,7 @@ class Steps:
         return max((experts.top_k for experts in find(self.model, ExpertsRole).values()), default=1)
 
     def _query_width(self) -> float:
-        """Numbers of all heads of the queries of a token, over all layers."""
+        """Return the total width of a token's queries, over all heads and layers."""
         ops = [c.op for c in self.choices() if isinstance(c.op, PagedAttentionOp)]
         layers = find(self.model, LAYERS).get(LAYERS, 1)
         return max((op.query.shape[1] * op.query.shape[2] for op in ops), default=0) * layers

@@ -1,4 +1,4 @@
-"""Errors in the form of the OpenAI API."""
+"""Errors in the format of the OpenAI API."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from axlearn_core.errors import nearest
 T = TypeVar("T", bound=BaseModel)
 
 _MESSAGE_LENGTH = 2000
-_SAY_ALL = frozenset(
+_WITHOUT_VALUE = frozenset(
     {
         "missing",
         "value_error",
@@ -22,7 +22,7 @@ _SAY_ALL = frozenset(
         "invalid_tools",
     }
 )
-"""Kinds of problems whose message needs no value behind it."""
+"""Types of validation errors whose message does not need the value."""
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -30,11 +30,11 @@ class ApiError(Exception):
     """An error response.
 
     Attributes:
-        status: of HTTP.
-        message: what is wrong and how to mend it.
-        param: the path of the field that is wrong.
-        code: for programs, such as `model_not_found`.
-        headers: of the response.
+        status: HTTP status.
+        message: Description of the error and how to fix it.
+        param: Path of the wrong field.
+        code: Error code for programs, such as `model_not_found`.
+        headers: Headers of the response.
     """
 
     def __init__(
@@ -53,21 +53,21 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON of the response."""
+        """The JSON body of the response."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def parse_body(model: type[T], body: bytes, *, context: int | None = None) -> T:
-    """A request from JSON.
+    """Parse and validate a JSON request.
 
     Args:
-        model: the fields of the request.
-        body: the JSON.
-        context: tokens that a prompt can have; more token ids are refused before they are checked.
+        model: Model of the request.
+        body: JSON text.
+        context: Maximum number of tokens in a prompt. Longer lists of token ids are rejected before they are validated.
 
     Raises:
-        ApiError: 400, which names the first wrong field and counts the others.
+        ApiError: 400; names the first wrong field and counts the others.
     """
     try:
         return model.model_validate_json(body, context={"context": context})
@@ -80,7 +80,7 @@ def _describe(error: ValidationError, model: type[BaseModel]) -> ApiError:
     first = problems[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
-    # A value that fits no branch of a union has a problem for each: the branch whose types fit, or that got furthest, is meant.
+    # A value that fits no branch of a union has an error per branch. Report the branch with matching types or the deepest path.
     field = first["loc"][:1]
     alternatives = [p for p in problems if p["loc"][:1] == field]
     first = max(alternatives, key=lambda p: (not p["type"].endswith("_type"), _depth(p["loc"])))
@@ -93,8 +93,8 @@ def _describe(error: ValidationError, model: type[BaseModel]) -> ApiError:
         reasons = dict.fromkeys(p["msg"] for p in alternatives if _path(p["loc"]) == param)
         text = " or ".join(reason.removeprefix("Value error, ") for reason in reasons)
         message = f"{param}: {text}" if param else text
-        if first["type"] not in _SAY_ALL:
-            message += f"; got {_short(first.get('input'))}"
+        if first["type"] not in _WITHOUT_VALUE:
+            message += f"; got {_truncate_json(first.get('input'))}"
     other_fields = len({p["loc"][:1] for p in problems} - {field})
     if other_fields:
         message += f" (and {other_fields} more wrong field{'s' if other_fields > 1 else ''})"
@@ -106,7 +106,10 @@ def _names(model: type[BaseModel]) -> Iterable[str]:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """`messages[0].content`, without the names that pydantic gives to the branches of a union."""
+    """Return a path such as `messages[0].content`.
+
+    It leaves out pydantic's names for the branches of a union.
+    """
     text = ""
     for part in location:
         if isinstance(part, int):
@@ -123,8 +126,8 @@ def _depth(location: tuple[int | str, ...]) -> int:
     return path.count(".") + path.count("[")
 
 
-def _short(value: Any) -> str:
-    """The first characters of a value, without writing the rest."""
+def _truncate_json(value: Any) -> str:
+    """Return the beginning of a value as JSON, without encoding the rest."""
     text = ""
     for piece in json.JSONEncoder(ensure_ascii=False).iterencode(value[:81] if isinstance(value, str) else value):
         text += piece[:81]

@@ -13,15 +13,18 @@ from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.chat import chat_completions
 from axlearn_plugins_serving.server.completions import completions
 from axlearn_plugins_serving.server.http import error_response
-from axlearn_plugins_serving.server.limits import LimitRequests, Limits
+from axlearn_plugins_serving.server.limits import LimitRequests, ServerLimits
 from axlearn_plugins_serving.server.responses import create_response
 from axlearn_plugins_serving.server.service import Service
 
-_HINTS = {404: "no such path; /openapi.json lists what there is", 405: "this path has other methods"}
+_HINTS = {404: "no such path; /openapi.json lists the paths", 405: "this path does not support the method"}
 
 
-def create_app(service: Service, limits: Limits | None = None) -> Starlette:
-    """The application of one model. Its caller starts the engine's thread, in the event loop, and stops it at the end."""
+def create_app(service: Service, limits: ServerLimits | None = None) -> Starlette:
+    """Build the application for a model.
+
+    The caller starts the engine's thread in the event loop and stops it.
+    """
     routes = [
         Route("/", endpoints.page),
         Route("/health", endpoints.health),
@@ -42,7 +45,7 @@ def create_app(service: Service, limits: Limits | None = None) -> Starlette:
         routes=routes,
         middleware=[
             Middleware(_CountResponses, service=service, paths=paths),
-            Middleware(LimitRequests, limits=limits or Limits()),
+            Middleware(LimitRequests, limits=limits or ServerLimits()),
         ],
         exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _handle_unexpected},
     )
@@ -62,17 +65,17 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
 
 
 async def _handle_unexpected(request: HttpRequest, error: Exception) -> Response:
-    return error_response(ApiError(500, "an error of the server; its log says more", code="internal_error"))
+    return error_response(ApiError(500, "internal server error; see the server's log", code="internal_error"))
 
 
 class _CountResponses:
-    """ASGI middleware: counts responses by path and status."""
+    """ASGI middleware that counts responses by path and status."""
 
     def __init__(self, app: ASGIApp, service: Service, paths: frozenset[str]):
         self._app, self._service, self._paths = app, service, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Calls the app."""
+        """Call the app and count its response."""
         path = scope.get("path")
         path = path if path in self._paths else "other"
 

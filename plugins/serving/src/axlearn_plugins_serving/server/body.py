@@ -1,4 +1,4 @@
-"""What all bodies of requests have in common, and the parts of them that chat templates read."""
+"""Base classes of request bodies."""
 
 from typing import Any, Self
 
@@ -9,7 +9,10 @@ _MAX_UNKNOWN = 64
 
 
 class Body(BaseModel):
-    """Exact types, finite numbers, known fields; null fields are absent."""
+    """A request body with strict types, finite numbers and no unknown fields.
+
+    Null fields count as absent.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
@@ -29,7 +32,7 @@ class Body(BaseModel):
 class TemplatePart(Body):
     """A part of a request that the chat template reads.
 
-    Templates write some parts as JSON, so the order of the fields decides the tokens.
+    Templates write some parts as JSON, so the order of the fields affects the tokens.
     """
 
     _sent: dict[str, Any] = PrivateAttr(default_factory=dict)
@@ -44,5 +47,5 @@ class TemplatePart(Body):
 
     @property
     def sent(self) -> dict[str, Any]:
-        """The fields in the order that the client sent them in, without those that are null."""
+        """The non-null fields in the order in which the client sent them."""
         return self._sent

@@ -1,10 +1,10 @@
-"""Checks bodies of many values in a process of its own, which keeps no other request waiting.
+"""Validation of large bodies in a separate process.
 
-Parsing JSON and checking it keeps Python's lock: megabytes of one text take a few milliseconds, and as many bytes of numbers or
-brackets half a second. Such a body is checked in another process first, so that the server reads only those that it takes.
+Parsing and validating JSON holds the GIL. This takes a few milliseconds for megabytes of one text, but half a second for as many
+bytes of numbers or brackets. Such a body is validated in another process first, so that the server only parses valid ones.
 
-`python -m axlearn_plugins_serving.server.body_check` is that process. It reads lines of JSON, each with the bytes of a body behind
-it, and answers each with a line: {} if the body is right, else the fields of the error.
+`python -m axlearn_plugins_serving.server.body_check` is that process. It reads lines of JSON, each followed by the bytes of a
+body, and answers each with a line: {} if the body is valid, else the fields of the error.
 """
 
 import json
@@ -20,26 +20,31 @@ from pydantic import BaseModel
 
 from axlearn_plugins_serving.server import schemas
 from axlearn_plugins_serving.server.api_errors import ApiError, parse_body
-from axlearn_plugins_serving.server.memory_return import give_back
+from axlearn_plugins_serving.server.memory_return import return_memory
 
 T = TypeVar("T", bound=BaseModel)
 
 MANY = 50_000
-"""Values of a body from which on it is checked in the other process first."""
+"""Number of values above which a body is validated in the other process first."""
 _SECONDS = 30.0
 _MEMORY = 4 << 30
 
 
 def count_values(body: bytes) -> int:
-    """At least as many as the body has values: commas and brackets inside of texts count too."""
+    """Return an upper bound on the number of values in a body.
+
+    Commas and brackets in strings count too.
+    """
     return body.count(b",") + body.count(b"[") + body.count(b"{")
 
 
 class BodyCheck:
-    """Parses bodies, and has the costly ones checked by a process that starts when the first one comes. Threads take turns.
+    """A parser of bodies.
+
+    A separate process, started on demand, validates expensive ones. Methods are thread-safe.
 
     Args:
-        context: tokens that a prompt can have.
+        context: Maximum number of tokens in a prompt.
     """
 
     def __init__(self, context: int) -> None:
@@ -48,10 +53,10 @@ class BodyCheck:
         self._process: subprocess.Popen[bytes] | None = None
 
     def parse(self, model: type[T], body: bytes) -> T:
-        """See `parse_body`.
+        """Parse and validate a body; see `parse_body`.
 
         Raises:
-            ApiError: 400, the body is wrong, or takes too long or too much memory to read.
+            ApiError: 400 if the body is invalid, or takes too long or too much memory to read.
         """
         if count_values(body) >= MANY:
             with self._lock:
@@ -61,7 +66,7 @@ class BodyCheck:
         return parse_body(model, body, context=self._context)
 
     def close(self) -> None:
-        """Ends the process."""
+        """Stop the process."""
         with self._lock:
             self._end()
 
@@ -73,7 +78,7 @@ class BodyCheck:
             head = json.dumps({"model": model, "context": self._context, "bytes": len(body)}).encode()
             process.stdin.write(head + b"\n" + body)
             process.stdin.flush()
-            with selectors.DefaultSelector() as selector:  # `select.select` takes no file beyond the 1,023rd
+            with selectors.DefaultSelector() as selector:  # `select.select` supports only descriptors below 1,024
                 selector.register(process.stdout, selectors.EVENT_READ)
                 line = process.stdout.readline() if selector.select(_SECONDS) else b""
         except BrokenPipeError:
@@ -104,7 +109,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def main() -> None:
-    """Answers until standard input ends."""
+    """Answer requests until standard input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin.buffer:
@@ -118,7 +123,7 @@ def main() -> None:
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
         del body
-        give_back()
+        return_memory()
 
 
 if __name__ == "__main__":

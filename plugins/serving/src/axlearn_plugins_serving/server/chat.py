@@ -16,7 +16,7 @@ from axlearn_plugins_serving.server.service import Service
 
 
 async def chat_completions(request: HttpRequest) -> Response:
-    """Answers a conversation."""
+    """Answer a conversation."""
     service: Service = request.app.state.service
     body = await read_json(ChatRequest, request)
     service.adapter(body.model)
@@ -41,12 +41,18 @@ def _conversation(body: ChatRequest) -> tuple[list[dict[str, Any]], list[dict[st
 def template_input(
     messages: Sequence[Message], tools: Sequence[Tool] | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """(messages, tools or None) as they were sent; the chat template brings them into the form that it expects."""
+    """Return the messages, and the tools or None, as the client sent them.
+
+    The chat template normalizes them.
+    """
     return [template_message(message) for message in messages], [tool.sent for tool in tools or ()] or None
 
 
 def template_message(message: Message) -> dict[str, Any]:
-    """A message as it was sent; `normalize_messages` makes of it what templates expect."""
+    """Return a message as the client sent it.
+
+    `normalize_messages` converts it to what templates expect.
+    """
     return message.sent
 
 
@@ -67,14 +73,14 @@ class _Answers:
         }
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The stream."""
+        """Yield the events of the stream."""
         report = UsageReport(self.body.stream_options)
-        begun: set[int] = set()
+        started: set[int] = set()
         async for deltas in self.job.deltas():
             for delta in deltas:
-                head = {} if delta.index in begun else {"role": "assistant"}
+                head = {} if delta.index in started else {"role": "assistant"}
                 if delta.text or delta.scored or (head and delta.finish):
-                    begun.add(delta.index)
+                    started.add(delta.index)
                     yield self._event(delta.index, {**head, "content": delta.text}, report, delta)
                 if delta.finish:
                     yield self._event(delta.index, {}, report, finish=delta.finish)
@@ -84,7 +90,7 @@ class _Answers:
         yield DONE
 
     async def answer(self) -> dict[str, Any]:
-        """The whole."""
+        """Return the complete response."""
         deltas: list[list[Delta]] = [[] for _ in self.job.choices]
         async for batch in self.job.deltas():
             for delta in batch:

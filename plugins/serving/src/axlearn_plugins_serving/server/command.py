@@ -11,43 +11,63 @@ import click
 
 from axlearn_core.cli.terminal import echo
 
-_SWITCH_SECONDS = 5e-4  # Python's 5 ms would let the engine's thread wait so long for the event loop after each step
+_SWITCH_SECONDS = 5e-4  # with Python's 5 ms, the engine's thread would wait for the event loop after each step
 
 
 @click.command()
 @click.argument("uri", metavar="RUN_DIR|HF_DIR")
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
-@click.option("--served-model-name", metavar="NAME", help="What clients call the model; default: the directory's name.")
-@click.option("--chat-template", metavar="FILE|plain", help="Of conversations; default: what the model brings.")
-@click.option("--api-key-env", metavar="VARIABLE", help="The environment variable with the key that clients send.")
-@click.option("--set", "set_", multiple=True, metavar="serving.PATH=VALUE", help="Set a value of the engine.")
+@click.option("--host", metavar="HOST", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
-    "--adapter", "adapters", multiple=True, metavar="NAME=DIR", help="Exported adapters, a model of this name."
+    "--port",
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
+    default=8000,
+    show_default=True,
+    help="Port to listen on; 0 picks a free port.",
 )
-@click.option("--step", type=click.IntRange(min=1), help="The checkpoint to serve; default: the newest.")
-@click.option("--programs", metavar="DIR", help="Load what `axlearn plan serve --export` wrote; it is code.")
-@click.option("--replicas", type=click.IntRange(min=1), metavar="N", help="Serve N times, behind Ray Serve.")
-@click.option("--prefill", type=click.IntRange(min=1), metavar="N", help="Processes that compute prompts.")
-@click.option("--decode", type=click.IntRange(min=1), metavar="N", help="Processes that continue them.")
+@click.option("--served-model-name", metavar="NAME", help="Name of the model (default: directory name).")
+@click.option("--chat-template", metavar="FILE|plain", help="Chat template (default: the model's own).")
+@click.option("--api-key-env", metavar="VARIABLE", help="Environment variable with the API key.")
+@click.option("--set", "set_", multiple=True, metavar="serving.PATH=VALUE", help="Set a value of the engine's config.")
 @click.option(
-    "--max-queue", type=click.IntRange(min=1), help="Requests that may wait; short for --set serving.max_waiting=N."
+    "--adapter", "adapters", multiple=True, metavar="NAME=DIR", help="Serve exported adapters as the model NAME."
+)
+@click.option("--step", type=click.IntRange(min=1), metavar="N", help="Checkpoint to serve (default: newest).")
+@click.option("--programs", metavar="DIR", help="Load programs (code) that `axlearn plan serve --export` wrote.")
+@click.option("--replicas", type=click.IntRange(min=1), metavar="N", help="Number of replicas, run by Ray Serve.")
+@click.option("--prefill", type=click.IntRange(min=1), metavar="N", help="Number of prefill processes.")
+@click.option("--decode", type=click.IntRange(min=1), metavar="N", help="Number of decode processes.")
+@click.option(
+    "--max-queue",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Limit on waiting requests; sets serving.max_waiting.",
 )
 @click.option(
-    "--max-body", type=click.IntRange(min=1024), default=4 * 2**20, show_default=True, help="Bytes of a request."
+    "--max-body",
+    type=click.IntRange(min=1024),
+    metavar="BYTES",
+    default=4 * 2**20,
+    show_default=True,
+    help="Request size limit.",
 )
 @click.option(
-    "--grace", type=click.FloatRange(min=0), default=30.0, show_default=True, help="Seconds to finish at SIGTERM."
+    "--grace",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    default=30.0,
+    show_default=True,
+    help="Time to drain on SIGTERM.",
 )
-@click.option("--log-requests", is_flag=True, help="Write a line for each request to standard error.")
+@click.option("--log-requests", is_flag=True, help="Log each request to standard error.")
 @click.option(
     "--engine",
     type=click.Choice(["axlearn", "vllm"]),
     default="axlearn",
     show_default=True,
-    help="vllm: an installed vLLM, with a run exported for it; what follows -- goes to `vllm serve`.",
+    help="Engine. vllm is an installed vLLM: runs are exported for it, and arguments after -- go to `vllm serve`.",
 )
-@click.argument("more", nargs=-1, metavar="[-- ARGUMENTS OF VLLM]")
+@click.argument("more", nargs=-1, metavar="[-- VLLM_ARGUMENTS]")
 @click.pass_context
 def serve(
     context: click.Context,
@@ -71,18 +91,18 @@ def serve(
     engine: str,
     more: tuple[str, ...],
 ) -> None:
-    """Serve a model by the OpenAI API, until SIGTERM or Ctrl-C.
+    """Serve a model over the OpenAI API until SIGTERM or Ctrl-C.
 
-    The model is that of a run, of a directory in Hugging Face format, of exported adapters, or anything else that an installed
-    plugin opens. Prints the address on standard output when requests are taken.
+    Serves a run, a directory in Hugging Face format, exported adapters, or anything that an installed plugin can open. Prints
+    the address to standard output when the server is ready.
     """
     from axlearn_core.errors import RequestError
-    from axlearn_plugins_serving.server.limits import Limits, hosts_of, is_loopback
+    from axlearn_plugins_serving.server.limits import ServerLimits, allowed_hosts, is_loopback
     from axlearn_plugins_serving.server.server_runner import bind
 
     key = _key(api_key_env)
     if key is None and not is_loopback(host):
-        echo(f"warning: anybody who reaches {host} can use this server; --api-key-env asks for a key", err=True)
+        echo(f"warning: anyone who can reach {host} can use this server; --api-key-env requires a key", err=True)
     if engine == "vllm":
         from axlearn_plugins_serving.server.external import serve_with_vllm
 
@@ -91,8 +111,8 @@ def serve(
     if replicas is not None:
         _check_options_of_replicas(context)
     if more:
-        raise RequestError(f"got the arguments {' '.join(more)}\n    fix: leave them out, or give --engine vllm")
-    limits = Limits(body_bytes=max_body, api_key=key, hosts=hosts_of(host, key))
+        raise RequestError(f"unexpected arguments: {' '.join(more)}\n    fix: leave them out, or set --engine vllm")
+    limits = ServerLimits(body_bytes=max_body, api_key=key, hosts=allowed_hosts(host, key))
     listener = bind(host, port)
     try:
         workers = None if prefill is None and decode is None else (prefill or 1, decode or 1)
@@ -103,9 +123,9 @@ def serve(
             set_up_devices(config, owns_cores=True)
         if replicas is not None:
             engine_options = uri, served_model_name, chat_template, config, step, programs, workers
-            listener.close()  # the port is free: Ray Serve takes it
+            listener.close()  # free the port for Ray Serve
             sys.exit(_run_replicas(engine_options, limits, replicas, host, port))
-        with _no_collection():
+        with _disable_gc():
             service = _open(uri, served_model_name, chat_template, config, step, programs, workers)
         code = _run(service, limits, listener, host, grace, log_requests)
     except (RequestError, KeyboardInterrupt):
@@ -115,8 +135,11 @@ def serve(
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Collects no garbage while a model is opened: there is little, and looking for it takes a tenth of a second."""
+def _disable_gc() -> Iterator[None]:
+    """Disable garbage collection while a model is opened.
+
+    There is little garbage, and looking for it takes 0.1 s.
+    """
     gc.disable()
     try:
         yield
@@ -131,51 +154,53 @@ def _key(variable: str | None) -> str | None:
         return None
     key = os.environ.get(variable, "").strip()
     if not key:
-        raise RequestError(f"the environment variable {variable} is not set\n    fix: put the API key into it")
+        raise RequestError(f"the environment variable {variable} is not set\n    fix: set it to the API key")
     return key
 
 
-_OF_VLLM = ("uri", "host", "port", "served_model_name", "api_key_env", "step", "engine", "more")
+_VLLM_OPTIONS = ("uri", "host", "port", "served_model_name", "api_key_env", "step", "engine", "more")
 
 
 def _check_options_of_vllm(context: click.Context) -> None:
-    """Refuses options that only our engine has.
+    """Raise an error for options that only the axlearn engine has.
 
     Raises:
-        RequestError: one was given.
+        RequestError: If such an option is set.
     """
     from axlearn_core.errors import RequestError
 
-    if options := _options_set(context, lambda name: name not in _OF_VLLM):
+    if options := _options_set(context, lambda name: name not in _VLLM_OPTIONS):
         raise RequestError(
-            f"--engine vllm does not take {', '.join(options)}\n    fix: leave it out, and give options of `vllm serve` after --"
+            f"--engine vllm does not support {', '.join(options)}\n    fix: leave it out, and pass `vllm serve` options after --"
         )
 
 
 def _check_options_of_replicas(context: click.Context) -> None:
-    """Refuses options that Ray Serve, which ends and logs requests itself, would ignore.
+    """Raise an error for options that Ray Serve would ignore.
+
+    Ray Serve drains and logs requests itself.
 
     Raises:
-        RequestError: one was given.
+        RequestError: If such an option is set.
     """
     from axlearn_core.errors import RequestError
 
     if options := _options_set(context, lambda name: name in ("grace", "log_requests")):
         raise RequestError(
-            f"--replicas does not take {', '.join(options)}: Ray Serve ends and logs requests itself\n"
+            f"--replicas does not support {', '.join(options)}: Ray Serve drains and logs requests itself\n"
             "    fix: leave it out; Ray writes a line for each request to its own logs"
         )
 
 
 def _options_set(context: click.Context, chosen: Callable[[str], bool]) -> list[str]:
-    """Returns the spellings of the chosen parameters that the user set."""
+    """Return the spellings of the chosen parameters that the user set."""
     default = click.core.ParameterSource.DEFAULT
     names = [(p.name, p.opts[0]) for p in context.command.params if p.name]
     return [option for name, option in names if chosen(name) and context.get_parameter_source(name) != default]
 
 
 def _config(set_: tuple[str, ...], max_queue: int | None, adapters: tuple[str, ...]) -> Any:
-    """The engine's config with what the command line sets."""
+    """Build the engine's config from the command line."""
     from axlearn_core.plugins.request import parse_setting
     from axlearn_plugins_serving.settings import add_adapters, engine_config
 
@@ -195,13 +220,13 @@ def _open(
 
     from axlearn_core.errors import RequestError
     from axlearn_plugins_serving.compile_count import CompileCount
-    from axlearn_plugins_serving.open_engine import name_of
+    from axlearn_plugins_serving.open_engine import model_name
     from axlearn_plugins_serving.server.engine_thread import EngineThread
     from axlearn_plugins_serving.server.service import Service
     from axlearn_plugins_transformer.text.chat_template import ChatTemplate
 
     count = CompileCount()
-    _check_names(name or name_of(uri), config)
+    _check_names(name or model_name(uri), config)
     if workers is None:
         opened = _open_engine(uri, config, step, programs)
     else:
@@ -211,7 +236,7 @@ def _open(
     if opened.text is None:
         opened.engine.close()
         raise RequestError(
-            f"{uri} has no tokenizer, so a server cannot read or write text\n    fix: serve a model of text"
+            f"{uri} has no tokenizer, so the server cannot read or write text\n    fix: serve a model with a tokenizer"
         )
     text = opened.text
     if template is not None:
@@ -228,14 +253,17 @@ def _open(
 
 
 def _check_names(name: str, config: Any) -> None:
-    """Raises `RequestError` where an adapter has the name of the model: clients could ask for one of them only."""
+    """Raise `RequestError` if an adapter has the name of the model.
+
+    Clients could request only one of them.
+    """
     from axlearn_core.errors import RequestError
     from axlearn_plugins_serving.runner import ModelRunner
 
     if isinstance(config.runner, ModelRunner.Config) and name in config.runner.adapters:
         raise RequestError(
-            f"--adapter {name} has the name of the model that is served\n"
-            "    fix: give the adapter another name, or the model one with --served-model-name"
+            f"--adapter {name} has the name of the served model\n"
+            "    fix: rename the adapter, or the model with --served-model-name"
         )
 
 
@@ -244,9 +272,9 @@ def _open_engine(uri: str, config: Any, step: int | None, programs: str | None) 
 
     from axlearn_plugins_serving.engine_devices import set_up_devices
     from axlearn_plugins_serving.open_engine import open_engine, open_with_programs
-    from axlearn_plugins_serving.programs import programs_of_run
+    from axlearn_plugins_serving.programs import find_run_programs
 
-    folder = programs_of_run(uri) if programs is None else Path(programs)
+    folder = find_run_programs(uri) if programs is None else Path(programs)
     set_up_devices(config, owns_cores=folder is not None)
     return (open_with_programs if programs is None else open_engine)(uri, config=config, step=step, programs=folder)
 
@@ -255,17 +283,17 @@ def _run_replicas(engine_options: tuple[Any, ...], limits: Any, replicas: int, h
     import functools
 
     from axlearn_core.errors import RequestError
-    from axlearn_plugins_serving.open_engine import name_of
+    from axlearn_plugins_serving.open_engine import model_name
     from axlearn_plugins_serving.server.replicas import serve_replicas
 
     uri, name, template, *rest, programs, workers = engine_options
     if workers is not None:
-        raise RequestError("--replicas cannot be given with --prefill or --decode\n    fix: leave one of them out")
+        raise RequestError("--replicas cannot be combined with --prefill or --decode\n    fix: leave one of them out")
     if port == 0:
-        raise RequestError("--replicas needs a port\n    got: --port 0\n    fix: name a free one")
-    # Replicas run in other folders.
+        raise RequestError("--replicas needs a fixed port\n    got: --port 0\n    fix: name a free port")
+    # Replicas run in other directories.
     uri, programs = (os.path.abspath(p) if p and os.path.exists(p) else p for p in (uri, programs))
-    name = name or name_of(uri)
+    name = name or model_name(uri)
     open_service = functools.partial(_open, uri, name, template, *rest, programs, workers)
     return serve_replicas(
         open_service, limits, replicas=replicas, host=host, port=port, ready=lambda url: echo(f"{name} at {url}")
@@ -275,13 +303,13 @@ def _run_replicas(engine_options: tuple[Any, ...], limits: Any, replicas: int, h
 def _run(service: Any, limits: Any, listener: Any, host: str, grace: float, log_requests: bool) -> int:
     import asyncio
 
-    from axlearn_plugins_serving.server.server_runner import Runner
+    from axlearn_plugins_serving.server.server_runner import ServerRunner
 
     sys.setswitchinterval(_SWITCH_SECONDS)
-    gc.freeze()  # what the server stands on is never garbage
+    gc.freeze()  # objects of the server live until it ends
 
     async def run() -> int:
-        runner = Runner(service, limits, grace=grace, log_requests=log_requests)
+        runner = ServerRunner(service, limits, grace=grace, log_requests=log_requests)
         host_text = f"[{host}]" if ":" in host else host
         address = f"http://{host_text}:{listener.getsockname()[1]}"
         return await runner.run(listener, lambda: echo(f"{service.name} at {address}"))

@@ -17,7 +17,7 @@ from axlearn_plugins_serving.server.service import Service
 
 
 async def completions(request: HttpRequest) -> Response:
-    """Continues prompts."""
+    """Continue prompts."""
     service: Service = request.app.state.service
     body = await read_json(CompletionRequest, request)
     service.adapter(body.model)
@@ -47,7 +47,7 @@ class _Texts:
     """The choices of a completion.
 
     Attributes:
-        empty: the output is not asked for (`max_tokens` 0): only the prompt with its log-probabilities.
+        empty: Whether to return only the prompt and its log-probabilities (`max_tokens` is 0).
     """
 
     service: Service
@@ -65,7 +65,7 @@ class _Texts:
         }
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The stream."""
+        """Yield the events of the stream."""
         report = UsageReport(self.body.stream_options)
         if self.body.echo:
             for choice in self.job.choices:
@@ -79,7 +79,7 @@ class _Texts:
         yield DONE
 
     async def answer(self) -> dict[str, Any]:
-        """The whole."""
+        """Return the complete response."""
         deltas: list[list[Delta]] = [[] for _ in self.job.choices]
         async for batch in self.job.deltas():
             for delta in batch:
@@ -118,7 +118,7 @@ class _Texts:
         return (attrs.evolve(usage, completion=0) if self.empty else usage).as_json()
 
     def _prompt(self, choice: Choice) -> tuple[str, list[int]]:
-        """(the text of the prompt, where each of its tokens begins in that text)."""
+        """Return the text of the prompt and the offset of each of its tokens."""
         prompt: Any = self.body.prompt
         if not isinstance(prompt, str):
             prompt = prompt[choice.index // (self.body.n or 1)]

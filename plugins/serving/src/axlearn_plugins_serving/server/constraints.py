@@ -1,4 +1,4 @@
-"""Outputs that are JSON, or that meet a JSON schema, by llguidance."""
+"""Constraints for JSON output, with or without a schema, based on llguidance."""
 
 import functools
 import json
@@ -16,17 +16,17 @@ from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
 
 class GrammarConstraint:
-    """A `Constraint` by a grammar. One thread calls it.
+    """A `Constraint` based on a grammar. Call it from one thread only.
 
     Attributes:
-        grammar: as llguidance writes it; another process makes the same constraint of it.
+        grammar: The grammar in llguidance's format. Another process can rebuild the constraint from it.
     """
 
     def __init__(self, matcher: LLMatcher, words: int, grammar: str):
         self._matcher, self._words, self.grammar = matcher, words, grammar
 
     def copy(self) -> "GrammarConstraint":
-        """Another one at the same place."""
+        """Return a copy in the same state."""
         return GrammarConstraint(self._matcher.deep_copy(), self._words, self.grammar)
 
     def mask(self) -> np.ndarray:
@@ -40,7 +40,7 @@ class GrammarConstraint:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance wants it: the bytes of each token."""
+    """A tokenizer in the form that llguidance expects: the bytes of each token."""
 
     bos_token_id = None
 
@@ -61,41 +61,48 @@ class _Vocabulary:
 
 
 class Grammars:
-    """Makes constraints, and knows the bytes of tokens. The vocabulary is read at the first use."""
+    """A builder of constraints over a tokenizer. The vocabulary is read on first use."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._lock = threading.Lock()
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token stands for; of a special token its spelling, of an id without a token none."""
+        """Return the bytes of a token.
+
+        For a special token, they are its spelling. An unused id has none.
+        """
         if token >= self._tokenizer.vocab_size:
             return b""
         raw = self._vocabulary.decode_bytes([token])
         return raw[1:] if raw[:1] == b"\xff" and self._vocabulary.is_special_token(token) else raw
 
     def new(self, schema: Mapping[str, Any] | None) -> GrammarConstraint:
-        """A constraint to JSON that meets `schema`; None takes any object. May take a second: call it in a thread.
+        """Build a constraint for JSON that matches `schema`. None allows any object.
+
+        This can take a second, so call it in a thread.
 
         Raises:
-            ApiError: 400, the schema is wrong, uses what is not supported, or cannot be met.
+            ApiError: 400 if the schema is invalid, unsupported or unsatisfiable.
         """
         text = json.dumps({"type": "object"} if schema is None else schema)
         try:
             grammar = LLMatcher.grammar_from_json_schema(text)
         except ValueError as error:
-            raise _refuse(str(error)) from None
+            raise _schema_error(str(error)) from None
         return self.constrain(grammar)
 
     def constrain(self, grammar: str) -> GrammarConstraint:
-        """A constraint to a grammar, such as `GrammarConstraint.grammar` of another process.
+        """Build a constraint from a grammar.
+
+        The grammar may be `GrammarConstraint.grammar` of another process.
 
         Raises:
-            ApiError: 400, it cannot be met.
+            ApiError: 400 if the grammar cannot be satisfied.
         """
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
-            raise _refuse(matcher.get_error())
+            raise _schema_error(matcher.get_error())
         return GrammarConstraint(matcher, (self._vocab_size + 31) // 32, grammar)
 
     @functools.cached_property
@@ -110,7 +117,7 @@ class Grammars:
             return self._load_tokenizer
 
 
-def _refuse(reason: str) -> ApiError:
+def _schema_error(reason: str) -> ApiError:
     return ApiError(
         400,
         f"response_format: the JSON schema cannot be used: {reason}",

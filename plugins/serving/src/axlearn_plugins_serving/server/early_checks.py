@@ -1,4 +1,4 @@
-"""Checks of request fields that stop before they have read megabytes."""
+"""Validators that reject oversized fields before they validate each entry."""
 
 import json
 from typing import Any
@@ -7,11 +7,11 @@ from pydantic import ValidationInfo
 from pydantic_core import PydanticCustomError
 
 MAX_ENTRIES = 1024
-"""Of a dictionary with values of one kind, such as `logit_bias`."""
+"""Maximum number of entries in a dictionary of uniform values, such as `logit_bias`."""
 
 
 def check_context(prompt: Any, info: ValidationInfo) -> Any:
-    """Refuse more token ids than the context has, before each of them is checked."""
+    """Reject a list with more token ids than the context before validating each id."""
     context = (info.context or {}).get("context")
     if context is not None and isinstance(prompt, list) and len(prompt) > context and isinstance(prompt[0], int):
         raise PydanticCustomError(
@@ -23,7 +23,10 @@ def check_context(prompt: Any, info: ValidationInfo) -> Any:
 
 
 def check_entries(value: Any) -> Any:
-    """Refuse a dictionary of more than `MAX_ENTRIES` entries, before each of them is checked."""
+    """Reject a dictionary with more than `MAX_ENTRIES` entries.
+
+    This is done before each entry is validated.
+    """
     if isinstance(value, dict) and len(value) > MAX_ENTRIES:
         raise PydanticCustomError(
             "too_many_entries", "{length} entries, more than {limit}", {"length": len(value), "limit": MAX_ENTRIES}
@@ -32,7 +35,10 @@ def check_entries(value: Any) -> Any:
 
 
 def exceeds(values: Any, limit: int) -> bool:
-    """Whether the JSON of `values` is longer than `limit` characters. Stops writing it there."""
+    """Return True if the JSON of `values` is longer than `limit` characters.
+
+    Encodes no further than that.
+    """
     size = 0
     for piece in json.JSONEncoder().iterencode(values):
         size += len(piece)

@@ -1,4 +1,4 @@
-"""The endpoints that compute no text: models, health, metrics, tokens, and the page."""
+"""Endpoints without generation: models, health, metrics, tokens and the page."""
 
 import functools
 import importlib.resources
@@ -19,11 +19,11 @@ from axlearn_plugins_serving.server.service import Service
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 _PART = 16_384
-"""Token ids that are written at a time."""
+"""Number of token ids to encode at a time."""
 
 
 async def models(request: HttpRequest) -> Response:
-    """The model, and its adapters as models of their own."""
+    """List the model and its adapters."""
     service: Service = request.app.state.service
     return JSONResponse(
         {"object": "list", "data": [_model(service, name) for name in (service.name, *service.adapters)]}
@@ -31,7 +31,7 @@ async def models(request: HttpRequest) -> Response:
 
 
 async def model(request: HttpRequest) -> Response:
-    """One model."""
+    """Describe a model or an adapter."""
     service: Service = request.app.state.service
     name = request.path_params["name"]
     service.adapter(name)
@@ -52,19 +52,19 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 
 async def health(request: HttpRequest) -> Response:
-    """200 where requests are taken, else 503."""
+    """Return 200 if the server accepts requests, else 503."""
     service: Service = request.app.state.service
     return JSONResponse({"status": service.state}, 200 if service.state == "ok" else 503)
 
 
 async def metrics(request: HttpRequest) -> Response:
-    """Counters for Prometheus."""
+    """Return metrics for Prometheus."""
     service: Service = request.app.state.service
     return Response(generate_latest(service.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def statistics(request: HttpRequest) -> Response:
-    """The engine's state and counters, for the page."""
+    """Return the state and the counters of the engine, for the page."""
     service: Service = request.app.state.service
     engine = attrs.asdict(service.thread.statistics)
     starting = {"start_compilations": service.start_compilations}
@@ -72,7 +72,7 @@ async def statistics(request: HttpRequest) -> Response:
 
 
 async def tokenize(request: HttpRequest) -> Response:
-    """Token ids of a text or a conversation."""
+    """Return the token ids of a text or a conversation."""
     service: Service = request.app.state.service
     body = await read_json(TokenizeRequest, request)
     service.adapter(body.model)
@@ -90,14 +90,17 @@ async def tokenize(request: HttpRequest) -> Response:
 
 
 def _tokens_response(tokens: Sequence[int], context: int) -> Response:
-    """The answer of `/tokenize`, written in parts: one call of the JSON encoder keeps all other threads waiting."""
+    """Build the response of `/tokenize` in parts.
+
+    A single call of the JSON encoder would block other threads.
+    """
     parts = [",".join(map(str, tokens[i : i + _PART])) for i in range(0, len(tokens), _PART)]
     body = f'{{"tokens":[{",".join(parts)}],"count":{len(tokens)},"max_model_len":{context}}}'
     return Response(body, media_type="application/json")
 
 
 async def detokenize(request: HttpRequest) -> Response:
-    """The text of token ids."""
+    """Return the text of token ids."""
     service: Service = request.app.state.service
     body = await read_json(DetokenizeRequest, request)
     service.adapter(body.model)
@@ -113,12 +116,12 @@ async def detokenize(request: HttpRequest) -> Response:
 
 
 async def openapi(request: HttpRequest) -> Response:
-    """This API, in OpenAPI 3.1."""
+    """Return the OpenAPI document."""
     return JSONResponse(document())
 
 
 async def page(request: HttpRequest) -> Response:
-    """A page to chat and to watch the engine."""
+    """Return the page for chatting and for monitoring the engine."""
     headers = {"content-security-policy": _POLICY, "x-frame-options": "DENY", "x-content-type-options": "nosniff"}
     return HTMLResponse(_page(), headers=headers)
 

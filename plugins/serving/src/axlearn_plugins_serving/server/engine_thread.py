@@ -1,4 +1,4 @@
-"""The one thread that calls an engine, and the queues between it and asyncio."""
+"""The thread that runs an engine, and the queues between it and asyncio."""
 
 import asyncio
 import collections
@@ -12,23 +12,23 @@ from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.contracts import Engine, Output, PacesSteps, QueueFullError, Request, Statistics
 
 _SAMPLE_SECONDS = 0.2
-_IDLE_SECONDS = 0.001  # between steps that had nothing ready
+_IDLE_SECONDS = 0.001  # between steps without outputs
 _log = logging.getLogger("axlearn.serving")
 
 
 class EngineFailedError(Exception):
-    """The engine raised an error in a step; it computes no more."""
+    """Raised if the engine has failed or is stopping."""
 
 
 class SlowReaderError(Exception):
-    """The client reads slower than the output comes, and more of it waits than the server keeps."""
+    """Raised if a client reads too slowly and its buffer is full."""
 
 
 class Outputs:
-    """The outputs of the requests that were added together, in the order in which they came.
+    """The outputs of requests that were added together, in order of arrival.
 
     Attributes:
-        ids: of the requests.
+        ids: Ids of the requests.
     """
 
     def __init__(self, ids: Sequence[str], limit: float):
@@ -39,11 +39,11 @@ class Outputs:
         self._error: Exception | None = None
 
     async def get(self) -> list[Output]:
-        """What has come since the last call; waits for at least one output.
+        """Wait for at least one output, and return all outputs since the last call.
 
         Raises:
-            EngineFailedError: the engine computes no more.
-            SlowReaderError: too many tokens waited for this call.
+            EngineFailedError: If the engine has failed or is stopping.
+            SlowReaderError: If too many tokens were waiting for this call.
         """
         await self._event.wait()
         if self._error is not None:
@@ -54,28 +54,30 @@ class Outputs:
         return outputs
 
     def put(self, output: Output) -> bool:
-        """Adds an output; False where more would wait than allowed."""
+        """Add an output. Returns False if too many tokens are waiting."""
         self._waiting += len(output.tokens)
         if self._waiting > self._limit:
-            self.fail(SlowReaderError(f"{self._limit} tokens wait to be read"))
+            self.fail(SlowReaderError(f"{self._limit} tokens are waiting to be read"))
             return False
         self._queue.append(output)
         self._event.set()
         return True
 
     def fail(self, error: Exception) -> None:
-        """Makes `get` raise."""
+        """Make `get` raise `error`."""
         self._queue.clear()
         self._error = error
         self._event.set()
 
 
 class EngineThread:
-    """Calls an engine in a thread of its own. All methods are for the thread of the event loop.
+    """A thread that runs an engine.
+
+    Call all methods from the thread of the event loop.
 
     Attributes:
-        statistics: a sample that is at most 0.2 s older than the newest step.
-        failure: the error that ended the thread; None where it runs.
+        statistics: Statistics of the engine, updated with its steps at most every 0.2 s.
+        failure: The error that ended the thread; None while it runs.
     """
 
     def __init__(self, engine: Engine, *, max_commands: int = 4096, max_waiting_tokens: int = 8192):
@@ -93,39 +95,39 @@ class EngineThread:
 
     @property
     def active(self) -> int:
-        """Requests that were added and have not ended."""
+        """The number of unfinished requests."""
         return len(self._receivers)
 
     def start(self) -> None:
-        """Starts the thread; call it in the event loop."""
+        """Start the thread. Call it in the event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self) -> None:
-        """Ends the thread and closes the engine. Requests that still run fail."""
+        """Stop the thread and close the engine. Running requests fail."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
-        self._fail_all(EngineFailedError("the server stops"))
+        self._fail_all(EngineFailedError("the server is stopping"))
 
     async def add(self, requests: Sequence[Request], *, bounded: bool = True) -> Outputs:
-        """Adds requests, all or none.
+        """Add all requests, or none.
 
         Args:
-            requests: with ids of their own.
-            bounded: a client reads the outputs as they come, and one that is too slow is given up.
+            requests: Requests with unique ids.
+            bounded: Whether a client reads the outputs as they arrive. Requests of a client that is too slow are aborted.
 
         Raises:
-            RequestError: the engine refuses one.
-            QueueFullError: too many wait.
-            EngineFailedError: the engine computes no more.
+            RequestError: If the engine rejects a request.
+            QueueFullError: If the queue is full.
+            EngineFailedError: If the engine has failed or is stopping.
         """
         if self.failure is not None or self._stopping:
-            raise EngineFailedError("the engine has failed" if self.failure else "the server stops")
+            raise EngineFailedError("the engine has failed" if self.failure else "the server is stopping")
         if len(self._commands) >= self._max_commands:
-            raise QueueFullError(f"{self._max_commands} requests wait to be queued", 1.0)
+            raise QueueFullError(f"{self._max_commands} requests are waiting to be queued", 1.0)
         assert self._loop is not None
         limit = self._max_waiting_tokens * len(requests) if bounded else math.inf
         outputs = Outputs([request.id for request in requests], limit)
@@ -136,19 +138,19 @@ class EngineThread:
         try:
             await asyncio.shield(added)
         except BaseException:
-            added.add_done_callback(lambda future: future.cancelled() or future.exception())  # it was looked at
+            added.add_done_callback(lambda future: future.cancelled() or future.exception())  # avoid asyncio's warning
             self.abort(outputs.ids)
             raise
         return outputs
 
     def abort(self, ids: Sequence[str]) -> None:
-        """Ends requests, where they have not ended."""
+        """Abort requests that have not ended."""
         running = [id for id in ids if self._receivers.pop(id, None) is not None]
         if running and self.failure is None:
             self._command(lambda: [self.engine.abort(id) for id in running])
 
     def abort_all(self, error: Exception) -> None:
-        """Ends all requests; those who wait for their outputs get `error`."""
+        """Abort all requests. `error` is raised where their outputs are awaited."""
         for outputs in set(self._receivers.values()):
             self.abort(outputs.ids)
             outputs.fail(error)
@@ -158,12 +160,12 @@ class EngineThread:
             self._commands.append(command)  # type: ignore[arg-type]
             self._wake.notify()
 
-    # In the event loop, for the thread.
+    # Called in the event loop, on behalf of the thread.
 
     def _deliver(self, outputs: Sequence[Output]) -> None:
         for output in outputs:
             receiver = self._receivers.get(output.id)
-            if receiver is None:  # it was aborted in the meantime
+            if receiver is None:  # already aborted
                 continue
             if output.finish is not None:
                 del self._receivers[output.id]
@@ -186,7 +188,7 @@ class EngineThread:
         if not future.done():
             future.set_result(None) if error is None else future.set_exception(error)
 
-    # In the thread.
+    # Called in the thread.
 
     def _call_loop(self, function: Callable[..., None], *args: object) -> None:
         assert self._loop is not None
@@ -206,7 +208,10 @@ class EngineThread:
         self._call_loop(self._set, added, error)
 
     def _wait_for_more(self) -> bool:
-        """Waits while the next step need not be planned yet; True where a command came, which it can take in."""
+        """Wait as long as the next step need not be planned yet.
+
+        Returns True if commands arrived for it.
+        """
         seconds = self.engine.spare_seconds() if isinstance(self.engine, PacesSteps) else 0.0
         if seconds <= 0:
             return False

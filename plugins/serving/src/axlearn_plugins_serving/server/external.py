@@ -1,4 +1,4 @@
-"""`axlearn serve --engine vllm`: the same command, served by an installed vLLM."""
+"""`axlearn serve --engine vllm`: serves with an installed vLLM."""
 
 import os
 import shutil
@@ -14,20 +14,20 @@ from types import FrameType
 from axlearn_core.errors import RequestError, WorkError
 
 COMMAND = "AXLEARN_VLLM"
-"""The environment variable with vLLM's command, where it is not on the PATH: its environment is often one of its own."""
+"""Environment variable with vLLM's command if it is not on the PATH, as vLLM often has a separate environment."""
 
 
 def find_vllm() -> str:
-    """vLLM's command.
+    """Return vLLM's command.
 
     Raises:
-        RequestError: there is none.
+        RequestError: If vLLM is not installed.
     """
     command = os.environ.get(COMMAND)
     path = shutil.which(command or "vllm")
     if path is None:
         problem = (
-            f"{COMMAND} names {command!r}, which is not a command"
+            f"{COMMAND} is set to {command!r}, which is not a command"
             if command
             else "the command `vllm` is not on the PATH"
         )
@@ -42,21 +42,21 @@ def find_vllm() -> str:
 def serve_with_vllm(
     uri: str, *, host: str, port: int, name: str | None, key: str | None, step: int | None, more: Sequence[str]
 ) -> int:
-    """Runs vLLM on a model until it ends or a signal stops it, and returns its exit code.
+    """Run vLLM until it ends or a signal stops it, and return its exit code.
 
-    A run is exported in Hugging Face format to a temporary directory first.
+    Runs are first exported in Hugging Face format to a temporary directory.
 
     Args:
-        uri: a run directory, or a directory in Hugging Face format.
-        host: to listen on.
-        port: to listen on.
-        name: what clients call the model; None takes the directory's name.
-        key: that clients have to send; it reaches vLLM by its environment variable.
-        step: the checkpoint of a run; None takes the newest.
-        more: further arguments of `vllm serve`.
+        uri: Run directory, or directory in Hugging Face format.
+        host: Address to listen on.
+        port: Port to listen on.
+        name: Name of the model for clients; None uses the directory's name.
+        key: API key, passed to vLLM in an environment variable; None requires no key.
+        step: Checkpoint of a run; None uses the newest.
+        more: Further arguments of `vllm serve`.
 
     Raises:
-        RequestError: vLLM is not installed, or the model is not one that the Hugging Face format has.
+        RequestError: If vLLM is not installed or the Hugging Face format does not support the model.
     """
     command = find_vllm()
     with _hugging_face_directory(uri, step) as directory:
@@ -71,7 +71,10 @@ def serve_with_vllm(
 
 
 def _wait(process: "subprocess.Popen[bytes]") -> int:
-    """The exit code of a process that gets the signals that this one is sent; 0 where it ended by one of those."""
+    """Wait for a process and forward signals to it.
+
+    Return its exit code, or 0 if a forwarded signal ended it.
+    """
     signals: list[int] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
@@ -91,13 +94,13 @@ def _wait(process: "subprocess.Popen[bytes]") -> int:
 
 @contextmanager
 def _hugging_face_directory(uri: str, step: int | None) -> Iterator[Path]:
-    """The directory itself, or a temporary one with the model of a run."""
+    """Yield the directory, or a temporary one with the exported model of a run."""
     try:
         from axlearn_plugins_models.huggingface.import_export import export_run
         from axlearn_plugins_models.huggingface.source import is_model
     except ImportError as error:
         raise RequestError(
-            "vLLM reads models in Hugging Face format, which axlearn-plugins-models writes\n"
+            "vLLM reads models in Hugging Face format, which needs axlearn-plugins-models\n"
             "    fix: pip install axlearn-plugins-models"
         ) from error
     path = Path(uri)

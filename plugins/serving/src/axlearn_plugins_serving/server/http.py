@@ -1,4 +1,4 @@
-"""Responses: JSON, events, and what happens when a client leaves."""
+"""Helpers for request bodies, and for JSON and event-stream responses."""
 
 import asyncio
 import json
@@ -20,12 +20,12 @@ T = TypeVar("T", bound=BaseModel)
 
 
 async def read_body(request: HttpRequest) -> bytes:
-    """The body of a request that says it is JSON.
+    """Return the body of a request with the content type JSON.
 
-    A browser sends such a request to another site only after that site has allowed it, and this server never does.
+    Browsers send such a request to another site only if that site allows it, which this server never does.
 
     Raises:
-        ApiError: 415, another content type.
+        ApiError: 415 for any other content type.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -34,35 +34,35 @@ async def read_body(request: HttpRequest) -> bytes:
 
 
 async def read_json(model: type[T], request: HttpRequest) -> T:
-    """The body of a request, checked.
+    """Return the parsed and validated body of a request.
 
     Raises:
-        ApiError: 415, another content type; 400, see `BodyCheck.parse`.
+        ApiError: 415 for any other content type than JSON; 400 as in `BodyCheck.parse`.
     """
     body, service = await read_body(request), request.app.state.service
     return await service.text_pool.run(lambda: service.bodies.parse(model, body), len(body))
 
 
 def error_response(error: ApiError) -> JSONResponse:
-    """An error as a response."""
+    """Build the response for an error."""
     return JSONResponse(error.body, error.status, error.headers)
 
 
 def event(data: Any, name: str | None = None) -> bytes:
-    """One server-sent event."""
+    """Encode a server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
 class EventStream(StreamingResponse):
-    """Events of a job, which ends when the client leaves."""
+    """A stream of a job's events. The job ends if the client disconnects."""
 
     def __init__(self, events: AsyncIterator[bytes], job: Job):
         super().__init__(_with_errors(events), media_type="text/event-stream", headers={"cache-control": "no-store"})
         self._job = job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events."""
+        """Send the events."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -70,7 +70,7 @@ class EventStream(StreamingResponse):
 
 
 async def _with_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """`events`; an error ends them as an event of its own."""
+    """Yield `events`. If they raise an error, yield it as the last event."""
     try:
         async for chunk in events:
             yield chunk
@@ -80,13 +80,16 @@ async def _with_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 async def respond(request: HttpRequest, answer: Coroutine[Any, Any, Any], job: Job) -> Response:
-    """The answer of a job as JSON; the job ends when the client leaves first."""
+    """Return the answer of a job as JSON.
+
+    End the job if the client disconnects first.
+    """
     task = asyncio.ensure_future(answer)
     leaving = asyncio.ensure_future(_wait_disconnect(request))
     try:
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client is gone
         return JSONResponse(task.result())
     finally:
         job.close()
@@ -101,12 +104,12 @@ async def _wait_disconnect(request: HttpRequest) -> None:
 
 
 class UsageReport:
-    """The `usage` of a stream's events, as `stream_options` asks for it."""
+    """The `usage` in the events of a stream, as requested by `stream_options`."""
 
     def __init__(self, options: StreamOptions | None):
         self.last = options is not None and options.include_usage
         self._each = self.last and options is not None and options.continuous_usage_stats
 
     def fields(self, job: Job) -> dict[str, Any]:
-        """What an event says of the usage so far."""
+        """Return the usage fields of an event."""
         return {"usage": job.usage.as_json() if self._each else None} if self.last else {}

@@ -1,4 +1,4 @@
-"""What a client may take: sizes, seconds, and who it has to be."""
+"""Limits on requests and clients: sizes, timeouts, API key and host names."""
 
 import asyncio
 import hmac
@@ -17,22 +17,22 @@ from axlearn_plugins_serving.server.http import error_response
 from axlearn_plugins_serving.server.memory_return import LARGE, Budget, MemoryReturn
 
 OPEN_PATHS = frozenset({"/", "/health", "/openapi.json"})
-"""Answered without an API key."""
+"""Paths that need no API key."""
 
 
 @attrs.frozen(kw_only=True)
-class Limits:
+class ServerLimits:
     """Limits of a server.
 
     Attributes:
-        body_bytes: of a request.
-        body_seconds: in which a request's body has to arrive.
-        large_bytes: of large bodies (64 KiB and more) at one time, until their answers begin. Others wait to be read.
-        head_seconds: in which a request's line and headers have to arrive.
-        write_seconds: in which a client has to read what was sent before it gets more.
-        connections: open at one time.
-        api_key: what clients have to send; None asks for nothing.
-        hosts: names that `Host` may have; None takes any.
+        body_bytes: Maximum size of a request body.
+        body_seconds: Timeout for a request body to arrive.
+        large_bytes: Maximum total size of large bodies (64 KiB and more) until their responses start. Further bodies wait.
+        head_seconds: Timeout for the request line and headers to arrive.
+        write_seconds: Timeout for a client to read what was sent.
+        connections: Maximum number of open connections.
+        api_key: API key that clients must send; None requires no key.
+        hosts: Allowed values of the `Host` header; None allows any.
     """
 
     body_bytes: int = 4 * 2**20
@@ -45,15 +45,18 @@ class Limits:
     hosts: frozenset[str] | None = None
 
 
-def hosts_of(host: str, api_key: str | None) -> frozenset[str] | None:
-    """The names by which a loopback server may be called, so that no web page reaches it by a name of its own."""
+def allowed_hosts(host: str, api_key: str | None) -> frozenset[str] | None:
+    """Return the allowed host names.
+
+    They protect a loopback server without a key from DNS rebinding by web pages.
+    """
     if api_key is not None or not is_loopback(host):
         return None
     return frozenset({"localhost", "127.0.0.1", "[::1]", host if ":" not in host else f"[{host}]"})
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Return True if only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -61,29 +64,32 @@ def is_loopback(host: str) -> bool:
 
 
 class LimitRequests:
-    """ASGI middleware: API key, host, size of bodies and the time that they take."""
+    """ASGI middleware that checks API key, host, body size and body arrival time."""
 
-    def __init__(self, app: ASGIApp, limits: Limits):
+    def __init__(self, app: ASGIApp, limits: ServerLimits):
         self._app, self._limits = app, limits
         self._large, self._memory = Budget(limits.large_bytes), MemoryReturn()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Reads the body, then calls the app; refuses what goes over a limit."""
+        """Check a request, read its body and call the app.
+
+        Respond with an error if a limit is exceeded.
+        """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        turn = _Turn(self._large)
+        share = _BudgetShare(self._large)
         try:
             headers = Headers(scope=scope)
             self._check_host(headers)
             self._check_key(headers, scope["path"])
-            body = await self._read(headers, receive, turn)
+            body = await self._read(headers, receive, share)
         except ApiError as error:
-            turn.end()
+            share.end()
             await error_response(error)(scope, receive, send)
             return
         except BaseException:
-            turn.end()
+            share.end()
             raise
         replayed = False
 
@@ -95,13 +101,13 @@ class LimitRequests:
             return {"type": "http.request", "body": body, "more_body": False}
 
         async def begin(message: Message) -> None:
-            turn.end()
+            share.end()
             await send(message)
 
         try:
-            await self._app(scope, replay, begin if turn.size else send)
+            await self._app(scope, replay, begin if share.size else send)
         finally:
-            turn.end()
+            share.end()
             self._memory.note(len(body))
 
     def _check_host(self, headers: Headers) -> None:
@@ -111,7 +117,7 @@ class LimitRequests:
         if hosts is not None and name.lower() not in hosts:
             raise ApiError(
                 421,
-                f"this server is not called {name[:80]!r}; use http://127.0.0.1, or start it with an API key",
+                f"this server does not answer to the host {name[:80]!r}; use http://127.0.0.1, or start it with an API key",
                 code="wrong_host",
             )
 
@@ -128,7 +134,7 @@ class LimitRequests:
                 headers={"www-authenticate": "Bearer"},
             )
 
-    async def _read(self, headers: Headers, receive: Receive, turn: "_Turn") -> bytes:
+    async def _read(self, headers: Headers, receive: Receive, share: "_BudgetShare") -> bytes:
         limit = self._limits.body_bytes
         length = headers.get("content-length", "")
         too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
@@ -139,9 +145,9 @@ class LimitRequests:
         try:
             async with asyncio.timeout(self._limits.body_seconds) as timeout:
                 while True:
-                    if size >= LARGE and not turn.size:  # what is not read waits at the client
+                    if size >= LARGE and not share.size:  # unread data stays at the client
                         timeout.reschedule(None)
-                        await turn.begin(int(length) if length.isdecimal() else limit)
+                        await share.begin(int(length) if length.isdecimal() else limit)
                         timeout.reschedule(asyncio.get_running_loop().time() + self._limits.body_seconds)
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -161,8 +167,8 @@ class LimitRequests:
             ) from None
 
 
-class _Turn:
-    """The bytes of one large body in a budget."""
+class _BudgetShare:
+    """A large body's share of the budget."""
 
     def __init__(self, budget: Budget):
         self._budget, self.size = budget, 0
@@ -177,8 +183,8 @@ class _Turn:
             self.size = 0
 
 
-def protocol(limits: Limits) -> type[H11Protocol]:
-    """The HTTP protocol of uvicorn, with limits on connections and on the time that clients take to write and to read."""
+def limited_protocol(limits: ServerLimits) -> type[H11Protocol]:
+    """Return uvicorn's HTTP protocol with a connection limit and timeouts."""
 
     class LimitedProtocol(H11Protocol):
         _reading: asyncio.TimerHandle | None = None
@@ -187,7 +193,7 @@ def protocol(limits: Limits) -> type[H11Protocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             if len(self.connections) > limits.connections:
-                transport.write(_TOO_MANY)
+                transport.write(_TOO_MANY_CONNECTIONS)
                 transport.close()
                 return
             self._await_head()
@@ -201,14 +207,14 @@ def protocol(limits: Limits) -> type[H11Protocol]:
 
         def send_400_response(self, msg: str) -> None:
             self.transport.write(
-                _bare_response(ApiError(400, "not a request of HTTP", code="invalid_http"), "Bad Request")
+                _bare_response(ApiError(400, "not an HTTP request", code="invalid_http"), "Bad Request")
             )
             self.transport.close()
 
         def pause_writing(self) -> None:
             super().pause_writing()
             if self._writing is None:
-                self._writing = self.loop.call_later(limits.write_seconds, self._drop)
+                self._writing = self.loop.call_later(limits.write_seconds, self._abort)
 
         def resume_writing(self) -> None:
             super().resume_writing()
@@ -219,14 +225,14 @@ def protocol(limits: Limits) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def on_response_complete(self) -> None:
-            self._reading = _cancel(self._reading)  # from here the time to keep a connection alive counts
+            self._reading = _cancel(self._reading)  # from here on, the keep-alive timeout applies
             super().on_response_complete()
 
         def _await_head(self) -> None:
             if self._reading is None:
-                self._reading = self.loop.call_later(limits.head_seconds, self._drop)
+                self._reading = self.loop.call_later(limits.head_seconds, self._abort)
 
-        def _drop(self) -> None:
+        def _abort(self) -> None:
             if self.transport is not None:
                 self.transport.abort()
 
@@ -244,11 +250,16 @@ def _bare_response(error: ApiError, phrase: str) -> bytes:
     return head.encode() + b"connection: close\r\n\r\n" + body
 
 
-_TOO_MANY = _bare_response(ApiError(503, "too many connections", code="too_many_connections"), "Service Unavailable")
+_TOO_MANY_CONNECTIONS = _bare_response(
+    ApiError(503, "too many connections", code="too_many_connections"), "Service Unavailable"
+)
 
 
 def print_access_log() -> None:
-    """Has uvicorn's access log written to stderr, a line for each request; without a handler and a level it goes nowhere."""
+    """Write uvicorn's access log to stderr.
+
+    Without a handler and a level, it is discarded.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     logger = logging.getLogger("uvicorn.access")
@@ -256,13 +267,16 @@ def print_access_log() -> None:
     logger.setLevel(logging.INFO)
 
 
-def uvicorn_config(app: ASGIApp, limits: Limits, *, log_requests: bool = False) -> uvicorn.Config:
-    """Returns uvicorn's settings. It logs errors only, and one line per request to stderr if `log_requests`."""
+def uvicorn_config(app: ASGIApp, limits: ServerLimits, *, log_requests: bool = False) -> uvicorn.Config:
+    """Return uvicorn's config.
+
+    It logs only errors, plus one line per request to stderr if `log_requests`.
+    """
     if log_requests:
         print_access_log()
     return uvicorn.Config(
         app,
-        http=protocol(limits),
+        http=limited_protocol(limits),
         ws="none",
         lifespan="off",
         loop="asyncio",

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes of the OpenAI API."""
+"""Log-probabilities in the formats of the completions and chat endpoints."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,11 +8,11 @@ from axlearn_plugins_serving.server.constraints import Grammars
 from axlearn_plugins_serving.server.prompt_job import ScoredToken
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON does not support."""
 
 
 def spell(grammars: Grammars, token: int) -> str:
-    """The text of one token; where it is not UTF-8, `bytes:` and its bytes."""
+    """Return the text of a token, or `bytes:` and its bytes if they are not UTF-8."""
     raw = grammars.token_bytes(token)
     try:
         return raw.decode()
@@ -21,7 +21,7 @@ def spell(grammars: Grammars, token: int) -> str:
 
 
 def chat_logprobs(grammars: Grammars, scored: Sequence[ScoredToken], top: int) -> dict[str, Any]:
-    """`logprobs` of a chat choice."""
+    """Return `logprobs` of a chat choice."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {
@@ -40,19 +40,19 @@ def chat_logprobs(grammars: Grammars, scored: Sequence[ScoredToken], top: int) -
 def completion_logprobs(
     grammars: Grammars, entries: Sequence[tuple[int, TokenLogprobs | None]], tokens: Sequence[int], top: int
 ) -> dict[str, Any]:
-    """`logprobs` of a completion choice.
+    """Return `logprobs` of a completion choice.
 
     Args:
-        grammars: knows how tokens are spelled.
-        entries: (where the token's text begins, its log-probabilities) for each token; None for the first of a prompt.
-        tokens: the tokens.
-        top: how many of the likeliest are listed.
+        grammars: Looks up the bytes of tokens.
+        entries: (text offset, log-probabilities) of each token; the first token of a prompt has None.
+        tokens: Token ids.
+        top: Number of most likely tokens to list.
     """
 
     def likeliest(scores: TokenLogprobs | None) -> dict[str, float] | None:
         if scores is None:
             return None
-        pairs = [*reversed(scores.top[:top]), (scores.token, scores.logprob)]  # two tokens may be spelled alike
+        pairs = [*reversed(scores.top[:top]), (scores.token, scores.logprob)]  # different tokens may have the same text
         return {spell(grammars, token): max(logprob, LOWEST) for token, logprob in pairs}
 
     return {

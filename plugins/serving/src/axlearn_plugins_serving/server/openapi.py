@@ -1,4 +1,4 @@
-"""The OpenAPI document of the server, from the models of requests and responses."""
+"""The OpenAPI document, built from the models of requests and responses."""
 
 import functools
 from importlib.metadata import PackageNotFoundError, version
@@ -10,17 +10,17 @@ from axlearn_plugins_serving.server import response_schemas as responses
 from axlearn_plugins_serving.server import schemas
 
 _ERRORS = {
-    "400": "The request is wrong; `param` names the field.",
+    "400": "The request is invalid; `param` names the field.",
     "401": "The API key is missing or wrong.",
     "404": "Unknown model or path.",
-    "405": "The path has other methods.",
+    "405": "The path does not support the method.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
     "415": "The body is not application/json.",
-    "421": "The server is called by another name.",
-    "429": "Too many requests wait; `Retry-After` says how many seconds to wait.",
+    "421": "The server does not answer to this host name.",
+    "429": "Too many requests are waiting; retry after `Retry-After` seconds.",
     "500": "The engine failed.",
-    "503": "The server stops or has failed.",
+    "503": "The server is stopping or has failed.",
 }
 _BODIES = (
     schemas.CompletionRequest,
@@ -45,8 +45,8 @@ _POSTS = {
     "/v1/completions": ("Continue prompts", schemas.CompletionRequest, responses.Completion),
     "/v1/chat/completions": ("Answer a conversation", schemas.ChatRequest, responses.ChatCompletion),
     "/v1/responses": ("Answer a text or a conversation", schemas.ResponseRequest, responses.Response),
-    "/tokenize": ("Token ids of a text", schemas.TokenizeRequest, responses.Tokens),
-    "/detokenize": ("The text of token ids", schemas.DetokenizeRequest, responses.Text),
+    "/tokenize": ("Return the token ids of a text", schemas.TokenizeRequest, responses.Tokens),
+    "/detokenize": ("Return the text of token ids", schemas.DetokenizeRequest, responses.Text),
 }
 _EVENT = {
     "type": "object",
@@ -58,18 +58,18 @@ _STREAMS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"
 
 @functools.cache
 def document() -> dict[str, Any]:
-    """OpenAPI 3.1."""
+    """Return the OpenAPI 3.1 document."""
     modes: Any = [(m, "validation") for m in (*_BODIES, *_ANSWERS)]
     _, definitions = models_json_schema(modes, ref_template="#/components/schemas/{model}")
     paths = {path: {"post": _post(path, *parts)} for path, parts in _POSTS.items()}
     paths |= {
-        "/v1/models": {"get": _get("The models", responses.Models)},
-        "/v1/models/{name}": {"get": _get("One model", responses.Model) | {"parameters": [_NAME]}},
-        "/health": {"get": _get("Whether requests are taken", responses.Health, health=True)},
-        "/stats": {"get": _get("State and counters of the engine", responses.EngineStatistics)},
-        "/metrics": {"get": _plain("Counters for Prometheus", "text/plain")},
-        "/openapi.json": {"get": _plain("This document", "application/json")},
-        "/": {"get": _plain("A page to chat and to watch", "text/html")},
+        "/v1/models": {"get": _get("List the models", responses.Models)},
+        "/v1/models/{name}": {"get": _get("Describe a model", responses.Model) | {"parameters": [_NAME]}},
+        "/health": {"get": _get("Check whether the server accepts requests", responses.Health, health=True)},
+        "/stats": {"get": _get("Return the state and counters of the engine", responses.EngineStatistics)},
+        "/metrics": {"get": _plain("Return metrics for Prometheus", "text/plain")},
+        "/openapi.json": {"get": _plain("Return this document", "application/json")},
+        "/": {"get": _plain("Chat and monitoring page", "text/html")},
     }
     return {
         "openapi": "3.1.0",
@@ -103,7 +103,7 @@ def _post(path: str, summary: str, body: type, answer: type) -> dict[str, Any]:
         "summary": summary,
         "operationId": path.strip("/").replace("/", "_"),
         "requestBody": {"required": True, "content": {"application/json": _reference(body)}},
-        "responses": {"200": {"description": "Done.", "content": content}, **_errors()},
+        "responses": {"200": {"description": "Success.", "content": content}, **_errors()},
     }
 
 
@@ -111,13 +111,16 @@ def _get(summary: str, answer: type, *, health: bool = False) -> dict[str, Any]:
     content = {"application/json": _reference(answer)}
     errors = _errors()
     if health:
-        errors["503"] = {"description": "No requests are taken.", "content": content}
-    return {"summary": summary, "responses": {"200": {"description": "Done.", "content": content}, **errors}}
+        errors["503"] = {"description": "The server does not accept requests.", "content": content}
+    return {"summary": summary, "responses": {"200": {"description": "Success.", "content": content}, **errors}}
 
 
 def _plain(summary: str, kind: str) -> dict[str, Any]:
     schema = {"schema": {"type": "object"} if kind == "application/json" else {"type": "string"}}
-    return {"summary": summary, "responses": {"200": {"description": "Done.", "content": {kind: schema}}, **_errors()}}
+    return {
+        "summary": summary,
+        "responses": {"200": {"description": "Success.", "content": {kind: schema}}, **_errors()},
+    }
 
 
 def _version() -> str:

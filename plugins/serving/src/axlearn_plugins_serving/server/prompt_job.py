@@ -1,4 +1,4 @@
-"""One HTTP request's prompts while the engine continues them: texts, log-probabilities, usage."""
+"""The engine requests of an HTTP request: text, log-probabilities and usage."""
 
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -15,10 +15,10 @@ from axlearn_plugins_transformer.text.decoding import OutputText
 
 @attrs.frozen
 class ScoredToken:
-    """A token's log-probabilities, and where its text begins.
+    """The log-probabilities of a token and the offset of its text.
 
     Attributes:
-        offset: characters of the output before it.
+        offset: Number of characters of the output before the token.
     """
 
     offset: int
@@ -27,13 +27,13 @@ class ScoredToken:
 
 @attrs.frozen
 class Delta:
-    """What came newly for one choice.
+    """New output of a choice.
 
     Attributes:
-        index: of the choice.
-        text: certain text.
-        scored: the tokens of which text is in `text`, where log-probabilities were asked for.
-        finish: why the choice ended; None where it goes on.
+        index: Index of the choice.
+        text: New text that can no longer change.
+        scored: Log-probabilities of the tokens in `text`, if requested.
+        finish: Reason why the choice ended; None while it is running.
     """
 
     index: int
@@ -43,14 +43,14 @@ class Delta:
 
 
 class Choice:
-    """The text of one continuation.
+    """One continuation of a prompt.
 
     Attributes:
-        index: of the choice.
-        request: its prompt and sampling.
-        tokens: how many were computed.
-        prompt_logprobs: of the prompt's tokens after the first, where asked for.
-        finish: why it ended.
+        index: Index of the choice.
+        request: The engine's request.
+        tokens: Number of generated tokens.
+        prompt_logprobs: Log-probabilities of the prompt tokens after the first, if requested.
+        finish: Reason why the choice ended.
     """
 
     def __init__(self, index: int, request: Request, output: OutputText):
@@ -63,10 +63,10 @@ class Choice:
         self._scored: list[ScoredToken] = []
 
     def push(self, output: Output) -> Delta:
-        """Takes what the engine computed.
+        """Add an output of the engine and return the new text.
 
         Raises:
-            ApiError: the engine could not compute it.
+            ApiError: If the engine could not compute it.
         """
         if output.finish in ("error", "abort"):
             raise ApiError(500, output.error or "the engine ended the request", code="engine_error")
@@ -103,14 +103,14 @@ class Choice:
 
 @attrs.frozen
 class Usage:
-    """Token counts of one HTTP request."""
+    """Token counts of an HTTP request."""
 
     prompt: int
     completion: int
     cached: int
 
     def as_json(self) -> dict[str, object]:
-        """As completions report it."""
+        """Return the counts in the format of the completions endpoints."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -120,10 +120,10 @@ class Usage:
 
 
 class Job:
-    """Requests of one HTTP request in the engine. `close` it in any case.
+    """The engine requests of one HTTP request. Always `close` it.
 
     Attributes:
-        choices: in the order of their indices; `per_prompt` of them for each prompt.
+        choices: Choices by index, with `per_prompt` of them for each prompt.
     """
 
     def __init__(self, choices: Sequence[Choice], per_prompt: int, thread: EngineThread, metrics: Metrics):
@@ -135,13 +135,13 @@ class Job:
         self._outputs = None
 
     async def start(self, *, stream: bool) -> "Job":
-        """Adds the requests to the engine; for errors see `EngineThread.add`."""
+        """Add the requests to the engine. Raises the errors of `EngineThread.add`."""
         self._outputs = await self._thread.add([choice.request for choice in self.choices], bounded=stream)
         return self
 
     @property
     def usage(self) -> Usage:
-        """So far. A prompt with several choices counts once."""
+        """The usage so far. A prompt with several choices counts once."""
         firsts = self.choices[:: self._per_prompt]
         return Usage(
             sum(len(choice.request.prompt) for choice in firsts),
@@ -150,10 +150,10 @@ class Job:
         )
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """What came newly, until all choices have ended.
+        """Yield new outputs until all choices have ended.
 
         Raises:
-            ApiError: the engine could not go on.
+            ApiError: If the engine fails.
         """
         assert self._outputs is not None
         running = len(self.choices)
@@ -161,7 +161,7 @@ class Job:
             try:
                 outputs = await self._outputs.get()
             except EngineFailedError as error:
-                stops = "stops" in str(error)
+                stops = "stopping" in str(error)
                 raise ApiError(503 if stops else 500, str(error), code="engine_error") from None
             except SlowReaderError as error:
                 raise ApiError(408, f"the client reads too slowly: {error}", code="slow_reader") from None
@@ -176,13 +176,13 @@ class Job:
                 batch.append(choice.push(output))
                 if choice.finish is not None:
                     running -= 1
-                    if output.finish is None:  # a stop string: the engine does not know
+                    if output.finish is None:  # the engine does not know stop strings
                         self._thread.abort([output.id])
             yield batch
         self._observe()
 
     def close(self) -> None:
-        """Ends what still runs."""
+        """Abort the requests that are still running."""
         if self._outputs is not None:
             self._thread.abort(self._outputs.ids)
 

@@ -1,4 +1,4 @@
-"""`axlearn serve --replicas N`: the same server several times, behind the router of Ray Serve."""
+"""`axlearn serve --replicas N`: replicas of the server behind Ray Serve."""
 
 import asyncio
 import importlib
@@ -13,11 +13,11 @@ NAME = "axlearn"
 
 
 class ReplicaApp:
-    """The ASGI application of one replica, which opens its model when the replica starts.
+    """The ASGI application of a replica. It opens its model when the replica starts.
 
     Args:
-        open_service: opens the model.
-        limits: of requests.
+        open_service: Opens the model.
+        limits: Limits on requests.
     """
 
     def __init__(self, open_service: Callable[[], Any], limits: Any):
@@ -26,7 +26,7 @@ class ReplicaApp:
         self._service: Any = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answers a request; of the lifespan protocol, opens and closes."""
+        """Answer a request. For the lifespan protocol, open and close the model."""
         if scope["type"] != "lifespan":
             await self._app(scope, receive, send)
             return
@@ -55,28 +55,28 @@ class ReplicaApp:
 def serve_replicas(
     open_service: Callable[[], Any], limits: Any, *, replicas: int, host: str, port: int, ready: Callable[[str], None]
 ) -> int:
-    """Serves with replicas until SIGTERM or Ctrl-C, and returns the exit code.
+    """Serve with replicas until SIGTERM or Ctrl-C, and return the exit code.
 
-    Ray is joined where `RAY_ADDRESS` names a cluster; otherwise one is started on this machine.
+    Joins the Ray cluster at `RAY_ADDRESS` if it is set; otherwise starts Ray on this machine.
 
     Args:
-        open_service: opens the model, in the process of each replica; it is pickled.
-        limits: of requests.
-        replicas: how many.
-        host: where Ray Serve listens.
-        port: where it listens.
-        ready: called with the address when requests are taken.
+        open_service: Opens the model in the process of each replica. It is pickled.
+        limits: Limits on requests.
+        replicas: Number of replicas.
+        host: Address that Ray Serve listens on.
+        port: Port that Ray Serve listens on.
+        ready: Called with the server's address when it accepts requests.
 
     Raises:
-        RequestError: Ray Serve is not installed.
-        WorkError: a replica cannot start.
+        RequestError: If Ray Serve is not installed.
+        WorkError: If a replica cannot start.
     """
     try:
         ray: Any = importlib.import_module("ray")
         serve: Any = importlib.import_module("ray.serve")
     except ImportError as error:
         raise RequestError(
-            "replicas are run by Ray Serve, which is not installed\n    fix: pip install 'axlearn-plugins-serving[ray]'"
+            "replicas need Ray Serve, which is not installed\n    fix: pip install 'axlearn-plugins-serving[ray]'"
         ) from error
     stopped = threading.Event()
     ray.init(ignore_reinit_error=True, log_to_driver=False, include_dashboard=False)
@@ -96,7 +96,7 @@ def serve_replicas(
             serve.run(model.bind(), name=NAME, route_prefix="/")
         except RuntimeError as error:
             raise WorkError(f"the replicas cannot start: {error}") from error
-        for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which has handlers of its own
+        for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which installs its own handlers
             signal.signal(number, lambda *_: stopped.set())
         ready(f"http://{host}:{port}")
         stopped.wait()

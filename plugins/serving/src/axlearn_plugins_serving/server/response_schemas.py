@@ -1,4 +1,7 @@
-"""The bodies of responses, for the OpenAPI document. The endpoints make plain dictionaries: a stream has thousands of them."""
+"""The bodies of responses, for the OpenAPI document.
+
+The endpoints build plain dictionaries, which are faster in long streams.
+"""
 
 from typing import Any, Literal
 
@@ -6,7 +9,7 @@ from pydantic import BaseModel
 
 
 class ErrorDetail(BaseModel):
-    """What is wrong."""
+    """The details of an error."""
 
     message: str
     type: str
@@ -15,7 +18,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Every error."""
+    """The body of an error response."""
 
     error: ErrorDetail
 
@@ -30,7 +33,7 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """One entry for each token."""
+    """Log-probabilities, with one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -48,7 +51,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """The answer of `/v1/completions`."""
+    """The response of `/v1/completions`."""
 
     id: str
     object: Literal["text_completion"]
@@ -59,7 +62,7 @@ class Completion(BaseModel):
 
 
 class AnswerMessage(BaseModel):
-    """What the assistant says."""
+    """The assistant's message."""
 
     role: Literal["assistant"]
     content: str
@@ -67,7 +70,7 @@ class AnswerMessage(BaseModel):
 
 
 class TokenLogprob(BaseModel):
-    """A token's log-probability."""
+    """The log-probability of a token."""
 
     token: str
     logprob: float
@@ -75,13 +78,13 @@ class TokenLogprob(BaseModel):
 
 
 class ContentLogprob(TokenLogprob):
-    """The same with the likeliest tokens at its place."""
+    """A token with its log-probability and the most likely tokens at its position."""
 
     top_logprobs: list[TokenLogprob]
 
 
 class ChatLogprobs(BaseModel):
-    """One entry for each token."""
+    """Log-probabilities, with one entry per token."""
 
     content: list[ContentLogprob]
     refusal: None
@@ -97,7 +100,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatCompletion(BaseModel):
-    """The answer of `/v1/chat/completions`."""
+    """The response of `/v1/chat/completions`."""
 
     id: str
     object: Literal["chat.completion"]
@@ -108,7 +111,7 @@ class ChatCompletion(BaseModel):
 
 
 class OutputText(BaseModel):
-    """A part of a message."""
+    """The text of a message."""
 
     type: Literal["output_text"]
     text: str
@@ -116,7 +119,7 @@ class OutputText(BaseModel):
 
 
 class OutputMessage(BaseModel):
-    """What the assistant says."""
+    """The assistant's message."""
 
     type: Literal["message"]
     id: str
@@ -136,7 +139,7 @@ class ResponseUsage(BaseModel):
 
 
 class Response(BaseModel):
-    """The answer of `/v1/responses`."""
+    """The response of `/v1/responses`."""
 
     id: str
     object: Literal["response"]
@@ -149,7 +152,7 @@ class Response(BaseModel):
 
 
 class Tokens(BaseModel):
-    """The answer of `/tokenize`."""
+    """The response of `/tokenize`."""
 
     tokens: list[int]
     count: int
@@ -157,13 +160,13 @@ class Tokens(BaseModel):
 
 
 class Text(BaseModel):
-    """The answer of `/detokenize`."""
+    """The response of `/detokenize`."""
 
     prompt: str
 
 
 class Model(BaseModel):
-    """A model; `parent` is the base of an adapter."""
+    """A model. `parent` is the base model of an adapter."""
 
     id: str
     object: Literal["model"]
@@ -175,20 +178,20 @@ class Model(BaseModel):
 
 
 class Models(BaseModel):
-    """The answer of `/v1/models`."""
+    """The response of `/v1/models`."""
 
     object: Literal["list"]
     data: list[Model]
 
 
 class Health(BaseModel):
-    """Whether requests are taken."""
+    """The state of the server. Only `ok` accepts requests."""
 
     status: Literal["ok", "draining", "failed"]
 
 
 class EngineStatistics(BaseModel):
-    """State and counters of the engine, as `/metrics` has them."""
+    """The state and counters of the engine, as in `/metrics`."""
 
     model: str
     state: Literal["ok", "draining", "failed"]

@@ -1,4 +1,7 @@
-"""`POST /v1/responses`, without a store: each request has the whole conversation."""
+"""`POST /v1/responses`.
+
+Responses are not stored, so each request contains the whole conversation.
+"""
 
 import time
 from collections.abc import AsyncIterator
@@ -24,7 +27,7 @@ from axlearn_plugins_serving.server.service import Service
 
 
 async def create_response(request: HttpRequest) -> Response:
-    """Answers a text or a conversation."""
+    """Answer a text or a conversation."""
     service: Service = request.app.state.service
     body = await read_json(ResponseRequest, request)
     service.adapter(body.model)
@@ -41,7 +44,7 @@ async def create_response(request: HttpRequest) -> Response:
     answer = _Answer(service, body, job)
     if body.stream:
         return EventStream(answer.events(), job)
-    return await respond(request, answer.whole(), job)
+    return await respond(request, answer.answer(), job)
 
 
 def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
@@ -70,7 +73,7 @@ def _format(body: ResponseRequest) -> ResponseFormat | None:
 
 @attrs.define
 class _Answer:
-    """A response, whole or as events."""
+    """A response, complete or as events."""
 
     service: Service
     body: ResponseRequest
@@ -83,13 +86,13 @@ class _Answer:
     def __attrs_post_init__(self) -> None:
         self.id, self.item_id = self.service.new_id("resp"), self.service.new_id("msg")
 
-    async def whole(self) -> dict[str, Any]:
-        """The response."""
+    async def answer(self) -> dict[str, Any]:
+        """Return the complete response."""
         text = "".join([delta.text async for deltas in self.job.deltas() for delta in deltas])
         return self._response(text, self._status())
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The events of a stream, in the order of the API."""
+        """Yield the events of the stream, in the order of the API."""
         place = {"item_id": self.item_id, "output_index": 0}
         part = {**place, "content_index": 0}
         yield self._event("response.created", response=self._response(None, "in_progress"))

@@ -1,10 +1,9 @@
 """The bodies of requests.
 
-They are pydantic models: one definition gives the checks, errors with the path of the field, and the JSON schemas of the OpenAPI
-document. Fields that the server does not know are errors, and so are values that it cannot honour. A field that is null says
-nothing: it is as if it were not there, whether the server knows it or not.
+Each body is a pydantic model, which defines the validation, errors with field paths, and the JSON schema in the OpenAPI document.
+Unknown fields and unsupported values are errors. A null field counts as absent, even if its name is unknown.
 
-Checking ends at the first wrong item of a list, and does not begin with a dictionary that is too large: a body of megabytes could
+Validation stops at the first wrong item of a list and rejects oversized dictionaries up front, because a body of megabytes could
 have millions of errors.
 """
 
@@ -25,9 +24,9 @@ from axlearn_plugins_serving.server.early_checks import MAX_ENTRIES, check_conte
 MAX_CHOICES = 32
 MAX_LOGPROBS = 20
 MAX_SCHEMA = 64 * 1024
-"""Characters of a JSON schema."""
+"""Maximum number of characters in a JSON schema."""
 MAX_TOOLS = 512 * 1024
-"""Characters of the parameters of all tools of a request, as JSON."""
+"""Maximum number of characters in the parameters of a request's tools, as JSON."""
 _TOKEN = r"^(0|[1-9][0-9]{0,8})$"
 
 
@@ -38,7 +37,10 @@ Metadata = Annotated[dict[str, str], Field(max_length=MAX_ENTRIES), BeforeValida
 
 
 class StreamOptions(Body):
-    """What a stream reports. `continuous_usage_stats` puts the usage so far into each event."""
+    """Options of a stream.
+
+    `continuous_usage_stats` adds the usage so far to each event.
+    """
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -46,7 +48,7 @@ class StreamOptions(Body):
 
 
 class JsonSchema(Body):
-    """A JSON schema with its name. The output meets it whether `strict` is set or not."""
+    """A JSON schema with a name. The output matches it even if `strict` is not set."""
 
     name: Annotated[str, Field(max_length=64)]
     schema_: dict[str, Any] = Field(alias="schema")
@@ -67,7 +69,7 @@ class JsonObjectFormat(Body):
 
 
 class JsonSchemaFormat(Body):
-    """JSON that meets a schema."""
+    """JSON that matches a schema."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
@@ -101,13 +103,13 @@ ResponseFormat = Annotated[
 
 
 class SamplingFields(Body):
-    """What requests of all endpoints have in common.
+    """Fields that all generating endpoints share.
 
     Extensions of the OpenAI API: `top_k`, `min_p`, `ignore_eos`, `stop_token_ids`, `priority`.
 
     Attributes:
-        user: requests of one user wait in one line; the lines take turns.
-        priority: smaller goes first.
+        user: Name of the user. Waiting users of the same priority take turns.
+        priority: Smaller values run first.
     """
 
     model: Annotated[str, Field(max_length=512)] | None = None
@@ -140,7 +142,7 @@ class SamplingFields(Body):
     @model_validator(mode="after")
     def _check_stream_options(self) -> "SamplingFields":
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is for streams: set stream to true")
+            raise ValueError("stream_options needs a stream: set stream to true")
         return self
 
     @property
@@ -150,7 +152,10 @@ class SamplingFields(Body):
 
 
 class CompletionRequest(SamplingFields):
-    """`POST /v1/completions`. The prompt is one text, several, one list of token ids, or several."""
+    """`POST /v1/completions`.
+
+    The prompt is a text, a list of texts, a list of token ids, or a list of such lists.
+    """
 
     prompt: (
         str
@@ -168,14 +173,14 @@ class CompletionRequest(SamplingFields):
     @model_validator(mode="after")
     def _check(self) -> "CompletionRequest":
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("best_of is supported only where it equals n")
+            raise ValueError("best_of must equal n")
         if self.echo and self.stream and self.logprobs is not None:
-            raise ValueError("echo with logprobs is not for streams: set stream to false")
+            raise ValueError("echo with logprobs does not support streams: set stream to false")
         return self
 
 
 class TextPart(Body):
-    """A part of a message. Other kinds (images, audio) are not supported."""
+    """A text part of a message. Other kinds (images, audio) are not supported."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -187,14 +192,14 @@ Parts = Annotated[list[TextPart], Field(max_length=4096, fail_fast=True)]
 
 
 class FunctionCall(Body):
-    """A call that the assistant made; `arguments` is an object, or its JSON as a string."""
+    """A call made by the assistant. `arguments` is an object or its JSON text."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(Body):
-    """One of an assistant's calls."""
+    """A tool call in an assistant's message."""
 
     id: str
     type: Literal["function"] = "function"
@@ -214,12 +219,12 @@ class Message(TemplatePart):
     @model_validator(mode="after")
     def _check_content(self) -> "Message":
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("content is missing; only an assistant's message with tool_calls can be without")
+            raise ValueError("content is missing; only assistant messages with tool_calls may omit it")
         return self
 
     @property
     def text(self) -> str:
-        """The parts as one text."""
+        """The concatenated text parts."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         return "".join(part.text for part in self.content)
@@ -235,7 +240,7 @@ class FunctionDefinition(TemplatePart):
 
 
 class Tool(TemplatePart):
-    """A tool, given to the chat template."""
+    """A tool that is passed to the chat template."""
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -246,7 +251,10 @@ ToolList = Annotated[list[T], Field(max_length=128, fail_fast=True), AfterValida
 
 
 class ChatRequest(SamplingFields):
-    """`POST /v1/chat/completions`. `metadata`, `service_tier`, `safety_identifier` and `prompt_cache_key` change nothing."""
+    """`POST /v1/chat/completions`.
+
+    Ignores `metadata`, `service_tier`, `safety_identifier` and `prompt_cache_key`.
+    """
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -270,7 +278,10 @@ class ChatRequest(SamplingFields):
 
 
 class InputMessage(Body):
-    """A message of `/v1/responses`. `id`, `status` and `phase` change nothing: responses are sent back with them."""
+    """A message of `/v1/responses`.
+
+    `id`, `status` and `phase` are ignored, so that clients can send responses back.
+    """
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -281,13 +292,13 @@ class InputMessage(Body):
 
 
 class ResponseJsonSchema(JsonSchema):
-    """As `JsonSchemaFormat`, flat."""
+    """`JsonSchemaFormat` without nesting."""
 
     type: Literal["json_schema"]
 
 
 class ResponseText(Body):
-    """The format of the text."""
+    """The text format of a response."""
 
     format: (
         Annotated[
@@ -301,13 +312,16 @@ class ResponseText(Body):
 
 
 class ResponseTool(FunctionDefinition):
-    """As `Tool`, flat."""
+    """`Tool` without nesting."""
 
     type: Literal["function"]
 
 
 class ResponseRequest(Body):
-    """`POST /v1/responses`. Nothing is stored: the whole conversation is in `input`."""
+    """`POST /v1/responses`.
+
+    Responses are not stored, so `input` must contain the whole conversation.
+    """
 
     model: Annotated[str, Field(max_length=512)] | None = None
     input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
@@ -331,12 +345,15 @@ class ResponseRequest(Body):
     @classmethod
     def _check_store(cls, store: bool | None) -> bool | None:
         if store:
-            raise ValueError("this server stores nothing: set store to false, and send the whole conversation")
+            raise ValueError("this server does not store responses: set store to false and send the whole conversation")
         return store
 
 
 class TokenizeRequest(Body):
-    """`POST /tokenize`: a text, or a conversation with its tools as the chat template renders it."""
+    """`POST /tokenize`.
+
+    The input is a text, or a conversation with tools that the chat template renders.
+    """
 
     model: str | None = None
     prompt: str | None = None
@@ -347,9 +364,9 @@ class TokenizeRequest(Body):
     @model_validator(mode="after")
     def _check_one(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise ValueError("pass either prompt or messages")
         if self.tools is not None and self.messages is None:
-            raise ValueError("tools belong to messages: leave them out with a prompt")
+            raise ValueError("tools need messages: leave tools out if there is a prompt")
         return self
 
 

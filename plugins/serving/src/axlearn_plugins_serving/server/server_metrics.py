@@ -1,4 +1,4 @@
-"""What `/metrics` reports, in Prometheus' text format."""
+"""The metrics of `/metrics`, in Prometheus' text format."""
 
 from collections.abc import Callable, Iterable
 
@@ -15,39 +15,39 @@ _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65
 
 GAUGES = {
     "waiting": "Requests in the queue.",
-    "running": "Requests that are computed.",
-    "blocks": "Blocks of the cache.",
+    "running": "Requests that are running.",
+    "blocks": "Blocks in the cache.",
     "used_blocks": "Blocks that requests hold.",
-    "cached_blocks": "Blocks that no request holds, with content for prompts to come.",
+    "cached_blocks": "Blocks that no request holds but that later prompts can reuse.",
 }
 COUNTERS = {
-    "prompt_tokens": "Prompt tokens of requests that were begun.",
+    "prompt_tokens": "Prompt tokens of admitted requests.",
     "cached_prompt_tokens": "Prompt tokens that were in the cache.",
-    "output_tokens": "Tokens chosen.",
-    "preemptions": "Times a request lost its blocks to another.",
+    "output_tokens": "Output tokens.",
+    "preemptions": "Number of times a request lost its blocks to another.",
     "steps": "Steps of the engine.",
-    "compilations": "Functions compiled after the warm-up; anything but 0 is a defect.",
-    "step_seconds": "Seconds in which the engine waited for its runner, or gave it a step.",
-    "host_seconds": "Seconds in which steps were planned and results read; the devices compute meanwhile.",
+    "compilations": "Functions compiled after warm-up; any value but 0 is a bug.",
+    "step_seconds": "Seconds spent submitting steps to the runner and waiting for it.",
+    "host_seconds": "Seconds spent planning steps and reading results while the devices compute.",
 }
 
 
 class Metrics:
-    """Counters of one server; the engine's are read when they are asked for.
+    """The metrics of a server. Counters of the engine are read on collection.
 
     Attributes:
-        registry: what to render.
+        registry: Registry to render.
         responses: HTTP responses by path and status.
-        first_token_seconds: from a request's arrival to its first token.
-        output_token_seconds: per token after the first.
-        request_seconds: from a request's arrival to its last token.
-        prompt_length: tokens of prompts.
-        output_length: tokens of outputs.
+        first_token_seconds: Time from a request's arrival to its first token.
+        output_token_seconds: Time per token after the first.
+        request_seconds: Time from a request's arrival to its last token.
+        prompt_length: Number of prompt tokens.
+        output_length: Number of output tokens.
     """
 
     def __init__(self, statistics: Callable[[], Statistics], *, start_compilations: int = 0):
         self.registry = CollectorRegistry()
-        help = "Programs that XLA compiled before requests were taken; 0 where exported ones were loaded."
+        help = "Programs that XLA compiled during start-up; 0 if exported programs were loaded."
         Gauge("axlearn_start_compilations", help, registry=self.registry).set(start_compilations)
         self.registry.register(_EngineCollector(statistics))
         self.responses = Counter("axlearn_responses", "HTTP responses.", ("path", "status"), registry=self.registry)
@@ -56,8 +56,8 @@ class Metrics:
             "output_token_seconds", "Seconds per output token after the first.", _TOKEN_SECONDS
         )
         self.request_seconds = self._histogram("request_seconds", "Seconds to the last token.", _SECONDS)
-        self.prompt_length = self._histogram("prompt_length_tokens", "Tokens of prompts.", _TOKENS)
-        self.output_length = self._histogram("output_length_tokens", "Tokens of outputs.", _TOKENS)
+        self.prompt_length = self._histogram("prompt_length_tokens", "Prompt tokens per request.", _TOKENS)
+        self.output_length = self._histogram("output_length_tokens", "Output tokens per request.", _TOKENS)
 
     def _histogram(self, name: str, help: str, buckets: Iterable[float]) -> Histogram:
         return Histogram(f"axlearn_{name}", help, buckets=tuple(buckets), registry=self.registry)

@@ -1,4 +1,4 @@
-"""Runs the server until it is told to stop: signals, draining, exit codes."""
+"""The life of a server: signals, draining and exit codes."""
 
 import asyncio
 import contextlib
@@ -13,26 +13,24 @@ import uvicorn
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.server.app import create_app
 from axlearn_plugins_serving.server.engine_thread import EngineFailedError
-from axlearn_plugins_serving.server.limits import Limits, uvicorn_config
+from axlearn_plugins_serving.server.limits import ServerLimits, uvicorn_config
 from axlearn_plugins_serving.server.service import Service
 
-_LAST_WORDS = 2.0  # seconds for clients to read that their request was ended
+_ERROR_READ_SECONDS = 2.0  # seconds for clients to read the error of their request
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one.
+    """Open a listening socket. Port 0 picks a free port.
 
     Raises:
-        RequestError: the port is in use, or the address is not of this machine.
+        RequestError: If the port is in use or the address is not on this machine.
     """
     try:
         infos = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
         )
         family, kind, number, _, address = infos[0]
-        listener = socket.socket(
-            family, kind, number
-        )  # asyncio sets TCP_NODELAY only where the protocol's number is given
+        listener = socket.socket(family, kind, number)  # asyncio sets TCP_NODELAY only if the protocol number is given
     except (OSError, OverflowError, UnicodeError) as error:
         raise RequestError(f"cannot listen on {host}:{port}: {error}\n    fix: set --host and --port") from None
     try:
@@ -43,41 +41,41 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         in_use = error.errno == errno.EADDRINUSE
         reason = "the port is in use" if in_use else f"{error.strerror}"
-        fix = "stop what listens there, or choose another with --port" if in_use else "set --host and --port"
+        fix = "stop the other process, or choose another port with --port" if in_use else "set --host and --port"
         raise RequestError(f"cannot listen on {host}:{port}: {reason}\n    fix: {fix}") from None
     return listener
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with signals that drain."""
+    """A uvicorn server that leaves signals to `ServerRunner`."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # `Runner` has its own
+        yield  # `ServerRunner` handles signals
 
 
-class Runner:
-    """One server on one socket.
+class ServerRunner:
+    """A server on a socket.
 
     Attributes:
-        service: what is served; its `state` says whether requests are taken.
+        service: The served model. Its `state` tells whether the server accepts requests.
     """
 
-    def __init__(self, service: Service, limits: Limits, *, grace: float = 30.0, log_requests: bool = False):
+    def __init__(self, service: Service, limits: ServerLimits, *, grace: float = 30.0, log_requests: bool = False):
         self.service, self._grace = service, grace
         self._server = _Server(uvicorn_config(create_app(service, limits), limits, log_requests=log_requests))
         self._draining: asyncio.Task[None] | None = None
         self._aborted = 0
 
     async def run(self, listener: socket.socket, ready: Callable[[], None] = lambda: None) -> int:
-        """Serves until `stop`, a signal, or a failure of the engine.
+        """Serve until `stop`, a signal, or a failure of the engine.
 
         Args:
-            listener: from `bind`.
-            ready: called when requests are taken.
+            listener: Socket from `bind`.
+            ready: Called when the server accepts requests.
 
         Returns:
-            The exit code: 0, or 1 where requests were ended or the engine failed.
+            The exit code: 0, or 1 if requests were aborted or the engine failed.
         """
         self.service.thread.on_failure = self._fail
         self.service.thread.start()
@@ -96,7 +94,10 @@ class Runner:
         return 1 if self._aborted or self.service.thread.failure is not None else 0
 
     def stop(self) -> None:
-        """Takes no new requests, finishes those that run, then ends; a second call does not wait for them."""
+        """Reject new requests, finish running ones, then stop.
+
+        A second call aborts running requests.
+        """
         if self._draining is None:
             if self.service.state == "ok":
                 self.service.state = "draining"
@@ -112,12 +113,12 @@ class Runner:
             await asyncio.sleep(0.02)
         self._aborted = self.service.thread.active
         if self._aborted:
-            print(f"ended {self._aborted} requests that still ran after the grace time", file=sys.stderr)
-            self.service.thread.abort_all(EngineFailedError("the server stops"))
-        deadline = loop.time() + _LAST_WORDS
+            print(f"aborted {self._aborted} requests that were still running after the grace period", file=sys.stderr)
+            self.service.thread.abort_all(EngineFailedError("the server is stopping"))
+        deadline = loop.time() + _ERROR_READ_SECONDS
         while self._server.server_state.tasks and loop.time() < deadline:
             await asyncio.sleep(0.02)
-        self._server.force_exit = True  # connections that nobody reads do not hold the process
+        self._server.force_exit = True  # do not wait for clients that do not read
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()  # type: ignore[union-attr]
         await self.service.thread.stop()

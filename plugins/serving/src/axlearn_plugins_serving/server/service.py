@@ -1,4 +1,4 @@
-"""What the endpoints share: the model with its tokenizer and template, and requests made of bodies."""
+"""`Service`: the served model. It converts request bodies to engine requests."""
 
 import asyncio
 import itertools
@@ -26,25 +26,25 @@ from axlearn_plugins_transformer.text.tokenizers import tokens_beyond
 
 MAX_CONTINUATIONS = 256
 NO_TEMPLATE = (
-    "this model has no chat template, so a conversation cannot become a prompt; use /v1/completions, or start the server "
-    "with --chat-template FILE, or with --chat-template plain for the plain one"
+    "this model has no chat template, so it cannot render a conversation; use /v1/completions, or start the server "
+    "with --chat-template FILE, or with --chat-template plain for a plain template"
 )
 
 
 @attrs.define(eq=False)
 class Service:
-    """One served model.
+    """A served model.
 
     Attributes:
-        thread: calls the engine.
-        text: encodes and decodes the model's text.
-        name: what clients call the model.
-        adapters: names of LoRA adapters, which clients ask for as models.
+        thread: Runs the engine.
+        text: Encodes and decodes the model's text.
+        name: Name of the model for clients.
+        adapters: Names of LoRA adapters, which clients request as models.
         state: `ok`, `draining` (no new requests) or `failed`.
-        start_compilations: programs that XLA compiled before requests were taken; 0 where exported ones were loaded.
-        bodies: parses requests.
-        text_pool: threads that parse and tokenize.
-        text_limit: refuses prompts before they are tokenized.
+        start_compilations: Programs that XLA compiled during start-up; 0 if exported programs were loaded.
+        bodies: Parses requests.
+        text_pool: Threads that parse and tokenize.
+        text_limit: Rejects prompts that are too long before they are tokenized.
     """
 
     thread: EngineThread
@@ -73,14 +73,14 @@ class Service:
         return self.text.tokenizer
 
     def new_id(self, prefix: str) -> str:
-        """A name for a response, with a part that cannot be guessed."""
+        """Return a unique response id that cannot be guessed."""
         return f"{prefix}-{os.urandom(12).hex()}{next(self._count):x}"
 
     def adapter(self, model: str | None) -> str | None:
-        """The adapter that a request's `model` names; None is the model itself.
+        """Return the adapter that a request's `model` names, or None for the base model.
 
         Raises:
-            ApiError: 404 for an unknown name.
+            ApiError: 404 if the name is unknown.
         """
         if model is None or model == self.name:
             return None
@@ -92,14 +92,15 @@ class Service:
         raise ApiError(404, f"unknown model {model[:200]!r}; {hint}", param="model", code="model_not_found")
 
     async def encode(self, texts: Sequence[str], *, limited: bool = True) -> list[list[int]]:
-        """Token ids of texts as prompts, with what the tokenizer puts in front.
+        """Encode texts as prompts, with the tokenizer's prefix.
 
         Args:
-            texts: each a prompt.
-            limited: refuses texts that cannot fit into the context; otherwise only those of more than `COUNTED` characters.
+            texts: Prompts.
+            limited: Whether to reject texts that cannot fit into the context. If False, only texts of more than `COUNTED`
+                characters are rejected.
 
         Raises:
-            ApiError: 400, a text is too long.
+            ApiError: 400 if a text is too long.
         """
 
         def encode() -> list[list[int]]:
@@ -109,7 +110,7 @@ class Service:
             for text in texts:
                 prompts.append(self.text.encode_prompt(text))
                 if limited:
-                    self.text_limit.check_tokens(len(prompts[-1]), "prompt")  # the others need not be tokenized
+                    self.text_limit.check_tokens(len(prompts[-1]), "prompt")  # fail before tokenizing the others
             return prompts
 
         return await self.text_pool.run(encode, sum(map(len, texts)))
@@ -122,16 +123,16 @@ class Service:
         prompt: bool = True,
         limited: bool = True,
     ) -> list[int]:
-        """Token ids of a conversation.
+        """Render a conversation and return its token ids.
 
         Args:
-            conversation: gives the messages, and the tools or None, as the template takes them.
-            size: bytes of the request. Those of a long one are read in a thread.
-            prompt: ends with what begins an answer.
-            limited: see `encode`.
+            conversation: Returns the messages and the tools (or None), in the form that the template expects.
+            size: Size of the request in bytes. Long requests are rendered in a thread.
+            prompt: Whether to add the beginning of an answer.
+            limited: See `encode`.
 
         Raises:
-            ApiError: 400, no template, the template refuses the conversation, or its text is too long.
+            ApiError: 400 if there is no template, the template rejects the conversation, or its text is too long.
         """
         if not self.text.has_template:
             raise ApiError(400, NO_TEMPLATE, param="messages", code="no_chat_template")
@@ -157,21 +158,21 @@ class Service:
         prompt_logprobs: bool = False,
         param: str = "prompt",
     ) -> Job:
-        """Gives prompts to the engine, each `fields.n` times.
+        """Submit prompts to the engine, each `fields.n` times.
 
         Args:
-            prompts: token ids of each.
-            fields: how tokens are chosen.
-            max_tokens: of each output; None until the context is full.
-            logprobs: see `Sampling.logprobs`.
-            prompt_logprobs: see `Sampling.prompt_logprobs`.
-            param: what errors call the prompt.
+            prompts: Token ids of each prompt.
+            fields: Sampling fields of the request.
+            max_tokens: Maximum number of output tokens; None generates until the context is full.
+            logprobs: See `Sampling.logprobs`.
+            prompt_logprobs: See `Sampling.prompt_logprobs`.
+            param: Name of the prompt in error messages.
 
         Raises:
-            ApiError: 400 for what cannot be computed, 429 where too many wait, 503 while the server stops.
+            ApiError: 400 if the request is invalid, 429 if the queue is full, 503 if the server is stopping.
         """
         if self.state == "draining":
-            raise ApiError(503, "the server stops", code="draining", headers={"retry-after": "5"})
+            raise ApiError(503, "the server is stopping", code="draining", headers={"retry-after": "5"})
         adapter = self.adapter(fields.model)
         if len(prompts) * (fields.n or 1) > MAX_CONTINUATIONS:
             raise ApiError(400, f"{param}: more than {MAX_CONTINUATIONS} continuations in one request", param=param)

@@ -1,4 +1,7 @@
-"""Threads in which requests become tokens, so that the event loop never waits for a long text."""
+"""Threads that tokenize requests.
+
+Long texts would otherwise block the event loop.
+"""
 
 import asyncio
 import functools
@@ -13,18 +16,18 @@ from axlearn_plugins_transformer.text.token_lengths import longest_token
 T = TypeVar("T")
 
 SHORT = 4096
-"""Characters or bytes that are read faster than a thread is woken."""
+"""Maximum number of characters or bytes that are processed in the event loop, which is faster than waking a thread."""
 HUGE = 256 * 1024
-"""Characters or bytes from which on a request waits in a lane of its own."""
+"""Number of characters or bytes above which a request uses the thread for huge texts."""
 COUNTED = 1024 * 1024
-"""Characters of a text that `/tokenize` encodes even if no context holds them. More take seconds and gigabytes."""
+"""Maximum number of characters that `/tokenize` encodes beyond the context. Longer texts take seconds and gigabytes."""
 
 
 class TextPool:
-    """Runs what takes as long as its text: parsing, rendering, tokenizing.
+    """Threads for work on texts: parsing, rendering, tokenizing.
 
-    Short texts are read in the event loop. Long ones have two threads, and huge ones a third, so that nobody with a prompt of a
-    few pages waits behind a client that sends megabytes.
+    Short texts run in the event loop, long texts in two threads, and huge texts in a third. A prompt of a few pages therefore
+    never waits behind a client that sends megabytes.
     """
 
     def __init__(self) -> None:
@@ -32,41 +35,43 @@ class TextPool:
         self._huge = ThreadPoolExecutor(1, thread_name_prefix="huge-text")
 
     async def run(self, function: Callable[[], T], size: int) -> T:
-        """Calls a function that reads `size` characters or bytes, and returns its result."""
+        """Call a function that reads `size` characters or bytes, and return its result."""
         if size <= SHORT:
             return function()
         lane = self._long if size <= HUGE else self._huge
         return await asyncio.get_running_loop().run_in_executor(lane, function)
 
     def close(self) -> None:
-        """Drops what still waits."""
+        """Cancel work that has not started."""
         for lane in (self._long, self._huge):
             lane.shutdown(wait=False, cancel_futures=True)
 
 
 class TextLimit:
-    """Refuses texts that no context can hold, by their length alone.
+    """A limit on the length of texts, based on the context.
 
-    A context of N tokens holds at most N times the characters of the longest token. A text within that limit may still have too
-    many tokens; a text beyond it always does.
+    A context of N tokens holds at most N times as many characters as the longest token has. A longer text never fits; a shorter
+    text may still have too many tokens.
 
     Args:
-        tokenizer: of the model.
-        context: tokens of a prompt with its output.
+        tokenizer: Tokenizer of the model.
+        context: Maximum number of tokens in a prompt and its output.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: int):
         self._tokenizer, self._context = tokenizer, context
 
     def check(self, text: str, param: str, *, allowed: int = 0) -> None:
-        """Raises `ApiError` (400) if the text cannot fit. Takes a moment once for a large vocabulary: call it in a thread.
+        """Raise `ApiError` (400) if the text cannot fit.
+
+        The first call scans the vocabulary, so call it in a thread.
 
         Args:
-            text: of the prompt.
-            param: what the error calls it.
-            allowed: characters that are taken whether they fit or not.
+            text: Text of the prompt.
+            param: Name of the prompt in the error message.
+            allowed: Number of characters to accept even if they do not fit.
         """
-        # Each token has a character at least, so the vocabulary need not be looked at.
+        # Each token has at least one character, so this does not need the vocabulary.
         if len(text) <= max(self._context, allowed):
             return
         longest = self._longest
@@ -74,13 +79,13 @@ class TextLimit:
             raise ApiError(
                 400,
                 f"the context has {self._context} tokens, but the prompt has {len(text)} characters, and a token stands for "
-                f"{longest} at most; shorten the prompt",
+                f"at most {longest}; shorten the prompt",
                 param=param,
                 code="context_length_exceeded",
             )
 
     def check_tokens(self, count: int, param: str, new_tokens: int = 1) -> None:
-        """Raises `ApiError` (400) if a prompt of so many tokens cannot be continued with `new_tokens`."""
+        """Raise `ApiError` (400) if `count` and `new_tokens` exceed the context."""
         if count + new_tokens > self._context:
             raise ApiError(
                 400,

@@ -1,8 +1,11 @@
-"""Conformance suites of the slots that this plugin defines, as those of `axlearn_testing`; they need pytest."""
+"""Conformance suites for this plugin's slots, like those of `axlearn_testing`.
+
+They need pytest.
+"""
 
 import pytest
 
-pytest.register_assert_rewrite(f"{__name__}.scheduling")  # before it is imported
+pytest.register_assert_rewrite(f"{__name__}.scheduling")  # before the import
 
 from axlearn_plugins_serving.testing.scheduling import DrafterSuite, SchedulerSuite  # noqa: E402
 

@@ -1,4 +1,7 @@
-"""The suites for schedulers and drafters. Nothing is computed: a request's next token is a random one."""
+"""Conformance suites for schedulers and drafters.
+
+They run no model: each next token is random.
+"""
 
 import random
 from typing import Any
@@ -14,12 +17,12 @@ from axlearn_plugins_serving.request_state import RequestState
 from axlearn_plugins_serving.scheduler import Limits, Plan
 
 BLOCK, VOCABULARY = 4, 5
-"""Tokens of a block; few tokens, so that prompts begin alike."""
+"""Tokens per block, and a vocabulary small enough that prompts share prefixes."""
 LIMITS = Limits(rows=4, step_tokens=20, prompt_tokens=16, chunk=4, positions=48)
 
 
 class _Machine:
-    """A scheduler, its cache, and the steps that were submitted; checks each plan."""
+    """A driver of a scheduler and its cache that checks each plan."""
 
     def __init__(self, config: Node[Any], blocks: int, requests: int, *, max_steps: int):
         self.cache = Cache(BlockPool(blocks, BLOCK), LIMITS.rows)
@@ -38,7 +41,7 @@ class _Machine:
         return RequestState(request, seed=0, arrival=index, limit=self.rng.randint(1, 12))
 
     def step(self) -> Plan:
-        """Plans a step, checks it, and does as an engine does with its results."""
+        """Plan a step, check it, and update the requests as an engine would."""
         plan = self.scheduler.plan(self.max_steps)
         self._check(plan)
         for part in plan.parts:
@@ -59,34 +62,44 @@ class _Machine:
     def _check(self, plan: Plan) -> None:
         states = [part.state for part in plan.parts]
         assert len({id(s) for s in states}) == len(states), "a request has two parts of one step"
-        assert len(states) <= LIMITS.rows, f"a step has {len(states)} requests, and {LIMITS.rows} can run"
+        assert len(states) <= LIMITS.rows, f"a step has {len(states)} requests, but only {LIMITS.rows} can run"
         count = sum(part.count for part in plan.parts)
-        assert count <= LIMITS.step_tokens, f"a step has {count} tokens, and the runner computes {LIMITS.step_tokens}"
-        assert 1 <= plan.steps <= self.max_steps, f"{plan.steps} tokens at once, and {self.max_steps} are allowed"
-        assert plan.steps == 1 or all(part.decodes for part in plan.parts), "several tokens beside a prompt"
+        assert count <= LIMITS.step_tokens, f"a step has {count} tokens, but the runner computes {LIMITS.step_tokens}"
+        assert 1 <= plan.steps <= self.max_steps, (
+            f"the plan has {plan.steps} steps, but at most {self.max_steps} are allowed"
+        )
+        assert plan.steps == 1 or all(part.decodes for part in plan.parts), "a plan with a prompt has several steps"
         slots = [s.slot for s in states]
         assert None not in slots, f"requests of a step have the slots {slots}"
         assert len(set(slots)) == len(slots), f"requests of a step have the slots {slots}"
-        assert all(any(s is b for s in states) for b in plan.begun), "a request begins without a part"
+        assert all(any(s is b for s in states) for b in plan.begun), "a request starts without a part"
         assert self.scheduler.waiting() + len(self.scheduler.running) == len(self.left), "a request is lost"
         for part in plan.parts:
             state, end = part.state, part.start + part.count + (plan.steps - 1 if part.decodes else 0)
-            assert not state.finished, "a request that ended is computed"
-            assert part.start == state.computed, f"computes from {part.start}, and {state.computed} are computed"
-            assert part.count >= 1, "a part without tokens"
-            assert part.decodes == (part.start >= state.target), "a prompt is taken for an output, or the other way"
-            assert not part.decodes or (part.count == 1 and part.sample), "a request that decodes computes one token"
-            assert part.decodes or end <= state.target, "computes more than the prompt"
-            assert part.sample == (end >= state.target and state.remaining > 0), "chooses a token where none follows"
-            assert end <= len(state.blocks) * BLOCK, f"{end} positions in {len(state.blocks)} blocks of {BLOCK}"
+            assert not state.finished, "a finished request is computed"
+            assert part.start == state.computed, f"starts at {part.start}, but {state.computed} positions are computed"
+            assert part.count >= 1, "a part has no tokens"
+            assert part.decodes == (part.start >= state.target), (
+                "a prompt is decoded, or an output is treated as a prompt"
+            )
+            assert not part.decodes or (part.count == 1 and part.sample), (
+                "a decoding part must choose exactly one token"
+            )
+            assert part.decodes or end <= state.target, "a part computes more than the prompt"
+            assert part.sample == (end >= state.target and state.remaining > 0), "a part samples at the wrong position"
+            assert end <= len(state.blocks) * BLOCK, (
+                f"{end} positions do not fit in {len(state.blocks)} blocks of {BLOCK}"
+            )
 
 
 class SchedulerSuite:
-    """What every scheduler keeps: each request is computed once, in its order, within the limits, and none is forgotten.
+    """Conformance tests of a scheduler.
+
+    It must compute each request once, in order and within the limits, and finish all of them.
 
     Attributes:
-        config: the scheduler.
-        steps: after so many without an end of any request, one is taken to be forgotten.
+        config: Config of the scheduler.
+        steps: Number of steps without a finished request after which the suite fails.
     """
 
     config: Node[Any]
@@ -95,7 +108,10 @@ class SchedulerSuite:
     @pytest.mark.parametrize("max_steps", [1, 3])
     @pytest.mark.parametrize("blocks", [13, 60], ids=["scarce", "plenty"])
     def test_every_request_is_computed_within_the_limits(self, blocks: int, max_steps: int) -> None:
-        """Forty requests of three priorities and clients, in a cache that is too small for four of them, and in a large one."""
+        """Run forty requests of three priorities and clients.
+
+        One cache is large, and one is too small for four requests.
+        """
         machine, idle = _Machine(self.config, blocks, 40, max_steps=max_steps), 0
         while machine.left:
             before = len(machine.left)
@@ -107,7 +123,7 @@ class SchedulerSuite:
         assert machine.cache.pool.used == 0
 
     def test_requests_may_leave_at_any_time(self) -> None:
-        """A client that goes away ends its request, whether it waits or runs."""
+        """Remove waiting and running requests, as if their clients left."""
         machine, rng = _Machine(self.config, 20, 30, max_steps=1), random.Random(1)
         while machine.left:
             machine.step()
@@ -118,15 +134,17 @@ class SchedulerSuite:
         assert machine.cache.pool.used == 0
 
     def test_nothing_is_planned_where_nothing_waits(self) -> None:
-        """No parts."""
+        """Plan without requests."""
         assert not _Machine(self.config, 20, 0, max_steps=1).step().parts
 
 
 class DrafterSuite:
-    """What every drafter keeps: at most as many tokens as asked for, equal ones for equal requests, and requests as they are.
+    """Conformance tests of a drafter.
+
+    It must respect `most`, be deterministic and not change requests.
 
     Attributes:
-        config: the drafter.
+        config: Config of the drafter.
     """
 
     config: Node[Any]
@@ -145,15 +163,15 @@ class DrafterSuite:
 
     @pytest.mark.parametrize("most", [1, 3])
     def test_drafts_are_tokens_and_no_more_than_asked_for(self, most: int) -> None:
-        """Integers that are none of them negative."""
+        """Check that drafts are valid token ids."""
         for draft in self._drafts(most):
-            assert len(draft) <= most, f"{len(draft)} tokens, and {most} were asked for"
+            assert len(draft) <= most, f"{len(draft)} tokens were drafted, but at most {most} are allowed"
             assert all(token >= 0 and token == int(token) for token in draft), f"not token ids: {draft}"
 
     def test_something_is_drafted(self) -> None:
-        """In requests of five tokens, where most of what comes has come before."""
-        assert any(self._drafts(3)), "it drafts nothing for any request"
+        """Draft in requests over a vocabulary of five tokens, which repeat themselves."""
+        assert any(self._drafts(3)), "the drafter drafts nothing for any request"
 
     def test_equal_requests_have_equal_drafts(self) -> None:
-        """Whatever was drafted before."""
+        """Draft twice for the same requests."""
         assert self._drafts(3) == self._drafts(3), "drafts differ between two engines"
