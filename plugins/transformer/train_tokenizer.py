@@ -1,10 +1,10 @@
-"""Trains the tokenizer that the quickstart uses, on the training files of the standard library, and writes it.
+"""Train the quickstart's tokenizer on the training files of the standard library.
 
     python plugins/transformer/train_tokenizer.py [--vocab-size 2048] [--out FILE.json]
 
-The shipped file was made with Python 3.11.7 and tokenizers 0.23.3; the same versions give the same bytes. It is a
-byte-level BPE (any text round-trips). Before merging, text is cut so that a newline with the indentation after it can
-become one token, and so can a word with the space and punctuation around it (" self.", "(name", "__init__").
+The shipped file was trained with Python 3.11.7 and tokenizers 0.23.3. The same versions give the same bytes. The tokenizer
+is a byte-level BPE, so any text round-trips. Text is split before merging such that one token can contain a newline with the
+indentation after it, or a word with adjacent space and punctuation (" self.", "(name", "__init__").
 """
 
 import argparse
@@ -19,7 +19,7 @@ OUT = Path(__file__).parents[0] / "src/axlearn_plugins_transformer/text/python-2
 
 
 def train(vocab_size: int) -> Tokenizer:
-    """A byte-level BPE with the end-of-document token as id 0."""
+    """Train a byte-level BPE whose end-of-document token has id 0."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -40,10 +40,10 @@ def train(vocab_size: int) -> Tokenizer:
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the command line, train and write the tokenizer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vocab-size", type=int, default=2048)
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--vocab-size", type=int, default=2048, help="Size of the vocabulary (default: 2048).")
+    parser.add_argument("--out", type=Path, default=OUT, help="Output file.")
     args = parser.parse_args()
     args.out.write_text(train(args.vocab_size).to_str(pretty=False) + "\n", "utf-8")
     print(f"wrote {args.out}: {args.out.stat().st_size:,} bytes")

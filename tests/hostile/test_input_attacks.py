@@ -97,7 +97,7 @@ def test_a_worker_that_dies_or_stands_still_is_replaced(number, tmp_path):
     _, err = process.communicate(timeout=200)
     assert process.returncode == 0, err[-3000:]
     assert f"process {workers[0]}" in err
-    assert "another one goes on" in err
+    assert "a new worker continues" in err
     assert tiny.losses(run) == tiny.losses(whole)
 
 

@@ -84,9 +84,9 @@ URLS = (
 
 @pytest.mark.parametrize("url", URLS)
 def test_other_protocols_are_refused_by_the_config_and_by_the_reader(url):
-    with pytest.raises(ConfigError, match=r"paths: (has the protocol|chains file systems)"):
+    with pytest.raises(ConfigError, match=r"paths: (has the protocol|chains fsspec file systems)"):
         check(Files.Config(paths=url))
-    with pytest.raises(RequestError, match=r"has the protocol|chains file systems"):
+    with pytest.raises(RequestError, match=r"has the protocol|chains fsspec file systems"):
         list_files((url,))
 
 

@@ -32,7 +32,7 @@ def test_a_program_gets_the_highest_priority_that_supports_the_call_and_keeps_th
         assert choose(call()) is XLA_BLOCKED
         assert choose(call(Full())) is REFERENCE_KERNEL
     assert [c.name for c in program.choices] == ["xla-blocked", "xla"]
-    assert program.choices[1].rejected["xla-blocked"] == "the mask (full) hides no whole block"
+    assert program.choices[1].rejected["xla-blocked"] == "the mask (full) does not hide any whole block"
     assert "attention(query float32[1, 256, 2, 8]" in program.choices[0].call
     assert choose(call()) is REFERENCE_KERNEL  # and it is over
 
@@ -55,7 +55,9 @@ def test_a_name_is_that_one_or_one_clear_error():
         assert choose(call(), "xla") is REFERENCE_KERNEL
         with pytest.raises(RequestError, match=r"unknown attention kernel 'xla-blokced'\n.*did you mean: xla-blocked"):
             choose(call(), "xla-blokced")
-        with pytest.raises(RequestError, match=r"'xla-blocked' cannot do this\n.*\n.*hides no whole block\n.*fix:"):
+        with pytest.raises(
+            RequestError, match=r"'xla-blocked' cannot do this\n.*\n.*does not hide any whole block\n.*fix:"
+        ):
             call(Full()).run("xla-blocked")
 
 
@@ -68,7 +70,7 @@ def test_a_function_that_only_shares_the_config_takes_a_named_kernel_if_it_can()
         with pytest.raises(RequestError, match="unknown attention kernel 'xla-blokced'"):
             choose(call(), "xla-blokced")
     assert [str(d) for d in replaced_kernels("decode", program.choices)] == [
-        "kernel: decode: attention uses xla instead of xla-blocked (the mask (full) hides no whole block)",
+        "kernel: decode: attention uses xla instead of xla-blocked (the mask (full) does not hide any whole block)",
         "kernel: decode: attention uses xla-blocked instead of native (not a kernel of attention)",
     ]
     with use(Selection(platform="cpu", required=("attention",))), pytest.raises(RequestError, match="cannot do this"):

@@ -34,7 +34,7 @@ def _built(cfg, width, precision):
 
 @pytest.fixture
 def build():
-    """(settings) -> the layer, of width 16 and hidden size 24; its parameters are made once per session."""
+    """Return a function that builds a layer of width 16 and hidden size 24. Parameters are cached per session."""
 
     def build(dtype="float32", params="float32", width=16, **settings):
         cfg = MixtureOfExperts.Config(**{"hidden_dim": 24, **settings})
@@ -82,12 +82,12 @@ def grads():
 
 @pytest.fixture
 def naive():
-    """(layer, x) -> every expert on every token, weighed by hand; the routing is the layer's own."""
+    """Apply every expert to every token and weigh the results. The routing is that of the layer."""
     return _naive
 
 
 def _one(maps, e, x):
-    """What the map of one expert makes of x."""
+    """Apply the projection of one expert to x."""
     y = x @ maps.weight[e]
     return y + maps.bias[e][None, None] if maps.cfg.bias else y
 
@@ -112,7 +112,7 @@ def _naive(layer, x):
 
 @pytest.fixture
 def close():
-    """Trees of arrays agree to a part of each array's norm."""
+    """Assert that trees of arrays agree, relative to each array's norm."""
 
     def close(a, b, tolerance=1e-5):
         assert a.keys() == b.keys()

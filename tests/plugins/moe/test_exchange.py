@@ -1,4 +1,4 @@
-"""Rows go to their experts and come back, however uneven the choice; so do gradients."""
+"""Rows and gradients are sent to the experts and back, even if the load is uneven."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from axlearn_plugins_moe.exchange import exchanged
+from axlearn_plugins_moe.exchange import run_exchanged
 
 DEVICES, HELD, ROWS = 4, 2, 6
 
@@ -24,7 +24,7 @@ def test_every_row_is_worked_on_by_its_expert_and_comes_back_to_its_place(choice
             used = jnp.append(scale, 0.0)[owner][:, None]  # no row: the number behind the last expert
             return rows * used
 
-        return exchanged(rows, expert, ("expert",), DEVICES, HELD, run)
+        return run_exchanged(rows, expert, ("expert",), DEVICES, HELD, run)
 
     split = PartitionSpec("expert")
     spread = jax.shard_map(local, mesh=mesh, in_specs=(split, split, split), out_specs=split, check_vma=False)

@@ -103,7 +103,11 @@ def test_some_layers_keep_their_feed_forward():
         (MoE(every=2), Alternate(children=(DENSE, PlainFeedForward.Config())), "alternate here already"),
         (MoE(every=3), Alternate(children=(EXPERTS, DENSE)), "are mixed here"),
         (MoE(), Capped.Config(cap=2.0), "would be lost"),
-        (MoE(shared_experts=1), GatedFeedForward.Config(hidden_dim=MixtureOfExperts.Config()), "cannot tell what"),
+        (
+            MoE(shared_experts=1),
+            GatedFeedForward.Config(hidden_dim=MixtureOfExperts.Config()),
+            "cannot compute 1 times the size",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_the_path(feature, slot, message):

@@ -74,13 +74,13 @@ def test_the_blocked_product_serves_as_well(build, naive, grads, close, normal):
 
 
 def test_capacity_drops_what_has_no_room(build, naive, run, normal):
-    """With room for two of a row's eight tokens: first choices come first, then earlier positions."""
+    """With a capacity of two of a row's eight tokens, first choices come first, then earlier positions."""
     layer = build(num_experts=2, top_k=2, dispatch=CapacityDispatch.Config(capacity_factor=0.25))
     layer.router.weight[...] = jnp.zeros_like(layer.router.weight[...]).at[0, 0].set(4.0)
     x = normal(1, 8, 16).at[0, :, 0].set(jnp.asarray([1.0, -1, -1, 1, 1, -1, 1, -1]))
     y, reported = run(layer, x)
     assert reported["dropped_assignments"] == 0.75
-    # Expert 0 is the first choice of positions 0 and 3, 4, 6; expert 1 that of 1 and 2, 5, 7.
+    # Expert 0 is the first choice of positions 0, 3, 4 and 6, expert 1 that of 1, 2, 5 and 7.
     np.testing.assert_allclose(y[0, 4:], 0, atol=1e-6)
     first = jax.nn.sigmoid(4.0)  # the weight of a first choice; the second choice of each is dropped
     for token, e in ((0, 0), (1, 1), (2, 1), (3, 0)):

@@ -1,4 +1,4 @@
-"""What routers count: tokens, and no padding."""
+"""Routers count tokens, but not padding."""
 
 import functools
 import re
@@ -40,7 +40,7 @@ def layer(router, dispatch=None):
 
 
 def route(module, x, context):
-    """(output, losses, summaries, load) of a layer within rows of this context."""
+    """Return (output, losses, summaries, load) of a layer within rows of this context."""
     graph, state = nnx.split(module)
 
     @jax.jit
@@ -64,7 +64,7 @@ def test_padding_counts_in_no_statistic(name):
     context = Context(segment_ids=jnp.asarray(REAL, jnp.int32))
     _, losses, reported, load = route(module, x, context)
     assert losses.keys() | reported.keys() >= {"router_z_loss", "expert_load_max", "dropped_assignments"}
-    if name != "expert choice":  # whose experts choose among all positions of a row
+    if name != "expert choice":  # its experts choose among all positions of a row
         noise = np.where(REAL[..., None], x, 100 * np.random.default_rng(1).normal(size=x.shape).astype(np.float32))
         _, *others = route(module, noise, context)
         jax.tree.map(np.testing.assert_array_equal, others[::2], [losses, load])
@@ -126,7 +126,7 @@ def functions(*features, layers=2):
 
 @functools.cache
 def loss_of(program):
-    """(batch) -> (loss, what is reported, variables and the totals of the step), compiled."""
+    """Return a compiled function (batch) -> (loss, summaries, variables and totals of the step)."""
     state = jax.jit(program.init, compiler_options=QUICK)(jax.random.key(0))
     variables = program.trained.begin_step(state.variables)
 
@@ -139,7 +139,7 @@ def loss_of(program):
 
 
 def step(program, batch):
-    """(state after, what is reported) of one training step."""
+    """Return (new state, summaries) of one training step."""
     state = jax.jit(program.init, compiler_options=QUICK)(jax.random.key(0))
     return jax.device_get(jax.jit(program.train, compiler_options=QUICK)(state, batch))
 
@@ -155,7 +155,7 @@ FEATURES = {
 
 
 def filled_up():
-    """A batch with padding, and the same with other tokens in it."""
+    """Return a batch with padding, and the same batch with other tokens in the padding."""
     batch = toy.batch(rows=4)
     real = np.arange(toy.LENGTH)[None] < np.asarray([16, 5, 9, 0])[:, None]
     batch |= {"segment_ids": real.astype(np.int32), "weights": batch["weights"] * real}
@@ -180,7 +180,7 @@ def test_what_fills_up_a_batch_changes_no_training_step(name):
 
 
 def differentiated(program, state, batch):
-    """((loss, (what is reported, variables and totals)), gradients), to be traced."""
+    """Return ((loss, (summaries, variables and totals)), gradients), for tracing."""
     grad = jax.value_and_grad(program.training_loss, has_aux=True)
     return grad(state.params, program.trained.begin_step(state.variables), batch, jax.random.key(0))
 

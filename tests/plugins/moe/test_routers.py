@@ -1,4 +1,4 @@
-"""Routing weights against the definitions of the papers, written out token by token in NumPy."""
+"""Routing weights equal the definitions of the papers, written token by token in NumPy."""
 
 import jax
 import jax.numpy as jnp

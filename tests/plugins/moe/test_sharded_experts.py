@@ -1,4 +1,4 @@
-"""Eight devices give the loss, the summaries and the gradients of one."""
+"""Eight devices compute the same loss, summaries and gradients as one device."""
 
 import functools
 import re
@@ -40,7 +40,7 @@ def batch():
 
 
 def on(cfg, shape):
-    """(loss, summaries, gradients) on a mesh; an empty shape is one device."""
+    """Return (loss, summaries, gradients) on a mesh. An empty shape is one device."""
     functional = Functional.of(cfg)
     mesh = Mesh(shape=shape or {"fsdp": 1})
     layout = Layout(make_mesh(mesh, None if shape else jax.devices()[:1]), mesh)
@@ -82,7 +82,7 @@ MESHES = [
 
 @functools.cache
 def alone(case):
-    """What one device gives, for all meshes."""
+    """The results of one device, for all meshes."""
     return on(model(**CASES[case]), {})
 
 
@@ -111,7 +111,7 @@ def test_no_mesh_changes_a_number(case, mesh):
 
 @pytest.mark.slow
 def test_rows_that_the_devices_do_not_divide():
-    """Then every device has all tokens, and the experts' parts are summed up."""
+    """Every device has all tokens, and the partial sums of the experts are added."""
     cfg = model()
     layer = cfg.decoder.layer.feed_forward
     functional = Functional.of(layer, input_dim=16, precision=Precision())

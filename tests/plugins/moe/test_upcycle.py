@@ -57,7 +57,7 @@ def test_the_upcycled_model_computes_what_the_dense_one_did(feature, dense):
         p: (s.shape, s.dtype) for p, s in {**target.abstract, **target.variables}.items()
     }
     np.testing.assert_allclose(logits(target, result), expected, rtol=1e-5, atol=1e-5)
-    again = upcycle(result, target, target)  # and what has experts keeps them
+    again = upcycle(result, target, target)  # layers with experts keep them
     assert all((again[p] == result[p]).all() for p in result)
 
 

@@ -1,4 +1,4 @@
-"""The frequencies are held against the formulas of Hugging Face's `modeling_rope_utils`, written out pair by pair."""
+"""The frequencies equal the formulas of Hugging Face's `modeling_rope_utils`, written pair by pair."""
 
 import math
 import re
@@ -119,7 +119,7 @@ def test_each_pair_turns_by_its_angle():
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_layers_share_cosines_of_whole_heads_on_cpus(whole):
-    """Of halves XLA for CPU computes them again in each layer, two or three times by its version."""
+    """For half heads, XLA on CPUs recomputes them in each layer, two or three times depending on its version."""
     turn, layers = rope(16), 3
     turn.whole_heads = whole
 
@@ -183,7 +183,7 @@ def test_scalings_that_make_no_sense(cfg, path):
 
 
 def test_an_odd_head_size_is_an_error():
-    with pytest.raises(RequestError, match="head_dim has to be even, got 7"):
+    with pytest.raises(RequestError, match="head_dim must be even, got 7"):
         rope(7)
 
 

@@ -80,7 +80,7 @@ def run():
 
 @pytest.fixture
 def grads():
-    """(config, batch) -> loss, summaries and gradients by path, from the parameters of seed 0 or of `state`."""
+    """Compute loss, summaries and gradients of (config, batch), with parameters from seed 0 or `state`."""
 
     def grads(cfg, batch, state=None):
         graph, fresh = _initialised(cfg, 0)

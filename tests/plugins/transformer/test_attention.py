@@ -111,7 +111,7 @@ def test_queries_at_given_slots_are_rows_of_the_whole(kv_heads):
     ("length", "mask", "reason"),
     [
         (130, Causal(), "not a multiple of 128"),
-        (256, Full(), "hides no whole block"),
+        (256, Full(), "does not hide any whole block"),
         (128 * 65, Causal(), "more than 64"),
     ],
 )

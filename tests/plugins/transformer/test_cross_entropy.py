@@ -14,7 +14,7 @@ from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropyOp, Op
 
 B, S, D, V = 3, 20, 16, 37
 WIDE = 4 * B * S
-"""A width for which the slopes of all logits take less memory than a gradient of the output layer."""
+"""A width at which the gradients of all logits take less memory than the gradient of the output layer."""
 
 
 def plain(hidden, weight, targets, weights, softcap, z_loss):
@@ -98,7 +98,7 @@ def test_never_holds_all_logits_and_computes_no_product_twice():
 
 def test_what_waits_for_the_product_behind_the_chunks_is_the_smaller(monkeypatch):
     calls = []
-    for name in ("_scan_slopes", "_scan_gradients"):
+    for name in ("_scan_logit_grads", "_scan_weight_grads"):
         scan = getattr(cross_entropy, name)
         monkeypatch.setattr(cross_entropy, name, lambda *a, name=name, scan=scan: (calls.append(name), scan(*a))[1])
     for width in (D, WIDE):
@@ -108,7 +108,7 @@ def test_what_waits_for_the_product_behind_the_chunks_is_the_smaller(monkeypatch
             jax.grad(lambda w, h=hidden, t=targets, s=weights, o=options: CrossEntropyOp(h, w, t, s, o).run()[0]),
             weight,
         )
-    assert calls == ["_scan_gradients", "_scan_slopes"]
+    assert calls == ["_scan_weight_grads", "_scan_logit_grads"]
 
 
 def test_chunks_are_as_long_as_a_device_has_memory_for():
@@ -166,7 +166,7 @@ def test_chunks_send_nothing_of_the_weight(shape, width):
 
 
 def test_a_tied_output_layer_in_bfloat16():
-    """XLA for CPU cannot run the product that it would make of this one, transposed."""
+    """XLA on CPUs cannot run the transposed form of this product."""
     table, hidden = jnp.ones((24, 8)), jnp.ones((2, 5, 8), jnp.bfloat16)
     targets, weights, options = jnp.zeros((2, 5), jnp.int32), jnp.full((2, 5), 0.1), Options(dtype="bfloat16")
     slope = jax.jit(jax.grad(lambda t: CrossEntropyOp(hidden, t.T, targets, weights, options).run()[0]))(table)

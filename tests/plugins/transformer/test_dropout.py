@@ -1,4 +1,4 @@
-"""Dropout: where masks differ, where they must not, and where nothing is drawn."""
+"""Dropout: which masks differ, which masks are equal, and modes without dropout."""
 
 import functools
 
@@ -30,7 +30,7 @@ def config(mode="scan", *more):
 
 
 def loss_and_gradients(cfg, key=KEY, devices=None, parts=1):
-    """(loss, gradients) of the toy batch, compiled as a training step of these devices would be."""
+    """Compute (loss, gradients) of the toy batch, compiled like a training step on these devices."""
     program = compose(cfg, devices or jax.devices()[:1])
     functions = TrainingFunctions(program.functional, None)
     params = toy.filled(program.functional)
@@ -122,7 +122,7 @@ def test_a_pipeline_draws_per_microbatch_whatever_its_stages(shape):
 
 
 class OwnBlock(Layer):
-    """A block of another class than ours, which knows nothing of dropout."""
+    """A block of an unrelated class that does not know dropout."""
 
     @node
     class Config(Layer.Config["OwnBlock"]):

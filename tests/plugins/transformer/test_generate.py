@@ -20,7 +20,7 @@ VARIANTS = {
 
 
 def greedy(model, prompt, count):
-    """Without a cache; what the padding holds is ahead of every token that is read."""
+    """Generate without a cache. Causality hides the padding, because it follows all tokens that are read."""
     tokens = list(prompt)
     logits = jax.jit(model)
     for _ in range(count):
@@ -103,7 +103,7 @@ def test_lengths_within_a_bucket_compile_once(tiny, build):
 @pytest.mark.parametrize(
     ("prompt", "settings", "message"),
     [
-        ([], {}, "the prompt has no token"),
+        ([], {}, "the prompt is empty"),
         ([3, 64], {}, "the model has no token 64; its ids are 0 to 63"),
         ([1], {"temperature": -1.0}, "got temperature=-1.0"),
         ([1], {"top_k": 0}, "top_k=0"),

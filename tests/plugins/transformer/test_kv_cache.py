@@ -1,4 +1,4 @@
-"""Caches own attention: layouts of any kind, kernels by name, and what is refused."""
+"""Caches compute attention: custom layouts, kernels by name, and rejected calls."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ SIZE = 4
 
 
 class Pages(Configurable):
-    """Pages of four slots for each row, last pages first. Attention reads them where they are."""
+    """Pages of four slots for each row, in reverse order. Attention reads them in place."""
 
     @node
     class Config(Configurable.Config["Pages"]):
@@ -65,7 +65,7 @@ def test_a_layout_of_pages_attends_without_dense_keys(tiny, build, run, batch):
 
 
 class Recorded:
-    """The reference for queries that are not the keys' positions."""
+    """The reference implementation for queries that are not at the keys' positions."""
 
     def __init__(self):
         self.calls = []
@@ -106,7 +106,7 @@ def test_a_named_kernel_that_cannot_read_a_cache_is_refused(tiny, build, batch):
 
 
 class Appending(Configurable):
-    """A layout as earlier versions had them."""
+    """A layout with the interface of earlier versions."""
 
     @node
     class Config(Configurable.Config["Appending"]):

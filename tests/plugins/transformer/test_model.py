@@ -34,7 +34,7 @@ def _prefixed(model, tokens, prefix):
 
 
 def llama_loss(p, batch, layers=2, heads=4, kv=2, eps=1e-6):
-    """The model of the `tiny` config, written down plainly."""
+    """Compute the model of the `tiny` config with plain formulas."""
 
     def rms(x, w):
         return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + eps) * w[None, None]
@@ -286,7 +286,7 @@ def test_models_build_under_jit_and_eval_shape(tiny):
     for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(abstract), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
     weight = result["decoder"]["layer"]["attention"]["query"]["weight"].get_value()
-    assert not np.allclose(weight[0], weight[1])  # each layer has numbers of its own
+    assert not np.allclose(weight[0], weight[1])  # layers are initialized differently
 
 
 def test_parameter_counts_of_published_models(tiny):

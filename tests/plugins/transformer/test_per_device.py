@@ -1,4 +1,4 @@
-"""How arrays are split over devices, and kernels that run on the parts."""
+"""Sharding of arrays over devices, and kernels on the shards."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Stacks of layers of several kinds, on a layer that is easy to compute by hand."""
+"""Stacks with several kinds of layers, tested on a layer that is easy to compute by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ def run(stack, layers, x):
 CASES = {
     "every other": ((2, 3), (), 6, [2, 3] * 3),
     "dense first": ((3,), (2,), 5, [2, 3, 3, 3, 3]),
-    "five to one, and a rest": ((2, 2, 3), (), 8, [2, 2, 3, 2, 2, 3, 2, 2]),
+    "five to one, and a remainder": ((2, 2, 3), (), 8, [2, 2, 3, 2, 2, 3, 2, 2]),
     "three kinds": ((2, 3, 5), (3, 3), 9, [3, 3, 2, 3, 5, 2, 3, 5, 2]),
     "one layer": ((2, 3), (), 1, [2]),
     "nothing repeats": ((2, 3, 5), (), 3, [2, 3, 5]),
@@ -81,7 +81,7 @@ CASES = {
 
 
 def close(got, expected):
-    """Of the largest: an element near zero is a difference of others, and rounds as they do."""
+    """Compare relative to the largest element: elements near zero are differences and have their rounding errors."""
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
 
 
@@ -200,5 +200,5 @@ def test_features_reach_the_children_and_each_layer_has_its_own():
 
 
 def test_where_no_stack_chooses_it_says_so():
-    with pytest.raises(ConfigError, match="no stack of layers"):
+    with pytest.raises(ConfigError, match="must be below a stack of layers"):
         Alternate(children=(Wide.Config(),)).build()

@@ -74,7 +74,7 @@ def test_what_a_subclass_computes_is_not_taken_apart(tiny, changed):
 
 
 class HalvedLayer(TransformerLayer):
-    """Changes a half, and states the halves anew."""
+    """Changes a half and declares the role again."""
 
     @node
     class Config(TransformerLayer.Config, TwoHalvesRole):
@@ -85,7 +85,7 @@ class HalvedLayer(TransformerLayer):
 
 
 class SilentLayer(HalvedLayer):
-    """States nothing, so it is run whole although it computes what its base does."""
+    """Does not declare the role, so it runs as a whole although it computes the same as its base."""
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""Mixtures of experts for axlearn: the layer, its routers and dispatches, the feature `moe`, and upcycling."""
+"""Mixtures of experts: the layer, its routers and dispatches, and upcycling."""

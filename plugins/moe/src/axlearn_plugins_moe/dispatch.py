@@ -1,6 +1,8 @@
-"""Bringing tokens to their experts and back: without dropping any, or with room for a fixed number per expert.
+"""Dispatches: send tokens to their experts and combine the outputs.
 
-B batch, S positions, D width, E experts, K experts per token, R assignments per row, C room per expert, F hidden size.
+`DroplessDispatch` keeps every token. `CapacityDispatch` drops tokens that exceed an expert's capacity.
+
+B batch, S positions, D width, E experts, K experts per token, R assignments per row, C capacity per expert, F hidden size.
 """
 
 import math
@@ -16,22 +18,25 @@ from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain, is_sharded
 from axlearn_core.nn.summaries import Summary, add_summary
 from axlearn_plugins_moe import sharded_experts
-from axlearn_plugins_moe.exchange import exchanged
+from axlearn_plugins_moe.exchange import run_exchanged
 from axlearn_plugins_moe.experts import BatchedProduct, Experts, GroupedProduct, Product
-from axlearn_plugins_moe.routing import Routing, of_tokens
+from axlearn_plugins_moe.routing import Routing, assignment_mask
 from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, Activation
 
 
 class Dispatch(Protocol):
-    """Runs the experts on the tokens that are assigned to them. Built with nothing."""
+    """Runs the experts on the tokens that are assigned to them.
+
+    It is built without arguments.
+    """
 
     def __call__(self, x: jax.Array, routing: Routing, experts: Experts, activation: Activation) -> jax.Array:
-        """[B, S, D] -> [B, S, D]: the weighted sum of the experts' outputs."""
+        """Return the weighted sum of the experts' outputs: [B, S, D] -> [B, S, D]."""
         ...
 
 
 def _hidden_rows(x: jax.Array, experts: Experts, activation: Activation, product: Product) -> jax.Array:
-    """What goes into the down projection."""
+    """Return the input of the down projection."""
     up = tag(experts.up.grouped(x, product), "mlp_up")
     if experts.gate is None:
         return tag(ACTIVATIONS[activation](up), "mlp_hidden")
@@ -39,7 +44,7 @@ def _hidden_rows(x: jax.Array, experts: Experts, activation: Activation, product
 
 
 def _collect(y: jax.Array, token: jax.Array | None, length: int) -> jax.Array:
-    """[B, R, D] of weighted outputs -> [B, S, D]: their sum for each token."""
+    """Sum the weighted outputs of each token: [B, R, D] -> [B, S, D]."""
     if token is None:
         return jnp.sum(y.reshape(y.shape[0], -1, length, y.shape[-1]), axis=1)
     empty = jnp.zeros((length, y.shape[-1]), y.dtype)
@@ -47,7 +52,7 @@ def _collect(y: jax.Array, token: jax.Array | None, length: int) -> jax.Array:
 
 
 def _spread(x: jax.Array, token: jax.Array | None, count: int) -> jax.Array:
-    """[B, S, D] -> [B, R, D]: the token of each of R assignments."""
+    """Gather the token of each of the R assignments: [B, S, D] -> [B, R, D]."""
     if token is not None:
         return jnp.take_along_axis(x, token[..., None], axis=1)
     batch, length, width = x.shape
@@ -56,7 +61,10 @@ def _spread(x: jax.Array, token: jax.Array | None, count: int) -> jax.Array:
 
 @jax.custom_vjp
 def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """Rows of [M, D] in another order. Its derivative gathers too: that of an index would scatter."""
+    """Permute the rows of [M, D].
+
+    The gradient is a gather too; the gradient of plain indexing would be a scatter.
+    """
     return x.at[order].get(unique_indices=True, mode="promise_in_bounds")
 
 
@@ -67,7 +75,7 @@ _permute.defvjp(
 
 
 def _share_dropped(fits: jax.Array, counted: jax.Array | None) -> Summary:
-    """The share of the assignments [B, R] that do not fit, of those that are counted."""
+    """Return the share of dropped assignments [B, R], ignoring those that are not counted."""
     fits = fits.astype(jnp.float32)
     if counted is None:
         return Summary(1 - jnp.mean(fits), jnp.float32(fits.size), "mean", "assignments")
@@ -76,20 +84,23 @@ def _share_dropped(fits: jax.Array, counted: jax.Array | None) -> Summary:
 
 
 class DroplessDispatch(Configurable):
-    """Sorts the assignments by expert and multiplies groups of any size (Gale et al., 2022, "MegaBlocks").
+    """Sorts assignments by expert and multiplies groups of any size.
 
-    On several devices each holds its share of the experts (the logical axis `experts`): the tokens of the devices that
-    share the experts among them are gathered, each device runs its own experts on them, and the sums are scattered back.
-    Nothing is ever dropped; the price is that each of these devices has memory for the tokens of all of them. With
-    `exchange="all-to-all"` each token goes to the devices of its own experts alone: less to send where those are fewer than
-    the devices, for the same memory.
+    This is the approach of MegaBlocks (Gale et al., 2022). Never drops a token. On several devices, the experts are
+    sharded over the logical axis `experts`. Each device gathers the tokens of all devices in its group, runs its own
+    experts on them, and scatters the sums back. Each device therefore needs memory for the tokens of the whole group.
+
+    With `exchange="all-to-all"`, each token is sent only to the devices of its own experts. This sends less if a token
+    has fewer experts than there are devices, and it needs the same memory.
     """
 
     @node
     class Config(Configurable.Config["DroplessDispatch"]):
-        """`kernel` names an implementation of the op `grouped_matmul`; None has the best one chosen.
+        """Execution settings; they do not change which tokens the experts process.
 
-        `exchange` is execution too: no token is dropped by either.
+        Attributes:
+            kernel: Implementation of the op `grouped_matmul`. None selects the best one.
+            exchange: Collective that moves tokens between devices.
         """
 
         kernel: str | None = setting(default=None, kind="execution")
@@ -99,19 +110,19 @@ class DroplessDispatch(Configurable):
         self.cfg = cfg
 
     def __call__(self, x: jax.Array, routing: Routing, experts: Experts, activation: Activation) -> jax.Array:
-        """[B, S, D] -> [B, S, D]."""
+        """Return the weighted sum of the experts' outputs: [B, S, D] -> [B, S, D]."""
 
         def local(x: jax.Array, routing: Routing, experts: Experts, device: sharded_experts.Device) -> jax.Array:
             return self._local(x, routing, experts, activation, device)
 
         if is_sharded():
-            return sharded_experts.over_devices(local, x, routing, experts, gathers=self.cfg.exchange == "all-gather")
+            return sharded_experts.run_sharded(local, x, routing, experts, gather=self.cfg.exchange == "all-gather")
         return local(x, routing, experts, sharded_experts.Device())
 
     def _local(
         self, x: jax.Array, routing: Routing, experts: Experts, activation: Activation, device: sharded_experts.Device
     ) -> jax.Array:
-        """The part of the sum that the experts of a device give."""
+        """Return the partial sum of the experts on one device."""
         count, width = experts.num_experts, x.shape[-1]
         rows = _spread(x, routing.token, routing.expert.shape[1]).reshape(-1, width)
         expert = routing.expert.reshape(-1)
@@ -120,7 +131,7 @@ class DroplessDispatch(Configurable):
             return self._grouped_rows(rows, expert, experts, activation, device)
 
         if device.exchange:
-            y = exchanged(rows, expert, device.exchange, device.devices, count, run)
+            y = run_exchanged(rows, expert, device.exchange, device.devices, count, run)
         else:
             y = run(rows, expert if device.first is None else expert - device.first)
         y = y.reshape(x.shape[0], -1, width) * routing.weight[..., None].astype(y.dtype)
@@ -134,11 +145,14 @@ class DroplessDispatch(Configurable):
         activation: Activation,
         device: sharded_experts.Device,
     ) -> jax.Array:
-        """[M, D] -> [M, D], each row by its expert; zero for the rows of experts that the device does not have."""
+        """Apply to each row its expert: [M, D] -> [M, D].
+
+        Rows of experts on other devices are zero.
+        """
         count, is_local = experts.num_experts, None
         if device.first is not None or device.exchange:
             is_local = (expert >= 0) & (expert < count)
-            expert = jnp.where(is_local, expert, count)  # behind all groups
+            expert = jnp.where(is_local, expert, count)  # sorts after all groups
             rows = jnp.where(is_local[:, None], rows, 0)
         order = jnp.argsort(expert, stable=True).astype(jnp.int32)
         places = jnp.arange(order.size, dtype=jnp.int32)
@@ -147,21 +161,26 @@ class DroplessDispatch(Configurable):
 
         product = GroupedProduct(sizes, self.cfg.kernel)
         hidden = _hidden_rows(_permute(rows, order, inverse), experts, activation, product)
-        y = experts.down.grouped(hidden, attrs.evolve(product, adds=device.adds))
+        y = experts.down.grouped(hidden, attrs.evolve(product, adds_bias=device.adds_bias))
         y = _permute(y, inverse, order)
         return y if is_local is None else jnp.where(is_local[:, None], y, 0)
 
 
 class CapacityDispatch(Configurable):
-    """Each expert has room for a fixed number of tokens of a row; the rest are dropped (Lepikhin et al., 2020, "GShard").
+    """Gives each expert a fixed capacity per row and drops the remaining tokens.
 
-    All first choices are served before any second choice, and earlier positions before later ones. What is dropped
-    passes by the layer in the residual stream alone; its share is the summary `dropped_assignments`.
+    This is the approach of GShard (Lepikhin et al., 2020). First choices take precedence over second choices, and
+    earlier positions over later ones. A dropped token skips the expert; only the residual stream carries it. The
+    summary `dropped_assignments` reports the dropped share.
     """
 
     @node
     class Config(Configurable.Config["CapacityDispatch"]):
-        """`capacity_factor` is the room over what an even load needs; at `num_experts / top_k` nothing can be dropped."""
+        """Settings of the capacity.
+
+        Attributes:
+            capacity_factor: Capacity relative to an even load. With `num_experts / top_k`, nothing can be dropped.
+        """
 
         capacity_factor: float = setting(default=1.25, gt=0)
 
@@ -169,12 +188,18 @@ class CapacityDispatch(Configurable):
         self.cfg = cfg
 
     def capacity(self, length: int, assignments: int, num_experts: int) -> int:
-        """How many of the `assignments` of a row of `length` tokens an expert takes."""
+        """Return the number of assignments that each expert accepts from a row.
+
+        Args:
+            length: Tokens in the row.
+            assignments: Assignments in the row.
+            num_experts: Number of experts.
+        """
         needed = math.ceil(round(self.cfg.capacity_factor * assignments / num_experts, 6))
-        return max(1, min(length, needed))  # a token chooses an expert once at most
+        return max(1, min(length, needed))  # a token chooses an expert at most once
 
     def __call__(self, x: jax.Array, routing: Routing, experts: Experts, activation: Activation) -> jax.Array:
-        """[B, S, D] -> [B, S, D]."""
+        """Return the weighted sum of the experts' outputs: [B, S, D] -> [B, S, D]."""
         (batch, length, width), count = x.shape, experts.num_experts
         expert, capacity = routing.expert, self.capacity(length, routing.expert.shape[1], count)
         order = jnp.argsort(expert, axis=1, stable=True).astype(jnp.int32)
@@ -182,7 +207,7 @@ class CapacityDispatch(Configurable):
         starts = jnp.cumsum(sizes, axis=1) - sizes
         position = jnp.argsort(order, axis=1).astype(jnp.int32) - jnp.take_along_axis(starts, expert, axis=1)
         fits = position < capacity
-        add_summary("dropped_assignments", _share_dropped(fits, of_tokens(expert, length, routing.token)))
+        add_summary("dropped_assignments", _share_dropped(fits, assignment_mask(expert, length, routing.token)))
 
         place = jnp.arange(capacity, dtype=jnp.int32)[None, None]
         filled = (place < sizes[..., None]).reshape(batch, -1)  # [B, E * C]
@@ -200,14 +225,14 @@ class CapacityDispatch(Configurable):
 
     @staticmethod
     def _run(rows: jax.Array, experts: Experts, activation: Activation) -> jax.Array:
-        """[B, E, C, D] -> [B, E, C, D]: each expert on its rows."""
+        """Apply each expert to its rows: [B, E, C, D] -> [B, E, C, D]."""
 
-        def laid_out(x: jax.Array, last: str) -> jax.Array:
-            # Experts first, so that they get their mesh axis and rows what is left: the exchange is an all-to-all.
+        def constrain_rows(x: jax.Array, last: str) -> jax.Array:
+            # Constrain the expert axis first. The batch gets the remaining mesh axes, so XLA emits an all-to-all.
             return constrain(x, "experts", "batch", None, last)
 
         product = BatchedProduct()
-        rows = laid_out(jnp.swapaxes(rows, 0, 1), "activation_embed")
-        hidden = laid_out(_hidden_rows(rows, experts, activation, product), "activation_mlp")
-        y = laid_out(experts.down.grouped(hidden, product), "activation_embed")
+        rows = constrain_rows(jnp.swapaxes(rows, 0, 1), "activation_embed")
+        hidden = constrain_rows(_hidden_rows(rows, experts, activation, product), "activation_mlp")
+        y = constrain_rows(experts.down.grouped(hidden, product), "activation_embed")
         return constrain(jnp.swapaxes(y, 0, 1), "batch", None, None, "activation_embed")

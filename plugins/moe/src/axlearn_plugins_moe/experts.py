@@ -1,9 +1,9 @@
-"""The matrices of experts: ordinary linear maps, one for each expert, stacked.
+"""Projections of experts: ordinary linear maps, stacked along a leading axis `experts`.
 
-A linear map of any kind (adapted, quantized) can be that of experts where it has a method `grouped`. The parameters are
-those that it has in a dense layer, with a leading axis `experts`.
+Any linear map (adapted, quantized) with a method `grouped` can serve as an expert projection. Its parameters have the
+same names as in a dense layer.
 
-E experts, K inner and N outer dimension, M rows.
+E experts, K input dimension, N output dimension, M rows.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -24,49 +24,54 @@ from axlearn_plugins_moe.grouped_matmul import GroupedMatmulOp
 
 
 class Product(Protocol):
-    """What a dispatch offers to the maps of its experts.
+    """The matrix product that a dispatch passes to the projections of its experts.
 
     Attributes:
-        sizes: int32 [E], how many rows each expert has, where the rows are [M, K] in the order of the experts; None where
-            they are [E, ..., K].
-        kernel: the implementation of the op `grouped_matmul` that the config names, if it names one.
+        sizes: Rows per expert, int32 [E], if the rows are [M, K] sorted by expert. None if the rows are [E, ..., K].
+        kernel: Implementation of the op `grouped_matmul`, or None to select the best one.
     """
 
     @property
     def sizes(self) -> jax.Array | None:
-        """See above."""
+        """Rows per expert; see the class."""
         ...
 
     @property
     def kernel(self) -> str | None:
-        """See above."""
+        """Implementation of the op; see the class."""
         ...
 
     def __call__(self, rows: jax.Array, matrices: jax.Array) -> jax.Array:
-        """Each expert's rows times its matrix of [E, K, N]: [M, N] or [E, ..., N], in the dtype of `rows`."""
+        """Multiply each expert's rows by its matrix of [E, K, N].
+
+        Return [M, N] or [E, ..., N], in the dtype of `rows`.
+        """
         ...
 
     def spread(self, values: jax.Array, like: jax.Array) -> jax.Array:
-        """[E, N] -> for each row of `like` the values of its expert, in a shape that can be added to it."""
+        """Repeat the values [E, N] for each row of `like`.
+
+        The result broadcasts with these rows.
+        """
         ...
 
 
 class ExpertProjection(Projection, Protocol):
-    """A projection that can be stacked over experts; `Linear` is one."""
+    """A projection that can be stacked over experts, such as `Linear`."""
 
     def grouped(self, x: jax.Array, product: Product) -> jax.Array:
-        """Applies the map of each expert to its own rows, in the order that `product` takes.
+        """Apply each expert's projection to its rows, which are laid out as `product` describes.
 
-        The parameters of the module have a leading axis for the experts then.
+        The parameters of the module have a leading axis `experts`.
         """
         ...
 
 
 class Experts(NamedTuple):
-    """The maps of all experts, or of those that a device holds.
+    """The projections of all experts, or of the experts on one device.
 
     Attributes:
-        gate: [D] -> [F], or None where the experts are not gated.
+        gate: [D] -> [F], or None if the experts are not gated.
         up: [D] -> [F].
         down: [F] -> [D].
         num_experts: E.
@@ -80,49 +85,60 @@ class Experts(NamedTuple):
 
 @attrs.frozen(eq=False)
 class GroupedProduct:
-    """Of rows [M, K]: those of the first expert, then those of the second, and so on; see `Product`.
+    """The product for rows [M, K] that are sorted by expert; see `Product`.
 
     Attributes:
-        adds: whether this device adds biases, where each of several computes a part of a sum; None where it is alone.
+        sizes: Rows per expert, int32 [E].
+        kernel: Implementation of the op `grouped_matmul`, or None to select the best one.
+        adds_bias: Whether this device adds the bias, if several devices each compute a partial sum. None for one device.
     """
 
     sizes: jax.Array
     kernel: str | None = None
-    adds: jax.Array | None = None
+    adds_bias: jax.Array | None = None
 
     def __call__(self, rows: jax.Array, matrices: jax.Array) -> jax.Array:
-        """[M, K], [E, K, N] -> [M, N]; see `GroupedMatmulOp` for rows behind the last group."""
+        """Multiply [M, K] by [E, K, N] to [M, N].
+
+        See `GroupedMatmulOp` for rows after the last group.
+        """
         return GroupedMatmulOp(rows, matrices, self.sizes).run(self.kernel)
 
     def spread(self, values: jax.Array, like: jax.Array) -> jax.Array:
-        """[E, N] -> [M, N]."""
+        """Repeat [E, N] to [M, N]."""
         repeated = jnp.repeat(values, self.sizes, axis=0, total_repeat_length=like.shape[0])
-        return repeated if self.adds is None else jnp.where(self.adds, repeated, 0)
+        return repeated if self.adds_bias is None else jnp.where(self.adds_bias, repeated, 0)
 
 
 class BatchedProduct:
-    """Of rows [E, ..., K]; see `Product`."""
+    """The product for rows [E, ..., K]; see `Product`."""
 
     sizes: jax.Array | None = None
     kernel: str | None = None
 
     def __call__(self, rows: jax.Array, matrices: jax.Array) -> jax.Array:
-        """[E, ..., K], [E, K, N] -> [E, ..., N]."""
+        """Multiply [E, ..., K] by [E, K, N] to [E, ..., N]."""
         if is_sharded():
             return lax.dot_general(rows, matrices, (((rows.ndim - 1,), (1,)), ((0,), (0,))))
         flat = rows.reshape(rows.shape[0], -1, rows.shape[-1])
         return (flat @ matrices).reshape(*rows.shape[:-1], matrices.shape[-1])
 
     def spread(self, values: jax.Array, like: jax.Array) -> jax.Array:
-        """[E, N] -> [E, 1, ..., N]."""
+        """Expand [E, N] to [E, 1, ..., N]."""
         return lax.expand_dims(values, range(1, like.ndim - 1))
 
 
-def stacked(cfg: Node[Any], count: int, *, rngs: nnx.Rngs, **offered: Any) -> Any:
-    """`count` projections as one module, each parameter stacked along a leading axis `experts`.
+def build_stacked(cfg: Node[Any], count: int, *, rngs: nnx.Rngs, **offered: Any) -> Any:
+    """Build `count` projections as one module whose parameters have a leading axis `experts`.
+
+    Args:
+        cfg: Config of one projection.
+        count: Number of experts.
+        rngs: Random streams, split over the experts.
+        **offered: Further arguments of `cfg.build`.
 
     Raises:
-        RequestError: the projection cannot stand for experts.
+        RequestError: The projection has no method `grouped`.
     """
 
     @nnx.split_rngs(splits=count)
@@ -134,7 +150,7 @@ def stacked(cfg: Node[Any], count: int, *, rngs: nnx.Rngs, **offered: Any) -> An
     name_stack_axis(module, "experts")
     if not isinstance(module, StacksMaps):
         raise RequestError(
-            f"{type(cfg).__qualname__} cannot stand for the matrices of experts: what it builds has no method `grouped`\n"
-            "    fix: leave it to other linear maps (by the target of the feature that put it there), or use a linear"
+            f"{type(cfg).__qualname__} cannot be used for experts: the module that it builds has no method `grouped`\n"
+            "    fix: use `linear` for the experts, or narrow the target of the feature that set this projection"
         )
     return module

@@ -20,16 +20,23 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 @node
 class MoE(Feature):
-    """A mixture of experts in the place of every feed-forward layer.
+    """Replaces every feed-forward layer with a mixture of experts.
 
-    An expert has the hidden size, the activation and the linear maps of the layer that it replaces; `hidden_dim` gives it
-    another size. `every=2` replaces that of every second layer, the last of each two; `dense_layers` is how many layers at
-    the bottom keep theirs. `shared_experts` is how many experts' worth of a feed-forward layer every token uses in addition.
-    `router` and `dispatch` are nodes, such as `{type: sigmoid-router}` and `{type: capacity-dispatch, capacity_factor: 1.5}`.
-    The default: 8 experts, of which the router takes 2 by a softmax, and no token is dropped.
+    By default, a softmax router chooses 2 of 8 experts for each token, and no token is dropped. Experts take the hidden
+    size, the activation and the linear maps of the layer that they replace.
 
-    Where there are experts already, the options that are given are set on them and the rest stays; `every` and
-    `dense_layers` then move them, where some layers have kept the feed-forward layer that the others need.
+    If the model already has experts, the given options are set on them and the others stay. `every` and `dense_layers`
+    then move the experts. This works only if some layers still have a dense feed-forward layer to copy.
+
+    Attributes:
+        num_experts: Number of experts (default: 8).
+        top_k: Experts per token (default: 2).
+        every: Replace the last of every `every` layers (default: 1, every layer).
+        dense_layers: Number of layers at the bottom that stay dense (default: 0).
+        router: Router, such as `{type: sigmoid-router}`.
+        dispatch: Dispatch, such as `{type: capacity-dispatch, capacity_factor: 1.5}`.
+        shared_experts: Size, in experts, of an additional feed-forward layer that every token uses (default: 0).
+        hidden_dim: Hidden size of one expert (default: that of the replaced layer).
     """
 
     stage = "replace"
@@ -45,67 +52,70 @@ class MoE(Feature):
     hidden_dim: int | Node[int] | None = setting(default=None, ge=1)
 
     def apply(self, cfg: Tree) -> Tree:
-        """Puts experts into every slot for a feed-forward layer."""
+        """Put experts into every slot for a feed-forward layer."""
         nothing = Problem(
             path="model",
             message="moe finds no feed-forward layer to replace",
             expected="a layer with a slot `Node[FeedForward]`",
-            fix="leave moe out, or annotate the slot for the feed-forward layer so",
+            fix="leave moe out, or annotate the slot of the feed-forward layer as `Node[FeedForward]`",
         )
-        fill = lambda _, old: self._slot(old) if isinstance(old, Node) else None  # noqa: E731
+        fill = lambda _, old: self._fill_slot(old) if isinstance(old, Node) else None  # noqa: E731
         return fill_slots(cfg, FeedForward, fill, nothing=nothing)
 
-    def _slot(self, old: Node[Any]) -> Node[Any]:
-        """What stands in a slot instead of `old`."""
+    def _fill_slot(self, old: Node[Any]) -> Node[Any]:
+        """Return the config that replaces `old` in a slot."""
         kinds = (*old.first, *old.children) if isinstance(old, Alternate) else (old,)
         if not any(map(_has_experts, kinds)):
             if not isinstance(old, Alternate):
-                return _arrange_layers(old, self._new(old), self.dense_layers or 0, self.every or 1)
+                return _arrange_layers(old, self._replace(old), self.dense_layers or 0, self.every or 1)
             if self.every is not None or self.dense_layers is not None:
                 raise _incompatible(
                     "feed-forward layers alternate here already", "leave `every` and `dense_layers` out"
                 )
-            return change_slot(old, self._new)
+            return change_slot(old, self._replace)
         lead, every = (len(old.first), len(old.children)) if isinstance(old, Alternate) else (0, 1)
         layout = lead if self.dense_layers is None else self.dense_layers, every if self.every is None else self.every
         if layout == (lead, every):
-            return change_slot(old, lambda kind: self._set(kind) if _has_experts(kind) else kind)
+            return change_slot(old, lambda kind: self._set_options(kind) if _has_experts(kind) else kind)
         dense = [k for k in kinds if not _has_experts(k)]
         if layout != (0, 1) and not dense:
             raise _incompatible(
-                "every layer has experts already, and none says which feed-forward layer the others should have",
-                "leave `every` and `dense_layers` out, or begin with a model without experts",
+                "every layer has experts already, so there is no feed-forward layer to copy to the other layers",
+                "leave `every` and `dense_layers` out, or start from a model without experts",
             )
         if old != _arrange_layers(dense[0], kinds[-1], lead, every):
             raise _incompatible(
                 "experts and feed-forward layers are mixed here", "leave `every` and `dense_layers` out"
             )
-        return _arrange_layers(dense[0] if dense else old, self._set(kinds[-1]), *layout)
+        return _arrange_layers(dense[0] if dense else old, self._set_options(kinds[-1]), *layout)
 
-    def _new(self, old: Any) -> MixtureOfExperts.Config:
-        """The experts that replace a feed-forward layer; raises `ConfigError` where one of its settings would be lost."""
+    def _replace(self, old: Any) -> MixtureOfExperts.Config:
+        """Return experts for a feed-forward layer.
+
+        Raise ConfigError if they would lose one of its settings.
+        """
         default = MixtureOfExperts.Config()
         settings = {"hidden_dim", "activation", "dtype", "param_dtype", "gate", "up", "down"}
-        fields, before = attrs.fields_dict(type(old)), fields_of(old)
+        fields, old_fields = attrs.fields_dict(type(old)), fields_of(old)
         lost = [
             Problem(
                 path=name,
                 message="would be lost: experts have no such setting",
-                got=repr(before[name]),
+                got=repr(old_fields[name]),
                 fix="set it back to its default, or leave moe out",
             )
             for name, a in fields.items()
-            if name not in settings and not is_interface(a) and before[name] != a.default
+            if name not in settings and not is_interface(a) and old_fields[name] != a.default
         ]
         if lost:
             raise ConfigError(lost)
-        values: dict[str, Any] = {name: before[name] for name in settings & fields.keys()}
+        values: dict[str, Any] = {name: old_fields[name] for name in settings & fields.keys()}
         if "up" in fields and "gate" not in fields:
             values["gate"] = None
-        return self._set(attrs.evolve(default, **values))
+        return self._set_options(attrs.evolve(default, **values))
 
-    def _set(self, experts: Any) -> MixtureOfExperts.Config:
-        """The experts with the options that are given."""
+    def _set_options(self, experts: Any) -> MixtureOfExperts.Config:
+        """Return the experts with the given options set."""
         options = options_of(self, "num_experts", "top_k", "router", "dispatch", "hidden_dim")
         new = attrs.evolve(experts, **options)
         if self.shared_experts is None:
@@ -114,16 +124,14 @@ class MoE(Feature):
 
 
 def _shared_expert(experts: MixtureOfExperts.Config, count: int) -> Node[FeedForward]:
-    """One feed-forward layer of the size of `count` experts."""
+    """Return a feed-forward layer with the size of `count` experts."""
     size = experts.hidden_dim
     if isinstance(size, int):
         size = size * count
     elif isinstance(size, Scaled):
         size = attrs.evolve(size, factor=size.factor * count)
     else:
-        raise _incompatible(
-            f"cannot tell what {count} times the size {size!r} is", "set `shared` of the experts yourself"
-        )
+        raise _incompatible(f"cannot compute {count} times the size {size!r}", "set `shared` of the experts yourself")
     sizes: dict[str, Any] = {
         "hidden_dim": size,
         "activation": experts.activation,
@@ -140,7 +148,7 @@ def _has_experts(kind: Any) -> bool:
 
 
 def _arrange_layers(dense: Any, experts: Any, lead: int, every: int) -> Any:
-    """`lead` dense layers, then experts in the last of each `every` layers."""
+    """Return `lead` dense layers, then experts in the last of every `every` layers."""
     if (lead, every) == (0, 1):
         return experts
     return Alternate(first=(dense,) * lead, children=(*(dense,) * (every - 1), experts))

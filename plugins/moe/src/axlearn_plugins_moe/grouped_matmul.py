@@ -1,6 +1,6 @@
-"""The op `grouped_matmul`: consecutive groups of rows, each multiplied with a matrix of its own.
+"""The op `grouped_matmul`: multiply consecutive groups of rows, each by its own matrix.
 
-M rows, G groups, K inner and N outer dimension.
+M rows, G groups, K inner dimension, N outer dimension.
 """
 
 import functools
@@ -17,20 +17,20 @@ from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels.op import Op, Shape
 
 BLOCK = 128
-"""Rows per product of the blocked implementation."""
+"""Rows per product in the blocked implementation."""
 
 
 @attrs.frozen(eq=False)
 class GroupedMatmulOp(Op[jax.Array]):
-    """Each group of rows times its matrix.
+    """Multiplies each group of rows by its matrix.
 
-    The result is [M, N] in the dtype of `lhs`. Rows behind the last group are not specified, nor are their gradients by
-    `lhs`: the caller masks both.
+    The result is [M, N] in the dtype of `lhs`. Rows after the last group are unspecified, and so are their gradients
+    with respect to `lhs`. The caller must mask both.
 
     Attributes:
-        lhs: [M, K], the rows of group 0, then those of group 1, and so on.
-        rhs: [G, K, N], in the dtype of `lhs`.
-        sizes: int32 [G], how many rows each group has; they sum to M at most.
+        lhs: Rows of group 0, then rows of group 1, and so on: [M, K].
+        rhs: Matrices [G, K, N], in the dtype of `lhs`.
+        sizes: Rows per group, int32 [G], summing to at most M.
     """
 
     name = "grouped_matmul"
@@ -40,34 +40,40 @@ class GroupedMatmulOp(Op[jax.Array]):
     sizes: jax.Array
 
     def operands(self) -> Mapping[str, Any]:
-        """Rows and matrices."""
+        """Return the rows and the matrices."""
         return {"lhs": self.lhs, "rhs": self.rhs}
 
     def flops(self) -> float:
-        """Each row meets one matrix."""
+        """Count one matrix product per row."""
         return 2.0 * math.prod(self.lhs.shape) * self.rhs.shape[2]
 
     def kernel_flops(self, operands: Sequence[Shape], results: Sequence[Shape], *, opaque: bool) -> float | None:
-        """One product of all rows, forward and backward alike.
+        """Count one product of all rows, for the forward and the backward pass alike.
 
-        The grid of a kernel has all groups for all rows, and only the data tell which of those it skips.
+        A kernel's grid covers every group for all rows; only the data determine which of them it skips.
         """
         return self.flops()
 
     def reference(self) -> jax.Array:
-        """`jax.lax.ragged_dot`; on a backend without code for it, XLA computes every group for all rows."""
+        """Compute `jax.lax.ragged_dot`.
+
+        On backends without native support, XLA computes every group for all rows.
+        """
         return lax.ragged_dot(self.lhs, self.rhs, self.sizes)
 
 
 class _XLABlocked:
-    """A loop over blocks of rows of one group: the work is that of the rows, regardless of the number of groups."""
+    """Loops over blocks of rows.
+
+    The cost depends on the number of rows, not on the number of groups.
+    """
 
     def supports(self, op: GroupedMatmulOp, context: KernelContext) -> str | None:
-        """Everything."""
+        """Support every operation."""
         return None
 
     def __call__(self, op: GroupedMatmulOp) -> jax.Array:
-        """[M, N]."""
+        """Return the product, [M, N]."""
         return _blocked_matmul(op.lhs, op.rhs, op.sizes, min(BLOCK, op.lhs.shape[0]))
 
 
@@ -75,10 +81,13 @@ XLA_BLOCKED = _XLABlocked()
 
 
 class _Blocks(NamedTuple):
-    """Each block is `block` rows from `start` on; the first `filled` belong to its group. In the order of the rows."""
+    """Blocks of rows in row order.
+
+    A block is `block` rows from `start` on; its first `filled` rows are in its group.
+    """
 
     start: jax.Array  # int32 [blocks]
-    filled: jax.Array  # int32 [blocks], 0 for those that are not needed
+    filled: jax.Array  # int32 [blocks], 0 for unused blocks
     group: jax.Array  # int32 [blocks]
 
 
@@ -88,51 +97,54 @@ def _blocks(sizes: jax.Array, rows: int, block: int) -> _Blocks:
     needed = -(-sizes // block)
     last = jnp.cumsum(needed)
     group = jnp.minimum(jnp.searchsorted(last, index, side="right").astype(jnp.int32), groups - 1)
-    before = (index - (last - needed)[group]) * block
-    start = (jnp.cumsum(sizes) - sizes)[group] + before
-    count = jnp.clip(sizes[group] - before, 0, block)
+    offset = (index - (last - needed)[group]) * block
+    start = (jnp.cumsum(sizes) - sizes)[group] + offset
+    count = jnp.clip(sizes[group] - offset, 0, block)
     return _Blocks(jnp.minimum(start, rows), jnp.where(index < last[-1], count, 0), group)
 
 
 def _products(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, block: int, contract: int) -> jax.Array:
-    """[M, K] and [G, ...] -> [M, N]; `contract` is the dimension of a group's matrix that is summed over."""
+    """Multiply [M, K] by matrices [G, ...] to [M, N].
+
+    `contract` is the matrix dimension to sum over.
+    """
     rows, out = lhs.shape[0], rhs.shape[2 if contract == 0 else 1]
     padded = jnp.pad(lhs, ((0, block), (0, 0)))
 
-    def step(products: jax.Array, at: _Blocks) -> tuple[jax.Array, None]:
+    def step(products: jax.Array, blocks: _Blocks) -> tuple[jax.Array, None]:
         def product() -> jax.Array:
-            x = lax.dynamic_slice_in_dim(padded, at.start, block)
-            matrix = lax.dynamic_index_in_dim(rhs, at.group, keepdims=False)
+            x = lax.dynamic_slice_in_dim(padded, blocks.start, block)
+            matrix = lax.dynamic_index_in_dim(rhs, blocks.group, keepdims=False)
             return lax.dot_general(x, matrix, (((1,), (contract,)), ((), ())))
 
-        # Rows behind those are the next block's, which overwrites them.
-        new = lax.cond(at.filled > 0, product, lambda: lax.dynamic_slice_in_dim(products, at.start, block))
-        return lax.dynamic_update_slice_in_dim(products, new, at.start, 0), None
+        # This also writes rows of the next block, which overwrites them.
+        new = lax.cond(blocks.filled > 0, product, lambda: lax.dynamic_slice_in_dim(products, blocks.start, block))
+        return lax.dynamic_update_slice_in_dim(products, new, blocks.start, 0), None
 
     zeros = jnp.zeros((rows + block, out), lhs.dtype)
     return lax.scan(step, zeros, _blocks(sizes, rows, block))[0][:rows]
 
 
 def _outer(lhs: jax.Array, grads: jax.Array, sizes: jax.Array, block: int) -> jax.Array:
-    """[M, K], [M, N] -> float32 [G, K, N]: the gradient by the matrices."""
+    """Return the gradient with respect to the matrices: [M, K], [M, N] -> float32 [G, K, N]."""
     lhs, grads = (jnp.pad(x, ((0, block), (0, 0))) for x in (lhs, grads))
 
-    def step(total: jax.Array, at: _Blocks) -> tuple[jax.Array, None]:
+    def step(total: jax.Array, blocks: _Blocks) -> tuple[jax.Array, None]:
         def product() -> jax.Array:
-            x = lax.dynamic_slice_in_dim(lhs, at.start, block)
-            valid = jnp.arange(block)[:, None] < at.filled
-            g = jnp.where(valid, lax.dynamic_slice_in_dim(grads, at.start, block), 0)
+            x = lax.dynamic_slice_in_dim(lhs, blocks.start, block)
+            valid = jnp.arange(block)[:, None] < blocks.filled
+            g = jnp.where(valid, lax.dynamic_slice_in_dim(grads, blocks.start, block), 0)
             return lax.dot_general(x, g, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
-        old = lax.dynamic_index_in_dim(total, at.group, keepdims=False)
-        new = old + lax.cond(at.filled > 0, product, lambda: jnp.zeros_like(old))
-        return lax.dynamic_update_index_in_dim(total, new, at.group, 0), None
+        old = lax.dynamic_index_in_dim(total, blocks.group, keepdims=False)
+        new = old + lax.cond(blocks.filled > 0, product, lambda: jnp.zeros_like(old))
+        return lax.dynamic_update_index_in_dim(total, new, blocks.group, 0), None
 
     zeros = jnp.zeros((sizes.shape[0], lhs.shape[1], grads.shape[1]), jnp.float32)
     return lax.scan(step, zeros, _blocks(sizes, lhs.shape[0] - block, block))[0]
 
 
-# Its own derivative, because that of a loop would add a whole array of zeros per block to the gradient of `rhs`.
+# A custom derivative, because the derivative of the loop adds an array of zeros per block to the gradient of `rhs`.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _blocked_matmul(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, block: int) -> jax.Array:
     return _products(lhs, rhs, sizes, block, 0)
@@ -144,8 +156,8 @@ def _blocked_forward(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, block: in
 
 def _blocked_backward(block: int, residuals: Any, grads: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     lhs, rhs, sizes = residuals
-    by_rhs = _outer(lhs, grads, sizes, block).astype(rhs.dtype)
-    return _products(grads, rhs, sizes, block, 1), by_rhs, None
+    rhs_grads = _outer(lhs, grads, sizes, block).astype(rhs.dtype)
+    return _products(grads, rhs, sizes, block, 1), rhs_grads, None
 
 
 _blocked_matmul.defvjp(_blocked_forward, _blocked_backward)

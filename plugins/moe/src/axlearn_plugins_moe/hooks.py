@@ -1,4 +1,4 @@
-"""The kernels of the op `grouped_matmul`. Imports no JAX."""
+"""Kernels of the op `grouped_matmul`. This module does not import JAX."""
 
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.plugins.hookspecs import hookimpl
@@ -8,7 +8,7 @@ _MODULE = "axlearn_plugins_moe.grouped_matmul"
 
 @hookimpl
 def axlearn_kernels() -> list[KernelImplementation]:
-    """Products by blocks of rows, for CPUs."""
+    """Register the blocked implementation for CPUs."""
     blocked = KernelImplementation(
         name="xla-blocked",
         op=f"{_MODULE}:GroupedMatmulOp",

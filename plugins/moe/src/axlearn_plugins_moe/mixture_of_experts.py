@@ -1,4 +1,4 @@
-"""The mixture of experts: a feed-forward layer of which each token uses a part."""
+"""The mixture-of-experts layer, in which each token uses only some experts."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,35 +15,37 @@ from axlearn_core.nn.linear import Linear
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.summaries import Summary, add_summary
 from axlearn_plugins_moe.dispatch import Dispatch, DroplessDispatch
-from axlearn_plugins_moe.experts import ExpertProjection, Experts, stacked
+from axlearn_plugins_moe.experts import ExpertProjection, Experts, build_stacked
 from axlearn_plugins_moe.routers import SoftmaxRouter
-from axlearn_plugins_moe.routing import Router, Routing, counts, of_tokens
+from axlearn_plugins_moe.routing import Router, Routing, assignment_mask, count_assignments
 from axlearn_plugins_transformer.feed_forward import FeedForward
 from axlearn_plugins_transformer.kernels.gated_linear_unit import Activation
 from axlearn_plugins_transformer.layer_roles import ExpertsRole
 
 
 class MixtureOfExperts(Layer):
-    """`sum(weight_e * expert_e(x))` over the experts that the router chooses for a token (Shazeer et al., 2017).
+    """A weighted sum of the experts that the router chooses for a token.
 
-    It keeps the contract of a feed-forward layer and stands wherever one can.
+    It computes `sum(weight_e * expert_e(x))` (Shazeer et al., 2017). It has the interface of a feed-forward layer and
+    can replace one anywhere.
     """
 
     @node
     class Config(Layer.Config["MixtureOfExperts"], ExpertsRole):
-        """The experts, and who chooses among them.
+        """Settings of the experts, the router and the dispatch.
 
         Attributes:
-            num_experts: how many experts there are.
-            top_k: how many each token uses (on average, where the experts choose).
-            hidden_dim: of one expert; it may be relative to the width.
-            activation: of the experts.
-            router: chooses experts for tokens.
-            dispatch: brings tokens to experts and back.
-            shared: a feed-forward layer that every token uses in addition (DeepSeekMoE, arXiv 2401.06066).
-            gate: the matrices of `down(activation(gate(x)) * up(x))`; None makes experts `down(activation(up(x)))`.
-            up: see `gate`; like the others it is that of one expert, and made anew for each.
-            down: see `gate`.
+            num_experts: Number of experts.
+            top_k: Experts per token. This is an average if the experts choose the tokens.
+            hidden_dim: Hidden size of one expert; it may be relative to the width.
+            activation: Activation function of the experts.
+            router: Chooses the experts of each token.
+            dispatch: Sends tokens to their experts and combines the outputs.
+            shared: Feed-forward layer that every token uses in addition (DeepSeekMoE, arXiv 2401.06066).
+            gate: Gate projection of one expert, `down(activation(gate(x)) * up(x))`. If None, an expert computes
+                `down(activation(up(x)))`.
+            up: Up projection of one expert; each expert gets its own copy.
+            down: Down projection of one expert; each expert gets its own copy.
         """
 
         input_dim: int = interface(default=REQUIRED)
@@ -59,7 +61,7 @@ class MixtureOfExperts(Layer):
         down: Node[ExpertProjection] = Linear.Config()
 
         def validate(self) -> Iterable[Problem]:
-            """More experts per token than there are."""
+            """Check that `top_k` is at most `num_experts`."""
             yield from super().validate()
             if self.top_k > self.num_experts:
                 yield Problem(
@@ -77,18 +79,18 @@ class MixtureOfExperts(Layer):
         self.router = self.child(cfg.router, rngs=rngs, **sizes)
         width, hidden = (cfg.input_dim,), (size_of(cfg.hidden_dim, cfg.input_dim),)
 
-        def maps(of: Any, source: tuple[int, ...], to: tuple[int, ...], *axes: str) -> Any:
-            offered = {"input_dims": source, "output_dims": to, "axes": axes, "precision": self.precision}
-            return stacked(of, cfg.num_experts, rngs=rngs, **offered)
+        def build_maps(cfg_map: Any, source: tuple[int, ...], target: tuple[int, ...], *axes: str) -> Any:
+            offered = {"input_dims": source, "output_dims": target, "axes": axes, "precision": self.precision}
+            return build_stacked(cfg_map, cfg.num_experts, rngs=rngs, **offered)
 
-        self.gate = None if cfg.gate is None else maps(cfg.gate, width, hidden, "embed", "mlp")
-        self.up = maps(cfg.up, width, hidden, "embed", "mlp")
-        self.down = maps(cfg.down, hidden, width, "mlp", "embed")
+        self.gate = None if cfg.gate is None else build_maps(cfg.gate, width, hidden, "embed", "mlp")
+        self.up = build_maps(cfg.up, width, hidden, "embed", "mlp")
+        self.down = build_maps(cfg.down, hidden, width, "mlp", "embed")
         if cfg.shared is not None:
             self.shared = self.child(cfg.shared, rngs=rngs, input_dim=cfg.input_dim)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, S, D] -> [B, S, D]."""
+        """Apply the experts: [B, S, D] -> [B, S, D]."""
         cfg = self.cfg
         x = x.astype(self.precision.compute)
         routing = self.router(x)
@@ -98,10 +100,13 @@ class MixtureOfExperts(Layer):
         return tag(y if cfg.shared is None else y + self.shared(x), "mlp_out")
 
     def _report(self, routing: Routing, length: int) -> None:
-        """How evenly tokens use the experts; 1 is even for the entropy, and for the load of the busiest expert."""
+        """Add summaries of the expert load.
+
+        An even load gives an entropy of 1 and a maximum load of 1.
+        """
         expert, num_experts = routing.expert, self.cfg.num_experts
-        counted = of_tokens(expert, length, routing.token)
-        share = jnp.sum(counts(expert, num_experts, counted), axis=0) / expert.size
+        counted = assignment_mask(expert, length, routing.token)
+        share = jnp.sum(count_assignments(expert, num_experts, counted), axis=0) / expert.size
         weight = jnp.float32(expert.size)
         if counted is not None:
             share, weight = share * padding.correction(counted), jnp.sum(counted, dtype=jnp.float32)

@@ -1,6 +1,6 @@
-"""What a router tells a dispatch, and the losses that keep routers in order.
+"""The interface between routers and dispatches, and the auxiliary losses of routers.
 
-Statistics count tokens only, no padding; see `axlearn_core.nn.padding`.
+Statistics ignore padding; see `axlearn_core.nn.padding`.
 
 B batch, S positions, D width, E experts, K experts per token, R assignments per row.
 """
@@ -14,13 +14,15 @@ from axlearn_core.nn import padding
 
 
 class Routing(NamedTuple):
-    """Assignments of tokens to experts: a list per row, in which earlier ones take precedence where room is short.
+    """Assignments of tokens to experts, one list per row.
+
+    If capacity is short, earlier assignments win.
 
     Attributes:
-        expert: int32 [B, R].
-        weight: float32 [B, R], what the expert's output is multiplied with.
-        token: int32 [B, R], the position in the row; None where R = K * S and the list holds the first choices of all
-            tokens, then the second choices of all tokens, and so on.
+        expert: Expert index, int32 [B, R].
+        weight: Factor on the expert's output, float32 [B, R].
+        token: Position in the row, int32 [B, R]. None if R = K * S and the list holds the first choices of all tokens,
+            then the second choices of all tokens, and so on.
     """
 
     expert: jax.Array
@@ -29,23 +31,26 @@ class Routing(NamedTuple):
 
 
 class Router(Protocol):
-    """Chooses experts. Built with `input_dim`, `num_experts`, `top_k`, `rngs`, `precision`.
+    """Chooses experts for tokens and adds its own auxiliary losses.
 
-    It adds its own auxiliary losses.
+    It is built with `input_dim`, `num_experts`, `top_k`, `rngs` and `precision`.
     """
 
     def __call__(self, x: jax.Array) -> Routing:
-        """[B, S, D] -> the assignments."""
+        """Route the tokens of [B, S, D]."""
         ...
 
 
-def by_choice(experts: jax.Array) -> jax.Array:
-    """[B, S, K] -> [B, K * S], the first choices first."""
+def flatten_choices(experts: jax.Array) -> jax.Array:
+    """Flatten [B, S, K] to [B, K * S], first choices first."""
     return jnp.moveaxis(experts, 2, 1).reshape(experts.shape[0], -1)
 
 
-def of_tokens(expert: jax.Array, length: int, token: jax.Array | None = None) -> jax.Array | None:
-    """bool [B, R]: which assignments are those of tokens; None if all are. See `Routing` for the arguments."""
+def assignment_mask(expert: jax.Array, length: int, token: jax.Array | None = None) -> jax.Array | None:
+    """Return a mask of the assignments of real tokens, bool [B, R].
+
+    Returns None if there is no padding. See `Routing` for `expert` and `token`.
+    """
     real = padding.tokens(expert.shape[0], length)
     if real is None:
         return None
@@ -54,24 +59,32 @@ def of_tokens(expert: jax.Array, length: int, token: jax.Array | None = None) ->
     return jnp.take_along_axis(real, token, axis=1)
 
 
-def counts(expert: jax.Array, num_experts: int, counted: jax.Array | None = None) -> jax.Array:
-    """int32 [B, R] -> float32 [B, E]: how many assignments of each row an expert gets, of those that are `counted`."""
+def count_assignments(expert: jax.Array, num_experts: int, counted: jax.Array | None = None) -> jax.Array:
+    """Count the assignments per row and expert: int32 [B, R] -> float32 [B, E].
+
+    Args:
+        expert: Expert of each assignment, int32 [B, R].
+        num_experts: E.
+        counted: Mask of the assignments to count, bool [B, R]. None counts all of them.
+    """
     chosen = jax.nn.one_hot(expert, num_experts, dtype=jnp.float32)
     return jnp.sum(chosen if counted is None else jnp.where(counted[..., None], chosen, 0), axis=1)
 
 
 def load_balance_loss(expert: jax.Array, probabilities: jax.Array, *, per_row: bool = False) -> jax.Array:
-    """`E * sum(f_e * P_e)` (Fedus et al., 2021): 1 where the load is even, E where one expert takes all.
+    """Return the load-balance loss `E * sum(f_e * P_e)` (Fedus et al., 2021).
+
+    It is 1 if the load is even and E if one expert gets every token.
 
     Args:
-        expert: int32 [B, R], K assignments of each token; f_e is the share of them that expert e gets.
-        probabilities: float32 [B, S, E], summing to 1 over the experts; P_e is their mean over the tokens.
-        per_row: takes both over each row and averages the losses of the rows (the sequence-wise loss of DeepSeek-V3),
-            instead of over the batch. Rows of padding alone do not count.
+        expert: Experts of each token, int32 [B, R]. f_e is the share of assignments to expert e.
+        probabilities: float32 [B, S, E], summing to 1 over the experts. P_e is their mean over the tokens.
+        per_row: Compute f_e and P_e per row instead of over the batch, and average the losses of the rows (the
+            sequence-wise loss of DeepSeek-V3). Rows that contain only padding do not count.
     """
     length, num_experts = probabilities.shape[1:]
     real = padding.tokens(expert.shape[0], length)
-    share = counts(expert, num_experts, of_tokens(expert, length)) / expert.shape[1]
+    share = count_assignments(expert, num_experts, assignment_mask(expert, length)) / expert.shape[1]
     mean = jnp.mean(probabilities if real is None else jnp.where(real[..., None], probabilities, 0), axis=1)
     if not per_row:
         share, mean = jnp.mean(share, axis=0, keepdims=True), jnp.mean(mean, axis=0, keepdims=True)
@@ -83,5 +96,8 @@ def load_balance_loss(expert: jax.Array, probabilities: jax.Array, *, per_row: b
 
 
 def z_loss(logits: jax.Array) -> jax.Array:
-    """The mean of log(Z)^2 over the tokens of [B, S, E] (Zoph et al., 2022, "ST-MoE")."""
+    """Return the mean of log(Z)^2 over the tokens of [B, S, E].
+
+    See ST-MoE (Zoph et al., 2022).
+    """
     return padding.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)

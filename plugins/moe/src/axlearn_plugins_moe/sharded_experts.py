@@ -1,7 +1,7 @@
-"""Experts on several devices: what each device computes, and what the devices send one another.
+"""Experts sharded over several devices.
 
-Inside `over_devices` every device sees its own part of the arrays. Gradients come by differentiating the same
-collectives: gathered tokens and weights have their gradients scattered, each to the device that it belongs to.
+Inside `run_sharded`, each device sees its local shards. Gradients come from differentiating the collectives: the
+gradient of a gathered array is scattered back to the device that owns it.
 """
 
 import math
@@ -22,17 +22,17 @@ from axlearn_plugins_moe.routing import Routing
 
 @attrs.frozen(eq=False)
 class Device:
-    """What a device computes.
+    """The shard of the experts that one device computes.
 
     Attributes:
-        first: the number of the first of its experts; None where it has all.
-        adds: whether it adds biases to the outputs, where it has a part of the hidden dimension; None where it has all.
-        exchange: the mesh axes over which it sends tokens to their experts; empty where it has the tokens of all.
-        devices: how many devices those are.
+        first: Index of its first expert, or None if the device has all experts.
+        adds_bias: Whether it adds the bias. None unless the hidden dimension is sharded.
+        exchange: Mesh axes over which it sends tokens to their experts. Empty if it already has all tokens.
+        devices: Number of devices along these axes.
     """
 
     first: jax.Array | None = None
-    adds: jax.Array | None = None
+    adds_bias: jax.Array | None = None
     exchange: tuple[str, ...] = ()
     devices: int = 1
 
@@ -41,41 +41,44 @@ Local = Callable[[jax.Array, Routing, Experts, Device], jax.Array]
 
 
 class _Parameters:
-    """The parameters of the maps of all experts, and the structure that they are put back into."""
+    """The parameters of the experts' projections, and the structure to restore them."""
 
     def __init__(self, experts: Experts):
         parts = {n: nnx.split(m) for n, m in experts._asdict().items() if n != "num_experts" and m is not None}
         self._graphs = {n: graph for n, (graph, _) in parts.items()}
-        # A linear map computes with its parameters in the compute dtype: they and their gradients are sent in that.
+        # A linear map casts its parameters to the compute dtype. Cast before sending: gradients then use it too.
         self.dtypes = {
             n: m.precision.compute if _is_linear(m) else None for n, m in experts._asdict().items() if n in parts
         }
         self._flat = {n: nnx.to_flat_state(state) for n, (_, state) in parts.items()}
         self.arrays = {n: [v.get_value() for _, v in flat] for n, flat in self._flat.items()}
-        # A layer of a stack has its own part of the parameters, under the names of the whole: theirs are the last.
+        # A layer of a stack holds slices of the stacked parameters under the full axis names; its axes are the last.
         self.axes = {
             n: [v.get_metadata()["out_sharding"][-v.get_value().ndim :] for _, v in flat]
             for n, flat in self._flat.items()
         }
 
     def sizes(self) -> dict[str, int]:
-        """Of each logical axis."""
+        """Return the size of each logical axis."""
         pairs = [(a, x) for n in self.arrays for a, x in zip(self.axes[n], self.arrays[n], strict=True)]
         return {name: size for axes, x in pairs for name, size in zip(axes, x.shape, strict=True) if name}
 
-    def in_sent(self, arrays: Mapping[str, list[jax.Array]]) -> dict[str, list[jax.Array]]:
-        """The arrays in the dtype that devices send them in."""
-        return {n: [a if self.dtypes[n] is None else a.astype(self.dtypes[n]) for a in of] for n, of in arrays.items()}
+    def cast_for_sending(self, arrays: Mapping[str, list[jax.Array]]) -> dict[str, list[jax.Array]]:
+        """Cast the arrays to the dtype in which devices send them."""
+        return {
+            n: [a if self.dtypes[n] is None else a.astype(self.dtypes[n]) for a in values]
+            for n, values in arrays.items()
+        }
 
-    def each(self, function: Callable[..., Any], *trees: Any) -> dict[str, list[Any]]:
-        """`function(axes, *leaves)` of each array."""
+    def map_arrays(self, function: Callable[..., Any], *trees: Any) -> dict[str, list[Any]]:
+        """Call `function(axes, *leaves)` for each array."""
         return {
             n: [function(*leaf) for leaf in zip(axes, *(t[n] for t in trees), strict=True)]
             for n, axes in self.axes.items()
         }
 
-    def experts(self, arrays: Mapping[str, list[jax.Array]], count: int) -> Experts:
-        """The maps with other values for their parameters."""
+    def merge(self, arrays: Mapping[str, list[jax.Array]], count: int) -> Experts:
+        """Return the projections with new parameter values."""
         maps: dict[str, Any] = dict.fromkeys(("gate", "up", "down"))
         for n, flat in self._flat.items():
             values = [(path, v.replace(x)) for (path, v), x in zip(flat, arrays[n], strict=True)]
@@ -88,7 +91,7 @@ def _is_linear(module: Any) -> bool:
 
 
 class _Axes:
-    """The mesh axes of each kind of dimension, as the mesh rules in force have them."""
+    """The mesh axes of each dimension, under the current mesh rules."""
 
     def __init__(self, x: jax.Array, sizes: Mapping[str, int], *, by_row: bool):
         placement: Any = sharding.placement()
@@ -109,25 +112,26 @@ class _Axes:
         return axes
 
     def spec(self, axes: tuple[str | None, ...]) -> PartitionSpec:
-        """The partition of a parameter of experts."""
+        """Return the partition spec of an expert parameter."""
         mesh_axes = {"experts": self.experts, "embed": self.embed, "mlp": self.mlp}
         return PartitionSpec(*(mesh_axes.get(a or "") or None for a in axes))
 
 
-def over_devices(local: Local, x: jax.Array, routing: Routing, experts: Experts, *, gathers: bool = True) -> jax.Array:
-    """Runs `local` on every device for its own experts and the tokens of all devices that share the experts.
+def run_sharded(local: Local, x: jax.Array, routing: Routing, experts: Experts, *, gather: bool = True) -> jax.Array:
+    """Run `local` on every device, for its own experts.
 
-    Where `gathers` is false and all of these devices have tokens of their own, each gets its own tokens only and is told to
-    exchange them.
+    The tokens are those of all devices that share the experts.
 
     Args:
-        local: `(x, routing, experts, device) -> [b, s, D]`, the part of the sum that these experts give.
+        local: `(x, routing, experts, device) -> [b, s, D]`, the partial sum of these experts.
         x: [B, S, D].
-        routing: of all tokens.
-        experts: all of them.
+        routing: Routing of all tokens.
+        experts: All experts.
+        gather: Gather the tokens of the devices. If False and each of the devices has different tokens, each device
+            keeps its own tokens and `local` must exchange them.
 
     Returns:
-        [B, S, D], the sum over all experts.
+        The sum over all experts, [B, S, D].
     """
     length, by_row = x.shape[1], routing.token is not None
     parameters = _Parameters(experts)
@@ -136,31 +140,31 @@ def over_devices(local: Local, x: jax.Array, routing: Routing, experts: Experts,
     lists = PartitionSpec(axes.batch or None) if by_row else PartitionSpec(axes.batch or None, None, *tokens[1:])
     exchange = tuple(a for a in axes.experts if a in axes.batch)
     summed = tuple(a for a in axes.experts if a not in exchange) + axes.mlp
-    sends = bool(exchange) and not gathers and exchange == axes.experts
+    sends = bool(exchange) and not gather and exchange == axes.experts
 
-    def whole(names: tuple[str | None, ...], array: jax.Array) -> jax.Array:
+    def gather_embed(names: tuple[str | None, ...], array: jax.Array) -> jax.Array:
         if "embed" not in names or not axes.embed:
             return array
         return lax.all_gather(array, axes.embed, axis=names.index("embed"), tiled=True)
 
     def run(x: jax.Array, routing: Routing, arrays: Any) -> jax.Array:
-        arrays = parameters.each(whole, parameters.in_sent(arrays))
+        arrays = parameters.map_arrays(gather_embed, parameters.cast_for_sending(arrays))
         if exchange and not sends:
             x, routing = jax.tree.map(lambda a: lax.all_gather(a, exchange, axis=0, tiled=True), (x, routing))
         routing = jax.tree.map(lambda a: a.reshape(a.shape[0], -1), routing)
         local_experts = experts.num_experts // math.prod(axes.mesh.shape[a] for a in axes.experts)
         device = Device(
             first=lax.axis_index(axes.experts) * local_experts if axes.experts and not sends else None,
-            adds=lax.axis_index(axes.mlp) == 0 if axes.mlp else None,
+            adds_bias=lax.axis_index(axes.mlp) == 0 if axes.mlp else None,
             exchange=exchange if sends else (),
             devices=experts.num_experts // local_experts,
         )
-        y = local(x, routing, parameters.experts(arrays, local_experts), device)
+        y = local(x, routing, parameters.merge(arrays, local_experts), device)
         y = lax.psum(y, summed) if summed else y
         return lax.psum_scatter(y, exchange, scatter_dimension=0, tiled=True) if exchange and not sends else y
 
-    if not by_row:  # [B, K, S], so that a device gets the choices of its own positions
+    if not by_row:  # [B, K, S], so that each device gets the choices of its own positions
         routing = jax.tree.map(lambda a: a.reshape(a.shape[0], -1, length), routing)
-    specs = tokens, jax.tree.map(lambda _: lists, routing), parameters.each(axes.spec)
+    specs = tokens, jax.tree.map(lambda _: lists, routing), parameters.map_arrays(axes.spec)
     mapped = jax.shard_map(run, mesh=axes.mesh, in_specs=specs, out_specs=tokens, check_vma=False)
     return mapped(x, routing, parameters.arrays)

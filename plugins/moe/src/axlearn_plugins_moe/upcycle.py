@@ -1,7 +1,7 @@
-"""Sparse upcycling (Komatsuzaki et al., 2022): a trained dense model becomes the start of a mixture of experts.
+"""Sparse upcycling: initialize experts from a trained dense model.
 
-Every expert starts as a copy of the feed-forward layer that it comes from. Where the weights of a token's experts sum
-to 1, the new model computes what the old one did, until training makes the experts differ.
+See Komatsuzaki et al., 2022. Every expert starts as a copy of the feed-forward layer that it replaces. If the weights
+of a token's experts sum to 1, the new model initially computes the same function as the dense model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +14,10 @@ from axlearn_plugins_finetune.conversion import FRESH, ZERO, transfer_params
 
 
 def bridge(path: str, shape: Sequence[int], axes: Sequence[str | None], old: Callable[[str], np.ndarray | None]) -> Any:
-    """What a mixture of experts has and a dense layer has not; see `axlearn_plugins_finetune.conversion.Bridge`.
+    """Return the initial value of a parameter that the dense model lacks.
 
-    Routers are initialised. Shared experts too, but their last matrix is zero, so that at first they add nothing.
+    See `axlearn_plugins_finetune.conversion.Bridge`. Routers are initialized randomly. So are shared experts, except
+    that their last matrix is zero, so they initially contribute nothing.
     """
     parts = path.split(".")
     if "shared" in parts:
@@ -31,19 +32,21 @@ def bridge(path: str, shape: Sequence[int], axes: Sequence[str | None], old: Cal
 
 
 def upcycle(params: Mapping[str, Any], source: Functional, target: Functional, *, seed: int = 0) -> dict[str, Any]:
-    """The parameters of `target`, made of those of a dense model that is equal to it but for its experts.
+    """Return parameters for `target`, built from a dense model.
+
+    The models must differ only in their experts.
 
     Args:
-        params: path -> array, of `source`.
-        source: the dense model; layers that have experts already keep them.
-        target: the model with experts.
-        seed: of what is initialised.
+        params: Parameters of `source`, path -> array.
+        source: The dense model. Layers that already have experts keep them.
+        target: The model with experts.
+        seed: Random seed for newly initialized parameters.
 
     Returns:
-        Path -> array, of `target`.
+        Parameters of `target`, path -> array.
 
     Raises:
-        CheckpointError: a parameter of `target` comes from nowhere or has another shape in `source`, or one of `source`
+        CheckpointError: `source` has no parameter for one of `target`, the shapes differ, or a parameter of `source`
             would be lost.
     """
     return transfer_params(params, source, target, (bridge,), seed=seed)

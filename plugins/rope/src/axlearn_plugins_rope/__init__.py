@@ -1,1 +1,1 @@
-"""Rotary position embeddings for axlearn: the component `rope`, its length scalings, and the feature `rope`."""
+"""Rotary position embeddings: the component and feature `rope`, and length scalings."""

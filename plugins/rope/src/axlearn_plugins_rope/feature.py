@@ -18,12 +18,14 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 @node
 class Rope(Feature):
-    """Rotary position embeddings in every attention layer.
+    """Puts rotary position embeddings into every attention layer.
 
-    Options that are given are set on the rotary embeddings that are already there; any other position encoding, or
-    none, is replaced by a new rotary embedding. Where layers take turns with several (`alternate`), this holds for each of
-    them. `theta` is the base of its frequencies (10000 on a new one), `scaling` a node such as
-    `{type: yarn-rope-scaling, factor: 4, original_length: 4096}`.
+    Sets the given options on existing rotary embeddings. Replaces any other position encoding, and fills empty slots,
+    with a new rotary embedding. If a slot alternates between several (`alternate`), the feature changes each of them.
+
+    Attributes:
+        theta: Base of the frequencies (10000 for a new embedding).
+        scaling: Length scaling, such as `{type: yarn-rope-scaling, factor: 4, original_length: 4096}`.
     """
 
     stage = "replace"
@@ -32,16 +34,16 @@ class Rope(Feature):
     scaling: Node[Scaling] | None = None
 
     def apply(self, cfg: Tree) -> Tree:
-        """Fills every slot for a position encoding."""
+        """Fill every slot for a position encoding."""
         options = {k: v for k, v in (("theta", self.theta), ("scaling", self.scaling)) if v is not None}
 
-        def rotary(old: Any) -> Node[Any]:
+        def set_rotary(old: Any) -> Node[Any]:
             return attrs.evolve(old if isinstance(old, RotaryEmbedding.Config) else RotaryEmbedding.Config(), **options)
 
         nothing = Problem(
             path="model",
-            message="rope finds no attention to put a position encoding in",
+            message="rope finds no attention layer with a slot for a position encoding",
             expected="a layer with a slot `Node[PositionEncoding]`",
-            fix="leave rope out, or annotate the attention's slot for position encodings so",
+            fix="leave rope out, or annotate the attention's slot as `Node[PositionEncoding]`",
         )
-        return fill_slots(cfg, PositionEncoding, lambda _, old: change_slot(old, rotary), nothing=nothing)
+        return fill_slots(cfg, PositionEncoding, lambda _, old: change_slot(old, set_rotary), nothing=nothing)

@@ -10,14 +10,22 @@ from axlearn_plugins_rope.scaling import Frequencies, Scaling, unscaled
 
 
 class RotaryEmbedding(Layer):
-    """Turns each pair (i, i + head_dim / 2) of a query or key by an angle that grows with its position.
+    """Rotates queries and keys by angles proportional to their positions.
 
-    With `interleaved` the pairs are (2i, 2i + 1), as in the paper, in GPT-J and in DeepSeek.
+    A rotation acts on each pair (i, i + head_dim / 2) of a query or key. With `interleaved`, the pairs are (2i, 2i +
+    1), as in the paper, GPT-J and DeepSeek.
     """
 
     @node
     class Config(Layer.Config["RotaryEmbedding"]):
-        """`theta` is the base of the frequencies; `scaling` stretches them for longer texts."""
+        """Settings of the rotation.
+
+        Attributes:
+            head_dim: Size of a head.
+            theta: Base of the frequencies.
+            scaling: Length scaling of the frequencies, or None.
+            interleaved: Rotate adjacent elements instead of half-split pairs.
+        """
 
         head_dim: int = interface(default=REQUIRED)
         theta: float = setting(default=10000.0, gt=1)
@@ -25,49 +33,52 @@ class RotaryEmbedding(Layer):
         interleaved: bool = False
 
     whole_heads = False
-    """Whether cosines and sines are those of whole heads: XLA for CPU then computes each once, and not again for each head of each
-    layer. Which product is rounded before they are added up depends on the shape, so it is for programs that need no bits."""
+    """Set this to True to compute cosines and sines for whole heads. XLA on CPUs then computes them once instead of once per head
+    and layer. Which product is rounded before the sum depends on the shape, so results are not reproducible bit for bit."""
 
     def __init__(self, cfg: Config, *, precision: Precision):
         super().__init__(cfg, precision=precision)
         if cfg.head_dim % 2:
-            raise RequestError(f"rope turns pairs: head_dim has to be even, got {cfg.head_dim}\n    fix: set head_dim")
+            raise RequestError(f"rope rotates pairs: head_dim must be even, got {cfg.head_dim}\n    fix: set head_dim")
 
     def frequencies(self) -> Frequencies:
-        """Radians per position of each pair, and the factor on cosines and sines."""
+        """Return the radians per position of each pair, and the factor on cosines and sines."""
         cfg = self.cfg
         if cfg.scaling is None:
             return Frequencies(unscaled(cfg.head_dim, cfg.theta))
         return cfg.scaling.build()(cfg.head_dim, cfg.theta)
 
     def __call__(self, query: jax.Array, key: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[B, S, N, H], [B, S, K, H] and int32 [B or 1, S] -> the same shapes. Angles are float32."""
+        """Rotate queries [B, S, N, H] and keys [B, S, K, H] to positions int32 [B or 1, S].
+
+        Angles are float32.
+        """
         radians, factor = self.frequencies()
         angle = positions[:, :, None, None].astype(jnp.float32) * jnp.asarray(radians, jnp.float32)[None, None, None]
         cos, sin = jnp.cos(angle), jnp.sin(angle)
         if factor != 1.0:
             cos, sin = cos * factor, sin * factor
         if self.cfg.interleaved:
-            turn = _turn_neighbours
+            rotate = _rotate_adjacent
         else:
-            turn = _turn_whole_heads if self.whole_heads else _turn
-        return turn(query, cos, sin), turn(key, cos, sin)
+            rotate = _rotate_whole_heads if self.whole_heads else _rotate
+        return rotate(query, cos, sin), rotate(key, cos, sin)
 
 
-def _turn(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def _turn_whole_heads(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def _rotate_whole_heads(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
     a, b = jnp.split(x, 2, axis=-1)
     cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
     return x * cos + jnp.concatenate([b, a], axis=-1) * sin
 
 
-def _turn_neighbours(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def _rotate_adjacent(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
     pairs = x.reshape(*x.shape[:-1], -1, 2)
     a, b = pairs[..., 0], pairs[..., 1]

@@ -1,8 +1,7 @@
-"""How rotary frequencies are stretched so that a model reads texts longer than it was trained on.
+"""Length scaling of rotary frequencies, for texts longer than a model was trained on.
 
-Each scaling is a node that builds a function of the unscaled frequencies. The definitions are those that Hugging Face's
-configs name, so that `rope_scaling` entries carry over: `linear`, `yarn`, `llama3`, and `ntk`, which is `dynamic` at a
-fixed length.
+Each scaling is a node that builds a function of the unscaled frequencies. The scalings are those of Hugging Face's
+configs, so `rope_scaling` entries carry over: `linear`, `yarn`, `llama3`, and `ntk`, which is `dynamic` at a fixed length.
 """
 
 import math
@@ -16,44 +15,55 @@ from axlearn_core.errors import Problem
 
 
 class Frequencies(NamedTuple):
-    """Radians per position of each pair, float64 [head_dim / 2], and the factor on cosines and sines."""
+    """Frequencies of a rotary embedding.
+
+    Attributes:
+        radians: Radians per position of each pair, float64 [head_dim / 2].
+        factor: Factor on cosines and sines.
+    """
 
     radians: np.ndarray
     factor: float = 1.0
 
 
 def unscaled(head_dim: int, theta: float) -> np.ndarray:
-    """theta ** (-2i / head_dim) for pair i (Su et al., 2021): float64 [head_dim / 2]."""
+    """Return theta ** (-2i / head_dim) for each pair i: float64 [head_dim / 2].
+
+    See Su et al., 2021.
+    """
     return theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
 
 
 class Scaling(Protocol):
-    """Stretches the frequencies of a rotary embedding."""
+    """Scales the frequencies of a rotary embedding."""
 
     def __call__(self, head_dim: int, theta: float, /) -> Frequencies:
-        """The frequencies for heads of this size and this base."""
+        """Return the scaled frequencies for a head size and a base."""
         ...
 
 
 @node
 class LinearScaling(Node[Scaling]):
-    """Position interpolation (Chen et al., 2023): all positions divided by `factor`."""
+    """Position interpolation (Chen et al., 2023): divides all positions by `factor`."""
 
     factor: float = setting(default=REQUIRED, ge=1)
 
     def build(self, **_: Any) -> Scaling:
-        """The function."""
+        """Return the scaling function."""
         return lambda head_dim, theta: Frequencies(unscaled(head_dim, theta) / self.factor)
 
 
 @node
 class NTKScaling(Node[Scaling]):
-    """NTK-aware scaling: theta * factor ** (d / (d - 2)), which stretches only the slowest pair in full."""
+    """NTK-aware scaling: theta * factor ** (d / (d - 2)).
+
+    Only the slowest pair is scaled by the full factor.
+    """
 
     factor: float = setting(default=REQUIRED, ge=1)
 
     def build(self, **_: Any) -> Scaling:
-        """The function."""
+        """Return the scaling function."""
 
         def scaled(head_dim: int, theta: float) -> Frequencies:
             exponent = head_dim / max(head_dim - 2, 1)
@@ -64,10 +74,17 @@ class NTKScaling(Node[Scaling]):
 
 @node
 class YarnScaling(Node[Scaling]):
-    """YaRN (Peng et al., 2023): interpolates slow pairs, leaves fast ones, blends between, and sharpens attention.
+    """YaRN: interpolates slow pairs, keeps fast pairs, and sharpens attention.
 
-    `beta_fast` and `beta_slow` are the rotations over `original_length` where the blend ends and begins.
-    `attention_factor` defaults to 0.1 ln(factor) + 1. `truncate` rounds the ends of the blend to whole pairs.
+    Pairs in between are blended (Peng et al., 2023).
+
+    Attributes:
+        factor: Scaling factor.
+        original_length: Length that the model was trained on.
+        beta_fast: Rotations over `original_length` above which a pair is kept.
+        beta_slow: Rotations over `original_length` below which a pair is interpolated.
+        attention_factor: Factor on cosines and sines (default: 0.1 ln(factor) + 1).
+        truncate: Round the ends of the blend to whole pairs.
     """
 
     factor: float = setting(default=REQUIRED, ge=1)
@@ -78,16 +95,16 @@ class YarnScaling(Node[Scaling]):
     truncate: bool = True
 
     def validate(self) -> Iterable[Problem]:
-        """A blend that begins after its end."""
+        """Check that `beta_slow` is less than `beta_fast`."""
         if self.beta_slow >= self.beta_fast:
-            yield Problem(path="beta_slow", message="has to be less than beta_fast", got=str(self.beta_slow))
+            yield Problem(path="beta_slow", message="must be less than beta_fast", got=str(self.beta_slow))
 
     def build(self, **_: Any) -> Scaling:
-        """The function."""
+        """Return the scaling function."""
 
         def scaled(head_dim: int, theta: float) -> Frequencies:
             def pair(rotations: float) -> float:
-                """Which pair makes this many rotations over the original length."""
+                """Return the index of the pair with this many rotations over the length."""
                 return head_dim * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
             low, high = pair(self.beta_fast), pair(self.beta_slow)
@@ -105,10 +122,10 @@ class YarnScaling(Node[Scaling]):
 
 @node
 class Llama3Scaling(Node[Scaling]):
-    """Llama 3.1's (Grattafiori et al., 2024): stretches pairs by wavelength, with a smooth middle.
+    """The scaling of Llama 3.1: by wavelength, with a smooth transition.
 
-    A pair whose wavelength is above original_length / low_frequency_factor is stretched by `factor`, one below
-    original_length / high_frequency_factor is left alone.
+    See Grattafiori et al., 2024. Pairs with a wavelength above original_length / low_frequency_factor are scaled by
+    `factor`. Pairs with a wavelength below original_length / high_frequency_factor stay unchanged.
     """
 
     factor: float = setting(default=8.0, ge=1)
@@ -117,16 +134,16 @@ class Llama3Scaling(Node[Scaling]):
     high_frequency_factor: float = setting(default=4.0, gt=0)
 
     def validate(self) -> Iterable[Problem]:
-        """Factors in the wrong order."""
+        """Check that `low_frequency_factor` is less than `high_frequency_factor`."""
         if self.low_frequency_factor >= self.high_frequency_factor:
             yield Problem(
                 path="low_frequency_factor",
-                message="has to be less than high_frequency_factor",
+                message="must be less than high_frequency_factor",
                 got=str(self.low_frequency_factor),
             )
 
     def build(self, **_: Any) -> Scaling:
-        """The function."""
+        """Return the scaling function."""
 
         def scaled(head_dim: int, theta: float) -> Frequencies:
             radians = unscaled(head_dim, theta)

@@ -1,1 +1,1 @@
-"""Transformers for axlearn-core: attention, feed-forward layers, the decoder, the causal language model, generation."""
+"""Transformers: attention, feed-forward layers, causal language model, generation."""

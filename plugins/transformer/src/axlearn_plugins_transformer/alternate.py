@@ -1,8 +1,8 @@
-"""Different layers in one stack: `Alternate` stands in any slot below the layer, and each layer takes its turn.
+"""Stacks of different layers, by an `Alternate` in any slot of a layer config.
 
     feed_forward: {type: alternate, children: [{type: gated-feed-forward}, {type: mixture-of-experts}]}
 
-Layers of one kind share a stacked set of parameters; how they follow one another is static.
+Layers of one kind share a stack of parameters. The order of the kinds is static.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,39 +16,42 @@ from axlearn_core.errors import ConfigError, Problem
 
 @node
 class Alternate(Node[Any]):
-    """Layer `i` of the stack has `first[i]` here; after those, `children` take turns.
+    """Layer `i` of the stack uses `first[i]`. Later layers cycle through `children`.
 
     Attributes:
-        children: every `len(children)`-th layer has the same one.
-        first: what the leading layers have instead (the dense layers that begin a DeepSeek model).
+        children: Nodes to cycle through.
+        first: Nodes of the leading layers, such as the dense layers at the bottom of a DeepSeek model.
     """
 
     children: tuple[Node[Any], ...] = REQUIRED
     first: tuple[Node[Any], ...] = ()
 
     def validate(self) -> Iterable[Problem]:
-        """Nothing to take turns."""
+        """Check that there are children."""
         if isinstance(self.children, tuple) and not self.children:
-            yield Problem(path="children", message="there are none", expected="at least one node")
+            yield Problem(path="children", message="must not be empty", expected="at least one node")
 
     def of(self, index: int) -> Node[Any]:
-        """What layer `index` has."""
+        """Return the node for layer `index`."""
         lead = len(self.first)
         return self.first[index] if index < lead else self.children[(index - lead) % len(self.children)]
 
     def build(self, **_: object) -> Any:
-        """Only a stack of layers can choose."""
+        """Raise ConfigError: only a stack of layers can resolve an `alternate`."""
         raise ConfigError(
             Problem(
                 path="model",
-                message="an `alternate` stands where no stack of layers chooses by the layer's number",
-                fix="move it below decoder.layer, or put one of its children in its place",
+                message="an `alternate` must be below a stack of layers",
+                fix="move it below decoder.layer, or replace it with one of its children",
             )
         )
 
 
 def change_slot(slot: Any, change: Callable[[Any], Any]) -> Any:
-    """A slot with each of the nodes that take turns in it changed, or the one that it holds."""
+    """Apply `change` to the node in a slot.
+
+    If the slot holds an `Alternate`, apply it to each of its nodes.
+    """
     if not isinstance(slot, Alternate):
         return change(slot)
     first, children = (tuple(change(kind) for kind in kinds) for kinds in (slot.first, slot.children))
@@ -56,16 +59,22 @@ def change_slot(slot: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def layer_configs(layer: Node[Any], num_layers: int) -> list[Node[Any]]:
-    """The config of each layer: `layer`, with what each `Alternate` in it has for that layer."""
+    """Return the config of each layer, with each `Alternate` replaced by the layer's node."""
 
-    def at(index: int) -> Node[Any]:
+    def config_of(index: int) -> Node[Any]:
         return map(layer, lambda part: part.of(index) if isinstance(part, Alternate) else part)
 
-    return [at(i) for i in range(num_layers)]
+    return [config_of(i) for i in range(num_layers)]
 
 
 class Plan(NamedTuple):
-    """How a sequence of kinds is run: some layers, then a period that repeats, then the rest."""
+    """The execution order of kinds: leading layers, a repeated period, a remainder.
+
+    Attributes:
+        lead: Number of leading layers.
+        period: Layers in one period.
+        repeats: Number of repeats of the period.
+    """
 
     lead: int
     period: int
@@ -73,7 +82,7 @@ class Plan(NamedTuple):
 
 
 def plan(kinds: Sequence[int]) -> Plan:
-    """The plan with the least code: layers outside the repeats, and one period."""
+    """Return the plan that compiles the fewest layers."""
     length = len(kinds)
     if len(set(kinds)) == 1:
         return Plan(0, 1, length)

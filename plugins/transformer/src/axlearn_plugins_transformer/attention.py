@@ -21,74 +21,98 @@ from axlearn_plugins_transformer.norm import Norm
 
 
 class PositionEncoding(Protocol):
-    """Tells queries and keys where they are. Built with `head_dim`, `num_heads`, `rngs`, `precision`.
+    """Encodes positions in queries and keys.
 
-    One that also works on the scores, or only on them, is a `ScoreBias`.
+    It is built with `head_dim`, `num_heads`, `rngs` and `precision`.
+
+    An encoding that also, or only, changes the scores is a `ScoreBias`.
     """
 
     def __call__(self, query: jax.Array, key: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[B, S, N, H], [B, S, K, H] and int32 [B or 1, S] -> the same shapes."""
+        """Encode the positions of a query and a key.
+
+        The query is [B, S, N, H], the key [B, S, K, H], and the positions are int32 [B or 1, S]. The shapes do not change.
+        """
         ...
 
 
 @runtime_checkable
 class ScoreBias(Protocol):
-    """What a position encoding may be in addition: something that is added to the scores."""
+    """A position encoding that adds a bias to the scores."""
 
     def score_bias(self) -> Bias:
-        """The bias, for `num_heads` query heads."""
+        """Return the bias, for `num_heads` query heads."""
         ...
 
 
 def bias_of(position: Any) -> Bias | None:
-    """The bias of a position encoding on the scores; None where it has none."""
+    """Return the score bias of a position encoding, or None if it has none."""
     return position.score_bias() if isinstance(position, ScoreBias) else None
 
 
 def window_of(window: int | Node[int | None] | None) -> int | None:
-    """A window, given as a number or as a node: so that layers of one stack can differ in it alone."""
+    """Return the size of a window.
+
+    A node may give the size, so that layers of one stack can have different windows.
+    """
     return window.build() if isinstance(window, Node) else window
 
 
 def cached_slots(context: Context) -> jax.Array:
-    """int32 [B or 1, S], where in the cache the tokens go.
+    """Return the cache slots of the tokens, int32 [B or 1, S].
 
     Raises:
-        RequestError: the rows hold several documents each.
+        RequestError: A row holds several documents.
     """
     if context.segment_ids is not None:
-        raise RequestError("attention with a cache takes rows of one document each: leave out segment_ids")
+        raise RequestError("attention with a cache requires one document per row: leave out segment_ids")
     slots: Any = context.slots
     return slots
 
 
 class AttentionLayer(Protocol):
-    """Mixes information between positions. Built with `input_dim`, `rngs`, `precision`."""
+    """Mixes information between positions.
+
+    It is built with `input_dim`, `rngs` and `precision`.
+    """
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
-        """[B, S, D] and its cache -> ([B, S, D], the new cache)."""
+        """Apply the layer: [B, S, D] and its cache -> ([B, S, D], new cache)."""
         ...
 
     def init_cache(self, batch: int, length: int) -> Any:
-        """An empty cache."""
+        """Return an empty cache for `batch` rows of at most `length` tokens."""
         ...
 
 
 class Attention(Layer):
-    """Self-attention, causal by default (Vaswani et al., 2017), grouped-query where `num_kv_heads` is less (Ainslie et al., 2023).
+    """Self-attention, causal by default, with optional grouped queries.
 
-    It has no position encoding unless `position` gives one.
+    See Vaswani et al., 2017. Queries are grouped if `num_kv_heads` < `num_heads` (Ainslie et al., 2023). Without
+    `position`, it has no position encoding.
     """
 
     @node
     class Config(Layer.Config["Attention"], WindowRole, AttentionKernelRole):
-        """The heads, and what is optional around them.
+        """Settings of the heads, the mask and the optional parts.
 
-        `num_kv_heads` defaults to `num_heads`, `head_dim` to the width over the heads, `scale` to head_dim ** -0.5.
-        `qk_norm` is a norm over each head of queries and keys, `softcap` caps the scores, `window` limits how far back
-        a query sees, itself included (a node that builds an int or None may stand for it), `kernel` names a kernel of
-        the op `attention`, or of the op that `kv_cache` runs. With `causal: false` a query sees what comes after it too:
-        for encoders.
+        Attributes:
+            num_heads: Number of query heads.
+            num_kv_heads: Number of key-value heads (default: `num_heads`).
+            head_dim: Size of a head (default: the width divided by `num_heads`).
+            position: Position encoding, or None.
+            qk_norm: Norm over each head of queries and keys, or None.
+            scale: Factor on the scores (default: head_dim ** -0.5).
+            softcap: Soft cap of the scores, or None.
+            window: Number of positions that a query sees, including its own: an int, a node that builds an int or None,
+                or None for all.
+            causal: Hide later positions from each query. Set it to False for encoders.
+            kernel: Implementation of the op `attention`, or of the op of `kv_cache`. None selects the best one.
+            query: Query projection.
+            key: Key projection.
+            value: Value projection.
+            output: Output projection.
+            kv_cache: Layout of the cache.
         """
 
         input_dim: int = interface(default=REQUIRED)
@@ -109,7 +133,7 @@ class Attention(Layer):
         kv_cache: Node[KVCache] = setting(default=ContiguousCache.Config(), kind="execution")
 
         def validate(self) -> Iterable[Problem]:
-            """Heads that do not divide."""
+            """Check that `num_kv_heads` divides `num_heads`."""
             yield from super().validate()
             if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
                 divisors = [str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
@@ -126,15 +150,16 @@ class Attention(Layer):
         if cfg.head_dim is None and width % cfg.num_heads:
             raise RequestError(
                 f"attention: num_heads={cfg.num_heads} does not divide the width {width}\n"
-                "    fix: set head_dim, or change one"
+                "    fix: set head_dim, or change num_heads"
             )
         self.kv_heads, self.head_dim = cfg.num_kv_heads or cfg.num_heads, cfg.head_dim or width // cfg.num_heads
-        many, few = (cfg.num_heads, self.head_dim), (self.kv_heads, self.head_dim)
-        into, into_kv, out = ("embed", "heads", "head_dim"), ("embed", "kv", "head_dim"), ("heads", "head_dim", "embed")
-        self.query = self.child(cfg.query, rngs=rngs, input_dims=(width,), output_dims=many, axes=into)
-        self.key = self.child(cfg.key, rngs=rngs, input_dims=(width,), output_dims=few, axes=into_kv)
-        self.value = self.child(cfg.value, rngs=rngs, input_dims=(width,), output_dims=few, axes=into_kv)
-        self.output = self.child(cfg.output, rngs=rngs, input_dims=many, output_dims=(width,), axes=out)
+        query_heads, kv_heads = (cfg.num_heads, self.head_dim), (self.kv_heads, self.head_dim)
+        head_axes, kv_axes = ("embed", "heads", "head_dim"), ("embed", "kv", "head_dim")
+        out_axes = ("heads", "head_dim", "embed")
+        self.query = self.child(cfg.query, rngs=rngs, input_dims=(width,), output_dims=query_heads, axes=head_axes)
+        self.key = self.child(cfg.key, rngs=rngs, input_dims=(width,), output_dims=kv_heads, axes=kv_axes)
+        self.value = self.child(cfg.value, rngs=rngs, input_dims=(width,), output_dims=kv_heads, axes=kv_axes)
+        self.output = self.child(cfg.output, rngs=rngs, input_dims=query_heads, output_dims=(width,), axes=out_axes)
         if cfg.qk_norm is not None:
             self.query_norm = self.child(cfg.qk_norm, rngs=rngs, dim=self.head_dim)
             self.key_norm = self.child(cfg.qk_norm, rngs=rngs, dim=self.head_dim)
@@ -142,15 +167,15 @@ class Attention(Layer):
             self.position = self.child(cfg.position, rngs=rngs, head_dim=self.head_dim, num_heads=cfg.num_heads)
 
     def init_cache(self, batch: int, length: int) -> Any:
-        """An empty cache for `batch` rows of at most `length` tokens."""
+        """Return an empty cache for `batch` rows of at most `length` tokens."""
         return build_cache(self.cfg.kv_cache).init(batch, length, self.kv_heads, self.head_dim, self.precision.compute)
 
     def mask(self, context: Context) -> masks.Mask:
-        """Which keys a query sees."""
+        """Return the attention mask."""
         return masks.visible(context, window_of(self.cfg.window), causal=self.cfg.causal)
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
-        """[B, S, D] and its cache -> ([B, S, D], the new cache)."""
+        """Apply the layer: [B, S, D] and its cache -> ([B, S, D], new cache)."""
         cfg = self.cfg
         q, k, v = tag(self.query(x), "query"), tag(self.key(x), "key"), tag(self.value(x), "value")
         q = constrain(q, "batch", "sequence", "activation_heads", None)

@@ -1,4 +1,4 @@
-"""The causal language model: a decoder, its output layer and its loss."""
+"""The causal language model: a decoder, an output layer and a loss."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -21,64 +21,81 @@ from axlearn_plugins_transformer.transformer import Cache, Decoder
 
 
 class DecoderModel(Protocol):
-    """Token ids to hidden states. Built with `vocab_size`, `rngs`, `precision`."""
+    """Maps token ids to hidden states.
+
+    It is built with `vocab_size`, `rngs` and `precision`.
+    """
 
     def __call__(self, tokens: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
-        """int32 [B, S] -> [B, S, D], and the new cache."""
+        """Return the hidden states, int32 [B, S] -> [B, S, D], and the new cache."""
         ...
 
     def head_weight(self) -> jax.Array:
-        """[D, V]."""
+        """Return the output weight, [D, V]."""
         ...
 
     def init_cache(self, batch: int, length: int) -> Any:
-        """An empty cache."""
+        """Return an empty cache for `batch` rows of at most `length` tokens."""
         ...
 
     def unstacked(self) -> Any:
-        """The decoder in the form that decodes fastest."""
+        """Return the decoder in the form that decodes fastest."""
         ...
 
 
 @runtime_checkable
 class TwoPartDecoder(Protocol):
-    """A `DecoderModel` that need not finish all tokens: `decoder(...)` is `finish` of what `begin` gives."""
+    """A `DecoderModel` that can skip the end of the computation for some tokens.
+
+    It computes `finish(begin(...))`.
+    """
 
     def begin(self, tokens: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
-        """int32 [B, S], the tokens after those in the cache -> [B, S, D] for `finish`, and the new cache."""
+        """Process tokens that follow the cache.
+
+        Maps int32 [B, S] to [B, S, D] for `finish`, and the new cache.
+        """
         ...
 
     def finish(self, x: jax.Array) -> jax.Array:
-        """Any tokens of what `begin` gives, [B, S, D] -> their hidden states [B, S, D]."""
+        """Compute the hidden states of any outputs of `begin`: [B, S, D] -> [B, S, D]."""
         ...
 
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """A model that gives the logits of chosen positions, so that those of a whole batch are never in memory together.
+    """A model that computes the logits of selected positions.
+
+    The logits of a whole batch need not fit in memory.
 
     Attributes:
-        decoder: tokens -> hidden states.
+        decoder: Maps tokens to hidden states.
     """
 
     decoder: Any
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[..., D] -> [..., V]."""
+        """Compute the logits: [..., D] -> [..., V]."""
         ...
 
 
 class CausalLM(Layer):
-    """Predicts the next token."""
+    """A causal language model, which predicts the next token."""
 
     @node
     class Config(Layer.Config["CausalLM"], LanguageModelRole):
-        """The decoder, the dtypes and the loss.
+        """Settings of the decoder, the dtypes and the loss.
 
-        `param_dtype` is of the stored parameters, `dtype` of what the layers compute, `output_dtype` of the logits that
-        calls return; the loss is always computed in float32. `z_loss` weighs log(Z)^2. `loss_chunk` is how many
-        positions per row have their logits in memory at one time, None as many as take 256 MiB on a device: execution, as
-        is the kernel, since the sum is the same.
+        Attributes:
+            vocab_size: Size of the vocabulary.
+            decoder: Maps token ids to hidden states.
+            param_dtype: Dtype of the stored parameters.
+            dtype: Dtype in which the layers compute.
+            output_dtype: Dtype of the returned logits. The loss is always computed in float32.
+            logit_softcap: Soft cap of the logits, or None.
+            z_loss: Weight of log(Z)^2.
+            loss_chunk: Positions per row whose logits are in memory at a time. None fits them into 256 MiB per device.
+            loss_kernel: Implementation of the op `cross_entropy`. None selects the best one.
         """
 
         vocab_size: int = setting(default=REQUIRED, ge=1, le=2**24)
@@ -92,12 +109,12 @@ class CausalLM(Layer):
         loss_kernel: str | None = setting(default=None, kind="execution")
 
         def validate(self) -> Iterable[Problem]:
-            """Dtypes that do not exist or are not given."""
+            """Check the dtypes."""
             yield from super().validate()
             for name in ("param_dtype", "dtype"):
                 if getattr(self, name) is None:
                     yield Problem(
-                        path=name, message="the root of the model has no parent to take it from", fix="set it"
+                        path=name, message="must be set, because the root of the model has no parent", fix="set it"
                     )
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -113,25 +130,27 @@ class CausalLM(Layer):
         segment_ids: jax.Array | None = None,
         cache: Cache | None = None,
     ) -> Any:
-        """Logits of the next token at every position.
+        """Compute the logits of the next token at every position.
 
         Args:
-            tokens: int32 [B, S]; with a cache, those that follow what is in it.
-            positions: int32 [B or 1, S], position within the document; None counts from the start.
-            segment_ids: int32 [B, S], equal within a document; None means that each row is one.
-            cache: from `init_cache` or an earlier call.
+            tokens: int32 [B, S]. With a cache, these follow the cached tokens.
+            positions: Position within the document, int32 [B or 1, S]. None counts from the start of the row.
+            segment_ids: int32 [B, S], equal within a document. None treats each row as one document.
+            cache: Cache from `init_cache` or an earlier call.
 
         Returns:
-            [B, S, V] in `output_dtype`; with a cache, a pair of that and the new cache.
+            Logits [B, S, V] in `output_dtype`. With a cache, the pair (logits, new cache).
         """
         x, new = self.decoder(tokens, Context(positions=positions, segment_ids=segment_ids), cache)
         logits = self.logits(x)
         return logits if cache is None else (logits, new)
 
     def logits(self, hidden: jax.Array, head: Any = None) -> jax.Array:
-        """[B, S, D] from the decoder -> [B, S, V] in `output_dtype`.
+        """Compute the logits of hidden states: [B, S, D] -> [B, S, V] in `output_dtype`.
 
-        `head`: what `decoder.head_weight()` gave earlier, in a layout that is read faster.
+        Args:
+            hidden: Output of the decoder, [B, S, D].
+            head: Result of an earlier `decoder.head_weight()`, possibly in a faster layout. None calls it.
         """
         head = self.decoder.head_weight() if head is None else head
         return logits_of(hidden, head, self._options()).astype(self.cfg.output_dtype)
@@ -141,16 +160,18 @@ class CausalLM(Layer):
         return Options(self.precision.compute, cfg.loss_chunk, cfg.logit_softcap, z_loss, _constrain_logits)
 
     def loss(self, batch: Batch) -> tuple[jax.Array, Mapping[str, Any]]:
-        """The mean cross-entropy of the targets, in nats, plus z-loss and the auxiliary losses of the layers.
+        """Compute the training loss: mean cross-entropy in nats, plus auxiliary losses.
+
+        These are the z-loss and the auxiliary losses of the layers.
 
         Args:
-            batch: see `contracts.parts.Batch`. `weights`, `segment_ids` and `positions` may be left out or None.
-                `prefix` (int32 [B]), where given, is how many leading tokens of each row see one another.
+            batch: See `contracts.parts.Batch`. `weights`, `segment_ids` and `positions` may be missing or None.
+                `prefix` (int32 [B]), if given, is the number of leading tokens of each row that attend to one another.
 
         Returns:
-            (loss, summaries): `weight` is the number of targets, `cross_entropy` the loss without what is added to it
-            (if anything is), in addition to `z_loss`, each auxiliary loss and what the layers report. While held-out data is
-            measured, nothing is added.
+            (loss, summaries). `weight` is the number of targets. If other terms are added to the loss, `cross_entropy`
+            is the loss without them. The other summaries are `z_loss`, each auxiliary loss and the summaries of the
+            layers. Evaluation on held-out data adds no other terms.
         """
         arrays = {k: v for k, v in batch.items() if v is not None}
         z_loss = 0.0 if summaries.is_held_out() else self.cfg.z_loss
@@ -174,35 +195,44 @@ class CausalLM(Layer):
         return loss, report
 
     def held_out_loss(self, batch: Batch) -> tuple[jax.Array, Mapping[str, Any]]:
-        """The mean cross-entropy of the targets, in nats, also for a subclass whose `loss` adds to it."""
+        """Compute the mean cross-entropy of the targets, in nats.
+
+        A subclass may add terms to `loss`, but not to this loss.
+        """
         with summaries.held_out():
             return CausalLM.loss(self, batch)
 
     def functions(self) -> Mapping[str, Function]:
-        """`score`, `unstack`, `prefill` and `decode`; see `axlearn_plugins_transformer.functions`."""
+        """Return `score`, `unstack`, `prefill` and `decode`.
+
+        See `axlearn_plugins_transformer.functions`.
+        """
         from axlearn_plugins_transformer.functions import language_model_functions
 
         return language_model_functions(self)
 
     def generate(self, prompt_ids: Sequence[int], **options: Any) -> Iterator[int]:
-        """The tokens that follow a prompt, one at a time; the options are those of `generate.generate`."""
+        """Yield the tokens that follow a prompt. See `generate.generate` for the options."""
         from axlearn_plugins_transformer.generate import generate
 
         return generate(self, prompt_ids, **options)
 
     def init_cache(self, batch: int, length: int) -> Any:
-        """An empty cache for `batch` rows of at most `length` tokens."""
+        """Return an empty cache for `batch` rows of at most `length` tokens."""
         return self.decoder.init_cache(batch, length)
 
     def unstacked(self) -> "CausalLM":
-        """This model in the form that decodes fastest; not for training."""
+        """Return this model in the form that decodes fastest. It is not for training."""
         copy = nnx.merge(*nnx.split(self))
         copy.decoder = self.decoder.unstacked()
         return copy
 
 
 def batch_context(batch: Batch) -> Context:
-    """The context that layers get for the rows of a batch. Entries of `contracts.parts.Batch` may be left out."""
+    """Return the context of the layers for a batch.
+
+    Entries of `contracts.parts.Batch` may be missing.
+    """
     arrays = {k: batch.get(k) for k in ("positions", "segment_ids", "prefix")}
     weights = batch.get("weights")
     real = None if arrays["segment_ids"] is not None or weights is None else padding.up_to_the_last_target(weights)
@@ -214,6 +244,9 @@ def _constrain_logits(logits: jax.Array) -> jax.Array:
 
 
 def num_params(cfg: Node[Any]) -> int:
-    """How many numbers a model of this config holds; builds it abstractly, which allocates nothing."""
+    """Return the number of parameters of a model.
+
+    The model is built abstractly, without allocating memory.
+    """
     state = nnx.state(nnx.eval_shape(lambda: cfg.build(rngs=nnx.Rngs(0))), nnx.Param)
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(state))

@@ -1,4 +1,4 @@
-"""Dropout in a transformer: the layers that draw, and the feature `dropout` that puts them in place."""
+"""Layers with dropout, and the feature `dropout` that inserts them."""
 
 from typing import Any, TypeVar
 
@@ -22,15 +22,19 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 
 class DropoutTransformerLayer(TransformerLayer):
-    """A transformer layer that drops out the output of its attention and of its feed-forward half.
+    """A transformer layer with residual dropout.
 
-    The residual dropout of Vaswani et al., 2017 (section 5.4), before the residual sum. Parameters are those of
-    `TransformerLayer`, with the same paths and the same initial values.
+    This is the residual dropout of Vaswani et al., 2017 (section 5.4), applied before the residual sum. The parameters
+    have the same paths and initial values as in `TransformerLayer`.
     """
 
     @node
     class Config(TransformerLayer.Config, TwoHalvesRole):
-        """`dropout`: the share of activations that are set to zero; the rest is scaled up by 1 / (1 - dropout)."""
+        """Settings of dropout.
+
+        Attributes:
+            dropout: Share of activations to set to zero. The others are scaled by 1 / (1 - dropout).
+        """
 
         dropout: float = setting(default=0.1, ge=0, lt=1)
 
@@ -39,16 +43,23 @@ class DropoutTransformerLayer(TransformerLayer):
         self.attention_dropout = nnx.Dropout(cfg.dropout, rngs=rngs)
         self.feed_forward_dropout = nnx.Dropout(cfg.dropout, rngs=rngs)
 
-    def _after(self, half: str, x: jax.Array, y: jax.Array) -> jax.Array:
-        return super()._after(half, x, getattr(self, f"{half}_dropout")(y))
+    def _add_residual(self, half: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        return super()._add_residual(half, x, getattr(self, f"{half}_dropout")(y))
 
 
 class DropoutEmbedding(Embedding):
-    """An embedding that drops out the vectors that go into the first layer; its transpose as an output layer is whole."""
+    """An embedding with dropout on the input of the first layer.
+
+    A tied output layer has no dropout.
+    """
 
     @node
     class Config(Embedding.Config):
-        """`dropout`: as in `DropoutTransformerLayer`."""
+        """Settings of dropout.
+
+        Attributes:
+            dropout: Share of activations to set to zero; see `DropoutTransformerLayer`.
+        """
 
         dropout: float = setting(default=0.1, ge=0, lt=1)
 
@@ -57,19 +68,24 @@ class DropoutEmbedding(Embedding):
         self.dropout = nnx.Dropout(cfg.dropout, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """int32 [B, S] -> [B, S, D]."""
+        """Embed the tokens with dropout: int32 [B, S] -> [B, S, D]."""
         return self.dropout(super().__call__(tokens))
 
 
 class DropoutOutput(Layer):
-    """Any layer that stands in a block as its attention or its feed-forward half, its output dropped out.
+    """Wraps an attention or feed-forward layer and applies dropout to its output.
 
-    For blocks of any class: the block itself is not changed. Parameters are below `base`.
+    It works in blocks of any class, because the block does not change. The parameters of the layer are under `base`.
     """
 
     @node
     class Config(Layer.Config["DropoutOutput"]):
-        """`dropout`: as in `DropoutTransformerLayer`."""
+        """Settings of dropout.
+
+        Attributes:
+            base: The wrapped layer.
+            dropout: Share of activations to set to zero; see `DropoutTransformerLayer`.
+        """
 
         input_dim: int = interface(default=REQUIRED)
         base: Node[Any] = REQUIRED
@@ -81,38 +97,45 @@ class DropoutOutput(Layer):
         self.dropout = nnx.Dropout(cfg.dropout, rngs=rngs)
 
     def init_cache(self, batch: int, length: int) -> Any:
-        """See `AttentionLayer`."""
+        """Return an empty cache; see `AttentionLayer`."""
         return self.base.init_cache(batch, length)
 
     def __call__(self, x: jax.Array, *args: Any) -> Any:
-        """[B, S, D] -> what `base` gives, with the first [B, S, D] of it dropped out."""
+        """Call `base` on [B, S, D] and apply dropout to its output.
+
+        If it returns a tuple, dropout applies to the first element.
+        """
         result = self.base(x, *args)
         return (self.dropout(result[0]), *result[1:]) if isinstance(result, tuple) else self.dropout(result)
 
 
 @node
 class Dropout(Feature):
-    """Drops out the output of each attention and feed-forward layer, and the embeddings (Vaswani et al., 2017, section 5.4).
+    """Applies dropout to attention and feed-forward outputs, and to the embeddings.
 
-    Masks differ by place, layer, microbatch and step, and are derived from the run's seed: a resumed run draws what it would
-    have drawn. Evaluation and generation drop nothing. With it the number of microbatches (accumulation, pipelines) changes
-    the mathematics, since each microbatch draws masks of its own. `embedding=false` leaves the embeddings alone. A block of
-    another class than `transformer-layer` keeps its class: what stands in its slots for an `AttentionLayer` and a
-    `FeedForward` is wrapped. Where there is dropout already, the rate is set anew.
+    See Vaswani et al., 2017, section 5.4. Masks depend on the layer, the microbatch, the step and the run's seed, so a
+    resumed run draws the same masks. Evaluation and generation do not use dropout. Because each microbatch draws its
+    own masks, the number of microbatches (accumulation, pipelines) changes the results. If a block is not a
+    `transformer-layer`, the feature wraps the layers in its slots for an `AttentionLayer` and a `FeedForward`. If the
+    model already has dropout, the feature sets the rate.
+
+    Attributes:
+        rate: Dropout rate.
+        embedding: Apply dropout to the embeddings too.
     """
 
     stage = "wrap"
-    after = ("lora",)  # both change what stands in `attention` and `feed_forward`
+    after = ("lora",)  # both change the layers in `attention` and `feed_forward`
     example = "rate=0.1"
 
     rate: float = setting(default=0.1, ge=0, lt=1)
     embedding: bool = True
 
     def apply(self, cfg: Tree) -> Tree:
-        """Puts the layers that draw in the place of those that do not."""
+        """Insert dropout into every layer that supports it."""
         nothing = Problem(
             path="model",
-            message="dropout finds no layer to drop out",
+            message="dropout finds no layer that it supports",
             expected="a transformer-layer, or a layer with a slot `Node[AttentionLayer]` or `Node[FeedForward]`",
             fix="leave the feature dropout out",
         )

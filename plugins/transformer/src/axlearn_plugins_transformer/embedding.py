@@ -1,4 +1,4 @@
-"""Into a language model and out of it: token embeddings and output layers."""
+"""Token embeddings, position embeddings and output heads of a language model."""
 
 from typing import Any, Protocol
 
@@ -14,23 +14,31 @@ from axlearn_core.nn.sharding import is_sharded
 
 
 class TokenEmbedding(Protocol):
-    """Turns token ids into vectors. Built with `vocab_size`, `dim`, `rngs`, `precision`."""
+    """Maps token ids to vectors.
+
+    It is built with `vocab_size`, `dim`, `rngs` and `precision`.
+    """
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """int32 [B, S] -> [B, S, D]."""
+        """Embed the tokens: int32 [B, S] -> [B, S, D]."""
         ...
 
     def head_weight(self) -> jax.Array:
-        """[D, V], for a decoder without a head of its own."""
+        """Return the output weight [D, V], for a decoder without a separate head."""
         ...
 
 
 class Embedding(Layer):
-    """A table of vectors by token id."""
+    """A table with one vector per token id."""
 
     @node
     class Config(Layer.Config["Embedding"]):
-        """`scale` multiplies by sqrt(dim) (Vaswani et al., 2017). The default initialiser has the variance 1/dim."""
+        """Settings of the embedding.
+
+        Attributes:
+            scale: Multiply the vectors by sqrt(dim) (Vaswani et al., 2017).
+            init: Initializer of the table. The default has variance 1/dim.
+        """
 
         vocab_size: int = interface(default=REQUIRED)
         dim: int = interface(default=REQUIRED)
@@ -44,34 +52,42 @@ class Embedding(Layer):
         self.weight = self.parameter(rngs, cfg.init, (cfg.vocab_size, cfg.dim), ("vocab", "embed"))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """int32 [B, S] -> [B, S, D]."""
+        """Embed the tokens: int32 [B, S] -> [B, S, D]."""
         table = self.computed(self.weight)
         if tokens.size == 1 and is_sharded():
-            # XLA for GPUs reads one row by a slice, for which it would gather a whole table that devices share.
+            # For one row, XLA on GPUs emits a slice and would gather the whole sharded table. Look up two rows instead.
             x = table[jnp.broadcast_to(tokens.reshape(1), (2,))][:1].reshape(*tokens.shape, -1)
         else:
             x = table[tokens]
         return x * self.cfg.dim**0.5 if self.cfg.scale else x
 
     def head_weight(self) -> jax.Array:
-        """[D, V]: the table transposed."""
+        """Return the transposed table, [D, V]."""
         return self.weight[...].T
 
 
 class PositionEmbedding(Protocol):
-    """Turns positions into vectors that are added to those of the tokens. Built with `dim`, `rngs`, `precision`."""
+    """Maps positions to vectors that are added to the token vectors.
+
+    It is built with `dim`, `rngs` and `precision`.
+    """
 
     def __call__(self, positions: jax.Array) -> jax.Array:
-        """int32 [B or 1, S] -> [B or 1, S, D]."""
+        """Embed the positions: int32 [B or 1, S] -> [B or 1, S, D]."""
         ...
 
 
 class LearnedPositions(Layer):
-    """A table of vectors by position (Gehring et al., 2017; GPT-2)."""
+    """A table with one vector per position (Gehring et al., 2017; GPT-2)."""
 
     @node
     class Config(Layer.Config["LearnedPositions"]):
-        """`max_length` is how many positions there are; a position beyond them becomes NaN."""
+        """Settings of the table.
+
+        Attributes:
+            max_length: Number of positions. Later positions give NaN.
+            init: Initializer of the table.
+        """
 
         dim: int = interface(default=REQUIRED)
         max_length: int = setting(default=1024, ge=1)
@@ -82,21 +98,31 @@ class LearnedPositions(Layer):
         self.weight = self.parameter(rngs, cfg.init, (cfg.max_length, cfg.dim), ("vocab", "embed"))
 
     def __call__(self, positions: jax.Array) -> jax.Array:
-        """int32 [B or 1, S] -> [B or 1, S, D]; raises `RequestError` where S is more than there are."""
+        """Embed the positions: int32 [B or 1, S] -> [B or 1, S, D].
+
+        Raise RequestError if S exceeds `max_length`.
+        """
         if positions.shape[1] > self.cfg.max_length:
             raise RequestError(
-                f"learned-positions: {positions.shape[1]} positions, and there are {self.cfg.max_length}\n"
-                "    fix: set input.sequence_length to at most that, or max_length higher"
+                f"learned-positions: the input has {positions.shape[1]} positions, but max_length is {self.cfg.max_length}\n"
+                "    fix: lower input.sequence_length, or raise max_length"
             )
         return self.computed(self.weight).at[positions].get(mode="fill", fill_value=jnp.nan)
 
 
 class Head(Layer):
-    """The weights of an output head that is not tied to the embedding; the loss multiplies by them."""
+    """The weight of an output head that is not tied to the embedding.
+
+    The loss multiplies by it.
+    """
 
     @node
     class Config(Layer.Config["Head"]):
-        """`init` is scaled by the width."""
+        """Settings of the head.
+
+        Attributes:
+            init: Initializer of the weight, scaled by the width.
+        """
 
         vocab_size: int = interface(default=REQUIRED)
         dim: int = interface(default=REQUIRED)
@@ -107,13 +133,16 @@ class Head(Layer):
         self.weight = self.parameter(rngs, cfg.init, (cfg.dim, cfg.vocab_size), ("embed", "vocab"))
 
     def head_weight(self) -> jax.Array:
-        """[D, V]."""
+        """Return the output weight, [D, V]."""
         return self.weight[...]
 
 
 class OutputHead(Protocol):
-    """Gives the weights of the output layer. Built with `vocab_size`, `dim`, `rngs`, `precision`."""
+    """Holds the weight of the output layer.
+
+    It is built with `vocab_size`, `dim`, `rngs` and `precision`.
+    """
 
     def head_weight(self) -> Any:
-        """[D, V], in the dtype of the parameters."""
+        """Return the output weight, [D, V], in the dtype of the parameters."""
         ...

@@ -14,21 +14,34 @@ from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, A
 
 
 class FeedForward(Protocol):
-    """Maps each position on its own. Built with `input_dim`, `rngs`, `precision`."""
+    """Maps each position independently.
+
+    It is built with `input_dim`, `rngs` and `precision`.
+    """
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, S, D] -> [B, S, D]."""
+        """Apply the layer: [B, S, D] -> [B, S, D]."""
         ...
 
 
 class GatedFeedForward(Layer):
-    """`down(activation(gate(x)) * up(x))`: SwiGLU with its default activation (Shazeer, 2020)."""
+    """`down(activation(gate(x)) * up(x))`.
+
+    With the default activation, this is SwiGLU (Shazeer, 2020).
+    """
 
     @node
     class Config(Layer.Config["GatedFeedForward"]):
-        """`hidden_dim` may be relative to the width; its default is Llama's 8/3, rounded up to a multiple of 128.
+        """Settings of the layer.
 
-        `kernel` names an implementation of the op `gated_linear_unit`.
+        Attributes:
+            hidden_dim: Hidden size; it may be relative to the width. The default is Llama's: 8/3 of the width, rounded
+                up to a multiple of 128.
+            activation: Activation function.
+            kernel: Implementation of the op `gated_linear_unit`. None selects the best one.
+            gate: Gate projection.
+            up: Up projection.
+            down: Down projection.
         """
 
         input_dim: int = interface(default=REQUIRED)
@@ -43,13 +56,13 @@ class GatedFeedForward(Layer):
         super().__init__(cfg, precision=precision)
         self.hidden_dim = size_of(cfg.hidden_dim, cfg.input_dim)
         width, hidden = (cfg.input_dim,), (self.hidden_dim,)
-        into, out = ("embed", "mlp"), ("mlp", "embed")
-        self.gate = self.child(cfg.gate, rngs=rngs, input_dims=width, output_dims=hidden, axes=into)
-        self.up = self.child(cfg.up, rngs=rngs, input_dims=width, output_dims=hidden, axes=into)
-        self.down = self.child(cfg.down, rngs=rngs, input_dims=hidden, output_dims=width, axes=out)
+        in_axes, out_axes = ("embed", "mlp"), ("mlp", "embed")
+        self.gate = self.child(cfg.gate, rngs=rngs, input_dims=width, output_dims=hidden, axes=in_axes)
+        self.up = self.child(cfg.up, rngs=rngs, input_dims=width, output_dims=hidden, axes=in_axes)
+        self.down = self.child(cfg.down, rngs=rngs, input_dims=hidden, output_dims=width, axes=out_axes)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, S, D] -> [B, S, D]."""
+        """Apply the layer: [B, S, D] -> [B, S, D]."""
         cfg = self.cfg
         unit = GatedLinearUnitOp(x, self.gate, self.up, hidden_dim=self.hidden_dim, activation=cfg.activation)
         hidden = tag(unit.run(cfg.kernel), "mlp_hidden")
@@ -61,7 +74,14 @@ class PlainFeedForward(Layer):
 
     @node
     class Config(Layer.Config["PlainFeedForward"]):
-        """`hidden_dim` may be a size relative to the width; its default is four times it."""
+        """Settings of the layer.
+
+        Attributes:
+            hidden_dim: Hidden size; it may be relative to the width. The default is four times the width.
+            activation: Activation function.
+            up: Up projection.
+            down: Down projection.
+        """
 
         input_dim: int = interface(default=REQUIRED)
         hidden_dim: int | Node[int] = Scaled(factor=4.0)
@@ -76,6 +96,6 @@ class PlainFeedForward(Layer):
         self.down = self.child(cfg.down, rngs=rngs, input_dims=hidden, output_dims=width, axes=("mlp", "embed"))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, S, D] -> [B, S, D]."""
+        """Apply the layer: [B, S, D] -> [B, S, D]."""
         hidden = tag(ACTIVATIONS[self.cfg.activation](tag(self.up(x), "mlp_up")), "mlp_hidden")
         return tag(self.down(constrain(hidden, "batch", "sequence", "activation_mlp")), "mlp_out")

@@ -1,4 +1,6 @@
-"""What a causal language model computes apart from its loss: `score`, `unstack`, `prefill` and `decode`, for a program.
+"""Functions of a causal language model besides its loss.
+
+These are `score`, `unstack`, `prefill` and `decode`, for a program.
 
 Legend: B rows, S tokens of a row, C positions of a chunk, V vocabulary.
 """
@@ -26,7 +28,7 @@ class ScoreBucket:
     Attributes:
         rows: B.
         length: S.
-        chunk: positions per row that have their logits in memory at one time.
+        chunk: Positions per row whose logits are in memory at a time.
     """
 
     rows: int
@@ -39,10 +41,10 @@ class GenerationBucket:
     """Shapes of `prefill` and `decode`, for one row.
 
     Attributes:
-        prompt: tokens of the padded prompt; 0 in `decode`.
-        cache: tokens that the cache has room for.
-        sampled: whether tokens are drawn; otherwise the likeliest is taken.
-        top_k: draws from so many of the likeliest tokens; None from all.
+        prompt: Length of the padded prompt; 0 in `decode`.
+        cache: Capacity of the cache, in tokens.
+        sampled: Whether to sample tokens. If False, decoding is greedy.
+        top_k: Number of most probable tokens to sample from, or None for all.
     """
 
     prompt: int
@@ -52,12 +54,12 @@ class GenerationBucket:
 
 
 class Draw(NamedTuple):
-    """How the next token is drawn; zero-dimensional arrays.
+    """Sampling parameters of the next token, as zero-dimensional arrays.
 
     Attributes:
-        key: typed random key.
-        number: int32, counts the tokens.
-        temperature: float32.
+        key: Typed random key.
+        number: Index of the token, int32.
+        temperature: Sampling temperature, float32.
     """
 
     key: Any
@@ -66,7 +68,10 @@ class Draw(NamedTuple):
 
 
 def pick(logits: jax.Array, draw: Draw | None, top_k: int | None) -> jax.Array:
-    """[V] -> an int32 token: the likeliest one, or a random one."""
+    """Select the next token from the logits [V].
+
+    Take the most probable token, or a random sample if `draw` is given. Return it as int32.
+    """
     if draw is None:
         return jnp.argmax(logits).astype(jnp.int32)
     logits = logits.astype(jnp.float32) / draw.temperature
@@ -76,14 +81,17 @@ def pick(logits: jax.Array, draw: Draw | None, top_k: int | None) -> jax.Array:
 
 
 class GenerationFunctions:
-    """`unstack`, `prefill` and `decode` of one model.
+    """The functions `unstack`, `prefill` and `decode` of one model.
 
-    Generation works on the model with separate layers (`CausalLM.unstacked`), since slicing stacked weights at every step is
-    slow. `unstack` turns the weights of the model into those arrays, once.
+    Generation uses separate layers (`CausalLM.unstacked`), because slicing stacked weights at every step is slow.
+    `unstack` splits the weights of the model once.
     """
 
     def __init__(self, model: Any, edit: Callable[[Any], None] = lambda _: None):
-        """`model`: a `CausalLM` with abstract arrays. `edit` changes the one with separate layers, in place."""
+        """Trace a `CausalLM` with abstract arrays.
+
+        `edit` modifies the model with separate layers in place.
+        """
         self._edit = edit
         graph, state = nnx.split(model)
         structure: list[Any] = []
@@ -98,13 +106,13 @@ class GenerationFunctions:
         self._axes = {_path(k): _axes(v, self.specs[_path(k)].ndim) for k, v in self._template}
 
     def declare(self) -> Mapping[str, Function]:
-        """The functions by name."""
+        """Return the functions by name."""
         arrays = {path: Array(s.shape, s.dtype, self._axes[path], f"model ({path})") for path, s in self.specs.items()}
 
-        def inputs(bucket: GenerationBucket, **between: Any) -> tuple[Any, ...]:
+        def inputs(bucket: GenerationBucket, **extra: Any) -> tuple[Any, ...]:
             scalar, key = Array((), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
             draw = Draw(Array((), key.dtype), scalar, Array((), jnp.float32)) if bucket.sampled else None
-            return arrays, self._cache(bucket), *between.values(), draw
+            return arrays, self._cache(bucket), *extra.values(), draw
 
         def outputs(bucket: GenerationBucket) -> Any:
             return Array((), jnp.int32), self._cache(bucket)
@@ -115,7 +123,7 @@ class GenerationFunctions:
                 call=self.separate_arrays,
                 outputs=lambda _: arrays,
                 runs_once=True,
-                describe="the weights with separate layers, as `prefill` and `decode` take them",
+                describe="split the stacked weights into separate layers for `prefill` and `decode`",
             ),
             "prefill": Function(
                 call=self.prefill,
@@ -125,7 +133,7 @@ class GenerationFunctions:
                 donate=(1,),
                 of_model=False,
                 by_bucket=True,
-                describe="a prompt into the cache, and the token that follows it",
+                describe="write a prompt to the cache and return the next token",
             ),
             "decode": Function(
                 call=self.decode,
@@ -135,7 +143,7 @@ class GenerationFunctions:
                 donate=(1,),
                 of_model=False,
                 by_bucket=True,
-                describe="a token into the cache, and the token that follows it",
+                describe="write a token to the cache and return the next token",
             ),
         }
 
@@ -148,7 +156,10 @@ class GenerationFunctions:
         draw: Draw | None,
         bucket: GenerationBucket,
     ) -> tuple[jax.Array, Any]:
-        """The token that follows the first `length` of [1, S], and the cache with just those in it."""
+        """Return the token after the prompt, and the cache that contains the prompt.
+
+        The prompt is the first `length` tokens of [1, S].
+        """
         model = self.bind(arrays)
         hidden, cache = model.decoder(tokens, Context(), cache)
         last = lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=1)
@@ -157,19 +168,19 @@ class GenerationFunctions:
     def decode(
         self, arrays: Arrays, cache: Any, token: jax.Array, draw: Draw | None, bucket: GenerationBucket
     ) -> tuple[jax.Array, Any]:
-        """The token after `token`, and the cache with `token` in it."""
+        """Return the token after `token`, and the cache that contains `token`."""
         logits, cache = self.bind(arrays)(token[None, None], cache=cache)
         return pick(logits[0, 0], draw, bucket.top_k), cache
 
     def init_cache(self, bucket: GenerationBucket) -> Any:
-        """An empty cache for one row."""
+        """Return an empty cache for one row."""
         return self.bind(self.specs).init_cache(1, bucket.cache)
 
     def _cache(self, bucket: GenerationBucket) -> Any:
         return jax.tree.map(lambda s: Array(s.shape, s.dtype), jax.eval_shape(lambda: self.init_cache(bucket)))
 
     def separate_arrays(self, model: Any) -> Arrays:
-        """The arrays of a model, with separate layers, by path."""
+        """Return the arrays of a model with separate layers, by path."""
         return _flat(nnx.state(self._separate(model)))
 
     def _separate(self, model: Any) -> Any:
@@ -178,7 +189,7 @@ class GenerationFunctions:
         return separate
 
     def bind(self, arrays: Mapping[str, Any]) -> Any:
-        """The model with separate layers, with the arrays that `unstack` gives."""
+        """Return the model with separate layers and the arrays from `unstack`."""
         values = [(k, v.replace(arrays[_path(k)])) for k, v in self._template]
         return nnx.merge(self._graph, nnx.from_flat_state(values))
 
@@ -186,29 +197,40 @@ class GenerationFunctions:
 def score(
     model: Any, tokens: jax.Array, targets: jax.Array, counted: jax.Array, bucket: ScoreBucket
 ) -> tuple[jax.Array, jax.Array]:
-    """int32, int32, bool [B, S] -> (float32 [B] log-likelihoods, bool [B] whether all targets are the likeliest)."""
+    """Compute the log-likelihood of targets, and whether greedy decoding produces them.
+
+    Args:
+        model: A `CausalLM`.
+        tokens: int32 [B, S].
+        targets: int32 [B, S].
+        counted: Mask of the targets to include, bool [B, S].
+        bucket: Shapes.
+
+    Returns:
+        Log-likelihood of each row, float32 [B], and whether every target is the most probable token, bool [B].
+    """
     hidden, _ = model.decoder(tokens, Context())
     chunk = bucket.chunk
     count = -(-tokens.shape[1] // chunk)
 
     def split(x: jax.Array) -> jax.Array:
-        """[B, S, ...] -> [chunks, B, C, ...], padded with what does not count."""
+        """Split [B, S, ...] into [chunks, B, C, ...]. Padding is not counted."""
         x = jnp.pad(x, [(0, 0), (0, count * chunk - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(x.shape[0], count, chunk, *x.shape[2:]), 1, 0)
 
-    def part(x: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def score_chunk(x: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         hidden, targets, counted = x
         logits = model.logits(hidden).astype(jnp.float32)
         target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
         values = jnp.where(counted, target_logits - jax.nn.logsumexp(logits, axis=-1), 0.0)
         return jnp.sum(values, axis=1), jnp.all((jnp.argmax(logits, axis=-1) == targets) | ~counted, axis=1)
 
-    sums, greedy = lax.map(part, (split(hidden), split(targets), split(counted)))
+    sums, greedy = lax.map(score_chunk, (split(hidden), split(targets), split(counted)))
     return jnp.sum(sums, axis=0), jnp.all(greedy, axis=0)
 
 
 def language_model_functions(model: Any) -> Mapping[str, Function]:
-    """What a `CausalLM` with abstract arrays declares."""
+    """Return the functions of a `CausalLM` with abstract arrays, by name."""
 
     def score_inputs(bucket: ScoreBucket) -> tuple[Any, ...]:
         shape = bucket.rows, bucket.length
@@ -220,7 +242,7 @@ def language_model_functions(model: Any) -> Mapping[str, Function]:
             inputs=score_inputs,
             by_bucket=True,
             bucket_of=lambda batch: ScoreBucket(*batch["tokens"].shape, chunk=min(128, batch["tokens"].shape[1])),
-            describe="log-likelihoods of given tokens",
+            describe="compute log-likelihoods of given tokens",
         ),
         **GenerationFunctions(model).declare(),
     }
@@ -235,6 +257,6 @@ def _path(key: tuple[Any, ...]) -> str:
 
 
 def _axes(variable: Any, rank: int) -> tuple[str | None, ...]:
-    # A separate layer has its own part of a stacked array, under the names of the whole: its own are the last.
+    # A separate layer holds slices of stacked arrays under the full axis names; its axes are the last ones.
     names = variable.get_metadata().get("out_sharding")
     return tuple(names)[len(names) - rank :] if names else ()

@@ -1,67 +1,84 @@
-"""Roles of layers, by which features, plans and servers find them. Imports no JAX.
+"""Roles that features, plans and servers use to find layers.
 
-The parts of a layer need no role, because the annotation of a slot names its kind. `rope` fills slots for a `PositionEncoding`,
-`paged-cache` fills slots for a `KVCache` or a `LatentCache`, and `moe` fills slots for a `FeedForward`.
+This module does not import JAX.
+
+The slots of a layer need no role, because their annotations name their kinds. `rope` fills slots for a
+`PositionEncoding`, `paged-cache` slots for a `KVCache` or a `LatentCache`, and `moe` slots for a `FeedForward`.
 """
 
 from axlearn_core.config.roles import Role
 
 
 class WindowRole(Role, fields=("window",)):
-    """Attention whose `window` limits how many positions back a query sees: an int, a node that builds one, or None."""
+    """Attention with a `window`, the number of positions that a query sees.
 
-    __slots__ = ()
-
-
-class AttentionKernelRole(Role, fields=("kernel",)):
-    """Attention whose `kernel` names a kernel of the op `attention`, or of the op that its cache runs."""
-
-    __slots__ = ()
-
-
-class LanguageModelRole(Role, fields=("vocab_size", "decoder")):
-    """A model that builds a `LanguageModel`: `decoder` gives hidden states, and the model the logits of any of them."""
-
-    __slots__ = ()
-
-
-class OutputHeadRole(Role, fields=("head",)):
-    """A decoder whose `head` builds the output layer; None takes the embedding transposed."""
-
-    __slots__ = ()
-
-
-class ExpertsRole(Role, fields=("num_experts", "top_k")):
-    """A layer with `num_experts` experts, of which each token uses `top_k`."""
-
-    __slots__ = ()
-
-
-class TwoHalvesRole(Role):
-    """A layer whose `__call__` is `attention_half` and then `feed_forward_half`, which maps each position on its own.
-
-        def attention_half(self, x, context, cache=None): [B, S, D] and the cache of the layer -> ([B, S, D], the new cache)
-        def feed_forward_half(self, x): [B, S, D] -> [B, S, D]
-
-    Each class states it for itself (`states_role`): a subclass may compute something else.
+    It is an int, a node that builds one, or None.
     """
 
     __slots__ = ()
 
 
-class OneByOneRole(Role):
-    """A stack that runs separate layers one after the other, so that a layer may also be run behind it.
+class AttentionKernelRole(Role, fields=("kernel",)):
+    """Attention with a `kernel`.
 
-    Each class states it for itself (`states_role`): a subclass may compute something else.
+    It names an implementation of the op `attention`, or of the op of its cache.
+    """
+
+    __slots__ = ()
+
+
+class LanguageModelRole(Role, fields=("vocab_size", "decoder")):
+    """A model that builds a `LanguageModel`.
+
+    `decoder` computes hidden states, and the model computes their logits.
+    """
+
+    __slots__ = ()
+
+
+class OutputHeadRole(Role, fields=("head",)):
+    """A decoder whose `head` builds the output layer.
+
+    If it is None, the output layer is the transposed embedding.
+    """
+
+    __slots__ = ()
+
+
+class ExpertsRole(Role, fields=("num_experts", "top_k")):
+    """A layer with `num_experts` experts; each token uses `top_k` of them."""
+
+    __slots__ = ()
+
+
+class TwoHalvesRole(Role):
+    """A layer whose `__call__` runs `attention_half`, then `feed_forward_half`.
+
+    `feed_forward_half` maps each position independently.
+
+        def attention_half(self, x, context, cache=None): [B, S, D] and the layer's cache -> ([B, S, D], new cache)
+        def feed_forward_half(self, x): [B, S, D] -> [B, S, D]
+
+    Each class must declare the role (`states_role`), because a subclass may compute something else.
+    """
+
+    __slots__ = ()
+
+
+class SequentialRole(Role):
+    """A stack that runs separate layers in order.
+
+    A caller may therefore run the last layer itself. Each class must declare the role (`states_role`), because a subclass may
+    compute something else.
     """
 
     __slots__ = ()
 
 
 class TwoPartRole(Role):
-    """A decoder whose `__call__` is `finish` of what `begin` gives (see `TwoPartDecoder`).
+    """A decoder whose `__call__` computes `finish(begin(...))`; see `TwoPartDecoder`.
 
-    Each class states it for itself (`states_role`): a subclass may compute something else.
+    Each class must declare the role (`states_role`), because a subclass may compute something else.
     """
 
     __slots__ = ()

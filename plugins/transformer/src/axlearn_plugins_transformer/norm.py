@@ -1,4 +1,4 @@
-"""Normalisation over the last axis."""
+"""Normalization over the last axis."""
 
 from typing import Protocol
 
@@ -14,21 +14,25 @@ from axlearn_plugins_transformer.kernels import rms_norm
 
 
 class Norm(Protocol):
-    """Normalises the last axis. Built with `dim`, `rngs`, `precision`."""
+    """Normalizes the last axis. It is built with `dim`, `rngs` and `precision`."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., dim] -> [..., dim]."""
+        """Normalize [..., dim]."""
         ...
 
 
 class RMSNorm(Layer):
-    """Root-mean-square normalisation (Zhang & Sennrich, 2019), computed in float32."""
+    """Root-mean-square normalization (Zhang & Sennrich, 2019), computed in float32."""
 
     @node
     class Config(Layer.Config["RMSNorm"]):
-        """`eps` is added to the mean square, `offset` to the weight, for models that store it around zero (Gemma).
+        """Settings of the norm.
 
-        `kernel` names an implementation of the op `rms_norm`.
+        Attributes:
+            eps: Constant added to the mean square.
+            offset: Constant added to the weight, for models that store the weight around zero (Gemma).
+            kernel: Implementation of the op `rms_norm`. None selects the best one.
+            init: Initializer of the weight.
         """
 
         dim: int = interface(default=REQUIRED)
@@ -42,17 +46,22 @@ class RMSNorm(Layer):
         self.weight = self.parameter(rngs, cfg.init, (cfg.dim,), ("norm",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., dim] -> [..., dim]."""
+        """Normalize [..., dim]."""
         cfg = self.cfg
         return rms_norm.RMSNormOp(x, self.computed(self.weight), eps=cfg.eps, offset=cfg.offset).run(cfg.kernel)
 
 
 class LayerNorm(Layer):
-    """Layer normalisation (Ba et al., 2016), computed in float32."""
+    """Layer normalization (Ba et al., 2016), computed in float32."""
 
     @node
     class Config(Layer.Config["LayerNorm"]):
-        """`eps` is added to the variance; without `bias` only a scale is learned."""
+        """Settings of the norm.
+
+        Attributes:
+            eps: Constant added to the variance.
+            bias: Learn a bias in addition to the scale.
+        """
 
         dim: int = interface(default=REQUIRED)
         eps: float = setting(default=1e-5, gt=0)
@@ -65,7 +74,7 @@ class LayerNorm(Layer):
             self.bias = self.parameter(rngs, Constant(), (cfg.dim,), ("norm",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., dim] -> [..., dim]."""
+        """Normalize [..., dim]."""
         y = x.astype(jnp.float32)
         y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.cfg.eps)

@@ -1,4 +1,6 @@
-"""A cache of keys and values in pages (Kwon et al., 2023), for requests that are served together.
+"""A paged cache of keys and values, for requests that are served together.
+
+See Kwon et al., 2023.
 
 Legend: P pages of S slots, R requests of at most M pages, T new tokens, N query heads, G key-value heads, H head size.
 """
@@ -20,13 +22,15 @@ from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedSlots:
-    """Where the new tokens of a step go: what `Context.slots` holds for a paged cache. T tokens stand in T rows of one.
+    """The slots for the new tokens of a step, passed as `Context.slots`.
+
+    Each of the T tokens is one row.
 
     Attributes:
-        table: int32 [R, M], the pages of each request in the order of its tokens.
-        lengths: int32 [R], the tokens of each request, new ones included.
-        write: int32 [T], page * S + slot of each new token; one beyond all pages writes nothing.
-        split: how many new tokens each request has.
+        table: Pages of each request in token order, int32 [R, M].
+        lengths: Tokens of each request including new ones, int32 [R].
+        write: Destination `page * S + slot` of each new token, int32 [T]. An index after the last page is not written.
+        split: Number of new tokens of each request.
     """
 
     table: jax.Array
@@ -36,31 +40,34 @@ class PagedSlots:
 
     @classmethod
     def of_rows(cls, slots: jax.Array, rows: int, pages: int, size: int) -> "PagedSlots":
-        """The slots int32 [B or 1, C] of B rows that each own as many pages of `size`, one row's after another's."""
-        each, count = pages // rows, slots.shape[1]
+        """Convert the slots, int32 [B or 1, C], of rows to paged slots.
+
+        The B rows own equally many consecutive pages of `size` slots.
+        """
+        pages_per_row, count = pages // rows, slots.shape[1]
         slots = jnp.broadcast_to(slots, (rows, count))
-        write = jnp.arange(rows, dtype=jnp.int32)[:, None] * (each * size) + slots
+        write = jnp.arange(rows, dtype=jnp.int32)[:, None] * (pages_per_row * size) + slots
         return cls(
-            table=jnp.arange(rows * each, dtype=jnp.int32).reshape(rows, each),
+            table=jnp.arange(rows * pages_per_row, dtype=jnp.int32).reshape(rows, pages_per_row),
             lengths=slots[:, -1] + 1,
             write=write.reshape(-1),
             split=Split(singles=rows if count == 1 else 0, chunk=count),
         )
 
     def starts(self) -> jax.Array:
-        """int32 [R + 1], where along T the tokens of each request begin."""
+        """Return the index of each request's first new token, int32 [R + 1]."""
         singles, chunk = self.split.singles, self.split.chunk
-        rest = self.table.shape[0] - singles
+        chunked = self.table.shape[0] - singles
         return jnp.concatenate(
-            [jnp.arange(singles, dtype=jnp.int32), singles + chunk * jnp.arange(rest + 1, dtype=jnp.int32)]
+            [jnp.arange(singles, dtype=jnp.int32), singles + chunk * jnp.arange(chunked + 1, dtype=jnp.int32)]
         )
 
 
 def window_size(mask: Mask, layout: str) -> int | None:
-    """The last keys that a causal mask shows; None where it shows all before the query.
+    """Return the window size of a causal mask, or None if it does not limit the distance.
 
     Raises:
-        RequestError: the mask is another one.
+        RequestError: The mask is not causal, or has other parts.
     """
     causal = any(isinstance(part, Causal) for part in mask.parts)
     other_masks = [part for part in mask.parts if not isinstance(part, Causal)]
@@ -68,18 +75,21 @@ def window_size(mask: Mask, layout: str) -> int | None:
         raise RequestError(
             f"the cache layout {layout} cannot attend under this mask\n"
             f"    got: {mask.describe()}\n"
-            "    expected: causal attention, with a sliding window or without\n"
-            "    fix: serve a causal decoder, and leave out prefixes and segments"
+            "    expected: causal attention, with or without a sliding window\n"
+            "    fix: serve a causal decoder without prefixes and segments"
         )
     return min((part.size for part in other_masks), default=None)  # type: ignore[attr-defined]
 
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
-"""The largest numbers of the narrow dtypes."""
+"""Largest finite value of each narrow dtype."""
 
 
 def to_narrow(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
-    """[..., H] -> the numbers in a narrow dtype, and a scale float32 [...] for each vector: its largest number is theirs."""
+    """Quantize vectors [..., H] to a narrow dtype.
+
+    Return them with a float32 scale [...] per vector.
+    """
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=-1) / LARGEST[dtype]
     scaled = x / jnp.where(scale > 0, scale, 1.0)[..., None]
@@ -87,24 +97,32 @@ def to_narrow(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
 
 
 def write_slots(pages: jax.Array, new: jax.Array, write: jax.Array, *, heads_first: bool = False) -> jax.Array:
-    """[P, S, ...] (or [P, 2, G, S, H]) with [T, ...] at the slots int32 [T]; those beyond all pages are dropped."""
+    """Write [T, ...] to the slots int32 [T] of pages [P, S, ...] or [P, 2, G, S, H].
+
+    Drop slots after the last page.
+    """
     size, new = pages.shape[3 if heads_first else 1], new.astype(pages.dtype)
-    at = (write // size, slice(None), slice(None), write % size) if heads_first else (write // size, write % size)
-    return pages.at[at].set(new, mode="drop")
+    index = (write // size, slice(None), slice(None), write % size) if heads_first else (write // size, write % size)
+    return pages.at[index].set(new, mode="drop")
 
 
 class PagedCache(Configurable):
-    """Pages that any request can own, and attention by the op `paged_attention`.
+    """Keys and values in pages that any request can own.
 
-    `Context.slots` is a `PagedSlots`, for tokens in rows of one; with plain slots each row owns equally many pages.
+    Attention uses the op `paged_attention`.
+
+    `Context.slots` is a `PagedSlots` for rows of one token. With plain slots, the rows own equally many pages.
     """
 
     @node
     class Config(Configurable.Config["PagedCache"]):
-        """`page_size` is how many tokens a page has room for.
+        """Settings of the pages.
 
-        `heads_first` stores pages as [P, 2, G, S, H] and not as [P, S, 2 G, H]: faster on CPUs; no kernel of TPUs takes it.
-        `store` is the dtype of the pages, with a float32 scale for each token and head; None stores what was computed.
+        Attributes:
+            page_size: Tokens per page.
+            heads_first: Store pages as [P, 2, G, S, H] instead of [P, S, 2 G, H]. This is faster on CPUs, but no TPU
+                kernel supports it.
+            store: Dtype of the pages, with a float32 scale per token and head. None stores the computed dtype.
         """
 
         page_size: int = setting(default=16, ge=1)
@@ -115,7 +133,10 @@ class PagedCache(Configurable):
         self.cfg = cfg
 
     def init(self, batch: int, length: int, num_kv_heads: int, head_dim: int, dtype: str) -> dict[str, jax.Array]:
-        """Pages for `batch` rows of `length` tokens: [P, S, 2 G, H], of head g the keys at 2 g and the values at 2 g + 1."""
+        """Return pages [P, S, 2 G, H] for `batch` rows of `length` tokens.
+
+        Head g has keys at 2 g, values at 2 g + 1.
+        """
         size = self.cfg.page_size
         inner = (2, num_kv_heads, size) if self.cfg.heads_first else (size, 2 * num_kv_heads)
         shape, store = (batch * -(-length // size), *inner), self.cfg.store
@@ -123,7 +144,10 @@ class PagedCache(Configurable):
         return {"pages": pages} if store is None else {"pages": pages, "scales": self._place(jnp.zeros(shape), -1)}
 
     def _place(self, array: jax.Array, last: int = 0) -> jax.Array:
-        """On the devices of its heads; `last` is -1 for an array without the dimension H."""
+        """Shard an array by heads.
+
+        `last` is -1 if the array does not have the dimension H.
+        """
         axes = (
             (None, None, "activation_kv", None, None) if self.cfg.heads_first else (None, None, "activation_kv", None)
         )
@@ -132,14 +156,14 @@ class PagedCache(Configurable):
     def attend(
         self, cache: dict[str, jax.Array], op: AttentionOp, slots: Any, kernel: str | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """See `KVCache`; `slots` may be a `PagedSlots`."""
+        """Write the new tokens and attend; see `KVCache`. `slots` may be a `PagedSlots`."""
         window = window_size(op.mask, "paged")
         pages, shape, heads_first = cache["pages"], op.query.shape, self.cfg.heads_first
         if not isinstance(slots, PagedSlots):
             slots = PagedSlots.of_rows(slots, shape[0], pages.shape[0], self.cfg.page_size)
         query, key, value = (x.reshape(-1, *x.shape[2:]) for x in (op.query, op.key, op.value))
         new = jnp.stack([key, value.astype(key.dtype)], axis=1 if heads_first else 2)
-        # Pages stay finite, so that no request meets infinities that another one left behind.
+        # Store finite values only; otherwise a request could read infinities that an earlier owner of the page wrote.
         new = jnp.where(jnp.isfinite(new), new, 0)
         new = new if heads_first else new.reshape(key.shape[0], -1, key.shape[2])
         cache = self._write(cache, new, slots.write)

@@ -1,4 +1,7 @@
-"""A stack of layers: one copy of the code of each kind of layer, run by a scan or unrolled."""
+"""A stack of layers, run by a scan or unrolled.
+
+A scan compiles each kind of layer once.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,70 +21,88 @@ from axlearn_core.nn.layer import Context
 from axlearn_core.nn.remat import Remat
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.alternate import Plan, layer_configs, plan
-from axlearn_plugins_transformer.layer_roles import OneByOneRole
+from axlearn_plugins_transformer.layer_roles import SequentialRole
 from axlearn_plugins_transformer.stacked import Layers, MixedLayers, Record, Run, Written, rows_of, write_variables
 
 
 class StackLayer(Protocol):
-    """A layer that can be stacked. Built with `input_dim`, `rngs`, `precision`."""
+    """A layer that can be stacked.
+
+    It is built with `input_dim`, `rngs` and `precision`.
+    """
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
-        """[B, S, D] and this layer's cache -> ([B, S, D], the new cache)."""
+        """Apply the layer: [B, S, D] and its cache -> ([B, S, D], new cache)."""
         ...
 
     def init_cache(self, batch: int, length: int) -> Any:
-        """An empty cache for `batch` rows of at most `length` tokens."""
+        """Return an empty cache for `batch` rows of at most `length` tokens."""
         ...
 
 
-Make = Callable[[Node[Any], nnx.Rngs], Any]
-"""(the config of a layer, rngs) -> the layer."""
+MakeLayer = Callable[[Node[Any], nnx.Rngs], Any]
+"""(config of a layer, rngs) -> layer."""
 
 
 class LayerStack(Protocol):
-    """Makes the layers and runs them."""
+    """Builds the layers and runs them."""
 
-    def init(self, make: Make, layer: Node[Any], num_layers: int, rngs: nnx.Rngs) -> Any:
-        """The layers as one module, each parameter stacked along a leading axis `layers`."""
+    def init(self, make: MakeLayer, layer: Node[Any], num_layers: int, rngs: nnx.Rngs) -> Any:
+        """Build the layers as one module.
+
+        The parameters are stacked along a leading axis `layers`.
+        """
         ...
 
     def __call__(self, layers: Any, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
-        """Runs them one after the other, each within `padding.known_to_layers(context)`. `cache` holds an entry per layer."""
+        """Run the layers in order, each within `padding.known_to_layers(context)`.
+
+        `cache` has an entry per layer.
+        """
         ...
 
 
 def unstack(layers: Any, num_layers: int) -> nnx.List:
-    """Stacked layers as separate ones: for decoding, where slicing weights at every step is slow."""
+    """Split stacked layers into separate ones.
+
+    Decoding uses them because slicing weights at every step is slow.
+    """
     parts = Layers.of(layers, num_layers)
     rows = [iter(rows_of(state, parts.kinds.count(kind))) for kind, state in enumerate(parts.states)]
     return nnx.List([nnx.merge(parts.graphs[kind], next(rows[kind])) for kind in parts.kinds])
 
 
 def each_layer(layers: Any, num_layers: int) -> Sequence[Any]:
-    """For each layer a module of its kind, whose parameters may be those of several layers."""
+    """Return, for each layer, a module of its kind.
+
+    Its parameters may hold several layers.
+    """
     if isinstance(layers, MixedLayers):
         return [layers.of_kind(kind) for kind in layers.kinds]
     return layers if isinstance(layers, nnx.List) else [layers] * num_layers
 
 
 def _no_view(primitive: Any, *_: Any, **__: Any) -> bool:
-    # A loop keeps every value for its backward pass apart: also each of the views that several linear maps take of one.
+    # A loop saves every residual separately, including every view of an array that several linear maps read.
     return primitive.name not in ("reshape", "squeeze")
 
 
 class Stack(Configurable):
-    """Runs layers by a scan (compiles each kind once, regardless of their number) or unrolled (lets the compiler see all).
+    """Runs layers with a scan or unrolled.
 
-    Parameters are stacked in both modes, so that the mode is a matter of execution and checkpoints do not depend on it.
-    Where `Alternate` makes layers of several kinds, each kind has its own stack of parameters, and the scan goes over
-    the shortest period of kinds that repeats; layers before and after the repeats are unrolled.
+    A scan compiles each kind of layer once. Unrolling lets the compiler optimize across layers. Parameters are stacked
+    in both modes, so checkpoints do not depend on the mode. If `Alternate` creates several kinds of layers, each kind
+    has its own stack of parameters. The scan then runs over the shortest repeating period of kinds, and layers before
+    and after the repeats are unrolled.
     """
 
     @node
-    class Config(Configurable.Config["Stack"], StackRole, OneByOneRole):
-        """`remat` says what the backward pass keeps of each layer; None keeps what it needs.
+    class Config(Configurable.Config["Stack"], StackRole, SequentialRole):
+        """Execution settings. They do not change the parameters or the results.
 
-        Both are execution: the parameters, and what the layers compute, are the same.
+        Attributes:
+            mode: Run a scan over the layers, or unroll them.
+            remat: What to save from each layer for the backward pass. None saves all residuals.
         """
 
         mode: Literal["scan", "unrolled"] = setting(default="scan", kind="execution")
@@ -90,13 +111,16 @@ class Stack(Configurable):
     def __init__(self, cfg: Config):
         self.cfg = cfg
 
-    def init(self, make: Make, layer: Node[Any], num_layers: int, rngs: nnx.Rngs) -> Any:
-        """The layers as one module, each parameter stacked along a leading axis `layers`."""
+    def init(self, make: MakeLayer, layer: Node[Any], num_layers: int, rngs: nnx.Rngs) -> Any:
+        """Build the layers as one module.
+
+        The parameters are stacked along a leading axis `layers`.
+        """
         configs = layer_configs(layer, num_layers)
         distinct = list(dict.fromkeys(configs))
         kinds = [distinct.index(cfg) for cfg in configs]
 
-        def stacked(cfg: Node[Any], count: int) -> Any:
+        def build_kind(cfg: Node[Any], count: int) -> Any:
             @nnx.split_rngs(splits=count)
             @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
             def build_layer(rngs: nnx.Rngs) -> Any:
@@ -106,24 +130,30 @@ class Stack(Configurable):
             name_stack_axis(layers, "layers")
             return layers
 
-        layers = [stacked(cfg, kinds.count(kind)) for kind, cfg in enumerate(distinct)]
+        layers = [build_kind(cfg, kinds.count(kind)) for kind, cfg in enumerate(distinct)]
         return layers[0] if len(layers) == 1 else MixedLayers(layers, kinds)
 
     def __call__(self, layers: Any, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
-        """Runs them one after the other. With a cache (an entry per layer) they are always unrolled."""
+        """Run the layers in order.
+
+        With a cache (an entry per layer), they are always unrolled.
+        """
         x, cache, written = self.run(Layers.of(layers), x, context, cache)
         write_variables(layers, written)
         return x, cache
 
     def run(self, layers: Layers, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any, Written]:
-        """As a pure function of the layers: (what comes out, the new cache, the variables that the layers wrote)."""
+        """Run the layers as a pure function.
+
+        Return the output, the new cache, and the variables that they wrote.
+        """
         remat = None if self.cfg.remat is None or cache is not None else self.cfg.remat.build()
         shared = cache is not None and isinstance(x, Tracer)
         layer = functools.cache(functools.partial(_layer, layers.graphs, context, remat, shared))
-        whole = self.cfg.mode == "unrolled" or cache is not None
+        unrolled = self.cfg.mode == "unrolled" or cache is not None
         first = [layers.graphs.index(graph) for graph in layers.graphs]  # separate layers of one kind have equal graphs
         entries, reports, record = [], [], Record(layers.separate)
-        for part in layers.runs(Plan(0, len(layers.kinds), 1) if whole else plan(layers.kinds)):
+        for part in layers.runs(Plan(0, len(layers.kinds), 1) if unrolled else plan(layers.kinds)):
             if part.scanned is not None:
 
                 def body(x: jax.Array, states: Any, part: Run = part) -> tuple[jax.Array, list[Any]]:
@@ -152,17 +182,18 @@ class Stack(Configurable):
 def _layer(
     graphs: Sequence[Any], context: Context, remat: Remat | None, shared: bool, kind: int, in_loop: bool = False
 ) -> Callable[..., Any]:
-    """`(x, arrays, cache) -> (x, (cache, (losses, summaries), variables written))`: one layer of a kind.
+    """Return the function of a kind of layer.
 
-    With `shared`, the code of a kind is traced and lowered once, and called by each of its layers; XLA puts it in line.
+    It is `(x, arrays, cache) -> (x, (cache, (losses, summaries), variables))`. With `shared`, the code of a kind is
+    traced and lowered once, and each layer calls it. XLA inlines it.
     """
 
     def run(x: jax.Array, state: Any, cache: Any = None) -> tuple[Any, Any]:
-        before = variables.values_of(state)
+        old_values = variables.values_of(state)
         module = nnx.merge(graphs[kind], state, copy=True)
         with summaries.collect() as collected, padding.known_to_layers(context):
             x, cache = module(constrain(x, "batch", "residual_sequence", "activation_embed"), context, cache)
-        return x, (cache, (collected.losses, collected.summaries), variables.written(module, before))
+        return x, (cache, (collected.losses, collected.summaries), variables.written(module, old_values))
 
     if shared:
         return share_code(run)

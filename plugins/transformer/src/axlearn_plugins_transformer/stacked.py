@@ -1,4 +1,7 @@
-"""Layers as a stack holds them: the structure of each kind of layer, and its arrays stacked along a leading axis."""
+"""The layers of a stack.
+
+Each kind of layer has a structure, and arrays stacked along a leading axis.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,14 +15,16 @@ from axlearn_core.nn import randomness, variables
 from axlearn_plugins_transformer.alternate import Plan
 
 Written = dict[int, variables.Values]
-"""Kind -> the variables that its layers wrote, stacked as the kind's state is."""
+"""Kind -> variables that its layers wrote, stacked like the state of the kind."""
 
 
 class MixedLayers(nnx.Module):
-    """Layers of several kinds: the attribute `0` holds all layers of the kind that comes first, stacked, and so on.
+    """Layers of several kinds.
+
+    Attribute `0` holds all layers of the first kind, stacked, and attribute `1` all layers of the second kind.
 
     Attributes:
-        kinds: of each layer, which attribute holds it; its row there is the number of layers of that kind before it.
+        kinds: Kind of each layer. The layer's row in the stack is the number of earlier layers of that kind.
     """
 
     def __init__(self, stacked: Sequence[Any], kinds: Sequence[int]):
@@ -28,19 +33,19 @@ class MixedLayers(nnx.Module):
             setattr(self, str(kind), layers)
 
     def of_kind(self, kind: int) -> Any:
-        """The stacked layers of a kind."""
+        """Return the stacked layers of a kind."""
         return getattr(self, str(kind))
 
 
 @attrs.frozen(eq=False)
 class Layers:
-    """Layers taken apart.
+    """Layers, split into structures and arrays.
 
     Attributes:
-        kinds: of each layer, the index of its structure.
-        graphs: the structure of each kind.
-        states: the arrays of each kind, stacked; of separate layers (`nnx.List`) those of one layer each.
-        separate: whether each layer is a kind of its own, and nothing is stacked.
+        kinds: Index of each layer's structure.
+        graphs: Structure of each kind.
+        states: Stacked arrays of each kind. For separate layers (`nnx.List`), the arrays of each layer.
+        separate: Whether each layer is its own kind and nothing is stacked.
     """
 
     kinds: tuple[int, ...]
@@ -50,7 +55,10 @@ class Layers:
 
     @classmethod
     def of(cls, module: Any, num_layers: int | None = None) -> "Layers":
-        """Of what a stack made: one module with stacked arrays, `MixedLayers`, or a list of separate layers."""
+        """Split the module of a stack.
+
+        It has stacked arrays, or is a `MixedLayers` or a list of separate layers.
+        """
         if isinstance(module, nnx.List):
             graphs, states = zip(*map(nnx.split, module), strict=True)
             return cls(tuple(range(len(states))), graphs, states, separate=True)
@@ -61,41 +69,44 @@ class Layers:
         return cls((0,) * (num_layers or jax.tree.leaves(state)[0].shape[0]), (graph,), (state,))
 
     def all_variables(self) -> Written:
-        """All variables of each kind."""
+        """Return all variables of each kind."""
         return {kind: variables.values_of(state) for kind, state in enumerate(self.states)}
 
     def replaced(self, written: Mapping[int, variables.Values]) -> "Layers":
-        """The same layers with other values in some of their variables."""
+        """Return the layers with new values for some of their variables."""
         states = [variables.replaced(state, written.get(kind, {})) for kind, state in enumerate(self.states)]
         return attrs.evolve(self, states=tuple(states))
 
     def folded(self, index: Any) -> "Layers":
-        """The same layers with `index`, such as that of a microbatch, folded into the keys of their random streams."""
+        """Fold `index`, such as a microbatch index, into the keys of the layers' random streams."""
         return attrs.evolve(self, states=tuple(randomness.fold_in(state, index) for state in self.states))
 
     def runs(self, plan: Plan) -> list["Run"]:
-        """The layers as a plan takes them: those before the repeats, the repeats, those after."""
+        """Group the layers by a plan.
+
+        The groups are the layers before the repeats, the repeats, and the layers after them.
+        """
         if self.separate:
             return [Run(list(enumerate(self.states)))]
         kinds = self.kinds
         middle = plan.lead + plan.period * plan.repeats if plan.repeats > 1 else plan.lead
         period = kinds[plan.lead : plan.lead + plan.period]
-        before, repeated, after = [], [], []
+        leading, repeated, trailing = [], [], []
         for kind, state in enumerate(self.states):
             counts = [part.count(kind) for part in (kinds[: plan.lead], kinds[plan.lead : middle], kinds[middle:])]
             pieces = [state] * 3 if sum(counts) in counts else rows_of(state, 3, counts)
             repeated.append(_group_layers(pieces[1], plan.repeats) if counts[1] else None)
-            before.append(iter(rows_of(pieces[0], counts[0]) if counts[0] else ()))
-            after.append(iter(rows_of(pieces[2], counts[2]) if counts[2] else ()))
+            leading.append(iter(rows_of(pieces[0], counts[0]) if counts[0] else ()))
+            trailing.append(iter(rows_of(pieces[2], counts[2]) if counts[2] else ()))
         return [
-            Run([(kind, next(before[kind])) for kind in kinds[: plan.lead]]),
+            Run([(kind, next(leading[kind])) for kind in kinds[: plan.lead]]),
             Run(kinds=period, scanned=repeated if middle > plan.lead else None),
-            Run([(kind, next(after[kind])) for kind in kinds[middle:]]),
+            Run([(kind, next(trailing[kind])) for kind in kinds[middle:]]),
         ]
 
 
 def write_variables(module: Any, written: Written) -> None:
-    """Puts what layers wrote into the module that `Layers.of` took apart."""
+    """Write the variables to the module that `Layers.of` split."""
     for kind, values in written.items():
         if isinstance(module, nnx.List):
             variables.write(module[kind], values)
@@ -105,33 +116,39 @@ def write_variables(module: Any, written: Written) -> None:
 
 @attrs.frozen(eq=False)
 class Run:
-    """Some of the layers: unrolled ones, or repeats of the `kinds` over what each kind has, [repeats, rows, ...]."""
+    """Unrolled layers, or repeats of several kinds over stacked arrays.
+
+    Attributes:
+        layers: Kind and arrays of each unrolled layer.
+        kinds: Kinds of the layers in one repeat.
+        scanned: Arrays of each kind, [repeats, rows, ...].
+    """
 
     layers: Sequence[tuple[int, Any]] = ()
     kinds: Sequence[int] = ()
     scanned: Any = None
 
     def rows(self, states: Sequence[Any]) -> list[Iterator[Any]]:
-        """Of each kind, the arrays of its layers within one repeat."""
+        """Return, for each kind, the arrays of its layers within one repeat."""
         counts = [self.kinds.count(kind) for kind in range(len(states))]
         return [iter([s] if n == 1 else rows_of(s, n)) for s, n in zip(states, counts, strict=True)]
 
 
 class Record:
-    """What the layers of a stack wrote, in the order of the layers."""
+    """The variables that the layers of a stack wrote, in layer order."""
 
     def __init__(self, separate: bool):
         self.separate = separate
         self.rows: dict[int, list[variables.Values]] = {}
 
     def add(self, kind: int, values: variables.Values) -> None:
-        """Of one layer."""
+        """Add the variables of one layer."""
         if values:
             stacked = values if self.separate else {path: value[None] for path, value in values.items()}
             self.rows.setdefault(kind, []).append(stacked)
 
     def add_repeats(self, kinds: Sequence[int], values: Sequence[variables.Values]) -> None:
-        """Of a scan over repeats of these kinds: of each of them, [repeats, ...]."""
+        """Add the variables of a scan over repeats: for each of `kinds`, arrays [repeats, ...]."""
         for kind in dict.fromkeys(kinds):
             of_kind = [v for k, v in zip(kinds, values, strict=True) if k == kind]
             if of_kind[0]:
@@ -139,7 +156,7 @@ class Record:
                 self.rows.setdefault(kind, []).append({p: x.reshape(-1, *x.shape[2:]) for p, x in joined.items()})
 
     def written(self) -> Written:
-        """Stacked as the kinds are."""
+        """Return the variables, stacked by kind."""
         return {
             kind: rows[0] if len(rows) == 1 else {p: jnp.concatenate([r[p] for r in rows]) for p in rows[0]}
             for kind, rows in self.rows.items()
@@ -147,8 +164,11 @@ class Record:
 
 
 def rows_of(state: Any, count: int, sizes: Sequence[int] | None = None) -> list[Any]:
-    """Stacked arrays cut along their first axis: into `count` single layers, or parts of these sizes."""
-    # lax.split and not indexing: its gradient is one concatenation instead of a padded sum per layer.
+    """Split stacked arrays along their first axis.
+
+    Split them into `count` single layers, or into parts of the given sizes.
+    """
+    # The gradient of lax.split is one concatenation; the gradient of indexing is a padded sum per layer.
     leaves, tree = jax.tree.flatten(state)
     split = [randomness.split_leading(leaf, tuple(sizes or (1,) * count)) for leaf in leaves]
     return [tree.unflatten([p[i] if sizes else _squeeze(p[i]) for p in split]) for i in range(count)]
@@ -159,7 +179,7 @@ def _squeeze(array: jax.Array) -> jax.Array:
 
 
 def _group_layers(state: Any, repeats: int) -> Any:
-    """[repeats * n, ...] -> [repeats, n, ...], or [repeats, ...] where n is 1."""
+    """Reshape [repeats * n, ...] to [repeats, n, ...], or to [repeats, ...] if n is 1."""
     leaves = jax.tree.leaves(state)
     if leaves[0].shape[0] == repeats:
         return state

@@ -1,4 +1,4 @@
-"""The transformer layer, and the decoder made of a stack of them."""
+"""The transformer layer, and a decoder with a stack of layers."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -16,24 +16,33 @@ from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.attention import Attention, AttentionLayer
 from axlearn_plugins_transformer.embedding import Embedding, OutputHead, PositionEmbedding, TokenEmbedding
 from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward
-from axlearn_plugins_transformer.layer_roles import OneByOneRole, OutputHeadRole, TwoHalvesRole, TwoPartRole
+from axlearn_plugins_transformer.layer_roles import OutputHeadRole, SequentialRole, TwoHalvesRole, TwoPartRole
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
 from axlearn_plugins_transformer.stack import LayerStack, Stack, StackLayer, each_layer, unstack
 
 RESIDUAL = ("batch", "residual_sequence", "activation_embed")
-"""The logical axes of what goes from block to block."""
+"""Logical axes of the residual stream."""
 
 
 class TransformerLayer(Layer):
-    """`x + post(attention(norm(x)))`, then the same with the feed-forward layer.
+    """`x + post_norm(attention(norm(x)))`, then the same with the feed-forward layer.
 
-    With `norm` alone these are pre-norm blocks; with `norm=None` and `post_norm` the output is normalised (OLMo 2);
-    with both, both are (Gemma 2). `norm_sum` moves `post_norm` behind the residual sum, as in the original transformer.
+    With only `norm`, this is a pre-norm block. With `norm=None` and `post_norm`, only the output is normalized (OLMo 2).
+    With both, input and output are normalized (Gemma 2). `norm_sum` applies `post_norm` after the residual sum, as in the
+    original transformer.
     """
 
     @node
     class Config(Layer.Config["TransformerLayer"], TwoHalvesRole):
-        """Each norm node is built twice, once for either half."""
+        """Settings of the layer.
+
+        Attributes:
+            attention: Attention layer.
+            feed_forward: Feed-forward layer.
+            norm: Norm of the input of each half; it is built once per half.
+            post_norm: Norm of the output of each half; it is built once per half.
+            norm_sum: Apply `post_norm` after the residual sum.
+        """
 
         input_dim: int = interface(default=REQUIRED)
         attention: Node[AttentionLayer] = Attention.Config()
@@ -43,11 +52,11 @@ class TransformerLayer(Layer):
         norm_sum: bool = False
 
         def validate(self) -> Iterable[Problem]:
-            """`norm_sum` without what it moves."""
+            """Check that `norm_sum` comes with `post_norm`."""
             yield from super().validate()
             if self.norm_sum and self.post_norm is None:
                 yield Problem(
-                    path="norm_sum", message="needs post_norm", fix="set post_norm, for example to a layer-norm"
+                    path="norm_sum", message="requires post_norm", fix="set post_norm, for example to a layer-norm"
                 )
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
@@ -60,27 +69,27 @@ class TransformerLayer(Layer):
                     setattr(self, f"{half}_{name}", self.child(norm, rngs=rngs, dim=cfg.input_dim))
 
     def init_cache(self, batch: int, length: int) -> Any:
-        """An empty cache for `batch` rows of at most `length` tokens."""
+        """Return an empty cache for `batch` rows of at most `length` tokens."""
         return self.attention.init_cache(batch, length)
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
-        """[B, S, D] and its cache -> ([B, S, D], the new cache)."""
+        """Apply the layer: [B, S, D] and its cache -> ([B, S, D], new cache)."""
         x, cache = self.attention_half(x, context, cache)
         return self.feed_forward_half(x), cache
 
     def attention_half(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
-        """See `TwoHalvesRole`."""
-        y, cache = self.attention(self._before("attention", x), context, cache)
-        return self._after("attention", x, y), cache
+        """Apply attention and its residual sum; see `TwoHalvesRole`."""
+        y, cache = self.attention(self._pre_norm("attention", x), context, cache)
+        return self._add_residual("attention", x, y), cache
 
     def feed_forward_half(self, x: jax.Array) -> jax.Array:
-        """See `TwoHalvesRole`."""
-        return self._after("feed_forward", x, self.feed_forward(self._before("feed_forward", x)))
+        """Apply the feed-forward layer and its residual sum; see `TwoHalvesRole`."""
+        return self._add_residual("feed_forward", x, self.feed_forward(self._pre_norm("feed_forward", x)))
 
-    def _before(self, half: str, x: jax.Array) -> jax.Array:
+    def _pre_norm(self, half: str, x: jax.Array) -> jax.Array:
         return x if self.cfg.norm is None else getattr(self, f"{half}_norm")(x)
 
-    def _after(self, half: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    def _add_residual(self, half: str, x: jax.Array, y: jax.Array) -> jax.Array:
         y = constrain(y, *RESIDUAL)
         if self.cfg.post_norm is None:
             return x + y
@@ -94,8 +103,8 @@ class Cache:
     """The caches of all layers.
 
     Attributes:
-        layers: one entry per layer, in the layout of the attention's `kv_cache`.
-        length: int32 [] or [B], how many slots are taken. Setting it back forgets what came after.
+        layers: One entry per layer, in the layout of the attention's `kv_cache`.
+        length: Number of used slots, int32 [] or [B]. Lowering it discards later tokens.
     """
 
     layers: tuple[Any, ...]
@@ -103,13 +112,21 @@ class Cache:
 
 
 class Decoder(Layer):
-    """Token ids to hidden states: an embedding, a stack of layers, a final norm."""
+    """Maps token ids to hidden states: an embedding, a stack of layers and a final norm."""
 
     @node
     class Config(Layer.Config["Decoder"], OutputHeadRole, TwoPartRole):
-        """`hidden_dim` is the width. Without a `head` the output layer is the embedding transposed.
+        """Settings of the decoder.
 
-        `position` is added to the embeddings, for models whose attention has no positions of its own.
+        Attributes:
+            num_layers: Number of layers.
+            hidden_dim: Width.
+            embedding: Token embedding.
+            position: Position embedding to add to the token embedding, for attention without a position encoding.
+            layer: Config of the layers.
+            stack: Runs the layers.
+            norm: Final norm, or None.
+            head: Output head. None uses the transposed embedding.
         """
 
         vocab_size: int = interface(default=REQUIRED)
@@ -139,13 +156,22 @@ class Decoder(Layer):
     def __call__(
         self, tokens: jax.Array, context: Context, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache | None]:
-        """int32 [B, S], with a cache the tokens after those in it -> ([B, S, D], the new cache)."""
+        """Return the hidden states of the tokens, [B, S, D], and the new cache.
+
+        Args:
+            tokens: int32 [B, S]. With a cache, these follow the cached tokens.
+            context: Context of the layers.
+            cache: Cache from `init_cache` or an earlier call, or None.
+        """
         x, context = self._embed(tokens, context, cache)
         x, entries = self.cfg.stack.build()(self.layer, x, context, None if cache is None else cache.layers)
-        return self._normalized(x), None if cache is None else Cache(entries, cache.length + tokens.shape[1])
+        return self._normalize(x), None if cache is None else Cache(entries, cache.length + tokens.shape[1])
 
     def begin(self, tokens: jax.Array, context: Context, cache: Cache) -> tuple[jax.Array, Cache]:
-        """See `TwoPartDecoder`: all but the second half of the last layer and the norm, where the layers are separate."""
+        """Run all but the feed-forward half of the last layer and the final norm.
+
+        If the layers are not separate, run everything. See `TwoPartDecoder`.
+        """
         last = self._last_layer()
         if last is None:
             x, after = self(tokens, context, cache)
@@ -157,49 +183,54 @@ class Decoder(Layer):
         return x, Cache((*entries, entry), cache.length + tokens.shape[1])
 
     def finish(self, x: jax.Array) -> jax.Array:
-        """See `TwoPartDecoder`."""
+        """Compute the hidden states of outputs of `begin`; see `TwoPartDecoder`."""
         last = self._last_layer()
-        return x if last is None else self._normalized(last.feed_forward_half(x))
+        return x if last is None else self._normalize(last.feed_forward_half(x))
 
     def _embed(self, tokens: jax.Array, context: Context, cache: Cache | None) -> tuple[jax.Array, Context]:
-        """What the first layer takes: [B, S, D], and where in the cache it goes."""
+        """Return the input of the first layer, [B, S, D], and a context with the cache slots."""
         x = self.embedding(tokens)
         if cache is not None and context.slots is None:
             slots = jnp.reshape(cache.length, (-1, 1)) + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
             positions = slots if context.positions is None else context.positions
             context = dataclasses.replace(context, slots=slots, positions=positions)
         if self.cfg.position is not None:
-            at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-            x = x + jnp.broadcast_to(self.position(at if context.positions is None else context.positions), x.shape)
+            default = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+            x = x + jnp.broadcast_to(
+                self.position(default if context.positions is None else context.positions), x.shape
+            )
         return constrain(x, *RESIDUAL), context
 
-    def _normalized(self, x: jax.Array) -> jax.Array:
+    def _normalize(self, x: jax.Array) -> jax.Array:
         return x if self.cfg.norm is None else self.norm(x)
 
     def _last_layer(self) -> Any:
-        """A copy of the last of separate layers, whose variables any trace may write; None if `begin` does everything."""
+        """Return a copy of the last separate layer, which any trace may modify.
+
+        Returns None if `begin` runs everything.
+        """
         if not isinstance(self.layer, nnx.List) or len(self.layer) < 2:
             return None
         last = self.layer[-1]
-        apart = (
+        splittable = (
             states_role(self.cfg, TwoPartRole)
-            and states_role(self.cfg.stack, OneByOneRole)
+            and states_role(self.cfg.stack, SequentialRole)
             and isinstance(last, Layer)
             and states_role(last.cfg, TwoHalvesRole)
         )
-        return nnx.merge(*nnx.split(last), copy=True) if apart else None
+        return nnx.merge(*nnx.split(last), copy=True) if splittable else None
 
     def init_cache(self, batch: int, length: int) -> Cache:
-        """An empty cache for `batch` rows of at most `length` tokens."""
+        """Return an empty cache for `batch` rows of at most `length` tokens."""
         entries = tuple(x.init_cache(batch, length) for x in each_layer(self.layer, self.cfg.num_layers))
         return Cache(entries, jnp.zeros((), jnp.int32))
 
     def unstacked(self) -> "Decoder":
-        """This decoder with separate layers; it shares the other parameters."""
+        """Return this decoder with separate layers. It shares the other parameters."""
         copy = nnx.merge(*nnx.split(self))
         copy.layer = unstack(self.layer, self.cfg.num_layers)
         return copy
 
     def head_weight(self) -> jax.Array:
-        """[D, V]: the output layer."""
+        """Return the output weight, [D, V]."""
         return (self.embedding if self.cfg.head is None else self.head).head_weight()

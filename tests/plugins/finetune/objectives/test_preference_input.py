@@ -57,7 +57,7 @@ def test_a_run_of_an_older_version_keeps_its_order_of_pairs(tmp_path, capfd):
     everything = {row: i for i, row in enumerate(sorted(set(ids(next(pairs(tmp_path, 13, batch_size=13))))))}
     old = np.concatenate([np.random.default_rng((3, epoch)).permutation(13) for epoch in range(5)])
     batches.set_state({"batches": 2})
-    assert "goes on in the order of data that it began with" in capfd.readouterr().err
+    assert "continues in the data order of the older version" in capfd.readouterr().err
     by_number = dict(zip(old[16:24], ids(next(batches)), strict=True))
     for batch in (3, 4):
         for i, row in zip(old[8 * batch : 8 * batch + 8], ids(next(batches)), strict=True):

@@ -46,7 +46,7 @@ def _called(graph, call, state, args, kwargs):
 
 @pytest.fixture
 def run():
-    """(module, *args) -> module(*args) under jit; or `call(module, *args)`."""
+    """Return a function that jits `module(*args)`, or `call(module, *args)`, and calls it."""
 
     def run(module, *args, call=None, **kwargs):
         graph, state = nnx.split(module)
@@ -56,7 +56,7 @@ def run():
 
 
 def normal(*shape, seed=0):
-    """By NumPy, which compiles nothing."""
+    """Draw random numbers with NumPy, which does not compile anything."""
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 

@@ -1,4 +1,4 @@
-"""The features `mla`, `alibi` and `interleave`: what they change, with one another, and what they refuse."""
+"""The features `mla`, `alibi` and `interleave`: their changes, combinations and errors."""
 
 import itertools
 from typing import Any
@@ -30,7 +30,7 @@ NAMES = registry()
 EXPERIMENTS = (
     "quickstart",
     "llama2-7b",
-)  # the suites of conformance and end to end try every experiment that is installed
+)  # the conformance and end-to-end suites cover every installed experiment
 ATTENTION = "model.decoder.layer.attention"
 USES = ["mla", "mla:kv_rank=64,query_rank=0,rope_head_dim=16,value_head_dim=24", "alibi", "interleave",
         "interleave:every=4,window=1024"]  # fmt: skip
@@ -163,7 +163,7 @@ def test_options_that_do_not_fit(use):
 
 
 def test_interleaved_layers_see_as_far_as_they_say(tiny, layer, run):
-    """With the same weights, a window of 3 changes nothing for the first three tokens and something for all others."""
+    """With the same weights, a window of 3 changes the results of all tokens except the first three."""
     small = tiny({"decoder.num_layers": 2})
     tokens = jnp.arange(12, dtype=jnp.int32)[None]
     whole, short = (run(layer(Interleave(window=w).apply(small)), tokens) for w in (12, 3))

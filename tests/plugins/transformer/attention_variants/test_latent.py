@@ -38,7 +38,7 @@ def variant(name):
 
 
 def rotated(x, position, theta=10000.0):
-    """RoPE of one vector: pair (i, i + n / 2) turns by position * theta ** (-2i / n)."""
+    """Rotate one vector: pair (i, i + n / 2) by position * theta ** (-2i / n)."""
     half = len(x) // 2
     angle = position * theta ** (-2 * jnp.arange(half) / len(x))
     a, b = x[:half], x[half:]
@@ -164,7 +164,7 @@ def test_decoding_makes_no_keys_or_values_of_the_heads(layer):
 
 
 class Doubled(Linear):
-    """Any other projection than a `Linear`."""
+    """A projection that is not a `Linear`."""
 
     def __call__(self, x):
         return 2 * super().__call__(x)

@@ -1,4 +1,4 @@
-"""Conversations: templates, which tokens count, packing, and what is wrong with data."""
+"""Conversations: templates, weights of tokens, packing, and errors in the data."""
 
 import itertools
 import json
@@ -43,7 +43,7 @@ def jsonl(path, *rows):
 
 @pytest.fixture
 def file(tmp_path):
-    """Writes rows; gives the file's name."""
+    """Write rows and return the file's name."""
     return lambda *rows: jsonl(tmp_path / "chat.jsonl", *rows)
 
 
@@ -54,7 +54,7 @@ def config(paths, **settings):
 
 
 def learnt(source, batch):
-    """The text of the targets that count, by row and segment."""
+    """Return the text of the targets that count, by row and segment."""
     rows = []
     for targets, weights, segments in zip(batch["targets"], batch["weights"], batch["segment_ids"], strict=True):
         pairs = [(s, t) for t, w, s in zip(targets, weights, segments, strict=True) if w]
@@ -72,7 +72,7 @@ def first(source):
 
 
 def words(folder, template=None, **more):
-    """A tokenizer of whole words with special tokens, in a folder as Hugging Face models come in."""
+    """Write a word tokenizer with special tokens, in a folder like that of a Hugging Face model."""
     vocab = {
         w: i for i, w in enumerate(["?", "<s>", "<|im_start|>", "<|im_end|>", "user", "assistant", "hi", "yo", "\n"])
     }
@@ -147,7 +147,9 @@ def test_templates_run_in_a_sandbox_and_say_what_is_wrong(tmp_path):
         render("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InputError, match=r"t\.jinja: line 1: "):
         render("{% for %}")
-    with pytest.raises(InputError, match=r"renders messages\[1\] otherwise once more follows[\s\S]*answers to 'last'"):
+    with pytest.raises(
+        InputError, match=r"renders messages\[1\] differently when more messages follow[\s\S]*answers to 'last'"
+    ):
         render("{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}")
     assert render("{{ strftime_now('%d %b') }}{{ {'<': 1} | tojson }}", today="2025-01-02").text == '02 Jan{"<": 1}'
     words(tmp_path / "bare")
@@ -166,7 +168,7 @@ GOOD = {"messages": [ASK, TALK[1]]}
         ((" ", ""), "has no rows"),
         ((GOOD, '{"messages": ['), r"chat\.jsonl, line 2: is not JSON: .* at column \d+"),
         ((GOOD, "", "[1]"), r"chat\.jsonl, line 3: is a list"),
-        (({"mesages": []},), r"line 1: has no list of messages[\s\S]*nearest: mesages"),
+        (({"mesages": []},), r"line 1: the field 'messages' is not a list[\s\S]*nearest: mesages"),
         (({"messages": [ASK, {"role": "asistant", "content": "4"}]},), r"messages\[1\] has the role 'asistant'\n"
          r"    did you mean: assistant\?\n    expected: one of system, developer, user, assistant, tool"),
         (({"messages": [{"role": "user"}]},), r"messages\[0\] has no text in 'content'"),
@@ -202,7 +204,7 @@ def test_text_beside_conversations_is_learnt_as_a_whole(file, tmp_path):
 
 def test_text_alone_is_no_conversation(tmp_path):
     (tmp_path / "text.txt").write_text("plain text")
-    with pytest.raises(ConfigError, match=r"input.source: holds no conversations[\s\S]*fix: what a run file"):
+    with pytest.raises(ConfigError, match=r"input.source: does not contain conversations[\s\S]*fix: a run file"):
         config("", source=Files.Config(paths=str(tmp_path / "text.txt"))).build()
 
 
@@ -223,5 +225,5 @@ def test_the_feature_keeps_the_tokenizer_and_the_shape(file):
     assert (result.input.packing, result.input.answers) == ("first-fit", "last")
     with pytest.raises(ConfigError, match="data: Chat needs a value"):
         ax.resolve("quickstart", with_=["chat"]).checked()
-    with pytest.raises(RequestError, match="finds no input of text"):
+    with pytest.raises(RequestError, match="finds no text input"):
         ax.resolve(patch(result, {"input": ax.configure(itertools.count)}), with_=["chat:data=x"])

@@ -33,7 +33,7 @@ SENTENCE.decoder = tokenizers.decoders.Sequence(
 
 
 class SentenceTokenizer:
-    """A tokenizer with byte fallback that strips the space at a text's beginning."""
+    """A tokenizer with byte fallback that strips the space at the beginning of a text."""
 
     vocab_size, eos_id = 261, 260
 
@@ -54,7 +54,7 @@ TOKENIZERS = {
 
 
 class SpecialWindowTokenizer(SentenceTokenizer):
-    """The same without the library's file, but it names its special tokens."""
+    """The same tokenizer without the library's file. It still lists its special tokens."""
 
     def __init__(self):
         super().__init__(False)

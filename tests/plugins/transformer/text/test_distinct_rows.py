@@ -1,4 +1,4 @@
-"""The rows of a batch are different, whatever the size of the data; what there is too little of is said."""
+"""The rows of a batch are different for data of any size. Shortages are reported."""
 
 import json
 import random
@@ -24,7 +24,7 @@ from axlearn_plugins_transformer.text.data_files import list_files
 from axlearn_plugins_transformer.text.language_model import batch_of
 from axlearn_plugins_transformer.text.pipeline import Order, begin_at, training_rows_of_order_1
 from axlearn_plugins_transformer.text.records import FileRecords
-from axlearn_plugins_transformer.text.row_layout import Joined, Packed, spread
+from axlearn_plugins_transformer.text.row_layout import ConcatLayout, PackedLayout, split_rows
 from axlearn_plugins_transformer.text.shares import Shares
 from axlearn_plugins_transformer.text.small_data import is_small
 
@@ -32,7 +32,7 @@ PACKINGS = ("concat", "first-fit", "none")
 
 
 def write_documents(folder, count, words=30):
-    """Documents in which no two places are alike; gives the number of tokens of each."""
+    """Write documents without repeated substrings, and return the number of tokens of each."""
     rng = random.Random(count)
     texts = [" ".join(f"{rng.randrange(10**6):06d}" for _ in range(rng.randint(1, words))) for _ in range(count)]
     (folder / "documents.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
@@ -46,7 +46,7 @@ def text_input(folder, pattern="*.jsonl", **settings):
 
 
 def distinct(cfg, batches, seed=1):
-    """The fewest different rows of the first batches."""
+    """Return the minimum number of different rows in the first batches."""
     iterator = cfg.build(seed=seed).train()
     counts = [len({row.tobytes() for row in next(iterator)["tokens"]}) for _ in range(batches)]
     iterator.close()
@@ -157,14 +157,14 @@ def test_an_epoch_of_small_data_has_every_token_once(packing, tmp_path):
         batch = next(iterator)
         for targets, weights in zip(batch["targets"], batch["weights"], strict=True):
             epoch_targets += targets[weights > 0].tolist()
-            if packing != "concat" and len(epoch_targets) >= total:  # rows of whole pieces end with the epoch
+            if packing != "concat" and len(epoch_targets) >= total:  # rows with whole pieces end with the epoch
                 assert len(epoch_targets) == total
                 assert first is None or sorted(epoch_targets) == sorted(first)
                 assert epoch_targets != first
                 epoch_targets, first, epochs = [], epoch_targets, epochs + 1
         if packing == "concat" and len(epoch_targets) >= 3 * total:
             counts = np.bincount(epoch_targets)
-            assert abs(counts[256] / 3 - 60) <= 4  # documents that end, per epoch, less those of the row in between
+            assert abs(counts[256] / 3 - 60) <= 4  # document ends per epoch, except in rows between epochs
             epochs = 3
     iterator.close()
 
@@ -174,22 +174,26 @@ def test_fewer_rows_than_a_batch_are_counted(tmp_path, capfd):
     iterator = text_input(tmp_path, packing="none").build().train()
     assert len({row.tobytes() for row in next(iterator)["tokens"]}) == 5
     iterator.close()
-    assert "gives 5 rows (55 tokens) per pass, and a batch takes 8: every batch repeats some" in capfd.readouterr().err
+    assert (
+        "gives 5 rows (55 tokens) per epoch, but a batch needs 8, so every batch repeats rows" in capfd.readouterr().err
+    )
     iterator = text_input(tmp_path, packing="none", batch_size=5).build().train()
     next(iterator)
     iterator.close()
-    assert "a batch takes" not in capfd.readouterr().err
+    assert "a batch needs" not in capfd.readouterr().err
     iterator = text_input(tmp_path, batch_size=2, sequence_length=100).build().train()
     next(iterator)
     iterator.close()
-    note = "few.jsonl has 55 tokens, and a row takes 100: every row repeats some\n    fix: more data, or input.sequence_length=27"
+    note = (
+        "few.jsonl has 55 tokens, but a row needs 100, so every row repeats tokens\n    fix: add data, or set input.seq"
+    )
     assert note in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("weights", [{"a": 1, "b": 1}, {"a": 3, "b": 1}, {"a": 1, "b": 7}])
 @pytest.mark.parametrize("batch_size", [4, 8, 12])
 def test_every_batch_has_the_share_of_every_source(batch_size, weights, tmp_path, either_size):
-    """Shards that stand at the same place of a pattern would fill whole batches from one source."""
+    """If shards were at the same place of a pattern, whole batches would come from one source."""
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": name * n}) + "\n" for n in range(1, 300)))
     sources = {x: Files.Config(paths=str(tmp_path / f"{x}.jsonl")) for x in "ab"}
@@ -226,7 +230,7 @@ def test_shares_number_the_rows_of_each_part(proportions, num_shards):
             numbers[part] += sorted(own)
     assert all(n == list(range(len(n))) for n in numbers)
     lone = {shares.row(turn, 0)[0] for turn in range(2000)}
-    assert lone == set(range(len(proportions)))  # no shard is stuck with a part
+    assert lone == set(range(len(proportions)))  # no shard reads only one part
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 16])
@@ -240,14 +244,14 @@ def test_neighbours_of_a_cycle_are_different(count, window):
     assert all(len(set(numbers[i : i + width])) == width for i in range(len(numbers) - width))
     if count > window + 1 and count > 6:
         assert len({tuple(e) for e in epochs}) > 1
-    if count > 6:  # fewer have few orders
+    if count > 6:  # smaller counts have few permutations
         assert numbers != [Cycle(count, window, 4, Permutations(count, 4))(i) for i in range(8 * count)]
     assert [Cycle(count, window, 3, None)(i) for i in range(2 * count)] == 2 * list(range(count))
 
 
 def test_shards_never_read_one_record_at_the_same_time(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 9000)
-    for chunk in (1000, 250, 90):  # as many records as shards and one more, some more, many more
+    for chunk in (1000, 250, 90):  # as many records as shards plus one, some more, many more
         records = FileRecords.of(list_files([str(tmp_path / "a.txt")]), chunk_bytes=chunk)
         reads = [Order(7, True, 8).reads(records, 0, shard) for shard in range(8)]
         for index in range(100):
@@ -268,18 +272,18 @@ def test_the_readers_of_a_record_begin_at_different_places():
 
 def test_rows_are_less_full_rather_than_repeated():
     rows = [[(0, 0, 1), (1, 0, 1), (2, 0, 1)], [(3, 0, 1), (4, 0, 1)]]
-    assert len(spread(rows, 2)) == 2
-    assert sorted(map(len, spread(rows, 4))) == [1, 1, 1, 2]
-    assert sorted(p for row in spread(rows, 99) for p in row) == sorted(p for row in rows for p in row)
-    assert len(spread(rows, 99)) == 5
+    assert len(split_rows(rows, 2)) == 2
+    assert sorted(map(len, split_rows(rows, 4))) == [1, 1, 1, 2]
+    assert sorted(p for row in split_rows(rows, 99) for p in row) == sorted(p for row in rows for p in row)
+    assert len(split_rows(rows, 99)) == 5
 
 
 @pytest.mark.parametrize("lengths", [[64] * 9, [1] * 9, [640], [7, 130, 64, 1, 200]])
 @pytest.mark.parametrize("window", [1, 4, 8, 64])
 def test_layouts_of_even_lengths_have_different_neighbours(lengths, window):
     """Cuts at the same places in every epoch are the hardest case."""
-    joined = Joined(np.array(lengths), 64, window, 0, True)
-    packed = Packed(np.array(lengths), 64, window, 0, True, single=False)
+    joined = ConcatLayout(np.array(lengths), 64, window, 0, True)
+    packed = PackedLayout(np.array(lengths), 64, window, 0, True, single=False)
     for layout, most in ((joined, sum(lengths) // 64), (packed, sum(-(-n // 64) for n in lengths))):
         rows = [tuple(layout.row(i)) for i in range(50 * window)]
         batches = [set(rows[i : i + window]) for i in range(0, len(rows), window)]
@@ -288,8 +292,8 @@ def test_layouts_of_even_lengths_have_different_neighbours(lengths, window):
 
 
 def test_every_epoch_of_a_layout_has_an_order_of_its_own():
-    lengths = np.array([64] * 40)  # the cuts are the same in every epoch
-    for layout in (Joined(lengths, 64, 4, 0, True), Packed(lengths, 64, 4, 0, True, single=True)):
+    lengths = np.array([64] * 40)  # the cuts are equal in every epoch
+    for layout in (ConcatLayout(lengths, 64, 4, 0, True), PackedLayout(lengths, 64, 4, 0, True, single=True)):
         rows = [tuple(layout.row(i)) for i in range(120)]
         epochs = [rows[:40], rows[40:80], rows[80:]]
         assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
@@ -298,7 +302,7 @@ def test_every_epoch_of_a_layout_has_an_order_of_its_own():
 
 def test_batches_that_take_all_of_the_data_have_orders_of_their_own():
     for batches, orders in ((True, 4), (False, 1)):
-        packed = Packed(np.array([9] * 8), 9, 8, 0, True, single=True, batches=batches)
+        packed = PackedLayout(np.array([9] * 8), 9, 8, 0, True, single=True, batches=batches)
         rows = [tuple(packed.row(i)) for i in range(32)]
         whole = [tuple(rows[i : i + 8]) for i in range(0, 32, 8)]
         assert all(len(set(batch)) == 8 for batch in whole)
@@ -316,7 +320,7 @@ def test_what_is_small_is_small_before_compression(tmp_path):
         assert is_small(records, 1)
         half = FileRecords.of(list_files([str(tmp_path / name)]), keep=lambda file, part: part % 2 == 0)
         assert half.num_bytes < 0.6 * records.num_bytes
-    assert not is_small([], 1)  # pyright: ignore[reportArgumentType]  # a list does not tell its size
+    assert not is_small([], 1)  # pyright: ignore[reportArgumentType]  # a list does not have `num_bytes`
 
 
 def test_small_follows_the_size_of_a_batch():
@@ -350,7 +354,7 @@ def test_a_run_of_an_older_version_keeps_its_order(workers, mixed, tmp_path, cap
     assert not equal(new, old[:3])
     iterator.set_state(state)
     assert equal(take(iterator, 3), old[3:6])
-    assert "goes on in the order of data that it began with" in capfd.readouterr().err
+    assert "continues in the data order of the older version" in capfd.readouterr().err
     assert len(iterator.describe_position().facts()["records"]) == 4
     iterator.set_state(through_json(iterator.get_state()))
     assert equal(take(iterator, 2), old[6:])

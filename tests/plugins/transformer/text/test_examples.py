@@ -1,4 +1,4 @@
-"""Documents of a record that are tokenized together: the same examples, errors and positions as one by one."""
+"""Tokenizing the documents of a record together gives the same examples, errors and positions as one by one."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_documents_are_tokenized_together_and_give_the_same_examples(corpus):
             assert one is None or np.array_equal(one, text_input.example(document))
         sizes.append(len(examples))
         start += len(examples)
-    assert sizes == [1, 1, 3]  # the second is longer than 60 characters, and is taken all the same
+    assert sizes == [1, 1, 3]  # the second is longer than 60 characters, so it is tokenized alone
 
 
 def test_a_record_that_is_read_again_is_not_tokenized_from_its_beginning():
@@ -67,7 +67,7 @@ def test_an_example_of_a_subclass_is_made_one_by_one(corpus):
 
 
 class OneByOne(LanguageModelInput):
-    """The same examples, made as those of any subclass are."""
+    """An input that creates the same examples one by one, as any subclass does."""
 
     def example(self, document):
         return super().example(document)
@@ -109,7 +109,7 @@ def test_shards_share_what_is_tokenized_ahead(size, most, tmp_path, monkeypatch)
 
 
 class Counting:
-    """A tokenizer that notes how many characters it is given at once."""
+    """A tokenizer that records the number of characters of each call."""
 
     def __init__(self, tokenizer, counts):
         self.tokenizer, self.counts = tokenizer, counts
@@ -120,7 +120,7 @@ class Counting:
 
 
 class Lower(TokenizerJson):
-    """Has an `encode` of its own, which `encode_batch` knows nothing of."""
+    """A tokenizer that overrides `encode` but not `encode_batch`."""
 
     def encode(self, text):
         return super().encode(text.lower())

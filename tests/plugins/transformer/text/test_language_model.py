@@ -1,4 +1,4 @@
-"""The stream: what is in a batch, the same for any processes and workers, exact resume, one padded evaluation pass."""
+"""The stream: contents of batches, independence of processes and workers, exact resume, and padded evaluation."""
 
 import json
 import pickle
@@ -45,7 +45,7 @@ def test_rows_are_what_a_plain_packer_makes(corpus, packing, either_size):
 
 
 def brute_force(pairs, length, packing):
-    """Rows as lists of (segment, position, input, target), by the rules of each packing."""
+    """Compute rows as lists of (segment, position, input, target) by the rules of each packing."""
     rows, current = [], []
 
     def flush():
@@ -139,7 +139,7 @@ def test_resume_is_exact_anywhere(corpus, packing, at, either_size):
     take(one, at)
     state = through_json(one.get_state())
     expected = take(one, 25)
-    take(other, 5)  # a stream that has run goes to the position too
+    take(other, 5)  # a running stream can also move to the position
     other.set_state(state)
     assert other.get_state() == one_state(state)
     assert equal(take(other, 25), expected)
@@ -168,7 +168,7 @@ def test_a_state_that_was_given_does_not_change_later(corpus, either_size):
 
 def test_a_state_of_other_shards_is_refused(corpus):
     state = config(corpus, num_shards=4).build().train().get_state()
-    with pytest.raises(InputError, match="the saved data position has the shards 0, 1, 2, 3; this process needs"):
+    with pytest.raises(InputError, match="the saved data position has the shards 0, 1, 2, 3, but this process needs"):
         config(corpus).build().train().set_state(state)
 
 
@@ -184,7 +184,7 @@ def test_evaluation_is_one_pass_in_order_padded_with_weight_zero(corpus, packing
     text = "".join(documents(cfg, "validation")).encode()
     count = len(instance.source.parts("validation")[0].records)
     assert flat["bytes"].sum() == len(text)
-    assert flat["weights"].sum() == inside.sum() == len(text) + 1  # all bytes, and one end of the document
+    assert flat["weights"].sum() == inside.sum() == len(text) + 1  # all bytes and one end-of-document token
     assert bytes(t for t in flat["targets"][inside].tolist() if t != EOS) == text
     assert count > 1
     assert all((flat[k][~inside] == 0).all() for k in flat)
@@ -264,7 +264,9 @@ def test_what_does_not_fit_together_is_refused(corpus):
     with pytest.raises(InputError, match=r"input.source has no validation data\n.*validation_paths"):
         only_train.evaluation()
     few = Files.Config(paths=str(corpus / "held.txt"), validation_fraction=0.001)
-    with pytest.raises(InputError, match=r"got: validation_fraction 0.001, which takes none[\s\S]*lower chunk_bytes"):
+    with pytest.raises(
+        InputError, match=r"got: validation_fraction 0.001, which selects no chunk[\s\S]*lower chunk_bytes"
+    ):
         config(corpus, source=few).build().evaluation()
     only_held = config(corpus, source=Files.Config(validation_paths=str(corpus / "held.txt"))).build()
     with pytest.raises(InputError, match="no train data"):
@@ -281,7 +283,7 @@ def test_configs_and_inputs_pickle(corpus):
 
 def test_a_subclass_weighs_targets(corpus):
     class Halves(LanguageModelInput):
-        """The first half of each document is given, not learnt."""
+        """Train only on the second half of each document."""
 
         def example(self, document):
             ids = self.tokenizer.encode(document.text)

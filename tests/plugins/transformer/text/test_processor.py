@@ -1,4 +1,4 @@
-"""One object encodes and decodes the text of a model: documents, prompts, conversations, outputs."""
+"""The text processor of a model: documents, prompts, conversations and outputs."""
 
 import datetime
 import json
@@ -21,7 +21,7 @@ CHAT = "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A byte-level tokenizer whose post-processor puts `<s>` in front, with a chat template beside it."""
+    """Write a byte-level tokenizer whose post-processor prepends `<s>`, with a chat template next to it."""
     place = tmp_path_factory.mktemp("tokenizer")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
@@ -91,7 +91,7 @@ def test_a_stop_string_may_be_a_special_token(text):
     assert text.output_text([BOS], ids) == "yesno"
     assert text.output_text([BOS], ids, ["<|end|>"]) == "yes"
     assert text.output_text([BOS], ids, ["s<|end|>n"]) == "ye"
-    assert text.output_text([BOS], ids, ["sn"]) == "ye"  # the output never holds a stop string
+    assert text.output_text([BOS], ids, ["sn"]) == "ye"  # the output never contains a stop string
 
 
 def test_offsets_index_into_the_text_that_is_returned(text):

@@ -1,4 +1,4 @@
-"""Files of every kind, what is wrong with them, splits, mixtures, the standard library."""
+"""Files of every format, their errors, splits, mixtures and the standard library."""
 
 import builtins
 import json
@@ -92,7 +92,7 @@ def bad(tmp_path: Path, name: str, content: bytes) -> Path:
         ("image.txt", b"\x89PNG\r\n\x1a\n\0\0", "is not UTF-8 text: byte 0x89 at offset 0"),
         ("zero.txt", b"abc\0def", "is binary: byte 0x00 at offset 3"),
         ("latin.jsonl", '{"text": "é"}'.encode("latin-1"), "is not UTF-8 text: byte 0xe9 at offset 10"),
-        ("not.parquet", b"PAR1 and more that is not a footer", "is not a Parquet file"),
+        ("not.parquet", b"PAR1 and more that is not a footer", "is not a readable Parquet file"),
         ("bad.jsonl", b'{"text": "a"}\n{oops}\n', "the line at byte 14 is not JSON"),
         ("list.json", b'[{"text": "a"}]', "the line at byte 0 is a list"),
         ("field.jsonl", b'{"texts": "a"}\n', "did you mean: texts?"),
@@ -132,7 +132,7 @@ def test_missing_files_hint_at_what_is_there(tmp_path):
         files(tmp_path / "corpsu.txt")
     with pytest.raises(InputError, match="no data file matches"):
         files(tmp_path / "*.md")
-    with pytest.raises(InputError, match="there is no directory"):
+    with pytest.raises(InputError, match="does not exist"):
         files(tmp_path / "nowhere" / "x.txt")
     with pytest.raises(InputError, match="is a directory"):
         files(tmp_path)
@@ -180,7 +180,7 @@ def test_remote_files_of_every_kind(tmp_path):
         assert texts(files("memory://bucket/a.txt")) == ["alpha\n"]
         with pytest.raises(InputError, match=r"no data file matches 'memory://bucket/x\.txt'"):
             files("memory://bucket/x.txt")
-        with pytest.raises(InputError, match="has the protocol 'nope', which data is not read by"):
+        with pytest.raises(InputError, match="has the protocol 'nope', which is not allowed for data"):
             files("nope://bucket/x.txt")
     finally:
         fs.rm("/bucket", recursive=True)
@@ -203,14 +203,14 @@ def test_held_out_files_and_held_out_chunks(tmp_path):
 
 
 def test_config_problems():
-    with pytest.raises(ConfigError, match="names no data files"):
+    with pytest.raises(ConfigError, match="does not name data files"):
         check(Files.Config())
     with pytest.raises(ConfigError, match="validation_fraction"):
         check(Files.Config(paths="a", validation_paths="b", validation_fraction=0.1))
     one = Files.Config(paths="a")
-    with pytest.raises(ConfigError, match="each source needs one weight"):
+    with pytest.raises(ConfigError, match="must have one weight per source"):
         check(Mixture.Config(sources={"a": one}, weights={"b": 1.0}))
-    with pytest.raises(ConfigError, match=r"weights\.a: a weight is more than 0"):
+    with pytest.raises(ConfigError, match=r"weights\.a: must be positive"):
         check(Mixture.Config(sources={"a": one}, weights={"a": -1.0}))
 
 
@@ -235,7 +235,7 @@ def test_the_standard_library_split_is_stable_and_disjoint():
     assert train | held_out == names
     assert not train & held_out
     assert 0.02 < len(held_out) / len(names) < 0.09
-    # The split is by these hashes; it cannot change without changing what earlier runs held out.
+    # These hashes define the split. If they change, earlier runs have another held-out set.
     assert [n for n in ("os.py", "ast.py", "traceback.py", "io.py", "re/_parser.py") if is_held_out(n, 0.05)] == [
         "traceback.py"
     ]

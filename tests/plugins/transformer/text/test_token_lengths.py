@@ -1,4 +1,4 @@
-"""The most characters that a token stands for, or that there is no such number."""
+"""The maximum number of characters of a token, or None if there is no bound."""
 
 import pytest
 import tokenizers
@@ -42,7 +42,7 @@ KNOWN = {
 }
 UNKNOWN = {
     "an alphabet with a hole": byte_level(vocabulary=dict(list(BYTES.items())[1:])),
-    "a token that takes in spaces": byte_level(AddedToken("<end>", rstrip=True)),
+    "a token that absorbs spaces": byte_level(AddedToken("<end>", rstrip=True)),
     "spaces stripped": byte_level(normalizer=normalizers.Strip()),
     "a normalizer in a sequence": byte_level(normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.Nmt()])),
     "spaces replaced by one": byte_level(normalizer=normalizers.Replace(Regex(" {2,}"), " ")),

@@ -114,10 +114,10 @@ def test_bad_tokenizers(tmp_path):
     with pytest.raises(InputError, match=r"nope\.json"):
         TokenizerJson.Config(path=str(tmp_path / "nope.json")).build()
     (tmp_path / "bad.json").write_text(json.dumps({"a": 1}))
-    with pytest.raises(InputError, match=r"bad\.json is not a tokenizer.json"):
+    with pytest.raises(InputError, match=r"bad\.json is not a readable tokenizer.json"):
         TokenizerJson.Config(path=str(tmp_path / "bad.json")).build()
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\0")
-    with pytest.raises(InputError, match=r"binary\.json is not a tokenizer.json"):
+    with pytest.raises(InputError, match=r"binary\.json is not a readable tokenizer.json"):
         TokenizerJson.Config(path=str(tmp_path / "binary.json")).build()
     with pytest.raises(ConfigError, match="exactly one of path and builtin"):
         check(TokenizerJson.Config())

@@ -1,4 +1,4 @@
-"""The streams of several workers together: all read at once, and none gives a batch of another position."""
+"""The streams of several workers: they are read in parallel, and never return a batch of another position."""
 
 import itertools
 import threading
@@ -14,7 +14,7 @@ SECONDS = 60
 
 
 class Rows:
-    """Grain's iterator over a worker, without one: its position, once for each shard."""
+    """Grain's iterator over a worker, but without a process. Its batches are its position, once per shard."""
 
     def __init__(self, shards, first=lambda: None, fails_at=None):
         self.shards, self.first, self.position, self.fails_at = shards, first, 0, fails_at

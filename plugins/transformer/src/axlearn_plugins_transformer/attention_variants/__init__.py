@@ -1,1 +1,1 @@
-"""Variants of attention for axlearn: the features `mla`, `alibi` and `interleave`, and their layers."""
+"""Attention variants: the features `mla`, `alibi` and `interleave`, and their layers."""

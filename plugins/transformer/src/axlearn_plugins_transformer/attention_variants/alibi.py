@@ -1,4 +1,7 @@
-"""Attention with linear biases (Press, Smith & Lewis, 2022, "Train Short, Test Long", arXiv 2108.12409)."""
+"""Attention with linear biases (ALiBi).
+
+See Press, Smith & Lewis, 2022, "Train Short, Test Long" (arXiv 2108.12409).
+"""
 
 import math
 
@@ -10,15 +13,15 @@ from axlearn_plugins_transformer.kernels.bias import LinearBias
 
 
 class Alibi(Layer):
-    """A position encoding without parameters: the score of a key falls with its distance, by a slope per head.
+    """A position encoding that lowers the score of a key linearly with its distance.
 
-    Queries and keys stay as they are. Distances are counted in slots of the row, so packed documents, which the mask
-    keeps apart, get the distances within them, and explicit `positions` of a call are not looked at.
+    It has no parameters. Each head has its own slope. Queries and keys do not change. Distances are counted in slots of
+    the row, which gives the right distances within packed documents. Explicit `positions` are ignored.
     """
 
     @node
     class Config(Layer.Config["Alibi"]):
-        """Nothing to set."""
+        """A config without settings."""
 
         num_heads: int = interface(default=REQUIRED)
 
@@ -26,19 +29,19 @@ class Alibi(Layer):
         super().__init__(cfg, precision=precision)
 
     def __call__(self, query: jax.Array, key: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[B, S, N, H], [B, S, K, H] and int32 [B or 1, S] -> the same query and key."""
+        """Return the query [B, S, N, H] and key [B, S, K, H] unchanged."""
         return query, key
 
     def score_bias(self) -> LinearBias:
-        """`-slope * distance`, for each of the query heads."""
+        """Return the bias `-slope * distance` of each query head."""
         return LinearBias(slopes(self.cfg.num_heads))
 
 
 def slopes(num_heads: int) -> tuple[float, ...]:
-    """The slope of each head: 2^(-8/n), 2^(-16/n), ... for n heads, a power of two.
+    """Return the slope of each head.
 
-    For another number they are those of the next lower power of two, then every other one of twice that power, as in the
-    authors' code.
+    For n heads, the slopes are 2^(-8/n), 2^(-16/n), ... if n is a power of two. Otherwise, return the slopes of the
+    next lower power of two, then every other slope of twice that power, as in the authors' code.
     """
     power = 2 ** int(math.log2(num_heads))
     base = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]

@@ -14,21 +14,21 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 @node
 class UseAlibi(Feature):
-    """Linear biases on the attention scores (ALiBi) in the place of the position encoding of every attention layer.
+    """Replaces the position encoding of every attention layer with ALiBi.
 
-    Whatever stands in `position`, a rotary embedding or nothing, is replaced; so it cannot be used together with `rope`.
-    A layer that has ALiBi already stays as it is.
+    ALiBi adds linear biases to the scores. The feature replaces any encoding in `position`, so it cannot be combined
+    with `rope`. Layers that already use ALiBi do not change.
     """
 
     stage = "replace"
     excludes = ("rope",)
 
     def apply(self, cfg: Tree) -> Tree:
-        """Fills every slot for a position encoding."""
+        """Fill every slot for a position encoding."""
         nothing = Problem(
             path="model",
-            message="alibi finds no attention to put a bias on",
+            message="alibi finds no attention layer with a slot for a position encoding",
             expected="a layer with a slot `Node[PositionEncoding]`",
-            fix="leave alibi out, or annotate the attention's slot for position encodings so",
+            fix="leave alibi out, or annotate the attention's slot as `Node[PositionEncoding]`",
         )
         return fill_slots(cfg, PositionEncoding, lambda _path, _old: Alibi.Config(), nothing=nothing)

@@ -18,24 +18,29 @@ EVERY, WINDOW = 2, 4096
 
 @node
 class Window(Node[int | None]):
-    """How many positions back a layer sees, itself included; None is all of them. For `alternate` in a window's place."""
+    """The window of a layer: the number of positions that it sees, or None for all.
+
+    The number includes the layer's own position. The node is for use in `alternate`.
+    """
 
     size: int | None = setting(default=None, ge=1)
 
     def build(self, **_: object) -> int | None:
-        """The size."""
+        """Return the size."""
         return self.size
 
 
 @node
 class Interleave(Feature):
-    """Sliding windows in most layers, and every nth layer global, as in Gemma 2 and 3.
+    """Uses sliding windows in most layers, and global attention in every nth layer.
 
-    Layers n - 1, 2 n - 1, ... (from 0) see everything; each other layer sees the last `window` positions. `every` is n,
-    by default 2, and `window` is by default that of the attention, where it has one, else 4096 (both as in Gemma 2;
-    Gemma 3 has `every=6,window=1024`). It sets `window` of every attention layer, and nothing else. On an experiment
-    that interleaves already, the options that are given are set. Windows that differ by layer in another way are
-    refused.
+    Gemma 2 and 3 have this pattern. Layers n - 1, 2 n - 1, ... (from 0) are global; the other layers see the last
+    `window` positions. The feature sets only `window`, in every attention layer. If the model already interleaves, the
+    feature sets the given options. It rejects windows that vary by layer in any other way.
+
+    Attributes:
+        every: n (default: 2, as in Gemma 2; Gemma 3 has `every=6,window=1024`).
+        window: Window size (default: that of the attention; 4096, as in Gemma 2, if it does not have one).
     """
 
     stage = "tune"
@@ -44,10 +49,10 @@ class Interleave(Feature):
     window: int | None = setting(default=None, ge=1)
 
     def apply(self, cfg: Tree) -> Tree:
-        """Sets `window` of every node with the role `WindowRole`."""
+        """Set `window` of every node with the role `WindowRole`."""
         nothing = Problem(
             path="model",
-            message="interleave finds no attention that takes a window",
+            message="interleave finds no attention layer with a window",
             expected="a layer with the role WindowRole",
             fix="leave interleave out",
         )
@@ -62,7 +67,7 @@ class Interleave(Feature):
             raise ConfigError(
                 Problem(
                     path="window",
-                    message="interleave cannot change windows that differ by layer in another way",
+                    message="interleave cannot change windows that vary by layer in another way",
                     fix="leave interleave out, or set this to a number or to null",
                 )
             )
@@ -74,7 +79,10 @@ class Interleave(Feature):
 
 
 def _parse_window(window: Any) -> tuple[int, int] | None:
-    """(every, window) of what stands in a window's place; None where this feature could not have put it there."""
+    """Return (every, window) of a `window` setting.
+
+    Returns None if this feature cannot have set it.
+    """
     if window is None or isinstance(window, int):
         return EVERY, window or WINDOW
     if not isinstance(window, Alternate) or not window.children or window.first:

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-AI, 2024, "DeepSeek-V2", arXiv 2405.04434).
 
-Legend: B batch, S positions, T cached positions, D width, N heads, H content size of a head, P size of the part that
-carries the position, U size of a value, Q and R ranks of the latents of queries and of keys and values.
+Legend: B batch, S positions, T cached positions, D width, N heads, H content size of a head, P positional size of a head,
+U size of a value, Q and R ranks of the latents of queries and of keys and values.
 """
 
 from typing import Any
@@ -26,27 +26,40 @@ from axlearn_plugins_transformer.norm import Norm, RMSNorm
 
 
 class LatentAttention(Layer):
-    """Attention whose keys and values are made of one short latent per token, which is all that a cache holds.
+    """Attention that computes keys and values from one short latent per token.
+
+    A cache stores only the latents.
 
         c = norm(down(x))                          [B, S, R]     cached
-        k_rope = position(key_rope(x))             [B, S, P]     cached; one for all heads
-        q = [query, position(query_rope)]          of norm(query_down(x)), or of x where there is no `query_rank`
+        k_rope = position(key_rope(x))             [B, S, P]     cached; shared by all heads
+        q = [query, position(query_rope)]          of norm(query_down(x)), or of x without `query_rank`
         k = [key(c), k_rope],  v = value(c)
         y = output(softmax(q k / sqrt(H + P)) v)
 
-    For one token after a cache the keys and values are never made: `q (key c) = (q key) c`, so the query goes into the
-    space of the latents, attends to them as to a single head, and the result goes through `value` (the paper's
-    absorption of W^UK and W^UV).
+    When decoding one token with a cache, keys and values are never computed. Since `q (key c) = (q key) c`, the query is
+    mapped to the latent space and attends to the latents as to a single head. `value` maps the result back (the
+    absorption of W^UK and W^UV in the paper).
     """
 
     @node
     class Config(Layer.Config["LatentAttention"], WindowRole, AttentionKernelRole):
-        """Sizes may be relative: of `head_dim` for `kv_rank`, `rope_head_dim` and `value_head_dim`, of the width for
-        `query_rank`. The defaults are the paper's ratios (R = 4 H, P = H / 2, U = H, Q = 0.3 D).
+        """Settings of the heads, the latents and the optional parts.
 
-        `head_dim`, the content part, defaults to the width over the heads. `query_rank=None` makes queries of x without
-        a latent (DeepSeek-V2-Lite). `norm` is over the latents, `scale` defaults to (head_dim + rope_head_dim) ** -0.5;
-        `softcap`, `window`, `causal` and `kernel` are as in `Attention`.
+        The default sizes are the paper's ratios (R = 4 H, P = H / 2, U = H, Q = 0.3 D). `softcap`, `window`, `causal` and
+        `kernel` are as in `Attention`.
+
+        Attributes:
+            num_heads: Number of heads.
+            head_dim: Content size of a head (default: the width divided by `num_heads`).
+            rope_head_dim: Positional size of a head; it may be relative to `head_dim`.
+            value_head_dim: Size of a value; it may be relative to `head_dim`.
+            kv_rank: Rank of the latents of keys and values; it may be relative to `head_dim`.
+            query_rank: Rank of the latents of queries; it may be relative to the width. None computes queries directly
+                from x (DeepSeek-V2-Lite).
+            position: Position encoding, or None.
+            norm: Norm of the latents, or None.
+            scale: Factor on the scores (default: (head_dim + rope_head_dim) ** -0.5).
+            latent_cache: Layout of the cache.
         """
 
         input_dim: int = interface(default=REQUIRED)
@@ -79,28 +92,28 @@ class LatentAttention(Layer):
         if cfg.head_dim is None and width % heads:
             raise RequestError(
                 f"latent-attention: num_heads={heads} does not divide the width {width}\n"
-                "    fix: set head_dim, or change one"
+                "    fix: set head_dim, or change num_heads"
             )
         self.head_dim = cfg.head_dim or width // heads
         self.rope_dim = size_of(cfg.rope_head_dim, self.head_dim)
         self.rank = size_of(cfg.kv_rank, self.head_dim)
         values = (heads, size_of(cfg.value_head_dim, self.head_dim))
 
-        def project(of: Node[Projection], source: tuple[int, ...], to: tuple[int, ...], *axes: str | None) -> Any:
-            return self.child(of, rngs=rngs, input_dims=source, output_dims=to, axes=axes)
+        def project(cfg_map: Node[Projection], source: tuple[int, ...], out: tuple[int, ...], *axes: str | None) -> Any:
+            return self.child(cfg_map, rngs=rngs, input_dims=source, output_dims=out, axes=axes)
 
-        # Ranks are split by no default rule where they are made; where they are read they are the input, as `embed`.
-        into = ("embed", "heads", "head_dim")
+        # Default rules do not shard ranks as outputs. As inputs, ranks have the axis `embed`.
+        head_axes = ("embed", "heads", "head_dim")
         source = (width,)
         if cfg.query_rank is not None:
             source = (size_of(cfg.query_rank, width),)
             self.query_down = project(cfg.query_down, (width,), source, "embed", "rank")
-        self.query = project(cfg.query, source, (heads, self.head_dim), *into)
-        self.query_rope = project(cfg.query_rope, source, (heads, self.rope_dim), *into)
+        self.query = project(cfg.query, source, (heads, self.head_dim), *head_axes)
+        self.query_rope = project(cfg.query_rope, source, (heads, self.rope_dim), *head_axes)
         self.down = project(cfg.down, (width,), (self.rank,), "embed", "rank")
         self.key_rope = project(cfg.key_rope, (width,), (self.rope_dim,), "embed", "head_dim")
-        self.key = project(cfg.key, (self.rank,), (heads, self.head_dim), *into)
-        self.value = project(cfg.value, (self.rank,), values, *into)
+        self.key = project(cfg.key, (self.rank,), (heads, self.head_dim), *head_axes)
+        self.value = project(cfg.value, (self.rank,), values, *head_axes)
         self.output = project(cfg.output, values, (width,), "heads", "head_dim", "embed")
         if cfg.norm is not None:
             self.norm = self.child(cfg.norm, rngs=rngs, dim=self.rank)
@@ -110,11 +123,14 @@ class LatentAttention(Layer):
             self.position = self.child(cfg.position, rngs=rngs, head_dim=self.rope_dim, num_heads=heads)
 
     def init_cache(self, batch: int, length: int) -> Any:
-        """An empty cache for `batch` rows of at most `length` tokens, R + P numbers for each."""
+        """Return an empty cache for `batch` rows of at most `length` tokens.
+
+        It has R + P numbers per token.
+        """
         return build_cache(self.cfg.latent_cache).init(batch, length, self.rank + self.rope_dim, self.precision.compute)
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
-        """[B, S, D] and its cache -> ([B, S, D], the new cache)."""
+        """Apply the layer: [B, S, D] and its cache -> ([B, S, D], new cache)."""
         q, q_rope = self._queries(x)
         latents = tag(self.down(x), "kv_latent")
         latents = latents if self.cfg.norm is None else self.norm(latents)
@@ -132,7 +148,7 @@ class LatentAttention(Layer):
         return tag(self.output(y), "attention_out"), cache
 
     def _queries(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[B, S, D] -> [B, S, N, H] and [B, S, N, P]."""
+        """Compute the queries: [B, S, D] -> [B, S, N, H] and [B, S, N, P]."""
         if self.cfg.query_rank is not None:
             x = tag(self.query_down(x), "query_latent")
             x = x if self.cfg.norm is None else self.query_norm(x)
@@ -142,7 +158,10 @@ class LatentAttention(Layer):
     def _attend_cached(
         self, q: jax.Array, q_rope: jax.Array, entries: jax.Array, context: Context, cache: Any
     ) -> tuple[jax.Array, Any]:
-        """[B, S, N, H], [B, S, N, P], new entries [B, S, R + P] and the cache -> [B, S, N, U] and the new cache."""
+        """Write the new entries [B, S, R + P] to the cache and attend.
+
+        Return [B, S, N, U] and the new cache.
+        """
         absorbed = entries.shape[1] == 1
 
         def attention(slots_view: SeenLatents) -> AttentionOp:
@@ -163,7 +182,7 @@ class LatentAttention(Layer):
         context: Context,
         slots: jax.Array | None = None,
     ) -> AttentionOp:
-        """With the keys and values of every head; its result is [B, S, N, U]."""
+        """Build the op with the keys and values of every head. Its result is [B, S, N, U]."""
         heads = ("batch", "sequence", "activation_heads", None)
         k = constrain(tag(self.key(latents), "key"), *heads)
         v = constrain(tag(self.value(latents), "value"), *heads)
@@ -180,18 +199,21 @@ class LatentAttention(Layer):
         context: Context,
         slots: jax.Array | None = None,
     ) -> AttentionOp:
-        """In the space of the latents, which are the keys and values of one head; its result [B, S, N, R] needs `_values`."""
+        """Build the op in the latent space, with the latents as one head.
+
+        Its result [B, S, N, R] needs `_values`.
+        """
         up_key, key_bias = _affine(self.key, self.rank, self.precision.compute)
         queries = [jnp.einsum("bsnh,rnh->bsnr", q, up_key), q_rope]
         keys = [latents[:, :, None], k_rope]
-        if key_bias is not None:  # the same for all keys of a query, which a cap on the scores does not ignore
+        if key_bias is not None:  # equal for all keys of a query, but a cap on the scores makes it matter
             queries.append(jnp.einsum("bsnh,nh->bsn", q, key_bias)[..., None])
             keys.append(jnp.ones_like(k_rope[..., :1]))
         q, k = jnp.concatenate(queries, axis=-1), jnp.concatenate(keys, axis=-1)
         return self._op(q, k, latents[:, :, None], context, slots)
 
     def _values(self, y: jax.Array) -> jax.Array:
-        """[B, S, N, R] -> [B, S, N, U]."""
+        """Map the latent results to values: [B, S, N, R] -> [B, S, N, U]."""
         up_value, value_bias = _affine(self.value, self.rank, self.precision.compute)
         y = jnp.einsum("bsnr,rnu->bsnu", y, up_value)
         return y if value_bias is None else y + value_bias[None, None]
@@ -212,9 +234,9 @@ class LatentAttention(Layer):
 
 
 def _affine(projection: Any, rank: int, dtype: str) -> tuple[jax.Array, jax.Array | None]:
-    """A projection from [R] as a matrix [R, N, H] and a bias [N, H].
+    """Return a projection from [R] as a matrix [R, N, H] and a bias [N, H] or None.
 
-    A `Linear` has them at hand; any other projection (with an adapter, quantized) is applied to the unit vectors.
+    Any projection other than a `Linear` (adapted, quantized) is applied to the unit vectors.
     """
     if type(projection) is Linear:
         bias = projection.bias if projection.cfg.bias else None

@@ -1,4 +1,4 @@
-"""The cache of latent attention: one short vector per token, for all heads together."""
+"""Caches of latent attention: one short vector per token, shared by all heads."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -11,72 +11,75 @@ from axlearn_plugins_transformer.kernels.attention import AttentionOp
 
 
 class SeenLatents(NamedTuple):
-    """The contents of a cache: vectors [B, T, L], and the slot of each (int32 [B or 1, T])."""
+    """The contents of a cache: latents [B, T, L], and their slots, int32 [B or 1, T]."""
 
     latents: jax.Array
     slots: jax.Array
 
 
 class LatentAttentionOp(Protocol):
-    """The attention of some queries, which only the layer knows, to latents that only the cache holds."""
+    """Builds the attention of a layer's queries to cached latents."""
 
     def __call__(self, slots_view: SeenLatents) -> AttentionOp:
-        """The op over these vectors, with the slots of queries and keys."""
+        """Build the op over these latents, with the slots of queries and keys."""
         ...
 
 
 class LatentCache(Protocol):
-    """The layout of a cache of latents, and attention over it. Built with nothing."""
+    """The layout of a latent cache, and attention over it.
+
+    It is built without arguments.
+    """
 
     def init(self, batch: int, length: int, dim: int, dtype: str) -> Any:
-        """An empty cache."""
+        """Return an empty cache."""
         ...
 
     def attend(
         self, cache: Any, latents: jax.Array, slots: jax.Array, attention: LatentAttentionOp, kernel: str | None
     ) -> tuple[jax.Array, Any]:
-        """Writes the new vectors, and attends to all that are in the cache.
+        """Write the new latents, and attend to the contents of the cache.
 
-        Slots that were never written, or are written again later, hold anything: the causal mask hides what is ahead.
+        Slots after the new tokens may hold arbitrary values; the causal mask hides them.
 
         Args:
-            cache: from `init` or an earlier call.
-            latents: [B, S, L], of the new tokens.
-            slots: int32 [B or 1, S], where they go; consecutive in each row.
-            attention: the attention of the new tokens to vectors at slots.
-            kernel: the kernel that the config names, of the op that this layout runs; None takes the best one.
+            cache: Cache from `init` or an earlier call.
+            latents: Latents of the new tokens, [B, S, L].
+            slots: Slots of the new tokens, int32 [B or 1, S], consecutive in each row.
+            attention: Builds the attention of the new tokens to latents.
+            kernel: Kernel for the op of this layout. None selects the best one.
 
         Returns:
-            ([B, S, N, V] with V by `attention`, the new cache).
+            ([B, S, N, V], new cache). `attention` determines V.
 
         Raises:
-            RequestError: the kernel, or this layout, does not support the call.
+            RequestError: The kernel or the layout does not support the call.
         """
         ...
 
 
 class ContiguousLatentCache(Configurable):
-    """One array per row, slot after slot."""
+    """One array per row, with slots in order."""
 
     @node
     class Config(Configurable.Config["ContiguousLatentCache"]):
-        """Nothing to set."""
+        """A config without settings."""
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
 
     def init(self, batch: int, length: int, dim: int, dtype: str) -> jax.Array:
-        """An empty cache."""
+        """Return an empty cache."""
         return jnp.zeros((batch, length, dim), dtype)
 
     def append(self, cache: jax.Array, latents: jax.Array, slots: jax.Array) -> tuple[jax.Array, SeenLatents]:
-        """Writes at the slots, which are consecutive in each row."""
+        """Write latents to the slots, which are consecutive in each row."""
         latents = latents.astype(cache.dtype)
         if slots.shape[0] == 1:
             cache = lax.dynamic_update_slice_in_dim(cache, latents, slots[0, 0], axis=1)
         else:
-            put = jax.vmap(lambda old, new, at: lax.dynamic_update_slice_in_dim(old, new, at, axis=0))
-            cache = put(cache, latents, slots[:, 0])
+            write = jax.vmap(lambda old, new, slot: lax.dynamic_update_slice_in_dim(old, new, slot, axis=0))
+            cache = write(cache, latents, slots[:, 0])
         return cache, SeenLatents(cache, jnp.arange(cache.shape[1], dtype=jnp.int32)[None])
 
     def attend(
@@ -87,6 +90,6 @@ class ContiguousLatentCache(Configurable):
         attention: LatentAttentionOp,
         kernel: str | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """See `LatentCache`."""
+        """Write the new latents and attend; see `LatentCache`."""
         cache, slots_view = self.append(cache, latents, slots)
         return attention(slots_view).run(kernel), cache

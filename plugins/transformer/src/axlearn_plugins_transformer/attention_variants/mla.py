@@ -15,22 +15,26 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 @node
 class UseLatentAttention(Feature):
-    """Multi-head latent attention (DeepSeek-V2) in the place of every multi-head or grouped-query attention.
+    """Replaces every attention layer with multi-head latent attention (DeepSeek-V2).
 
-    Heads, their size, position encoding, window, softcap, causality, kernel and projections that both have are taken over;
-    `num_kv_heads` goes, as every head has keys of its own, and so does `qk_norm`, as the latents have norms. The position
-    encoding works on a part of the queries and one key for all heads, of `rope_head_dim`. What else was set on the
-    attention (another KV cache) has no counterpart and is an error.
+    The new attention keeps the heads, their size, position encoding, window, softcap, causality, kernel and the
+    projections that both have. `num_kv_heads` is dropped because every head has its own keys, and `qk_norm` because the
+    latents have norms. The position encoding applies to a part of the queries, of size `rope_head_dim`, and to one key
+    that all heads share. Any other setting of the attention, such as another KV cache, is an error.
 
-    `kv_rank` is the size of the latent that keys and values are made of, `query_rank` that of the queries (0 for none),
-    `value_head_dim` the size of a value. What is not given has the ratios of the paper. On an attention that is latent
-    already, the options that are given are set, and the others stay.
+    Unset options default to the ratios of the paper. If the attention is already latent, only the given options change.
+
+    Attributes:
+        kv_rank: Rank of the latents of keys and values.
+        query_rank: Rank of the latents of queries, or 0 for none.
+        rope_head_dim: Positional size of a head.
+        value_head_dim: Size of a value.
     """
 
     stage = "replace"
     no_bridge = (
-        "it makes keys and values of one short latent, and gives positions to a part of each head only; "
-        "no weights of a dense attention become such factors without another function"
+        "it computes keys and values from a short latent, and encodes positions in only a part of each head; "
+        "the weights of a dense attention cannot be factored this way without changing its function"
     )
 
     kv_rank: int | None = setting(default=None, ge=1)
@@ -39,12 +43,12 @@ class UseLatentAttention(Feature):
     value_head_dim: int | None = setting(default=None, ge=1)
 
     def apply(self, cfg: Tree) -> Tree:
-        """Swaps every `Attention`, and sets the options on every `LatentAttention`."""
+        """Replace every `Attention`, and set the options of every `LatentAttention`."""
         if not find(cfg, Attention) and not find(cfg, LatentAttention):
             raise ConfigError(
                 Problem(
                     path="model",
-                    message="mla finds no attention that it could replace",
+                    message="mla finds no attention to replace",
                     expected="an attention or a latent-attention",
                     fix="leave mla out",
                 )
@@ -55,7 +59,7 @@ class UseLatentAttention(Feature):
             option_values["query_rank"] = None
         result = replace_config(cfg, Attention, LatentAttention.Config(), drop=("num_kv_heads", "qk_norm"))
 
-        def options(part: Node[Any]) -> Node[Any]:
+        def set_options(part: Node[Any]) -> Node[Any]:
             return attrs.evolve(part, **option_values) if isinstance(part, LatentAttention.Config) else part
 
-        return map(result, options) if option_values else result
+        return map(result, set_options) if option_values else result

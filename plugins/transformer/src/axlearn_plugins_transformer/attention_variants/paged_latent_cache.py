@@ -1,4 +1,4 @@
-"""A cache of latents in pages, for requests that are served together."""
+"""A paged cache of latents, for requests that are served together."""
 
 from typing import Any
 
@@ -13,14 +13,20 @@ from axlearn_plugins_transformer.paged_cache import PagedSlots, window_size, wri
 
 
 class PagedLatentCache(Configurable):
-    """Pages of one vector per token, which any request can own, and attention to them as to the keys of a single head.
+    """Latents in pages that any request can own.
 
-    `Context.slots` is a `PagedSlots`, for tokens in rows of one; with plain slots each row owns equally many pages.
+    Attention reads them as the keys of a single head.
+
+    `Context.slots` is a `PagedSlots` for rows of one token. With plain slots, the rows own equally many pages.
     """
 
     @node
     class Config(Configurable.Config["PagedLatentCache"]):
-        """`page_size` is how many tokens a page has room for."""
+        """Settings of the pages.
+
+        Attributes:
+            page_size: Tokens per page.
+        """
 
         page_size: int = setting(default=16, ge=1)
 
@@ -28,7 +34,10 @@ class PagedLatentCache(Configurable):
         self.cfg = cfg
 
     def init(self, batch: int, length: int, dim: int, dtype: str) -> dict[str, jax.Array]:
-        """Pages for `batch` rows of `length` tokens: [P, S, L]. Every device holds all of them."""
+        """Return pages [P, S, L] for `batch` rows of `length` tokens.
+
+        They are replicated on every device.
+        """
         size = self.cfg.page_size
         return {"pages": jnp.zeros((batch * -(-length // size), size, dim), dtype)}
 
@@ -40,18 +49,21 @@ class PagedLatentCache(Configurable):
         attention: LatentAttentionOp,
         kernel: str | None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """See `LatentCache`; `slots` may be a `PagedSlots`."""
+        """Write the new latents and attend; see `LatentCache`.
+
+        `slots` may be a `PagedSlots`.
+        """
         pages, (rows, count, dim) = cache["pages"], latents.shape
         if not isinstance(slots, PagedSlots):
             return self._attend_rows(pages, latents, slots, attention, kernel)
         pages = write_slots(pages, latents.reshape(-1, dim), slots.write)
-        # The layer knows its queries in the space of the latents: it is asked about the new ones alone.
+        # Call `attention` with the new latents only, to get the queries in the latent space.
         op = attention(SeenLatents(latents, jnp.zeros((1, count), jnp.int32)))
         query = op.query.reshape(-1, *op.query.shape[2:])
-        if query.shape[-1] != dim:  # the last number multiplies a bias, which is the same for all keys of a query
+        if query.shape[-1] != dim:  # the last element multiplies a bias, which is equal for all keys of a query
             if op.softcap is not None:
                 raise RequestError(
-                    "the cache layout paged-latent has no place for a bias of keys under a cap on the scores\n"
+                    "the cache layout paged-latent does not support a key bias together with a softcap\n"
                     "    fix: leave out the bias of `key`, or the softcap"
                 )
             query = query[..., :dim]
@@ -75,7 +87,10 @@ class PagedLatentCache(Configurable):
     def _attend_rows(
         pages: jax.Array, latents: jax.Array, slots: jax.Array, attention: LatentAttentionOp, kernel: str | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Rows whose pages stand one after the other: attention over all of a row, by the op that the layer makes."""
+        """Attend over all slots of each row.
+
+        The pages of a row are consecutive. The layer builds the op.
+        """
         rows, _, dim = latents.shape
         write = PagedSlots.of_rows(slots, rows, pages.shape[0], pages.shape[1]).write
         pages = write_slots(pages, latents.reshape(-1, dim), write)

@@ -1,1 +1,1 @@
-"""The ops of a transformer, with their XLA implementations: attention over symbolic masks, and cross-entropy."""
+"""Ops of a transformer, with their XLA implementations."""

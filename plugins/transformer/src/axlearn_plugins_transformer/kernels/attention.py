@@ -1,6 +1,6 @@
 """The op `attention`: scaled dot-product attention.
 
-B batch, Q queries, K keys, N query heads, G key-value heads (N is a multiple of G), H head size, V size of the values.
+B batch, Q queries, K keys, N query heads, G key-value heads (N is a multiple of G), H head size, V size of a value.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,21 +24,20 @@ MAX_BLOCKS = 64
 
 @attrs.frozen(eq=False)
 class AttentionOp(Op[jax.Array]):
-    """softmax(mask(cap(scale * query @ key) + bias)) @ value, the softmax in float32.
+    """softmax(mask(cap(scale * query @ key) + bias)) @ value, with the softmax in float32.
 
-    The result is [B, Q, N, V] in the dtype of the value. Query heads share key-value heads in order: query head n reads
-    key-value head n // (N / G).
+    The result is [B, Q, N, V] in the dtype of the value. Query head n reads key-value head n // (N / G).
 
     Attributes:
         query: [B, Q, N, H].
         key: [B, K, G, H].
-        value: [B, K, G, V]; in most models V is H.
-        mask: which keys each query sees.
-        scale: multiplies the queries.
-        softcap: caps the scores to (-softcap, softcap) by a tanh.
-        bias: added to the scores.
-        query_slots: int32 [B or 1, Q], the slots that the mask counts by; None means the index.
-        key_slots: int32 [B or 1, K].
+        value: [B, K, G, V]. In most models, V is H.
+        mask: Keys that each query sees.
+        scale: Factor on the queries.
+        softcap: Bound on the scores, applied with a tanh: (-softcap, softcap). None does not cap them.
+        bias: Bias added to the scores, or None.
+        query_slots: Slots of the queries for the mask, int32 [B or 1, Q]. None means their indices.
+        key_slots: Slots of the keys for the mask, int32 [B or 1, K]. None means their indices.
     """
 
     name = "attention"
@@ -54,37 +53,37 @@ class AttentionOp(Op[jax.Array]):
     key_slots: jax.Array | None = attrs.field(default=None, kw_only=True)
 
     def context(self, kernel: str | None = None) -> jax.Array:
-        """As `run`, the heads split as the mesh rules say and the result under the activation tag `context`.
+        """Run the op, constrain the heads to the mesh rules, and tag the result as `context`.
 
-        A kernel with an attribute `tags_result` has given it the tag: one more would keep the same numbers twice.
+        A kernel with the attribute `tags_result` has already tagged it; a second tag would save the array twice.
         """
-        call: Any = self  # pyright takes the class variable `name` for an instance's
+        call: Any = self  # pyright treats the class variable `name` as an instance variable
         chosen: Any = choose(call, kernel)
         return self.as_context(chosen(call), tagged=tags_result(chosen))
 
     @staticmethod
     def as_context(result: jax.Array, *, tagged: bool = False) -> jax.Array:
-        """What attention gave, [B, Q, N, V], as `context` returns it."""
+        """Constrain and tag an attention output [B, Q, N, V] as `context` does."""
         result = constrain(result, "batch", "sequence", "activation_heads", None)
         return result if tagged else tag(result, "context")
 
     @property
     def aligned(self) -> bool:
-        """Whether query i and key i are the same position."""
+        """True if query i and key i have the same position."""
         return self.query_slots is None and self.key_slots is None and self.query.shape[1] == self.key.shape[1]
 
     @property
     def skips(self) -> bool:
-        """Whether the mask hides whole blocks."""
+        """True if the mask hides whole blocks."""
         starts = range(0, self.key.shape[1], BLOCK) if self.aligned else ()
         return any(self.mask.block((i, i + BLOCK), (j, j + BLOCK)) is False for i in starts for j in starts)
 
     def operands(self) -> Mapping[str, Any]:
-        """Queries, keys and values."""
+        """Return queries, keys and values."""
         return {"query": self.query, "key": self.key, "value": self.value}
 
     def options(self) -> Mapping[str, Any]:
-        """Mask and bias by their structure."""
+        """Return the options, with mask and bias described by their structure."""
         return {
             "mask": self.mask.describe(),
             "softcap": self.softcap,
@@ -94,45 +93,48 @@ class AttentionOp(Op[jax.Array]):
         }
 
     def flops(self) -> float:
-        """Two products over all pairs of positions, whether the mask shows them or not."""
+        """Count two products over all pairs of positions, including masked pairs."""
         batch, queries, heads, size = self.query.shape
         return 2.0 * batch * heads * queries * self.key.shape[1] * (size + self.value.shape[3])
 
     def visible(self) -> float:
-        """The share of pairs of positions that the mask shows."""
+        """Return the share of pairs of positions that the mask shows."""
         return visible_pairs(self.mask, self.query.shape[1], self.key.shape[1]) if self.aligned else 1.0
 
     def kernel_flops(self, operands: Sequence[Shape], results: Sequence[Shape], *, opaque: bool) -> float | None:
-        """By the arrays [B, T, H, D] of a launch, forward or backward."""
+        """Count from the arrays [B, T, H, D] of a launch, forward or backward."""
         arrays = [shape for shape in operands if len(shape) == 4]
         if not opaque or len(arrays) < 3:
             return None
         (batch, length, heads, size), key, value = arrays[:3]
-        # Forward without a gradient among its operands; backward a kernel for all three, one for the queries, one for the others.
+        # A forward launch has no gradient operand. Backward launches compute all gradients, the query's, or the other two.
         products = 2 if len(arrays) == 3 else {0: 5, 1: 3, 2: 4}[len(results)]
         return 1.0 * products * batch * length * heads * key[1] * (size + value[3])
 
     def reference(self) -> jax.Array:
-        """All scores at once."""
+        """Compute all scores at once."""
         query, key, value = self.query, self.key, self.value
         queries, keys = (0, query.shape[1]), (0, key.shape[1])
         visible = self.mask.materialize(queries, keys, self.query_slots, self.key_slots)
-        added = None if self.bias is None else self.bias.materialize(queries, keys, self.query_slots, self.key_slots)
+        bias = None if self.bias is None else self.bias.materialize(queries, keys, self.query_slots, self.key_slots)
         if self.query_slots is None or query.shape[1] > 1 or query.shape[2] == key.shape[2]:
             q, k, v = _by_head(query, key, value, self.scale)
-            return jnp.swapaxes(_attend(q, k, v, visible[:, None], self.softcap, added), 1, 2)
-        # Decoding: the group of query heads takes the place of the queries, so that no key is repeated.
+            return jnp.swapaxes(_attend(q, k, v, visible[:, None], self.softcap, bias), 1, 2)
+        # In decoding, the query heads of a group replace the query axis, so keys are not repeated.
         batch, _, heads, size = query.shape
         groups = (key.shape[2], heads // key.shape[2])
         q = (query * self.scale).reshape(batch, *groups, size)
-        if added is not None:
-            added = added.reshape(added.shape[0], *groups, key.shape[1])
-        out = _attend(q, jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2), visible[:, None], self.softcap, added)
+        if bias is not None:
+            bias = bias.reshape(bias.shape[0], *groups, key.shape[1])
+        out = _attend(q, jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2), visible[:, None], self.softcap, bias)
         return out.reshape(batch, 1, heads, value.shape[3])
 
 
 def _by_head(query: jax.Array, key: jax.Array, value: jax.Array, scale: float) -> tuple[jax.Array, ...]:
-    """Queries, scaled, as [B, N, Q, H]; keys and values repeated to the query heads, [B, N, K, H]."""
+    """Scale the queries and move the heads forward.
+
+    Return queries [B, N, Q, H], and keys and values [B, N, K, H] repeated to the query heads.
+    """
     repeats = query.shape[2] // key.shape[2]
     if repeats > 1:
         key, value = jnp.repeat(key, repeats, axis=2), jnp.repeat(value, repeats, axis=2)
@@ -147,7 +149,10 @@ def _attend(
     softcap: float | None,
     bias: jax.Array | None = None,
 ) -> jax.Array:
-    """[..., Q, H], [..., K, H], [..., K, V], a mask [B or 1, 1..., Q, K], a bias [B or 1, ..., Q, K] -> [..., Q, V]."""
+    """Attend: [..., Q, H], [..., K, H], [..., K, V] -> [..., Q, V].
+
+    The mask is [B or 1, 1..., Q, K], the bias [B or 1, ..., Q, K].
+    """
     scores = jnp.einsum("...td,...sd->...ts", q, k).astype(jnp.float32)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
@@ -160,36 +165,39 @@ def _attend(
 
 
 class _XLABlocked:
-    """A block of queries at a time, over the keys from the first visible block to the last."""
+    """Attends with one block of queries at a time.
+
+    The keys range from the first to the last visible block.
+    """
 
     def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
-        """Self-attention whose mask hides whole blocks."""
+        """Support self-attention with a mask that hides whole blocks."""
         length = op.query.shape[1]
         if not op.aligned:
             return "queries and keys are not the same positions"
         if length % BLOCK:
             return f"the sequence length {length} is not a multiple of {BLOCK}"
         if length // BLOCK > MAX_BLOCKS:
-            return f"the sequence length {length} makes more than {MAX_BLOCKS} blocks, each with code of its own"
-        return None if op.skips else f"the mask ({op.mask.describe()}) hides no whole block"
+            return f"the sequence length {length} needs more than {MAX_BLOCKS} blocks, and each block is compiled separately"
+        return None if op.skips else f"the mask ({op.mask.describe()}) does not hide any whole block"
 
     def __call__(self, op: AttentionOp) -> jax.Array:
-        """[B, Q, N, V]."""
+        """Return the attention output, [B, Q, N, V]."""
         q, k, v = _by_head(op.query, op.key, op.value, op.scale)
         parts = []
         for start in range(0, op.query.shape[1], BLOCK):
             rows = (start, start + BLOCK)
             low, high = _visible_keys(op.mask, rows, op.key.shape[1])
             visible = None if op.mask.block(rows, (low, high)) else op.mask.materialize(rows, (low, high))[:, None]
-            added = None if op.bias is None else op.bias.materialize(rows, (low, high))
+            bias = None if op.bias is None else op.bias.materialize(rows, (low, high))
             parts.append(
-                _attend(q[:, :, slice(*rows)], k[:, :, low:high], v[:, :, low:high], visible, op.softcap, added)
+                _attend(q[:, :, slice(*rows)], k[:, :, low:high], v[:, :, low:high], visible, op.softcap, bias)
             )
         return jnp.swapaxes(jnp.concatenate(parts, axis=2), 1, 2)
 
 
 def _visible_keys(mask: Mask, rows: Range, length: int) -> Range:
-    """From the first key block that a query of `rows` may see to the last."""
+    """Return the range of keys that the queries `rows` may see, in whole blocks."""
     starts = [j for j in range(0, length, BLOCK) if mask.block(rows, (j, j + BLOCK)) is not False]
     return (starts[0], starts[-1] + BLOCK) if starts else (0, BLOCK)
 

@@ -1,4 +1,6 @@
-"""The op `gated_linear_unit`: `activation(gate(x)) * up(x)` (Shazeer, 2020), where gate and up are projections.
+"""The op `gated_linear_unit`: `activation(gate(x)) * up(x)` (Shazeer, 2020).
+
+`gate` and `up` are projections.
 
 B batch, S positions, D width, F hidden size.
 """
@@ -29,15 +31,15 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class GatedLinearUnitOp(Op[jax.Array]):
     """`activation(gate(x)) * up(x)`.
 
-    A kernel computes both products at once, for which it needs their matrices. A projection that is more than a product
-    with one (adapters, quantization, a bias) is not `plain`. The result is [B, S, F] in the dtype of the projections.
+    A kernel computes both products at once, so it needs their matrices. A projection is `plain` if it is only a matrix
+    product, without adapters, quantization or bias. The result is [B, S, F] in the dtype of the projections.
 
     Attributes:
         x: [B, S, D].
-        gate: [D] -> [F]; of an abstract op the shape and dtype of its matrix [D, F], None if it is not plain.
-        up: the same.
+        gate: Projection [D] -> [F]. In an abstract op, the shape and dtype of its matrix [D, F], or None if not plain.
+        up: Projection [D] -> [F]; see `gate`.
         hidden_dim: F.
-        activation: one of `ACTIVATIONS`.
+        activation: A key of `ACTIVATIONS`.
     """
 
     name = "gated_linear_unit"
@@ -50,34 +52,40 @@ class GatedLinearUnitOp(Op[jax.Array]):
 
     @property
     def plain(self) -> bool:
-        """Whether both projections are products with a matrix and nothing else."""
+        """True if both projections are only matrix products."""
         return _matrix(self.gate) is not None and _matrix(self.up) is not None
 
     def operands(self) -> Mapping[str, Any]:
-        """Input, and the matrices of plain projections."""
+        """Return the input, and the matrices of plain projections."""
         return {"x": self.x, "gate": _matrix(self.gate), "up": _matrix(self.up)} if self.plain else {"x": self.x}
 
     def options(self) -> Mapping[str, Any]:
-        """The activation, and whether there are matrices."""
+        """Return the activation and whether the projections are plain."""
         return {"activation": self.activation, "plain": self.plain}
 
     def abstract(self) -> Self:
-        """Matrices for the projections."""
+        """Replace the projections with their matrices."""
         x = jax.ShapeDtypeStruct(self.x.shape, self.x.dtype)
         return attrs.evolve(self, x=x, gate=_matrix(self.gate), up=_matrix(self.up))
 
     def matrices(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x and the matrices of plain projections, [D, F] each, in the dtype that the projections compute in."""
+        """Return x and the matrices [D, F] of plain projections.
+
+        They are in the compute dtype of the projections.
+        """
         gate: Any = self.gate
         up: Any = self.up
         return self.x.astype(gate.precision.compute), gate.computed(gate.weight), up.computed(up.weight)
 
     def flops(self) -> float:
-        """Two products. What adapters add is theirs."""
+        """Count two products. Adapters count their own."""
         return 4.0 * math.prod(self.x.shape) * self.hidden_dim
 
     def bytes(self) -> float:
-        """Input, two matrices and the result, in the dtype of the input unless matrices tell another."""
+        """Count the input, two matrices and the result.
+
+        Without matrices, assume the dtype of the input.
+        """
         matrix = _matrix(self.gate)
         size = (self.x if matrix is None else matrix).dtype.itemsize
         *rows, width = self.x.shape
@@ -85,16 +93,16 @@ class GatedLinearUnitOp(Op[jax.Array]):
         return math.prod(self.x.shape) * self.x.dtype.itemsize + elements * size
 
     def kernel_flops(self, operands: Sequence[Shape], results: Sequence[Shape], *, opaque: bool) -> float | None:
-        """By the arrays [M, D] x [D, 2, F] of a launch."""
+        """Count from the arrays [M, D] x [D, 2, F] of a launch."""
         return 2.0 * operands[0][0] * math.prod(operands[1]) if opaque else None
 
     def result(self) -> Any:
-        """[B, S, F]."""
+        """Return the abstract result, [B, S, F]."""
         dtype = (_matrix(self.gate) or self.x).dtype
         return jax.ShapeDtypeStruct((*self.x.shape[:-1], self.hidden_dim), dtype)
 
     def reference(self) -> jax.Array:
-        """Two products, whose results remat policies know by their tags."""
+        """Compute two products, tagged for remat policies."""
         gate: Any = self.gate
         up: Any = self.up
         gates, ups = tag(gate(self.x), "mlp_gate"), tag(up(self.x), "mlp_up")
@@ -102,7 +110,10 @@ class GatedLinearUnitOp(Op[jax.Array]):
 
 
 def _matrix(projection: Any) -> jax.ShapeDtypeStruct | None:
-    """The matrix of a plain projection. A subclass of `Linear` (adapters are one) may compute something else."""
+    """Return the abstract matrix of a plain projection, or None.
+
+    Subclasses of `Linear`, such as adapters, are not plain.
+    """
     if isinstance(projection, jax.ShapeDtypeStruct):
         return projection
     plain = type(projection) is Linear and not projection.cfg.bias and projection.weight.ndim == 2

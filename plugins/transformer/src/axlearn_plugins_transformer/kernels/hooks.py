@@ -1,18 +1,21 @@
-"""The kernels of this plugin. Imports no JAX."""
+"""Kernels of this plugin. This module does not import JAX."""
 
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.plugins.hookspecs import hookimpl
 
 _MODULE = "axlearn_plugins_transformer.kernels.attention"
 _PAGED = "axlearn_plugins_transformer.kernels.paged_attention"
-_ROW_BY_ROW = {"cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}}
-"""YNNPACK computes products only. By default XLA for CPU also gives it all other work on 4,096 numbers or more, and computes
-smaller work itself, with other results. A norm's 1 / sqrt(mean) would then depend on the number of tokens in the batch."""
+_DOTS_ONLY = {"cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}}
+"""Restricts YNNPACK to matrix products. By default, XLA on CPUs also uses it for other operations on 4,096 elements or more,
+with results that differ from those of smaller operations. A norm's 1 / sqrt(mean) would then depend on the batch size."""
 
 
 @hookimpl
 def axlearn_kernels() -> list[KernelImplementation]:
-    """Attention by blocks, for masks that hide blocks; attention over pages where each request's share is known."""
+    """Register the kernels of this plugin.
+
+    They are for masks that hide blocks, paged attention with a static split, and batch invariance.
+    """
     blocked = KernelImplementation(
         name="xla-blocked", op=f"{_MODULE}:AttentionOp", load=f"{_MODULE}:XLA_BLOCKED", priority=10
     )
@@ -22,14 +25,14 @@ def axlearn_kernels() -> list[KernelImplementation]:
         load="axlearn_plugins_transformer.kernels.paged_split:XLA_SPLIT",
         priority=10,
     )
-    # Slower than the others: only where a config names them.
+    # These are slower, so they run only if a config names them.
     invariant = [
         KernelImplementation(
             name="invariant",
             op=op,
             load=f"axlearn_plugins_transformer.kernels.invariant:{attribute}",
             priority=-1,
-            compiler_options=_ROW_BY_ROW,
+            compiler_options=_DOTS_ONLY,
         )
         for op, attribute in (
             (f"{_MODULE}:AttentionOp", "INVARIANT"),

@@ -1,13 +1,16 @@
-"""Attention whose rows do not depend on what is computed beside them, bit for bit: for training programs and for serving.
+"""Batch-invariant attention.
 
-Every query is in a tile of `ROWS` rows, which meets the keys of its request in blocks of `KEYS`, from slot 0 on, one after the
-other. So the order of all sums is that of the slots, regardless of the batch, the chunks of a prompt and the pages of a cache.
-Both kernels run one and the same loop over blocks; a block that a query does not see changes nothing of its sums.
+The result of a row does not depend on other rows, bit for bit. The kernels are for training and serving.
 
-They are ops of their own, so that a plugin can compute both in another order, which then has to be one and the same in both. Its
-kernels decide by `traits`, which both ops of a model have in common, so that a training and a server get the same.
+Each query is in a tile of `ROWS` rows. A loop multiplies the tile by the keys of its request in blocks of `KEYS`, starting
+at slot 0. All sums therefore follow the order of the slots, independent of the batch, the chunks of a prompt and the pages
+of a cache. Both kernels run the same loop. A block that a query does not see does not change its sums.
 
-A program with one of them is compiled so that nothing else in it depends on the number of rows either (`hooks.py`).
+The kernels call separate ops, so a plugin can implement both ops in another order of summation. It must use the same order
+for both. Its kernels decide by `traits`, which is equal for both ops of a model, so training and serving use the same one.
+
+A program that uses one of these kernels is compiled so that the rest of it does not depend on the number of rows either
+(see `hooks.py`).
 
 Legend: B batch, Q queries, C tokens of a tile, N query heads, G key-value heads, n = N / G, H head size, V size of a value.
 """
@@ -26,23 +29,32 @@ from axlearn_plugins_transformer.kernels.masks import Causal, SlidingWindow
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, on_each_device
 
 ROWS = 32
-"""Of a product, at least: XLA for CPU multiplies 16 rows and fewer by another algorithm."""
+"""Minimum number of rows of a product. XLA on CPUs multiplies 16 rows or fewer with another algorithm."""
 KEYS = 128
-AT_ONCE = 8
-"""Tiles that are computed together."""
+TILE_BATCH = 8
+"""Number of tiles that are computed together."""
 LOW = -1e30
 
 Block = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
-"""The number of a block -> its keys [G, KEYS, H] and values [G, KEYS, V]."""
+"""Index of a block -> its keys [G, KEYS, H] and values [G, KEYS, V]."""
 
 
 def tile_tokens(heads: int) -> int:
-    """C: how many tokens with `heads` query heads for each key-value head are in a tile."""
+    """Return the number of tokens in a tile (C), for `heads` query heads per key-value head."""
     return max(1, ROWS // heads)
 
 
-def _tile(op: Any, query: jax.Array, positions: jax.Array, length: Any, blocks: Any, block: Block) -> jax.Array:
-    """[C, G, n, H] at int32 [C] over the first `blocks`, which hold `length` keys -> float32 [C, G, n, V]."""
+def _attend_tile(op: Any, query: jax.Array, positions: jax.Array, length: Any, blocks: Any, block: Block) -> jax.Array:
+    """Attend with the queries of a tile, [C, G, n, H] -> float32 [C, G, n, V].
+
+    Args:
+        op: The op.
+        query: [C, G, n, H].
+        positions: Positions of the queries, int32 [C].
+        length: Number of keys.
+        blocks: Number of blocks to read.
+        block: Returns the keys and values of a block.
+    """
     count, groups, heads, size = query.shape
     rows = jnp.transpose(query, (1, 2, 0, 3)).reshape(groups, heads * count, size)
     rows = jnp.pad(rows, ((0, 0), (0, max(0, ROWS - heads * count)), (0, 0)))
@@ -59,16 +71,16 @@ def _tile(op: Any, query: jax.Array, positions: jax.Array, length: Any, blocks: 
         if window is not None:
             visible &= slots[None] > positions[:, None] - window
         if op.bias is not None:
-            added = op.bias.materialize((0, count), (0, KEYS), positions[None], slots[None])
-            added = added.reshape(groups, heads * count, KEYS)
-            scores = scores + jnp.pad(added, ((0, 0), (0, scores.shape[1] - heads * count), (0, 0)))
+            bias = op.bias.materialize((0, count), (0, KEYS), positions[None], slots[None])
+            bias = bias.reshape(groups, heads * count, KEYS)
+            scores = scores + jnp.pad(bias, ((0, 0), (0, scores.shape[1] - heads * count), (0, 0)))
         visible = jnp.broadcast_to(visible[None, None], (1, heads, count, KEYS)).reshape(1, heads * count, KEYS)
         visible = jnp.pad(visible, ((0, 0), (0, scores.shape[1] - heads * count), (0, 0)))
         scores = jnp.where(visible, scores, LOW)
         peak = jnp.maximum(highest, jnp.max(scores, axis=-1))
         scale = jnp.exp(highest - peak)
         weights = jnp.where(scores > LOW, jnp.exp(scores - peak[..., None]), 0.0)
-        if not (isinstance(op, PagedAttentionOp) and op.finite):  # what no token wrote may be NaN
+        if not (isinstance(op, PagedAttentionOp) and op.finite):  # unwritten slots may contain NaN
             value = jnp.where((slots < length)[None, :, None], value, 0)
         part = jnp.einsum("gqs,gsv->gqv", weights.astype(value.dtype), value).astype(jnp.float32)
         return peak, total * scale + jnp.sum(weights, axis=-1), result * scale[..., None] + part
@@ -81,20 +93,20 @@ def _tile(op: Any, query: jax.Array, positions: jax.Array, length: Any, blocks: 
     return jnp.transpose(result[:, : heads * count].reshape(groups, heads, count, -1), (2, 0, 1, 3))
 
 
-def _tiles(x: jax.Array, count: int) -> jax.Array:
-    """[Q, ...] -> [tiles, count, ...], padded."""
+def _split_tiles(x: jax.Array, count: int) -> jax.Array:
+    """Split [Q, ...] into [tiles, count, ...] with padding."""
     x = jnp.pad(x, [(0, -x.shape[0] % count)] + [(0, 0)] * (x.ndim - 1))
     return x.reshape(-1, count, *x.shape[1:])
 
 
 class Traits(NamedTuple):
-    """What both ops of a model's layer have in common.
+    """Properties that both ops of a model's layer share.
 
     Attributes:
-        size: of heads.
-        value_size: of values.
-        dtypes: of queries, keys and values; pages hold values as keys.
-        biased: whether there is a bias on the scores.
+        size: Head size.
+        value_size: Size of a value.
+        dtypes: Dtypes of queries, keys and values. Pages store values in the dtype of keys.
+        biased: Whether the scores have a bias.
     """
 
     size: int
@@ -104,7 +116,10 @@ class Traits(NamedTuple):
 
 
 def traits(op: AttentionOp | PagedAttentionOp) -> Traits:
-    """Of a call of either op, or of one that is computed by the kernel `invariant`."""
+    """Return the traits of a call.
+
+    The call is of either op, or of an op that the kernel `invariant` computes.
+    """
     size, query, biased = op.query.shape[-1], str(op.query.dtype), op.bias is not None
     if isinstance(op, AttentionOp):
         return Traits(size, op.value.shape[-1], (query, str(op.key.dtype), str(op.value.dtype)), biased)
@@ -114,63 +129,66 @@ def traits(op: AttentionOp | PagedAttentionOp) -> Traits:
 
 @attrs.frozen(eq=False)
 class InvariantAttentionOp(AttentionOp):
-    """`AttentionOp` of aligned positions under a causal mask, with a window or without; nobody looks at others in it."""
+    """Batch-invariant `AttentionOp`.
+
+    Positions are aligned. The mask is causal, with or without a window.
+    """
 
     name = "invariant_attention"
 
     @property
     def window(self) -> int | None:
-        """The last keys that a query sees; None without a limit."""
+        """Number of last keys that a query sees, or None for all."""
         return min((part.size for part in self.mask.parts if isinstance(part, SlidingWindow)), default=None)  # type: ignore[attr-defined]
 
     def reference(self) -> jax.Array:
-        """[B, Q, N, V], a tile at a time."""
+        """Compute [B, Q, N, V] one tile at a time."""
         return _attend_rows(self)
 
 
 @attrs.frozen(eq=False)
 class InvariantPagedAttentionOp(PagedAttentionOp):
-    """`PagedAttentionOp` with a static split."""
+    """`PagedAttentionOp` with a static split, in a batch-invariant order."""
 
     name = "invariant_paged_attention"
 
     def bytes(self) -> float:
-        """Of what the split does not say."""
+        """Count all operands except those that the split replaces."""
         return super().bytes() - sum(x.size * x.dtype.itemsize for x in (self.starts, self.count))
 
     def reference(self) -> jax.Array:
-        """[T, N, V], a tile at a time; each device attends with its own heads."""
+        """Compute [T, N, V] one tile at a time. Each device attends with its own heads."""
         return on_each_device(self, _attend_pages)
 
 
-def _as(op_class: type[Any], op: Any) -> Any:
+def _convert(op_class: type[Any], op: Any) -> Any:
     return op_class(**attrs.asdict(op, recurse=False))
 
 
 class _Invariant:
-    """The op `attention`."""
+    """The batch-invariant kernel of the op `attention`."""
 
     def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
-        """Causal attention."""
+        """Support causal attention, with or without a window."""
         if not op.aligned:
             return "queries and keys are not the same positions"
         other_masks = [p for p in op.mask.parts if not isinstance(p, (Causal, SlidingWindow))]
         if other_masks or not any(isinstance(p, Causal) for p in op.mask.parts):
-            return f"the mask is {op.mask.describe()}; it takes causal ones, with a window or without"
+            return f"the mask is {op.mask.describe()}; only causal masks, with or without a window, are supported"
         return None
 
     def __call__(self, op: AttentionOp) -> jax.Array:
-        """[B, Q, N, V]."""
-        return _as(InvariantAttentionOp, op).run()
+        """Return the attention output, [B, Q, N, V]."""
+        return _convert(InvariantAttentionOp, op).run()
 
 
 def _attend_rows(op: InvariantAttentionOp) -> jax.Array:
-    """[B, Q, N, V]."""
+    """Compute [B, Q, N, V] row by row."""
     batch, length, heads, size = op.query.shape
     groups = op.key.shape[2]
     count = tile_tokens(heads // groups)
     query = (op.query * op.scale).reshape(batch, length, groups, heads // groups, size)
-    at = jnp.arange(-(-length // count) * count, dtype=jnp.int32).reshape(-1, count)
+    positions = jnp.arange(-(-length // count) * count, dtype=jnp.int32).reshape(-1, count)
 
     def row(x: tuple[jax.Array, ...]) -> jax.Array:
         query, key, value = x
@@ -180,10 +198,10 @@ def _attend_rows(op: InvariantAttentionOp) -> jax.Array:
             return tuple(lax.dynamic_slice_in_dim(y, index * KEYS, KEYS, axis=1) for y in (keys, values))  # type: ignore[return-value]
 
         def tile(x: tuple[jax.Array, jax.Array]) -> jax.Array:
-            # All blocks, though a query sees only those before it: a loop of a known length has a backward pass.
-            return _tile(op, *x, length, -(-length // KEYS), block)
+            # Run over all blocks, although a query sees only earlier ones: a loop of static length has a backward pass.
+            return _attend_tile(op, *x, length, -(-length // KEYS), block)
 
-        result = lax.map(tile, (_tiles(query, count), at))
+        result = lax.map(tile, (_split_tiles(query, count), positions))
         return result.reshape(-1, *result.shape[2:])[:length]
 
     result = lax.map(row, (query, op.key, op.value))
@@ -191,23 +209,23 @@ def _attend_rows(op: InvariantAttentionOp) -> jax.Array:
 
 
 class _InvariantPaged:
-    """The op `paged_attention`."""
+    """The batch-invariant kernel of the op `paged_attention`."""
 
     def supports(self, op: PagedAttentionOp, context: KernelContext) -> str | None:
-        """A static split, and pages that make up blocks."""
+        """Support calls with a static split and a page size that divides the block size."""
         if op.split is None:
-            return "how many tokens each request has is not known when it is compiled"
+            return "the number of tokens per request is not known at compile time"
         return (
-            None if KEYS % op.page_size == 0 else f"pages of {op.page_size} slots do not make up blocks of {KEYS} keys"
+            None if KEYS % op.page_size == 0 else f"the page size {op.page_size} does not divide the block size {KEYS}"
         )
 
     def __call__(self, op: PagedAttentionOp) -> jax.Array:
-        """[T, N, V]."""
-        return _as(InvariantPagedAttentionOp, op).run()
+        """Return the attention output, [T, N, V]."""
+        return _convert(InvariantPagedAttentionOp, op).run()
 
 
 def _attend_pages(op: PagedAttentionOp) -> jax.Array:
-    """[T, N, V]."""
+    """Compute [T, N, V] on one device."""
     assert op.split is not None
     singles, chunk = op.split
     heads, size = op.query.shape[1:]
@@ -229,34 +247,34 @@ def _attend_pages(op: PagedAttentionOp) -> jax.Array:
 
         length = op.lengths[request]
         blocks = jnp.clip((jnp.minimum(positions[-1], length - 1) // KEYS) + 1, 0, table.shape[1] // pages)
-        return _tile(op, query, positions, length, blocks, block)
+        return _attend_tile(op, query, positions, length, blocks, block)
 
     parts = []
     if singles:
         requests = jnp.arange(singles, dtype=jnp.int32)
-        each = query[:singles, None], op.lengths[:singles, None] - 1, requests
-        parts.append(lax.map(tile, each, batch_size=min(singles, AT_ONCE)))
+        tiles = query[:singles, None], op.lengths[:singles, None] - 1, requests
+        parts.append(lax.map(tile, tiles, batch_size=min(singles, TILE_BATCH)))
     if op.table.shape[0] > singles:
-        parts.append(_chunks(op, query[singles:].reshape(-1, chunk, *query.shape[1:]), tile))
+        parts.append(_attend_chunks(op, query[singles:].reshape(-1, chunk, *query.shape[1:]), tile))
     results = [x.reshape(-1, heads, x.shape[-1]).astype(op.query.dtype) for x in parts]
     if unused:
         results.append(jnp.zeros((unused, *results[0].shape[1:]), results[0].dtype))
     return results[0] if len(results) == 1 else jnp.concatenate(results)
 
 
-def _chunks(op: PagedAttentionOp, query: jax.Array, tile: Callable[[Any], jax.Array]) -> jax.Array:
-    """[K, C, G, n, H] -> [K, C, G, n, V]."""
-    many, chunk = query.shape[:2]
+def _attend_chunks(op: PagedAttentionOp, query: jax.Array, tile: Callable[[Any], jax.Array]) -> jax.Array:
+    """Attend with the chunks of K requests: [K, C, G, n, H] -> [K, C, G, n, V]."""
+    num_chunks, chunk = query.shape[:2]
     singles = op.split.singles if op.split else 0
     count = tile_tokens(query.shape[3])
-    tiles = jax.vmap(lambda x: _tiles(x, count))(query)
-    each = tiles.shape[1]
+    tiles = jax.vmap(lambda x: _split_tiles(x, count))(query)
+    num_tiles = tiles.shape[1]
     begin = op.lengths[singles:, None, None] - chunk
-    positions = begin + jnp.arange(each * count, dtype=jnp.int32).reshape(1, each, count)
-    requests = jnp.repeat(jnp.arange(singles, singles + many, dtype=jnp.int32), each)
+    positions = begin + jnp.arange(num_tiles * count, dtype=jnp.int32).reshape(1, num_tiles, count)
+    requests = jnp.repeat(jnp.arange(singles, singles + num_chunks, dtype=jnp.int32), num_tiles)
     parts = tiles.reshape(-1, *tiles.shape[2:]), positions.reshape(-1, count), requests
-    result = lax.map(tile, parts, batch_size=min(requests.shape[0], AT_ONCE))
-    return result.reshape(many, each * count, *result.shape[2:])[:, :chunk]
+    result = lax.map(tile, parts, batch_size=min(requests.shape[0], TILE_BATCH))
+    return result.reshape(num_chunks, num_tiles * count, *result.shape[2:])[:, :chunk]
 
 
 INVARIANT, INVARIANT_PAGED = _Invariant(), _InvariantPaged()

@@ -1,9 +1,11 @@
-"""Symbolic attention masks: no array exists until a kernel asks for one, and a kernel can ask which blocks it may skip.
+"""Symbolic attention masks.
+
+A kernel can materialize a mask, or ask which blocks it can skip.
 
     mask = Causal() & SlidingWindow(4096) & Segments(ids, ids)
 
-The structure of a mask is static (it is part of the pytree's structure, and compares and hashes); what depends on the
-data, such as segment ids, are its leaves. Queries and keys are counted by slot: the index in the row, or in the cache.
+The structure of a mask is static: it is hashable and part of the pytree structure. Data, such as segment ids, are leaves.
+Queries and keys are indexed by slot: the index in the row, or in the cache.
 """
 
 import itertools
@@ -18,34 +20,35 @@ from axlearn_core.nn.layer import Context
 Range = tuple[int, int]
 
 BLOCKS = 64
-"""Blocks of queries, and of keys, that `visible_pairs` asks a mask about."""
+"""Number of query blocks, and of key blocks, into which `visible_pairs` divides a mask."""
 
 
 class Mask:
-    """The base of all masks."""
+    """Base class of masks."""
 
     def block(self, queries: Range, keys: Range) -> bool | None:
-        """Whether all (True), none (False) or some or unknown (None) of the keys are visible to the queries.
+        """Return whether a block of the mask is visible.
 
-        Only meaningful where query i and key i are the same position.
+        Returns True if all keys are visible to all queries, False if none are, and None otherwise or if unknown. The
+        result is only meaningful if query i and key i have the same position.
         """
         return None
 
     def materialize(
         self, queries: Range, keys: Range, query_slots: jax.Array | None = None, key_slots: jax.Array | None = None
     ) -> jax.Array:
-        """bool [B or 1, queries, keys]: True where the key is visible.
+        """Return the mask, bool [B or 1, queries, keys]. It is True if the key is visible.
 
         Args:
-            queries: the part of the queries that is wanted, (from, to).
-            keys: the part of the keys.
-            query_slots: int32 [B or 1, Q], the slot of each query; None means slot i for query i.
-            key_slots: the same for the keys.
+            queries: Range of queries, (start, stop).
+            keys: Range of keys, (start, stop).
+            query_slots: Slot of each query, int32 [B or 1, Q]. None means that query i has slot i.
+            key_slots: Slot of each key, int32 [B or 1, K]. None means that key i has slot i.
         """
         raise NotImplementedError
 
     def describe(self) -> str:
-        """The structure in words, for a kernel that accepts some structures only."""
+        """Describe the structure, for kernels that support only some structures."""
         return type(self).__name__.lower()
 
     def __and__(self, other: "Mask") -> "Mask":
@@ -56,7 +59,7 @@ class Mask:
 
     @property
     def parts(self) -> tuple["Mask", ...]:
-        """The masks that all have to agree."""
+        """The masks whose conjunction this mask is."""
         return (self,)
 
 
@@ -69,7 +72,10 @@ def _static(**kwargs: Any) -> Any:
 
 
 def slots_of(part: Range, slots: jax.Array | None, axis: int) -> jax.Array:
-    """Slots as [B or 1, n, 1] for queries (axis 1) or [B or 1, 1, n] for keys (axis 2)."""
+    """Return slots as an array that broadcasts over queries and keys.
+
+    The shape is [B or 1, n, 1] for queries (axis 1), and [B or 1, 1, n] for keys (axis 2).
+    """
     if slots is None:
         shape = (1, part[1] - part[0], 1) if axis == 1 else (1, 1, part[1] - part[0])
         return jax.lax.broadcasted_iota(jnp.int32, shape, axis) + part[0]
@@ -78,90 +84,102 @@ def slots_of(part: Range, slots: jax.Array | None, axis: int) -> jax.Array:
 
 @_mask
 class Full(Mask):
-    """Every key is visible."""
+    """A mask that hides nothing."""
 
     def block(self, queries: Range, keys: Range) -> bool | None:
-        """Always all."""
+        """Return True."""
         return True
 
     def materialize(self, queries, keys, query_slots=None, key_slots=None) -> jax.Array:
-        """All True."""
+        """Return an array of True."""
         return jnp.ones((1, queries[1] - queries[0], keys[1] - keys[0]), bool)
 
 
 @_mask
 class Causal(Mask):
-    """A query sees itself and what came before it."""
+    """A mask that hides later keys from each query."""
 
     def block(self, queries: Range, keys: Range) -> bool | None:
-        """By the corners of the block."""
+        """Compare the corners of the block."""
         if keys[0] > queries[1] - 1:
             return False
         return True if keys[1] - 1 <= queries[0] else None
 
     def materialize(self, queries, keys, query_slots=None, key_slots=None) -> jax.Array:
-        """key <= query."""
+        """Return key <= query."""
         return slots_of(keys, key_slots, 2) <= slots_of(queries, query_slots, 1)
 
 
 @_mask
 class SlidingWindow(Mask):
-    """A query sees the last `size` keys, itself included, and all later ones (combine it with `Causal`)."""
+    """A mask that shows the last `size` keys and all later keys.
+
+    The last keys include the query's own. Combine it with `Causal`.
+    """
 
     size: int = _static()
 
     def block(self, queries: Range, keys: Range) -> bool | None:
-        """By the corners of the block."""
+        """Compare the corners of the block."""
         if keys[1] - 1 <= queries[0] - self.size:
             return False
         return True if keys[0] > queries[1] - 1 - self.size else None
 
     def materialize(self, queries, keys, query_slots=None, key_slots=None) -> jax.Array:
-        """key > query - size."""
+        """Return key > query - size."""
         return slots_of(keys, key_slots, 2) > slots_of(queries, query_slots, 1) - self.size
 
     def describe(self) -> str:
-        """With the size."""
+        """Describe the mask with its size."""
         return f"slidingwindow({self.size})"
 
 
 @_mask
 class Segments(Mask):
-    """A query sees the keys of its own document: int32 [B, Q] and [B, K] segment ids."""
+    """A mask that shows each query the keys of its own document.
+
+    Attributes:
+        queries: Segment ids of the queries, int32 [B, Q].
+        keys: Segment ids of the keys, int32 [B, K].
+    """
 
     queries: jax.Array
     keys: jax.Array
 
     def materialize(self, queries, keys, query_slots=None, key_slots=None) -> jax.Array:
-        """Equal ids."""
+        """Return whether the segment ids are equal."""
         return self.queries[:, queries[0] : queries[1], None] == self.keys[:, None, keys[0] : keys[1]]
 
 
 @_mask
 class Prefix(Mask):
-    """Every query sees the first `length` keys of its row: int32 [B]."""
+    """A mask that shows each query the first `length` keys of its row.
+
+    Attributes:
+        length: int32 [B].
+    """
 
     length: jax.Array
 
     def materialize(self, queries, keys, query_slots=None, key_slots=None) -> jax.Array:
-        """key < length."""
+        """Return key < length."""
         visible = slots_of(keys, key_slots, 2) < self.length[:, None, None]
         return jnp.broadcast_to(visible, (visible.shape[0], queries[1] - queries[0], visible.shape[2]))
 
 
 @_mask
 class And(Mask):
-    """What all of the masks let through."""
+    """The conjunction of masks."""
 
     masks: tuple[Mask, ...]
 
     def block(self, queries: Range, keys: Range) -> bool | None:
-        """None visible where one says so; all where all do."""
+        """Return False if any mask hides the block, and True if all masks show it."""
         blocks = [m.block(queries, keys) for m in self.masks]
         return False if False in blocks else (True if all(blocks) else None)
 
     def materialize(self, queries, keys, query_slots=None, key_slots=None) -> jax.Array:
-        """The conjunction, without the parts that are known to let everything through."""
+        """Return the conjunction. Parts that are known to show everything are skipped."""
         aligned = query_slots is None and key_slots is None
         parts = [m for m in self.masks if not (aligned and m.block(queries, keys))] or [Full()]
         result = parts[0].materialize(queries, keys, query_slots, key_slots)
@@ -170,42 +188,43 @@ class And(Mask):
         return result
 
     def describe(self) -> str:
-        """All parts, sorted."""
+        """Describe the parts, sorted."""
         return " & ".join(sorted(m.describe() for m in self.masks))
 
     @property
     def parts(self) -> tuple[Mask, ...]:
-        """The masks."""
+        """The masks of the conjunction."""
         return self.masks
 
 
 @_mask
 class Or(Mask):
-    """What one of the masks lets through."""
+    """The disjunction of masks."""
 
     masks: tuple[Mask, ...]
 
     def block(self, queries: Range, keys: Range) -> bool | None:
-        """All visible where one says so; none where all do."""
+        """Return True if any mask shows the block, and False if all masks hide it."""
         blocks = [m.block(queries, keys) for m in self.masks]
         return True if True in blocks else (False if all(f is False for f in blocks) else None)
 
     def materialize(self, queries, keys, query_slots=None, key_slots=None) -> jax.Array:
-        """The disjunction."""
+        """Return the disjunction."""
         result = self.masks[0].materialize(queries, keys, query_slots, key_slots)
         for part in self.masks[1:]:
             result = result | part.materialize(queries, keys, query_slots, key_slots)
         return result
 
     def describe(self) -> str:
-        """All parts, sorted."""
+        """Describe the parts, sorted."""
         return "(" + " | ".join(sorted(m.describe() for m in self.masks)) + ")"
 
 
 def visible(context: Context, window: int | None = None, *, causal: bool = True) -> Mask:
-    """The keys that a query of a causal decoder sees: the last `window` of the past, and the prefix, within its document.
+    """Return the mask of a decoder.
 
-    In an encoder (not `causal`) it also sees all that comes later.
+    It is causal, with an optional window, the prefix and the documents of the context. Without `causal`, as in an
+    encoder, queries also see all later keys.
     """
     mask: Mask = Causal() if causal else Full()
     if window is not None:
@@ -218,9 +237,9 @@ def visible(context: Context, window: int | None = None, *, causal: bool = True)
 
 
 def visible_pairs(mask: Mask, queries: int, keys: int) -> float:
-    """The share of (query, key) pairs that a mask shows, by its structure; a block that is shown in part counts as half.
+    """Return the share of (query, key) pairs that a mask shows, from its structure.
 
-    Parts that depend on the data (segments, prefixes) count as if they showed everything: rows of one document.
+    Partially visible blocks count as half. Parts that depend on data (segments, prefixes) count as if they hid nothing.
     """
     parts = [p for p in mask.parts if not jax.tree.leaves(p)]
     if not parts or queries != keys:

@@ -1,11 +1,11 @@
-"""The op `paged_attention` where it is known, when the program is compiled, how many new tokens each request has.
+"""An implementation of `paged_attention` for a static number of new tokens.
 
 Legend: R requests of at most M pages of S slots, C tokens of a request, N query heads, G key-value heads, n = N / G, H head
-size, V size of a value, W pages that are taken at once, with W S keys.
+size, V size of a value, W pages per iteration, with W S keys.
 
-Requests of one token share the work: the pages of all of them stand in one list, which is taken W at a time, so a step takes
-as long as its requests have keys together. Requests of a chunk of tokens go one after the other. Softmaxes are summed up on
-the way (Milakov & Gimelshein, 2018), and no keys are copied but those that are worked on.
+Requests with a single token are processed together. Their pages form one list, which a loop reads W pages at a time, so the
+time of a step grows with the total number of keys. Requests with a chunk of tokens are processed one by one. Softmaxes are
+accumulated online (Milakov & Gimelshein, 2018), and only the keys of the current iteration are copied.
 """
 
 import jax
@@ -17,40 +17,43 @@ from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 
 LOW = -1e30
 FEW_KEYS, MANY_KEYS, CHUNK_KEYS = 512, 1024, 128
-"""W S of fewer than `MANY` requests of one token, of more, and of a chunk."""
-MANY = 16
+"""Keys per iteration (W S): for fewer than `MANY_REQUESTS` single-token requests, for more of them, and for a chunk."""
+MANY_REQUESTS = 16
 
 
 class _XLASplit:
-    """Loops over the pages that requests have, with a running softmax."""
+    """Loops over the pages of the requests with an online softmax."""
 
     def supports(self, op: PagedAttentionOp, context: KernelContext) -> str | None:
-        """A static split."""
-        return None if op.split is not None else "how many tokens each request has is not known when it is compiled"
+        """Support calls with a static split."""
+        return None if op.split is not None else "the number of tokens per request is not known at compile time"
 
     def __call__(self, op: PagedAttentionOp) -> jax.Array:
-        """[T, N, V]."""
+        """Return the attention output, [T, N, V]."""
         return on_each_device(op, self._attend)
 
     def _attend(self, op: PagedAttentionOp) -> jax.Array:
-        """[T, N, V]."""
+        """Attend on one device and return [T, N, V]."""
         assert op.split is not None
         singles, chunk = op.split
         heads, size = op.query.shape[1:]
         query = (op.query * op.scale).reshape(-1, op.groups, heads // op.groups, size)
         parts = []
         if singles:
-            parts.append(_singles(op, query[:singles]))
+            parts.append(_attend_singles(op, query[:singles]))
         if op.table.shape[0] > singles:
-            rest = query[singles:].reshape(-1, chunk, *query.shape[1:])
-            one = lambda x: _chunk(op, *x)  # noqa: E731
-            parts.append(lax.map(one, (rest, op.table[singles:], op.lengths[singles:])))
+            chunks = query[singles:].reshape(-1, chunk, *query.shape[1:])
+            attend = lambda x: _attend_chunk(op, *x)  # noqa: E731
+            parts.append(lax.map(attend, (chunks, op.table[singles:], op.lengths[singles:])))
         results = [x.reshape(-1, heads, x.shape[-1]).astype(op.query.dtype) for x in parts]
         return results[0] if len(results) == 1 else jnp.concatenate(results)
 
 
-def _span(op: PagedAttentionOp, lengths: jax.Array, queries: int) -> tuple[jax.Array, jax.Array]:
-    """int32 [R]: the first page that the last `queries` tokens of each request see, and how many from there on."""
+def _page_range(op: PagedAttentionOp, lengths: jax.Array, queries: int) -> tuple[jax.Array, jax.Array]:
+    """Return the pages that the last `queries` tokens of each request see.
+
+    Returns the index of the first page and the number of pages, int32 [R] each.
+    """
     pages = jnp.clip(-(-lengths // op.page_size), 0, op.table.shape[1])
     if op.window is None:
         return jnp.zeros_like(pages), pages
@@ -58,33 +61,40 @@ def _span(op: PagedAttentionOp, lengths: jax.Array, queries: int) -> tuple[jax.A
     return first, pages - first
 
 
-def _scores(op: PagedAttentionOp, scores: jax.Array, positions: jax.Array, slots: jax.Array) -> jax.Array:
-    """[B, G, n, C, K] with cap, bias and mask, by int32 [B, C] positions of queries and [B, K] slots of keys."""
+def _mask_scores(op: PagedAttentionOp, scores: jax.Array, positions: jax.Array, slots: jax.Array) -> jax.Array:
+    """Apply cap, bias and mask to the scores [B, G, n, C, K].
+
+    Args:
+        op: The op.
+        scores: [B, G, n, C, K].
+        positions: Positions of the queries, int32 [B, C].
+        slots: Slots of the keys, int32 [B, K].
+    """
     scores = scores.astype(jnp.float32)
     if op.softcap is not None:
         scores = op.softcap * jnp.tanh(scores / op.softcap)
     if op.bias is not None:
         counts = (0, positions.shape[1]), (0, slots.shape[1])
-        added = op.bias.materialize(*counts, positions, slots)
-        scores = scores + added.reshape(added.shape[0], *scores.shape[1:])
+        bias = op.bias.materialize(*counts, positions, slots)
+        scores = scores + bias.reshape(bias.shape[0], *scores.shape[1:])
     visible = slots[:, None] <= positions[..., None]
     if op.window is not None:
         visible &= slots[:, None] > positions[..., None] - op.window
     return jnp.where(visible[:, None, None], scores, LOW)
 
 
-def _singles(op: PagedAttentionOp, query: jax.Array) -> jax.Array:
-    """[R, G, n, H] -> [R, G, n, V]."""
+def _attend_singles(op: PagedAttentionOp, query: jax.Array) -> jax.Array:
+    """Attend with one token per request: [R, G, n, H] -> [R, G, n, V]."""
     rows, groups, heads, _ = query.shape
     size, lengths, table = op.page_size, op.lengths[:rows], op.table[:rows]
-    keys = FEW_KEYS if rows < MANY else MANY_KEYS
-    at_once = max(1, min(keys // size, rows * table.shape[1]))
-    first, counts = _span(op, lengths, 1)
+    keys = FEW_KEYS if rows < MANY_REQUESTS else MANY_KEYS
+    num_pages = max(1, min(keys // size, rows * table.shape[1]))
+    first, counts = _page_range(op, lengths, 1)
     ends = jnp.cumsum(counts)
 
     def body(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         highest, total, result = state
-        item = index * at_once + jnp.arange(at_once, dtype=jnp.int32)
+        item = index * num_pages + jnp.arange(num_pages, dtype=jnp.int32)
         owner = jnp.sum(ends[None] <= item[:, None], axis=1, dtype=jnp.int32)
         real, owner = owner < rows, jnp.minimum(owner, rows - 1)
         page = first[owner] + item - (ends[owner] - counts[owner])
@@ -92,45 +102,48 @@ def _singles(op: PagedAttentionOp, query: jax.Array) -> jax.Array:
         slots = page[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None]
         scores = jnp.einsum("wgnh,wgsh->wgns", query[owner], key)[:, :, :, None]
         positions = jnp.where(real, lengths[owner] - 1, -1)[:, None]
-        scores = _scores(op, scores, positions, slots)[:, :, :, 0]
+        scores = _mask_scores(op, scores, positions, slots)[:, :, :, 0]
         high = jnp.max(scores, axis=-1)
-        own = (owner[None] == jnp.arange(rows, dtype=jnp.int32)[:, None]) & real[None]
-        peak = jnp.max(jnp.where(own[:, :, None, None], high[None], LOW), axis=1)
+        owned = (owner[None] == jnp.arange(rows, dtype=jnp.int32)[:, None]) & real[None]
+        peak = jnp.max(jnp.where(owned[:, :, None, None], high[None], LOW), axis=1)
         peak = jnp.maximum(highest, peak)
         scale = jnp.exp(highest - peak)
         weights = jnp.where(scores > LOW, jnp.exp(scores - peak[owner][..., None]), 0.0)
-        if not op.finite:  # what no token wrote may be NaN
+        if not op.finite:  # unwritten slots may contain NaN
             value = jnp.where((slots <= positions)[:, None, :, None], value, 0)
         part = jnp.einsum("wgns,wgsv->wgnv", weights.astype(value.dtype), value).astype(jnp.float32)
-        own = own.astype(jnp.float32)
-        total = total * scale + jnp.einsum("rw,wgn->rgn", own, jnp.sum(weights, axis=-1))
-        result = result * scale[..., None] + jnp.einsum("rw,wgnv->rgnv", own, part)
+        owned = owned.astype(jnp.float32)
+        total = total * scale + jnp.einsum("rw,wgn->rgn", owned, jnp.sum(weights, axis=-1))
+        result = result * scale[..., None] + jnp.einsum("rw,wgnv->rgnv", owned, part)
         return peak, total, result
 
     value_size = op.value_size or op.pages.shape[-1]
     zeros = jnp.zeros((rows, groups, heads), jnp.float32)
     state = zeros + LOW, zeros, jnp.zeros((rows, groups, heads, value_size), jnp.float32)
-    _, total, result = lax.fori_loop(0, -(-ends[-1] // at_once), body, state)
+    _, total, result = lax.fori_loop(0, -(-ends[-1] // num_pages), body, state)
     return result / jnp.maximum(total, 1e-30)[..., None]
 
 
-def _chunk(op: PagedAttentionOp, query: jax.Array, table: jax.Array, length: jax.Array) -> jax.Array:
-    """[C, G, n, H], int32 [M] and int32 [] -> [C, G, n, V]."""
+def _attend_chunk(op: PagedAttentionOp, query: jax.Array, table: jax.Array, length: jax.Array) -> jax.Array:
+    """Attend with a chunk of tokens of one request.
+
+    Maps [C, G, n, H], int32 [M] and int32 [] to [C, G, n, V].
+    """
     count, groups, heads, _ = query.shape
     size = op.page_size
-    at_once = max(1, min(CHUNK_KEYS // size, table.shape[0]))
-    first, pages = (x[0] for x in _span(op, length[None], count))
+    num_pages = max(1, min(CHUNK_KEYS // size, table.shape[0]))
+    first, pages = (x[0] for x in _page_range(op, length[None], count))
     positions = (length - count + jnp.arange(count, dtype=jnp.int32))[None]
     rows = jnp.transpose(query, (1, 2, 0, 3)).reshape(groups, heads * count, -1)
 
     def body(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         highest, total, result = state
-        page = first + index * at_once + jnp.arange(at_once, dtype=jnp.int32)
+        page = first + index * num_pages + jnp.arange(num_pages, dtype=jnp.int32)
         key, value = op.keys_and_values(table.at[page].get(mode="clip"))
         key, value = (jnp.swapaxes(x, 0, 1).reshape(groups, -1, x.shape[-1]) for x in (key, value))
         slots = (page[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None]).reshape(1, -1)
         scores = jnp.einsum("gqh,gsh->gqs", rows, key).reshape(1, groups, heads, count, -1)
-        scores = _scores(op, scores, positions, slots).reshape(groups, heads * count, -1)
+        scores = _mask_scores(op, scores, positions, slots).reshape(groups, heads * count, -1)
         peak = jnp.maximum(highest, jnp.max(scores, axis=-1))
         scale = jnp.exp(highest - peak)
         weights = jnp.where(scores > LOW, jnp.exp(scores - peak[..., None]), 0.0)
@@ -141,7 +154,7 @@ def _chunk(op: PagedAttentionOp, query: jax.Array, table: jax.Array, length: jax
 
     zeros = jnp.zeros((groups, heads * count), jnp.float32)
     state = zeros + LOW, zeros, jnp.zeros((groups, heads * count, op.value_size or op.pages.shape[-1]), jnp.float32)
-    _, total, result = lax.fori_loop(0, -(-pages // at_once), body, state)
+    _, total, result = lax.fori_loop(0, -(-pages // num_pages), body, state)
     result = (result / jnp.maximum(total, 1e-30)[..., None]).reshape(groups, heads, count, -1)
     return jnp.transpose(result, (2, 0, 1, 3))
 

@@ -1,4 +1,4 @@
-"""Kernels on several devices: each runs on its own part of the activations."""
+"""Kernels on several devices, which run on shards of the activations."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,14 +11,17 @@ from axlearn_core.nn.sharding import placement
 
 
 def split_over(shape: Sequence[int], axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes that each dimension of an array is split over, by the placement in force.
+    """Return the mesh axes over which each dimension of an array is sharded.
+
+    The current placement determines them.
 
     Args:
-        shape: of the whole array.
-        axes: a logical axis for each dimension; None for one that stays whole.
+        shape: Global shape.
+        axes: Logical axis of each dimension, or None for a dimension that is not sharded.
 
     Returns:
-        For each dimension the names of its mesh axes: none where it stays whole, as all do without a placement.
+        Names of the mesh axes of each dimension. They are empty for dimensions that are not sharded, and if there is no
+        placement.
     """
     place = placement()
     parts = (None,) * len(shape) if place is None else place.spec(shape, axes)
@@ -26,11 +29,11 @@ def split_over(shape: Sequence[int], axes: Sequence[str | None]) -> tuple[tuple[
 
 
 def parts_of(shape: Sequence[int], axes: Sequence[str | None]) -> tuple[int, ...]:
-    """Over how many devices each dimension of an array is split: what a device has of it is the size divided by that.
+    """Return the number of shards of each dimension of an array.
 
     Args:
-        shape: of the whole array.
-        axes: a logical axis for each dimension; None for one that stays whole.
+        shape: Global shape.
+        axes: Logical axis of each dimension, or None for a dimension that is not sharded.
     """
     place = placement()
     over = split_over(shape, axes)
@@ -40,12 +43,14 @@ def parts_of(shape: Sequence[int], axes: Sequence[str | None]) -> tuple[int, ...
 def per_device(
     function: Callable[..., Any], operands: Sequence[Sequence[str | None] | None], result: Sequence[str | None]
 ) -> Callable[..., Any]:
-    """`function` run by every device on its own part of the operands: for kernels, which the compiler cannot partition.
+    """Wrap a function so that every device runs it on its shard.
+
+    Use it for kernels, which XLA cannot partition.
 
     Args:
-        function: of arrays (or None), to one array.
-        operands: the logical axes of each operand; None for an operand that is None.
-        result: the logical axes of the result, whose dimensions are split as those of the operands with the same names.
+        function: Function of arrays (or None) that returns one array.
+        operands: Logical axes of each operand, or None for an operand that is None.
+        result: Logical axes of the result. Dimensions are sharded like the operands' dimensions with the same names.
     """
     place = placement()
     if place is None:

@@ -14,15 +14,15 @@ from axlearn_core.nn.layer import expand_to
 
 @attrs.frozen(eq=False)
 class RMSNormOp(Op[jax.Array]):
-    """`x / sqrt(mean(x^2) + eps) * (weight + offset)` over the last axis, the mean in float32.
+    """`x / sqrt(mean(x^2) + eps) * (weight + offset)` over the last axis.
 
-    The result is [..., D] in the dtype of the weight.
+    The mean is computed in float32. The result is [..., D] in the dtype of the weight.
 
     Attributes:
         x: [..., D].
         weight: [D].
-        eps: added to the mean square.
-        offset: added to the weight.
+        eps: Constant added to the mean square.
+        offset: Constant added to the weight.
     """
 
     name = "rms_norm"
@@ -33,19 +33,19 @@ class RMSNormOp(Op[jax.Array]):
     offset: float = attrs.field(default=0.0, kw_only=True)
 
     def operands(self) -> Mapping[str, Any]:
-        """Input and weight."""
+        """Return the input and the weight."""
         return {"x": self.x, "weight": self.weight}
 
     def options(self) -> Mapping[str, Any]:
-        """Epsilon and offset."""
+        """Return epsilon and offset."""
         return {"eps": self.eps, "offset": self.offset}
 
     def flops(self) -> float:
-        """None: it multiplies no matrices."""
+        """Return 0, because the op has no matrix product."""
         return 0.0
 
     def reference(self) -> jax.Array:
-        """Elementwise operations, which XLA fuses with their neighbours."""
+        """Compute the norm elementwise, so that XLA can fuse it with adjacent operations."""
         y = self.x.astype(jnp.float32)
         y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
         weight = self.weight + self.offset if self.offset else self.weight

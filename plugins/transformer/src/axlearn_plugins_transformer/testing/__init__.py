@@ -1,4 +1,7 @@
-"""Conformance suites of the slots that this plugin defines, as those of `axlearn_testing`; they need pytest."""
+"""Conformance suites for the slots of this plugin.
+
+They follow the style of `axlearn_testing` and need pytest.
+"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The suite for layouts of key-value caches."""
+"""The conformance suite for layouts of key-value caches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,16 +17,16 @@ from axlearn_plugins_transformer.kv_cache import build_cache
 from axlearn_testing.common import assert_close, compiled
 
 B, S, N, K, H = 2, 12, 4, 2, 8
-"""Rows, tokens of each, query heads, key-value heads, head size."""
+"""Rows, tokens per row, query heads, key-value heads, head size."""
 
 
 class KVCacheSuite:
-    """What every layout keeps: attention through the cache is attention over everything at once.
+    """Tests that attention through the cache equals attention over all tokens at once.
 
     Attributes:
-        config: the layout.
-        tolerance: of results in float32, relative to the norm of each array; larger for a layout that rounds.
-        length: slots of the cache.
+        config: Config of the layout.
+        tolerance: Relative tolerance of float32 results, by the norm of each array. Set it higher for layouts that round.
+        length: Slots of the cache.
     """
 
     config: Node[Any]
@@ -34,17 +34,25 @@ class KVCacheSuite:
     length: int = 16
 
     def tokens(self, dtype: str = "float32", mask: Mask | None = None, **options: Any) -> AttentionOp:
-        """Attention over all tokens at once: [B, S, N, H] queries, [B, S, K, H] keys and values."""
+        """Return attention over all tokens at once.
+
+        Queries are [B, S, N, H], keys and values [B, S, K, H].
+        """
         rng = np.random.default_rng(0)
         query, key, value = (jnp.asarray(rng.standard_normal((B, S, n, H), np.float32), dtype) for n in (N, K, K))
         return AttentionOp(query, key, value, mask=mask or Causal(), scale=H**-0.5, **options)
 
     def empty(self, dtype: str = "float32") -> Any:
-        """A cache of `length` slots."""
+        """Return an empty cache of `length` slots."""
         return build_cache(self.config).init(B, self.length, K, H, dtype)
 
     def attend(self, cache: Any, op: AttentionOp, rows: Sequence[Any], slots: Any, kernel: str | None = None) -> Any:
-        """(result, new cache) for some tokens of each row (slices or indices), written to `slots` [B or 1, number of tokens]."""
+        """Attend for some tokens of each row (slices or indices).
+
+        Return (result, new cache).
+
+        `slots` [B or 1, number of tokens] are the slots of these tokens.
+        """
         rows_of = [jnp.stack([x[b, row] for b, row in enumerate(rows)]) for x in (op.query, op.key, op.value)]
 
         def call(cache: Any, query: Any, key: Any, value: Any, slots: Any) -> Any:
@@ -53,11 +61,17 @@ class KVCacheSuite:
         return compiled(call)(cache, *rows_of, jnp.asarray(slots, jnp.int32))
 
     def step(self, cache: Any, op: AttentionOp, slots: jax.Array, kernel: str | None = None) -> Any:
-        """(result, new cache) of one call of the layout: the op's tokens go to `slots` [B or 1, S]."""
+        """Call the layout once, with the op's tokens at `slots` [B or 1, S].
+
+        Return (result, new cache).
+        """
         return build_cache(self.config).attend(cache, op, slots, kernel)
 
     def decode(self, op: AttentionOp, chunks: Sequence[int], rows: int = 1) -> jax.Array:
-        """The results of all tokens, taken in chunks; `rows` is the first dimension of the slots."""
+        """Attend to all tokens in chunks and return the results.
+
+        `rows` is the first dimension of the slots.
+        """
         cache, results, begin = self.empty(str(op.value.dtype)), [], 0
         for size in chunks:
             part = slice(begin, begin + size)
@@ -80,10 +94,12 @@ class KVCacheSuite:
 
     def test_rows_may_be_at_different_slots(self) -> None:
         op, ahead, behind = self.tokens(), 8, 3
-        other = np.r_[0:behind, S - (ahead - behind) : S]  # tokens that are to be forgotten follow in the second row
+        other = np.r_[
+            0:behind, S - (ahead - behind) : S
+        ]  # the second row continues with tokens that are overwritten below
         _, cache = self.attend(self.empty(), op, [np.arange(ahead), other], np.arange(ahead)[None])
         expected = op.reference()
-        for step in range(S - ahead):  # the second row goes back, and writes over what it has written
+        for step in range(S - ahead):  # the second row goes back and overwrites its slots
             at = (ahead + step, behind + step)
             result, cache = self.attend(cache, op, [slice(t, t + 1) for t in at], [[t] for t in at])
             for row, t in enumerate(at):
@@ -97,14 +113,14 @@ class KVCacheSuite:
         try:
             result = self.decode(op, (5, *[1] * (S - 5)))
         except RequestError as error:
-            pytest.skip(f"the layout refuses it: {error}")
-        assert_close(result, op.reference(), self.tolerance, "supported, so it is the whole")
+            pytest.skip(f"the layout does not support it: {error}")
+        assert_close(result, op.reference(), self.tolerance, "mask or soft cap")
 
     def test_the_cache_keeps_its_shape(self) -> None:
         cache = self.empty()
         _, new = self.attend(cache, self.tokens(), [slice(0, 3)] * B, np.arange(3)[None])
         like = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (cache, new)]
-        assert like[0] == like[1], "the cache of a step goes into the next one: it keeps its structure"
+        assert like[0] == like[1], "a step must not change the structure of the cache"
 
     def test_results_are_in_the_dtype_of_the_values(self) -> None:
         op = self.tokens("bfloat16")

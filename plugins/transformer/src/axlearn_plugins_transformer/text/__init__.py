@@ -1,4 +1,4 @@
-"""Input pipelines: sources, tokenizers, packing, conversations, and the iterator whose position a checkpoint keeps."""
+"""Text input: sources, tokenizers, packing, conversations, batch iterators."""
 
 from axlearn_plugins_transformer.text.batch_iterator import Batches
 from axlearn_plugins_transformer.text.chat_input import ChatInput

@@ -1,4 +1,4 @@
-"""The iterator whose position a checkpoint keeps."""
+"""The batch iterator, whose position is saved in checkpoints."""
 
 import copy
 import weakref
@@ -12,7 +12,7 @@ from axlearn_core.errors import InputError
 from axlearn_plugins_transformer.text.positions import is_current
 
 Places = dict[str, list[int | list[int]]]
-"""By shard, where each part of the data stands: the index of a record in the shard's order, or the records of the last row."""
+"""Shard -> place in each part of the data: the index of a record in the shard's order, or the records of the last row."""
 
 
 MakeStreams = Callable[[bool], Mapping[tuple[int, ...], Any]]
@@ -20,32 +20,35 @@ MakeStreams = Callable[[bool], Mapping[tuple[int, ...], Any]]
 
 @attrs.frozen
 class Position:
-    """Where a batch came from. Names are looked up when they are asked for: for a large batch that takes long."""
+    """The origin of a batch.
+
+    Record names are looked up on access, which is slow for a large batch.
+    """
 
     batch: int
     _shards: Mapping[str, Any]
     _identify: Callable[[Places], dict[str, Any]] = attrs.field(eq=False)
 
     def facts(self) -> dict[str, Any]:
-        """The number of the batch from 1, and the records that its rows begin in."""
-        return {"batch": self.batch, **self._identify({i: _places(s) for i, s in self._shards.items()})}
+        """Return the number of the batch, from 1, and the records in which its rows begin."""
+        return {"batch": self.batch, **self._identify({i: _find_places(s) for i, s in self._shards.items()})}
 
     def __str__(self) -> str:
         return str(self.facts())
 
 
 class Batches:
-    """A `BatchIterator` over Grain's iterators, whose state is kept by virtual shard.
+    """A `BatchIterator` over Grain's iterators, with a state per virtual shard.
 
-    So a position can be resumed with another number of worker processes; positions of several processes, their "shards"
-    put into one mapping, with another number of processes.
+    A position can therefore be resumed with another number of worker processes. It can also be resumed with another number
+    of processes, if the "shards" of all processes are merged into one mapping.
 
     Args:
-        streams: Grain's iterators, each with the ids of its shards.
-        workers: whether each stream runs in a worker process.
-        identify: (places, whether they are of the current order) -> what is read there, for messages.
-        remake: makes the streams for positions of the current order (True), or of an older version's (False).
-        check: raises `InputError` if a shard's position, of the current order, does not fit the data.
+        streams: Grain's iterators, by the ids of their shards.
+        workers: Whether each stream runs in a worker process.
+        identify: (places, whether they are in the current order) -> facts about the data there, for messages.
+        remake: Creates the streams for the current order (True) or the order of an older version (False).
+        check: Raises InputError if a shard's position, in the current order, does not fit the data.
     """
 
     def __init__(
@@ -61,38 +64,44 @@ class Batches:
         self._remake, self._current = remake, True
         self._count = 0
         self._shards = self._read()
-        # Grain's threads and processes end also where nobody closes them, and before Python takes modules apart.
+        # Stop Grain's threads and processes even if nobody calls `close`, and before Python unloads modules.
         self._finalize = weakref.finalize(self, _close, self._streams)
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         return self
 
     def __next__(self) -> dict[str, np.ndarray]:
-        """The next batch of this process's rows."""
+        """Return the next batch of this process's rows."""
         if not self._streams:
             raise StopIteration
         try:
             for stream in self._streams.values() if self._workers else ():
-                stream.ask()  # all workers start, and read, side by side
-            got = [next(stream) for stream in self._streams.values()]
+                stream.ask()  # let all workers read in parallel
+            batches = [next(stream) for stream in self._streams.values()]
         except StopIteration:
             self.close()
             raise
         self._count += 1
         self._shards = self._read()
-        return got[0] if len(got) == 1 else {k: np.concatenate([g[k] for g in got]) for k in got[0]}
+        return batches[0] if len(batches) == 1 else {k: np.concatenate([b[k] for b in batches]) for k in batches[0]}
 
     def get_state(self) -> dict[str, Any]:
-        """The position after the batch returned last, as JSON-able data: {"batches": n, "shards": {id: state}}."""
+        """Return the position after the last returned batch.
+
+        It is JSON data: {"batches": n, "shards": {id: state}}.
+        """
         return {"batches": self._count, "shards": self._shards}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a position that `get_state` gave; raises `InputError` where it is one of another pipeline."""
+        """Move to a position from `get_state`.
+
+        Raise InputError if it belongs to a different pipeline.
+        """
         shards = state["shards"]
         expected = {str(i) for ids in self._streams for i in ids}
         if not expected <= set(shards):
             raise InputError(
-                f"the saved data position has the shards {', '.join(sorted(shards))}; this process needs "
+                f"the saved data position has the shards {', '.join(sorted(shards))}, but this process needs "
                 f"{', '.join(sorted(expected))}\n    fix: resume with the same num_shards and batch size"
             )
         if self._remake:
@@ -115,17 +124,17 @@ class Batches:
             self._current = current
 
     def describe_position(self) -> "Position":
-        """The identity of the batch returned last."""
+        """Return the origin of the last returned batch."""
         identify, current = self._identify, self._current
         return Position(self._count, self._shards, lambda places: identify(places, current))
 
     def close(self) -> None:
-        """Ends worker processes and threads."""
+        """Stop worker processes and threads."""
         self._finalize()
 
     def _read(self) -> dict[str, Any]:
         states = [stream.get_state() for stream in self._streams.values()]
-        if self._workers:  # what Grain wraps around the one worker of each stream
+        if self._workers:  # unwrap the state of each stream's only worker
             states = [s["iterators_in_use_states"][0] for s in states]
         return {i: state for streams in states for i, state in streams.items()}
 
@@ -136,7 +145,10 @@ def _close(streams: dict[tuple[int, ...], Any]) -> None:
 
 
 def _restore_tuples(state: Any) -> Any:
-    """A state that went through JSON: Grain tells positions apart by tuples, which came back as lists."""
+    """Convert lists back to tuples in a state that went through JSON.
+
+    Grain compares these positions as tuples.
+    """
     if isinstance(state, Mapping):
         return {
             k: {n: tuple(v) for n, v in below.items()} if k == "remainder_slices" else _restore_tuples(below)
@@ -145,10 +157,10 @@ def _restore_tuples(state: Any) -> Any:
     return [_restore_tuples(s) for s in state] if isinstance(state, (list, tuple)) else state
 
 
-def _places(state: Any) -> list[int | list[int]]:
-    """Where each part of the data stands, in the order of the parts."""
+def _find_places(state: Any) -> list[int | list[int]]:
+    """Return the place in each part of the data, in the order of the parts."""
     if isinstance(state, Mapping):
         if "next_index" in state or "records" in state:
             return [state["next_index"] if "next_index" in state else state["records"]]
         state = list(state.values())
-    return [i for below in state for i in _places(below)] if isinstance(state, (list, tuple)) else []
+    return [i for below in state for i in _find_places(below)] if isinstance(state, (list, tuple)) else []

@@ -18,15 +18,19 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 @node
 class Chat(Feature):
-    """Trains on conversations: rows of `{"messages": [{"role": ..., "content": ...}]}`, where only answers count.
+    """Trains on conversations.
 
-    `data` are JSONL files, as paths or globs. Held-out conversations are in files of their own (`validation`), or a share
-    of `data` (`validation_fraction`); with neither, set `evaluators={}`. `template` is a tokenizer_config.json or a .jinja
-    file, by default the one beside the tokenizer's file, or a plain one. `answers: last` learns the last answer of each
-    conversation only, `too_long` says what becomes of one that is longer than a row: `error`, `truncate` or `drop`.
+    Rows are `{"messages": [{"role": ..., "content": ...}]}`. Only the assistant's answers count. Keeps the tokenizer,
+    the batch size and the other settings of the input. If the input already reads conversations, the feature sets the
+    given options. Without `validation` and `validation_fraction`, set `evaluators={}`.
 
-    The tokenizer, the batch size and the rest of the input stay. An input that reads conversations already gets the
-    options that are given.
+    Attributes:
+        data: JSONL files, as paths or globs.
+        validation: JSONL files with held-out conversations.
+        validation_fraction: Share of `data` to hold out.
+        template: A tokenizer_config.json or .jinja file (default: the one next to the tokenizer's file, or a plain one).
+        answers: `all` trains on all answers of a conversation, `last` only on the last one.
+        too_long: Handling of conversations that are longer than a row: `error`, `truncate` or `drop`.
     """
 
     stage = "replace"
@@ -40,12 +44,12 @@ class Chat(Feature):
     too_long: Literal["error", "truncate", "drop"] | None = None
 
     def apply(self, cfg: Tree) -> Tree:
-        """Puts the input for conversations in the place of the one for text."""
+        """Replace the text input with an input for conversations."""
         if not isinstance(input_of(cfg), LanguageModelInput.Config):
             raise ConfigError(
                 Problem(
                     path="input",
-                    message="chat finds no input of text whose tokenizer it could keep",
+                    message="chat finds no text input with a tokenizer",
                     expected="a language-model-input",
                     fix="leave chat out, or set input to a chat-input",
                 )

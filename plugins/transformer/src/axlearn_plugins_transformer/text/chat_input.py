@@ -1,4 +1,7 @@
-"""The input of fine-tuning on conversations: packed rows in which only what the assistant says counts."""
+"""Input for fine-tuning on conversations.
+
+Rows are packed, and only the assistant's answers count.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -22,19 +25,19 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 class ChatInput(LanguageModelInput):
     """Batches of conversations.
 
-    A conversation becomes the tokens that its chat template renders; the weight of a target is 1 where it belongs to an
-    answer of the assistant, else 0. Other documents, such as a mixture may hold, are learnt as a whole.
+    The chat template renders a conversation into tokens. The weight of a target is 1 in an answer of the assistant, and 0
+    elsewhere. For other documents, for example from a mixture, all tokens count.
     """
 
     @node
     class Config(LanguageModelInput.Config):
-        """The template, and what becomes of conversations.
+        """Settings of the template and the conversations.
 
         Attributes:
-            template: renders them.
-            answers: whether all answers of a conversation count, or the last one only.
-            too_long: what becomes of a conversation that is longer than a row: an error, its beginning, or nothing. Rows
-                that are packed by `concat` can be any length.
+            packing: How to pack conversations into rows. With `concat`, conversations can have any length.
+            template: Chat template.
+            answers: Train on all answers of a conversation, or only on the last one.
+            too_long: Raise an error for a conversation that is longer than a row, truncate it, or drop it.
         """
 
         packing: Literal["concat", "first-fit", "none"] = "first-fit"
@@ -52,7 +55,10 @@ class ChatInput(LanguageModelInput):
             self._check_lengths()
 
     def example(self, document: Document) -> Example | None:
-        """Of a conversation, its tokens with weights; of anything else, what it is to any language model."""
+        """Return the tokens of a conversation with weights.
+
+        Other documents are handled as in the base class.
+        """
         if not isinstance(document, Conversation):
             return super().example(document)
         row = document.row
@@ -62,7 +68,7 @@ class ChatInput(LanguageModelInput):
         )
         ids, marks = self.template.encode(rendered)
         check_ids(self.tokenizer, ids, self.vocab_size, document.location)
-        limit = self.config.sequence_length + 1  # the first is an input only, the last a target only
+        limit = self.config.sequence_length + 1  # the first token is only an input, the last only a target
         if len(ids) > limit and not self._any_length:
             if self.config.too_long == "error":
                 raise _too_long(document.location, len(ids), limit)
@@ -70,7 +76,7 @@ class ChatInput(LanguageModelInput):
         return example(ids[:-1], ids[1:], marks[1:]) if any(marks[1:]) else None
 
     def describe(self) -> Mapping[str, Any]:
-        """As any language model's input, and a hash of the template."""
+        """Return the facts of the base class and a hash of the template."""
         return {**super().describe(), "template": self.template.digest}
 
     def _check_source(self) -> None:
@@ -79,10 +85,10 @@ class ChatInput(LanguageModelInput):
             raise ConfigError(
                 Problem(
                     path="input.source",
-                    message="holds no conversations",
+                    message="does not contain conversations",
                     got=type(self.config.source).__qualname__,
                     expected="chat-files, or a mixture with it",
-                    fix="what a run file or --set says of input.source goes over the feature chat: leave it out there, or "
+                    fix="a run file or --set overrides the input.source of the feature chat: remove the setting there, or "
                     "set it to {type: chat-files, paths: ...}",
                 )
             )
@@ -94,10 +100,13 @@ class ChatInput(LanguageModelInput):
         fits = np.ones(len(records), bool)
         for i in self._long_rows(records):
             fits[i] = self.example(records[i][0]) is not None
-        return attrs.evolve(part, records=records.taken(fits)) if fits.any() else part
+        return attrs.evolve(part, records=records.select(fits)) if fits.any() else part
 
     def _check_lengths(self) -> None:
-        """Looks at what may be too long before anything is trained: rows of few bytes have few tokens."""
+        """Check conversations that may be too long before training.
+
+        Rows with few bytes have few tokens.
+        """
         for split in SPLITS:
             for part in self.source.parts(split):
                 for i in self._long_rows(part.records):

@@ -1,8 +1,8 @@
-"""Conversations as text, by a Jinja template, with the places of what the assistant said.
+"""Conversations rendered by a Jinja template, with the positions of answers.
 
-The templates are those of Hugging Face tokenizers (`chat_template` in tokenizer_config.json, or chat_template.jinja), run in
-Jinja's sandbox, in a process of their own with limits of time and memory: a template is text that somebody else wrote, and
-may call nothing but what it is given.
+The templates are those of Hugging Face tokenizers (`chat_template` in tokenizer_config.json, or chat_template.jinja). They
+come from other people, so they run in Jinja's sandbox, in a separate process with limits on time and memory, and can call
+only the functions that they are given.
 """
 
 import copy
@@ -31,7 +31,7 @@ PLAIN = (
     "{% else %}{{ message.content }}{% endif %}{{ '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}Assistant:\n{% endif %}"
 )
-"""For tokenizers that bring no template: the role on a line of its own, and the end-of-document token after answers."""
+"""Template for tokenizers without one: the role on a separate line, and the end-of-document token after answers."""
 
 _PLAIN_WITH_CALLS = PLAIN.replace(
     "{{ message.content }}{{ eos_token }}",
@@ -39,16 +39,16 @@ _PLAIN_WITH_CALLS = PLAIN.replace(
     "{{ (call.function or call) | tojson }}{% endfor %}{{ eos_token }}",
 )
 
-EOS = "\ufdd2"  # as `BEGIN` and `END` a noncharacter; stands for an end-of-document token that has no spelling
+EOS = "\ufdd2"  # a noncharacter, like `BEGIN` and `END`; replaces an end-of-document token without a spelling
 _TOKENIZER_CONFIG, _SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
-"""The template for conversations with tools, beside a `chat_template.jinja`."""
+"""Path of the template for conversations with tools, relative to a `chat_template.jinja`."""
 _FILES = ("chat_template.jinja", "chat_template.json", _TOKENIZER_CONFIG)
-_KEPT = "huggingface"  # where imported runs keep what came with a model, in addition to the tokenizer itself
+_IMPORTED = "huggingface"  # folder of imported runs with the model's files other than the tokenizer
 
 
 class Span(NamedTuple):
-    """Characters from `start` up to `stop`."""
+    """A range of characters, from `start` up to but not including `stop`."""
 
     start: int
     stop: int
@@ -59,8 +59,8 @@ class Rendered:
     """A conversation as text.
 
     Attributes:
-        text: for the tokenizer, special tokens spelled out.
-        answers: where the assistant's messages are, each with what ends it.
+        text: Text for the tokenizer, with special tokens spelled out.
+        answers: Spans of the assistant's messages, each with the tokens that end it.
     """
 
     text: str
@@ -68,18 +68,18 @@ class Rendered:
 
 
 class ChatTemplate(Configurable):
-    """Renders conversations and tokenizes them; marks the assistant's tokens."""
+    """Renders and tokenizes conversations, and marks the assistant's tokens."""
 
     @node
     class Config(Configurable.Config["ChatTemplate"]):
-        """Where the template is.
+        """Source of the template.
 
         Attributes:
-            path: a tokenizer_config.json or a .jinja file. None takes what lies beside the tokenizer's own file; where
-                nothing does, a plain one.
-            plain: takes the plain template even if the tokenizer brings one.
-            today: the date (YYYY-MM-DD) for templates that ask for it. A fixed one gives equal data equal tokens, as training
-                needs; None takes the time of each rendering, as serving does.
+            path: A tokenizer_config.json or a .jinja file. None uses the template next to the tokenizer's file, or the
+                plain template if there is none.
+            plain: Use the plain template even if the tokenizer has one.
+            today: Date (YYYY-MM-DD) for templates that ask for it. Training needs a fixed date, so that equal data gives
+                equal tokens. None uses the current time, for serving.
         """
 
         path: str | None = setting(
@@ -107,19 +107,22 @@ class ChatTemplate(Configurable):
 
     @property
     def digest(self) -> str:
-        """A hash of the template, for the run lock."""
+        """Hash of the template, for the run lock."""
         tools = [] if self.tool_source is None else [self.tool_source]
         facts = [self.source, self.special, self.config.today, *tools]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def at_request_time(self) -> "ChatTemplate":
-        """The same template, told the time of each rendering: for requests, where training has a fixed date."""
+        """Return a copy of the template that uses the current time, for requests.
+
+        Training has a fixed date.
+        """
         other = copy.copy(self)
         other.config = attrs.evolve(self.config, today=None)
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k != "_processes"}  # each worker process has its own
+        return {k: v for k, v in vars(self).items() if k != "_processes"}  # each worker process starts its own
 
     @functools.cached_property
     def _processes(self) -> dict[str, TemplateProcess]:
@@ -127,7 +130,7 @@ class ChatTemplate(Configurable):
 
     def _render(self, variables: dict[str, Any]) -> str:
         source = self.source if self.tool_source is None or variables["tools"] is None else self.tool_source
-        if source == PLAIN:  # the template of this package needs no limits
+        if source == PLAIN:  # the template of this package does not need limits
             calls = any(message.get("tool_calls") for message in variables["messages"])
             return _plain_template(_PLAIN_WITH_CALLS if calls else PLAIN).render(variables)
         process = self._processes.setdefault(source, TemplateProcess(source))
@@ -136,19 +139,19 @@ class ChatTemplate(Configurable):
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False, tools: Any = None, location: str = "chat"
     ) -> Rendered:
-        """The text of a conversation.
+        """Render a conversation.
 
         Args:
-            messages: each with `role` and `content`; see `normalize_messages`.
-            prompt: ends it with what begins an answer, for the assistant to go on from.
-            tools: descriptions of functions, for templates that take them.
-            location: names the conversation in errors.
+            messages: Messages with `role` and `content`; see `normalize_messages`.
+            prompt: End the text with the beginning of an answer, for the assistant to continue.
+            tools: Function descriptions, for templates that use them.
+            location: Name of the conversation in errors.
 
         Returns:
-            The text, and where it says itself that answers are (`{% generation %}`).
+            The text, and the answers that the template marks (`{% generation %}`).
 
         Raises:
-            InputError: the template refuses the conversation, or fails.
+            InputError: The template rejects the conversation, or fails.
         """
         messages = normalize_messages(messages)
         variables = {
@@ -176,56 +179,60 @@ class ChatTemplate(Configurable):
     def answered(
         self, messages: Sequence[Mapping[str, Any]], *, last: bool = False, tools: Any = None, location: str = "chat"
     ) -> Rendered:
-        """The text of a conversation with the places of the assistant's messages.
+        """Render a conversation with the positions of the assistant's messages.
 
-        Where the template does not mark them, an answer is what rendering it adds to the conversation before it.
+        If the template does not mark answers, an answer is the text that it adds to the conversation before it.
 
         Args:
-            messages: each with `role` and `content`.
-            last: marks the last answer only.
-            tools: as for `render`.
-            location: names the conversation in errors.
+            messages: Messages with `role` and `content`.
+            last: Mark only the last answer.
+            tools: Function descriptions; see `render`.
+            location: Name of the conversation in errors.
 
         Raises:
-            InputError: the template renders an answer otherwise once more follows, so that its place is not known.
+            InputError: The template renders an answer differently when more messages follow, so its position is unknown.
         """
-        whole = self.render(messages, tools=tools, location=location)
+        full = self.render(messages, tools=tools, location=location)
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        if "endgeneration" in self.source and whole.answers:
-            return attrs.evolve(whole, answers=whole.answers[-1:]) if last else whole
+        if "endgeneration" in self.source and full.answers:
+            return attrs.evolve(full, answers=full.answers[-1:]) if last else full
         spans = []
         for i in turns[-1:] if last else turns:
-            before = self.render(messages[:i], prompt=True, tools=tools, location=location).text
-            after = self.render(messages[: i + 1], tools=tools, location=location).text
-            if not (after.startswith(before) and whole.text.startswith(after)):
+            text_before = self.render(messages[:i], prompt=True, tools=tools, location=location).text
+            text_after = self.render(messages[: i + 1], tools=tools, location=location).text
+            if not (text_after.startswith(text_before) and full.text.startswith(text_after)):
                 raise InputError(
-                    f"{location}: {self.name} renders messages[{i}] otherwise once more follows, so its place is not known\n"
+                    f"{location}: {self.name} renders messages[{i}] differently when more messages follow, so the position "
+                    "of the answer is unknown\n"
                     "    fix: set answers to 'last', or put {% generation %} and {% endgeneration %} around answers in "
                     "the template"
                 )
-            spans.append(Span(len(before), len(after)))
-        return attrs.evolve(whole, answers=tuple(spans))
+            spans.append(Span(len(text_before), len(text_after)))
+        return attrs.evolve(full, answers=tuple(spans))
 
     def encode(self, rendered: Rendered) -> tuple[list[int], list[bool]]:
-        """(token ids, whether each belongs to an answer). Special tokens that the text spells out are special tokens."""
-        if isinstance(self.tokenizer, EncodesSpecialTokens):  # as one text: the pieces alone could have other tokens
+        """Return the token ids, and whether each token is in an answer.
+
+        Spelled-out special tokens are parsed.
+        """
+        if isinstance(self.tokenizer, EncodesSpecialTokens):  # encode the whole text: pieces may give other tokens
             ids, offsets = self.tokenizer.encode_special(rendered.text)
-            return ids, _inside(offsets, rendered.answers)
-        ids, marks, at = [], [], 0
+            return ids, _mark_answers(offsets, rendered.answers)
+        ids, marks, offset = [], [], 0
         for span in (*rendered.answers, Span(len(rendered.text), len(rendered.text))):
             for text, inside in (
-                (rendered.text[at : span.start], False),
+                (rendered.text[offset : span.start], False),
                 (rendered.text[span.start : span.stop], True),
             ):
                 piece = self._pieces(text)
                 ids, marks = [*ids, *piece], [*marks, *[inside] * len(piece)]
-            at = span.stop
+            offset = span.stop
         return ids, marks
 
     def _pieces(self, text: str) -> list[int]:
-        first, *rest = text.split(EOS)
+        first, *later = text.split(EOS)
         ids = self.tokenizer.encode(first) if first else []
-        for piece in rest:
+        for piece in later:
             ids = [*ids, self.tokenizer.eos_id, *(self.tokenizer.encode(piece) if piece else [])]
         return ids
 
@@ -235,30 +242,36 @@ def _plain_template(source: str) -> Any:
     return compile_template(source)
 
 
-def _inside(offsets: Sequence[tuple[int, int]], answers: Sequence[Span]) -> list[bool]:
-    """Whether each token begins in an answer; both are in the order of the text."""
-    marks, at = [], 0
+def _mark_answers(offsets: Sequence[tuple[int, int]], answers: Sequence[Span]) -> list[bool]:
+    """Return whether each token begins in an answer.
+
+    Offsets and answers are in text order.
+    """
+    marks, index = [], 0
     for start, _ in offsets:
-        while at < len(answers) and answers[at].stop <= start:
-            at += 1
-        marks.append(at < len(answers) and answers[at].start <= start)
+        while index < len(answers) and answers[index].stop <= start:
+            index += 1
+        marks.append(index < len(answers) and answers[index].start <= start)
     return marks
 
 
 def _template_file(tokenizer: Tokenizer) -> str | None:
     folder = folder_of(tokenizer)
-    folders = [] if folder is None else [folder, os.path.join(folder, _KEPT)]
+    folders = [] if folder is None else [folder, os.path.join(folder, _IMPORTED)]
     paths = [os.path.join(f, name) for f in folders for name in _FILES]
     return next((p for p in paths if os.path.isfile(p) and _read(p)[0]), None)
 
 
 def _read(path: str) -> tuple[dict[str, str], dict[str, str]]:
-    """(the templates in a file by name, the special tokens by name); a .jinja file's tokens are in tokenizer_config.json."""
+    """Return the templates of a file and the special tokens, by name.
+
+    The special tokens of a .jinja file are in the tokenizer_config.json next to it.
+    """
     text = _read_text(path)
     if not path.endswith(".json"):
         tools = os.path.join(os.path.dirname(path), TOOL_TEMPLATE)
-        named = os.path.basename(path) == _FILES[0] and os.path.isfile(tools)
-        return {"default": text, **({"tool_use": _read_text(tools)} if named else {})}, _special_beside(path)
+        has_tools = os.path.basename(path) == _FILES[0] and os.path.isfile(tools)
+        return {"default": text, **({"tool_use": _read_text(tools)} if has_tools else {})}, _special_beside(path)
     try:
         facts = json.loads(text)
         template = facts.get("chat_template")
@@ -277,15 +290,21 @@ def _read_text(path: str) -> str:
 
 
 def _special_tokens(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> spelling of the special tokens that a tokenizer_config.json or special_tokens_map.json names."""
+    """Return the special tokens, name -> spelling.
+
+    `facts` is a tokenizer_config.json or special_tokens_map.json.
+    """
     extra = facts.get("extra_special_tokens")
-    named = {**facts, **(extra if isinstance(extra, Mapping) else {})}
-    tokens = {k: v.get("content") if isinstance(v, Mapping) else v for k, v in named.items() if k.endswith("_token")}
+    fields = {**facts, **(extra if isinstance(extra, Mapping) else {})}
+    tokens = {k: v.get("content") if isinstance(v, Mapping) else v for k, v in fields.items() if k.endswith("_token")}
     return {k: v for k, v in tokens.items() if isinstance(v, str)}
 
 
 def _special_beside(path: str) -> dict[str, str]:
-    """The special tokens that the files beside a template name; tokenizer_config.json goes over special_tokens_map.json."""
+    """Return the special tokens in the files next to a template.
+
+    tokenizer_config.json takes precedence.
+    """
     special: dict[str, str] = {}
     for name in (_SPECIAL_TOKENS, _TOKENIZER_CONFIG):
         file = os.path.join(os.path.dirname(path), name)

@@ -1,4 +1,4 @@
-"""Conversations: what is right in one, and the source that reads them from JSONL files.
+"""Conversations: their validation, and the source that reads them from JSONL files.
 
 {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 """
@@ -24,77 +24,93 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @attrs.frozen
 class Conversation(Document):
-    """A row of conversation data: `text` is its JSON, `where` names file and line."""
+    """A row of conversation data. `text` is its JSON.
+
+    Attributes:
+        location: File and line of the row.
+    """
 
     location: str = ""
 
     @property
     def row(self) -> dict[str, Any]:
-        """The row: `messages`, and `tools` where it has them."""
+        """The row: `messages`, and `tools` if it has them."""
         return json.loads(self.text)
 
 
 def check_conversation(row: Any, location: str, *, answered: bool = True) -> None:
-    """Raises `InputError` where a row is not a conversation.
+    """Raise InputError if a row is not a conversation.
 
     Args:
-        row: what a line of JSON held.
-        location: begins the message.
-        answered: whether the assistant has to say something in it.
+        row: The JSON object of a line.
+        location: Prefix of the error message.
+        answered: Require a message of the assistant.
     """
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         close = nearest("messages", row)
         raise InputError(
-            f"{location}: has no list of messages in the field 'messages'; its fields: {', '.join(row) or 'none'}"
+            f"{location}: the field 'messages' is not a list of messages; fields: {', '.join(row) or 'none'}"
             + (f"\n    nearest: {', '.join(close)}" if close else "")
             + '\n    expected: {"messages": [{"role": "user", "content": "..."}, ...]}'
         )
     for i, message in enumerate(messages):
-        at = f"{location}: messages[{i}]"
+        prefix = f"{location}: messages[{i}]"
         if not isinstance(message, dict):
-            raise InputError(f"{at} is a {type(message).__name__}\n    expected: an object with role and content")
+            raise InputError(f"{prefix} is a {type(message).__name__}\n    expected: an object with role and content")
         role = message.get("role")
         if role not in ROLES:
             close = nearest(str(role), ROLES)
             raise InputError(
-                f"{at} has the role {role!r}"
+                f"{prefix} has the role {role!r}"
                 + (f"\n    did you mean: {', '.join(close)}?" if close else "")
                 + f"\n    expected: one of {', '.join(ROLES)}"
             )
         content = message.get("content")
         if content is None and not (role == "assistant" and message.get("tool_calls")):
-            raise InputError(f"{at} has no text in 'content'\n    got: {content!r}\n    expected: a string")
+            raise InputError(f"{prefix} has no text in 'content'\n    got: {content!r}\n    expected: a string")
         if problem := content_problem(content):
             raise InputError(
-                f"{at}: content {problem}\n    got: {repr(content)[:80]}\n    expected: a string, or a list of parts of text"
+                f"{prefix}: content {problem}\n    got: {repr(content)[:80]}\n    expected: a string, or a list of text parts"
             )
     if answered and not any(m["role"] == "assistant" for m in messages):
         raise InputError(
-            f"{location}: has no message of the assistant, so there is nothing to learn from it\n"
-            f"    got: {', '.join(m['role'] for m in messages)}\n    fix: add the answer, or leave the row out"
+            f"{location}: has no message of the assistant, so there is nothing to learn\n"
+            f"    got: {', '.join(m['role'] for m in messages)}\n    fix: add an answer, or remove the row"
         )
 
 
 @attrs.frozen(eq=False)
 class ConversationRecords:
-    """Random access to conversations: record `i` is one line of file `owners[i]`. Only the index is in memory.
+    """Random access to conversations: record `i` is one line of file `owners[i]`.
 
-    Rows of another kind take a subclass with another `check`.
+    Only the index is in memory.
+
+    A subclass with a different `check` can read other kinds of rows.
+
+    Attributes:
+        files: The files.
+        owners: Index of each record's file, int32.
+        numbers: Line number of each record, from 1, int32.
+        offsets: Byte offset of each line, int64.
+        sizes: Size of each line in bytes, int64.
     """
 
     check: ClassVar[Callable[[Any, str], None]] = staticmethod(check_conversation)
-    """Raises `InputError` where a row (the first argument) is not of this kind; the second argument names file and line."""
+    """Raises InputError if a row (the first argument) is invalid. The second argument names its file and line."""
 
     files: tuple[DataFile, ...]
-    owners: np.ndarray  # int32
-    numbers: np.ndarray  # int32, the line from 1
-    offsets: np.ndarray  # int64
-    sizes: np.ndarray  # int64
+    owners: np.ndarray
+    numbers: np.ndarray
+    offsets: np.ndarray
+    sizes: np.ndarray
 
     @classmethod
     def of(cls, files: Sequence[DataFile], keep: Callable[[str], bool] = lambda line: True) -> "ConversationRecords":
-        """Reads every file once and checks every row; takes those whose content `keep` wants."""
+        """Read every file once and check every row.
+
+        Return the rows for whose content `keep` is True.
+        """
         entries = []
         for owner, file in enumerate(files):
             for row in rows(file):
@@ -107,14 +123,14 @@ class ConversationRecords:
     def __len__(self) -> int:
         return len(self.owners)
 
-    def taken(self, mask: np.ndarray) -> "ConversationRecords":
-        """Those for which `mask`, one bool for each, is True."""
+    def select(self, mask: np.ndarray) -> "ConversationRecords":
+        """Return the records for which `mask`, one bool per record, is True."""
         columns = ("owners", "numbers", "offsets", "sizes")
         return attrs.evolve(self, **{name: getattr(self, name)[mask] for name in columns})
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all rows."""
+        """Size of all rows, in bytes."""
         return int(self.sizes.sum())
 
     def __getitem__(self, index: Any) -> Sequence[Document]:
@@ -126,27 +142,35 @@ class ConversationRecords:
         return (Conversation(decode(file, offset, raw), location=self.name(index)),)
 
     def name(self, index: int) -> str:
-        """`FILE, line N`."""
+        """Return `FILE, line N`."""
         return f"{self.files[int(self.owners[index])].name}, line {int(self.numbers[index])}"
 
 
 class ChatFiles(Configurable):
-    """Conversations in JSONL files, by paths, globs and fsspec URLs; each line is one.
+    """Conversations in JSONL files from paths, globs and fsspec URLs, one per line.
 
-    Every row is read and checked when the source is built. A share of the conversations can be held out by a hash of
-    their content, so that equal ones fall on the same side.
+    Building the source reads and checks every row. A share of the conversations can be held out by a hash of their
+    content, so duplicates are always on the same side.
     """
 
     @node
     class Config(Configurable.Config["ChatFiles"]):
-        """Validation data is in files of its own, or a fraction of the conversations of `paths`."""
+        """Settings of the files.
+
+        Validation data is in separate files, or a fraction of the conversations of `paths`.
+
+        Attributes:
+            paths: Paths, globs or URLs of training files.
+            validation_paths: Paths, globs or URLs of validation files.
+            validation_fraction: Share of the conversations of `paths` to hold out.
+        """
 
         paths: str | tuple[str, ...] = ()
         validation_paths: str | tuple[str, ...] = ()
         validation_fraction: float = setting(default=0.0, ge=0, lt=1)
 
         def validate(self) -> Iterable[Problem]:
-            """There is data, and one way of holding some out."""
+            """Check that there is data, and at most one way to hold some out."""
             return check_paths(self.paths, self.validation_paths, self.validation_fraction)
 
     records: ClassVar[type[ConversationRecords]] = ConversationRecords
@@ -162,7 +186,7 @@ class ChatFiles(Configurable):
         }
 
     def parts(self, split: Split) -> tuple[Part, ...]:
-        """One part: the conversations of the split."""
+        """Return one part with the conversations of the split."""
         return self._parts[split]
 
     def _part(self, files: tuple[DataFile, ...], keep: Callable[[str], bool] = lambda row: True) -> tuple[Part, ...]:

@@ -1,4 +1,7 @@
-"""Endless sequences of numbers, shuffled anew in every epoch, whose neighbours are different. Imports no Grain."""
+"""Endless sequences of numbers, reshuffled every epoch, without repeats in a window.
+
+This module does not import Grain.
+"""
 
 import functools
 from collections.abc import Callable
@@ -7,29 +10,30 @@ import attrs
 import numpy as np
 
 Permutation = Callable[[int], int]
-"""Index of an endless sequence -> number below `count`; each number once in every `count` indices."""
+"""Index into an endless sequence -> number below `count`. Each number occurs once in every `count` indices."""
 
-FREE = 4
-"""With this many times more numbers than the window, an epoch is shuffled as a whole."""
+SHUFFLE_RATIO = 4
+"""An epoch is shuffled as a whole if it has at least this many times more numbers than the window."""
 
 
 @attrs.frozen
 class Cycle:
-    """The numbers below `count` without end: each once per epoch, and any `window` in a row different.
+    """An endless sequence of the numbers below `count`.
 
-    If `count` is below `window`, any `count` in a row are different. Shards that read one number each at the same time
-    therefore never read the same one, as long as there are enough.
+    Each number occurs once per epoch, and any `window` neighbors are different. If `count` is less than `window`, any
+    `count` neighbors are different. Shards that read one number each at the same time therefore never read the same
+    one, as long as there are enough numbers.
 
-    A window leaves less freedom to shuffle when there are few numbers. From `FREE * window` numbers on, every epoch is a
-    permutation of its own, in which only the first numbers must not be those that the epoch before ended with. With fewer,
-    the numbers are put into an order once, and every epoch shuffles blocks of it. With no more than `window`, every
-    epoch has that same order.
+    The window restricts shuffling if there are few numbers. With at least `SHUFFLE_RATIO * window` numbers, every epoch is
+    a new permutation, except that its first numbers must differ from the last numbers of the previous epoch. With fewer
+    numbers, their order is drawn once, and every epoch shuffles blocks of it. With at most `window` numbers, every epoch
+    has the same order.
 
     Attributes:
-        count: how many numbers there are.
-        window: how many neighbours are different.
-        seed: of the shuffles of blocks.
-        permutation: shuffles a whole epoch. If it is None, nothing is shuffled.
+        count: Number of numbers.
+        window: Number of neighbors that must be different.
+        seed: Seed of the block shuffles.
+        permutation: Shuffles a whole epoch. None disables shuffling.
     """
 
     count: int
@@ -38,36 +42,43 @@ class Cycle:
     permutation: Permutation | None
 
     def __call__(self, index: int) -> int:
-        """The number at `index`."""
+        """Return the number at `index`."""
         if self.permutation is None:
             return index % self.count
         epoch, position = divmod(index, self.count)
-        if self.count < FREE * self.window:
+        if self.count < SHUFFLE_RATIO * self.window:
             return int(_blocks_of_epoch(self.count, self.window, self.seed, epoch)[position])
-        position = _exchanges(self, epoch).get(position, position)
+        position = _swaps(self, epoch).get(position, position)
         return int(self.permutation(epoch * self.count + position))
 
 
 @attrs.frozen
 class Permutations:
-    """Each epoch a permutation that NumPy draws. All numbers of an epoch are in memory."""
+    """A new NumPy permutation for each epoch. All numbers of an epoch are in memory.
+
+    Attributes:
+        count: Number of numbers.
+        seed: Random seed.
+    """
 
     count: int
     seed: int
 
     def __call__(self, index: int) -> int:
-        """The number at `index`."""
+        """Return the number at `index`."""
         epoch, position = divmod(index, self.count)
         return int(_permutation(self.count, self.seed, epoch)[position])
 
 
 def shuffle_blocks(order: np.ndarray, window: int, rng: np.random.Generator) -> np.ndarray:
-    """Shuffles blocks of `order` so that its repetitions have any `window` neighbours different.
+    """Shuffle blocks of `order`.
+
+    In repetitions of the result, any `window` neighbors are different.
 
     Args:
-        order: what every epoch begins with.
-        window: how many neighbours are different; at most all of `order` are.
-        rng: of this epoch.
+        order: Order of the numbers before the shuffle, the same in every epoch.
+        window: Number of neighbors that must be different, at most the length of `order`.
+        rng: Random generator of the epoch.
     """
     size = max(1, len(order) - window + 1)
     if size == 1:
@@ -87,20 +98,21 @@ def _blocks_of_epoch(count: int, window: int, seed: int, epoch: int) -> np.ndarr
 
 
 @functools.lru_cache(maxsize=64)
-def _exchanges(cycle: Cycle, epoch: int) -> dict[int, int]:
-    """Positions of an epoch that change places, so that its start has nothing of the end of the epoch before.
+def _swaps(cycle: Cycle, epoch: int) -> dict[int, int]:
+    """Return the positions of an epoch to swap.
 
-    The end of an epoch stays as it is: no epoch depends on more than the one before it.
+    After the swaps, its start does not repeat the end of the previous epoch. The end of an epoch does not change, so
+    each epoch depends only on the one before it.
     """
     assert cycle.permutation is not None
     if epoch == 0:
         return {}
     start, width = epoch * cycle.count, cycle.window - 1
-    ended = {cycle.permutation(start - i) for i in range(1, cycle.window)}
-    later = (i for i in range(width, cycle.count) if cycle.permutation(start + i) not in ended)
-    exchanges: dict[int, int] = {}
+    last = {cycle.permutation(start - i) for i in range(1, cycle.window)}
+    later = (i for i in range(width, cycle.count) if cycle.permutation(start + i) not in last)
+    swaps: dict[int, int] = {}
     for i in range(width):
-        if cycle.permutation(start + i) in ended:
+        if cycle.permutation(start + i) in last:
             j = next(later)
-            exchanges |= {i: j, j: i}
-    return exchanges
+            swaps |= {i: j, j: i}
+    return swaps

@@ -1,4 +1,7 @@
-"""Data files, local or behind an fsspec URL (`s3://`, `gs://`, `memory://`, ...): listing and opening."""
+"""List and open data files.
+
+Files are local or behind an fsspec URL (`s3://`, `gs://`, `memory://`, ...).
+"""
 
 import glob
 import os
@@ -13,21 +16,22 @@ from axlearn_plugins_transformer.text.urls import check_url
 
 
 def is_url(path: str) -> bool:
-    """Whether fsspec has to open the path."""
+    """Return whether fsspec must open the path."""
     return "://" in path
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """fsspec's filesystem for a URL, and the path in it; raises `InputError` when fsspec or its driver is missing.
+    """Return fsspec's filesystem for a URL, and the path in it.
 
-    Only for protocols that are let through; see `urls`.
+    Raises:
+        InputError: The protocol is not allowed (see `urls`), or fsspec or its driver is missing.
     """
     check_url(url)
     try:
         import fsspec
 
         return fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # fsspec or a driver is not installed, or nobody knows the protocol
+    except (ImportError, ValueError) as error:  # fsspec or a driver is not installed, or the protocol is unknown
         raise InputError(
             f"cannot read {url}: {error}\n    fix: pip install 'axlearn-plugins-transformer[remote]' and fsspec's driver for "
             f"{url.partition(':')[0]}"
@@ -35,7 +39,7 @@ def filesystem(url: str) -> tuple[Any, str]:
 
 
 def open_file(path: str) -> IO[bytes]:
-    """Opens for reading bytes; raises `InputError` with the reason when that is impossible."""
+    """Open a file for reading bytes. Raise InputError with the reason if this fails."""
     try:
         if is_url(path):
             fs, inner = filesystem(path)
@@ -46,7 +50,7 @@ def open_file(path: str) -> IO[bytes]:
 
 
 def open_data(file: DataFile) -> IO[bytes]:
-    """Opens a data file; raises `InputError` where it is not what it was when it was listed."""
+    """Open a data file. Raise InputError if it has changed since it was listed."""
     handle = open_file(file.path)
     try:
         file.check(handle)
@@ -57,12 +61,12 @@ def open_data(file: DataFile) -> IO[bytes]:
 
 
 def list_files(patterns: Sequence[str]) -> tuple[DataFile, ...]:
-    """The files that paths and globs (`**` descends) stand for, sorted, each once.
+    """Return the files that match paths and globs, sorted, without duplicates.
 
-    A glob passes over empty files, which hold no data; naming an empty file is an error.
+    `**` matches recursively. Globs skip empty files. Naming an empty file is an error.
 
     Raises:
-        InputError: a pattern matches nothing, or what it names is missing, empty or a directory.
+        InputError: A pattern matches nothing, or a named file is missing, empty or a directory.
     """
     by_path: dict[str, DataFile] = {}
     for pattern in patterns:
@@ -81,11 +85,11 @@ def list_files(patterns: Sequence[str]) -> tuple[DataFile, ...]:
 def _local(pattern: str) -> list[DataFile]:
     if os.path.isdir(pattern):
         raise InputError(
-            f"{pattern!r} is a directory\n    fix: a glob, such as {os.path.join(pattern, '**', '*.txt')!r}"
+            f"{pattern!r} is a directory\n    fix: use a glob, such as {os.path.join(pattern, '**', '*.txt')!r}"
         )
     if os.path.lexists(pattern) and not os.path.isfile(pattern):
-        raise InputError(f"the data file {pattern!r} is not a regular file, or a link to one")
-    # A file whose own name has brackets or stars is that file.
+        raise InputError(f"the data file {pattern!r} is not a regular file or a link to one")
+    # A path that exists is never a glob, even if its name contains brackets or stars.
     paths = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
     return [DataFile(p, p, os.path.getsize(p)) for p in paths if os.path.isfile(p)]
 
@@ -113,6 +117,6 @@ def _hint(pattern: str) -> str:
     if is_url(pattern) or glob.has_magic(folder):
         return ""
     if not os.path.isdir(folder or "."):
-        return f"\n    there is no directory {folder!r}"
+        return f"\n    the directory {folder!r} does not exist"
     close = nearest(name, os.listdir(folder or "."))
     return f"\n    did you mean: {', '.join(os.path.join(folder, n) for n in close)}?" if close else ""

@@ -1,4 +1,7 @@
-"""Tokens to text as they come: incremental decoding, and stop strings. Every path that generates text decodes here."""
+"""Incremental decoding of tokens to text, with stop strings.
+
+All paths that generate text use it.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -10,7 +13,7 @@ from tokenizers.decoders import DecodeStream
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_plugins_transformer.text.protocols import special_tokens_of
 
-_HELD = 3  # bytes of a character that is not complete, each of which may stand as one replacement character
+_PENDING = 3  # bytes of an incomplete character, each of which may decode to one replacement character
 _WINDOW = 256
 
 
@@ -19,24 +22,27 @@ class HasTokenizerJson(Protocol):
     """A tokenizer of the `tokenizers` library."""
 
     def to_json(self) -> str:
-        """The text of a `tokenizer.json`."""
+        """Return the content of a `tokenizer.json`."""
         ...
 
 
 class Decoder(Protocol):
-    """The text of one output. The texts of `push` and `end` together are what decoding all tokens at once gives."""
+    """Decodes one output.
+
+    The texts of `push` and `end`, joined, equal the result of decoding all tokens at once.
+    """
 
     def push(self, token: int) -> str:
-        """The text that a token completes."""
+        """Return the text that a token completes."""
         ...
 
     def end(self) -> str:
-        """The text of what is not complete."""
+        """Return the text that is still incomplete."""
         ...
 
 
 class Decoders:
-    """Makes a `Decoder` for each output of a tokenizer."""
+    """Creates a `Decoder` for each output of a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -46,22 +52,25 @@ class Decoders:
         )
 
     def new(self, prompt: Sequence[int]) -> Decoder:
-        """A decoder of what follows `prompt`: the first token may decode otherwise at the beginning of a text."""
+        """Return a decoder for the tokens after `prompt`.
+
+        A first token may decode differently without its context.
+        """
         context = list(prompt[-8:])
-        if self.tokenizer.decode(context).endswith("\ufffd"):  # half a character: the output does not complete it
+        if self.tokenizer.decode(context).endswith("\ufffd"):  # the output does not complete an incomplete character
             context = []
         if self._library is not None:
             return StreamDecoder(self._library, context)
         return WindowDecoder(self.tokenizer, context)
 
     def output(self, prompt: Sequence[int], stops: Sequence[str] = ()) -> "OutputText":
-        """The text of an output that follows `prompt`, up to the first of `stops`."""
+        """Return a decoder for the tokens after `prompt` that stops at the first of `stops`."""
         return OutputText(self.new(prompt), self._special, stops)
 
     def spell(self, tokens: Sequence[int]) -> str:
-        """The text of tokens with the spellings of special tokens, which an output leaves out."""
+        """Decode tokens, including special tokens, which an output leaves out."""
         if self._library is not None:
-            return self._library.decode_batch([list(tokens)], skip_special_tokens=False)[0]  # `decode` keeps the GIL
+            return self._library.decode_batch([list(tokens)], skip_special_tokens=False)[0]  # `decode` holds the GIL
         runs = itertools.groupby(tokens, key=self._special.get)
         return "".join(
             self.tokenizer.decode(list(run)) if spelling is None else spelling * len(list(run))
@@ -70,19 +79,19 @@ class Decoders:
 
 
 class StreamDecoder:
-    """Decodes with the `tokenizers` library."""
+    """A decoder that uses the `tokenizers` library."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, context: Sequence[int]):
         self._tokenizer = tokenizer
         self._stream = DecodeStream(ids=list(context), skip_special_tokens=True)
-        self._known = list(context)  # tokens before those that are not complete
+        self._known = list(context)  # tokens before the incomplete ones
         self._open: list[int] = []
 
     def push(self, token: int) -> str:
-        """See `Decoder`."""
+        """Return the text that a token completes."""
         try:
             text = self._stream.step(self._tokenizer, token)
-        except Exception:  # the library raises a bare Exception where a token changes the text before it
+        except Exception:  # the library raises a plain Exception if a token changes earlier text
             text = self._restart(token)
         self._open.append(token)
         if not text:
@@ -91,7 +100,7 @@ class StreamDecoder:
         return text
 
     def end(self) -> str:
-        """See `Decoder`."""
+        """Return the text that is still incomplete."""
         return self._difference(self._open) if self._open else ""
 
     def _restart(self, token: int) -> str:
@@ -100,12 +109,15 @@ class StreamDecoder:
         return text
 
     def _difference(self, tokens: Sequence[int]) -> str:
-        before = self._tokenizer.decode(self._known, skip_special_tokens=True)
-        return self._tokenizer.decode([*self._known, *tokens], skip_special_tokens=True)[len(before) :]
+        known = self._tokenizer.decode(self._known, skip_special_tokens=True)
+        return self._tokenizer.decode([*self._known, *tokens], skip_special_tokens=True)[len(known) :]
 
 
 class WindowDecoder:
-    """Decodes the last tokens again with each new one; for any tokenizer."""
+    """A decoder for any tokenizer.
+
+    It decodes a window of recent tokens again for each new token.
+    """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int]):
         self._tokenizer = tokenizer
@@ -114,48 +126,49 @@ class WindowDecoder:
         self._previous = len(self._window)  # tokens of the window whose text is complete
 
     def push(self, token: int) -> str:
-        """See `Decoder`."""
+        """Return the text that a token completes."""
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
         pending = 0
         if len(self._window) - self._previous < _WINDOW:
-            while pending < min(_HELD, len(text) - self._shown) and text[len(text) - pending - 1] == "\ufffd":
+            while pending < min(_PENDING, len(text) - self._shown) and text[len(text) - pending - 1] == "\ufffd":
                 pending += 1
         new = text[self._shown : len(text) - pending]
         self._shown += len(new)
         if not pending:
-            if len(self._window) > 16:  # keep the newest as context for the next
+            if len(self._window) > 16:  # keep the latest tokens as context
                 self._window = self._window[-8:]
                 self._shown = len(self._tokenizer.decode(self._window))
             self._previous = len(self._window)
         return new
 
     def end(self) -> str:
-        """See `Decoder`."""
+        """Return the text that is still incomplete."""
         return self._tokenizer.decode(self._window)[self._shown :]
 
 
 class StopFinder:
-    """Ends a text before the first stop string in it, wherever the pieces are cut.
+    """Cuts a text before its first stop string.
 
-    Text that may be the beginning of a stop string is held back. Of several stop strings the one that is complete first ends the
-    text, and of those that are complete at the same character the longest.
+    The split of the text into pieces does not matter. Text that may begin a stop string is held back. If there are
+    several stop strings, the one that is complete first ends the text. If several are complete at the same character,
+    the longest wins.
 
     Attributes:
-        matched_stop: the stop string that ended the text, or None.
+        matched_stop: The stop string that ended the text, or None.
     """
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
-        self._text, self._shown = "", ""  # held back; for each character, "1" if it belongs to the output
+        self._text, self._shown = "", ""  # pending text, and for each character "1" if it belongs to the output
         self.matched_stop: str | None = None
 
     def push(self, text: str, *, shown: bool = True) -> str:
-        """Take the next piece of the output and return the text that is certain now.
+        """Append a piece of the output and return the text that can be released.
 
         Args:
-            text: the piece.
-            shown: whether it is part of the output. The spelling of a special token is not, but may be a stop string.
+            text: The piece.
+            shown: Whether it is part of the output. The spelling of a special token is not, but may match a stop string.
         """
         if self.matched_stop is not None:
             return ""
@@ -173,7 +186,7 @@ class StopFinder:
         return self._take(len(self._text) - max(_overlap(self._text, stop) for stop in self._stops))
 
     def end(self) -> str:
-        """The text that was held back: nothing follows that would make it a stop string."""
+        """Return the pending text. No further text can complete a stop string."""
         return self._take(len(self._text))
 
     def _take(self, count: int) -> str:
@@ -186,7 +199,7 @@ class OutputText:
     """The text of one output, up to the first stop string.
 
     Attributes:
-        decoded: characters of the output that the tokens so far stand for, complete or not yet released.
+        decoded: Number of decoded characters, including text that is not released yet.
     """
 
     def __init__(self, decoder: Decoder, special: Mapping[int, str], stops: Sequence[str] = ()):
@@ -199,11 +212,11 @@ class OutputText:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string ended the output."""
+        """True if a stop string ended the output."""
         return self._finder.matched_stop is not None
 
     def push(self, token: int) -> str:
-        """Take the next token and return the text that is certain now."""
+        """Append a token and return the text that can be released."""
         text = self._decoder.push(token)
         self.decoded += len(text)
         piece = self._finder.push(text)
@@ -212,14 +225,14 @@ class OutputText:
         return piece
 
     def end(self) -> str:
-        """The rest of the text: nothing follows."""
-        rest = self._decoder.end()
-        self.decoded += len(rest)
-        return self._finder.push(rest) + self._finder.end()
+        """Return the remaining text at the end of the output."""
+        remainder = self._decoder.end()
+        self.decoded += len(remainder)
+        return self._finder.push(remainder) + self._finder.end()
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that `stop` begins with."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     for size in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:size]):
             return size

@@ -1,7 +1,7 @@
-"""Fingerprints of data files, by which a run notices that its data is not what it was.
+"""Fingerprints of data files, with which a run detects that its data changed.
 
-Up to `BLOCKS * BLOCK` bytes (256 MiB) of data are hashed whole. Of more, blocks spread evenly over each file are, its first and
-last among them. Files behind a URL go by what their store says of them (an ETag or checksum), else by two blocks.
+Data of up to `BLOCKS * BLOCK` bytes (256 MiB) is hashed completely. For more data, evenly spaced blocks of each file are
+hashed, including its first and last block. Files behind a URL use the ETag or checksum of their store, or else two blocks.
 """
 
 import functools
@@ -26,12 +26,12 @@ class DataFile:
     """A file of training data.
 
     Attributes:
-        path: where it is.
-        name: what reports and splits call it.
-        size: in bytes.
-        modified: when it was written last, in nanoseconds; None behind a URL.
-        blocks: how many blocks of it the digest covers at most; 0 where it has no digest.
-        digest: of its content.
+        path: Path or URL.
+        name: Name in reports and splits.
+        size: Size in bytes.
+        modified: Modification time in nanoseconds, or None for URLs.
+        blocks: Maximum number of blocks in the digest, or 0 if the file does not have a digest.
+        digest: Digest of the content.
     """
 
     path: str
@@ -42,7 +42,7 @@ class DataFile:
     digest: str = ""
 
     def check(self, handle: IO[bytes]) -> None:
-        """Raises `InputError` where an open file is not the one that was listed: other bytes were put there since."""
+        """Raise InputError if an open file has changed since it was listed."""
         if self.modified is None:
             return
         status = os.fstat(handle.fileno())
@@ -53,12 +53,15 @@ class DataFile:
         if change is not None:
             raise InputError(
                 f"the data file {self.name} changed while it was in use\n    got: {change}\n"
-                "    fix: bring the file back as it was, and run the same command again"
+                "    fix: restore the original file, and run the same command again"
             )
 
 
 def fingerprint_files(files: Sequence[DataFile]) -> tuple[DataFile, ...]:
-    """Local files with their digests. Raises `InputError` where one cannot be read."""
+    """Return local files with their digests.
+
+    Raise InputError if a file cannot be read.
+    """
     blocks = max(2, BLOCKS // max(len(files), 1))
 
     def fingerprint(file: DataFile) -> DataFile:
@@ -69,14 +72,14 @@ def fingerprint_files(files: Sequence[DataFile]) -> tuple[DataFile, ...]:
             raise InputError(f"cannot read the data file {file.path}: {error.strerror or error}") from None
         return attrs.evolve(file, modified=modified, blocks=blocks, digest=digest)
 
-    if sum(f.size for f in files) < 1 << 24:  # threads cost more
+    if sum(f.size for f in files) < 1 << 24:  # too little work for threads
         return tuple(map(fingerprint, files))
     with ThreadPoolExecutor(THREADS) as pool:
         return tuple(pool.map(fingerprint, files))
 
 
 def remote_digest(info: Mapping[str, Any], filesystem: Any) -> str:
-    """The digest of a file behind a URL, from what fsspec lists of it."""
+    """Return the digest of a file behind a URL, from the information that fsspec lists."""
     for name in _CHECKSUMS:
         if info.get(name):
             return hashlib.sha256(f"{name}:{info[name]}".encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""JSONL files, line by line, with the place of everything that is wrong."""
+"""Rows of JSONL files, with the location of each error."""
 
 import json
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from axlearn_plugins_transformer.text.records import LINE_BYTES, decode, long_li
 
 @attrs.frozen
 class Row:
-    """One line that holds an object.
+    """A line with a JSON object.
 
     Attributes:
-        value: the object.
-        number: of the line, from 1.
-        offset: where the line begins, in bytes.
-        size: of the line, in bytes.
-        location: names file and line, for messages.
+        value: The object.
+        number: Line number, from 1.
+        offset: Byte offset of the line.
+        size: Size of the line in bytes.
+        location: File and line, for messages.
     """
 
     value: dict[str, Any]
@@ -32,10 +32,10 @@ class Row:
 
 
 def rows(file: DataFile) -> Iterator[Row]:
-    """The objects of a file, in order; blank lines are passed over.
+    """Yield the objects of a file in order. Blank lines are skipped.
 
     Raises:
-        InputError: a line is not UTF-8, not JSON or not an object, or all lines are empty.
+        InputError: A line is not UTF-8, not JSON or not an object, or all lines are blank.
     """
     offset, has_rows = 0, False
     with open_data(file) as handle:
@@ -52,14 +52,17 @@ def rows(file: DataFile) -> Iterator[Row]:
 
 
 def parse(text: str, location: str) -> dict[str, Any]:
-    """The object that a line holds; raises `InputError`, which begins with `location`, for anything else."""
+    """Parse the object in a line.
+
+    Raise InputError, prefixed with `location`, for anything else.
+    """
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise InputError(
             f"{location}: is not JSON: {error.msg} at column {error.colno}\n    expected: one JSON object per line"
         ) from None
-    except ValueError as error:  # of integers with thousands of digits
+    except ValueError as error:  # integers with thousands of digits
         raise InputError(f"{location}: has a number that is too long: {error}") from None
     except RecursionError:
         raise InputError(f"{location}: is nested too deeply\n    expected: one JSON object per line") from None

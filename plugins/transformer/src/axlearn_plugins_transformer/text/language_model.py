@@ -1,4 +1,6 @@
-"""The input of a language model: packed rows of tokens with targets, weights, segments and positions.
+"""The input of a language model: packed rows of tokens and targets.
+
+Rows also have weights, segments and positions.
 
 Legend: B global batch size, S sequence length, P processes, V vocabulary.
 """
@@ -35,39 +37,51 @@ from axlearn_plugins_transformer.text.tokenizers import (
 from axlearn_plugins_transformer.text.workers import WorkerStream
 
 CHARACTERS = 1 << 18
-"""Of the documents that a process tokenizes together, over all its shards and sources; it takes a hundred times their size."""
+"""Characters that a process tokenizes at once, over all shards and sources. This takes about 100 times as many bytes."""
 
 
 class LanguageModelInput(Configurable):
     """Batches of documents for next-token prediction.
 
-    A document `d` becomes inputs `[bos, d...]` and targets `[d..., eos]`: every token is predicted once. If the tokenizer has no
-    BOS token, the end-of-document token stands at the start. Positions count from 0 in the row's piece of a document.
+    A document `d` becomes inputs `[bos, d...]` and targets `[d..., eos]`, so every token is predicted once. If the tokenizer
+    has no BOS token, the end-of-document token is used instead. Positions count from 0 in each piece of a document in a row.
     """
 
     @node
     class Config(Configurable.Config["LanguageModelInput"]):
-        """What to read, and the shape of a batch. Rows and their order do not depend on `workers` and `prefetch`."""
+        """Settings of the data and the batches.
 
-        batch_size: int = setting(default=REQUIRED, gt=0, le=2**24)  # rows of all processes together
+        Rows and their order do not depend on `workers` and `prefetch`.
+
+        Attributes:
+            batch_size: Rows of the global batch.
+            sequence_length: Tokens per row.
+            source: Source of the documents.
+            tokenizer: Tokenizer.
+            special_tokens: Treat special tokens that a document spells out (`<|endoftext|>`) as text, or parse them.
+            packing: How to pack documents into rows: `concat`, `first-fit` or `none`.
+            shuffle: Shuffle the documents.
+            num_shards: Number of fixed streams that the rows come from. Any number of processes that divides it gives the
+                same global batches. None uses one per row.
+            workers: Worker processes that prepare batches. 0 uses a thread.
+            prefetch: Number of batches to prepare ahead.
+            worker_seconds: Time limit of a batch in a worker, including its start. A slower worker is replaced.
+        """
+
+        batch_size: int = setting(default=REQUIRED, gt=0, le=2**24)
         sequence_length: int = setting(default=REQUIRED, gt=0, le=2**24)
         source: Node[Source] = REQUIRED
         tokenizer: Node[Tokenizer] = REQUIRED
-        # Special tokens that a document spells out (`<|endoftext|>`): text like any other, or the tokens.
         special_tokens: Literal["text", "parse"] = setting(default="text", hide_default=True)
         packing: Literal["concat", "first-fit", "none"] = "concat"
         shuffle: bool = True
-        # Fixed streams that the rows come from; any number of processes that divides it sees the same global batches.
-        num_shards: int | None = setting(default=None, gt=0)  # None: one for each row
-        workers: int = setting(
-            default=0, kind="execution", ge=0, le=1024
-        )  # processes that prepare batches; 0: a thread
-        prefetch: int = setting(default=4, kind="execution", gt=0)  # batches prepared ahead
-        # How long a batch may take a worker, its start included; then another one takes its place.
+        num_shards: int | None = setting(default=None, gt=0)
+        workers: int = setting(default=0, kind="execution", ge=0, le=1024)
+        prefetch: int = setting(default=4, kind="execution", gt=0)
         worker_seconds: float = setting(default=300.0, kind="execution", gt=0, hide_default=True)
 
         def validate(self) -> Iterable[Problem]:
-            """Each shard fills the same number of rows."""
+            """Check that the number of shards divides the batch size."""
             if self.num_shards and self.batch_size % self.num_shards:
                 yield Problem(
                     path="num_shards",
@@ -77,7 +91,10 @@ class LanguageModelInput(Configurable):
                 )
 
         def batch_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-            """Name -> (shape, dtype) of the arrays of a global training batch; needs no data."""
+            """Return the arrays of a global training batch, name -> (shape, dtype).
+
+            This does not read data.
+            """
             shape = (self.batch_size, self.sequence_length)
             integers = ("tokens", "targets", "segment_ids", "positions")
             return {"weights": (shape, "float32"), **dict.fromkeys(integers, (shape, "int32"))}
@@ -108,19 +125,22 @@ class LanguageModelInput(Configurable):
         problems += special_tokens_problems(self.tokenizer, cfg.special_tokens)
         if problems:
             raise ConfigError(problems)
-        from axlearn_plugins_transformer.text import pipeline  # Grain takes a second to import: only where data is read
+        from axlearn_plugins_transformer.text import pipeline  # importing Grain takes a second, so only import it here
 
         self.order = pipeline.Order(seed % pipeline.SEEDS, cfg.shuffle, self.num_shards)
         self.packing = pipeline.Packing(cfg.packing, cfg.sequence_length)
         self.source = cfg.source.build(seed=seed)
 
     def example(self, document: Document) -> Example | None:
-        """What a document teaches; None for nothing. Override it to give other inputs, targets or weights."""
+        """Return the example for a document, or None to skip it.
+
+        Override it to change inputs, targets or weights.
+        """
         return self._example(document, self._encode([document.text])[0])
 
     def _example(self, document: Document, ids: list[int]) -> Example | None:
         check_ids(self.tokenizer, ids, self.vocab_size, f"the document {document.text[:60]!r}")
-        if ids[:1] == [bos_id_of(self.tokenizer)]:  # the document spells it out
+        if ids[:1] == [bos_id_of(self.tokenizer)]:  # the document begins with BOS already
             ids = ids[1:]
         ids = ids + [self.tokenizer.eos_id] * document.ends
         return example([self.first_token, *ids[:-1]], ids) if ids else None
@@ -132,27 +152,30 @@ class LanguageModelInput(Configurable):
         return tokenizer.encode_batch(texts) if encodes_batches(tokenizer) else [tokenizer.encode(t) for t in texts]
 
     def examples(self, documents: Sequence[Document], start: int = 0, characters: int = 0) -> list[Example | None]:
-        """Those of the document at `start` and of the next ones that are tokenized together with it.
+        """Return the examples of the document at `start`.
+
+        Includes the following documents that are tokenized with it. If a subclass overrides `example`, documents are
+        converted one by one.
 
         Args:
-            documents: of a record.
-            start: the first.
-            characters: of all of them; a longer first document is taken by itself. What a subclass makes of a document
-                is made one by one.
+            documents: Documents of a record.
+            start: Index of the first document.
+            characters: Maximum total length of the documents. A longer first document is tokenized alone.
 
         Raises:
-            InputError: the tokenizer fails on the first. Where it fails on a later one, that and what follows are left out.
+            InputError: The tokenizer fails on the first document. If it fails on a later one, that document and the
+                following ones are left out.
         """
         if type(self).example is not LanguageModelInput.example or not encodes_batches(self.tokenizer):
             return [self.example(documents[start])]
         sizes = itertools.accumulate(len(documents[i].text) for i in range(start, len(documents)))
         count = sum(1 for _ in itertools.takewhile(lambda size: size <= characters, sizes))
-        together = documents[start : start + max(1, count)]
+        batch = documents[start : start + max(1, count)]
         try:
-            ids = self._encode([d.text for d in together])
-        except InputError:  # of one of them; those before it are read first
-            return self._up_to_failure(together)
-        return [self._example(d, i) for d, i in zip(together, ids, strict=True)]
+            ids = self._encode([d.text for d in batch])
+        except InputError:  # one of them fails; return the documents before it first
+            return self._up_to_failure(batch)
+        return [self._example(d, i) for d, i in zip(batch, ids, strict=True)]
 
     def _up_to_failure(self, documents: Sequence[Document]) -> list[Example | None]:
         examples = [self.example(documents[0])]
@@ -162,23 +185,26 @@ class LanguageModelInput(Configurable):
         return examples
 
     def train(self) -> Batches:
-        """Endless batches; each process gets B / P rows, all processes' rows in order are the global batch."""
+        """Return endless batches of B / P rows per process.
+
+        The global batch is the rows of all processes in order.
+        """
         from axlearn_plugins_transformer.text import pipeline
 
         cfg, parts, share = self.config, self._parts("train"), self.num_shards // self.process_count
-        own_shards = range(self.process_index * share, (self.process_index + 1) * share)
+        local_shards = range(self.process_index * share, (self.process_index + 1) * share)
 
         shares = Shares.of([part.weight for part in parts], self.num_shards)
         tokens = cfg.batch_size * cfg.sequence_length
-        dealt = [p if is_small(p.records, tokens) else self._with_rows(p) for p in parts]
-        small = [is_small(p.records, tokens) for p in dealt]
+        train_parts = [p if is_small(p.records, tokens) else self._with_rows(p) for p in parts]
+        small = [is_small(p.records, tokens) for p in train_parts]
 
         def shards(ids: Sequence[int], current: bool) -> Any:
-            characters = CHARACTERS // (len(ids) * len(parts))  # each shard reads ahead on its own
+            characters = CHARACTERS // (len(ids) * len(parts))  # each shard reads ahead separately
             encode = functools.partial(self.examples, characters=characters)
             report = print_note if 0 in ids else None
             if current:
-                data = [self._small_data(p, i, shares, report) if small[i] else p for i, p in enumerate(dealt)]
+                data = [self._small_data(p, i, shares, report) if small[i] else p for i, p in enumerate(train_parts)]
                 rows = {i: pipeline.training_rows(data, encode, self.packing, self.order, shares, i) for i in ids}
             else:
                 if report:
@@ -186,19 +212,19 @@ class LanguageModelInput(Configurable):
                 rows = {i: pipeline.training_rows_of_order_1(parts, encode, self.packing, self.order, i) for i in ids}
             return pipeline.Shards(rows, cfg.batch_size // self.num_shards, batch_of, current=current)
 
-        streams = functools.partial(self._streams, shards, own_shards)
+        streams = functools.partial(self._streams, shards, local_shards)
         return Batches(
             streams(True),
             workers=bool(cfg.workers),
-            identify=functools.partial(_records_at, dealt, parts, self.order),
+            identify=functools.partial(_records_at, train_parts, parts, self.order),
             remake=streams,
             check=functools.partial(check_position, small=small),
         )
 
     def _streams(
-        self, shards: Callable[[Sequence[int], bool], Any], own_shards: Sequence[int], current: bool
+        self, shards: Callable[[Sequence[int], bool], Any], local_shards: Sequence[int], current: bool
     ) -> dict[tuple[int, ...], Any]:
-        """The iterators of this process, by the shards that each reads."""
+        """Return the iterators of this process, by the shards that each reads."""
         import grain
         from grain import experimental
 
@@ -206,13 +232,14 @@ class LanguageModelInput(Configurable):
 
         cfg = self.config
         if not cfg.workers:
-            whole = shards(own_shards, current)
-            ahead = experimental.ThreadPrefetchIterDataset(whole, prefetch_buffer_size=cfg.prefetch)
-            return {tuple(own_shards): iter(ahead)}
+            rows = shards(local_shards, current)
+            prefetched = experimental.ThreadPrefetchIterDataset(rows, prefetch_buffer_size=cfg.prefetch)
+            return {tuple(local_shards): iter(prefetched)}
         if not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()  # Grain's workers read absl flags, which have their defaults here
+            flags.FLAGS.mark_as_parsed()  # Grain's workers read absl flags; use their defaults
         options = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=cfg.prefetch)
-        groups = [tuple(g.tolist()) for g in np.array_split(np.array(own_shards), min(cfg.workers, len(own_shards)))]
+        count = min(cfg.workers, len(local_shards))
+        groups = [tuple(g.tolist()) for g in np.array_split(np.array(local_shards), count)]
 
         def stream(group: Sequence[int], pid_file: str) -> Any:
             start = functools.partial(pipeline.start_worker, pid_file)
@@ -225,37 +252,46 @@ class LanguageModelInput(Configurable):
 
         encode = functools.partial(pipeline.all_examples, functools.partial(self.examples, characters=CHARACTERS))
         window, seed = shares.most(index, self.config.batch_size), self.order.of(index)
-        cfg, alone = self.config, len(shares.proportions) == 1
-        return SmallData(part, encode, cfg.packing, cfg.sequence_length, window, seed, cfg.shuffle, report, alone)
+        cfg, only_part = self.config, len(shares.proportions) == 1
+        return SmallData(part, encode, cfg.packing, cfg.sequence_length, window, seed, cfg.shuffle, report, only_part)
 
     def _with_rows(self, part: Part) -> Part:
-        """The part without records that give no row. A shard that skips one reads what another shard reads."""
+        """Drop records that do not give rows.
+
+        A shard that skipped one would read the same record as another shard.
+        """
         records = part.records
         return attrs.evolve(part, records=records.with_lines()) if isinstance(records, FileRecords) else part
 
     def evaluation(self) -> Batches:
-        """One pass over the held-out data in a fixed order, the last batch padded with weight 0.
+        """Return one pass over the held-out data in a fixed order.
 
-        Each batch has one more array, `bytes` (float32 [B, S]): how many bytes of text each target stands for, for
-        losses per byte. Every process reads all data and keeps its rows, so that all have the same number of batches.
+        The last batch is padded with weight 0.
+
+        Batches have an additional array `bytes` (float32 [B, S]), the number of bytes of text of each target, for losses
+        per byte. Every process reads all data and keeps its rows, so all processes have the same number of batches.
         """
         from grain import experimental
 
         from axlearn_plugins_transformer.text import pipeline
 
         cfg, share = self.config, self.config.batch_size // self.process_count
-        own_rows = slice(self.process_index * share, (self.process_index + 1) * share)
+        local_rows = slice(self.process_index * share, (self.process_index + 1) * share)
         encode = functools.partial(self.examples, characters=CHARACTERS)
         rows = pipeline.evaluation_rows(self._parts("validation"), encode, self.packing)
         pad = functools.partial(experimental.batch_and_pad, batch_size=cfg.batch_size)
         batches = rows.batch(cfg.batch_size, batch_fn=pad).map(
-            functools.partial(_share, own_rows, token_bytes(self.tokenizer))
+            functools.partial(_share, local_rows, token_bytes(self.tokenizer))
         )
-        whole = pipeline.Shards({0: batches}, 1, next_of)
-        return Batches({(0,): iter(experimental.ThreadPrefetchIterDataset(whole, prefetch_buffer_size=cfg.prefetch))})
+        shards = pipeline.Shards({0: batches}, 1, next_of)
+        prefetched = experimental.ThreadPrefetchIterDataset(shards, prefetch_buffer_size=cfg.prefetch)
+        return Batches({(0,): iter(prefetched)})
 
     def describe(self) -> Mapping[str, Any]:
-        """Facts for the run lock: files, bytes, a hash of their names and sizes, tokenizer hash, shards."""
+        """Return facts for the run lock.
+
+        They are the files, bytes, a hash of names and sizes, the tokenizer hash and the number of shards.
+        """
         return {**describe(self.source), "tokenizer": encoding_of(self), "num_shards": self.num_shards}
 
     def _parts(self, split: Split) -> tuple[Part, ...]:
@@ -264,24 +300,29 @@ class LanguageModelInput(Configurable):
             if split == "train":
                 raise InputError("input.source has no train data")
             share = children(self.config.source).get("validation_fraction", 0)
-            got = f"\n    got: validation_fraction {share}, which takes none of so few chunks of text" if share else ""
+            details = (
+                f"\n    got: validation_fraction {share}, which selects no chunk of so little text" if share else ""
+            )
             fix = (
                 "raise it, or lower chunk_bytes"
                 if share
                 else "set validation_paths or validation_fraction of the source"
             )
             raise InputError(
-                f"input.source has no {split} data{got}\n    fix: {fix}; without evaluation: evaluators={{}}"
+                f"input.source has no {split} data{details}\n    fix: {fix}; to train without evaluation: evaluators={{}}"
             )
         from axlearn_plugins_transformer.text import pipeline
 
         for part in parts:
-            pipeline.check_text(part.records)  # what is wrong with the first record shows before training starts
+            pipeline.check_text(part.records)  # reports an invalid first record before training starts
         return parts
 
 
 def encoding_of(source: Any) -> str:
-    """What tells how an input's text becomes tokens, for the run lock: its tokenizer, BOS token and special tokens."""
+    """Describe how an input tokenizes text, for the run lock.
+
+    Includes the tokenizer, the BOS token and the special tokens.
+    """
     bos = bos_token_of(source.tokenizer)
     parts = [digest_of(source.tokenizer), *([] if bos is None else [f"documents begin with {bos!r}"])]
     if children(source.config).get("special_tokens") == "parse":
@@ -290,12 +331,12 @@ def encoding_of(source: Any) -> str:
 
 
 def batch_of(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Packed rows as a batch; see `Batch` in `contracts.parts`."""
+    """Stack packed rows into a batch; see `Batch` in `contracts.parts`."""
     return _unpack({k: np.stack([row[k] for row in rows]) for k in rows[0]})
 
 
 def next_of(batches: Sequence[Any]) -> Any:
-    """The one batch there is."""
+    """Return the only batch."""
     return batches[0]
 
 
@@ -316,12 +357,15 @@ def _share(rows: slice, sizes: np.ndarray, stacked: Mapping[str, np.ndarray]) ->
 
 
 def _records_at(
-    dealt: Sequence[Part], parts: Sequence[Part], order: Any, places: Places, current: bool
+    current_parts: Sequence[Part], parts: Sequence[Part], order: Any, places: Places, current: bool
 ) -> dict[str, Any]:
-    """By shard, the record that its rows begin in, and the one that follows: if the first is used up, they begin there."""
+    """Return, by shard, the record in which its rows begin and the next one.
+
+    If the first is used up, rows begin there.
+    """
     names: dict[str, list[str]] = {}
-    for shard, of_parts in places.items():
-        for i, (part, place) in enumerate(zip(dealt if current else parts, of_parts, strict=True)):
+    for shard, part_places in places.items():
+        for i, (part, place) in enumerate(zip(current_parts if current else parts, part_places, strict=True)):
             if isinstance(place, int):
                 names_of = order.names(part.records, i, int(shard), current)
                 listing = [names_of(place + k) for k in (0, 1)]

@@ -1,4 +1,7 @@
-"""Messages of a conversation in the form that chat templates expect. Training, evaluation and serving all use it."""
+"""Conversion of messages into the form that chat templates expect.
+
+Training, evaluation and serving use it.
+"""
 
 import contextlib
 import json
@@ -11,20 +14,26 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages as chat templates expect them.
 
-    A field that is null says nothing and is left out. `content` becomes one string: parts of text are joined, and a
-    message without content has an empty one. The arguments of tool calls, which the OpenAI API writes as a string of JSON,
-    become objects; what is not JSON stays a string, since a model wrote it.
+    Null fields are dropped. `content` becomes one string: text parts are joined, and missing content becomes an empty
+    string. The arguments of tool calls, which the OpenAI API encodes as a JSON string, become objects. Arguments that are
+    not valid JSON stay strings, because a model may have written them.
     """
     return [_normalize(message) for message in messages]
 
 
 def normalize_tools(tools: Any) -> Any:
-    """Return descriptions of functions without fields that are null. A schema of parameters stays as it is."""
+    """Return function descriptions without null fields.
+
+    The schema of parameters does not change.
+    """
     return [_normalize_tool(tool) for tool in tools] if isinstance(tools, list | tuple) else tools
 
 
 def content_problem(content: Any) -> str | None:
-    """What is wrong with the content of a message, or None: it may be a string, parts of text, or null."""
+    """Return the problem with the content of a message, or None.
+
+    Valid content is a string, text parts, or null.
+    """
     if content is None or isinstance(content, str):
         return None
     if not isinstance(content, list):
@@ -69,7 +78,10 @@ def _normalize_tool(tool: Any) -> Any:
 
 
 def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
-    """A called function with its arguments as an object; arguments that are null stay, as templates expect some."""
+    """Return a function call whose arguments are an object.
+
+    Null arguments stay, because templates expect the field.
+    """
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):

@@ -1,7 +1,9 @@
-"""The order in which versions before `positions.ORDER` read data. Runs that began with it keep it.
+"""The order in which versions before `positions.ORDER` read data.
 
-It is not for new runs: all shards shuffle the documents of a record alike, so that with fewer records than shards the
-rows of a batch are the same.
+Runs that started with it keep it.
+
+New runs do not use it. All shards shuffle the documents of a record in the same way, so with fewer records than shards, a
+batch contains duplicate rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,11 +15,11 @@ import numpy as np
 from axlearn_plugins_transformer.text.records import Document
 from axlearn_plugins_transformer.text.sources import Part
 
-PERIOD = 10_000  # steps of a mixing pattern over which shards are spread
+PERIOD = 10_000  # steps of the mixing pattern over which the shards are distributed
 
 
 def read(source: Any, seed: int, shuffle: bool, shard: int, num_shards: int) -> grain.MapDataset:
-    """The elements of `source` in the order in which a shard reads them."""
+    """Return the elements of `source` in the order in which a shard reads them."""
     records = grain.MapDataset.source(source)
     if shuffle:
         records = records.shuffle(seed=seed)
@@ -32,15 +34,15 @@ def training_rows(
     shard: int,
     num_shards: int,
 ) -> grain.IterDataset:
-    """The endless rows of one shard.
+    """Return the endless rows of one shard.
 
     Args:
-        parts: the data.
-        pack: makes rows of the records of a part.
-        seeds: of the parts.
-        shuffle: whether records and their documents are shuffled.
-        shard: whose rows they are.
-        num_shards: of the run.
+        parts: The data.
+        pack: Packs the records of a part into rows.
+        seeds: Seed of each part.
+        shuffle: Shuffle the records and their documents.
+        shard: Index of the shard.
+        num_shards: Number of shards of the run.
     """
     streams = []
     for part, seed in zip(parts, seeds, strict=True):
@@ -58,7 +60,10 @@ def _shuffle(documents: Sequence[Document], rng: np.random.Generator) -> Sequenc
 
 
 class StartAt(grain.IterDataset):
-    """A mixture that begins `index` steps into its pattern, each part at its own beginning."""
+    """A mixture that starts `index` steps into its pattern.
+
+    Each part starts at its beginning.
+    """
 
     def __init__(self, mixed: grain.IterDataset, index: int):
         super().__init__(mixed)

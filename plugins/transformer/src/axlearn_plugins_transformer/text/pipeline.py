@@ -3,8 +3,8 @@
     large data: records -> every num_shards-th of a shuffled, endless order -> documents -> examples -> packed rows
     small data: all examples -> an endless order of packed rows -> every num_shards-th
 
-Each virtual shard is such a pipeline of its own, whichever process or worker runs it, and gives the same rows of every
-batch. So the global stream depends on the seed and the number of virtual shards alone.
+Each virtual shard is a separate pipeline. It gives the same rows of every batch, regardless of the process or worker that
+runs it. The global stream therefore depends only on the seed and the number of virtual shards.
 
 Legend: S sequence length, T tokens of a document.
 """
@@ -36,74 +36,92 @@ from axlearn_plugins_transformer.text.small_data import SmallData
 from axlearn_plugins_transformer.text.sources import Part
 
 Encode = Callable[[Sequence[Document], int], Sequence[Example | None]]
-"""(documents, start) -> the examples from that document on, as many as are best made together; at least one."""
+"""(documents, start) -> examples from that document on, at least one, and as many as are best encoded together."""
 Finish = Callable[[Sequence[Mapping[str, np.ndarray]]], dict[str, np.ndarray]]
 
-INLINE = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # one thread or process reads ahead for all shards
+INLINE = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # one thread or process prefetches for all shards
 SEEDS = 2**32  # Grain's seeds are 32-bit
 
 
-class Fan(experimental.FlatMapTransform):
-    """Each element as those that `function` makes of it; many elements in a row that make none are an error."""
+class Expand(experimental.FlatMapTransform):
+    """Replaces each element with the elements that `function` returns.
 
-    def __init__(self, function: Callable[[Any], Any], most: float = float("inf"), of: str = ""):
-        self.function, self.most, self.of, self.without = function, most, of, 0
+    Too many consecutive empty results are an error.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], max_empty: float = float("inf"), location: str = ""):
+        self.function, self.max_empty, self.location, self.num_empty = function, max_empty, location, 0
 
     def flat_map(self, element: Any) -> Any:
-        """The elements."""
+        """Return the elements for `element`."""
         elements = self.function(element)
-        self.without = 0 if elements else self.without + 1
-        if self.without > self.most:
-            raise InputError(f"a data shard finds no text in {self.of}\n    fix: shuffle, or set another num_shards")
+        self.num_empty = 0 if elements else self.num_empty + 1
+        if self.num_empty > self.max_empty:
+            raise InputError(
+                f"a data shard finds no text in {self.location}\n    fix: shuffle, or set another num_shards"
+            )
         return elements
 
 
 class Examples:
-    """What documents teach, made when it is asked for. So a record that is read again is not encoded from its beginning."""
+    """Examples of documents, encoded lazily.
+
+    Resuming within a record therefore does not encode its beginning again.
+    """
 
     def __init__(self, encode: Encode, documents: Sequence[Document]):
         self.encode, self.documents = encode, documents
         self._start = 0
-        self._made: Sequence[Example | None] = ()
+        self._encoded: Sequence[Example | None] = ()
 
     def __len__(self) -> int:
         return len(self.documents)
 
     def __getitem__(self, index: int) -> Example | None:
-        if not self._start <= index < self._start + len(self._made):
-            self._start, self._made = index, self.encode(self.documents, index)
-        return self._made[index - self._start]
+        if not self._start <= index < self._start + len(self._encoded):
+            self._start, self._encoded = index, self.encode(self.documents, index)
+        return self._encoded[index - self._start]
 
 
 def check_text(records: Records) -> None:
-    """Reads up to the first document; raises `InputError` where there is none, or what is read is not text."""
+    """Read up to the first document.
+
+    Raise InputError if no document exists, or if the data is not text.
+    """
     if not any(texts(records[i]) for i in range(len(records))):
-        raise InputError(f"there is no text in {records.name(0)}, nor in the records after it")
+        raise InputError(f"{records.name(0)} and the records after it do not contain text")
 
 
 def texts(documents: Sequence[Document]) -> list[Document]:
-    """The documents that are not empty."""
+    """Return the documents that are not empty."""
     return [d for d in documents if d.text]
 
 
 @attrs.frozen
 class Packing:
-    """How examples become rows.
+    """Packs examples into rows.
 
-    "concat" joins them and cuts every S tokens, so nothing is lost or padded; "first-fit" keeps those that fit into a
-    row whole; "none" gives each its own. The last two cut examples that are longer than a row.
+    "concat" joins the examples and cuts every S tokens, so no token is lost or padded. "first-fit" keeps examples whole if
+    they fit into a row. "none" puts each example into a separate row. The last two cut examples that are longer than a row.
+
+    Attributes:
+        kind: "concat", "first-fit" or "none".
+        sequence_length: S.
     """
 
     kind: str
     sequence_length: int
 
     def __call__(self, examples: grain.IterDataset) -> grain.IterDataset:
-        """Rows: {"tokens": [S, 3], "tokens_segment_ids": [S], "tokens_positions": [S]}, zero where padded."""
+        """Return zero-padded rows.
+
+        A row is {"tokens": [S, 3], "tokens_segment_ids": [S], "tokens_positions": [S]}.
+        """
         length = {"tokens": self.sequence_length}
         if self.kind == "concat":
             return experimental.ConcatThenSplitIterDataset(examples.map(_to_element), length_struct=length)
         return experimental.FirstFitPackIterDataset(
-            experimental.FlatMapIterDataset(examples, Fan(self.pieces)).map(_to_element),
+            experimental.FlatMapIterDataset(examples, Expand(self.pieces)).map(_to_element),
             length_struct=length,
             num_packing_bins=BINS,
             shuffle_bins=False,
@@ -111,7 +129,7 @@ class Packing:
         )
 
     def pieces(self, tokens: Example) -> list[Example]:
-        """An example in pieces of at most S tokens."""
+        """Cut an example into pieces of at most S tokens."""
         return [tokens[i : i + self.sequence_length] for i in range(0, len(tokens), self.sequence_length)]
 
 
@@ -123,42 +141,54 @@ def _is_nonempty(tokens: Example | None) -> bool:
     return tokens is not None and len(tokens) > 0
 
 
-def _rows(records: grain.MapDataset, fan: Fan, packing: Packing) -> grain.IterDataset:
-    examples = experimental.FlatMapIterDataset(records.to_iter_dataset(INLINE), fan)
+def _rows(records: grain.MapDataset, expand: Expand, packing: Packing) -> grain.IterDataset:
+    examples = experimental.FlatMapIterDataset(records.to_iter_dataset(INLINE), expand)
     return packing(examples.filter(_is_nonempty))
 
 
 def examples_of(encode: Encode, documents: Sequence[Document]) -> Examples:
-    """What the documents of a record teach; those that are empty are left out."""
+    """Return the examples of a record's documents, encoded lazily.
+
+    Empty documents are left out.
+    """
     return Examples(encode, texts(documents))
 
 
 def all_examples(encode: Encode, documents: Sequence[Document]) -> list[Example]:
-    """What the documents of a record teach, encoded at once; without those that teach nothing."""
+    """Return the examples of a record's documents, encoded at once, without empty examples."""
     examples = examples_of(encode, documents)
     return [e for e in map(examples.__getitem__, range(len(examples))) if e is not None and len(e)]
 
 
 @attrs.frozen
 class Order:
-    """What the sequences of all shards have in common."""
+    """The settings that the sequences of all shards share.
+
+    Attributes:
+        seed: Random seed.
+        shuffle: Whether to shuffle.
+        num_shards: Number of virtual shards.
+    """
 
     seed: int
     shuffle: bool
     num_shards: int
 
     def of(self, part: int) -> int:
-        """The seed of a mixture's part: two parts of the same size are not shuffled alike."""
+        """Return the seed of a part of a mixture.
+
+        Parts of the same size are shuffled differently.
+        """
         return (self.seed + part * 7919) % SEEDS
 
     def reads(self, records: Records, part: int, shard: int) -> "Reads":
-        """What a shard reads of a part."""
+        """Return the records that a shard reads from a part."""
         seed, count = self.of(part), len(records)
         shuffle = Shuffle(count, seed) if self.shuffle else None
         return Reads(records, Cycle(count, self.num_shards, seed, shuffle), shard)
 
     def names(self, records: Records, part: int, shard: int, current: bool) -> Callable[[int], str]:
-        """Names the record at a position of a shard, for messages."""
+        """Return a function that names the record at a position of a shard, for messages."""
         if current:
             return self.reads(records, part, shard).name
         numbers = order_1.read(range(len(records)), self.of(part), self.shuffle, shard, self.num_shards)
@@ -172,13 +202,18 @@ class Order:
 
 @attrs.frozen
 class Shuffle:
-    """Each epoch a permutation of Grain's, which needs no memory."""
+    """A new Grain permutation for each epoch, which needs no memory.
+
+    Attributes:
+        count: Number of elements.
+        seed: Random seed.
+    """
 
     count: int
     seed: int
 
     def __call__(self, index: int) -> int:
-        """The number at `index`."""
+        """Return the number at `index`."""
         number: Any = _shuffled_range(self.count, self.seed)[index]
         return int(number)
 
@@ -192,9 +227,14 @@ def _shuffled_range(count: int, seed: int) -> grain.MapDataset:
 class Reads:
     """The endless sequence of records that a shard reads, each as its documents.
 
-    The shards deal an endless order of records to one another, in which neighbours are different: no two shards read the same
-    record at the same time. If there are fewer records than shards, that cannot be. Then those that read the same
-    one begin at different places of it.
+    An endless order of records, whose neighbors are different, is divided among the shards. No two shards therefore read
+    the same record at the same time. If there are fewer records than shards, several shards must read the same record; they
+    then begin at different places in it.
+
+    Attributes:
+        records: The records.
+        order: Endless order of the records.
+        shard: Index of the shard.
     """
 
     records: Records
@@ -205,8 +245,8 @@ class Reads:
         return sys.maxsize
 
     def __getitem__(self, index: Any) -> Sequence[Document]:
-        at, places = self._index(int(index)), self._places()
-        number, epoch = self.order(at), at // self.order.count
+        position, places = self._index(int(index)), self._places()
+        number, epoch = self.order(position), position // self.order.count
         documents = self.records[number]
         if self.order.permutation is not None and len(documents) > 1:
             rng = np.random.default_rng((self.order.seed, number, epoch // places))
@@ -214,20 +254,26 @@ class Reads:
         return begin_at(documents, epoch % places, places)
 
     def name(self, index: int) -> str:
-        """The record at a position, for messages."""
+        """Return the name of the record at a position, for messages."""
         return self.records.name(self.order(self._index(index)))
 
     def _index(self, index: int) -> int:
         return self.shard + index * self.order.window
 
     def _places(self) -> int:
-        """Places of a record at which shards begin: as many as read it at the same time, in epochs that follow one another."""
+        """Return the number of places in a record at which shards begin.
+
+        There is one place per simultaneous reader, plus one.
+        """
         shards, count = self.order.window, self.order.count
         return 1 if shards <= count else -(-shards // count) + 1
 
 
 def begin_at(documents: Sequence[Document], place: int, places: int) -> Sequence[Document]:
-    """The documents, from one of `places` places on and around to it; it is within a document if there are few."""
+    """Rotate the documents to begin at one of `places` places.
+
+    If there are few, the place is within a document.
+    """
     if not place or not documents:
         return documents
     if len(documents) >= places:
@@ -238,64 +284,70 @@ def begin_at(documents: Sequence[Document], place: int, places: int) -> Sequence
     while offset >= len(documents[first].text):
         offset -= len(documents[first].text)
         first += 1
-    around = [*documents[first + 1 :], *documents[:first]]
+    rotated = [*documents[first + 1 :], *documents[:first]]
     cut = documents[first]
-    if type(cut) is not Document or not offset:  # what another class makes of a text needs the whole
-        return [cut, *around]
-    return [Document(cut.text[offset:], cut.ends), *around, Document(cut.text[:offset], ends=False)]
+    if type(cut) is not Document or not offset:  # a subclass may need the whole text
+        return [cut, *rotated]
+    return [Document(cut.text[offset:], cut.ends), *rotated, Document(cut.text[:offset], ends=False)]
 
 
 def training_rows(
     data: Sequence["Part | SmallData"], encode: Encode, packing: Packing, order: Order, shares: Shares, shard: int
 ) -> grain.IterDataset:
-    """The endless rows of one virtual shard. The parts of a mixture are packed apart, and share the rows by weight."""
+    """Return the endless rows of one virtual shard.
+
+    Parts of a mixture are packed separately and share rows by weight.
+    """
     streams: list[grain.IterDataset] = []
     for i, part in enumerate(data):
         if isinstance(part, SmallData):
-            streams.append(DealtRows(part, shares, i, shard))
+            streams.append(SmallDataRows(part, shares, i, shard))
             continue
         reads = grain.MapDataset.source(order.reads(part.records, i, shard))
-        streams.append(_rows(reads, _fan(part, encode), packing))
+        streams.append(_rows(reads, _expand_documents(part, encode), packing))
     return streams[0] if len(streams) == 1 else MixedRows(streams, shares, shard)
 
 
 def training_rows_of_order_1(
     parts: Sequence[Part], encode: Encode, packing: Packing, order: Order, shard: int
 ) -> grain.IterDataset:
-    """The endless rows of one virtual shard, for a run that an older version began."""
+    """Return the endless rows of one virtual shard, for a run that an older version started."""
 
     def pack(part: Part, records: grain.MapDataset) -> grain.IterDataset:
-        return _rows(records, _fan(part, encode), packing)
+        return _rows(records, _expand_documents(part, encode), packing)
 
     seeds = [order.of(i) for i in range(len(parts))]
     return order_1.training_rows(parts, pack, seeds, order.shuffle, shard, order.num_shards)
 
 
-def _fan(part: Part, encode: Encode) -> Fan:
-    # By chance alone, a shard does not miss what text there is this often.
-    return Fan(functools.partial(examples_of, encode), most=100 * len(part.records), of=part.records.name(0))
+def _expand_documents(part: Part, encode: Encode) -> Expand:
+    # A shard that could read text would not miss it this often by chance.
+    return Expand(functools.partial(examples_of, encode), 100 * len(part.records), part.records.name(0))
 
 
-class DealtRows(grain.IterDataset):
-    """The rows of small data that are dealt to one shard. Its state has the records that the last row begins and ends in."""
+class SmallDataRows(grain.IterDataset):
+    """The rows of small data for one shard.
+
+    Its state contains the records in which the last row begins and ends.
+    """
 
     def __init__(self, data: SmallData, shares: Shares, part: int, shard: int):
         super().__init__()
         self.data, self.shares, self.part, self.shard = data, shares, part, shard
 
     def __iter__(self) -> Any:
-        return _DealtRowsIterator(self)
+        return _SmallDataRowsIterator(self)
 
 
-class _DealtRowsIterator(grain.DatasetIterator):
-    def __init__(self, dataset: DealtRows):
+class _SmallDataRowsIterator(grain.DatasetIterator):
+    def __init__(self, dataset: SmallDataRows):
         super().__init__()
         self.dataset, self.turn, self.records = dataset, 0, [0, 0]
 
     def __next__(self) -> dict[str, np.ndarray]:
         dataset, part = self.dataset, -1
         number = 0
-        while part != dataset.part:  # the turns between are those of the other parts of a mixture
+        while part != dataset.part:  # skip the turns of other parts of a mixture
             part, number = dataset.shares.row(self.turn, dataset.shard)
             self.turn += 1
         row, self.records = dataset.data.row(number)
@@ -309,7 +361,7 @@ class _DealtRowsIterator(grain.DatasetIterator):
 
 
 class MixedRows(grain.IterDataset):
-    """One shard's rows of a mixture."""
+    """The rows of a mixture for one shard."""
 
     def __init__(self, streams: Sequence[grain.IterDataset], shares: Shares, shard: int):
         super().__init__(list(streams))
@@ -339,15 +391,15 @@ class _MixedRowsIterator(grain.DatasetIterator):
 
 
 def evaluation_rows(parts: Iterable[Part], encode: Encode, packing: Packing) -> grain.IterDataset:
-    """All rows of all parts, once, in order."""
+    """Return all rows of all parts, once, in order."""
     records = grain.MapDataset.concatenate([grain.MapDataset.source(p.records) for p in parts])
-    return _rows(records, Fan(functools.partial(examples_of, encode)), packing)
+    return _rows(records, Expand(functools.partial(examples_of, encode)), packing)
 
 
 class Shards(grain.IterDataset):
-    """Batches of some virtual shards: `rows` rows of each, in the order of the shards.
+    """Batches of several virtual shards, with `rows` rows of each, in shard order.
 
-    Its state is kept by shard, and marked with the order of this version if it is of that (`current`).
+    The state is saved by shard. If `current`, it is marked with the data order of this version.
     """
 
     def __init__(self, shards: Mapping[int, grain.IterDataset], rows: int, finish: Finish, *, current: bool = True):
@@ -376,15 +428,15 @@ class _ShardsIterator(grain.DatasetIterator):
 
 
 def start_worker(pid_file: str, index: int, count: int) -> None:
-    """Run first in each Grain worker process: ends it when the process that started it is gone, even by `kill -9`.
+    """Initialize a Grain worker process.
 
-    Writes the process id into `pid_file`.
+    End it when its parent process is gone, even after `kill -9`. Write the process id to `pid_file`.
     """
     with open(pid_file, "w") as file:
         file.write(str(os.getpid()))
-    only_cpu(always=True)  # Grain imports JAX; no worker may take a device
+    only_cpu(always=True)  # Grain imports JAX, but workers must not use a device
     one_core_for_tokenizers()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     parent = os.getppid()
 
     def watch() -> None:

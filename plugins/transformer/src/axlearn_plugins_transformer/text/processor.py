@@ -1,4 +1,7 @@
-"""How the text of one model becomes tokens and back: the only place that training, evaluation, serving and export ask."""
+"""Conversion between the text and the tokens of a model.
+
+Training, evaluation, serving and export share it.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -21,31 +24,30 @@ SAMPLING: Mapping[str, tuple[float, float]] = {
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
 }
-"""Name of a sampling setting -> (least, greatest) value."""
+"""Name of a sampling setting -> (minimum, maximum)."""
 
 
 class TextProcessor(Configurable):
-    """Encodes documents, prompts and conversations for one model, and decodes what it generates.
+    """Encodes documents, prompts and conversations for a model, and decodes its output.
 
     Attributes:
-        tokenizer: of the model.
-        template: renders conversations at the time of a request; see `has_template`.
-        has_template: whether the model brings a chat template, or was trained with one. `template` is the plain one otherwise.
-        end_tokens: ids that end an output: the end-of-document token, and others such as the end of a turn.
-        sampling: the model's defaults for requests that do not say: temperature, top_k, top_p, min_p.
-        context_length: tokens that the model was made for; None if nothing says.
+        tokenizer: Tokenizer of the model.
+        template: Chat template that renders requests with the current time.
+        has_template: Whether the model has a chat template or was trained with one. If not, `template` is the plain one.
+        end_tokens: Ids that end an output: the end-of-document token and others, such as an end-of-turn token.
+        sampling: The model's sampling defaults: temperature, top_k, top_p, min_p.
+        context_length: Context length of the model in tokens, or None if unknown.
     """
 
     @node
     class Config(Configurable.Config["TextProcessor"]):
-        """Facts about the text of a model. An import fills them, and an export writes them.
+        """Text settings of a model. Imports fill them, and exports write them.
 
         Attributes:
-            end_tokens: ids that end an output, in addition to the end-of-document token of the tokenizer.
-            sampling: defaults of requests, by name: temperature, top_k, top_p, min_p.
-            context_length: tokens that the model was made for; None if nothing says.
-            template: renders conversations. None takes the template that the input trains with, or the one beside the
-                tokenizer's file.
+            end_tokens: Ids that end an output, in addition to the tokenizer's end-of-document token.
+            sampling: Sampling defaults by name: temperature, top_k, top_p, min_p.
+            context_length: Context length of the model in tokens, or None if unknown.
+            template: Chat template. None uses the template of the input, or the one next to the tokenizer's file.
         """
 
         end_tokens: tuple[int, ...] = ()
@@ -54,7 +56,7 @@ class TextProcessor(Configurable):
         template: Node[ChatTemplate] | None = None
 
         def validate(self) -> Iterable[Problem]:
-            """Check that token ids and sampling defaults are possible."""
+            """Check token ids and sampling defaults."""
             for i, token in enumerate(self.end_tokens):
                 if token < 0:
                     yield Problem(
@@ -65,7 +67,7 @@ class TextProcessor(Configurable):
                     expected = f"one of {', '.join(SAMPLING)}"
                     yield Problem(
                         path=f"sampling.{name}",
-                        message="unknown default",
+                        message="unknown sampling default",
                         expected=expected,
                         nearest=nearest(name, SAMPLING),
                     )
@@ -86,30 +88,36 @@ class TextProcessor(Configurable):
 
     @property
     def document_prefix(self) -> tuple[int, ...]:
-        """The token that a document begins with: BOS, or the end-of-document token if the model has no BOS."""
+        """The first token of a document.
+
+        It is BOS, or the end-of-document token if the model has no BOS.
+        """
         return (first_token(self.tokenizer),)
 
     @property
     def prompt_prefix(self) -> tuple[int, ...]:
-        """What a prompt begins with: the BOS token, or nothing if the model has none."""
+        """The tokens that precede a prompt: BOS, or nothing if the model has no BOS."""
         return tuple(encode_prompt(self.tokenizer, ""))
 
     def encode_document(self, text: str) -> list[int]:
-        """Encode a document to learn from. Special tokens that it spells out stay text."""
+        """Encode a training document. Special tokens that it spells out stay text."""
         return self.tokenizer.encode(text)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Encode a text to continue; at least one token. See `axlearn_core.contracts.text.EncodesPrompts`."""
+        """Encode a text to continue.
+
+        Return at least one token. See `axlearn_core.contracts.text.EncodesPrompts`.
+        """
         return encode_prompt(self.tokenizer, text) or [self.tokenizer.eos_id]
 
     def encode_continuation(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """(the tokens of a context, those of what follows it), as one text to the tokenizer.
+        """Encode a context and its continuation as one text. Return the tokens of each.
 
-        Spaces at the end of the context belong to the continuation, as most tokenizers join them with the word behind them
-        (the convention of lm-evaluation-harness). The first part is empty only if the model has no BOS token.
+        Trailing spaces of the context belong to the continuation, because most tokenizers join spaces with the next word
+        (the convention of lm-evaluation-harness). The context is empty only if the model has no BOS token.
         """
-        whole, before = self._encode_front(context + continuation), self._encode_front(context.rstrip())
-        return whole[: len(before)], whole[len(before) :]
+        ids, context_ids = self._encode_prefix(context + continuation), self._encode_prefix(context.rstrip())
+        return ids[: len(context_ids)], ids[len(context_ids) :]
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, prompt: bool = True
@@ -117,38 +125,38 @@ class TextProcessor(Configurable):
         """Encode a conversation as `apply_chat_template(tokenize=True)` of `transformers` does.
 
         Args:
-            messages: see `axlearn_plugins_transformer.text.messages`.
-            tools: descriptions of functions, for templates that take them.
-            prompt: ends with what begins an answer.
+            messages: See `axlearn_plugins_transformer.text.messages`.
+            tools: Function descriptions, for templates that use them.
+            prompt: End with the beginning of an answer.
 
         Raises:
-            InputError: the template refuses the conversation.
+            InputError: The template rejects the conversation.
         """
         return self.encode_rendered(self.template.render(messages, prompt=prompt, tools=tools, location="messages"))
 
     def encode_rendered(self, rendered: Rendered) -> list[int]:
-        """Encode what a template rendered: with its special tokens, and without a second BOS."""
+        """Encode a rendered conversation with its special tokens, without adding a second BOS."""
         return self.template.encode(rendered)[0]
 
     def output(self, prompt: Sequence[int], stops: Sequence[str] = ()) -> OutputText:
-        """Decode an output that follows `prompt` as its tokens come, up to the first of `stops`."""
+        """Return a decoder for the tokens after `prompt` that stops at the first of `stops`."""
         return self._decoders.output(prompt, stops)
 
     def output_text(self, prompt: Sequence[int], tokens: Sequence[int], stops: Sequence[str] = ()) -> str:
-        """The text of a whole output that follows `prompt`."""
+        """Decode a complete output that follows `prompt`."""
         output = self.output(prompt, stops)
         return "".join([*map(output.push, tokens), output.end()])
 
     def spell(self, tokens: Sequence[int]) -> str:
-        """The text of tokens with the spellings of special tokens."""
+        """Decode tokens, including special tokens."""
         return self._decoders.spell(tokens)
 
     def prompt_offsets(self, ids: Sequence[int], text: str | None = None) -> tuple[str, list[int]]:
-        """(the text of a prompt, where each of its tokens begins in that text).
+        """Return the text of a prompt, and the offset of each of its tokens in that text.
 
         Args:
-            ids: of the prompt.
-            text: what they were encoded from, which is the text then; None decodes the ids.
+            ids: Tokens of the prompt.
+            text: Text that was encoded; it is returned if the tokens match it. None decodes the tokens.
         """
         if text is not None and (offsets := self._offsets_in(ids, text)) is not None:
             return text, offsets
@@ -158,31 +166,35 @@ class TextProcessor(Configurable):
             pieces.append(output.push(token))
         return "".join([*pieces, output.end()]), starts
 
-    def _encode_front(self, text: str) -> list[int]:
-        """The ids of a text that is not at its end: with a BOS token, and without what the tokenizer appends."""
-        own = self.tokenizer.encode_special(text)[0] if isinstance(self.tokenizer, EncodesSpecialTokens) else None
-        if own is None:
+    def _encode_prefix(self, text: str) -> list[int]:
+        """Encode a text that will be continued.
+
+        Include a BOS token, but no tokens that the tokenizer appends.
+        """
+        ids = self.tokenizer.encode_special(text)[0] if isinstance(self.tokenizer, EncodesSpecialTokens) else None
+        if ids is None:
             return encode_prompt(self.tokenizer, text)
         bos = bos_id_of(self.tokenizer)
-        return own if bos is None or own[:1] == [bos] else [bos, *own]
+        return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
     def _offsets_in(self, ids: Sequence[int], text: str) -> list[int] | None:
         if not isinstance(self.tokenizer, EncodesSpecialTokens):
             return None
-        own, offsets = self.tokenizer.encode_special(text)
-        front = next((i for i in range(len(ids) - len(own) + 1) if list(ids[i : i + len(own)]) == own), None)
-        if front is None:
+        text_ids, offsets = self.tokenizer.encode_special(text)
+        count = len(text_ids)
+        num_before = next((i for i in range(len(ids) - count + 1) if list(ids[i : i + count]) == text_ids), None)
+        if num_before is None:
             return None
-        behind = len(ids) - front - len(own)
-        return [0] * front + [start for start, _ in offsets] + [len(text)] * behind
+        num_after = len(ids) - num_before - count
+        return [0] * num_before + [start for start, _ in offsets] + [len(text)] * num_after
 
 
 def text_processor(experiment: Any, tokenizer: Tokenizer | None = None) -> TextProcessor | None:
-    """The text processor of an experiment; None if its input has no tokenizer.
+    """Return the text processor of an experiment, or None if its input has no tokenizer.
 
     Args:
-        experiment: the root config of a trainer.
-        tokenizer: that of its input, if it is built already.
+        experiment: Root config of a trainer.
+        tokenizer: Tokenizer of its input, if it is already built.
     """
     tokenizer = build_tokenizer(experiment) if tokenizer is None else tokenizer
     if tokenizer is None:

@@ -1,7 +1,9 @@
-"""Records: the pieces of data files that Grain reads at random, each of them a few documents.
+"""Records: pieces of data files that Grain reads at random.
 
-Text and JSONL files are cut into chunks of bytes at line ends, Parquet files into row groups. So a huge file is
-shuffled and sharded like many small ones, and building a pipeline needs file names and sizes only.
+Each contains a few documents.
+
+Text and JSONL files are split into byte chunks at line ends, Parquet files into row groups. A huge file is therefore
+shuffled and sharded like many small files. Building a pipeline only requires file names and sizes.
 """
 
 import codecs
@@ -20,35 +22,43 @@ from axlearn_plugins_transformer.text.fingerprint import DataFile
 
 @attrs.frozen
 class Document:
-    """A piece of text; `ends` where the document is complete with it (an end-of-document token follows)."""
+    """A piece of text.
+
+    Attributes:
+        text: The text.
+        ends: Whether the document ends here, so that an end-of-document token follows.
+    """
 
     text: str
     ends: bool = True
 
 
 class Records(Protocol):
-    """Random access to records, as Grain wants it. Pickled into worker processes.
+    """Random access to records, as Grain requires.
 
-    Records that know their size have it as `num_bytes`, in bytes before compression; small data is read in another way.
+    Instances are pickled into worker processes.
+
+    Records that know their size also have `num_bytes`, the size in bytes before compression. Small data is read
+    differently.
     """
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: Any) -> Sequence[Document]:
-        """The documents of a record, in order; may be none."""
+        """Return the documents of a record in order. There may be none."""
         ...
 
     def name(self, index: int) -> str:
-        """Where the record is, for messages."""
+        """Return the location of a record, for messages."""
         ...
 
 
 @runtime_checkable
 class HasRecordBytes(Protocol):
-    """Records that know how large they are together.
+    """Records that know their total size.
 
     Attributes:
-        num_bytes: of all records, before compression.
+        num_bytes: Size of all records, before compression.
     """
 
     num_bytes: int
@@ -56,17 +66,17 @@ class HasRecordBytes(Protocol):
 
 @runtime_checkable
 class HasRecordSizes(Protocol):
-    """Records that know how large each of them is.
+    """Records that know the size of each record.
 
     Attributes:
-        sizes: bytes of each record.
+        sizes: Size of each record, in bytes.
     """
 
     sizes: Sequence[int]
 
 
 LINE_BYTES = 1 << 24
-"""The longest line of a JSONL file, unless the source says otherwise: tokenizing a line takes about a hundred times its size."""
+"""Default limit on a JSONL line, in bytes. Tokenizing a line takes about a hundred times its size in memory."""
 
 SCANNED_BYTES = 1 << 28
 
@@ -74,15 +84,25 @@ FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": 
 
 
 def format_of(path: str) -> str:
-    """The format that a file's suffix says; text where it says nothing."""
+    """Return the format of a file by its suffix. The default is text."""
     return FORMATS.get(os.path.splitext(path)[1].lower(), "text")
 
 
 @attrs.frozen(eq=False)
 class FileRecords:
-    """The records of text, JSONL and Parquet files: record `i` is part `parts[i]` of file `owners[i]`.
+    """The records of text, JSONL and Parquet files.
 
-    `num_bytes` are those of all records, before compression.
+    Record `i` is part `parts[i]` of file `owners[i]`.
+
+    Attributes:
+        files: The files.
+        formats: Format of each file.
+        text_field: Field of JSONL and Parquet rows that holds the text.
+        chunk_bytes: Size of a chunk.
+        owners: Index of each record's file.
+        parts: Index of each record within its file.
+        line_bytes: Limit on a JSONL line, in bytes.
+        num_bytes: Size of all records, before compression.
     """
 
     files: tuple[DataFile, ...]
@@ -105,9 +125,9 @@ class FileRecords:
         line_bytes: int = LINE_BYTES,
         keep: Callable[[DataFile, int], bool] = lambda file, part: True,
     ) -> "FileRecords":
-        """The records of `files` that `keep(file, part)` wants."""
+        """Return the records of `files` for which `keep(file, part)` is True."""
         formats = tuple(format_of(f.path) if format == "auto" else format for f in files)
-        # By the amount of data, so that small data still has parts to hold out.
+        # Scale the chunks with the amount of data, so that small data has enough chunks to hold some out.
         size = chunk_bytes or min(1 << 20, max(1 << 14, sum(f.size for f in files) // 64))
         keys: list[tuple[int, int]] = []
         num_bytes = 0
@@ -130,7 +150,7 @@ class FileRecords:
         with open_data(file) as handle:
             ends = (part * self.chunk_bytes, (part + 1) * self.chunk_bytes)
             limit = self.line_bytes if kind == "jsonl" else None
-            start, stop = (_line_start(handle, at, file, limit) for at in ends)
+            start, stop = (_line_start(handle, offset, file, limit) for offset in ends)
             handle.seek(start)
             raw = handle.read(stop - start)
         if kind == "jsonl":
@@ -138,14 +158,15 @@ class FileRecords:
         return (Document(decode(file, start, raw), ends=stop >= file.size),)
 
     def name(self, index: int) -> str:
-        """The file's name, and `#part` where it has several."""
+        """Return the file name, with `#part` if the file has several parts."""
         file, part = self.files[int(self.owners[index])], int(self.parts[index])
         return f"{file.name}#{part}" if part or file.size > self.chunk_bytes else file.name
 
     def with_lines(self) -> "FileRecords":
-        """Those without the chunks of JSONL files in which no line begins, which give no document.
+        """Drop the chunks of JSONL files in which no line begins.
 
-        Data of more than 256 MiB is not looked through: it has so many records that shards seldom meet.
+        They do not contain a document. Data of more than 256 MiB is not scanned. It has so many records that shards
+        seldom read the same one.
         """
         if self.num_bytes > SCANNED_BYTES or "jsonl" not in self.formats:
             return self
@@ -160,9 +181,9 @@ class FileRecords:
             start, answers = 0, []
             for part in parts.tolist():
                 ends = []
-                for at in (part * self.chunk_bytes, (part + 1) * self.chunk_bytes):
-                    if at > start:  # a line that was read to its end is not read again
-                        start = _line_start(handle, at, file, self.line_bytes)
+                for offset in (part * self.chunk_bytes, (part + 1) * self.chunk_bytes):
+                    if offset > start:  # do not read to the end of the same line again
+                        start = _line_start(handle, offset, file, self.line_bytes)
                     ends.append(start)
                 answers.append(ends[0] < ends[1])
         return answers
@@ -180,7 +201,7 @@ class FileRecords:
                     raise InputError(
                         f"{location} is not JSON: {error.msg}\n    expected: one object per line"
                     ) from None
-                except ValueError as error:  # of integers with thousands of digits
+                except ValueError as error:  # integers with thousands of digits
                     raise InputError(f"{location} has a number that is too long: {error}") from None
                 except RecursionError:
                     raise InputError(f"{location} is nested too deeply\n    expected: one object per line") from None
@@ -197,7 +218,7 @@ class FileRecords:
         if (longest := _longest_text(column)) > self.line_bytes:
             raise InputError(
                 f"{file.name}: a text of row group {part} has {longest:,} bytes\n    expected: at most {self.line_bytes:,}\n"
-                "    fix: cut the document into several, or raise max_line_bytes of the source"
+                "    fix: split the document, or raise max_line_bytes of the source"
             )
         return [Document(self._text({field: v}, file.name)) for v in column.to_pylist() if v is not None]
 
@@ -215,12 +236,15 @@ class FileRecords:
         raise InputError(
             f"{location} has no text in the field {self.text_field!r}; its fields: {', '.join(row)}"
             + (f"\n    did you mean: {', '.join(close)}?" if close else "")
-            + "\n    fix: set text_field of the source to the field that holds the text"
+            + "\n    fix: set text_field of the source to the field with the text"
         )
 
 
 def _longest_text(column: Any) -> int:
-    """Bytes of the longest text of a column of Arrow; 0 for other types."""
+    """Return the size in bytes of the longest text in an Arrow column.
+
+    Returns 0 for other types.
+    """
     import pyarrow.types
     from pyarrow.compute import call_function
 
@@ -245,29 +269,32 @@ def _open_parquet(file: DataFile) -> Any:
         import pyarrow.parquet
     except ImportError:
         raise InputError(
-            f"cannot read {file.name}: Parquet files need pyarrow, which is not installed\n"
+            f"cannot read {file.name}: Parquet files require pyarrow, which is not installed\n"
             "    fix: pip install 'axlearn-plugins-transformer[parquet]'"
         ) from None
-    with open_data(file):  # as it was when it was listed
+    with open_data(file):  # checks that the file has not changed since it was listed
         pass
     try:
         return pyarrow.parquet.ParquetFile(open_file(file.path) if is_url(file.path) else file.path)
     except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(f"{file.name} is not a Parquet file that can be read: {error}") from None
+        raise InputError(f"{file.name} is not a readable Parquet file: {error}") from None
 
 
 def check_head(file: DataFile) -> None:
-    """Raises `InputError` when the first bytes of what should be a text file are those of a binary one."""
+    """Raise InputError if the beginning of a file that should be text is binary."""
     with open_data(file) as handle:
         head = handle.read(4096)
-    decode(file, 0, head, whole=len(head) == file.size)
+    decode(file, 0, head, final=len(head) == file.size)
 
 
-def decode(file: DataFile, offset: int, raw: bytes, whole: bool = True) -> str:
-    """The text of bytes that begin at `offset` of a file; raises `InputError` where they are binary or no UTF-8."""
+def decode(file: DataFile, offset: int, raw: bytes, final: bool = True) -> str:
+    """Decode bytes that begin at `offset` of a file.
+
+    Raise InputError if they are binary or not UTF-8.
+    """
     bad, reason = raw.find(b"\0"), "is binary"
     try:
-        text = codecs.utf_8_decode(raw, "strict", whole)[0]
+        text = codecs.utf_8_decode(raw, "strict", final)[0]
     except UnicodeDecodeError as error:
         bad, reason, text = error.start, "is not UTF-8 text", ""
     if bad >= 0:
@@ -279,19 +306,24 @@ def decode(file: DataFile, offset: int, raw: bytes, whole: bool = True) -> str:
 
 
 def long_line(location: str, limit: int) -> InputError:
-    """The error for a line of more bytes than are read into memory at once."""
+    """Return the error for a line that exceeds the limit."""
     return InputError(
         f"{location} is longer than {limit:,} bytes\n    expected: one object per line\n"
-        "    fix: cut the document into several, or raise max_line_bytes of the source"
+        "    fix: split the document, or raise max_line_bytes of the source"
     )
 
 
-def _line_start(handle: IO[bytes], at: int, file: DataFile, line_bytes: int | None) -> int:
-    """The first line start at or after `at`; in text (no `line_bytes`) without line ends nearby, the first character start."""
+def _line_start(handle: IO[bytes], offset: int, file: DataFile, line_bytes: int | None) -> int:
+    """Return the first line start at or after `offset`.
+
+    In text without nearby line ends, return the first character start.
+
+    `line_bytes` is the limit on a line, or None for text.
+    """
     size, lines_only = file.size, line_bytes is not None
-    if at <= 0 or at >= size:
-        return min(max(at, 0), size)
-    position = at - 1
+    if offset <= 0 or offset >= size:
+        return min(max(offset, 0), size)
+    position = offset - 1
     handle.seek(position)
     while block := handle.read(1 << 16):
         newline = block.find(b"\n")
@@ -299,8 +331,8 @@ def _line_start(handle: IO[bytes], at: int, file: DataFile, line_bytes: int | No
             return position + newline + 1
         if not lines_only:
             near = block[1:5]
-            return at + next((i for i, byte in enumerate(near) if byte & 0xC0 != 0x80), len(near))
+            return offset + next((i for i, byte in enumerate(near) if byte & 0xC0 != 0x80), len(near))
         position += len(block)
-        if line_bytes is not None and position - at > line_bytes:
-            raise long_line(f"{file.name}: the line around byte {at}", line_bytes)
+        if line_bytes is not None and position - offset > line_bytes:
+            raise long_line(f"{file.name}: the line around byte {offset}", line_bytes)
     return size

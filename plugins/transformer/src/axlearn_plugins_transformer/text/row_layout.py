@@ -1,4 +1,6 @@
-"""Layouts of small data: which tokens are in each row of the endless sequence of rows. Imports no Grain.
+"""Layouts of small data: the tokens of each row of an endless sequence.
+
+This module does not import Grain.
 
 Legend: S sequence length, T tokens of an epoch.
 """
@@ -12,42 +14,42 @@ from axlearn_plugins_transformer.text.cycle import Cycle, Permutations, shuffle_
 from axlearn_plugins_transformer.text.examples import Example
 
 Span = tuple[int, int, int]
-"""Index of an example, and the start and stop of some of its tokens."""
+"""Index of an example, and start and stop of a range of its tokens."""
 
 BINS = 16
-"""Rows that first-fit packing fills at a time."""
+"""Number of rows that first-fit packing fills at a time."""
 
 
 class Layout(Protocol):
     """The rows of an endless sequence of epochs, by number.
 
     Attributes:
-        epoch_rows: the fewest rows of an epoch.
+        epoch_rows: Minimum number of rows per epoch.
     """
 
     epoch_rows: int
 
     def row(self, number: int) -> Sequence[Span]:
-        """The tokens of a row, in order."""
+        """Return the tokens of a row, in order."""
         ...
 
     def epoch(self, number: int) -> int:
-        """The epoch in which a row begins."""
+        """Return the epoch in which a row begins."""
         ...
 
 
-class Joined:
-    """Examples joined without end and cut every S tokens, so that nothing is lost or padded.
+class ConcatLayout:
+    """Concatenates examples endlessly and cuts every S tokens.
 
-    Every epoch joins the examples in the same order. What it shuffles is the rows, so that a batch has text from many
-    places. The cuts move by T mod S tokens from epoch to epoch.
+    No token is lost or padded. Every epoch concatenates the examples in the same order and shuffles the rows, so a
+    batch mixes text from many places. The cuts move by T mod S tokens from epoch to epoch.
 
     Args:
-        lengths: tokens of each example, int64.
+        lengths: Tokens of each example, int64.
         sequence_length: S.
-        window: any so many rows in a row are different, as far as the data allows.
-        seed: of the shuffles.
-        shuffle: if False, rows and examples are in the order in which they were given.
+        window: Number of adjacent rows that are different, as far as the data allows.
+        seed: Seed of the shuffles.
+        shuffle: If False, examples and rows keep the given order.
     """
 
     def __init__(self, lengths: np.ndarray, sequence_length: int, window: int, seed: int, shuffle: bool):
@@ -60,16 +62,16 @@ class Joined:
         self.epoch_rows = self._total // sequence_length
 
     def epoch(self, number: int) -> int:
-        """The epoch in which a row begins."""
+        """Return the epoch in which a row begins."""
         return number * self._length // self._total
 
     def row(self, number: int) -> list[Span]:
-        """The tokens of a row, in order."""
+        """Return the tokens of a row, in order."""
         if self._shuffle:
-            number = self._shuffled(number)
+            number = self._shuffled_row(number)
         return list(self._spans(number * self._length % self._total))
 
-    def _shuffled(self, number: int) -> int:
+    def _shuffled_row(self, number: int) -> int:
         epoch = self.epoch(number)
         first, end = (-(-e * self._total // self._length) for e in (epoch, epoch + 1))
         if self._positions[0] != epoch:
@@ -79,29 +81,29 @@ class Joined:
         return first + int(self._positions[1][number - first])
 
     def _spans(self, offset: int) -> Iterator[Span]:
-        room, at = self._length, int(np.searchsorted(self._ends, offset, side="right"))
-        start = offset - (int(self._ends[at - 1]) if at else 0)
-        while room:
-            size = int(self._ends[at]) - (int(self._ends[at - 1]) if at else 0)
-            taken = min(room, size - start)
-            yield int(self._order[at]), start, start + taken
-            room, at, start = room - taken, (at + 1) % len(self._ends), 0
+        remaining, index = self._length, int(np.searchsorted(self._ends, offset, side="right"))
+        start = offset - (int(self._ends[index - 1]) if index else 0)
+        while remaining:
+            size = int(self._ends[index]) - (int(self._ends[index - 1]) if index else 0)
+            taken = min(remaining, size - start)
+            yield int(self._order[index]), start, start + taken
+            remaining, index, start = remaining - taken, (index + 1) % len(self._ends), 0
 
 
-class Packed:
-    """Rows of whole pieces. They are packed once; every epoch shuffles them.
+class PackedLayout:
+    """Rows of whole pieces. They are packed once, and every epoch shuffles them.
 
-    If an epoch has no more rows than `window`, every window has each of them, and its order is shuffled if windows are the
-    batches.
+    If an epoch has at most `window` rows, every window contains each of them. Their order within a window is shuffled if
+    windows are batches.
 
     Args:
-        lengths: tokens of each example, int64. Longer ones than a row are cut into pieces.
+        lengths: Tokens of each example, int64. Examples that are longer than a row are cut into pieces.
         sequence_length: S.
-        window: any so many rows in a row are different, as far as the data allows.
-        seed: of the shuffles.
-        shuffle: if False, rows and examples are in the order in which they were given.
-        single: whether each row has one piece.
-        batches: whether the rows of each batch are a window: no others of a mixture are between them.
+        window: Number of adjacent rows that are different, as far as the data allows.
+        seed: Seed of the shuffles.
+        shuffle: If False, examples and rows keep the given order.
+        single: Put only one piece into each row.
+        batches: Whether the rows of a batch are a window, without rows of other parts of a mixture between them.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class Packed:
         ]
         if shuffle and not single:
             pieces = [pieces[i] for i in np.random.default_rng((seed, len(pieces))).permutation(len(pieces))]
-        self._rows = [[piece] for piece in pieces] if single else spread(first_fit(pieces, sequence_length), window)
+        self._rows = [[piece] for piece in pieces] if single else split_rows(first_fit(pieces, sequence_length), window)
         self.epoch_rows = len(self._rows)
         permutation = Permutations(self.epoch_rows, seed) if shuffle else None
         self._cycle = Cycle(self.epoch_rows, window, seed, permutation)
@@ -130,36 +132,41 @@ class Packed:
         self._in_batch = Permutations(window, seed) if repeats else None
 
     def epoch(self, number: int) -> int:
-        """The epoch that a row belongs to."""
+        """Return the epoch of a row."""
         return number // self.epoch_rows
 
     def row(self, number: int) -> list[Span]:
-        """The tokens of a row, in order."""
+        """Return the tokens of a row, in order."""
         if self._in_batch is not None:
             number = number - number % self._in_batch.count + self._in_batch(number)
         return self._rows[self._cycle(number)]
 
 
 def first_fit(pieces: Sequence[Span], sequence_length: int) -> list[list[Span]]:
-    """Puts each piece into the first of `BINS` rows that has room for it, or begins new rows when none has."""
+    """Put each piece into the first of `BINS` rows with room for it.
+
+    Start new rows if none has room.
+    """
     rows: list[list[Span]] = []
     bins: list[list[Span]] = [[] for _ in range(BINS)]
-    room = [sequence_length] * BINS
+    free = [sequence_length] * BINS
     for piece in pieces:
         size = piece[2] - piece[1]
-        if size > max(room):
+        if size > max(free):
             rows += bins
-            bins, room = [[] for _ in range(BINS)], [sequence_length] * BINS
-        first = next(i for i in range(BINS) if room[i] >= size)
+            bins, free = [[] for _ in range(BINS)], [sequence_length] * BINS
+        first = next(i for i in range(BINS) if free[i] >= size)
         bins[first].append(piece)
-        room[first] -= size
+        free[first] -= size
     return rows + [row for row in bins if row]
 
 
-def spread(rows: list[list[Span]], count: int) -> list[list[Span]]:
-    """Splits the rows with the most pieces until there are `count`, or each has one piece.
+def split_rows(rows: list[list[Span]], count: int) -> list[list[Span]]:
+    """Split the fullest rows until there are `count` rows.
 
-    A batch of more rows than an epoch has would repeat some; rows that are less full cost the same and repeat none.
+    Rows with one piece are not split.
+
+    A batch with more rows than an epoch would repeat some. Emptier rows cost the same and avoid the repeats.
     """
     rows = list(rows)
     while len(rows) < count:
@@ -172,14 +179,18 @@ def spread(rows: list[list[Span]], count: int) -> list[list[Span]]:
 
 
 def assemble(spans: Sequence[Span], examples: Sequence[Example], sequence_length: int) -> dict[str, np.ndarray]:
-    """One row as Grain packs it: {"tokens": [S, 3], "tokens_segment_ids": [S], "tokens_positions": [S]}, zero-padded."""
+    """Return a zero-padded row as Grain packs it.
+
+    Returns:
+        {"tokens": [S, 3], "tokens_segment_ids": [S], "tokens_positions": [S]}.
+    """
     tokens = np.zeros((sequence_length, 3), np.int32)
     segments, positions = np.zeros(sequence_length, np.int32), np.zeros(sequence_length, np.int32)
-    at = 0
+    offset = 0
     for segment, (example, start, stop) in enumerate(spans, 1):
-        end = at + stop - start
-        tokens[at:end] = examples[example][start:stop]
-        segments[at:end] = segment
-        positions[at:end] = np.arange(end - at)
-        at = end
+        end = offset + stop - start
+        tokens[offset:end] = examples[example][start:stop]
+        segments[offset:end] = segment
+        positions[offset:end] = np.arange(end - offset)
+        offset = end
     return {"tokens": tokens, "tokens_segment_ids": segments, "tokens_positions": positions}

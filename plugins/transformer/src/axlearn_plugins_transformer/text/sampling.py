@@ -1,4 +1,4 @@
-"""Text written by the model that is being trained."""
+"""Samples of text from the model in training."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,29 +20,32 @@ if TYPE_CHECKING:
 
 
 class TextModel(Model, Protocol):
-    """A model that also writes text."""
+    """A model that can generate text."""
 
     def generate(
         self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int, eos_id: int | None
     ) -> Iterator[int]:
-        """The tokens that follow the prompt, one at a time; `temperature` 0 takes the likeliest."""
+        """Yield the tokens that follow the prompt.
+
+        A temperature of 0 takes the most probable token.
+        """
         ...
 
 
 class SampleEvaluator(Periodic):
-    """Text that the model writes after a prompt, for the trackers' `text`."""
+    """Generates text after a prompt and sends it to the trackers' `text`."""
 
     @node
     class Config(Periodic.Config["SampleEvaluator"]):
-        """What is written, and how.
+        """Settings of the samples.
 
         Attributes:
-            prompt: what the model goes on from.
-            max_tokens: of each sample.
-            temperature: 0 takes the likeliest token each time.
-            count: samples of the prompt; the i-th draws with the run's seed + i.
-            engine: generates with the engine of `ax.serve`: all samples in the same steps. It is kept between
-                evaluations, with a cache and a copy of the weights of its own. Otherwise the model's `generate` writes one
+            prompt: Text to continue.
+            max_tokens: Maximum number of tokens per sample.
+            temperature: Sampling temperature. 0 always takes the most probable token.
+            count: Number of samples. Sample i uses the run's seed + i.
+            engine: Generate all samples together with the engine of `ax.serve`. The engine stays in memory between
+                evaluations, with its own cache and a copy of the weights. If False, the model's `generate` writes one
                 sample after another.
         """
 
@@ -60,7 +63,7 @@ class SampleEvaluator(Periodic):
             _check_engine()
 
     def run(self, session: "Session") -> Mapping[str, float]:
-        """Generates the samples, from the run's seed on."""
+        """Generate the samples, starting with the run's seed."""
         tokenizer = tokenizer_of(session.input)
         if tokenizer is None:
             return {}
@@ -105,19 +108,25 @@ class SampleEvaluator(Periodic):
 
 
 def _check_engine() -> None:
-    """Raises `ConfigError` where no engine can be had: the plugin is missing, or the run has several processes."""
+    """Raise ConfigError if the engine is unavailable.
+
+    The plugin may be missing, or the run may have several processes.
+    """
     problem = fix = None
     if "serve" not in registry().claims["functions"]:
         package = package_of("functions", "serve") or "a plugin"
-        problem, fix = f"the engine is in {package}, which is not installed", "install it"
+        problem, fix = f"the engine requires {package}, which is not installed", "install it"
     elif jax.process_count() > 1:
-        problem, fix = "the engine is of one process, and this run has several", "engine=false"
+        problem, fix = "the engine supports only one process, but this run has several", "engine=false"
     if problem is not None:
         raise ConfigError(Problem(path="evaluators.sample-evaluator.engine", message=problem, got="true", fix=fix))
 
 
-def _open_engine(model: Any, program: Any, text: TextProcessor, count: int, room: int) -> Any:
-    """An engine for so many samples of so many tokens, prompt included; each function is compiled when it is first used."""
+def _open_engine(model: Any, program: Any, text: TextProcessor, count: int, num_tokens: int) -> Any:
+    """Return an engine for `count` samples of `num_tokens` tokens, including the prompt.
+
+    Functions compile at first use.
+    """
     import axlearn_core as ax
 
-    return ax.serve(model, program=program, text=text, set=engine_sizes(count, room), warm_up=False)
+    return ax.serve(model, program=program, text=text, set=engine_sizes(count, num_tokens), warm_up=False)

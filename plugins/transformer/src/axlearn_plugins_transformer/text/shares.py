@@ -1,4 +1,7 @@
-"""How the sources of a mixture share the rows of a batch. Imports no Grain."""
+"""Distribution of the rows of a batch over the sources of a mixture.
+
+This module does not import Grain.
+"""
 
 from collections.abc import Sequence
 
@@ -9,15 +12,15 @@ _SCATTER = 0x9E3779B1  # 2**32 / the golden ratio: the bits of its products look
 
 @attrs.frozen
 class Shares:
-    """Which part of the data gives each row.
+    """Assigns each row to a part of the data.
 
-    The rows of a turn, one of each shard, are neighbours in a fixed pattern, so that every batch has each part's share of
-    rows. Which shard takes which place of the pattern changes from turn to turn; otherwise a shard could read the same
-    part for ever.
+    The rows of a turn, one per shard, are adjacent in a fixed pattern, so every batch has each part's share of rows. The
+    assignment of shards to the places of the pattern changes from turn to turn. Otherwise a shard could always read the
+    same part.
 
     Attributes:
-        proportions: whole numbers, one for each part.
-        num_shards: rows of a turn.
+        proportions: Integer weight of each part.
+        num_shards: Rows per turn.
     """
 
     proportions: tuple[int, ...]
@@ -25,26 +28,29 @@ class Shares:
 
     @classmethod
     def of(cls, weights: Sequence[float], num_shards: int) -> "Shares":
-        """Those of parts with these weights. The least weight becomes 100."""
+        """Return the shares of parts with these weights. The smallest weight becomes 100."""
         return cls(tuple(int(w * 100 / min(weights)) for w in weights), num_shards)
 
     def row(self, turn: int, shard: int) -> tuple[int, int]:
-        """The part that gives a shard's row of a turn, and how many rows of all shards it gave before."""
+        """Return the part of a shard's row in a turn.
+
+        Also return the number of earlier rows of that part over all shards.
+        """
         if len(self.proportions) == 1:
             return 0, turn * self.num_shards + shard
         scattered = (turn * _SCATTER % 2**32) >> 7
         return self._entry(turn * self.num_shards + (shard + scattered) % self.num_shards)
 
     def most(self, part: int, rows: int) -> int:
-        """The most rows that a part has among so many neighbours."""
+        """Return the maximum number of rows of a part among `rows` adjacent rows."""
         return min(rows, rows * self.proportions[part] // sum(self.proportions) + 2)
 
     def _entry(self, index: int) -> tuple[int, int]:
-        # Each part takes its share of the entries that the parts before it leave, spread evenly.
-        before, after, remaining = index, index + 1, sum(self.proportions)
+        # Each part takes its share of the entries that earlier parts leave, evenly spaced.
+        count, next_count, remaining = index, index + 1, sum(self.proportions)
         for part, proportion in enumerate(self.proportions):
-            left, left_after = (n * (remaining - proportion) // remaining for n in (before, after))
-            if before - left != after - left_after:
-                return part, before - left
-            before, after, remaining = left, left_after, remaining - proportion
+            others, next_others = (n * (remaining - proportion) // remaining for n in (count, next_count))
+            if count - others != next_count - next_others:
+                return part, count - others
+            count, next_count, remaining = others, next_others, remaining - proportion
         raise AssertionError("every entry belongs to a part")

@@ -1,7 +1,9 @@
-"""Small data: all of it is encoded once, and its rows are dealt out one by one. Imports no Grain.
+"""Small data, which is encoded once and distributed by rows.
 
-Shards that read records of their own would run out of them, and then read what other shards read. Rows that are dealt
-in turn are different as long as there are enough of them, and every epoch has each of them once.
+This module does not import Grain.
+
+If each shard read different records, it would run out of them and repeat the records of other shards. Rows that shards
+take in turn are different as long as there are enough, and every epoch contains each row once.
 
 Legend: S sequence length.
 """
@@ -18,7 +20,7 @@ from axlearn_core.errors import InputError
 from axlearn_plugins_transformer.text.data_files import is_url, open_data
 from axlearn_plugins_transformer.text.examples import Example
 from axlearn_plugins_transformer.text.records import Document, HasRecordBytes, Records
-from axlearn_plugins_transformer.text.row_layout import Joined, Layout, Packed, assemble
+from axlearn_plugins_transformer.text.row_layout import ConcatLayout, Layout, PackedLayout, assemble
 from axlearn_plugins_transformer.text.sources import Part
 
 SMALL_BYTES = 1 << 22
@@ -27,14 +29,14 @@ BATCHES = 64
 
 
 def is_small(records: Records, tokens: int) -> bool:
-    """Whether all of some records are encoded before the first batch.
+    """Return whether to encode all records before the first batch.
 
-    They are if they have at most 4 MiB, or so few bytes that 64 batches use them up, but never if they have more
-    than 32 MiB: one token takes 12 bytes of memory. Records that do not tell their size are not small.
+    This holds for at most 4 MiB of data, or for data that 64 batches use up, but never for more than 32 MiB, because one
+    token takes 12 bytes of memory. Records that do not know their size are not small.
 
     Args:
-        records: the data.
-        tokens: of a batch.
+        records: The data.
+        tokens: Tokens per batch.
     """
     return isinstance(records, HasRecordBytes) and records.num_bytes <= min(
         LARGE_BYTES, max(SMALL_BYTES, BATCHES * tokens)
@@ -43,18 +45,18 @@ def is_small(records: Records, tokens: int) -> bool:
 
 @attrs.define(eq=False)
 class SmallData:
-    """The rows of one part of the data, by number. They are made when the first one is asked for.
+    """The rows of one part of the data, by number. They are built at the first access.
 
     Attributes:
-        part: the data.
-        encode: makes examples of all documents of a record.
+        part: The data.
+        encode: Creates the examples of all documents of a record.
         packing: "concat", "first-fit" or "none".
         sequence_length: S.
-        window: the most rows of a batch that come from this part; they are different, as far as the data allows.
-        seed: of the order of rows.
-        shuffle: whether rows are shuffled.
-        report: is given a line of text if there are fewer rows in an epoch than `window`.
-        batches: whether each batch has `window` rows of this part, and no others.
+        window: Maximum number of rows per batch from this part. They are different, as far as the data allows.
+        seed: Seed of the row order.
+        shuffle: Whether to shuffle the rows.
+        report: Function that prints a note if an epoch has fewer rows than `window`.
+        batches: Whether each batch has exactly `window` rows, all of this part.
     """
 
     part: Part
@@ -70,10 +72,10 @@ class SmallData:
     _data: "tuple[list[Example], list[int], Layout] | None" = attrs.field(default=None, init=False)
 
     def row(self, number: int) -> tuple[dict[str, Any], list[int]]:
-        """A row as Grain packs it, and the records that it begins and ends in.
+        """Return a row as Grain packs it, and the records in which it begins and ends.
 
         Raises:
-            InputError: a file changed since it was listed, which is noticed when an epoch begins.
+            InputError: A file has changed since it was listed. Files are checked when an epoch begins.
         """
         if self._data is None:
             self._data = self._lay_out()
@@ -89,16 +91,16 @@ class SmallData:
         examples: list[Example] = []
         records: list[int] = []
         for i in range(len(source)):
-            added = self.encode(source[i])
-            examples += added
-            records += [i] * len(added)
+            new_examples = self.encode(source[i])
+            examples += new_examples
+            records += [i] * len(new_examples)
         if not examples:
             raise InputError(
-                f"there is nothing to learn in {source.name(0)}, nor in the records after it: no document gives a row"
+                f"{source.name(0)} and the records after it contain nothing to learn: no document gives a row"
             )
         lengths = np.array([len(e) for e in examples], np.int64)
-        packed = functools.partial(Packed, single=self.packing == "none", batches=self.batches)
-        make = Joined if self.packing == "concat" else packed
+        packed = functools.partial(PackedLayout, single=self.packing == "none", batches=self.batches)
+        make = ConcatLayout if self.packing == "concat" else packed
         layout = make(lengths, self.sequence_length, self.window, self.seed, self.shuffle)
         if self.report and layout.epoch_rows < self.window:
             self.report(self._shortage(layout.epoch_rows, int(lengths.sum())))
@@ -108,12 +110,12 @@ class SmallData:
         name = f"the training data in {self.part.records.name(0)}"
         if not rows:
             return (
-                f"{name} has {tokens:,} tokens, and a row takes {self.sequence_length:,}: every row repeats some\n"
-                f"    fix: more data, or input.sequence_length={max(1, tokens // self.window)}"
+                f"{name} has {tokens:,} tokens, but a row needs {self.sequence_length:,}, so every row repeats tokens\n"
+                f"    fix: add data, or set input.sequence_length={max(1, tokens // self.window)}"
             )
         return (
-            f"{name} gives {rows} row{'s' * (rows > 1)} ({tokens:,} tokens) per pass, and a batch takes {self.window}: "
-            f"every batch repeats some\n    fix: more data, or input.batch_size={rows}"
+            f"{name} gives {rows} row{'s' * (rows > 1)} ({tokens:,} tokens) per epoch, but a batch needs {self.window}, so "
+            f"every batch repeats rows\n    fix: add data, or set input.batch_size={rows}"
         )
 
     def _check_files(self) -> None:
@@ -123,5 +125,5 @@ class SmallData:
 
 
 def print_note(text: str) -> None:
-    """Prints a line for a person."""
+    """Print a note to standard error."""
     print(f"note: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,7 @@
-"""Where documents come from: files, the standard library of the running Python, and weighted mixtures of sources."""
+"""Sources of documents.
+
+They are files, the standard library of the running Python, and weighted mixtures of sources.
+"""
 
 import hashlib
 import os
@@ -20,7 +23,13 @@ Split = Literal["train", "validation"]
 
 @attrs.frozen
 class Part:
-    """Records, their share of the training rows, and the files that they are in."""
+    """A part of the data.
+
+    Attributes:
+        records: The records.
+        weight: Share of the training rows.
+        files: Files that contain the records.
+    """
 
     records: Records
     weight: float
@@ -31,48 +40,66 @@ class Source(Protocol):
     """Documents for training and validation."""
 
     def parts(self, split: Split) -> tuple[Part, ...]:
-        """What a split consists of; empty where the source has no such split. Weights add up to 1."""
+        """Return the parts of a split, or () if the source does not have the split.
+
+        The weights sum to 1.
+        """
         ...
 
 
 class Files(Configurable):
-    """Text, JSONL and Parquet files, by paths, globs and fsspec URLs. The suffix says the format."""
+    """Text, JSONL and Parquet files from paths, globs and fsspec URLs.
+
+    The suffix determines the format.
+    """
 
     @node
     class Config(Configurable.Config["Files"]):
-        """Validation data is in files of its own, or a fraction of the chunks of `paths`, chosen by a hash."""
+        """Settings of the files.
+
+        Validation data is in separate files, or a hashed fraction of the chunks of `paths`.
+
+        Attributes:
+            paths: Paths, globs or URLs of training files.
+            validation_paths: Paths, globs or URLs of validation files.
+            validation_fraction: Share of the chunks of `paths` to hold out.
+            format: File format. `auto` uses the suffix.
+            text_field: Field of JSONL and Parquet rows that holds the text.
+            chunk_bytes: Size of the chunks of text that are read at once. None scales it with the amount of data.
+            max_line_bytes: Limit on a JSONL line. Longer lines are an error, because tokenizing a line takes about a
+                hundred times its size in memory.
+        """
 
         paths: str | tuple[str, ...] = ()
         validation_paths: str | tuple[str, ...] = ()
         validation_fraction: float = setting(default=0.0, ge=0, lt=1)
         format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-        text_field: str = "text"  # of JSONL and Parquet rows
-        chunk_bytes: int | None = setting(default=None, gt=0)  # longest text read at once; None: by the amount of data
-        # Of JSONL; a longer line is an error, because tokenizing one takes about a hundred times its size.
+        text_field: str = "text"
+        chunk_bytes: int | None = setting(default=None, gt=0)
         max_line_bytes: int = setting(default=LINE_BYTES, kind="execution", gt=0, hide_default=True)
 
         def validate(self) -> Iterable[Problem]:
-            """There is data, and one way of holding some out."""
+            """Check that there is data, and at most one way to hold some out."""
             return check_paths(self.paths, self.validation_paths, self.validation_fraction)
 
     def __init__(self, cfg: Config):
         self.config = cfg
         self.train_files, self.validation_files = list_files(many(cfg.paths)), list_files(many(cfg.validation_paths))
-        both = sorted({f.name for f in self.train_files} & {f.name for f in self.validation_files})
-        if both:
-            raise InputError(f"in both paths and validation_paths: {', '.join(both[:5])}")
+        duplicates = sorted({f.name for f in self.train_files} & {f.name for f in self.validation_files})
+        if duplicates:
+            raise InputError(f"files in both paths and validation_paths: {', '.join(duplicates[:5])}")
         for file in (*self.train_files, *self.validation_files)[:64]:
             kind = format_of(file.path) if cfg.format == "auto" else cfg.format
             if kind != "parquet" and not is_url(file.path):
                 check_head(file)
 
     def parts(self, split: Split) -> tuple[Part, ...]:
-        """One part: the files, or the chunks of them that fall into the split."""
+        """Return one part with the files, or with their chunks in the split."""
         cfg, held_out = self.config, split == "validation"
         files = self.validation_files if held_out and not cfg.validation_fraction else self.train_files
 
         def keep(file: DataFile, part: int) -> bool:
-            key = f"{os.path.basename(file.name)}:{file.size}:{part}"  # the same wherever the file lies
+            key = f"{os.path.basename(file.name)}:{file.size}:{part}"  # does not depend on the directory
             return not cfg.validation_fraction or is_held_out(key, cfg.validation_fraction) == held_out
 
         records = FileRecords.of(
@@ -87,9 +114,9 @@ class Files(Configurable):
 
 
 def check_paths(paths: object, validation_paths: object, validation_fraction: float) -> Iterable[Problem]:
-    """What is wrong with the fields of these names."""
+    """Yield problems with the fields `paths`, `validation_paths` and `validation_fraction`."""
     if not paths and not validation_paths:
-        yield Problem(path="paths", message="names no data files", fix="set it to paths or globs")
+        yield Problem(path="paths", message="does not name data files", fix="set it to paths or globs")
     for name, patterns in (("paths", paths), ("validation_paths", validation_paths)):
         for path in many(patterns) if isinstance(patterns, (str, tuple)) else ():
             if problem := url_problem(path):
@@ -100,26 +127,33 @@ def check_paths(paths: object, validation_paths: object, validation_fraction: fl
 
 
 def many(paths: str | tuple[str, ...]) -> tuple[str, ...]:
-    """One path or several, as several."""
+    """Return one path or several as a tuple."""
     return (paths,) if isinstance(paths, str) and paths else tuple(paths)
 
 
-_NOT_ITS_OWN = {"site-packages", "dist-packages", "__pycache__"}
+_THIRD_PARTY = {"site-packages", "dist-packages", "__pycache__"}
 _TESTS = {"test", "tests", "idle_test"}  # many systems do not install them, and some are not UTF-8 on purpose
-_GENERATED = {"encodings", "pydoc_data"}  # near copies of each other: held out, they would flatter any model
-EXCLUDED = frozenset(_NOT_ITS_OWN | _TESTS | _GENERATED)
+_GENERATED = {"encodings", "pydoc_data"}  # near duplicates of each other, so held-out files would be too easy
+EXCLUDED = frozenset(_THIRD_PARTY | _TESTS | _GENERATED)
 
 
 class StandardLibrary(Configurable):
-    """The Python source files of the running interpreter's standard library; nothing is downloaded.
+    """The Python source files of the running interpreter's standard library.
 
-    Tests and generated tables are left out. A file is held out for validation by a hash of its path relative to the
-    library, so that every machine with this Python has the same split.
+    Nothing is downloaded.
+
+    Tests and generated tables are excluded. Files are held out by a hash of their path relative to the library, so every
+    machine with the same Python has the same split.
     """
 
     @node
     class Config(Configurable.Config["StandardLibrary"]):
-        """How much is held out, as a fraction of the files."""
+        """Settings of the split.
+
+        Attributes:
+            validation_fraction: Share of the files to hold out.
+            chunk_bytes: Size of the chunks of text that are read at once.
+        """
 
         validation_fraction: float = setting(default=0.05, gt=0, lt=1)
         chunk_bytes: int = setting(default=1 << 18, gt=0)
@@ -129,14 +163,17 @@ class StandardLibrary(Configurable):
         self.files = standard_library_files()
 
     def parts(self, split: Split) -> tuple[Part, ...]:
-        """One part: the files of the split."""
+        """Return one part with the files of the split."""
         held_out = split == "validation"
         files = tuple(f for f in self.files if is_held_out(f.name, self.config.validation_fraction) == held_out)
         return (Part(FileRecords.of(files, format="text", chunk_bytes=self.config.chunk_bytes), 1.0, files),)
 
 
 def standard_library_files() -> tuple[DataFile, ...]:
-    """The `.py` files of the running interpreter's standard library, without `EXCLUDED`, sorted by relative path."""
+    """Return the `.py` files of the running interpreter's standard library.
+
+    They are sorted by relative path. Folders in `EXCLUDED` are skipped.
+    """
     root = sysconfig.get_path("stdlib")
     files = []
     for folder, folders, names in os.walk(root):
@@ -146,57 +183,66 @@ def standard_library_files() -> tuple[DataFile, ...]:
             if name.endswith(".py") and not os.path.islink(path) and (size := os.path.getsize(path)):
                 files.append(DataFile(path, os.path.relpath(path, root).replace(os.sep, "/"), size))
     if not files:
-        raise InputError(f"the standard library of this Python has no source files in {root}")
+        raise InputError(f"the standard library of this Python does not have source files in {root}")
     return fingerprint_files(sorted(files, key=lambda f: f.name))
 
 
 def is_held_out(name: str, fraction: float) -> bool:
-    """Whether a hash of `name` falls into the first `fraction` of all hashes."""
+    """Return whether a hash of `name` is in the first `fraction` of all hashes."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") < fraction * 2**64
 
 
 class Mixture(Configurable):
-    """Several sources, each with its share of the rows of every batch."""
+    """Several sources, each with a share of the rows of every batch."""
 
     @node
     class Config(Configurable.Config["Mixture"]):
-        """Sources by name, and the weight of each; weights need not add up to 1."""
+        """Settings of the mixture.
+
+        Attributes:
+            sources: Sources by name.
+            weights: Weight of each source, by name. The weights need not sum to 1.
+        """
 
         sources: Mapping[str, Node[Source]] = REQUIRED
         weights: Mapping[str, float] = REQUIRED
 
         def validate(self) -> Iterable[Problem]:
-            """Every source has a weight above zero, and every weight a source."""
+            """Check that every source has a positive weight, and every weight a source."""
             if not self.sources or set(self.sources) != set(self.weights):
                 yield Problem(
                     path="weights",
-                    message="each source needs one weight, and there is at least one source",
+                    message="must have one weight per source, and at least one source",
                     got=", ".join(sorted(self.weights)) or "none",
                     expected=", ".join(sorted(self.sources)) or "a source",
                 )
             for name, weight in self.weights.items():
                 if not 0 < weight < float("inf"):
-                    yield Problem(path=f"weights.{name}", message="a weight is more than 0", got=str(weight))
+                    yield Problem(path=f"weights.{name}", message="must be positive", got=str(weight))
 
     def __init__(self, cfg: Config, **offered: Any):
         self.weights = cfg.weights
         self.sources = {name: cfg.sources[name].build(**offered) for name in sorted(cfg.sources)}
 
     def parts(self, split: Split) -> tuple[Part, ...]:
-        """The parts of all sources that have the split, weights multiplied and brought to a sum of 1."""
+        """Return the parts of all sources that have the split.
+
+        Their weights are normalized to a sum of 1.
+        """
         weighed = [(p, self.weights[name] * p.weight) for name, s in self.sources.items() for p in s.parts(split)]
         total = sum(w for _, w in weighed)
         return tuple(attrs.evolve(p, weight=w / total) for p, w in weighed)
 
 
 DIGESTS = 64
-"""As many files as have their own digests in the run lock; of more there is one of all."""
+"""Up to this many files have individual digests in the run lock. More files have only a common digest."""
 
 
 def describe(source: Source) -> dict[str, Any]:
-    """Facts for the run lock, by which a run that goes on notices other data.
+    """Return facts for the run lock.
 
-    Files, bytes, a hash of splits, weights, names and sizes, a hash of the contents, and of up to `DIGESTS` files their own.
+    A resumed run uses them to detect that the data changed. The facts are the number of files, their bytes, a hash of
+    splits, weights, names and sizes, a hash of the contents, and the digests of up to `DIGESTS` files.
     """
     parts = [(split, part) for split in ("train", "validation") for part in source.parts(split)]
     listed = [(split, part.weight, [(f.name, f.size) for f in part.files]) for split, part in parts]

@@ -1,4 +1,4 @@
-"""The process that a chat template is rendered in, with limits of time and memory."""
+"""A process that renders a chat template, with limits on time and memory."""
 
 import contextlib
 import json
@@ -12,13 +12,17 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 5.0
-START_SECONDS = 20.0  # Jinja computes constants while it compiles
+START_SECONDS = 20.0  # Jinja folds constants at compile time
 MEMORY = 1 << 29
 ANSWER_BYTES = 64 << 20
 
 
 class TemplateFailed(Exception):
-    """A template cannot be rendered; says why. `line` is where it is wrong itself."""
+    """A template cannot be rendered.
+
+    Attributes:
+        line: Line of a syntax error in the template, or None.
+    """
 
     def __init__(self, message: str, line: int | None = None):
         super().__init__(message)
@@ -26,12 +30,14 @@ class TemplateFailed(Exception):
 
 
 class TemplateProcess:
-    """Renders one template, whoever wrote it: what loops for ever or fills the memory is ended, and the next rendering works.
+    """Renders one untrusted template.
 
-    Threads take turns.
+    If it loops forever or exceeds the memory limit, its process is killed and restarted.
+
+    It is thread-safe: threads take turns.
 
     Args:
-        source: the template.
+        source: The template.
     """
 
     def __init__(self, source: str):
@@ -45,11 +51,11 @@ class TemplateProcess:
         """Render a conversation.
 
         Args:
-            variables: of the template.
-            today: the date that it is told, YYYY-MM-DD; None tells it the time of the rendering.
+            variables: Variables of the template.
+            today: Date for the template, YYYY-MM-DD. None uses the current time.
 
         Raises:
-            TemplateFailed: the template is wrong, fails, or takes too long.
+            TemplateFailed: The template has a syntax error, fails, or takes too long.
         """
         with self._lock:
             try:
@@ -84,7 +90,7 @@ class TemplateProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         end = time.monotonic() + seconds
-        # The server reads a request whole before it answers, so that writing cannot wait for reading.
+        # The server reads a whole request before it answers, so writing cannot deadlock with reading.
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(request)
             process.stdin.flush()
@@ -96,10 +102,10 @@ class TemplateProcess:
                     raise TemplateFailed(f"it takes longer than {seconds:g} s")
                 chunk = process.stdout.read1(1 << 16)  # type: ignore[attr-defined]
                 if not chunk:
-                    raise TemplateFailed(f"its process ended; it may take {MEMORY:,} bytes of memory")
+                    raise TemplateFailed(f"its process ended; the memory limit is {MEMORY:,} bytes")
                 answer += chunk
                 if len(answer) > ANSWER_BYTES:
-                    raise TemplateFailed(f"its text has more than {ANSWER_BYTES:,} bytes")
+                    raise TemplateFailed(f"its output exceeds {ANSWER_BYTES:,} bytes")
         return json.loads(answer)
 
     def _end(self) -> None:

@@ -1,8 +1,8 @@
-"""Renders chat templates in a process of its own: `python -P template_server.py BYTES`.
+"""Renders chat templates in a separate process: `python -P template_server.py BYTES`.
 
-The first line of standard input is {"source"}, and is answered with {}. Each other one is {"variables", "today"}, and is answered
-with {"text"}, {"error"} or, if the template itself is wrong, {"syntax", "line"}. The process may take BYTES of memory; the time is
-watched from outside. Imports Jinja and nothing of this framework, to start fast.
+The first line of standard input is {"source"}; the answer is {}. Each further line is {"variables", "today"}; the answer is
+{"text"}, {"error"}, or {"syntax", "line"} if the template itself is invalid. The process may use BYTES of memory. The parent
+enforces the time limit. The module imports Jinja but nothing of this framework, so that it starts fast.
 """
 
 import datetime
@@ -17,7 +17,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Unicode noncharacters: no text has them. They stand where an answer begins and ends.
+# Unicode noncharacters, which do not occur in text. They mark the beginning and end of an answer.
 BEGIN, END = "\ufdd0", "\ufdd1"
 FAILURES = (
     jinja2.TemplateError,
@@ -32,16 +32,16 @@ FAILURES = (
 
 
 class Clock:
-    """The time that templates are told.
+    """The clock of a template.
 
     Attributes:
-        today: a fixed date, YYYY-MM-DD; None is the time of the call.
+        today: A fixed date, YYYY-MM-DD. None uses the current time.
     """
 
     today: str | None = None
 
     def strftime(self, format: str) -> str:
-        """The time in the given format, as `strftime_now` of `transformers`."""
+        """Format the time, like `strftime_now` of `transformers`."""
         now = datetime.datetime.now() if self.today is None else datetime.date.fromisoformat(self.today)
         return now.strftime(format)
 
@@ -57,9 +57,9 @@ def compile_template(source: str, clock: Clock | None = None) -> jinja2.Template
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}`: what the assistant says."""
+    """The tag `{% generation %}...{% endgeneration %}`, which marks the assistant's text."""
 
-    tags = {"generation"}  # noqa: RUF012  # as Jinja has it
+    tags = {"generation"}  # noqa: RUF012  # Jinja requires this type
 
     def parse(self, parser: Any) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -76,41 +76,41 @@ def _raise(message: str) -> NoReturn:
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """As templates of Hugging Face expect it: without HTML escapes."""
+    """Convert a value to JSON without HTML escapes, as Hugging Face templates expect."""
     return json.dumps(
         value, ensure_ascii=False, indent=indent, **{k: v for k, v in options.items() if k != "ensure_ascii"}
     )
 
 
 def main() -> None:
-    """Answers until standard input ends."""
+    """Answer requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)
     limit = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     first = json.loads(sys.stdin.readline())
-    template, wrong, clock = None, None, Clock()
+    template, syntax_error, clock = None, None, Clock()
     try:
         template = compile_template(first["source"], clock)
     except jinja2.TemplateSyntaxError as error:
-        wrong = {"syntax": error.message or "", "line": error.lineno}
+        syntax_error = {"syntax": error.message or "", "line": error.lineno}
     except FAILURES as error:
-        wrong = {"syntax": f"{type(error).__name__}: {error}", "line": 1}
+        syntax_error = {"syntax": f"{type(error).__name__}: {error}", "line": 1}
     answers.write("{}\n")
     answers.flush()
     for line in sys.stdin:
         if template is None:
-            answer = wrong
+            answer = syntax_error
         else:
             try:
                 request = json.loads(line)
                 clock.today = request["today"]
                 answer = {"text": template.render(request["variables"])}
             except MemoryError:
-                answer = {"error": f"it takes more than {limit:,} bytes of memory"}
+                answer = {"error": f"it uses more than {limit:,} bytes of memory"}
             except RecursionError:
-                answer = {"error": "it calls itself too deeply"}
+                answer = {"error": "its recursion is too deep"}
             except FAILURES as error:
                 answer = {"error": str(error)}
         answers.write(json.dumps(answer) + "\n")

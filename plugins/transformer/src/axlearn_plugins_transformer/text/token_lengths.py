@@ -1,4 +1,4 @@
-"""How much text a token can stand for."""
+"""Bounds on the length of text that a token can represent."""
 
 import json
 from typing import Any, Protocol, runtime_checkable
@@ -8,37 +8,45 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from axlearn_core.contracts.parts import Tokenizer
 
-_COMPOSED = 4  # the most characters that NFC makes one of
+_COMPOSED = 4  # maximum number of characters that NFC composes into one
 _SHRINKS = {"NFC": _COMPOSED, "NFKC": _COMPOSED} | dict.fromkeys(
     ("NFD", "NFKD", "Prepend", "Lowercase", "ByteLevel"), 1
 )
-"""Normalizers: the most characters of their input for each one of their output."""
+"""Normalizer -> maximum number of input characters per output character."""
 _KEEPS_ALL = {"ByteLevel", "Metaspace", "Digits"}
-"""Pre-tokenizers that drop no character."""
+"""Pre-tokenizers that do not drop characters."""
 
 
 @runtime_checkable
 class BoundsTokens(Protocol):
-    """A tokenizer that knows how long the text of a token can be."""
+    """A tokenizer with a known bound on the text of a token."""
 
     def longest_token(self) -> int | None:
-        """The most characters of text that one token stands for. Returns None if there is no such number."""
+        """Return the maximum number of characters that a token represents.
+
+        Returns None if it is unbounded.
+        """
         ...
 
 
 def longest_token(tokenizer: Tokenizer) -> int | None:
-    """The most characters of text that a token stands for. Returns None if the tokenizer does not tell."""
+    """Return the maximum number of characters that a token represents.
+
+    Returns None if the tokenizer does not tell.
+    """
     return tokenizer.longest_token() if isinstance(tokenizer, BoundsTokens) else None
 
 
 def most_characters(tokenizer: tokenizers.Tokenizer) -> int | None:
-    """The most characters of text that a token of the `tokenizers` library stands for.
+    """Return the maximum number of characters that a token represents.
 
-    Returns None if there is no such number: if a part of the tokenizer drops text, such as spaces or unknown characters, or has
-    one token for an unknown word of any length, or is of a kind that is not known here.
+    This is for tokenizers of the `tokenizers` library.
+
+    Returns None if there is no bound, or if the tokenizer has an unknown part. There is no bound if a part drops text,
+    such as spaces or unknown characters, or if one token replaces an unknown word of any length.
     """
     if any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):
-        return None  # the token takes in all spaces around it
+        return None  # the token absorbs all spaces around it
     normalizers, splitters = (
         _parts(tokenizer.normalizer, "normalizers"),
         _parts(tokenizer.pre_tokenizer, "pretokenizers"),
@@ -49,7 +57,7 @@ def most_characters(tokenizer: tokenizers.Tokenizer) -> int | None:
         return None
     longest = max(map(len, vocabulary))
     for part in normalizers:
-        factor = _replaced(part) if part["type"] == "Replace" else _SHRINKS.get(part["type"])
+        factor = _replacement_ratio(part) if part["type"] == "Replace" else _SHRINKS.get(part["type"])
         if factor is None:
             return None
         longest *= factor
@@ -60,7 +68,7 @@ def most_characters(tokenizer: tokenizers.Tokenizer) -> int | None:
 
 
 def _parts(component: Any, name: str) -> list[dict[str, Any]]:
-    """The normalizers or pre-tokenizers that a tokenizer applies one after another, as its file has them."""
+    """Return the normalizers or pre-tokenizers of a tokenizer, in sequence."""
 
     def flatten(part: dict[str, Any]) -> list[dict[str, Any]]:
         return [leaf for child in part[name] for leaf in flatten(child)] if part["type"] == "Sequence" else [part]
@@ -69,7 +77,7 @@ def _parts(component: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _reads_everything(model: Any, vocabulary: dict[str, int], byte_level: bool) -> bool:
-    """Whether every character becomes at least one token."""
+    """Return whether every character becomes at least one token."""
     if byte_level:
         return isinstance(model, tokenizers.models.BPE) and all(c in vocabulary for c in ByteLevel.alphabet())
     if isinstance(model, tokenizers.models.BPE):
@@ -81,6 +89,6 @@ def _reads_everything(model: Any, vocabulary: dict[str, int], byte_level: bool) 
     return falls_back and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
 
 
-def _replaced(part: dict[str, Any]) -> int | None:
+def _replacement_ratio(part: dict[str, Any]) -> int | None:
     pattern, content = part["pattern"].get("String"), part["content"]
     return None if pattern is None or not content else -(-len(pattern) // len(content))

@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, or a `tokenizer.json` of the Hugging Face `tokenizers` library."""
+"""Tokenizers: UTF-8 bytes, or a `tokenizer.json` of the Hugging Face `tokenizers` library."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ from axlearn_plugins_transformer.text.token_lengths import most_characters
 
 
 class ByteTokenizer(Configurable):
-    """UTF-8 bytes as ids 0..255; 256 ends a document."""
+    """UTF-8 bytes as ids 0 to 255. Id 256 ends a document."""
 
     vocab_size = 257
     eos_id = 256
@@ -30,46 +30,56 @@ class ByteTokenizer(Configurable):
 
     @node
     class Config(Configurable.Config["ByteTokenizer"]):
-        """Nothing to set."""
+        """A config without settings."""
 
     def __init__(self, cfg: Config):
         pass
 
     def encode(self, text: str) -> list[int]:
-        """The UTF-8 bytes."""
+        """Return the UTF-8 bytes."""
         try:
             return list(text.encode())
         except UnicodeEncodeError as error:
             raise _not_unicode(text) from error
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text, invalid UTF-8 replaced; the end-of-document id stands for nothing."""
+        """Decode the bytes and replace invalid UTF-8.
+
+        The end-of-document id gives no text.
+        """
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
     def longest_token(self) -> int:
-        """One: a character has at least a byte."""
+        """Return 1, because a character has at least one byte."""
         return 1
 
     def token_bytes(self) -> np.ndarray:
-        """float32 [vocab_size]: how many bytes of text each token stands for."""
+        """Return the number of bytes of text of each token, float32 [vocab_size]."""
         return np.array([1.0] * 256 + [0.0], np.float32)
 
 
 MAX_IDS = 1 << 24
-"""No vocabulary comes near: an id beyond it would only ask for memory."""
+"""Limit on token ids. No real vocabulary comes near it; a larger id would only waste memory."""
 BUILTIN = ("python-2k",)
 _EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]", "<|eot_id|>")
 
 
 class TokenizerJson(Configurable):
-    """A `tokenizer.json` file, or one that ships with this package.
+    """A tokenizer from a `tokenizer.json` file, or one that ships with this package.
 
-    `python-2k` is a byte-level BPE of 2,048 tokens for Python source code; `plugins/transformer/train_tokenizer.py` made it.
+    `python-2k` is a byte-level BPE of 2,048 tokens for Python source code, from `plugins/transformer/train_tokenizer.py`.
     """
 
     @node
     class Config(Configurable.Config["TokenizerJson"]):
-        """Exactly one of `path` and `builtin`."""
+        """Settings of the tokenizer. Set exactly one of `path` and `builtin`.
+
+        Attributes:
+            path: A `tokenizer.json` file.
+            builtin: Name of a tokenizer that ships with this package.
+            eos: Token that ends a document. None uses the common one that the vocabulary contains.
+            bos: Token at the beginning of documents and prompts, or None if the model does not use one.
+        """
 
         path: str | None = setting(
             default=None,
@@ -85,17 +95,17 @@ class TokenizerJson(Configurable):
             ),
         )
         builtin: str | None = None
-        eos: str | None = None  # the token that ends a document; None: the usual one that the vocabulary has
-        bos: str | None = None  # the token that documents and prompts begin with, if the model has one
+        eos: str | None = None
+        bos: str | None = None
 
         def validate(self) -> Iterable[Problem]:
-            """One place to read from, and one that exists."""
+            """Check that exactly one of `path` and `builtin` is set, and that `builtin` exists."""
             if (self.path is None) == (self.builtin is None):
                 yield Problem(path="path", message="set exactly one of path and builtin")
             if self.builtin is not None and self.builtin not in BUILTIN:
                 yield Problem(
                     path="builtin",
-                    message=f"no tokenizer {self.builtin!r} ships with this package",
+                    message=f"this package does not ship a tokenizer {self.builtin!r}",
                     expected=f"one of {', '.join(BUILTIN)}",
                     nearest=nearest(self.builtin, BUILTIN),
                 )
@@ -117,8 +127,8 @@ class TokenizerJson(Configurable):
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
         except ValueError as error:
-            raise InputError(f"{name} is not a tokenizer.json that can be read: {error}") from None
-        self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is text, not a command
+            raise InputError(f"{name} is not a readable tokenizer.json: {error}") from None
+        self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is text, not a special token
         self._limits = _limits(self._tokenizer, raw)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -136,73 +146,87 @@ class TokenizerJson(Configurable):
                 "    fix: set eos to the token that ends a document"
             )
         self.eos_token, self.eos_id = tokens[0], vocab[tokens[0]]
-        # Where a template spells special tokens out, they are commands.
+        # Special tokens that a template spells out are special tokens.
         self._special = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         self._special.encode_special_tokens = False
         if cfg.bos is not None and cfg.bos not in vocab:
             raise InputError(
-                f"the tokenizer {name} has no token {cfg.bos!r}\n    fix: set bos to one that it has, or to null"
+                f"the tokenizer {name} has no token {cfg.bos!r}\n    fix: set bos to one of its tokens, or to null"
             )
         self.bos_token, self.bos_id = cfg.bos, None if cfg.bos is None else vocab[cfg.bos]
         self._tail = _tail_of_prompts(self._special) if cfg.bos is not None else []
 
     @functools.cached_property
     def special_tokens(self) -> dict[int, str]:
-        """Id -> spelling of the tokens that stand for no text."""
+        """Id -> spelling of tokens that do not represent text."""
         return {i: t.content for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
 
     @functools.cached_property
     def added_tokens(self) -> dict[int, str]:
-        """Id -> spelling of the tokens that were added to the vocabulary of the model, special ones included."""
+        """Id -> spelling of added tokens, including special tokens."""
         return {i: t.content for i, t in self._tokenizer.get_added_tokens_decoder().items()}
 
     def encode_special(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """(token ids, the characters [start, stop) of each), the special tokens that the text spells out among them."""
+        """Return the token ids and their character ranges [start, stop).
+
+        Spelled-out special tokens are parsed.
+        """
         with _encoding(text):
-            (encoding,) = self._special.encode_batch([text], add_special_tokens=False)  # `encode` keeps Python's lock
+            (encoding,) = self._special.encode_batch([text], add_special_tokens=False)  # `encode` holds the GIL
         return encoding.ids, encoding.offsets
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with no special tokens added."""
+        """Return the token ids, without adding special tokens."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, with no special tokens added; several texts are shared among the cores."""
+        """Return the token ids of each text, without adding special tokens.
+
+        Several texts are encoded in parallel.
+        """
         with _encoding(*texts):
             encodings = self._tokenizer.encode_batch_fast(
                 list(texts), add_special_tokens=False
-            )  # one: a third faster too
+            )  # a third faster even for one text
         return [encoding.ids for encoding in encodings]
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a text for the model to continue, as `tokenizer(text)` of `transformers` does.
 
-        Special tokens that the text spells out are special tokens. `bos` comes first, but only once: a text that begins
-        with it does not get a second one.
+        Spelled-out special tokens are parsed. `bos` is prepended unless the text already begins with it.
         """
         ids, _ = self.encode_special(text)
         front = [] if self.bos_id is None or ids[:1] == [self.bos_id] else [self.bos_id]
         return front + ids + self._tail
 
     def to_json(self) -> str:
-        """The text of a `tokenizer.json`, with the padding and truncation of the file, which nothing here applies."""
+        """Return the content of a `tokenizer.json`.
+
+        Includes padding and truncation, which this class does not apply.
+        """
         text = self._tokenizer.to_str(pretty=False)
         return json.dumps({**json.loads(text), **self._limits}, ensure_ascii=False) if self._limits else text
 
     def token(self, token_id: int) -> str | None:
-        """The token of an id, as the vocabulary spells it."""
+        """Return the spelling of an id in the vocabulary, or None."""
         return self._tokenizer.id_to_token(token_id)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text, invalid UTF-8 replaced; special tokens stand for nothing."""
-        return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=True)[0]  # `decode` keeps Python's lock
+        """Decode tokens and replace invalid UTF-8. Special tokens give no text."""
+        return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=True)[0]  # `decode` holds the GIL
 
     def longest_token(self) -> int | None:
-        """The most characters of text that one token stands for; None if there is no such number."""
+        """Return the maximum number of characters that a token represents.
+
+        Returns None if it is unbounded.
+        """
         return most_characters(self._tokenizer)
 
     def token_bytes(self) -> np.ndarray:
-        """float32 [vocab_size]: how many bytes of text each token stands for; 0 for special tokens."""
+        """Return the number of bytes of text of each token, float32 [vocab_size].
+
+        It is 0 for special tokens.
+        """
         sizes = np.zeros(self.vocab_size, np.float32)
         byte_level = '"type":"ByteLevel"' in self._tokenizer.to_str(pretty=False)
         for token, index in self._tokenizer.get_vocab(with_added_tokens=True).items():
@@ -212,7 +236,7 @@ class TokenizerJson(Configurable):
 
 
 def _limits(tokenizer: tokenizers.Tokenizer, raw: bytes) -> dict[str, Any]:
-    """The fields of a tokenizer.json that pad and truncate texts; empty if it does neither."""
+    """Return the padding and truncation fields of a tokenizer.json, if any."""
     if tokenizer.padding is None and tokenizer.truncation is None:
         return {}
     data = json.loads(raw)
@@ -220,7 +244,10 @@ def _limits(tokenizer: tokenizers.Tokenizer, raw: bytes) -> dict[str, Any]:
 
 
 def _tail_of_prompts(tokenizer: tokenizers.Tokenizer) -> list[int]:
-    """The ids that the post-processor of a tokenizer.json appends to a text; most append none."""
+    """Return the ids that a tokenizer.json's post-processor appends to a text.
+
+    Most append none.
+    """
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     ids = tokenizer.encode("a", add_special_tokens=True).ids
     if not plain:
@@ -231,27 +258,30 @@ def _tail_of_prompts(tokenizer: tokenizers.Tokenizer) -> list[int]:
 
 @contextlib.contextmanager
 def _encoding(*texts: str) -> Iterator[None]:
-    """What the tokenizers library says against texts, as an `InputError`."""
+    """Convert errors of the tokenizers library into InputError."""
     try:
         yield
     except TypeError as error:
         raise _not_unicode(*texts) from error
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of Rust, which is not an Exception
+        if type(error).__name__ != "PanicException":  # Rust's panic, which is not a subclass of Exception
             raise
         which = f"a text of {len(texts[0]):,} characters" if len(texts) == 1 else f"one of {len(texts)} texts"
         raise InputError(
             f"the tokenizer fails on {which}: {error}\n"
-            "    fix: take a tokenizer.json whose patterns need no backtracking, or leave the text out"
+            "    fix: use a tokenizer.json with patterns that do not backtrack, or remove the text"
         ) from None
 
 
 def _not_unicode(*texts: str) -> InputError:
-    """The error for a text with lone surrogates, which JSON can spell and no encoding has."""
-    places = ((text, i) for text in texts for i, c in enumerate(text) if "\ud800" <= c <= "\udfff")
-    text, at = next(places, ("", 0))
+    """Return the error for a text with lone surrogates.
+
+    JSON can spell them, but no encoding supports them.
+    """
+    positions = ((text, i) for text in texts for i, c in enumerate(text) if "\ud800" <= c <= "\udfff")
+    text, index = next(positions, ("", 0))
     return InputError(
-        f"a text is not valid Unicode\n    got: the lone surrogate {text[at : at + 1]!r} at character {at:,}\n"
+        f"a text is not valid Unicode\n    got: the lone surrogate {text[index : index + 1]!r} at character {index:,}\n"
         "    fix: write the text as UTF-8"
     )
 
@@ -265,24 +295,29 @@ def _bytes_of(token: str, byte_level: bool) -> int:
 
 
 def tokens_beyond(tokenizer: Tokenizer, vocab_size: int) -> dict[int, str | None]:
-    """Id -> spelling of the tokens that a model with `vocab_size` rows cannot read; None for one of the base vocabulary.
+    """Return the tokens that a model with `vocab_size` rows cannot read.
 
-    `transformers` accepts a tokenizer with added tokens that the model has no rows for, as long as no text uses them.
+    Maps ids to spellings, or to None for tokens in the base vocabulary. `transformers` accepts a tokenizer with more
+    added tokens than the model has rows, as long as no text uses them.
     """
-    added = tokenizer.added_tokens if isinstance(tokenizer, HasAddedTokens) else {}
-    return {i: added.get(i) for i in range(vocab_size, tokenizer.vocab_size)}
+    added_tokens = tokenizer.added_tokens if isinstance(tokenizer, HasAddedTokens) else {}
+    return {i: added_tokens.get(i) for i in range(vocab_size, tokenizer.vocab_size)}
 
 
 def vocabulary_problems(tokenizer: Tokenizer, vocab_size: int | None) -> Iterator[Problem]:
-    """Problems of a model's vocabulary with the tokenizer of its input; `vocab_size` is None for a model without one.
+    """Yield problems if a model's vocabulary is too small for its tokenizer.
 
-    Added tokens beyond the vocabulary are accepted: `check_ids` refuses a text that uses one.
+    Added tokens beyond the vocabulary are accepted; `check_ids` rejects texts that use them.
+
+    Args:
+        tokenizer: Tokenizer of the input.
+        vocab_size: Size of the model's vocabulary, or None for a model without one.
     """
     if vocab_size is None or tokenizer.vocab_size <= vocab_size:
         return
     needed = {tokenizer.eos_id, bos_id_of(tokenizer)}
-    beyond = tokens_beyond(tokenizer, vocab_size)
-    if None in beyond.values() or needed & beyond.keys():
+    unreadable = tokens_beyond(tokenizer, vocab_size)
+    if None in unreadable.values() or needed & unreadable.keys():
         yield Problem(
             path="model.vocab_size",
             message=f"is {vocab_size}, less than the {tokenizer.vocab_size} ids of input.tokenizer",
@@ -291,37 +326,43 @@ def vocabulary_problems(tokenizer: Tokenizer, vocab_size: int | None) -> Iterato
 
 
 def special_tokens_problems(tokenizer: Tokenizer, special_tokens: str) -> Iterator[Problem]:
-    """Problems of the setting `input.special_tokens`: not every tokenizer can read special tokens in a text."""
+    """Yield problems with the setting `input.special_tokens`.
+
+    Not every tokenizer can parse special tokens.
+    """
     if special_tokens == "parse" and not isinstance(tokenizer, EncodesSpecialTokens):
         yield Problem(
             path="input.special_tokens",
-            message="this tokenizer cannot read special tokens in a text",
+            message="this tokenizer cannot parse special tokens in a text",
             got=f"parse, with {type(tokenizer).__name__}",
             expected="text",
         )
 
 
 def check_ids(tokenizer: Tokenizer, ids: Iterable[int], vocab_size: int | None, location: str) -> None:
-    """Raise `InputError` if a text has a token that the model has no row for.
+    """Raise InputError if a text contains a token outside the model's vocabulary.
 
     Args:
-        tokenizer: made the ids.
-        ids: of the text.
-        vocab_size: of the model; None accepts everything.
-        location: names the text in the error.
+        tokenizer: Tokenizer of the text.
+        ids: Tokens of the text.
+        vocab_size: Size of the model's vocabulary, or None to accept all tokens.
+        location: Name of the text in the error.
     """
     if vocab_size is None or tokenizer.vocab_size <= vocab_size:
         return
-    if wrong := next((i for i in ids if i >= vocab_size), None):
-        name = tokens_beyond(tokenizer, vocab_size).get(wrong)
+    if unknown := next((i for i in ids if i >= vocab_size), None):
+        name = tokens_beyond(tokenizer, vocab_size).get(unknown)
         raise InputError(
-            f"{location}: has a token that the model has no row for\n    got: {name!r}, id {wrong}\n"
-            f"    expected: ids below {vocab_size}\n    fix: leave the token out of the text, or add rows to the model"
+            f"{location}: contains a token outside the model's vocabulary\n    got: {name!r}, id {unknown}\n"
+            f"    expected: ids below {vocab_size}\n    fix: remove the token from the text, or add rows to the model"
         )
 
 
 def token_bytes(tokenizer: Any) -> np.ndarray:
-    """float32 [vocab_size]: bytes per token, by the tokenizer's own table or else by decoding each token alone."""
+    """Return the bytes per token, float32 [vocab_size].
+
+    Uses the tokenizer's table, or decodes each token.
+    """
     if isinstance(tokenizer, CountsBytes):
         return tokenizer.token_bytes()
     sizes = [len(tokenizer.decode([i]).encode()) for i in range(tokenizer.vocab_size)]

@@ -1,4 +1,7 @@
-"""A stream that one worker process prepares, with a time limit: a worker that dies or stands still is started again."""
+"""A stream that one worker process prepares.
+
+A worker that dies or exceeds the time limit is restarted.
+"""
 
 import contextlib
 import os
@@ -14,22 +17,22 @@ from typing import Any
 from axlearn_core.errors import InputError
 
 RESTARTS = 3
-"""How often in a row, without a batch between, a worker is started again."""
+"""Maximum number of consecutive restarts without a batch."""
 CLOSE_SECONDS = 5.0
 
 MakeStream = Callable[[str], Any]
-"""Grain's iterator over one worker process, which writes its process id into the file of this name."""
+"""Creates Grain's iterator over a worker process, which writes its process id to the given file."""
 
 
 class WorkerStream:
     """Grain's iterator over a worker process; see `grain.DatasetIterator` for its methods.
 
-    The position after the batch returned last is kept here, so that another worker goes on with the very next batch.
+    The stream saves the position after the last returned batch, so that a new worker continues with the next batch.
 
     Args:
-        make: makes the iterator.
-        shards: what the worker reads, for messages.
-        seconds: how long one batch may take.
+        make: Creates the iterator.
+        shards: Shards that the worker reads, for messages.
+        seconds: Time limit of a batch.
     """
 
     def __init__(self, make: MakeStream, shards: Sequence[int], seconds: float):
@@ -40,24 +43,27 @@ class WorkerStream:
         self._start()
 
     def ask(self) -> None:
-        """Has the worker begin with the next batch, where it has not; does not wait for it."""
+        """Request the next batch from the worker, unless it is requested already.
+
+        Does not wait for it.
+        """
         if not self._asked:
             self._asked = True
             self._calls.put(None)
 
     def __next__(self) -> Any:
-        """The next batch.
+        """Return the next batch.
 
         Raises:
-            InputError: no worker gives it; names the worker and what became of it.
+            InputError: No worker returns a batch. The message names the worker and the failure.
         """
         while True:
             self.ask()
             try:
                 batch, error = self._results.get(timeout=self._seconds)
             except queue.Empty:
-                problem = f"gave no batch for {self._seconds:g} s"
-            except BaseException:  # the wait was ended: what the worker gives later belongs to nobody
+                problem = f"did not return a batch within {self._seconds:g} s"
+            except BaseException:  # interrupted while waiting: the result of the request would be stale
                 self._abandon()
                 raise
             else:
@@ -67,26 +73,26 @@ class WorkerStream:
                     return batch
                 if not _is_process_death(error):
                     raise error
-                problem = "was killed, or crashed"
+                problem = "was killed or crashed"
             self._recover(problem)
 
     def get_state(self) -> Any:
-        """The position after the batch returned last."""
+        """Return the position after the last returned batch."""
         return self._stream.get_state() if self._state is None else self._state
 
     def set_state(self, state: Any) -> None:
-        """Goes to a position that `get_state` gave."""
-        if self._asked:  # a batch of the position before is under way
+        """Move to a position from `get_state`."""
+        if self._asked:  # a batch of the old position is pending
             self._abandon()
             self._start()
         self._stream.set_state(state)
         self._state = state
 
     def close(self) -> None:
-        """Ends the worker."""
+        """Stop the worker."""
         self._calls.put(False)
         self._thread.join(CLOSE_SECONDS)
-        if self._thread.is_alive():  # it waits for a worker that stands still
+        if self._thread.is_alive():  # it is waiting for a worker that hangs
             self._kill()
             self._thread.join(CLOSE_SECONDS)
         self._folder.cleanup()
@@ -97,11 +103,11 @@ class WorkerStream:
         self._abandon()
         if self._failures > RESTARTS:
             raise InputError(
-                f"{problem_text}; so did the {RESTARTS} that were started in its place\n"
-                "    fix: look at the memory and the storage of this machine; input.workers=0 reads in this process; "
-                "input.worker_seconds is the limit"
+                f"{problem_text}; {RESTARTS} replacements failed too\n"
+                "    fix: check the memory and the storage of this machine; input.workers=0 reads in this process; "
+                "input.worker_seconds sets the time limit"
             )
-        print(f"{problem_text}; another one goes on with the same batch", file=sys.stderr, flush=True)
+        print(f"{problem_text}; a new worker continues with the same batch", file=sys.stderr, flush=True)
         self._restart()
 
     def _restart(self) -> None:
@@ -112,7 +118,7 @@ class WorkerStream:
     def _start(self) -> None:
         self._pid_file = Path(self._folder.name, os.urandom(8).hex())
         self._stream, self._asked = self._make(str(self._pid_file)), False
-        # Waiting for a worker that stopped in the middle of a message cannot be ended: another thread does it.
+        # A read from a worker that stopped in the middle of a message cannot be interrupted, so a thread does it.
         self._calls: queue.SimpleQueue[bool | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         arguments = (self._stream, self._calls, self._results)
@@ -131,7 +137,7 @@ class WorkerStream:
     def _pid(self) -> int | None:
         try:
             return int(self._pid_file.read_text())
-        except (OSError, ValueError):  # it has not started yet
+        except (OSError, ValueError):  # not started yet
             return None
 
     def _name(self) -> str:
@@ -141,15 +147,15 @@ class WorkerStream:
 
 
 def _serve(stream: Any, calls: Any, results: Any) -> None:
-    """Takes a batch for each None, until something else comes; then ends the worker."""
+    """Read one batch for each None in `calls`. Close the stream at any other value."""
     while calls.get() is None:
         try:
             results.put((next(stream), None))
-        except BaseException as error:  # raised again where it is waited for
+        except BaseException as error:  # `__next__` raises it
             results.put((None, error))
     stream.close()
 
 
 def _is_process_death(error: BaseException) -> bool:
-    """Whether Grain says that the process of a stream is gone."""
+    """Return whether Grain reports the death of a worker process."""
     return isinstance(error, RuntimeError) and "terminated unexpectedly" in str(error)

@@ -1,4 +1,7 @@
-"""One text of a model, by the engine of `ax.serve` if a plugin brings one."""
+"""Generate a single text with a model.
+
+Uses the engine of `ax.serve` if a plugin provides it.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,26 +16,26 @@ from axlearn_plugins_transformer.text.processor import TextProcessor, text_proce
 from axlearn_plugins_transformer.text.tokenizers import check_ids
 
 PLAIN_SAMPLING: Mapping[str, Any] = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
-"""Options of requests that say all about sampling, so that an engine does not add the defaults of the model."""
+"""Sampling options that override all defaults of the model."""
 
 
 def write_text(
     loaded: Loaded, prompt: str, *, max_tokens: int, temperature: float | None = None, seed: int = 0
 ) -> Iterator[str]:
-    """Yields pieces of the text that a model writes after a prompt.
+    """Yield pieces of the text that a model generates after a prompt.
 
-    Models that the engine cannot serve generate by their own method `generate`.
+    If the engine cannot serve the model, generate with the model's method `generate`.
 
     Args:
-        loaded: the model with its tokenizer.
-        prompt: what it goes on from.
-        max_tokens: at most this many.
-        temperature: 0 takes the likeliest token each time. None takes the model's sampling defaults, or 0 if it has none.
-        seed: equal seeds draw equal tokens.
+        loaded: The model with its tokenizer.
+        prompt: Text to continue.
+        max_tokens: Maximum number of tokens.
+        temperature: 0 always takes the most probable token. None uses the model's sampling defaults, or 0 if it has none.
+        seed: Seed for sampling.
 
     Raises:
-        RequestError: the model has no tokenizer, or does not generate.
-        InputError: the prompt has a token that the model has no row for.
+        RequestError: The model has no tokenizer or cannot generate.
+        InputError: A token of the prompt is not in the model's vocabulary.
     """
     text = _processor(loaded)
     ids = _encode(text, loaded.model, prompt)
@@ -41,7 +44,7 @@ def write_text(
         engine = _open(loaded, text, len(ids) + max_tokens)
         options = {**sampling_defaults(text, temperature), "max_tokens": max_tokens, "seed": seed}
         pieces = None if engine is None else engine.stream(ids, **options)
-        first = None if pieces is None else next(pieces, "")  # steps are traced here: what cannot be served shows
+        first = None if pieces is None else next(pieces, "")  # traces the steps, so an unsupported model fails here
     except AxlearnError as error:
         log_message(f"note: generated without the serving engine: {str(error).splitlines()[0]}")
         if engine is not None:
@@ -58,7 +61,10 @@ def write_text(
 def stream_text(
     loaded: Loaded, prompt: str, *, max_tokens: int, temperature: float | None = None, seed: int = 0
 ) -> Iterator[str]:
-    """`write_text` by the model's own method `generate`, without an engine."""
+    """Generate text like `write_text`, but without an engine.
+
+    Uses the model's method `generate`.
+    """
     text = _processor(loaded)
     options: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, **sampling_defaults(text, temperature)}
     if options.pop("top_p", 1.0) < 1 or options.pop("min_p", 0.0) > 0:
@@ -69,21 +75,23 @@ def stream_text(
 def continue_text(
     text: TextProcessor, model: Any, prompt: str, *, program: Any = None, **options: Any
 ) -> Iterator[str]:
-    """Yields pieces of text from a model's `generate`; a character that spans tokens comes when it is complete.
+    """Yield pieces of text from a model's `generate`.
+
+    A character that spans tokens is yielded once it is complete.
 
     Args:
-        text: of the model.
-        model: generates tokens.
-        prompt: what it goes on from.
-        program: of the experiment that the model belongs to; None compiles the model on its own, for one device.
-        options: of the model's `generate`, such as `max_tokens`, `temperature` and `seed`.
+        text: Text processor of the model.
+        model: A model that generates tokens.
+        prompt: Text to continue.
+        program: Program of the model's experiment. None compiles the model separately, for one device.
+        **options: Options of the model's `generate`, such as `max_tokens`, `temperature` and `seed`.
 
     Raises:
-        RequestError: the model does not generate.
-        InputError: see `write_text`.
+        RequestError: The model cannot generate.
+        InputError: See `write_text`.
     """
     if not isinstance(model, GeneratesTokens):
-        raise RequestError(f"a {type(model).__name__} does not write text: it has no method `generate`")
+        raise RequestError(f"a {type(model).__name__} cannot write text: it does not have a method `generate`")
     return _pieces(text, model, _encode(text, model, prompt), program=program, **options)
 
 
@@ -100,38 +108,47 @@ def _pieces(text: TextProcessor, model: Any, ids: list[int], **options: Any) -> 
             break
         if piece := output.push(token):
             yield piece
-    if rest := output.end():
-        yield rest
+    if remainder := output.end():
+        yield remainder
 
 
 def sampling_defaults(text: TextProcessor, temperature: float | None) -> Mapping[str, Any]:
-    """The sampling options of a request that sets the temperature or nothing; the model's defaults hold for the others."""
+    """Return sampling options with the given temperature, if any.
+
+    The model's defaults apply to the other options.
+    """
     return {"temperature": 0.0, **text.sampling, **({} if temperature is None else {"temperature": temperature})}
 
 
 def _processor(loaded: Loaded) -> TextProcessor:
     text = text_processor(loaded.config, loaded.tokenizer) if loaded.tokenizer is not None else None
     if text is None:
-        raise RequestError("this run's input has no tokenizer, so its model cannot write text")
+        raise RequestError("this run's input does not have a tokenizer, so its model cannot write text")
     return text
 
 
-def _open(loaded: Loaded, text: TextProcessor, room: int) -> Any:
-    """An engine for one request of `room` tokens, or None if no plugin brings the function `serve`."""
+def _open(loaded: Loaded, text: TextProcessor, num_tokens: int) -> Any:
+    """Return an engine for one request of `num_tokens` tokens.
+
+    Returns None if no plugin provides the function `serve`.
+    """
     if "serve" not in registry().claims["functions"]:
         return None
-    if text.context_length is not None and room > text.context_length:
-        log_message(f"note: {room} tokens are more than the {text.context_length} that the model was made for")
-    return ax.serve(loaded, set=engine_sizes(1, room), warm_up=False)
+    if text.context_length is not None and num_tokens > text.context_length:
+        log_message(f"note: {num_tokens} tokens exceed the model's context length of {text.context_length}")
+    return ax.serve(loaded, set=engine_sizes(1, num_tokens), warm_up=False)
 
 
-def engine_sizes(rows: int, room: int) -> dict[str, Any]:
-    """The settings of an engine for `rows` requests of `room` tokens each; functions compile when they are first used."""
+def engine_sizes(rows: int, num_tokens: int) -> dict[str, Any]:
+    """Return engine settings for `rows` requests of `num_tokens` tokens each.
+
+    Functions compile at first use.
+    """
     return {
         "runner.max_rows": rows,
-        "runner.max_context": room,
+        "runner.max_context": num_tokens,
         "runner.beyond_context": True,
         "runner.row_buckets": (),
         "runner.chunk_buckets": (),
-        "runner.max_step_tokens": min(room, 128),
+        "runner.max_step_tokens": min(num_tokens, 128),
     }

@@ -1,4 +1,4 @@
-"""The suite for layouts of caches of latents."""
+"""The conformance suite for layouts of latent caches."""
 
 from typing import Any
 
@@ -14,36 +14,42 @@ from axlearn_plugins_transformer.kv_cache import build_cache
 from axlearn_plugins_transformer.testing import KVCacheSuite
 
 B, S, N, L, R = 2, 12, 4, 10, 8
-"""Rows, tokens of each, query heads, numbers of a latent, of which the first R are the values."""
+"""Rows, tokens per row, query heads, size of a latent, and size of a value (the first R elements of the latent)."""
 
 
 class LatentCacheSuite(KVCacheSuite):
-    """What every layout keeps: attention through the cache is attention over everything at once.
+    """Tests that attention through the cache equals attention over all tokens at once.
 
-    The tests are those of `KVCacheSuite`. Every head attends to the latents themselves, as in DeepSeek-V2 with absorbed
-    projections, and the mask counts by the slots that the layout gives.
+    The tests are those of `KVCacheSuite`. Every head attends to the latents directly, as in DeepSeek-V2 with absorbed
+    projections. The mask uses the slots that the layout provides.
 
     Attributes:
-        config: the layout.
-        tolerance: of results in float32, relative to the norm of each array; larger for a layout that rounds.
-        length: slots of the cache.
+        config: Config of the layout.
+        tolerance: Relative tolerance of float32 results, by the norm of each array. Set it higher for layouts that round.
+        length: Slots of the cache.
     """
 
     def tokens(self, dtype: str = "float32", mask: Mask | None = None, **options: Any) -> AttentionOp:
-        """Attention over all tokens at once: queries [B, S, N, L], latents [B, S, 1, L] as keys, a part of them as values."""
+        """Return attention over all tokens at once.
+
+        Queries are [B, S, N, L]. Latents [B, S, 1, L] are keys and values.
+        """
         rng = np.random.default_rng(0)
         query, key = (jnp.asarray(rng.standard_normal((B, S, n, L), np.float32), dtype) for n in (N, 1))
         return AttentionOp(query, key, key[..., :R], mask=mask or Causal(), scale=L**-0.5, **options)
 
     def empty(self, dtype: str = "float32") -> Any:
-        """A cache of `length` slots."""
+        """Return an empty cache of `length` slots."""
         return build_cache(self.config).init(B, self.length, L, dtype)
 
     def step(self, cache: Any, op: AttentionOp, slots: jax.Array, kernel: str | None = None) -> Any:
-        """(result, new cache) of one call of the layout: the op's latents go to `slots` [B or 1, S]."""
+        """Call the layout once, with the op's latents at `slots` [B or 1, S].
+
+        Return (result, new cache).
+        """
 
         def attention(slots_view: SeenLatents) -> AttentionOp:
-            assert slots_view.latents.shape == (B, self.length, L), "the latents of all slots"
+            assert slots_view.latents.shape == (B, self.length, L), "the layout must pass the latents of all slots"
             key = slots_view.latents[:, :, None]
             return attrs.evolve(op, key=key, value=key[..., :R], query_slots=slots, key_slots=slots_view.slots)
 
