@@ -1,6 +1,6 @@
-"""Builds the kernels with the compiler that is here (`CXX`).
+"""Build the C++ kernels with the local compiler (`CXX`).
 
-Where they cannot be built, the package is installed without them; with AXLEARN_NATIVE=required that is an error.
+If the build fails, the package is installed without them. Set AXLEARN_NATIVE=required to make a failed build an error.
 """
 
 import os
@@ -19,7 +19,7 @@ native = Extension(
     depends=sorted(map(str, SOURCES.glob("*.h"))),
     extra_compile_args=[
         "-isystem", str(HEADERS), "-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wno-psabi",
-        # Of what -ffast-math means only what changes no result that is a number, and nothing outside of these files.
+        # The parts of -ffast-math that do not change finite results and do not affect code outside these files.
         "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
     ],
     extra_link_args=["-s"],
@@ -29,11 +29,11 @@ native = Extension(
 )  # fmt: skip
 
 
-class Anew(build_ext):
-    """Leaves no library of older sources where this build fails."""
+class CleanBuild(build_ext):
+    """Build command that removes stale libraries first."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Removes what an earlier build made, here and beside the sources, then builds."""
+        """Delete libraries from earlier builds, so that a failed build leaves none, then build."""
         places = [Path(self.get_ext_fullpath(ext.name))]
         if self.editable_mode:
             places.append(Path("src", self.get_ext_filename(ext.name)))
@@ -42,4 +42,4 @@ class Anew(build_ext):
         super().build_extension(ext)
 
 
-setup(ext_modules=[native], cmdclass={"build_ext": Anew})
+setup(ext_modules=[native], cmdclass={"build_ext": CleanBuild})

@@ -1,4 +1,4 @@
-"""Calls of the ops that the plugins of this repository define."""
+"""Calls of the ops that this repository's plugins define."""
 
 import functools
 import itertools
@@ -85,7 +85,7 @@ def _entropies():
 
 
 def grouped(kernel, lhs, rhs, sizes):
-    used = jnp.arange(lhs.shape[0]) < jnp.sum(sizes)  # what is behind the last group is not specified
+    used = jnp.arange(lhs.shape[0]) < jnp.sum(sizes)  # rows after the last group are unspecified
     return jnp.where(used[:, None], GroupedMatmulOp(jnp.where(used[:, None], lhs, 0), rhs, sizes).run(kernel), 0)
 
 
@@ -122,7 +122,7 @@ def _norms():
 
 
 def projection(weight, bias=None):
-    """A linear map with these parameters."""
+    """Make a linear layer with these parameters."""
     dims = {"input_dims": weight.shape[:1], "output_dims": weight.shape[1:]}
     precision = Precision(str(weight.dtype), str(weight.dtype))
     config = Linear.Config(bias=bias is not None, **dims)
@@ -134,7 +134,7 @@ def projection(weight, bias=None):
 
 
 def gated(kernel, x, gate, up, bias=None, activation="silu"):
-    """The op `gated_linear_unit` of arrays."""
+    """Run the op `gated_linear_unit` on arrays."""
     return GatedLinearUnitOp(
         x, projection(gate, bias), projection(up), hidden_dim=gate.shape[1], activation=activation
     ).run(kernel)
@@ -159,11 +159,11 @@ def _gated_units():
 def _read(kernel, query, pages, table, lengths, starts, count, op=PagedAttentionOp, **options):
     actual = op(query, pages, table, lengths, starts, count, scale=0.2, **options).run(kernel)
     used = jnp.arange(query.shape[0]) < starts[count[0]]
-    return jnp.where(used[:, None, None], actual, 0)  # what no request has is not specified
+    return jnp.where(used[:, None, None], actual, 0)  # tokens of unused requests are unspecified
 
 
 def paged(name, *, new, lengths, heads=4, groups=2, size=8, slots=8, dtype="float32", tokens=0, **options):
-    """Requests with so many new tokens of so many; room for one request and `tokens` tokens more, and pages out of order."""
+    """Make requests with these new tokens and lengths, a spare request and `tokens` spare tokens, in unordered pages."""
     most = max(-(-n // slots) for n in lengths)
     table = np.zeros((len(new) + 1, most), np.int32)
     order = iter(RNG.permutation(len(new) * most).tolist())

@@ -1,4 +1,4 @@
-"""What is installed, sorted by what it can stand for; and toy values for what has to be set."""
+"""Installed components, sorted by the interface that they implement, and toy values for their required fields."""
 
 import importlib
 import inspect
@@ -41,11 +41,11 @@ WRAPPED = {
     "equinox-layer": {"module": configure(equinox.nn.LayerNorm, shape=D), "vmap_axes": 2, "axes": {"*": ("norm",)}},
     "dropout-output": {"base": GatedFeedForward.Config(hidden_dim=32)},
 }
-"""What stands in components that hold another one."""
+"""Values for components that contain another component."""
 
 
 def toy(config: type[Node[Any]], **settings: Any) -> Node[Any]:
-    """A config with everything set, small: by the name of the field, regardless of the component."""
+    """Return a small config with all required fields set by field name, for any component."""
     node: Any = Decoder(registry()).decode_at(config(), "", settings)
     return patch(
         node, {p.path: TOY[p.path.rpartition(".")[2]] for p in missing(node) if p.path.rpartition(".")[2] in TOY}
@@ -53,23 +53,23 @@ def toy(config: type[Node[Any]], **settings: Any) -> Node[Any]:
 
 
 def components() -> dict[str, type[Node[Any]]]:
-    """Name -> config class of everything that is registered."""
+    """Return name -> config class of all registered components."""
     return {e.name: registry().component(e.name) for e in registry().entries("components")}
 
 
 def owned(test: Callable[[type], bool]) -> dict[str, Node[Any]]:
-    """Name -> toy config of the components whose class passes a test."""
+    """Return name -> toy config of the components whose class passes a check."""
     components_by_name = {n: toy(c) for n, c in components().items() if isinstance(c.owner, type) and test(c.owner)}
     return {n: patch(c, WRAPPED.get(n, {})) for n, c in components_by_name.items()}
 
 
 def layers() -> dict[str, Node[Any]]:
-    """Those that are layers."""
+    """Return the components that are layers."""
     return owned(lambda owner: issubclass(owner, Layer))
 
 
 def suites(base: type, configs: dict[str, Node[Any]], **more: Any) -> dict[str, type]:
-    """A test class for each component: `TestRmsNorm` for `rms-norm`."""
+    """Return a test class for each component, such as `TestRmsNorm` for `rms-norm`."""
     return {
         f"Test{name.title().replace('-', '')}": type(f"Test{name}", (base,), {"config": config, **more})
         for name, config in configs.items()
@@ -83,7 +83,7 @@ PROTOCOLS = (
 
 
 def met(owner: type, protocol: Any) -> int:
-    """How many methods a protocol has, where a class has all of them with those arguments; else 0."""
+    """Return the number of methods of a protocol if a class has all of them with the same arguments, else 0."""
     methods = {n: f for n, f in vars(protocol).items() if inspect.isfunction(f) and not n.startswith("_")}
     own = {n: getattr(owner, n, None) for n in methods}
     fits = all(inspect.isfunction(own[n]) and _arguments(own[n])[: len(_arguments(f))] == _arguments(f)
@@ -96,18 +96,18 @@ def _arguments(function: Any) -> list[str]:
 
 
 def of(protocol: Any) -> dict[str, Node[Any]]:
-    """The components that meet a protocol, and none that asks for more."""
+    """Return the components that implement a protocol and no larger one."""
     return owned(lambda owner: bool(met(owner, protocol)) and max(PROTOCOLS, key=lambda p: met(owner, p)) is protocol)
 
 
 def kernels() -> dict[type[Op[Any]], list[KernelImplementation]]:
-    """Op -> everything that is declared for it through `axlearn_kernels`, and its reference."""
+    """Return op -> its declared kernels and its reference."""
     by_op: dict[type[Op[Any]], list[KernelImplementation]] = {}
     for _, declared in host().answers("axlearn_kernels"):
         for implementation in declared:
             module, _, name = implementation.op.partition(":")
             op = getattr(importlib.import_module(module), name)
             assert issubclass(op, Op), implementation
-            assert op.path() == implementation.op, "a kernel names the module that defines its op"
+            assert op.path() == implementation.op, "a kernel must name the module that defines its op"
             by_op.setdefault(op, [reference(op)]).append(implementation)
     return by_op

@@ -1,6 +1,6 @@
-"""Contracts that plugins of this repository define, and formulas of layers that finite differences cannot judge.
+"""Contracts that this repository's plugins define, and formulas of layers that cannot be tested with finite differences.
 
-A routed layer jumps where a token changes its experts, and the gradients of a quantized one pass through its rounding.
+The output of a routed layer jumps when a token changes its experts. The gradients of a quantized layer ignore its rounding.
 """
 
 import jax
@@ -15,7 +15,7 @@ IMAGES = normal(B, 8, 8, 3)
 
 
 class OfImages(Contract):
-    """Of models of images: they are called as those of text are, with other batches."""
+    """Contracts of image models. They are called like text models, with other batches."""
 
     def fits(self, config):
         return type(config).owner is ImageClassifier
@@ -46,12 +46,12 @@ CONTRACTS = (
 
 
 def linear(params, x):
-    """What a quantized linear map stands for."""
+    """Compute the layer that a quantized linear layer approximates."""
     return jnp.einsum("bsd,dnh->bsnh", x, params["weight"])
 
 
 def best(by, of):
-    """(expert, weight), [B, 2 * S] each: the two largest of each token by one, weighed by the other."""
+    """Return (expert, weight), [B, 2 * S] each: the two largest weights of each token."""
     expert = jnp.argsort(-by, axis=-1)[..., :TOP_K]
     weight = jnp.take_along_axis(of, expert, axis=-1)
     weight = weight / weight.sum(-1, keepdims=True)
@@ -65,13 +65,13 @@ def softmax_router(params, x):
 
 
 def sigmoid_router(params, x):
-    """DeepSeek-V3, where the bias is zero, as at first."""
+    """Return the routing of DeepSeek-V3, with its initial bias of zero."""
     scores = jax.nn.sigmoid(x @ params["weight"])
     return (*best(jax.lax.stop_gradient(scores), scores), None)
 
 
 def expert_choice_router(params, x):
-    """Zhou et al., 2022: every expert takes its tokens, the best first."""
+    """Return expert-choice routing (Zhou et al., 2022): each expert picks its best tokens."""
     p = jax.nn.softmax(x @ params["weight"], axis=-1)
     room = S * TOP_K // EXPERTS
     choices = [jnp.argsort(-p[..., e], axis=1)[:, :room] for e in range(EXPERTS)]
@@ -81,7 +81,7 @@ def expert_choice_router(params, x):
 
 
 def mixture_of_experts(params, x):
-    """Every expert for every token, weighed by the router."""
+    """Compute every expert for every token, weighted by the router."""
     expert, weight, _ = softmax_router({"weight": params["router.weight"]}, x)
     shares = sum(jax.nn.one_hot(e, EXPERTS) * w[..., None] for e, w in zip(
         jnp.split(expert, TOP_K, axis=1), jnp.split(weight, TOP_K, axis=1), strict=True))  # fmt: skip
@@ -95,7 +95,7 @@ def mixture_of_experts(params, x):
 ANY_INPUTS = Contract(
     name="wrapped", arguments=("inputs",), offered={"input_dim": D}, inputs=normal(B, S, D), outputs=like(0)
 )
-"""Of a layer that passes on what it is called with."""
+"""Contract of a layer that passes its arguments through."""
 
 REFERENCES = {
     "linen-layer": {"contract": ANY_INPUTS},

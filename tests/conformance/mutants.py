@@ -1,4 +1,4 @@
-"""Wrong implementations that a suite has to catch, and how a test of a suite is run on one of them."""
+"""Wrong implementations that a suite must catch, and a runner for single tests of a suite."""
 
 import inspect
 import itertools
@@ -16,12 +16,12 @@ class Mutant:
     """A wrong implementation.
 
     Attributes:
-        name: what is wrong with it.
-        suite: the suite with the wrong part in it.
-        right: the suite with the same part where it is right.
-        test: the test of the suite that fails.
-        errors: how else it may fail: by an error of the part itself, which a right part does not raise.
-        slow: whether the test takes longer than a few seconds.
+        name: Description of the error.
+        suite: Suite with the wrong part.
+        right: Suite with the correct part.
+        test: Test of the suite that fails.
+        errors: Other errors that the part may raise, which the correct part does not raise.
+        slow: Whether the test takes longer than a few seconds.
     """
 
     name: str
@@ -36,13 +36,13 @@ class Mutant:
 
 
 def suite(base: type, config: Any = None, **attributes: Any) -> type:
-    """A suite for one config, as an author of a plugin writes it."""
+    """Make a suite for one config, like the author of a plugin."""
     more = {} if config is None else {"config": config}
     return type("Suite", (base,), {**more, **attributes})
 
 
 def run_test(cls: type, test: str, request: pytest.FixtureRequest) -> None:
-    """Runs a test of a suite with each of its parameters, as pytest does; what is skipped passes."""
+    """Run a test of a suite with each of its parameters, like pytest. A skipped test passes."""
     method = getattr(cls, test)
     for arguments in _arguments(cls, method):
         instance = cls()
@@ -69,11 +69,11 @@ def _arguments(cls: type, method: Any) -> Iterator[dict[str, Any]]:
 
 
 def _fixture(name: str, request: pytest.FixtureRequest) -> Any:
-    if name == "tmp_path":  # a fresh one for each of the parameters
+    if name == "tmp_path":  # a new one for each set of parameters
         return request.getfixturevalue("tmp_path_factory").mktemp("mutant")
     return request.getfixturevalue(name)
 
 
 def mutants(right: type, wrong: Mapping[str, tuple[type, str]], **options: Any) -> list[Mutant]:
-    """Mutants of one part: what is wrong -> (suite with the wrong part, the test that fails)."""
+    """Mutants of one part: description -> (suite with the wrong part, the test that fails)."""
     return [Mutant(name=n, suite=s, right=right, test=t, **options) for n, (s, t) in wrong.items()]

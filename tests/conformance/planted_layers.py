@@ -22,7 +22,7 @@ from axlearn_testing import Case, FeatureSuite, KernelSuite, LayerSuite
 
 
 class Scale(Layer):
-    """`weight * x`, and the ways to get that wrong."""
+    """The layer `weight * x`, and wrong variants of it."""
 
     @node
     class Config(Layer.Config["Scale"]):
@@ -99,7 +99,7 @@ class Product(Op):
 
 
 class Multiplying:
-    """Multiplies row by row, or as the reference does."""
+    """Multiply row by row, or like the reference."""
 
     def __init__(self, refuses: str | None = None, factor: float = 1.0, disguised: bool = False):
         self.refuses, self.factor, self.disguised = refuses, factor, disguised
@@ -118,7 +118,7 @@ DISGUISED = Multiplying(disguised=True)
 
 
 class _Products(KernelSuite):
-    """Finds what is planted in this module."""
+    """Tests of the kernels in this module."""
 
     def declared(self, name: str) -> KernelImplementation:
         if name == selection.REFERENCE:
@@ -153,7 +153,7 @@ KERNELS = mutants(
 
 @node
 class Longer(Feature):
-    """Sets the number of steps, and the ways to get that wrong."""
+    """A feature that sets the number of steps, and wrong variants of it."""
 
     wrong: str = ""
 

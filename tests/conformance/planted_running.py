@@ -48,7 +48,7 @@ class Observer(Configurable):
         self.last = time.monotonic()
 
     def before(self, step):
-        if self.wrong == "exclusive":  # like a trace, of which a process has one
+        if self.wrong == "exclusive":  # like a trace, which can exist only once per process
             assert not Observer.running
             Observer.running = True
         if self.wrong == "prints":
@@ -120,7 +120,7 @@ WATCHDOGS = mutants(
 
 
 class Group(Configurable):
-    """Joins by the variables that JAX knows."""
+    """A process group that joins by JAX's own environment variables."""
 
     @node
     class Config(Configurable.Config["Group"]):

@@ -76,21 +76,21 @@ CHECKPOINTERS = mutants(
 class Whole(LocalStorage):
     def read_into(self, path, begin, buffer):
         data = self.read(path)[begin : begin + len(buffer)]
-        buffer[: len(data)] = data  # a file that ends early goes unnoticed
+        buffer[: len(data)] = data  # truncation goes unnoticed
 
 
 class Plain(LocalStorage):
     def write(self, path, chunks):
         file = self.root / path
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("wb") as opened:  # in place: a reader sees half of it
+        with file.open("wb") as opened:  # in place, so a reader sees half of it
             for chunk in chunks:
                 opened.write(chunk)
 
 
 class Merging(LocalStorage):
     def commit(self, source, target):
-        for file in self.list(f"{source}/"):  # one after the other, over what there is
+        for file in self.list(f"{source}/"):  # one after the other, over existing files
             self.write(f"{target}/{file.path.removeprefix(source + '/')}", [self.read(file.path)])
         super().delete(source)
 
@@ -102,7 +102,7 @@ class Keeping(LocalStorage):
 
 class Prefixes(LocalStorage):
     def delete(self, path):
-        for file in self.list(path):  # "ab" goes with "a"
+        for file in self.list(path):  # deleting "a" also deletes "ab"
             super().delete(file.path)
 
 
@@ -180,7 +180,7 @@ WEIGHTS = mutants(
 
 
 class Tracker(Configurable):
-    """A line of JSON per call."""
+    """A tracker that writes one line of JSON per call."""
 
     @node
     class Config(Configurable.Config["Tracker"]):

@@ -17,7 +17,7 @@ from axlearn_testing.train import Numbers
 
 
 class Iterator(Numbers):
-    """Batches of random numbers, and what can be wrong with going back."""
+    """An iterator of random numbers, with wrong ways to restore its state."""
 
     wrong = ""
 

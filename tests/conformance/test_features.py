@@ -1,14 +1,14 @@
-"""Every installed feature keeps its contract, on every installed experiment, with every other feature."""
+"""Every installed feature passes its suite, on every installed experiment and with every other feature."""
 
 import toy
 
 from axlearn_core.plugins.registry import registry
 from axlearn_testing import FeatureSuite
 
-# The others are made of the same parts; tests/e2e/test_feature_pairs.py has them among the slow tests.
+# The other experiments have the same parts; tests/e2e/test_feature_pairs.py tests them, as slow tests.
 _experiments = tuple(e.name for e in registry().entries("experiments") if e.name not in toy.PUBLISHED)
 _names = [e.name for e in registry().entries("features")]
 for _i, _feature in enumerate(_names):
     _name = f"Test{_feature.title().replace('-', '')}"
-    _later = tuple(_names[_i + 1 :])  # every pair once: the suite tries both orders
+    _later = tuple(_names[_i + 1 :])  # each pair once, because the suite tries both orders
     globals()[_name] = type(_name, (FeatureSuite,), {"name": _feature, "others": _later, "experiments": _experiments})

@@ -1,4 +1,4 @@
-"""Every kernel that an installed plugin declares keeps the contract of its op, and so does the op."""
+"""Every declared kernel of an installed plugin passes the suite of its op, and so does the op."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from axlearn_plugins_cpu.kernels import library
 from axlearn_testing import KernelSuite
 
 SHARED = ("ring", "context-all-gather", "context-all-to-all")
-"""Kernels of several devices; on one they are the reference."""
+"""Kernels that need several devices; on one device they are the reference."""
 
 
 def test_every_op_has_cases():
@@ -26,6 +26,6 @@ for _op, _declared in found.kernels().items():
         _more = {"mesh": _mesh, "op": _op, "name": _kernel.name, "cases": cases.CASES.get(_op, ())}
         _suite = type(_name, (KernelSuite,), _more)
         if _kernel.load.startswith("axlearn_plugins_cpu.") and library.missing is not None:
-            # tests/plugins/cpu fails where the library has to be there.
+            # tests/plugins/cpu fails if the library should exist.
             _suite = pytest.mark.skip(reason=library.missing)(_suite)
         globals()[_name] = _suite

@@ -1,4 +1,4 @@
-"""Every installed layer keeps its contract."""
+"""Every installed layer passes its suite."""
 
 import sys
 from pathlib import Path
@@ -17,14 +17,14 @@ for _name, _config in found.layers().items():
         "decoder",
         "images",
         "model",
-    ):  # made of the others, and seconds to compile
+    ):  # composed of the others, and slow to compile
         _more["pytestmark"] = pytest.mark.slow
     globals().update(found.suites(LayerSuite, {_name: _config}, **_more))
 
 
 @pytest.mark.exhaustive
 class TestManyMeshes:
-    """The same on more meshes."""
+    """The same with more meshes."""
 
     @pytest.mark.parametrize("name", found.layers())
     def test_meshes_change_no_number(self, name):

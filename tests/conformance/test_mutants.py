@@ -1,4 +1,4 @@
-"""Every suite fails for wrong implementations: each mutant breaks one promise, and a test of its suite says so."""
+"""Every suite catches wrong implementations: each mutant violates one requirement, and a test of its suite fails."""
 
 import importlib
 import re
@@ -35,7 +35,7 @@ RIGHT = {(m.right, m.test): m for m in PLANTED}
 
 @pytest.mark.parametrize("mutant", _marked([(m, m) for m in RIGHT.values()], lambda m: m.slow))
 def test_the_same_test_passes_for_the_right_one(mutant, request):
-    """What was planted is the reason of the failure."""
+    """Check that the planted error is the reason for the failure."""
     mutants.run_test(mutant.right, mutant.test, request)
 
 

@@ -1,6 +1,6 @@
-"""Every installed input, learner, checkpointer, storage, tracker and training loop keeps its contract.
+"""Every installed input, learner, checkpointer, storage, tracker and training loop passes its suite.
 
-What a component can stand for is known by the methods of its class.
+The methods of a component's class determine its kind.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def texts(tmp_path_factory):
 
 
 class Input(InputSuite):
-    """Over a few short texts."""
+    """Test over a few short texts."""
 
     vocab_size = 300
 
@@ -62,7 +62,7 @@ class Input(InputSuite):
             more = {"paths": str(texts / "*.npz"), "held_out": 0.3} if "paths" in fields else {"held_out": 6}
             self.config = found.toy(type(self.config), **more)
             return
-        # The first that the input takes.
+        # Use the first one that the input accepts.
         for kind, suffix in (("files", "txt"), ("chat-files", "jsonl"), ("preference-files", "pairs")):
             paths = {"paths": [f"{texts}/[0-3].{suffix}"], "validation_paths": [f"{texts}/[45].{suffix}"]}
             source = {"type": kind, **paths}
@@ -79,7 +79,7 @@ def read_json_lines(run_dir):
 
 def read_events(run_dir):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of TensorBoard's own imports
+        warnings.simplefilter("ignore")  # from TensorBoard's own imports
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     events = EventAccumulator(str(run_dir / "tensorboard"))
     events.Reload()
@@ -93,16 +93,16 @@ globals().update(found.suites(LearnerSuite, found.of(parts.Learner)))
 globals().update(found.suites(CheckpointerSuite, found.of(parts.Checkpointer)))
 for _name, _config in found.of(parts.Tracker).items():
     _read = {"read": staticmethod(READERS[_name])} if _name in READERS else {}
-    _read |= {"remote": "Prometheus asks for it over HTTP"} if _name == "prometheus" else {}
+    _read |= {"remote": "Prometheus scrapes it over HTTP"} if _name == "prometheus" else {}
     globals().update(found.suites(TrackerSuite, {_name: _config}, **_read))
 for _name, _config in found.of(Loop).items():
     _own = type(_config).__module__.startswith("axlearn_core.")
-    # A run takes seconds to compile: the loops of plugins are among the long proofs.
+    # A run takes seconds to compile, so the loops of plugins are slow tests.
     globals().update(found.suites(TrainerSuite, {_name: _config}, pytestmark=[] if _own else [pytest.mark.slow]))
 
 
 class Objective(ObjectiveSuite):
-    """With a small language model, and whatever batch an objective for one takes."""
+    """Test with a small language model, and the batch that the objective needs."""
 
     model = toy.small("quickstart").model
 

@@ -1,4 +1,4 @@
-"""Every installed tokenizer, evaluator, profiler, watchdog, process group, source of weights and cache keeps its contract."""
+"""Every installed tokenizer, evaluator, profiler, watchdog, process group, weights source and cache passes its suite."""
 
 import json
 import sys
@@ -53,7 +53,7 @@ globals().update(found.suites(LatentCacheSuite, found.of(LatentCache)))
 
 
 class TextEvaluator(EvaluatorSuite):
-    """Of a small language model and its text."""
+    """Test with a small language model and its text."""
 
     @pytest.fixture(autouse=True)
     def of_text(self, tmp_path):
@@ -78,7 +78,7 @@ class TestLoss(EvaluatorSuite):
 
 
 class Joined(ProcessGroupSuite):
-    """By the variables that JAX itself knows."""
+    """Use JAX's own environment variables."""
 
     def environment(self, rank, count, address):
         return {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(rank)}
@@ -94,7 +94,7 @@ class TestDirectoryWeights(WeightsSuite):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run, one that adapts it, and its adapters."""
+    """Make a run, a run that adapts it, and its adapters."""
     place = tmp_path_factory.mktemp("runs")
     for name, features, more in (
         ("base", [], {"learner.ema_decay": 0.5}),

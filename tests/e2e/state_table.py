@@ -33,7 +33,7 @@ COLUMNS = {
     "export": "`checkpoint export-hf`",
     "stored": "stored integers (`quantize`)",
 }
-EXPORT, PEFT = "no family describes", "PEFT's format has no place for the variables"
+EXPORT, PEFT = "no family describes", "PEFT's format cannot store this model's variables"
 """How the errors of refused cells begin."""
 OUTCOMES = {
     "equal": "same losses and state as the plain model",
@@ -210,7 +210,7 @@ def _lora(kind, path):
         assert np.array_equal(value, adapted.read(name)[name])
         assert not np.array_equal(value, open_weights(base).read(name)[name])
         assert np.array_equal(value, open_weights(path / "merged").read(name)[name])
-    with pytest.raises(RequestError, match=f"^{PEFT} of this model") as error:
+    with pytest.raises(RequestError, match=f"^{PEFT}, which") as error:
         export_peft(path / "run", path / "peft")
     assert error.value.exit_code == 2
     assert not (path / "peft").exists()

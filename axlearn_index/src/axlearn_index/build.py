@@ -1,6 +1,6 @@
-"""Makes an index from pyproject files: their entry points, and what the table `tool.axlearn.index` adds.
+"""Generate an index from pyproject files: their entry points, and the names in the table `tool.axlearn.index`.
 
-Needs the standard library only, so a build hook can run it before anything is installed.
+Uses only the standard library, so that a build hook can run it before anything is installed.
 """
 
 import json
@@ -11,22 +11,22 @@ from typing import Any
 
 PREFIX = "axlearn."
 NOT_NAMES = ("plugins", "index")
-"""Groups whose entry points are modules, and no names that people write."""
+"""Groups whose entry points are modules, not names that users write."""
 
 Names = dict[str, dict[str, str]]
 
 
 def workspace_members(root: Path) -> list[Path]:
-    """The folders of a uv workspace that hold a distribution, by path."""
+    """Return the folders of a uv workspace that contain a distribution, sorted by path."""
     patterns = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["tool"]["uv"]["workspace"]["members"]
     return sorted({f for pattern in patterns for f in root.glob(pattern) if (f / "pyproject.toml").exists()})
 
 
 def collect_names(folders: Iterable[Path]) -> Names:
-    """Group (`features`, `commands`, `targets`, ...) -> name -> the distribution that brings it.
+    """Return group (`features`, `commands`, `targets`, ...) -> name -> distribution.
 
     Raises:
-        ValueError: two distributions declare one name.
+        ValueError: If two distributions declare the same name.
     """
     index: Names = {}
     for folder in folders:
@@ -41,7 +41,7 @@ def collect_names(folders: Iterable[Path]) -> Names:
 
 
 def write_index(file: Path, folders: Iterable[Path]) -> None:
-    """Writes `index.json` for the distributions in some folders."""
+    """Write `index.json` for the distributions in some folders."""
     file.write_text(json.dumps(collect_names(folders), indent=1) + "\n", "utf-8")
 
 

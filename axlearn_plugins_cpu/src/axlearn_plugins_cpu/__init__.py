@@ -1,1 +1,1 @@
-"""Kernels in C++ for CPUs."""
+"""C++ kernels for CPUs."""

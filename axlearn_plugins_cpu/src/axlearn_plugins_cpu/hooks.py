@@ -1,4 +1,4 @@
-"""What the plugin says through hooks. Imports no JAX."""
+"""Hook implementations of the plugin. Does not import JAX."""
 
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.plugins.hookspecs import hookimpl
@@ -9,12 +9,12 @@ _KERNELS = {
     f"{_OPS}.invariant:InvariantAttentionOp": "invariant:ROWS",
     f"{_OPS}.invariant:InvariantPagedAttentionOp": "invariant:PAGES",
 }
-"""Op -> where in `axlearn_plugins_cpu.kernels` its kernel is."""
+"""Op -> module and name of its kernel, relative to `axlearn_plugins_cpu.kernels`."""
 
 
 @hookimpl
 def axlearn_kernels() -> list[KernelImplementation]:
-    """Attention over pages; and attention that does not depend on the batch, over pages and over rows."""
+    """Return the kernels for paged attention and for batch-invariant attention over rows and pages."""
     return [
         KernelImplementation(
             name="native", op=op, load=f"axlearn_plugins_cpu.kernels.{place}", priority=20, platforms=("cpu",)

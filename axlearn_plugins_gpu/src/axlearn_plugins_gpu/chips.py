@@ -1,4 +1,4 @@
-"""What compilers and kernels have to know of each GPU. Imports no JAX."""
+"""Hardware facts of each GPU for compilers and kernels. Does not import JAX."""
 
 import attrs
 
@@ -11,12 +11,12 @@ class Chip:
 
     Attributes:
         capability: CUDA compute capability, (major, minor).
-        accelerated: whether it has instructions that later GPUs lack (`sm_90a`).
-        cores: streaming multiprocessors.
-        fpus: float32 units of each.
-        clock: GHz.
-        shared: bytes of shared memory of a multiprocessor; a block can have all but 1 KiB.
-        l2: bytes of the second-level cache.
+        accelerated: Whether it has instructions that later GPUs lack (`sm_90a`).
+        cores: Number of streaming multiprocessors.
+        fpus: Number of float32 units per multiprocessor.
+        clock: Clock rate, in GHz.
+        shared: Bytes of shared memory per multiprocessor. A block can use all but 1 KiB.
+        l2: Bytes of L2 cache.
     """
 
     capability: tuple[int, int]
@@ -41,6 +41,6 @@ CHIPS: dict[str, Chip] = {
 
 
 def unknown_gpu(target: str) -> str | None:
-    """Why a kernel cannot say whether it runs there; None where the GPU is known."""
+    """Return why a kernel cannot tell whether it supports the GPU, or None if the GPU is known."""
     names = ", ".join(CHIPS)
-    return None if target in CHIPS else f"the GPU {target or 'here'!r} is none that it is known to run on ({names})"
+    return None if target in CHIPS else f"it is not known to run on GPU {target or 'unknown'!r} (known GPUs: {names})"

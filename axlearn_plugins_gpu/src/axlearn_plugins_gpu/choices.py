@@ -1,8 +1,7 @@
-"""Choices that measurements decide: priorities of kernels and layouts. Block sizes are in `kernels.blocks`. Imports no JAX.
+"""Values that measurements decide: kernel priorities and layouts. Block sizes are in `kernels.blocks`. Does not import JAX.
 
-Each choice names its source: the file under `benchmarks/results/` of the repository with the measurement that it follows, or
-`NOT_MEASURED`. A value that a measurement changes is changed here, and its source with it; a test holds every source against the
-files that there are.
+Each entry names its source: a file with a measurement under `benchmarks/results/` of the repository, or `NOT_MEASURED`.
+When a measurement changes a value, update its source too. A test checks that all sources exist.
 """
 
 from collections.abc import Mapping
@@ -12,17 +11,17 @@ import attrs
 from axlearn_core.contracts.mesh import Size
 
 NOT_MEASURED = "not measured"
-"""The source of a choice that follows from data sheets and reasoning: no measurement of it exists."""
+"""Source of a choice that is based on data sheets and reasoning, not on a measurement."""
 
 
 @attrs.frozen
 class Priority:
-    """The rank of a kernel among those of its op; the XLA reference has 0.
+    """Priority of a kernel among the kernels of its op; the XLA reference has 0.
 
     Attributes:
-        value: the highest of those that support a call wins; below 0, a config has to name the kernel.
-        reason: why this value, as long as nothing was measured.
-        source: see the module.
+        value: Priority. The highest kernel that supports a call is used; kernels below 0 must be named in a config.
+        reason: Reason for the value while it is not measured.
+        source: Source of the value; see the module docstring.
     """
 
     value: int
@@ -32,31 +31,33 @@ class Priority:
 
 PRIORITIES: Mapping[tuple[str, str], Priority] = {
     ("attention", "cudnn"): Priority(50, "NVIDIA tunes it for each GPU"),
-    ("attention", "tokamax-mosaic"): Priority(40, "serves what cuDNN does not, on Hopper and Blackwell"),
-    ("attention", "tokamax-triton"): Priority(30, "serves what both do not"),
+    ("attention", "tokamax-mosaic"): Priority(40, "covers calls on Hopper and Blackwell that cuDNN does not support"),
+    ("attention", "tokamax-triton"): Priority(30, "covers calls that neither cuDNN nor Mosaic supports"),
     ("grouped_matmul", "tokamax-triton"): Priority(
-        50, "its results are compared with the reference in the interpreter"
+        50, "its results are tested against the reference in the interpreter"
     ),
-    ("grouped_matmul", "tokamax-mosaic"): Priority(40, "compiled only; tokamax itself has it before Triton's"),
+    ("grouped_matmul", "tokamax-mosaic"): Priority(
+        40, "tested only by compiling it; tokamax itself prefers it to Triton"
+    ),
     ("paged_attention", "pallas-triton"): Priority(
-        50, "a few launches, where XLA's loops launch ten kernels for every block of keys"
+        50, "it needs a few launches; XLA's loops launch ten kernels for every block of keys"
     ),
-    ("rms_norm", "tokamax-triton"): Priority(-1, "XLA fuses norms with what is around them"),
-    ("gated_linear_unit", "tokamax-triton"): Priority(-1, "XLA has cuBLAS for both products"),
-    ("gated_linear_unit", "tokamax-mosaic"): Priority(-2, "compiled only"),
+    ("rms_norm", "tokamax-triton"): Priority(-1, "XLA fuses norms with the neighboring ops"),
+    ("gated_linear_unit", "tokamax-triton"): Priority(-1, "XLA uses cuBLAS for both matmuls"),
+    ("gated_linear_unit", "tokamax-mosaic"): Priority(-2, "tested only by compiling it"),
 }
-"""(op, kernel) -> its priority."""
+"""(op, kernel) -> priority."""
 
 
 @attrs.frozen(kw_only=True)
 class Layout:
-    """How models of some sizes are laid out on every GPU.
+    """Mesh layout for a range of model sizes, on every GPU.
 
     Attributes:
-        parameters: from and below how many.
-        shape: of the mesh.
-        rules: logical axes beside the default ones.
-        source: see the module.
+        parameters: Range [from, below) of the number of parameters.
+        shape: Mesh shape.
+        rules: Rules for logical axes, in addition to the defaults.
+        source: Source of the value; see the module docstring.
     """
 
     parameters: tuple[float, float]
@@ -66,8 +67,8 @@ class Layout:
 
 
 LARGE = 40e9
-"""Parameters from which on the layers are split over the GPUs of a host: with the batch spread over hundreds of GPUs,
-fetching whole layers over the network takes longer than computing with them."""
+"""Models with at least this many parameters split their layers over the GPUs of a host. With the batch spread over hundreds
+of GPUs, gathering whole layers over the network would take longer than computing them."""
 
 LAYOUTS = (
     Layout(parameters=(0, float("inf")), shape={"fsdp": -1}),

@@ -1,8 +1,9 @@
-"""The GPUs, with figures from NVIDIA's data sheets. Imports no JAX.
+"""GPU targets, with figures from NVIDIA's data sheets. Does not import JAX.
 
-Peaks are dense; data sheets print twice as much where they count structured sparsity. The float32 peak is that of TF32
-tensor cores, which JAX uses for float32 products by default. Memory is what the driver reports of a whole GPU. NVLink
-figures count one direction. Networks and hosts are those of NVIDIA's DGX systems: one adapter for each GPU.
+Peak FLOP/s are for dense matmuls; data sheets that assume structured sparsity print twice as much. The float32 peak is the
+peak of TF32 tensor cores, which JAX uses for float32 matmuls by default. Memory is the amount that the driver reports for a
+whole GPU. NVLink figures count one direction. Networks and hosts are those of NVIDIA's DGX systems, with one network
+adapter per GPU.
 """
 
 from collections.abc import Mapping
@@ -12,16 +13,16 @@ from axlearn_core.contracts.target import Target
 
 TOPOLOGY = "axlearn_plugins_gpu.topology:devices"
 DGX_HOST_BYTES = 2e12
-"""Of DGX A100 (640 GB), H100 and H200."""
+"""Host memory of DGX A100 (640 GB), H100 and H200."""
 LOWERING = "axlearn_plugins_gpu.kernels.mosaic:lowering"
 
 OPTIONS: Mapping[str, Any] = {
-    # Collectives start as early and are awaited as late as the program allows, by an estimate of what everything takes.
+    # Start collectives as early and await them as late as the program allows, based on estimated latencies.
     "xla_gpu_enable_latency_hiding_scheduler": True,
-    # Two layers to a turn of the loop over layers: the parameters of one are fetched while the other is computed.
+    # Process two layers per iteration of the loop over layers: gather one layer's parameters while the other is computed.
     "xla_gpu_enable_while_loop_double_buffering": True,
 }
-"""For every GPU. These are known to XLA in all supported versions; flags of pipelined collectives are not."""
+"""Compiler options for every GPU. All supported versions of XLA know these; they do not all know the pipelined-collective flags."""
 
 
 def _peaks(bfloat16: float, tf32: float, eight_bits: float, *, fp8: bool = True) -> dict[str, float]:

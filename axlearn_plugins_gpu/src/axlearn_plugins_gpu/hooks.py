@@ -1,4 +1,4 @@
-"""What the plugin says through hooks. Imports no JAX."""
+"""Hook implementations of the plugin. Does not import JAX."""
 
 from pathlib import Path
 
@@ -15,19 +15,19 @@ from axlearn_plugins_gpu.rules import POLICIES, rules
 
 @hookimpl
 def axlearn_targets() -> list[Target]:
-    """A100, H100, H200 and B200."""
+    """Return the targets A100, H100, H200 and B200."""
     return list(TARGETS)
 
 
 @hookimpl
 def axlearn_mesh_rules() -> list[MeshRule]:
-    """By the size of the model."""
+    """Return the mesh rules, by target and model size."""
     return rules()
 
 
 @hookimpl
 def axlearn_before_devices() -> None:
-    """Keeps JAX's CUDA plugin from looking for CUDA's libraries, and complaining, on a machine without a driver."""
+    """Stop JAX's CUDA plugin from searching for CUDA libraries, and complaining, on a machine without a driver."""
     if not any(Path(p).exists() for p in ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")):
         compat.skip_cuda_check()
 
@@ -49,18 +49,18 @@ _KERNELS = (
     (_GATED_LINEAR_UNIT, "gated_linear_unit", "tokamax-triton", "gated_linear_unit:TRITON"),
     (_GATED_LINEAR_UNIT, "gated_linear_unit", "tokamax-mosaic", "gated_linear_unit:MOSAIC"),
 )
-"""The class of the op, its name, that of the kernel, and where in `axlearn_plugins_gpu.kernels` it is."""
+"""(class of the op, name of the op, name of the kernel, module and name relative to `axlearn_plugins_gpu.kernels`)."""
 
 
 @hookimpl
 def axlearn_remat_policies() -> list[RematPolicy]:
-    """What to keep on GPUs."""
+    """Return the remat policies for GPUs."""
     return list(POLICIES)
 
 
 @hookimpl
 def axlearn_kernels() -> list[KernelImplementation]:
-    """Adapters to cuDNN, tokamax and Pallas."""
+    """Return the adapters to cuDNN, tokamax and Pallas kernels."""
     return [
         KernelImplementation(
             name=name,

@@ -1,4 +1,4 @@
-"""How programs are laid out on GPUs, and what their backward passes keep. Imports no JAX."""
+"""Mesh rules and remat policies for GPUs. Does not import JAX."""
 
 from axlearn_core.contracts.mesh import MeshRule
 from axlearn_core.contracts.remat import RematPolicy
@@ -9,7 +9,7 @@ POLICIES = (
     RematPolicy(
         name="gpu-attention",
         save=("query|key|value", "context", "attention_out"),
-        description="keeps the projections, the context and the output of attention: its kernel is not run again",
+        description="saves the projections, context and output of attention, so its kernel does not run again",
     ),
 )
 
@@ -18,10 +18,11 @@ PACKAGES = {"remat": "axlearn-plugins-tools"}
 
 
 def rules() -> list[MeshRule]:
-    """Fully sharded data parallelism; for large models across hosts, and tensor parallelism within each.
+    """Return the mesh rules: FSDP, plus tensor parallelism within each host for large models.
 
-    There the residual stream is split over the host too (by width, where Megatron-LM's sequence parallelism splits it by
-    position; Korthikanti et al., 2022): activations between layers take an eighth, for the same traffic over NVLink.
+    Large models also split the residual stream over the GPUs of a host. The split is by width; Megatron-LM's sequence
+    parallelism splits by position (Korthikanti et al., 2022). Activations between layers take an eighth of the memory, for
+    the same NVLink traffic.
     """
     return [
         MeshRule(

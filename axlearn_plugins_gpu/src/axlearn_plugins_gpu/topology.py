@@ -1,4 +1,4 @@
-"""JAX devices of GPUs that are not there: programs for them are compiled by XLA's GPU compiler, which needs none."""
+"""Abstract JAX devices of GPUs. XLA's GPU compiler can compile for them without a GPU."""
 
 import importlib
 import importlib.util
@@ -15,10 +15,10 @@ from axlearn_plugins_gpu.chips import CHIPS
 
 
 def devices(machine: Machine) -> Sequence[Any]:
-    """The GPUs of a machine, host by host, to compile for.
+    """Return the GPUs of a machine, ordered by host, as compilation targets.
 
     Raises:
-        RequestError: XLA's GPU compiler is not installed.
+        RequestError: If XLA's GPU compiler is not installed.
     """
     _register(machine)
     hosts = machine.domains
@@ -32,7 +32,7 @@ def devices(machine: Machine) -> Sequence[Any]:
 
 
 def target_config(machine: Machine) -> str:
-    """The GPU as a `GpuTargetConfigProto` of XLA, in text form."""
+    """Return the GPU as an XLA `GpuTargetConfigProto` in text format."""
     target, chip = machine.target, CHIPS[machine.target.name]
     major, minor = chip.capability
     extension = "ACCELERATED_FEATURES" if chip.accelerated else "NONE"
@@ -65,16 +65,16 @@ device_description_str: "{target.device_kinds[0]}"
 
 
 def _register(machine: Machine) -> None:
-    """Makes JAX know the CUDA platform, on a machine that has none."""
+    """Register the CUDA platform with JAX, on a machine without GPUs."""
     plugins = [f"xla_cuda{n}" for n in (12, 13) if importlib.util.find_spec(f"jax_cuda{n}_plugin") is not None]
     if not plugins:
         raise RequestError(
-            f"compiling for {machine.name!r} needs XLA's GPU compiler, which is not installed\n"
+            f"cannot compile for {machine.name!r}: XLA's GPU compiler is not installed\n"
             "    fix: pip install jax-cuda12-plugin, in the version of jax (Linux only)"
         )
-    # Without it, JAX's CUDA plugin looks for the libraries of a GPU and refuses to start.
+    # Otherwise JAX's CUDA plugin searches for the libraries of a GPU and refuses to start.
     compat.skip_cuda_check()
-    jax.devices("cpu")  # has JAX find its plugins
+    jax.devices("cpu")  # makes JAX discover its plugins
     if not compat.has_platform("cuda"):
-        # It had looked for them before, and the one of CUDA had refused.
+        # JAX discovered its plugins earlier, and the CUDA plugin refused to start.
         importlib.import_module(f"jax_plugins.{plugins[0]}").initialize()

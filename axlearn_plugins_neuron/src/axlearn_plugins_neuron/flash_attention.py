@@ -1,12 +1,12 @@
-"""Flash attention of the Neuron SDK (`neuronxcc.nki.kernels.attention`), forward and backward.
+"""Flash attention by the Neuron SDK (`neuronxcc.nki.kernels.attention`), forward and backward.
 
-Layouts of its kernels, as the SDK documents them, with b rows, n heads, h head size, s positions:
+Layouts of the kernels, as the SDK documents them, with b rows, n heads, h head size, s positions:
 
     flash_fwd        q, k [b, n, h, s]; v [b, n, s, h]                  -> o [b, n, s, h], lse [b, n, 128, s / 128]
     flash_attn_bwd   q, k, v, o, dy [b, n, h, s]; lse                   -> dq, dk, dv [b, n, h, s]
 
-A bias is [1, 1, s, s], for all rows and heads alike: masks that differ by row are done row by row. Where the SDK is not
-installed the kernels cannot run; the rest of this module does, and is tested with kernels written in JAX.
+A bias is [1, 1, s, s], shared by all rows and heads, so masks that differ between rows are processed row by row. The
+kernels need the SDK. The rest of this module does not, and is tested with kernels written in JAX.
 """
 
 import functools
@@ -25,15 +25,15 @@ from axlearn_plugins_transformer.kernels.masks import And, Causal, Full
 from axlearn_plugins_transformer.kernels.per_device import per_device
 
 TILES = (2048, 1024, 512)
-"""Keys that the forward kernel takes at a time: the largest that divides their number."""
+"""Numbers of keys per tile of the forward kernel; the largest one that divides the number of keys is used."""
 
 HEADS = ("batch", None, "activation_heads", None)
 HIDDEN = -30_000.0
-"""Added to hidden scores: beyond what exp can tell from zero, within what bfloat16 holds."""
+"""Bias of hidden scores: low enough that exp gives zero, and representable in bfloat16."""
 
 
 class _Static(NamedTuple):
-    """What of a call is known while tracing."""
+    """Static parameters of a call."""
 
     scale: float
     causal: bool
@@ -41,27 +41,27 @@ class _Static(NamedTuple):
 
 
 class _Flash:
-    """See the module."""
+    """Flash attention kernel of the Neuron SDK; see the module docstring."""
 
     def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
-        """Self-attention with heads up to 128, lengths in tiles of 512; no soft cap, no bias on the scores."""
+        """Support self-attention with head sizes up to 128 and lengths in tiles of 512, without a soft cap or a bias."""
         if reason := missing(("jax-neuronx", "neuronx-cc")):
             return reason
         return unsupported(op)
 
     def __call__(self, op: AttentionOp) -> jax.Array:
-        """[B, S, N, V]."""
+        """Return the attention output, [B, S, N, V]."""
         query, key, value = op.query, op.key, op.value
         length = key.shape[1]
         parts = op.mask.parts
-        rest = tuple(p for p in parts if not isinstance(p, (Causal, Full)))
+        other_parts = tuple(p for p in parts if not isinstance(p, (Causal, Full)))
         hidden = None
-        if rest:
-            visible = And(rest).materialize((0, query.shape[1]), (0, length))
+        if other_parts:
+            visible = And(other_parts).materialize((0, query.shape[1]), (0, length))
             hidden = jnp.where(visible, 0.0, HIDDEN).astype(query.dtype)
         causal = any(isinstance(p, Causal) for p in parts)
         static = _Static(op.scale, causal, next(t for t in TILES if length % t == 0))
-        # The backward kernel takes as many key heads as query heads.
+        # The backward kernel needs as many key heads as query heads.
         repeats = query.shape[2] // key.shape[2]
         if repeats > 1:
             key, value = jnp.repeat(key, repeats, axis=2), jnp.repeat(value, repeats, axis=2)
@@ -74,18 +74,18 @@ NKI_FLASH = _Flash()
 
 
 def unsupported(op: AttentionOp) -> str | None:
-    """Why the kernels cannot do a call, whether they are here or not."""
+    """Return why the kernels cannot compute a call, or None. Does not check that the SDK is installed."""
     query, key, value = (x.shape for x in (op.query, op.key, op.value))
     if len(set(op.dtypes.values())) > 1:
         return "queries, keys and values differ in dtype"
     if op.softcap is not None:
-        return "it has no soft cap"
+        return "it does not support a soft cap"
     if op.bias is not None:
-        return "it takes no bias on the scores whose gradient is needed"
+        return "it does not support a bias on the scores that needs a gradient"
     if not op.aligned:
-        return "queries and keys are not the same positions"
+        return "queries and keys are not at the same positions"
     if query[3] > 128 or query[3] != value[3]:
-        return f"head sizes {query[3]} and {value[3]}: it takes one size of at most 128"
+        return f"it needs one head size of at most 128, got {query[3]} and {value[3]}"
     if key[1] % TILES[-1]:
         return f"the length {key[1]} is not a multiple of {TILES[-1]}"
     return None
@@ -101,12 +101,12 @@ def _attend(
         query, key, value, hidden = (x[None] for x in operands)
         return jnp.squeeze(_attention(query, key, value, hidden, static), 0)
 
-    return lax.map(row, (query, key, value, hidden))  # each with its own bias
+    return lax.map(row, (query, key, value, hidden))  # each row has its own bias
 
 
 def _kernels() -> tuple[Any, Any, Any]:
-    """(forward, backward, `neuronxcc.nki.language`); imported where they are called, because the import starts the SDK."""
-    importlib.import_module("jax_neuronx")  # has JAX know calls of NKI kernels
+    """Return (forward, backward, `neuronxcc.nki.language`). Imported on use, because the import starts the SDK."""
+    importlib.import_module("jax_neuronx")  # registers NKI kernel calls with JAX
     language: Any = importlib.import_module("neuronxcc.nki.language")
     attention: Any = importlib.import_module("neuronxcc.nki.kernels.attention")
     return functools.partial(_forward_kernel, attention), attention.flash_attn_bwd, language
@@ -118,7 +118,7 @@ def _forward_kernel(attention: Any, grid: tuple[Any, ...], tile: int, *operands:
 
 
 def _grid(language: Any, rows: int, heads: int) -> tuple[int, Any]:
-    """One program for each row and head, the heads spread over the two physical cores of a device where they are even."""
+    """Return a grid with one program per row and head. An even number of heads is spread over a device's two cores."""
     return rows, heads if heads % 2 else language.nc(2) * (heads // 2)
 
 
@@ -139,7 +139,7 @@ def _forward(
     out, statistics = forward(
         _grid(language, q.shape[0], q.shape[1]),
         static.tile,
-        *(q, k, v, jnp.zeros((1,), jnp.int32)),  # a seed of the dropout that there is not
+        *(q, k, v, jnp.zeros((1,), jnp.int32)),  # the last one is a seed for dropout, which is off
         logit_bias=bias,
         softmax_scale=static.scale,
         use_causal_mask=static.causal,

@@ -1,4 +1,4 @@
-"""What the plugin says through hooks. Imports no JAX."""
+"""Hook implementations of the plugin. Does not import JAX."""
 
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.contracts.mesh import MeshRule
@@ -13,24 +13,24 @@ _ATTENTION = "axlearn_plugins_transformer.kernels.attention:AttentionOp"
 
 @hookimpl
 def axlearn_targets() -> list[Target]:
-    """Trainium2."""
+    """Return the target Trainium2."""
     return [TRN2]
 
 
 @hookimpl
 def axlearn_mesh_rules() -> list[MeshRule]:
-    """By the size of the model."""
+    """Return the mesh rules, by model size."""
     return rules()
 
 
 @hookimpl
 def axlearn_remat_policies() -> list[RematPolicy]:
-    """What to keep on Trainium."""
+    """Return the remat policies for Trainium."""
     return list(POLICIES)
 
 
 @hookimpl
 def axlearn_kernels() -> list[KernelImplementation]:
-    """Flash attention of the Neuron SDK."""
+    """Return the flash attention kernel of the Neuron SDK."""
     load = "axlearn_plugins_neuron.flash_attention:NKI_FLASH"
     return [KernelImplementation(name="nki-flash", op=_ATTENTION, load=load, priority=50, platforms=("neuron",))]

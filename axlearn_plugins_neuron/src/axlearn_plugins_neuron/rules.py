@@ -1,17 +1,17 @@
-"""How programs are laid out on Trainium2, and what their backward passes keep. Imports no JAX."""
+"""Mesh rules and remat policies for Trainium2. Does not import JAX."""
 
 from axlearn_core.contracts.mesh import MeshRule
 from axlearn_core.contracts.remat import RematPolicy
 from axlearn_plugins_neuron.trainium import CORES
 
 SPLIT = 3e9
-"""Parameters from which on layers are split over the cores of a chip."""
+"""Models with at least this many parameters split their layers over the cores of a chip."""
 
 POLICIES = (
     RematPolicy(
         name="trn2-attention",
         save=("query|key|value", "context"),
-        description="keeps the projections and the context of attention",
+        description="saves the projections and the context of attention",
     ),
 )
 
@@ -20,9 +20,9 @@ PACKAGES = {"remat": "axlearn-plugins-tools"}
 
 
 def rules() -> list[MeshRule]:
-    """Fully sharded data parallelism over all cores; from a few billion parameters on over chips, split within each.
+    """Return the mesh rules: FSDP over all cores; large models use FSDP over chips and tensor parallelism within a chip.
 
-    A machine of 1,024 chips has 4,096 devices, more than a batch has rows: the cores of a chip share each row.
+    A machine with 1,024 chips has 4,096 devices, more than a batch has rows, so the cores of a chip share each row.
     """
     return [
         MeshRule(target="trn2-*", shape={"fsdp": -1}, features=_REMAT, packages=PACKAGES),

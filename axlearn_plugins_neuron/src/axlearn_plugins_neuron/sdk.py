@@ -1,27 +1,27 @@
-"""Whether the Neuron SDK is installed, or what PyPI has under its names. Imports no JAX."""
+"""Check whether the Neuron SDK is installed, as opposed to its placeholders on PyPI. Does not import JAX."""
 
 from importlib import metadata
 
 from packaging.version import Version
 
 FLOORS = {"jax-neuronx": "0.1.3", "libneuronxla": "2.2", "neuronx-cc": "2.17"}
-"""What the extra `sdk` asks for. Everything on PyPI is older: it is there to hold the names."""
+"""Minimum versions, as in the extra `sdk`. All versions on PyPI are older placeholders that reserve the names."""
 
 
-def missing(needed: tuple[str, ...] = tuple(FLOORS)) -> str | None:
-    """Why the SDK cannot be used, and what to do about it; None where it can."""
-    wrong = []
-    for name in needed:
+def missing(packages: tuple[str, ...] = tuple(FLOORS)) -> str | None:
+    """Return why the SDK cannot be used, with a fix, or None if it can."""
+    problems = []
+    for name in packages:
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            wrong.append(f"{name} is not installed")
+            problems.append(f"{name} is not installed")
             continue
         if Version(version) < Version(FLOORS[name]):
-            wrong.append(f"{name} {version} is a placeholder or too old (at least {FLOORS[name]})")
-    if not wrong:
+            problems.append(f"{name} {version} is a placeholder or too old (requires {FLOORS[name]} or later)")
+    if not problems:
         return None
     return (
-        f"{'; '.join(wrong)}: install the Neuron SDK from AWS's package index, whose address and option are in AWS's "
-        "documentation (pip install 'axlearn-plugins-neuron[sdk]'); PyPI has placeholders under these names"
+        f"{'; '.join(problems)}: install the Neuron SDK from AWS's package index, as AWS's documentation describes "
+        "(pip install 'axlearn-plugins-neuron[sdk]'); the packages on PyPI are placeholders"
     )

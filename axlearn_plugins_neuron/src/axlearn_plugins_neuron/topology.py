@@ -1,4 +1,4 @@
-"""Devices to partition programs over where no Trainium is."""
+"""Stand-in devices for partitioning programs without Trainium hardware."""
 
 import functools
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from axlearn_plugins_neuron.compat import cpu_client
 
 
 def devices(machine: Machine) -> Sequence[Any]:
-    """As many virtual CPU devices as the machine has logical cores: a stand-in, see `Target.stand_in`."""
+    """Return one virtual CPU device per logical core of the machine; see `Target.stand_in`."""
     return _client(machine.devices).devices()
 
 
 @functools.cache
 def _client(count: int) -> Any:
-    """A CPU client of its own, beside the one that JAX has.
+    """Return a CPU client that is separate from JAX's own.
 
-    JAX's own has so many devices only if nothing has asked for one before, and compiles for at most 2,048.
+    JAX's own client has enough devices only if none was created before, and compiles for at most 2,048.
     """
     return cpu_client(count)

@@ -1,20 +1,20 @@
-"""Trainium2, with figures from AWS's documentation. Imports no JAX.
+"""The Trainium2 target, with figures from AWS's documentation. Does not import JAX.
 
-A device is a logical NeuronCore of the SDK's default configuration (LNC=2): two of a chip's eight physical cores, with a
+A device is a logical NeuronCore in the SDK's default configuration (LNC=2): two of a chip's eight physical cores, with a
 quarter of the chip's memory and bandwidth.
 """
 
 from axlearn_core.contracts.target import Target
 
 CORES = 4
-"""Logical cores of a chip."""
+"""Number of logical cores per chip."""
 
 TRN2 = Target(
     name="trn2",
     summary="AWS Trainium2, by logical cores",
     size="hosts",
     platform="neuron",
-    device_kinds=("NC_v3d",),  # with LNC=1 the SDK says NC_v3, of which this target's figures do not hold
+    device_kinds=("NC_v3d",),  # with LNC=1 the SDK reports NC_v3, for which these figures do not hold
     devices_per_chip=CORES,
     chips_per_host=16,
     peak_flops={
@@ -25,11 +25,11 @@ TRN2 = Target(
     },
     hbm_bytes=96 * 2**30 / CORES,
     hbm_bandwidth=2.9e12 / CORES,
-    link_bandwidth=1024e9 / 2 / CORES,  # NeuronLink-v3 within an instance, of which half goes out
-    network_bandwidth=3200e9 / 8 / 16 / CORES,  # EFAv3 of an instance
+    link_bandwidth=1024e9 / 2 / CORES,  # NeuronLink-v3 within an instance; half of the total is outbound
+    network_bandwidth=3200e9 / 8 / 16 / CORES,  # EFAv3, per instance
     topology="axlearn_plugins_neuron.topology:devices",
-    stand_in="partitioned by XLA over virtual CPU devices: the layout and the collectives are those of trn2, "
-    "the kernels, the fusions and the schedule are not Neuron's",
+    stand_in="partitioned by XLA over virtual CPU devices: the layout and the collectives are exact for trn2, "
+    "but the kernels, fusions and schedule are not Neuron's",
     examples=("trn2-16x1", "trn2-16x64"),
     source="AWS Neuron documentation: Trainium2 Architecture, Amazon EC2 Trn2 Architecture, Logical NeuronCore configuration",
 )

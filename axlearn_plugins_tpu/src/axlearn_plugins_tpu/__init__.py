@@ -1,1 +1,1 @@
-"""TPUs: what they are, how programs are laid out on them, and kernels."""
+"""TPUs: targets, mesh rules, remat policies and kernels."""

@@ -1,12 +1,13 @@
-"""Private names of tokamax that this plugin uses, and what it tells libtpu.
+"""Private names of tokamax that this plugin uses, and environment variables for libtpu.
 
-- `tokamax._src.ops` (0.0.12, 0.0.14): kernels with given tiles have no public names. Not needed once they get some.
-- `TensorCoreMesh` of Pallas, replaced while a kernel of tokamax 0.0.14 is traced: that starts one kernel on every core, and its
-  tiles may be split among fewer. Not needed once it starts as many as it splits them among.
+- `tokamax._src.ops` (0.0.12, 0.0.14): kernels with given tiles have no public names. Remove when they have.
+- `TensorCoreMesh` of Pallas, patched while a kernel of tokamax 0.0.14 is traced: tokamax starts the kernel on every core,
+  but may divide its tiles among fewer. Remove when it starts as many as it divides the tiles among.
 
-libtpu looks for a TPU machine's description where there is none, and prints that it misses it; it also lets one process at a time
-load it, for the sake of the TPU. The environment variables below tell it what it looks for, and that it only compiles. They
-are set before JAX looks for devices, and when something is compiled for a TPU that is not here; importing the plugin sets nothing.
+On a machine without a TPU, libtpu searches for the machine's TPU description and prints that it is missing. It also lets
+only one process load it at a time, to protect the TPU. The environment variables below provide the description, and declare
+that libtpu is only used to compile. They are set before JAX looks for devices, and when something is compiled for an absent
+TPU. Importing the plugin does not set them.
 """
 
 import contextlib
@@ -20,24 +21,24 @@ from axlearn_core.compat import replaced
 
 
 def tokamax(module: str) -> Any:
-    """A module of tokamax's kernels: `ragged_dot.pallas_mosaic_tpu_kernel`."""
+    """Import a module of tokamax's kernels, such as `ragged_dot.pallas_mosaic_tpu_kernel`."""
     return importlib.import_module(f"tokamax._src.ops.{module}")
 
 
 @contextlib.contextmanager
-def kernel_cores(pallas: Any, cores: int) -> Iterator[None]:
-    """While it lasts, kernels start on this number of cores. `pallas` is `pltpu`, as a module of tokamax knows it."""
+def use_kernel_cores(pallas: Any, cores: int) -> Iterator[None]:
+    """Start kernels on this number of cores, within the context. `pallas` is `pltpu` as a tokamax module imports it."""
     with replaced(pallas, "TensorCoreMesh", functools.partial(pallas.TensorCoreMesh, num_cores=cores)):
         yield
 
 
 def describe_host(accelerator: str) -> None:
-    """Tells libtpu that this host has one accelerator of this type (`v5litepod-4`)."""
+    """Tell libtpu that this host has one accelerator of this type (`v5litepod-4`)."""
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", accelerator)
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 
-def only_compile() -> None:
-    """Lets many processes load libtpu, as long as none uses a TPU."""
+def allow_compile_only() -> None:
+    """Let several processes load libtpu. None of them may use a TPU."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

@@ -1,11 +1,11 @@
-"""TPU generations, per JAX device. Imports no JAX.
+"""TPU targets by generation, with figures per JAX device. Does not import JAX.
 
-A v4 or v5p chip is one device of two cores (megacore), a v5e or v6e chip is one device, a 7x chip is two.
+A v4 or v5p chip is one device with two cores (megacore). A v5e or v6e chip is one device. A 7x chip is two devices.
 
-`hbm_bytes` is what the compiler has for a program: the capacity less what the system keeps. Sources, all in Google Cloud's
-documentation: cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e and /tpu7x. They give the bandwidth of the links in both
-directions together; half of it is what a chip sends. The memory left for programs is what libtpu 0.0.42 says when one does
-not fit. `host_bytes` is a chip's share of its host (v5e, v6e) or of the machine that has a whole host (v5p).
+`hbm_bytes` is the memory available to a program: the capacity minus the part that the system reserves, as libtpu 0.0.42
+reports when a program does not fit. `host_bytes` is a chip's share of its host (v5e, v6e) or of a machine with a whole host
+(v5p). The other figures are from Google Cloud's documentation: cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e and /tpu7x.
+It states link bandwidths for both directions together; the figures here are half of that, what a chip sends.
 """
 
 from collections.abc import Mapping
@@ -13,29 +13,29 @@ from typing import Any
 
 from axlearn_core.contracts.target import Target
 
-HIDDEN: Mapping[str, Any] = {
-    # Collectives start as early and are awaited as late as the program allows, by an estimate of what everything takes.
+COMMON: Mapping[str, Any] = {
+    # Start collectives as early and await them as late as the program allows, based on estimated latencies.
     "xla_tpu_enable_latency_hiding_scheduler": True,
     "xla_enable_async_collective_permute": True,
 }
-"""Compiler options of every TPU."""
-GATHERS: Mapping[str, Any] = {**HIDDEN, "xla_enable_async_all_gather": True}
-"""Of v4: gathers that nothing waits for, as AXLearn sets it there."""
-FUSED: Mapping[str, Any] = {
-    **GATHERS,
-    # A gather and the products beside it as one piece of work, several steps of it beside each.
+"""Compiler options for every TPU."""
+ASYNC_GATHERS: Mapping[str, Any] = {**COMMON, "xla_enable_async_all_gather": True}
+"""Compiler options for v4: asynchronous all-gathers, as in AXLearn."""
+FUSED_COLLECTIVES: Mapping[str, Any] = {
+    **ASYNC_GATHERS,
+    # Fuse an all-gather with the neighboring matmuls, and interleave them in several steps.
     "xla_tpu_enable_async_collective_fusion": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
     "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
     "xla_tpu_overlap_compute_collective_tc": True,
 }
-"""Of v5e, which has no sparse cores; newer versions of libtpu refuse it on all others."""
-OFFLOADED: Mapping[str, Any] = {
-    **HIDDEN,
+"""Compiler options for v5e, which has no SparseCores. Newer versions of libtpu reject them for all other TPUs."""
+SPARSE_CORE_COLLECTIVES: Mapping[str, Any] = {
+    **COMMON,
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
     "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
-    # What is fused with products stays on the core that does them.
+    # Collectives that are fused with matmuls stay on the TensorCore.
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": False,
     "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": False,
@@ -43,7 +43,7 @@ OFFLOADED: Mapping[str, Any] = {
     "xla_sc_enable_instruction_fusion": False,
     "xla_sc_disable_megacore_partitioning": True,
 }
-"""Of v5p, v6e and 7x: the sparse cores send while the others compute, as MaxText has it there."""
+"""Compiler options for v5p, v6e and 7x: SparseCores run the collectives while TensorCores compute, as in MaxText."""
 
 GIB = 2.0**30
 TERA = 1e12
@@ -64,7 +64,7 @@ V4 = Target(
     link_bandwidth=300e9,
     topology=TOPOLOGY,
     domain_shape=DOMAIN_SHAPE,
-    compiler_options=GATHERS,
+    compiler_options=ASYNC_GATHERS,
     examples=("tpu-v4-8", "tpu-v4-128", "tpu-v4-128x2"),
     source="cloud.google.com/tpu/docs/v4; links: six of 50 GB/s each way (Jouppi et al., 2023, arXiv 2304.01433, table 4)",
 )
@@ -83,7 +83,7 @@ V5E = Target(
     network_bandwidth=25e9 / 8,
     topology=TOPOLOGY,
     domain_shape=DOMAIN_SHAPE,
-    compiler_options=FUSED,
+    compiler_options=FUSED_COLLECTIVES,
     examples=("tpu-v5e-8", "tpu-v5e-256", "tpu-v5e-256x4"),
     source="cloud.google.com/tpu/docs/v5e; network: 6.4 Tbit/s for the 256 chips of a pod",
 )
@@ -103,7 +103,7 @@ V5P = Target(
     network_bandwidth=50e9 / 8,
     topology=TOPOLOGY,
     domain_shape=DOMAIN_SHAPE,
-    compiler_options=OFFLOADED,
+    compiler_options=SPARSE_CORE_COLLECTIVES,
     examples=("tpu-v5p-8", "tpu-v5p-1024", "tpu-v5p-16384x4"),
     source="cloud.google.com/tpu/docs/v5p; int8: cloud.google.com/tpu/docs/system-architecture-tpu-vm",
 )
@@ -122,7 +122,7 @@ V6E = Target(
     network_bandwidth=100e9 / 8,
     topology=TOPOLOGY,
     domain_shape=DOMAIN_SHAPE,
-    compiler_options=OFFLOADED,
+    compiler_options=SPARSE_CORE_COLLECTIVES,
     examples=("tpu-v6e-8", "tpu-v6e-256", "tpu-v6e-256x2"),
     source="cloud.google.com/tpu/docs/v6e; network: cloud.google.com/tpu/docs/tpu7x",
 )
@@ -145,9 +145,9 @@ V7X = Target(
     network_bandwidth=100e9 / 8 / 2,
     topology=TOPOLOGY,
     domain_shape=DOMAIN_SHAPE,
-    compiler_options=OFFLOADED,
+    compiler_options=SPARSE_CORE_COLLECTIVES,
     examples=("tpu-7x-8", "tpu-7x-256", "tpu-7x-256x2"),
-    source="cloud.google.com/tpu/docs/tpu7x, half of each figure for each of the two devices of a chip",
+    source="cloud.google.com/tpu/docs/tpu7x, with half of each figure for each of a chip's two devices",
 )
 
 TARGETS = (V4, V5E, V5P, V6E, V7X)

@@ -1,4 +1,4 @@
-"""What this plugin says through hooks. Imports no JAX."""
+"""Hook implementations of the plugin. Does not import JAX."""
 
 from pathlib import Path
 
@@ -12,11 +12,11 @@ from axlearn_plugins_tpu.generations import TARGETS
 from axlearn_plugins_tpu.rules import POLICIES, RULES
 
 OTHER_DEVICES = ("0x001f", "0x0042")
-"""What else Google makes for the PCI bus: storage and network adapters of its virtual machines."""
+"""Other Google PCI devices: the storage and network adapters of its virtual machines."""
 
 
 def tpu_here(bus: Path = Path("/sys/bus/pci/devices")) -> bool:
-    """Whether this machine has a TPU, or something of Google's that may be one."""
+    """Return whether this machine has a TPU, or an unknown Google PCI device that may be one."""
     for device in bus.glob("*"):
         vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "device"))
         if vendor == "0x1ae0" and kind not in OTHER_DEVICES:
@@ -26,7 +26,7 @@ def tpu_here(bus: Path = Path("/sys/bus/pci/devices")) -> bool:
 
 @hookimpl
 def axlearn_before_devices() -> None:
-    """JAX tries libtpu where it is installed, to compile with, and that prints that it misses what a TPU machine tells it."""
+    """Describe a host to libtpu on a machine without a TPU. JAX loads libtpu as a compiler, which would print warnings."""
     if not tpu_here():
         compat.describe_host("v5litepod-4")
 
@@ -52,7 +52,7 @@ KERNELS = (
         priority=50,
         platforms=("tpu",),
     ),
-    # Behind megablox, which needs nothing that is not installed: nobody has measured here that either is faster.
+    # Below megablox, which needs no extra package. Their speed has not been compared here.
     KernelImplementation(
         name="tokamax-mosaic-tpu",
         op=_GROUPED_MATMUL,
@@ -60,7 +60,7 @@ KERNELS = (
         priority=40,
         platforms=("tpu",),
     ),
-    # Behind the reference, whose products are XLA's own: for configs that name it, until a TPU has said more.
+    # Below the reference, which uses XLA's own matmuls, until it is measured on a TPU. Configs can select it.
     KernelImplementation(
         name="tokamax-mosaic-tpu",
         op=_CROSS_ENTROPY,
@@ -80,23 +80,23 @@ KERNELS = (
 
 @hookimpl
 def axlearn_targets() -> list[Target]:
-    """The generations from v4 on."""
+    """Return the targets, from TPU v4 on."""
     return list(TARGETS)
 
 
 @hookimpl
 def axlearn_kernels() -> list[KernelImplementation]:
-    """Splash attention, megablox and tokamax for grouped matrix products, tokamax's loss, and ragged paged attention."""
+    """Return splash attention, megablox and tokamax grouped matmuls, tokamax's loss, and ragged paged attention."""
     return list(KERNELS)
 
 
 @hookimpl
 def axlearn_mesh_rules() -> list[MeshRule]:
-    """FSDP within slices, data parallel across them."""
+    """Return the mesh rules: FSDP within slices, data parallelism across slices."""
     return list(RULES)
 
 
 @hookimpl
 def axlearn_remat_policies() -> list[RematPolicy]:
-    """What to keep, on the chip or on its host."""
+    """Return the remat policies, which save activations on the chip or in host memory."""
     return list(POLICIES)

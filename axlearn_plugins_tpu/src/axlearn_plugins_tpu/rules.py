@@ -1,33 +1,33 @@
-"""How programs are laid out on TPUs, and what their backward passes keep. Imports no JAX.
+"""Mesh rules and remat policies for TPUs. Does not import JAX.
 
-Within a slice parameters are sharded over all chips (FSDP), whose links keep up with it; across slices, over the slower
-network, replicas only sum their gradients. A v5e or v6e chip has a third of the memory of a v5p chip or less, so that there
-activations go to the host's memory, or are computed again. Every product in the host's memory, as AXLearn has it on v5e (arXiv
-2507.05411), would take longer to send there and back than the step computes, at the 25 GB/s a chip that a search assumes
-(docs/search.md). So only what attention computes goes there. A v5e chip multiplies 8-bit integers twice as fast as bfloat16, so
-that there the linear maps are quantized, as AXLearn does; `--without quantization` takes that back.
+Within a slice, parameters are sharded over all chips (FSDP), and the links are fast enough for that. Across slices, over
+the slower network, replicas only sum their gradients. A v5e or v6e chip has at most a third of the memory of a v5p chip, so
+its activations are offloaded to host memory or recomputed. AXLearn offloads every matmul on v5e (arXiv 2507.05411). At the
+25 GB/s per chip that a search assumes (docs/search.md), that transfer would take longer than the step computes, so only
+attention is offloaded here. A v5e chip multiplies 8-bit integers twice as fast as bfloat16, so its linear layers are
+quantized, as in AXLearn; `--without quantization` disables that.
 """
 
 from axlearn_core.contracts.mesh import MeshRule, Size
 from axlearn_core.contracts.remat import RematPolicy
 
 ATTENTION = ("query", "key", "value", "attention_residuals", "attention_out")
-"""What attention computes. `attention_residuals` is what splash attention's backward kernel takes of its forward one; the
-tag `context` names the same numbers once more, in the layout that the output projection takes them in."""
+"""Checkpoint names in attention. `attention_residuals` are the forward results that splash attention's backward kernel
+needs. The name `context` marks the same values again, in the layout that the output projection needs."""
 
 POLICIES = (
     RematPolicy(
-        name="tpu-attention", save=ATTENTION, description="Keeps what attention computes; the feed-forward runs again."
+        name="tpu-attention", save=ATTENTION, description="Saves the results of attention; recomputes the feed-forward."
     ),
     RematPolicy(
         name="tpu-attention-offload",
         offload=ATTENTION,
-        description="Keeps what attention computes in the host's memory; the feed-forward runs again.",
+        description="Offloads the results of attention to host memory; recomputes the feed-forward.",
     ),
     RematPolicy(
         name="tpu-products-offload",
         offload=(*ATTENTION, "mlp_gate", "mlp_up", "mlp_out"),
-        description="Keeps every matrix product in the host's memory; only what is cheap runs again.",
+        description="Offloads every matmul to host memory; recomputes only cheap ops.",
     ),
 )
 

@@ -1,8 +1,8 @@
-"""How the chips of a TPU slice are arranged, from their number. Imports no JAX.
+"""Compute the shape of a TPU slice from its number of chips. Does not import JAX.
 
-Slices of v4, v5p and 7x are three-dimensional: below 64 chips the shapes that are listed here, from then on boxes of
-4 x 4 x 4 chips. Those of v5e and v6e are two-dimensional. Of several shapes the one closest to a cube is taken, which is
-Cloud TPU's default too. Sources: cloud.google.com/tpu/docs/types-topologies, /v5e, /v5p, /v6e, /tpu7x.
+Slices of v4, v5p and 7x are three-dimensional: the shapes listed here below 64 chips, and boxes of 4 x 4 x 4 chips from 64
+on. Slices of v5e and v6e are two-dimensional. If several shapes are possible, the one closest to a cube is used, as in
+Cloud TPU. Sources: cloud.google.com/tpu/docs/types-topologies, /v5e, /v5p, /v6e, /tpu7x.
 """
 
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ PLANES: tuple[Shape, ...] = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8,
 
 @attrs.frozen
 class Slices:
-    """The slices that a TPU generation has.
+    """Slice shapes of a TPU generation.
 
     Attributes:
-        prefix: what libtpu calls the generation.
-        small: the shapes that are not boxes of 4 x 4 x 4 chips, by size.
-        boxes: up to how many chips there are boxes of 4 x 4 x 4 chips; 0 where there are none.
-        accelerator: what Cloud TPU calls one of its machines.
+        prefix: libtpu's name of the generation.
+        small: Shapes that are not made of boxes of 4 x 4 x 4 chips, by size.
+        boxes: Maximum number of chips in slices made of boxes of 4 x 4 x 4 chips; 0 if there are no such slices.
+        accelerator: Cloud TPU's name of one accelerator type of the generation.
     """
 
     prefix: str
@@ -42,19 +42,19 @@ SLICES = {
     "tpu-v6e": Slices("v6e", PLANES, 0, "v6e-4"),
     "tpu-7x": Slices("tpu7x", SMALL_BOXES, 9216, "tpu7x-8"),
 }
-"""By the name of the target."""
+"""Target name -> slice shapes."""
 
 
 def shape_of(target: str, chips: int, unit: int = 1) -> Shape:
-    """The shape of a slice of `chips` chips.
+    """Return the shape of a slice with `chips` chips.
 
     Args:
-        target: a key of `SLICES`.
-        chips: of one slice.
-        unit: what a size counts per chip (2 where it counts cores), for the error.
+        target: Key of `SLICES`.
+        chips: Number of chips of one slice.
+        unit: Units per chip in target names (2 if names count cores), for the error message.
 
     Raises:
-        RequestError: no slice has that many chips; it names the nearest sizes.
+        RequestError: If no slice has that many chips. The message lists the nearest sizes.
     """
     slices = SLICES[target]
     shapes = [s for s in _shapes(slices, chips) if _product(s) == chips]
@@ -69,19 +69,19 @@ def shape_of(target: str, chips: int, unit: int = 1) -> Shape:
         f"no slice of {target} has {chips:,} chips\n"
         f"    expected: {kind}{', '.join(str(_product(s)) for s in slices.small)} chips\n"
         f"    nearest: {names}\n"
-        f"    fix: take one of those, or several slices ({target}-{sizes[-1] * unit}x2)"
+        f"    fix: use one of these, or several slices ({target}-{sizes[-1] * unit}x2)"
     )
 
 
 def domain_shape(machine: Machine) -> Shape:
-    """The chips of one slice of a machine, along each dimension; raises `RequestError` if no slice has that size."""
+    """Return the shape of one slice of a machine. Raise `RequestError` if no slice has that size."""
     target = machine.target
     unit = target.cores_per_chip if target.size == "cores" else 1
     return shape_of(target.name, machine.chips // machine.domains, unit)
 
 
 def _shapes(slices: Slices, chips: int) -> Iterator[Shape]:
-    """The shapes that the generation has for a number of chips."""
+    """Yield the shapes of a generation with this number of chips."""
     yield from (s for s in slices.small if _product(s) == chips)
     if chips % 64 or chips > slices.boxes:
         return
@@ -89,12 +89,12 @@ def _shapes(slices: Slices, chips: int) -> Iterator[Shape]:
     for a in (n for n in range(1, cubes + 1) if cubes % n == 0):
         for b in (n for n in range(a, cubes // a + 1) if cubes // a % n == 0):
             c = cubes // a // b
-            if c >= b and 4 * c <= LONGEST:
+            if c >= b and 4 * c <= MAX_SIDE:
                 yield 4 * a, 4 * b, 4 * c
 
 
-LONGEST = 32
-"""Chips along one dimension of a box: those of a pod of 8,192 chips (16 x 16 x 32)."""
+MAX_SIDE = 32
+"""Maximum number of chips along one dimension of a box, from a pod of 8,192 chips (16 x 16 x 32)."""
 
 
 def _product(shape: Shape) -> int:

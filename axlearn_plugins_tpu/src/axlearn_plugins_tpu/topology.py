@@ -1,4 +1,4 @@
-"""JAX devices of TPUs that are not here, to compile for: libtpu is a compiler too, and needs no TPU for that."""
+"""Abstract JAX devices of TPUs. libtpu can compile for them without a TPU."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -11,30 +11,30 @@ from axlearn_plugins_tpu.shapes import SLICES, domain_shape
 
 
 def topology_name(machine: Machine) -> str:
-    """What libtpu calls one slice of the machine: `v5p:8x8x8`; raises `RequestError` where no slice has that size."""
+    """Return libtpu's name of one slice, such as `v5p:8x8x8`. Raise `RequestError` if no slice has that size."""
     return f"{SLICES[machine.target.name].prefix}:{'x'.join(map(str, domain_shape(machine)))}"
 
 
 def devices(machine: Machine) -> Sequence[Any]:
-    """The devices of all slices, to compile for; programs cannot run on them.
+    """Return the devices of all slices as compilation targets. Programs cannot run on them.
 
     Raises:
-        RequestError: no slice has that many chips, or libtpu is not installed.
+        RequestError: If no slice has that many chips, or if libtpu is not installed.
     """
     name = topology_name(machine)
     if find_spec("libtpu") is None:
         raise RequestError(
-            f"compiling for {machine.name!r} needs libtpu, which is not installed\n    fix: pip install 'jax[tpu]'"
+            f"cannot compile for {machine.name!r}: libtpu is not installed\n    fix: pip install 'jax[tpu]'"
         )
     compat.describe_host(SLICES[machine.target.name].accelerator)
-    compat.only_compile()
+    compat.allow_compile_only()
     from jax.experimental import topologies
 
     options: dict[str, Any] = {}
     if machine.domains > 1:
         options["num_slices"] = machine.domains
     if machine.target.name == "tpu-v4":
-        options["chip_config_name"] = "megacore"  # otherwise each core is a device of its own
+        options["chip_config_name"] = "megacore"  # otherwise each core would be a separate device
     if machine.chips_per_host == 1:
         options["chips_per_host_bounds"] = (1, 1, 1)
     return topologies.get_topology_desc(topology_name=name, platform="tpu", **options).devices

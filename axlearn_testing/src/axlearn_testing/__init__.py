@@ -1,9 +1,9 @@
-"""Conformance suites: what every part of a kind has to keep, for the tests of whoever writes one.
+"""Conformance suites for plugins. Each suite tests the contract of one kind of part.
 
     class TestMyNorm(LayerSuite):
         config = MyNorm.Config()
 
-pytest collects the test methods of the suite in the author's own file. Only tests import this package.
+pytest collects the suite's test methods from your own file. Only tests should import this package.
 """
 
 import pytest
@@ -12,7 +12,7 @@ for _module in (
     "checkpoint", "common", "data", "feature", "kernel", "layer", "learn", "measure", "objective", "options",
     "process_group", "tokenizer", "tracker", "train", "weights",
 ):  # fmt: skip
-    pytest.register_assert_rewrite(f"{__name__}.{_module}")  # before it is imported
+    pytest.register_assert_rewrite(f"{__name__}.{_module}")  # must come before the import
 
 from axlearn_testing.checkpoint import CheckpointerSuite, StorageSuite  # noqa: E402
 from axlearn_testing.contracts import Contract, contract_of  # noqa: E402

@@ -1,12 +1,12 @@
-"""Faults for the tests of training jobs: planned by a seed, printed as one line, and played again from that line.
+"""Inject faults into training jobs. A seed determines the plan; a plan prints as one line, and can be replayed from it.
 
     plan = Chaos(seed=7).plan(kinds=("kill", "stop"), ranks=4, steps=(5, 40), count=3)
     print(plan)                       # chaos seed=7: kill@8:rank=2 stop@23:rank=0,seconds=2.31 kill@31:rank=1
-    for happened in plan.play(Target(processes=pids, step=newest_step)):
-        print(happened)
+    for event in plan.play(Target(processes=pids, step=newest_step)):
+        print(event)
     Plan.parse("chaos seed=7: kill@8:rank=2 ...")      # the same faults again
 
-Works on Linux. `cut` needs `TcpLink`s between the processes, or root and network namespaces of their own.
+Works on Linux. `cut` needs a `TcpLink` between the processes, or root and a network namespace per process.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ __all__ = [
 
 KINDS = ("kill", "stop", "slow", "corrupt", "fill", "cut")
 """
-kill     SIGKILL
-stop     SIGSTOP, and SIGCONT after some seconds
-slow     runs a tenth of the time, for some seconds
-corrupt  one bit of one file differs
-fill     files of the process cannot grow beyond some bytes, for some seconds
-cut      its network is gone, for some seconds
+kill     Send SIGKILL.
+stop     Send SIGSTOP, then SIGCONT after some seconds.
+slow     Let the process run for a tenth of the time, for some seconds.
+corrupt  Flip one bit of one file.
+fill     Stop the files of the process from growing beyond some bytes, for some seconds.
+cut      Take the network away, for some seconds.
 """
 _SECONDS = (0.5, 4.0)
 _TICK = 0.02
@@ -46,14 +46,14 @@ _TICK = 0.02
 
 @attrs.frozen
 class Fault:
-    """One thing that goes wrong.
+    """A single fault.
 
     Attributes:
-        kind: one of `KINDS`.
-        step: when: once the job has finished so many steps.
-        rank: which process.
-        seconds: for how long, where it ends by itself.
-        number: chooses the file and the bit, or the bytes that still fit.
+        kind: One of `KINDS`.
+        step: Number of finished steps at which the fault is injected.
+        rank: Rank of the process.
+        seconds: Duration, for kinds that end.
+        number: Selects the file and the bit, or the number of bytes that still fit.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> "Fault":
-        """The fault that `str` shows. Raises `ValueError`."""
+        """Parse the output of `str`. Raises `ValueError`."""
         match = re.fullmatch(r"(\w+)@(\d+):rank=(\d+)(?:,seconds=([\d.]+))?(?:,number=(\d+))?", text)
         if match is None or match[1] not in KINDS:
             raise ValueError(
@@ -82,14 +82,14 @@ class Fault:
 
 @attrs.frozen(kw_only=True)
 class Target:
-    """What faults are done to.
+    """The job that faults are injected into.
 
     Attributes:
-        processes: rank -> process id, or a function that gives them: a job that restarts has others.
-        step: how many steps the job has finished.
-        directory: whose files `corrupt` chooses from.
-        pattern: of those files.
-        links: rank -> what its network goes through; where it has none, `cut` takes its network namespace.
+        processes: Rank -> process id, or a function that returns this mapping, for jobs that restart.
+        step: Function that returns the number of finished steps.
+        directory: Directory from which `corrupt` selects files.
+        pattern: Glob pattern of those files.
+        links: Rank -> network link of the process. `cut` uses the network namespace of a process without a link.
     """
 
     processes: Mapping[int, int] | Callable[[], Mapping[int, int]]
@@ -99,13 +99,13 @@ class Target:
     links: Mapping[int, TcpLink] = attrs.field(factory=dict)
 
     def pid(self, rank: int) -> int | None:
-        """The process of a rank; None where it has none now."""
+        """Return the process id of a rank, or None if it has no process now."""
         return (self.processes() if callable(self.processes) else self.processes).get(rank)
 
 
 @attrs.frozen
 class Plan:
-    """Faults, in the order of their steps."""
+    """Faults, ordered by step."""
 
     seed: int
     faults: tuple[Fault, ...]
@@ -115,20 +115,24 @@ class Plan:
 
     @classmethod
     def parse(cls, line: str) -> "Plan":
-        """The plan that a line shows, which may stand within other text. Raises `ValueError`."""
+        """Parse a plan from a line, which may contain other text. Raises `ValueError`."""
         match = re.search(r"chaos seed=(\d+):((?: \S+@\S+)*)", line)
         if match is None:
             raise ValueError(f"{line!r} has no plan\n    expected: chaos seed=N: FAULT FAULT ...")
         return cls(int(match[1]), tuple(map(Fault.parse, match[2].split())))
 
     def play(self, target: Target, *, seconds: float = 600.0) -> Iterator[str]:
-        """Does each fault once the job has got to its step. Yields what happened, for a log.
+        """Inject each fault when the job has reached its step. Yield a description of each, for a log.
 
-        What lasts some seconds ends before the next fault begins.
+        A fault with a duration ends before the next one begins.
+
+        Args:
+            target: Job to inject the faults into.
+            seconds: Time limit.
 
         Raises:
-            TimeoutError: the job did not get there in time.
-            ChaosError: a fault cannot be done here; says why.
+            TimeoutError: If the job does not reach a step in time.
+            ChaosError: If a fault cannot be injected on this machine.
         """
         deadline = time.monotonic() + seconds
         for fault in self.faults:
@@ -140,20 +144,20 @@ class Plan:
 
 
 class ChaosError(Exception):
-    """A fault cannot be done here."""
+    """A fault cannot be injected on this machine."""
 
 
 class Chaos:
-    """Plans faults: the same seed gives the same plan."""
+    """Planner of faults. The same seed gives the same plan."""
 
     def __init__(self, seed: int):
         self.seed, self._dice = seed, random.Random(seed)
 
     def plan(self, *, kinds: Sequence[str] = ("kill",), ranks: int = 1, steps: tuple[int, int], count: int) -> Plan:
-        """`count` faults of some kinds, to some of `ranks` processes, at some of the steps from `steps[0]` to `steps[1]`.
+        """Plan `count` faults of the given kinds, for random processes of `ranks`, at steps from `steps[0]` to `steps[1]`.
 
         Raises:
-            ValueError: an unknown kind.
+            ValueError: If a kind is unknown.
         """
         if unknown := set(kinds) - set(KINDS):
             raise ValueError(f"unknown kinds of faults: {', '.join(sorted(unknown))}\n    known: {', '.join(KINDS)}")
@@ -171,10 +175,10 @@ class Chaos:
 
 
 def inject(fault: Fault, target: Target) -> str:
-    """Does one fault now. Returns what happened.
+    """Inject one fault now. Return a description of what happened.
 
     Raises:
-        ChaosError: it cannot be done here.
+        ChaosError: If it cannot be injected on this machine.
     """
     if fault.kind == "corrupt":
         if target.directory is None:
@@ -201,13 +205,13 @@ def inject(fault: Fault, target: Target) -> str:
 
 
 def kill(pid: int) -> str:
-    """SIGKILL."""
+    """Kill a process with SIGKILL."""
     os.kill(pid, signal.SIGKILL)
     return f"process {pid} was killed"
 
 
 def stop(pid: int, seconds: float) -> str:
-    """Freezes a process; it goes on afterwards."""
+    """Suspend a process for some seconds."""
     os.kill(pid, signal.SIGSTOP)
     time.sleep(seconds)
     with contextlib.suppress(ProcessLookupError):
@@ -216,7 +220,7 @@ def stop(pid: int, seconds: float) -> str:
 
 
 def slow(pid: int, seconds: float, share: float = 0.1) -> str:
-    """Lets a process run for a share of the time."""
+    """Let a process run for only a share of the time."""
     end = time.monotonic() + seconds
     try:
         while time.monotonic() < end:
@@ -231,14 +235,14 @@ def slow(pid: int, seconds: float, share: float = 0.1) -> str:
 
 
 def corrupt_file(directory: Path, number: int, pattern: str = "**/*") -> str:
-    """Flips one bit of one file; `number` chooses both among the files that fit `pattern`.
+    """Flip one bit of one file. `number` selects the file, among those that match `pattern`, and the bit.
 
     Raises:
-        ChaosError: no file fits.
+        ChaosError: If no file matches.
     """
     files = sorted(p for p in directory.glob(pattern) if p.is_file() and p.stat().st_size)
     if not files:
-        raise ChaosError(f"no file below {directory} fits {pattern}")
+        raise ChaosError(f"no file in {directory} matches {pattern}")
     path = files[number % len(files)]
     bit = number % (8 * path.stat().st_size)
     with path.open("r+b") as file:
@@ -246,19 +250,20 @@ def corrupt_file(directory: Path, number: int, pattern: str = "**/*") -> str:
         byte = file.read(1)[0]
         file.seek(bit // 8)
         file.write(bytes([byte ^ (1 << (bit % 8))]))
-    return f"bit {bit} of {path.relative_to(directory)} differs"
+    return f"flipped bit {bit} of {path.relative_to(directory)}"
 
 
 def fill(pid: int, limit: int, seconds: float) -> str:
-    """Files of a process cannot grow beyond `limit` bytes for some time: writes fail with EFBIG, as on a full disk with ENOSPC.
+    """Stop the files of a process from growing beyond `limit` bytes for some seconds.
 
-    A real full disk is `mount -t tmpfs -o size=...`, which needs root.
+    Writes fail with EFBIG; on a full disk they would fail with ENOSPC. For a real full disk use `mount -t tmpfs -o
+    size=...`, which needs root.
     """
     try:
         before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, before[1]))
     except PermissionError as error:
-        raise ChaosError(f"the limits of process {pid} cannot be set: {error.strerror}") from error
+        raise ChaosError(f"cannot set the limits of process {pid}: {error.strerror}") from error
     time.sleep(seconds)
     with contextlib.suppress(ProcessLookupError):
         resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
@@ -266,15 +271,15 @@ def fill(pid: int, limit: int, seconds: float) -> str:
 
 
 def cut(pid: int, seconds: float) -> str:
-    """Takes the network of a process that has a network namespace of its own.
+    """Take the network of a process that has its own network namespace.
 
     Raises:
-        ChaosError: it shares the network of this process, or this is not root. A `TcpLink` needs neither.
+        ChaosError: If it shares the network of this process, or this process is not root. A `TcpLink` needs neither.
     """
     if os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net"):
         raise ChaosError(
-            f"process {pid} has the network of this process: `cut` would take it from everybody\n"
-            "    fix: start it with `unshare --net`, or let its connections go through a TcpLink"
+            f"cannot cut the network of process {pid}: it shares the network of this process\n"
+            "    fix: start it with `unshare --net`, or route its connections through a TcpLink"
         )
     enter = ["nsenter", "--target", str(pid), "--net", "ip"]
     try:
@@ -290,14 +295,14 @@ def cut(pid: int, seconds: float) -> str:
     return f"the network of process {pid} was down for {seconds:g} s"
 
 
-def play_in_thread(plan: Plan, target: Target, happened: list[str], **options: Any) -> threading.Thread:
-    """Plays a plan beside what this thread does; what happened goes into a list."""
+def play_in_thread(plan: Plan, target: Target, events: list[str], **options: Any) -> threading.Thread:
+    """Play a plan in a background thread. Descriptions of what happened are appended to `events`."""
 
     def play() -> None:
         try:
-            happened.extend(plan.play(target, **options))
+            events.extend(plan.play(target, **options))
         except (ChaosError, TimeoutError) as error:
-            happened.append(f"not done: {error}")
+            events.append(f"not done: {error}")
 
     thread = threading.Thread(target=play, name="chaos", daemon=True)
     thread.start()

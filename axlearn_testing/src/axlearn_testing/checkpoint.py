@@ -1,4 +1,4 @@
-"""The suites for checkpointers and for the storages behind them."""
+"""Suites for checkpointers and storages."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,20 +18,20 @@ from axlearn_testing.common import assert_equal, need_devices
 
 
 class CheckpointerSuite:
-    """What every checkpointer keeps.
+    """Tests that every checkpointer must pass.
 
     Attributes:
-        config: the checkpointer, with a policy that keeps at least three checkpoints.
+        config: Config of the checkpointer, with a policy that keeps at least three checkpoints.
     """
 
     config: Node[Any]
 
     def open(self, directory: Path) -> Any:
-        """A checkpointer over a directory."""
+        """Build a checkpointer over a directory."""
         return self.config.build(directory=directory)
 
     def state(self, seed: int = 0) -> Any:
-        """A training state with every kind of leaf that there is."""
+        """Return a training state with every kind of leaf."""
         key = jax.random.key(seed)
         return {
             "step": jnp.asarray(seed, jnp.int32),
@@ -41,7 +41,7 @@ class CheckpointerSuite:
         }
 
     def saved(self, directory: Path, *steps: int, extra: object = None) -> None:
-        """Saves some steps, each with the state of that seed."""
+        """Save checkpoints at some steps. The state of a step is `state(step)`."""
         checkpointer = self.open(directory)
         for step in steps:
             checkpointer.save(step, self.state(step), extra=extra or {"step": step}, metrics={"loss": 1.0 / step})
@@ -51,7 +51,7 @@ class CheckpointerSuite:
     def test_what_is_restored_is_what_was_saved(self, tmp_path: Path) -> None:
         extra = {"data": {"shards": {"0": [1, 2]}, "name": "ü"}, "step": 3, "none": None}
         self.saved(tmp_path, 3, extra=extra)
-        again = self.open(tmp_path)  # as another process would
+        again = self.open(tmp_path)  # like another process would
         state, restored_extra = again.restore(3, jax.eval_shape(self.state))
         again.close()
         assert_equal(state, self.state(3), "state")
@@ -92,7 +92,7 @@ class CheckpointerSuite:
         checkpointer = self.open(tmp_path)
         checkpointer.files = {"config.yaml": "a: 1\n", "made.json": lambda: "{}"}
         checkpointer.save(1, self.state(1), extra={}, metrics={})
-        checkpointer.close()  # which waits
+        checkpointer.close()  # waits for the save
         for name, text in (("config.yaml", "a: 1\n"), ("made.json", "{}")):
             assert [p.read_text() for p in tmp_path.rglob(name)] == [text], name
 
@@ -115,13 +115,13 @@ class CheckpointerSuite:
     def test_damage_is_found_before_anything_is_read(self, tmp_path: Path) -> None:
         self.saved(tmp_path, 1, 2)
         for file in sorted(p for p in tmp_path.rglob("*") if p.is_file() and p.stat().st_size):
-            whole = file.read_bytes()
-            file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+            original = file.read_bytes()
+            file.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
             checkpointer = self.open(tmp_path)
-            hurt = [s for s in checkpointer.steps() if not self._restores(checkpointer, s)]
+            damaged = [s for s in checkpointer.steps() if not self._restores(checkpointer, s)]
             checkpointer.close()
-            file.write_bytes(whole)
-            assert len(hurt) == 1, f"one bit of {file.relative_to(tmp_path)} differs, and the steps {hurt} are refused"
+            file.write_bytes(original)
+            assert len(damaged) == 1, f"flipped one bit of {file.relative_to(tmp_path)}: refused steps {damaged}"
 
     def _restores(self, checkpointer: Any, step: int) -> bool:
         try:
@@ -134,28 +134,28 @@ class CheckpointerSuite:
         one, two = self.open(tmp_path / "a"), self.open(tmp_path / "b")
         due = [one.due(s) for s in range(1, 2000)]
         assert all(type(d) is bool for d in due)
-        assert due == [two.due(s) for s in range(1, 2000)], "processes have to agree on what is due"
+        assert due == [two.due(s) for s in range(1, 2000)], "processes must agree on when a save is due"
         one.close()
         two.close()
 
 
 class StorageSuite:
-    """What every storage keeps; see `axlearn_core.contracts.storage.Storage`.
+    """Tests that every storage must pass; see `axlearn_core.contracts.storage.Storage`.
 
     Attributes:
-        uri: what it stores; `{tmp}` stands for a directory of the test, empty or missing at first.
-        unwritable: a URI that it cannot write to, where there is one; below `{tmp}/file`, which is a file.
+        uri: URI of the storage. `{tmp}` is replaced with a directory of the test, which is empty or missing at first.
+        unwritable: URI that cannot be written to, if there is one. It is below `{tmp}/file`, which is a file.
     """
 
     uri: str
     unwritable: str | None = None
 
     def storage(self, uri: str) -> Storage:
-        """The storage of a URI; by default the one that the core or a plugin opens for it."""
+        """Open the storage of a URI. The default uses the core's and the plugins' storages."""
         return open_storage(uri)
 
     def opened(self, tmp_path: Path) -> Storage:
-        """The storage of `uri`, as another process would open it."""
+        """Open the storage of `uri`, like another process would."""
         return self.storage(self.uri.format(tmp=tmp_path))
 
     def test_an_empty_storage_has_no_files(self, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ class StorageSuite:
         storage.write("other/x", [b"other"])
         with pytest.raises(StorageError):
             storage.commit("other", "steps/10")
-        assert storage.read("steps/10/x") == b"partial/x", "a commit onto what exists changes nothing"
+        assert storage.read("steps/10/x") == b"partial/x", "a commit to an existing target must change nothing"
         with pytest.raises(MissingFileError):
             storage.commit("nowhere", "steps/20")
 

@@ -1,4 +1,4 @@
-"""What the suites share: comparisons of trees, compilation for tests, and what a machine has to have."""
+"""Helpers of the suites: compare trees, compile for tests, and check the machine."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,61 +10,61 @@ import pytest
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`jax.jit`, on CPUs with little optimisation: most of the time of these tests would go into compiling."""
+    """Return `jax.jit(function)`. On CPUs it compiles with few optimizations, because compilation dominates the tests."""
     quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     return jax.jit(function, compiler_options=quick, **options)
 
 
 def need_devices(count: int) -> None:
-    """Skips the test on a machine with fewer devices, saying how to have as many."""
+    """Skip the test if the machine has too few devices, with a message about how to get more."""
     if len(jax.devices()) < count:
         pytest.skip(
-            f"needs {count} devices, and there are {len(jax.devices())}: set JAX_PLATFORMS=cpu and "
+            f"needs {count} devices, got {len(jax.devices())}: set JAX_PLATFORMS=cpu and "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={count} before JAX starts"
         )
 
 
 def leaves_of(tree: object) -> dict[str, Any]:
-    """Path -> leaf."""
+    """Return path -> leaf."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def is_float(leaf: Any) -> bool:
-    """Whether a leaf has gradients."""
+    """Return whether a leaf has gradients."""
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def norm(*arrays: object) -> float:
-    """The root of the sum of squares of everything, in float64."""
+    """Return the root of the sum of squares of all arrays, in float64."""
     return float(np.sqrt(sum(np.sum(np.square(np.asarray(a, np.float64))) for a in arrays)))
 
 
 def assert_close(got: object, expected: object, tolerance: float, label: str) -> None:
-    """Compares two trees leaf by leaf: floats by the norm of their difference, everything else exactly.
+    """Assert that two trees are close: floats by the norm of their difference, other leaves exactly.
 
-    The difference of a leaf may be `tolerance` times its norm, or a hundredth of that times the norm of the whole tree:
-    a leaf that is close to nothing beside the others has no digits of its own.
+    The difference of a leaf may be `tolerance` times the leaf's norm, or a hundredth of that times the norm of the whole
+    tree. The second limit is for leaves that are close to zero compared with the others.
     """
-    one, two = leaves_of(got), leaves_of(expected)
-    assert one.keys() == two.keys(), f"{label}: another structure"
-    whole = norm(*(x for x in two.values() if is_float(x)))
-    for path, x in two.items():
-        assert one[path].shape == x.shape, f"{label}{path}: shape {one[path].shape}, expected {x.shape}"
+    got_leaves, expected_leaves = leaves_of(got), leaves_of(expected)
+    assert got_leaves.keys() == expected_leaves.keys(), f"{label}: the structures differ"
+    tree_norm = norm(*(x for x in expected_leaves.values() if is_float(x)))
+    for path, x in expected_leaves.items():
+        assert got_leaves[path].shape == x.shape, f"{label}{path}: shape {got_leaves[path].shape}, expected {x.shape}"
         if is_float(x):
-            a, b = (np.asarray(v, np.float64) for v in (one[path], x))
-            off, most = norm(a - b), tolerance * max(norm(b), 0.01 * whole)
-            assert off <= most, f"{label}{path}: differs by {off:.3g} of {norm(b):.3g}, more than {most:.3g}"
+            a, b = (np.asarray(v, np.float64) for v in (got_leaves[path], x))
+            error, limit = norm(a - b), tolerance * max(norm(b), 0.01 * tree_norm)
+            assert error <= limit, f"{label}{path}: differs by {error:.3g} of {norm(b):.3g}, more than {limit:.3g}"
         else:
-            np.testing.assert_array_equal(np.asarray(one[path]), np.asarray(x), err_msg=f"{label}{path}")
+            np.testing.assert_array_equal(np.asarray(got_leaves[path]), np.asarray(x), err_msg=f"{label}{path}")
 
 
 def assert_equal(got: object, expected: object, label: str) -> None:
-    """Compares two trees of arrays bit by bit, with their dtypes."""
-    one, two = leaves_of(got), leaves_of(expected)
-    assert one.keys() == two.keys(), f"{label}: another structure"
-    for path, x in two.items():
-        assert one[path].dtype == x.dtype, f"{label}{path}: {one[path].dtype}, expected {x.dtype}"
-        np.testing.assert_array_equal(_data(one[path]), _data(x), err_msg=f"{label}{path}")
+    """Assert that two trees of arrays are bitwise equal, with equal dtypes."""
+    got_leaves, expected_leaves = leaves_of(got), leaves_of(expected)
+    assert got_leaves.keys() == expected_leaves.keys(), f"{label}: the structures differ"
+    for path, x in expected_leaves.items():
+        assert got_leaves[path].dtype == x.dtype, f"{label}{path}: {got_leaves[path].dtype}, expected {x.dtype}"
+        np.testing.assert_array_equal(_data(got_leaves[path]), _data(x), err_msg=f"{label}{path}")
 
 
 def _data(x: Any) -> np.ndarray:

@@ -1,8 +1,9 @@
-"""The contracts of layers: what a parent offers at `build`, what it calls the layer with, and what it gets.
+"""Contracts of layers: the arguments of `build` and of the call, and the outputs.
 
-A layer's contract is known by what it declares: the names of its call's arguments, and the interface that it needs.
+The contract of a layer follows from its declaration: the argument names of its call, and the interface fields that it
+needs.
 
-Toy sizes: 8 rows B of 16 positions S, width D 32, 8 heads N of size H 8, vocabulary V 64, 8 experts.
+Test sizes: 8 rows B of 16 positions S, width D 32, 8 heads N of size H 8, vocabulary V 64, 8 experts.
 """
 
 import inspect
@@ -26,15 +27,15 @@ Inputs = Callable[[np.random.Generator], tuple[Any, ...]]
 
 @attrs.frozen(kw_only=True)
 class Contract:
-    """How layers of one kind are built and called.
+    """Interface between a layer of one kind and its parent.
 
     Attributes:
-        name: what it is called here.
-        arguments: the names of the arguments of `method` that a parent gives by position.
-        offered: what a parent offers at `build`, in addition to `rngs` and `precision`.
-        inputs: makes the arguments, floats as float32.
-        outputs: `(inputs, compute dtype) -> tree of jax.ShapeDtypeStruct`; None promises no shapes.
-        method: what the parent calls.
+        name: Name of the contract.
+        arguments: Names of the positional arguments that a parent passes to `method`.
+        offered: Keyword arguments that a parent offers at `build`, in addition to `rngs` and `precision`.
+        inputs: Function that makes the arguments, with floats in float32.
+        outputs: `(inputs, compute dtype) -> tree of jax.ShapeDtypeStruct`, or None if the shapes are unspecified.
+        method: Name of the method that the parent calls.
     """
 
     name: str
@@ -45,19 +46,19 @@ class Contract:
     method: str = "__call__"
 
     def built(self, config: Node[Any], precision: Precision = Precision(), seed: int = 0) -> Any:
-        """The layer, abstract."""
+        """Build the layer abstractly, without arrays."""
         return nnx.eval_shape(lambda: config.build(rngs=nnx.Rngs(seed), precision=precision, **self.offered))
 
     def fits(self, config: Node[Any]) -> bool:
-        """Whether what a config builds has this contract."""
+        """Return whether the layer of a config has this contract."""
         kind = type(config)
-        needed = {a.name for a in attrs.fields(kind) if a.name in interface_fields(kind) and a.default is REQUIRED}
-        if not needed <= self.offered.keys():
+        required = {a.name for a in attrs.fields(kind) if a.name in interface_fields(kind) and a.default is REQUIRED}
+        if not required <= self.offered.keys():
             return False
-        # What a config builds is mostly an instance of its owner, but need not be one.
+        # A config usually builds an instance of its owner, but does not have to.
         try:
             method = self._method_of(kind.owner) or self._method_of(type(self.built(config)))
-        except ConfigError:  # what it needs is not offered here
+        except ConfigError:  # the contract does not offer everything that the layer needs
             return False
         if method is None:
             return False
@@ -68,33 +69,33 @@ class Contract:
 
 
 def contract_of(config: Node[Any], among: Iterable[Contract] = ()) -> Contract | None:
-    """The contract of what a config builds, of `among` and those below; None where nothing fits."""
+    """Return the contract of a config's layer, from `among` and `CONTRACTS`, or None if none matches."""
     interface = interface_fields(type(config))
     contracts = [c for c in (*among, *CONTRACTS) if c.fits(config)]
-    # The one that asks for most: what is called with `tokens` and `context` is not an embedding.
+    # Prefer the most specific contract: a layer that is called with `tokens` and `context` is not an embedding.
     return max(contracts, key=lambda c: (len(c.arguments), len(c.offered.keys() & interface)), default=None)
 
 
 def normal(*shape: int) -> Inputs:
-    """One float32 input of a shape."""
+    """Return a function that makes one float32 input of a shape."""
     return lambda rng: (rng.standard_normal(shape, np.float32),)
 
 
 def tokens(rng: np.random.Generator) -> np.ndarray:
-    """int32 [B, S]."""
+    """Return random tokens, int32 [B, S]."""
     return rng.integers(0, V, (B, S), np.int32)
 
 
 def context(rng: np.random.Generator) -> Context:
-    """Two documents in each row, with positions of their own."""
+    """Return a context with two documents in each row, each with its own positions."""
     cut = rng.integers(1, S, (B, 1))
-    at = np.broadcast_to(np.arange(S), (B, S))
-    positions = np.where(at < cut, at, at - cut)
-    return Context(positions=jnp.asarray(positions, jnp.int32), segment_ids=jnp.asarray(1 + (at >= cut), jnp.int32))
+    index = np.broadcast_to(np.arange(S), (B, S))
+    positions = np.where(index < cut, index, index - cut)
+    return Context(positions=jnp.asarray(positions, jnp.int32), segment_ids=jnp.asarray(1 + (index >= cut), jnp.int32))
 
 
 def batch(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """A batch of a language model; see `axlearn_core.contracts.parts.Batch`."""
+    """Return a batch of a language model; see `axlearn_core.contracts.parts.Batch`."""
     ids, token_context = rng.integers(0, V, (B, S + 1), np.int32), context(rng)
     return {
         "tokens": ids[:, :-1],
@@ -106,7 +107,7 @@ def batch(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def like(index: int, *shape: int) -> Callable[[tuple[Any, ...], Any], Any]:
-    """The shape of an input (or `shape`), in the dtype that the layer computes in."""
+    """Return the spec of an output with the shape of an input (or `shape`), in the compute dtype."""
     return lambda inputs, dtype: jax.ShapeDtypeStruct(shape or inputs[index].shape, dtype)
 
 

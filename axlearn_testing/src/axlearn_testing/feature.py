@@ -1,4 +1,4 @@
-"""The suite for features."""
+"""Suite for features."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ from axlearn_core.plugins.resolve import resolve
 
 
 class FeatureSuite:
-    """What every feature keeps.
+    """Tests that every feature must pass.
 
     Attributes:
-        name: the feature, as it is registered.
-        options: what follows the name in `--with NAME:OPTIONS`; by default the feature's own `example`.
-        experiments: those that it is tried on; by default all that are installed.
-        others: the features that it is tried together with; by default all others that are installed.
+        name: Registered name of the feature.
+        options: Options after the name in `--with NAME:OPTIONS`; the default is the feature's `example`.
+        experiments: Experiments to test the feature on; the default is all installed ones.
+        others: Features to combine it with; the default is all other installed ones.
     """
 
     name: str
@@ -27,27 +27,27 @@ class FeatureSuite:
     others: tuple[str, ...] | None = None
 
     def text(self) -> str:
-        """`NAME:OPTIONS`."""
+        """Return `NAME:OPTIONS`."""
         return self.name if not self.options else f"{self.name}:{self.options}"
 
     def trees(self) -> tuple[str, ...]:
-        """The experiments that it is tried on."""
+        """Return the names of the experiments to test on."""
         return self.experiments or tuple(e.name for e in registry().entries("experiments"))
 
     def partners(self) -> tuple[str, ...]:
-        """`NAME:EXAMPLE` of the features that it is tried together with."""
-        every = [e.name for e in registry().entries("features") if e.name != self.name]
-        names = every if self.others is None else self.others
+        """Return `NAME:EXAMPLE` of the features to combine it with."""
+        all_names = [e.name for e in registry().entries("features") if e.name != self.name]
+        names = all_names if self.others is None else self.others
         return tuple(_text(n, registry().feature(n)) for n in names)
 
     def setup_method(self) -> None:
-        """Fills in the example."""
+        """Set `options` to the feature's example if it is None."""
         if self.options is None:
             self.options = registry().feature(self.name).example
 
     def test_its_docstring_says_what_it_does(self) -> None:
         cls = registry().feature(self.name)
-        assert vars(cls).get("__doc__"), "the command line prints a feature's docstring, and this one has none"
+        assert vars(cls).get("__doc__"), "the feature needs a docstring, because the command line prints it"
 
     def test_its_stage_is_one_of_the_four(self) -> None:
         cls = registry().feature(self.name)
@@ -80,11 +80,11 @@ class FeatureSuite:
             if once is None:
                 continue
             twice = feature.apply(once)
-            assert diff(once, twice) == (), f"{experiment}: applied again it changes more"
+            assert diff(once, twice) == (), f"{experiment}: applying it twice changes more than applying it once"
             assert once != before or feature.in_effect(before), (
-                f"{experiment}: it changes nothing, and in_effect() does not say that there was nothing to do"
+                f"{experiment}: it changes nothing, but in_effect() was False before"
             )
-            assert feature.in_effect(once), f"{experiment}: in_effect() denies what apply() just made"
+            assert feature.in_effect(once), f"{experiment}: in_effect() is False after apply()"
 
     def test_it_changes_one_of_the_experiments(self) -> None:
         refusals = []
@@ -96,7 +96,7 @@ class FeatureSuite:
                 return
             refusals.append(f"{experiment}: {'refused' if after is None else 'nothing to do'}")
         raise AssertionError(
-            f"{self.text()} changes none of the experiments: nothing is tried. Set `options`, or `experiments`:\n"
+            f"{self.text()} changes none of the experiments, so nothing is tested. Set `options` or `experiments`:\n"
             + "\n".join(refusals[:8])
         )
 
@@ -108,39 +108,41 @@ class FeatureSuite:
                 needs = self.needs()
                 one, two = resolved(tree, *needs, self.text(), other), resolved(tree, *needs, other, self.text())
                 if isinstance(one, Node) and isinstance(two, Node):
-                    assert diff(one, two) == (), f"{label}: the tree depends on the order"
+                    assert diff(one, two) == (), f"{label}: the config depends on the order"
                     self._commutes(tree, one, other, label)
                 else:
-                    assert str(one) == str(two), f"{label}: one order is refused otherwise than the other"
+                    assert str(one) == str(two), f"{label}: the two orders are refused with different errors"
 
-    def _commutes(self, tree: Node[Any], both: Node[Any], other: str, label: str) -> None:
-        """Within a stage, without a stated order, it is that of the names, which means nothing: any gives the same tree."""
+    def _commutes(self, tree: Node[Any], ordered: Node[Any], other: str, label: str) -> None:
+        """Check that features of one stage commute if no order is declared; they would be ordered by name."""
         features = resolve(tree, with_=[*self.needs(), self.text(), other]).features
         names = (self.name, other.partition(":")[0])
         pair, stated = [f for name, f in features if name in names], Order.of(dict(features), registry()).below
         if len(pair) == 2 and pair[0].stage == pair[1].stage and not any(stated.values()):
             try:
-                turned: Any = pair[0].apply(pair[1].apply(tree))
+                reversed_result: Any = pair[0].apply(pair[1].apply(tree))
             except AxlearnError as error:
-                turned = error
-            assert isinstance(turned, Node), (
-                f"{label}: in the order that the names do not give, it is refused: {turned}"
+                reversed_result = error
+            assert isinstance(reversed_result, Node), (
+                f"{label}: the reverse of the order by name is refused: {reversed_result}"
             )
-            assert diff(both, turned) == (), f"{label}: the tree depends on the names, as both are of one stage"
+            assert diff(ordered, reversed_result) == (), (
+                f"{label}: both are of one stage, and the config depends on their names"
+            )
 
     def needs(self) -> tuple[str, ...]:
-        """`NAME:EXAMPLE` of the features that it needs."""
+        """Return `NAME:EXAMPLE` of the features that it needs."""
         return tuple(_text(n, registry().feature(n)) for n in registry().feature(self.name).needs)
 
     def tree(self, experiment: str) -> Node[Any]:
-        """The config of an experiment, with the features that this one needs where they fit."""
+        """Return the config of an experiment, with the needed features if they can be applied."""
         plain = registry().experiment(experiment)
         tree = resolved(plain, *self.needs()) if self.needs() else plain
         return plain if isinstance(tree, AxlearnError) else tree
 
     def applied_feature(self, tree: Node[Any]) -> Feature | None:
-        """The feature with its options; None where the request is refused, with an error that says what to do."""
-        result = resolved(tree, *self.needs(), self.text(), whole=True)
+        """Return the feature with its options, or None if the request is refused with a helpful error."""
+        result = resolved(tree, *self.needs(), self.text(), full_result=True)
         if isinstance(result, AxlearnError):
             assert_helps(result)
             return None
@@ -151,17 +153,17 @@ def _text(name: str, cls: type[Feature]) -> str:
     return f"{name}:{cls.example}" if cls.example else name
 
 
-def resolved(tree: Node[Any], *features: str, whole: bool = False) -> Any:
-    """The tree (or all that was resolved) with some features; the error where that is refused."""
+def resolved(tree: Node[Any], *features: str, full_result: bool = False) -> Any:
+    """Return the config (or the whole result) with some features, or the error if they are refused."""
     try:
         result = resolve(tree, with_=features)
     except AxlearnError as error:
         return error
-    return result if whole else result.config
+    return result if full_result else result.config
 
 
 def applied(feature: Feature, tree: Node[Any], label: str) -> Node[Any] | None:
-    """What the feature makes of a tree; None where it refuses, with an error that says what to do."""
+    """Apply a feature to a config. Return None if it refuses with a helpful error."""
     try:
         return feature.apply(tree)
     except ConfigError as error:
@@ -170,5 +172,5 @@ def applied(feature: Feature, tree: Node[Any], label: str) -> Node[Any] | None:
 
 
 def assert_helps(error: AxlearnError) -> None:
-    """A refusal says what to do."""
-    assert any(word in str(error) for word in ("fix:", "did you mean", "expected:")), f"it gives no remedy: {error}"
+    """Assert that an error tells the user what to do."""
+    assert any(word in str(error) for word in ("fix:", "did you mean", "expected:")), f"the error has no fix: {error}"

@@ -1,4 +1,4 @@
-"""The suite for ops and their kernels."""
+"""Suite for ops and their kernels."""
 
 import contextlib
 import functools
@@ -26,14 +26,14 @@ from axlearn_testing.common import assert_close, compiled, is_float, leaves_of, 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Case:
-    """One call of an op.
+    """A call of an op.
 
     Attributes:
-        name: what the test is called.
+        name: Name of the test case.
         run: `(kernel name or None, *operands) -> result`, which calls the op.
-        operands: arrays, or pytrees of arrays.
-        tolerance: of results and gradients, relative to the norm of each array.
-        gradients: whether the op has a derivative, which is compared then.
+        operands: Arrays or pytrees of arrays.
+        tolerance: Tolerance of results and gradients, relative to the norm of each array.
+        gradients: Whether the op has a derivative, which is then compared too.
     """
 
     name: str
@@ -44,16 +44,16 @@ class Case:
 
 
 PADDING = 1.25
-"""A reference may multiply this much more than the op's mathematics, and may read this much more."""
+"""Maximum ratio of the FLOPs and bytes of a reference to those that the op reports."""
 
 
 CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat", "checkpoint")
-"""Primitives that call a function and compute nothing themselves."""
+"""Primitives that only call a function."""
 
 
 @attrs.frozen
 class Count:
-    """Of one call: its own figures, and those of its reference, from the jaxpr."""
+    """Reported FLOPs and bytes of a call, and those of its reference's jaxpr."""
 
     flops: float
     bytes: float
@@ -63,12 +63,12 @@ class Count:
 
 @attrs.define(eq=False)
 class _CountingSelection(selection.Selection):
-    """Counts each call while the values are there to trace its reference with."""
+    """Selection that counts each call while its operands are available for tracing the reference."""
 
     counts: list[Count] = attrs.field(factory=list)
 
     def choose(self, op: Any, name: str | None = None) -> Any:
-        """The kernel."""
+        """Choose a kernel."""
         kernel, call = super().choose(op, name), op.abstract()
         closed = jax.make_jaxpr(op.reference)()
         arrays = [*closed.consts, *closed.out_avals]
@@ -78,14 +78,14 @@ class _CountingSelection(selection.Selection):
 
 
 class KernelSuite:
-    """The requirements on an op and on a kernel of it.
+    """Tests that an op and a kernel of it must pass.
 
     Attributes:
-        op: the op's class.
-        name: the kernel, as declared through `axlearn_kernels`; `xla` is the reference.
-        cases: calls to try it on. The kernel must refuse those that it does not support, with a reason.
-        against: the kernel that it is compared with.
-        mesh: the shape of the mesh that a kernel of several devices is called on; empty for none.
+        op: Class of the op.
+        name: Name of the kernel, as declared through `axlearn_kernels`; `xla` is the reference.
+        cases: Calls to test. The kernel must refuse unsupported calls with a reason.
+        against: Name of the kernel to compare with.
+        mesh: Mesh shape for kernels that run on several devices; empty for no mesh.
     """
 
     op: type[Op[Any]]
@@ -95,32 +95,32 @@ class KernelSuite:
     mesh: Mapping[str, int] = {}
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """A test for each case."""
+        """Parametrize tests over the cases."""
         if "case" in metafunc.fixturenames:
             metafunc.parametrize("case", self.cases, ids=[c.name for c in self.cases])
 
     def declared(self, name: str) -> KernelImplementation:
-        """The declaration of a kernel of the op."""
+        """Return the declaration of a kernel of the op."""
         kernels = {k.name: k for k in selection.installed(self.op)}
         assert name in kernels, (
-            f"no installed plugin declares the {self.op.name} kernel {name!r}, only {', '.join(kernels)}"
+            f"no installed plugin declares the {self.op.name} kernel {name!r}; declared: {', '.join(kernels)}"
         )
         return kernels[name]
 
     def test_values_and_gradients_are_those_of_the_reference(self, case: Case) -> None:
         reason = self._refusal(case, self._local_kernel())
         if reason is not None:
-            return  # a refusal is a right answer; the test below is about it
+            return  # a refusal is allowed; the next test checks it
         got = self._measure(case, self.name)
         for path, x in leaves_of(got).items():
-            assert np.isfinite(np.asarray(x, np.float32)).all(), f"{case.name}{path} has values that are not finite"
+            assert np.isfinite(np.asarray(x, np.float32)).all(), f"{case.name}{path} has non-finite values"
         expected = got if self.name == self.against else self._measure(case, self.against)
         assert_close(got, expected, case.tolerance, f"{case.name}: (results, gradients)")
 
     def test_a_refusal_has_a_reason_and_is_kept(self, case: Case) -> None:
         implementation = self._local_kernel()
         reason = self._refusal(case, implementation)
-        assert reason is None or (isinstance(reason, str) and reason.strip()), "supports() gives None, or says why not"
+        assert reason is None or (isinstance(reason, str) and reason.strip()), "supports() must return None or a reason"
         if reason is not None:
             with pytest.raises(RequestError, match="cannot do this") as error, self._only(implementation):
                 jax.eval_shape(lambda *operands: case.run(self.name, *operands), *case.operands)
@@ -134,28 +134,28 @@ class KernelSuite:
         for count in counting.counts:
             label = f"{case.name}: {self.op.name}"
             assert count.flops <= count.reference_flops <= PADDING * count.flops, (
-                f"{label}.flops() is {count.flops:,}; the products of its reference take {count.reference_flops:,}"
+                f"{label}.flops() is {count.flops:,}, but the matmuls of its reference take {count.reference_flops:,}"
             )
             assert 0 < count.bytes <= count.reference_bytes <= PADDING * count.bytes, (
-                f"{label}.bytes() is {count.bytes:,}; its reference reads and writes {count.reference_bytes:,}"
+                f"{label}.bytes() is {count.bytes:,}, but its reference reads and writes {count.reference_bytes:,}"
             )
 
     def test_it_supports_one_of_the_cases(self) -> None:
         implementation = self._local_kernel()
         assert any(self._refusal(case, implementation) is None for case in self.cases), (
-            "it refuses every case: nothing is tried"
+            "it refuses every case, so nothing is tested"
         )
 
     def test_it_computes_otherwise_than_the_reference(self) -> None:
         if self.name == self.against:
-            pytest.skip(f"{self.name!r} is what kernels are compared with")
+            pytest.skip(f"{self.name!r} is the kernel to compare with")
         implementation, traces = self._local_kernel(), []
         for case in self.cases:
             if self._refusal(case, implementation) is None:
                 traces.append([_operations(self._traced(case, name)) for name in (self.name, self.against)])
                 if traces[-1][0] != traces[-1][1]:
                     return
-        assert not traces, f"{self.name} traces to the operations of {self.against} in every case: it is the reference"
+        assert not traces, f"{self.name} traces to the same operations as {self.against} in every case"
 
     def _traced(self, case: Case, name: str) -> Any:
         with self._only(self.declared(name)):
@@ -164,30 +164,32 @@ class KernelSuite:
     def _local_kernel(self) -> KernelImplementation:
         implementation = self.declared(self.name)
         if implementation.platforms and jax.default_backend() not in implementation.platforms:
-            pytest.skip(f"needs a device of {' or '.join(implementation.platforms)}; here is {jax.default_backend()}")
+            pytest.skip(f"needs a {' or '.join(implementation.platforms)} device, got {jax.default_backend()}")
         return implementation
 
     @contextlib.contextmanager
     def _only(self, *implementations: KernelImplementation) -> Iterator[selection.Selection]:
-        own = selection.Selection(declared=lambda op: implementations if op is self.op else [selection.reference(op)])
+        kernel_selection = selection.Selection(
+            declared=lambda op: implementations if op is self.op else [selection.reference(op)]
+        )
         count = math.prod(self.mesh.values())
         need_devices(count)
         layout = Layout(make_mesh(Mesh(shape=self.mesh), jax.devices()[:count]), Mesh(shape=self.mesh))
         on_mesh = logical_rules(layout.mesh, layout.rules) if self.mesh else contextlib.nullcontext()
-        with on_mesh, selection.use(own):
-            yield own
+        with on_mesh, selection.use(kernel_selection):
+            yield kernel_selection
 
     def _refusal(self, case: Case, implementation: KernelImplementation) -> str | None:
-        """Why the kernel does not support the case; None if it does."""
+        """Return why the kernel does not support the case, or None if it does."""
         kernel: Any = load(implementation.load)
         with self._only(self.declared(self.against)) as op_selection:
             jax.eval_shape(lambda *operands: case.run(self.against, *operands), *case.operands)
-            own = [c for c in op_selection.choices if type(c.op) is self.op]  # an op may call others
-            assert own, f"{case.name} does not call the op {self.op.name!r}"
-            return next((why for c in own if (why := kernel.supports(c.op, c.context)) is not None), None)
+            choices = [c for c in op_selection.choices if type(c.op) is self.op]  # an op may call others
+            assert choices, f"{case.name} does not call the op {self.op.name!r}"
+            return next((reason for c in choices if (reason := kernel.supports(c.op, c.context)) is not None), None)
 
     def _measure(self, case: Case, name: str) -> Any:
-        """Results, and gradients of a random weighting of them by every float operand."""
+        """Return the results, and the gradients of a random weighted sum of them with respect to every float operand."""
         if not case.gradients:
             with self._only(self.declared(name)):
                 return compiled(functools.partial(case.run, name))(*case.operands)
@@ -209,7 +211,7 @@ class KernelSuite:
 
 
 def _operations(jaxpr: Any) -> list[str]:
-    """Primitives with the types that they give, in order; functions that are called stand in their place."""
+    """Return the primitives with their output types, in order; called functions are inlined."""
     operations = []
     for equation in jaxpr.eqns:
         inner = [_operations(j) for x in equation.params.values() for j in _jaxprs(x)]

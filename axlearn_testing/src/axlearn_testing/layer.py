@@ -1,4 +1,4 @@
-"""The suite for layers."""
+"""Suite for layers."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -28,31 +28,31 @@ from axlearn_testing.contracts import Contract, contract_of
 
 DEVICES = 8
 DTYPES = (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16"))
-STEP = 1e-3  # of the finite differences
+STEP = 1e-3  # step size of the finite differences
 
 
 @attrs.frozen(eq=False)
 class Measured:
-    """One call: its outputs, and the gradients of a fixed random weighting of them by all floats that went in."""
+    """Outputs of a call, and the gradients of a fixed random weighted sum of them with respect to all float inputs."""
 
     outputs: Any
     gradients: Any
 
 
 class LayerSuite:
-    """What every layer keeps.
+    """Tests that every layer must pass.
 
     Attributes:
-        config: the layer, with everything set that has to be.
-        contract: how it is built and called; by default the one that its signature has.
-        reference: `(params by path, *inputs) -> outputs` in plain float32; without one, gradients are held against finite
-            differences.
-        rules: mesh rules of logical axes that no default rule covers.
-        tolerance: of gradients and outputs, relative to the norm of each array.
-        reference_tolerance: the same, against the reference.
-        difference_tolerance: the same, of gradients against finite differences.
-        meshes: how many random meshes are tried.
-        seed: of parameters, inputs and meshes.
+        config: Config of the layer, with all required fields set.
+        contract: How the layer is built and called; the default is the contract that matches its signature.
+        reference: `(params by path, *inputs) -> outputs` in plain float32. Without a reference, gradients are compared with
+            finite differences.
+        rules: Mesh rules for logical axes without a default rule.
+        tolerance: Tolerance of gradients and outputs, relative to the norm of each array.
+        reference_tolerance: The same, for the comparison with the reference.
+        difference_tolerance: The same, for the comparison of gradients with finite differences.
+        meshes: Number of random meshes to test.
+        seed: Seed of the parameters, inputs and meshes.
     """
 
     config: Node[Any]
@@ -66,25 +66,25 @@ class LayerSuite:
     seed: int = 0
 
     def how(self) -> Contract:
-        """The contract."""
+        """Return the contract."""
         contract = self.contract or _contract(self.config)
         if contract is None:
             pytest.fail(
-                f"no contract is known that {type(self.config).__qualname__} fits: set `contract` to a "
-                "axlearn_testing.Contract that says what its parent offers and calls it with"
+                f"no contract matches {type(self.config).__qualname__}: set `contract` to an axlearn_testing.Contract "
+                "with the arguments that the parent offers and passes"
             )
         return contract
 
     def built(self, params: str = "float32", compute: str = "float32") -> Functional:
-        """The layer as pure functions."""
+        """Return the layer as pure functions."""
         return _build_functional(type(self), params, compute)
 
     def inputs(self) -> tuple[Any, ...]:
-        """What the parent calls it with, floats in float32."""
+        """Return the arguments that the parent passes, with floats in float32."""
         return self.how().inputs(np.random.default_rng(self.seed))
 
     def call(self, layer: object, *inputs: object) -> Any:
-        """The call that a parent makes."""
+        """Call the layer like its parent does."""
         return getattr(layer, self.how().method)(*inputs)
 
     @pytest.mark.parametrize(("params", "compute"), DTYPES)
@@ -104,36 +104,38 @@ class LayerSuite:
             arguments = jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, arguments)
             outputs = compiled(self._bind_call(self.built(dtype, dtype)))(*arguments)
         for path, x in leaves_of(outputs).items():
-            assert np.isfinite(np.asarray(x, np.float32)).all(), f"outputs{path} has values that are not finite"
+            assert np.isfinite(np.asarray(x, np.float32)).all(), f"outputs{path} has non-finite values"
 
     def test_every_parameter_axis_is_named(self) -> None:
         functional = self.built()
         rules = {**DEFAULT_RULES, **self.rules}
         for path, axes in functional.axes.items():
             for size, axis in zip(functional.abstract[path].shape, axes, strict=True):
-                assert axis is not None or size == 1, f"{path} {axes}: an axis of {size} has no logical name"
-                assert axis is None or axis in rules, f"{path}: no mesh rule covers {axis!r}; give it one in `rules`"
+                assert axis is not None or size == 1, f"{path} {axes}: an axis of size {size} has no logical name"
+                assert axis is None or axis in rules, f"{path}: no mesh rule covers {axis!r}; add one to `rules`"
 
     def test_gradients(self) -> None:
         single = _single(type(self))
         floats, fixed = self._arguments()
         if self.reference is not None:
-            reference = type(self).reference  # what is given may be a plain function
+            reference = type(self).reference  # it may be a plain function
             expected = compiled(self._measurement(lambda params, inputs: reference(params, *inputs)))(floats, fixed)  # type: ignore[misc]
             got, reference_outputs = (
                 jax.tree.leaves(m.outputs) for m in (single, expected)
-            )  # any tuple stands for a named one
+            )  # a plain tuple may replace a named one
             assert_close(got, reference_outputs, self.reference_tolerance, "outputs")
             assert_close(single.gradients, expected.gradients, self.reference_tolerance, "gradients")
             return
-        for path, leaf in floats.items():  # one at a time: what is small beside the others is seen too
+        for path, leaf in floats.items():  # one leaf at a time, so that errors in small leaves are detected too
             gradient = single.gradients[path]
             size = norm(leaf) / leaf.size**0.5
-            step = STEP * min(1.0, 10 * size or 0.1)  # of what is small, less: a norm behind it would bend
+            step = STEP * min(
+                1.0, 10 * size or 0.1
+            )  # use a smaller step for small leaves; a later norm would be nonlinear
 
             def value(x: object, path: str = path) -> Any:
                 outputs = _run(type(self))(floats | {path: x}, fixed).outputs
-                return self._weighted_sum(outputs, np, "float64")  # summed in float32 it would be rounded too much
+                return self._weighted_sum(outputs, np, "float64")  # a float32 sum would round too much
 
             def differentiated(x: Any, value: Any = value, gradient: Any = gradient) -> Any:
                 return value(x), lambda cotangent: (cotangent * gradient,)
@@ -145,25 +147,27 @@ class LayerSuite:
                 atol=self.difference_tolerance * norm(gradient) + 1e-6 / STEP,
                 rtol=self.difference_tolerance,
                 eps=step,
-                err_msg=f"gradient by {path}",
+                err_msg=f"gradient of {path}",
             )
 
     def test_parameters_and_inputs_matter(self) -> None:
         outputs = _single(type(self)).outputs
         floats, fixed = self._arguments()
-        # By another number at each place: a constant added to all logits, say, changes no probability.
+        # Add a different number to each element: a constant that is added to all logits changes no probability.
         rng = np.random.default_rng(self.seed + 2)
         changed = {p: x + rng.uniform(0.5, 1.5, x.shape) for p, x in floats.items() if p.startswith("['params']")}
         changed = {p: x.astype(floats[p].dtype) for p, x in changed.items()}
         if changed:
             other = _run(type(self))(floats | changed, fixed).outputs
-            assert not _equal(other, outputs), "other parameters give the same outputs"
+            assert not _equal(other, outputs), "different parameters give the same outputs"
         rng = np.random.default_rng(self.seed + 1)
         other = leaves_of({"inputs": jax.tree.map(jnp.asarray, self.how().inputs(rng))})
         if other:
             floats |= {p: x for p, x in other.items() if is_float(x)}
             fixed |= {p: x for p, x in other.items() if not is_float(x)}
-            assert not _equal(_run(type(self))(floats, fixed).outputs, outputs), "other inputs give the same outputs"
+            assert not _equal(_run(type(self))(floats, fixed).outputs, outputs), (
+                "different inputs give the same outputs"
+            )
 
     def test_meshes_change_no_number(self) -> None:
         need_devices(DEVICES)
@@ -183,7 +187,7 @@ class LayerSuite:
     def test_a_checkpoint_gives_every_parameter_back(self, tmp_path: Path) -> None:
         params, functional = {**_params(type(self)), **_variables(type(self))}, self.built()
         if not params:
-            return  # nothing to keep
+            return  # there is nothing to save
         checkpointer = ShardedCheckpointer.Config().build(directory=tmp_path)
         checkpointer.save(1, params, extra={}, metrics={})
         checkpointer.wait()
@@ -199,8 +203,8 @@ class LayerSuite:
         some = Remat.Config(save=tuple(tags[::2])).build()
         result = compiled(self._measurement(some.wrap(bound, in_loop=False)))(*arguments)
         some.check()
-        assert_close(result.outputs, single.outputs, self.tolerance, f"keeping {tags[::2]}, outputs")
-        assert_close(result.gradients, single.gradients, self.tolerance, f"keeping {tags[::2]}, gradients")
+        assert_close(result.outputs, single.outputs, self.tolerance, f"saving {tags[::2]}, outputs")
+        assert_close(result.gradients, single.gradients, self.tolerance, f"saving {tags[::2]}, gradients")
 
     def test_equal_shapes_compile_once(self) -> None:
         traces = []
@@ -213,10 +217,10 @@ class LayerSuite:
         for seed in (0, 1):
             graph, state = nnx.split(self.how().built(self.config, seed=seed))
             jitted.trace(graph, state, self.inputs())
-        assert len(traces) == 1, "two layers of one config are traced twice: something in the module compares unequal"
+        assert len(traces) == 1, "two layers of one config are traced twice: a value in the module compares unequal"
 
     def _arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Parameters and inputs by path: those with gradients, and the others."""
+        """Return parameters and inputs by path: the floats, and the other leaves."""
         params = _params(type(self))
         flat = leaves_of({"params": params, "inputs": jax.tree.map(jnp.asarray, self.inputs())})
         return {p: x for p, x in flat.items() if is_float(x)}, {p: x for p, x in flat.items() if not is_float(x)}
@@ -226,7 +230,7 @@ class LayerSuite:
         return lambda params, inputs: self.call(functional.bind(params, variables), *inputs)
 
     def _measurement(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`(floats, fixed) -> Measured` for `function(params, inputs)`."""
+        """Return `(floats, fixed) -> Measured` for `function(params, inputs)`."""
         tree = jax.tree.structure({"params": _params(type(self)), "inputs": self.inputs()})
         paths = list(leaves_of(tree.unflatten(range(tree.num_leaves))))
 
@@ -242,7 +246,7 @@ class LayerSuite:
         return measured
 
     def _weighted_sum(self, outputs: object, numpy: Any, dtype: str) -> Any:
-        """One number of all floats in the outputs: their sum, weighed at random."""
+        """Return the sum of all floats in the outputs, with random weights."""
         rng = np.random.default_rng(self.seed + 1)
         floats = [x for x in jax.tree.leaves(outputs) if is_float(x)]
         weights = [rng.normal(0, x.size**-0.5, x.shape) for x in floats]
@@ -255,11 +259,11 @@ class LayerSuite:
                 return layout.sharding(axes, x.shape, name)
         try:
             return layout.sharding(("batch", "sequence", *(None,) * x.ndim)[: x.ndim], x.shape, path)
-        except ConfigError:  # an input that has no batch, or one row for all
+        except ConfigError:  # the input has no batch dimension, or one row for the whole batch
             return layout.replicated
 
     def _meshes(self, functional: Functional) -> list[Mesh]:
-        """Random meshes that the parameters can be laid out on."""
+        """Return random meshes that the parameters can be sharded over."""
         rng = np.random.default_rng(self.seed)
         meshes: list[Mesh] = []
         for _ in range(100):
@@ -278,7 +282,7 @@ class LayerSuite:
             if len(meshes) == self.meshes:
                 return meshes
         pytest.fail(
-            f"its parameters fit only {len(meshes)} of 100 random meshes of {DEVICES} devices; set larger sizes"
+            f"the parameters fit only {len(meshes)} of 100 random meshes of {DEVICES} devices; set larger sizes"
         )
 
 
@@ -291,7 +295,7 @@ def _equal(one: object, two: object) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True))
 
 
-# Once for all tests of a suite: pytest makes an instance for each of them.
+# Cached for all tests of a suite, because pytest creates an instance per test.
 _contract = functools.cache(contract_of)
 
 
@@ -309,7 +313,7 @@ def _params(suite: type[LayerSuite]) -> Any:
 
 @functools.cache
 def _variables(suite: type[LayerSuite]) -> Any:
-    """The layer's variables as they are initialised."""
+    """Return the layer's variables after initialization."""
     functional = suite().built()
     if not functional.variables:
         return {}

@@ -1,4 +1,4 @@
-"""The suite for learners."""
+"""Suite for learners."""
 
 import functools
 from typing import Any
@@ -17,12 +17,12 @@ AXES = {"layer.weight": ("embed", "mlp"), "layer.bias": ("mlp",), "head.weight":
 
 
 class LearnerSuite:
-    """What every learner keeps, on the parameters of a small regression.
+    """Tests that every learner must pass, on a small regression.
 
     Attributes:
-        config: the learner.
-        tolerance: between a batch in one piece and in microbatches, relative to the norm of each array.
-        max_steps: what a schedule takes its horizon from.
+        config: Config of the learner.
+        tolerance: Tolerance between a whole batch and microbatches, relative to the norm of each array.
+        max_steps: Number of steps, which is the horizon of schedules.
     """
 
     config: Node[Any]
@@ -30,7 +30,7 @@ class LearnerSuite:
     max_steps: int = 10
 
     def setup_method(self) -> None:
-        """A learner of what cannot be trained may say so, and has then nothing to keep."""
+        """Skip the suite if the learner reports that these parameters cannot be trained."""
         try:
             jax.eval_shape(
                 lambda p: self.learner().value_and_grad(without_state(self.loss), p, {}, self.batch(), None),
@@ -40,24 +40,24 @@ class LearnerSuite:
             pytest.skip(str(error))
 
     def learner(self) -> Any:
-        """The learner for `params`."""
+        """Build the learner for `params`."""
         return self.config.build(max_steps=self.max_steps, axes=AXES)
 
     def params(self) -> dict[str, jax.Array]:
-        """Two layers."""
+        """Return the parameters of two layers."""
         rng = np.random.default_rng(0)
         shapes = {"layer.weight": (4, 8), "layer.bias": (8,), "head.weight": (8, 2)}
         return {p: jnp.asarray(rng.normal(0, 0.5, s), jnp.float32) for p, s in shapes.items()}
 
     def batch(self, seed: int = 1) -> dict[str, Any]:
-        """Rows of unequal weight."""
+        """Return a batch of rows with unequal weights."""
         rng = np.random.default_rng(seed)
         sizes = {"x": (8, 4), "y": (8, 2)}
         weights = rng.integers(0, 4, 8).astype(np.float32)
         return {**{k: rng.standard_normal(s, np.float32) for k, s in sizes.items()}, "weights": weights}
 
     def loss(self, params: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The weighted mean of squared errors."""
+        """Return the weighted mean of squared errors, and summaries."""
         hidden = jnp.tanh(batch["x"] @ params["layer.weight"] + params["layer.bias"][None])
         errors = jnp.sum((hidden @ params["head.weight"] - batch["y"]) ** 2, axis=1)
         total = jnp.sum(batch["weights"])
@@ -65,7 +65,7 @@ class LearnerSuite:
 
     @functools.cached_property
     def step(self) -> Any:
-        """`(params, state, batch, poison) -> (params, state, summaries)`; `poison` is added to gradients and loss."""
+        """Return `(params, state, batch, poison) -> (params, state, summaries)`; `poison` is added to gradients and loss."""
         learner = self.learner()
 
         def step(params: object, state: object, batch: object, poison: tuple[Any, Any]) -> Any:
@@ -76,24 +76,24 @@ class LearnerSuite:
         return compiled(step)
 
     def after(self, *poisons: tuple[float, float]) -> tuple[Any, Any]:
-        """(params, state) after steps with these additions to gradients and loss."""
+        """Return (params, state) after one step per poison, which is added to gradients and loss."""
         params = self.params()
         state = self.learner().init(params)
         for poison in poisons:
             params, state, summaries = self.step(params, state, self.batch(), tuple(map(jnp.float32, poison)))
-            assert all(x.shape == () for x in summaries.values()), "summaries are scalars"
+            assert all(x.shape == () for x in summaries.values()), "summaries must be scalars"
         return params, state
 
     def test_an_update_is_finite_and_keeps_every_shape_and_dtype(self) -> None:
         before = self.params()
         initial = self.learner().init(before)
         params, state = self.after((0, 0), (0, 0))
-        assert not _all_equal(params, before), "two updates changed no parameter"
+        assert not _all_equal(params, before), "no parameter changed in two updates"
         for path, x in leaves_of((params, state)).items():
             if jnp.issubdtype(x.dtype, jnp.floating):
                 assert np.isfinite(np.asarray(x, np.float32)).all(), path
         like = [jax.tree.map(lambda x: (x.shape, str(x.dtype)), t) for t in ((before, initial), (params, state))]
-        assert like[0] == like[1], "the state of a step goes into the next one: it keeps its structure"
+        assert like[0] == like[1], "an update must keep the structure, shapes and dtypes of the state"
         evaluation_params = self.learner().evaluation_params(state, params)
         assert jax.tree.map(lambda x: (x.shape, str(x.dtype)), evaluation_params) == like[0][0]
 
@@ -105,26 +105,28 @@ class LearnerSuite:
         assert_equal(params, expected, "parameters")
         evaluation_params = self.learner().evaluation_params
         assert_equal(evaluation_params(state, params), evaluation_params(before, expected), "evaluation parameters")
-        # Nor does it later: the step after it is the one that would have come in its place.
+        # It must not affect later steps either.
         assert_equal(self.after(good, poison, good)[0], self.after(good, good)[0], "parameters one step later")
 
     def test_state_and_parameters_can_be_donated(self) -> None:
         learner = self.learner()
         params = self.params()
         state = learner.init(params)
-        own = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state)) if x.size]
-        assert len(own) == len(set(own)), "two arrays of the state are one buffer, which cannot be donated twice"
+        buffers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state)) if x.size]
+        assert len(buffers) == len(set(buffers)), (
+            "two arrays of the state share a buffer, which cannot be donated twice"
+        )
 
     def test_a_batch_in_microbatches_is_the_batch(self) -> None:
         learner, params, batch = self.learner(), self.params(), self.batch()
         got = compiled(lambda p, b: learner.value_and_grad(without_state(self.loss), p, {}, b, None))(params, batch)
-        whole = compiled(jax.value_and_grad(self.loss, has_aux=True))(params, batch)
-        assert_close(got[1], whole[1], self.tolerance, "gradients")
-        (loss, summaries, _), (expected, expected_summaries) = got[0], whole[0]
+        full_batch = compiled(jax.value_and_grad(self.loss, has_aux=True))(params, batch)
+        assert_close(got[1], full_batch[1], self.tolerance, "gradients")
+        (loss, summaries, _), (expected, expected_summaries) = got[0], full_batch[0]
         assert_close(
             (loss, summaries["weight"]), (expected, expected_summaries["weight"]), self.tolerance, "loss and weight"
         )
-        assert summaries.keys() == expected_summaries.keys(), "summaries of the loss are passed on"
+        assert summaries.keys() == expected_summaries.keys(), "the summaries of the loss must be returned"
 
     def test_updates_lower_the_loss(self) -> None:
         good = (0.0, 0.0)
@@ -133,7 +135,9 @@ class LearnerSuite:
         for _ in range(self.max_steps):
             params, state, _ = self.step(params, state, batch, tuple(map(jnp.float32, good)))
         after = float(self.loss(self.learner().evaluation_params(state, params), batch)[0])
-        assert after < before, f"{self.max_steps} updates on one batch take its loss from {before:.6g} to {after:.6g}"
+        assert after < before, (
+            f"{self.max_steps} updates on one batch changed its loss from {before:.6g} to {after:.6g}"
+        )
 
     def test_it_is_a_pure_function(self) -> None:
         assert_equal(self.after((0, 0), (0, 0)), self.after((0, 0), (0, 0)), "parameters and state of the same steps")

@@ -1,4 +1,4 @@
-"""What stands between a job and what it needs, and breaks on demand: a TCP link, an HTTP server, a storage."""
+"""Faulty connections between a job and its services: a TCP link, an HTTP server and a storage."""
 
 import contextlib
 import errno
@@ -16,10 +16,11 @@ from axlearn_core.errors import StorageError
 
 
 class TcpLink:
-    """Forwards connections from a port of 127.0.0.1 to another address, until it is cut. Use it as a context.
+    """Forwarder of TCP connections from a port of 127.0.0.1 to another address, which can be cut. Use it as a context
+    manager.
 
     Attributes:
-        port: to connect to instead.
+        port: Local port to connect to.
     """
 
     def __init__(self, host: str, port: int):
@@ -32,7 +33,7 @@ class TcpLink:
         threading.Thread(target=self._accept, name="tcp-link", daemon=True).start()
 
     def cut(self) -> None:
-        """Ends every connection with a reset, and new ones at once."""
+        """Reset every connection, and close new ones immediately."""
         with self._lock:
             self._is_down = True
             for end in self._open:
@@ -42,12 +43,12 @@ class TcpLink:
             self._open.clear()
 
     def mend(self) -> None:
-        """New connections work again."""
+        """Accept new connections again."""
         self._is_down = False
 
     @contextlib.contextmanager
     def down(self) -> Iterator[None]:
-        """Cut within the block."""
+        """Cut the link within the context."""
         self.cut()
         try:
             yield
@@ -96,14 +97,14 @@ class TcpLink:
 
 
 class HttpFaults:
-    """Between clients and a WSGI application, such as moto's: some requests fail, some hang until the client gives up.
+    """WSGI middleware that makes some requests fail and others hang until the client times out.
 
     Attributes:
-        failing: the share of requests that are answered with 503, half of them after they were carried out.
-        hanging: the share that is carried out, and answered later than the client waits.
-        seconds: how long those take.
-        counts: of `good`, `503` and `late` answers.
-        observe: called with the environment of each request.
+        failing: Fraction of requests that are answered with 503. Half of them are processed first.
+        hanging: Fraction of requests that are processed, but answered after the client's timeout.
+        seconds: Delay of hanging requests.
+        counts: Numbers of `good`, `503` and `late` answers.
+        observe: Function that is called with the environment of each request.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class HttpFaults:
         if draw >= self.failing + self.hanging:
             self.counts["good"] += 1
             return self.app(environ, start_response)
-        for _ in self.app(environ, lambda *_: None):  # it is done, and the client does not hear of it
+        for _ in self.app(environ, lambda *_: None):  # process the request without telling the client
             pass
         if draw >= self.failing:
             self.counts["late"] += 1
@@ -143,13 +144,13 @@ class HttpFaults:
 
 
 class FaultyStorage:
-    """A storage whose calls fail now and then, by a seed; see `axlearn_core.contracts.storage.Storage`.
+    """Wrapper around a storage that makes some calls fail; see `axlearn_core.contracts.storage.Storage`.
 
     Attributes:
-        failing: the share of calls that raise `StorageError`.
-        full_after: bytes that can be written before every write fails as on a full disk; None: no limit.
-        seconds: how long each call takes in addition.
-        failures: how many calls failed.
+        failing: Fraction of calls that raise `StorageError`.
+        full_after: Number of written bytes after which writes fail as on a full disk, or None for no limit.
+        seconds: Additional duration of each call.
+        failures: Number of calls that failed.
     """
 
     def __init__(
@@ -166,46 +167,46 @@ class FaultyStorage:
         self._dice, self._lock = random.Random(seed), threading.Lock()
 
     def list(self, prefix: str = "") -> Sequence[StoredFile]:
-        """As the storage does, or fails."""
+        """List files, or fail."""
         self._fail(prefix)
         return self.storage.list(prefix)
 
     def read(self, path: str) -> bytes:
-        """As the storage does, or fails."""
+        """Read a file, or fail."""
         self._fail(path)
         return self.storage.read(path)
 
     def read_into(self, path: str, begin: int, buffer: memoryview) -> None:
-        """As the storage does, or fails."""
+        """Read a range into a buffer, or fail."""
         self._fail(path)
         self.storage.read_into(path, begin, buffer)
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """As the storage does, or fails before or in the middle."""
+        """Write a file, or fail before or during the write."""
         self._fail(path)
         self.storage.write(path, self._count_bytes(path, chunks))
 
     def create(self, path: str, data: bytes) -> bool:
-        """As the storage does, or fails."""
+        """Create a file, or fail."""
         self._fail(path)
         return self.storage.create(path, data)
 
     def staging(self, target: str) -> str:
-        """As the storage does."""
+        """Return the storage's staging path. Does not fail."""
         return self.storage.staging(target)
 
     def commit(self, source: str, target: str) -> None:
-        """As the storage does, or fails."""
+        """Commit a staging path, or fail."""
         self._fail(source)
         self.storage.commit(source, target)
 
     def delete(self, path: str) -> None:
-        """As the storage does, or fails."""
+        """Delete a file, or fail."""
         self._fail(path)
         self.storage.delete(path)
 
     def directory(self) -> Path:
-        """As the storage does."""
+        """Return the storage's directory. Does not inject failures."""
         return self.storage.directory()
 
     def _count_bytes(self, path: str, chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:

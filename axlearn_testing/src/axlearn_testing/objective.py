@@ -1,4 +1,4 @@
-"""The suite for objectives."""
+"""Suite for objectives."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,15 +21,15 @@ from axlearn_testing.train import Line, Noise
 
 
 class ObjectiveSuite:
-    """What every objective keeps, with a model that it is for.
+    """Tests that every objective must pass, with a model that it supports.
 
     Attributes:
-        config: the objective.
-        model: the config of the model; by default one of eight numbers, with batches of `x` [8, 4] and `y` [8, 2].
-        tolerance: between one device and eight, and between a batch in one piece and in microbatches.
-        mesh: the shape of the mesh of eight devices.
-        options: path in the config -> a value that changes the loss, its summaries or the gradients; by default every
-            number and switch of the config gets another value.
+        config: Config of the objective.
+        model: Config of the model; the default has eight parameters, with batches of `x` [8, 4] and `y` [8, 2].
+        tolerance: Tolerance between one device and eight, and between a whole batch and microbatches.
+        mesh: Shape of the mesh of eight devices.
+        options: Config path -> a value that changes the loss, its summaries or the gradients. The default changes every
+            number and switch of the config.
     """
 
     config: Node[Any]
@@ -39,25 +39,25 @@ class ObjectiveSuite:
     options: Mapping[str, Any] | None = None
 
     def batch(self) -> dict[str, np.ndarray]:
-        """Eight rows, as the input of such a model gives them."""
+        """Return eight rows, like the input of such a model."""
         rng = np.random.default_rng(1)
         x = rng.standard_normal((8, 4), np.float32)
         return {"x": x, "y": x[:, :2] - x[:, 2:]}
 
     def changes(self) -> dict[str, Any]:
-        """Path -> another value, of what `options` names, or of each number and switch that the config has by itself."""
+        """Return path -> changed value, from `options`, or for each number and switch at the top level of the config."""
         if self.options is not None:
             return dict(self.options)
         fields = fields_of(self.config)
-        others = {
+        changed_values = {
             n: (not x if isinstance(x, bool) else 0.5 * x + 0.1)
             for n, x in fields.items()
             if isinstance(x, (bool, float))
         }
-        return {n: x for n, x in others.items() if _valid(patch(self.config, {n: x}))}
+        return {n: x for n, x in changed_values.items() if _valid(patch(self.config, {n: x}))}
 
     def program(self, devices: int = 1, objective: Node[Any] | None = None, **learner: Any) -> Program:
-        """A training program of the model with the objective, or with another one."""
+        """Compose a training program of the model with this objective, or with another one."""
         cfg = Trainer.Config(
             model=self.model,
             objective=objective or self.config,
@@ -69,7 +69,7 @@ class ObjectiveSuite:
         return compose(cfg, jax.devices()[:devices])
 
     def moved(self, program: Program) -> Any:
-        """A state whose model is not where it began, so that no two models in it are the same."""
+        """Return a state with changed model parameters, so that no two models in the state are equal."""
         state = program.init(0)
         rng = np.random.default_rng(2)
 
@@ -81,7 +81,7 @@ class ObjectiveSuite:
         return state.replace(params={p: move(p, x) for p, x in state.params.items()})
 
     def gradients(self, program: Program, batch: Mapping[str, np.ndarray] | None = None) -> Any:
-        """((loss, summaries, variables), gradients) of a batch, as a training step takes them."""
+        """Return ((loss, summaries, variables), gradients) of a batch, as in a training step."""
         functions, state = program.functions["train"].call.__self__, self.moved(program)  # type: ignore[attr-defined]
 
         def run(state: Any, batch: Any) -> Any:
@@ -94,10 +94,10 @@ class ObjectiveSuite:
 
     def test_the_loss_and_the_summaries_are_scalars(self) -> None:
         (loss, summaries, _), _ = self.gradients(self.program())
-        assert loss.shape == (), "the loss is a scalar"
-        assert loss.dtype == np.float32, "the loss is float32"
-        assert np.isfinite(loss), "the loss is finite"
-        assert all(np.shape(x) == () for x in summaries.values()), "summaries are scalars"
+        assert loss.shape == (), "the loss must be a scalar"
+        assert loss.dtype == np.float32, "the loss must be float32"
+        assert np.isfinite(loss), "the loss must be finite"
+        assert all(np.shape(x) == () for x in summaries.values()), "summaries must be scalars"
 
     def test_every_option_has_an_effect(self) -> None:
         before = self.gradients(self.program())
@@ -105,7 +105,7 @@ class ObjectiveSuite:
             after = self.gradients(self.program(objective=patch(self.config, {path: value})))
             same = [np.array_equal(a, b) for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=False)]
             changed = not all(same) or jax.tree.structure(after) != jax.tree.structure(before)
-            assert changed, f"{path}={value} changes neither the loss, nor a summary, nor a gradient"
+            assert changed, f"{path}={value} does not change the loss, a summary or a gradient"
 
     def test_the_batch_matters(self) -> None:
         program = self.program()
@@ -114,28 +114,32 @@ class ObjectiveSuite:
         }
         (one, *_), _ = self.gradients(program)
         (two, *_), _ = self.gradients(program, other)
-        assert one != two, "another batch has the same loss"
+        assert one != two, "two different batches have the same loss"
 
     def test_gradients_reach_the_model(self) -> None:
         _, grads = self.gradients(self.program())
-        assert all(np.isfinite(g).all() for g in grads.values()), "gradients are finite"
-        assert norm(*(g for p, g in grads.items() if not p.startswith(PREFIX))) > 0, "the model learns nothing"
+        assert all(np.isfinite(g).all() for g in grads.values()), "gradients must be finite"
+        assert norm(*(g for p, g in grads.items() if not p.startswith(PREFIX))) > 0, (
+            "all gradients of the model are zero"
+        )
 
     def test_the_model_keeps_its_paths(self) -> None:
-        program, alone = self.program(), Functional.of(self.model)
-        own = [p for p in program.trained.abstract if not p.startswith(PREFIX)]
-        assert own == list(alone.abstract), "the parameters of the model are what they are without the objective"
+        program, model = self.program(), Functional.of(self.model)
+        model_paths = [p for p in program.trained.abstract if not p.startswith(PREFIX)]
+        assert model_paths == list(model.abstract), "the objective must not change the model's parameter paths"
         weights = program.weights(program.state)
-        assert set(weights.params) == set(alone.abstract), "evaluation and export get the model alone"
-        assert set(weights.variables) == set(alone.variables), "evaluation and export get the model alone"
+        assert set(weights.params) == set(model.abstract), "evaluation and export must get only the model"
+        assert set(weights.variables) == set(model.variables), "evaluation and export must get only the model"
 
     def test_what_is_frozen_is_not_trained(self) -> None:
         program = self.program()
-        frozen_paths = {p for at in program.trained.frozen for p in program.trained.variables if p.startswith(f"{at}.")}
+        frozen_paths = {
+            p for prefix in program.trained.frozen for p in program.trained.variables if p.startswith(f"{prefix}.")
+        }
         if not frozen_paths:
-            pytest.skip("this objective has no frozen models")
+            pytest.skip("the objective has no frozen models")
         moments = [path for path in flatten(program.state.learner) if any(path.endswith(f".{p}") for p in frozen_paths)]
-        assert not moments, f"the optimizer keeps a state of what is frozen: {moments[:3]}"
+        assert not moments, f"the optimizer has state for frozen arrays: {moments[:3]}"
         state = program.init(0)
         before = jax.device_get({p: state.variables[p] for p in frozen_paths})
         after, _ = program.train_step(state, program.put(self.batch()))
@@ -147,7 +151,7 @@ class ObjectiveSuite:
         before = jax.device_get(state.params)
         once = jax.device_get(program.train_step(state, program.put(self.batch()))[0])
         again = jax.device_get(program.train_step(program.init(0), program.put(self.batch()))[0])
-        assert any(not np.array_equal(before[p], once.params[p]) for p in before), "a step changed no parameter"
+        assert any(not np.array_equal(before[p], once.params[p]) for p in before), "no parameter changed in a step"
         assert_equal(again, once, "the state after equal steps")
 
     def test_evaluation_draws_nothing(self) -> None:
@@ -155,14 +159,16 @@ class ObjectiveSuite:
         state, batch = self.moved(program), program.put(self.batch())
         one, two = (jax.device_get(program.eval_step(state, batch)) for _ in range(2))
         assert_equal(one, two, "two evaluations")
-        assert np.isfinite(one["loss_sum"]), "the loss of an evaluation is finite"
+        assert np.isfinite(one["loss_sum"]), "the evaluation loss must be finite"
 
     def test_microbatches_are_the_batch(self) -> None:
-        whole, parts = self.program(), self.program(accumulate_steps=2)
-        if whole.trained.batch_dependence:
-            pytest.skip(f"it says that it depends on the batch: {', '.join(whole.trained.batch_dependence)}")
-        (loss, _, _), grads = self.gradients(whole)
-        (loss_of_parts, _, _), grads_of_parts = self.gradients(parts)
+        full_batch, microbatches = self.program(), self.program(accumulate_steps=2)
+        if full_batch.trained.batch_dependence:
+            pytest.skip(
+                f"the objective declares that it depends on the batch: {', '.join(full_batch.trained.batch_dependence)}"
+            )
+        (loss, _, _), grads = self.gradients(full_batch)
+        (loss_of_parts, _, _), grads_of_parts = self.gradients(microbatches)
         assert_close(loss_of_parts, loss, self.tolerance, "loss")
         assert_close(grads_of_parts, grads, self.tolerance, "gradients")
 

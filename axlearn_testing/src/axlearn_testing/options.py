@@ -1,4 +1,4 @@
-"""The suites for commands, and for options of commands, that plugins register through entry points."""
+"""Suites for commands and command options that plugins register through entry points."""
 
 import subprocess
 import sys
@@ -17,12 +17,12 @@ from axlearn_core.plugins.request import Request
 
 
 class CommandSuite:
-    """Checks a command that a plugin registers in the entry-point group `axlearn.commands`.
+    """Tests for a command in the entry-point group `axlearn.commands`.
 
     Attributes:
-        name: the name of the entry point: `plan-search` for `axlearn plan search`.
-        arguments: a command line behind the command with which it works.
-        exit_code: the exit code of that command line.
+        name: Name of the entry point, such as `plan-search` for `axlearn plan search`.
+        arguments: Arguments with which the command works.
+        exit_code: Expected exit code.
     """
 
     name: str
@@ -30,11 +30,11 @@ class CommandSuite:
     exit_code: int = 0
 
     def entry(self) -> Entry:
-        """The entry point of the command."""
+        """Return the entry point of the command."""
         return registry().entry("commands", self.name)
 
     def summary(self) -> str | None:
-        """The line about the command in the help of the command above it."""
+        """Return the command's line in the help of its parent command."""
         return summary(plugin_commands()[self.name][0])
 
     def test_it_stands_where_its_name_says(self) -> None:
@@ -43,8 +43,8 @@ class CommandSuite:
 
     def test_it_has_a_line_for_help(self) -> None:
         line = self.summary()
-        assert line, f"the function of {self.name} has no docstring"
-        assert line.endswith("."), f"the first line of the docstring is no sentence: {line}"
+        assert line, f"the function of {self.name} needs a docstring"
+        assert line.endswith("."), f"the first line of the docstring must end with a period: {line}"
 
     def test_help_imports_no_jax(self) -> None:
         _check_help(command_line(self.name))
@@ -52,19 +52,19 @@ class CommandSuite:
     def test_it_works(self) -> None:
         result: Any = CliRunner().invoke(cli, [*command_line(self.name).split()[1:], *self.arguments])
         assert result.exit_code == self.exit_code, result.output
-        assert result.stdout.strip(), f"{command_line(self.name)} prints nothing on standard output"
+        assert result.stdout.strip(), f"{command_line(self.name)} prints nothing to standard output"
 
 
 class CommandOptionSuite:
-    """Checks an option that a plugin registers in the entry-point group `axlearn.options`.
+    """Tests for an option in the entry-point group `axlearn.options`.
 
     Attributes:
-        command: the name of the command: `train`, or `plan-search` for `axlearn plan search`.
-        name: the option as it is written: `--seed`.
-        value: a value as the command line gives it to the option; True for a flag.
-        arguments: a command line behind the command, with the option, that works.
-        experiment: what `value` is tried on.
-        exit_code: the exit code of that command line.
+        command: Name of the command, such as `train`, or `plan-search` for `axlearn plan search`.
+        name: Option with its hyphens, such as `--seed`.
+        value: Value of the option as the command line parses it; True for a flag.
+        arguments: Arguments of the command, including the option, with which it works.
+        experiment: Experiment to apply `value` to.
+        exit_code: Expected exit code.
     """
 
     command: str
@@ -75,11 +75,11 @@ class CommandOptionSuite:
     exit_code: int = 0
 
     def entry(self) -> Entry:
-        """The entry point of the option."""
+        """Return the entry point of the option."""
         return registry().entry("options", f"{self.command}{self.name}")
 
     def option(self) -> CommandOption:
-        """The option."""
+        """Load the option."""
         return self.entry().load()
 
     def test_its_command_takes_it(self) -> None:
@@ -89,10 +89,12 @@ class CommandOptionSuite:
         option = self.option()
         assert self.name.startswith("--"), self.name
         assert self.name == self.name.lower(), self.name
-        assert "_" not in self.name, f"{self.name}: options of the command line are written with hyphens"
-        assert option.help.strip(), f"{self.name} has no help"
-        assert "\n" not in option.help, f"{self.name}: one line for --help"
-        assert (option.metavar is None) == (self.value is True), f"{self.name} has a metavar if it takes a value"
+        assert "_" not in self.name, f"{self.name}: options must be written with hyphens"
+        assert option.help.strip(), f"{self.name} needs a help text"
+        assert "\n" not in option.help, f"{self.name}: the help text must be one line"
+        assert (option.metavar is None) == (self.value is True), (
+            f"{self.name} needs a metavar exactly if it has a value"
+        )
 
     def test_it_is_listed_and_imports_no_jax(self) -> None:
         assert self.name in _check_help(command_line(self.command)), f"--help does not list {self.name}"
@@ -100,9 +102,9 @@ class CommandOptionSuite:
     def test_it_changes_the_request(self) -> None:
         before = Request.of(self.experiment)
         after = self.option().change(self.value, before)
-        assert isinstance(after, Request), f"{self.name} gives {type(after).__name__}, expected a Request"
+        assert isinstance(after, Request), f"{self.name} returns {type(after).__name__}, expected a Request"
         assert after != before, f"{self.name} changes nothing"
-        assert after == self.option().change(self.value, before), f"{self.name} gives another request each time"
+        assert after == self.option().change(self.value, before), f"{self.name} returns a different request each time"
 
     def test_it_works(self) -> None:
         words = command_line(self.command).split()[1:]
@@ -111,7 +113,7 @@ class CommandOptionSuite:
 
 
 def _check_help(line: str) -> str:
-    """The help of a command in a process of its own, in which JAX was not imported."""
+    """Return the help of a command, run in a new process. Assert that it does not import JAX."""
     code = (
         "import sys\nfrom axlearn_core.cli.main import cli\n"
         f"cli({[*line.split()[1:], '--help']!r}, standalone_mode=False)\n"

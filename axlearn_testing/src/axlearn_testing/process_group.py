@@ -1,4 +1,4 @@
-"""The suite for process groups. Each test starts processes of its own, since a process joins one job in its life."""
+"""Suite for process groups. Each test starts new processes, because a process joins only one job in its life."""
 
 import os
 import pickle
@@ -13,7 +13,7 @@ import pytest
 from axlearn_core.config import Node
 
 LAUNCHERS = ("SLURM_", "OMPI_", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS")
-"""Prefixes of the variables by which a launcher would be recognised."""
+"""Prefixes of the environment variables that identify a launcher."""
 
 MEMBER = """
 import pickle, sys
@@ -24,41 +24,41 @@ for _ in range(2):
     group.initialize()
 pickle.loads(config).build().initialize()
 import jax
-jax.config.update("jax_num_cpu_devices", 2)  # refused where devices were looked for already
+jax.config.update("jax_num_cpu_devices", 2)  # raises if JAX has already initialized its devices
 print("member", jax.process_index(), jax.process_count(), jax.local_device_count(), jax.device_count())
 """
 
 
 class ProcessGroupSuite:
-    """What every process group keeps.
+    """Tests that every process group must pass.
 
     Attributes:
-        config: the process group. Its class has to be importable.
-        seconds: how long processes may take.
+        config: Config of the process group. Its class must be importable.
+        seconds: Time limit of the processes.
     """
 
     config: Node[Any]
     seconds: float = 120.0
 
     def environment(self, rank: int, count: int, address: str) -> Mapping[str, str] | None:
-        """The variables that a launcher sets for one process; None where the group takes nothing from them.
+        """Return the variables that a launcher sets for one process, or None if the group does not use any.
 
         Args:
-            rank: of the process, from 0.
-            count: of processes.
-            address: `host:port` that the first one can listen on.
+            rank: Rank of the process, from 0.
+            count: Number of processes.
+            address: `host:port` that the first process can listen on.
         """
         return None
 
     def members(self, environments: list[Mapping[str, str]]) -> list[str]:
-        """What a process in each of these environments says of itself, once it has joined three times."""
+        """Run one process per environment. Each joins three times, and prints its rank and devices."""
         names = [name for name in os.environ if not name.startswith(LAUNCHERS)]
-        own = {name: os.environ[name] for name in names} | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        base = {name: os.environ[name] for name in names} | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
         message = pickle.dumps((sys.path, pickle.dumps(self.config)))
         processes = [
             subprocess.Popen(
                 [sys.executable, "-c", MEMBER],
-                env=own | dict(environment),
+                env=base | dict(environment),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -82,7 +82,7 @@ class ProcessGroupSuite:
         return sorted(line for line in lines if line.startswith("member"))
 
     def test_one_process_stays_alone(self) -> None:
-        assert self.members([{}]) == ["member 0 1 2 2"], "rank 0 of 1, with its own two devices"
+        assert self.members([{}]) == ["member 0 1 2 2"], "expected rank 0 of 1, with two devices"
 
     def test_two_processes_are_one_job(self) -> None:
         with socket.socket() as listener:
@@ -90,6 +90,6 @@ class ProcessGroupSuite:
             address = f"localhost:{listener.getsockname()[1]}"
         environments = [self.environment(rank, 2, address) for rank in range(2)]
         if None in environments:
-            pytest.skip("needs the variables of a launcher: define `environment`")
+            pytest.skip("needs the environment variables of a launcher: define `environment`")
         members = self.members([e for e in environments if e is not None])
-        assert members == ["member 0 2 2 4", "member 1 2 2 4"], "rank, processes, own devices, devices of all"
+        assert members == ["member 0 2 2 4", "member 1 2 2 4"], "expected: rank, processes, local devices, all devices"

@@ -1,4 +1,4 @@
-"""The suite for tokenizers."""
+"""Suite for tokenizers."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,17 +23,17 @@ TEXTS = (
     "grüße, 世界 😀",
     "  two  spaces\t\r\n\r\n",
     "a\x00b",
-    "<|endoftext|></s><eos>",  # in a document these are text
+    "<|endoftext|></s><eos>",  # plain text within a document
 )
 
 
 class TokenizerSuite:
-    """What every tokenizer keeps.
+    """Tests that every tokenizer must pass.
 
     Attributes:
-        config: the tokenizer.
-        texts: what it is tried on.
-        lossless: whether decoding gives every one of these texts back.
+        config: Config of the tokenizer.
+        texts: Texts to test it on.
+        lossless: Whether decoding restores all of these texts.
     """
 
     config: Node[Any]
@@ -41,28 +41,30 @@ class TokenizerSuite:
     lossless: bool = True
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, as an input builds it."""
+        """Build the tokenizer, as an input does."""
         return self.config.build()
 
     def encoded(self) -> Iterator[tuple[Tokenizer, str, list[int]]]:
-        """(the tokenizer, text, its ids) of each text."""
+        """Yield (tokenizer, text, ids) for each text."""
         tokenizer = self.tokenizer()
         for text in self.texts:
             yield tokenizer, text, tokenizer.encode(text)
 
     def test_ids_are_below_vocab_size(self) -> None:
         for tokenizer, text, ids in self.encoded():
-            assert type(ids) is list, "encode returns a list"
+            assert type(ids) is list, "encode must return a list"
             assert ids, f"{text!r} has no tokens"
-            assert all(type(i) is int for i in ids), f"ids are plain integers: {ids}"
+            assert all(type(i) is int for i in ids), f"ids must be plain integers: {ids}"
             assert min(ids) >= 0, f"{text!r} has the negative id {min(ids)}"
-            assert max(ids) < tokenizer.vocab_size, f"{text!r} has the id {max(ids)} of {tokenizer.vocab_size}"
+            assert max(ids) < tokenizer.vocab_size, (
+                f"{text!r} has id {max(ids)}, but vocab_size is {tokenizer.vocab_size}"
+            )
 
     def test_no_text_ends_a_document(self) -> None:
         for tokenizer, text, ids in self.encoded():
             assert 0 <= tokenizer.eos_id < tokenizer.vocab_size
             assert tokenizer.eos_id not in ids, (
-                f"{text!r} holds eos_id {tokenizer.eos_id}: the document would end there"
+                f"{text!r} contains eos_id {tokenizer.eos_id}, which would end the document"
             )
 
     def test_no_text_is_no_token(self) -> None:
@@ -72,25 +74,25 @@ class TokenizerSuite:
 
     def test_decoding_gives_the_text_back(self) -> None:
         if not self.lossless:
-            pytest.skip("needs a tokenizer that loses nothing: `lossless` is False")
+            pytest.skip("needs a lossless tokenizer: `lossless` is False")
         for tokenizer, text, ids in self.encoded():
             assert tokenizer.decode(ids) == text
-            assert tokenizer.decode([*ids, tokenizer.eos_id]) == text, "eos_id stands for no text"
+            assert tokenizer.decode([*ids, tokenizer.eos_id]) == text, "eos_id must decode to no text"
 
     def test_decoding_what_was_decoded_changes_nothing(self) -> None:
         decoded = [(tokenizer, tokenizer.decode(ids)) for tokenizer, _, ids in self.encoded()]
-        assert any(text for _, text in decoded), "decode gives no text for any of these texts"
+        assert any(text for _, text in decoded), "decode returns no text for any of the texts"
         for tokenizer, text in decoded:
-            assert tokenizer.decode(tokenizer.encode(text)) == text, f"{text!r} changes each time it is decoded"
+            assert tokenizer.decode(tokenizer.encode(text)) == text, f"{text!r} changes when it is encoded and decoded"
 
     def test_any_ids_can_be_decoded(self) -> None:
         for tokenizer, _, ids in self.encoded():
-            for end in range(len(ids) + 1):  # a model may stop in the middle of a character
+            for end in range(len(ids) + 1):  # a model may stop within a character
                 tokenizer.decode(ids[:end]).encode()
                 tokenizer.decode(ids[end:]).encode()
         rng = np.random.default_rng(0)
         tokenizer = self.tokenizer()
-        for _ in range(20):  # as an untrained model samples them
+        for _ in range(20):  # like samples of an untrained model
             tokenizer.decode(rng.integers(0, tokenizer.vocab_size, 16).tolist()).encode()
 
     def test_bytes_of_tokens_are_those_of_the_text(self) -> None:
@@ -99,7 +101,7 @@ class TokenizerSuite:
             pytest.skip("needs a tokenizer with `token_bytes`")
         sizes = tokenizer.token_bytes()
         assert (sizes.shape, sizes.dtype) == ((tokenizer.vocab_size,), np.float32)
-        assert sizes[tokenizer.eos_id] == 0, "eos_id stands for no text"
+        assert sizes[tokenizer.eos_id] == 0, "eos_id must have no bytes"
         assert (sizes >= 0).all()
         if self.lossless:
             for text in self.texts:
@@ -124,7 +126,7 @@ class TokenizerSuite:
         for tokenizer, text, ids in self.encoded():
             if not isinstance(tokenizer, EncodesPrompts):
                 pytest.skip("needs a tokenizer with `encode_prompt`")
-            if isinstance(tokenizer, EncodesSpecialTokens):  # which a prompt may spell out
+            if isinstance(tokenizer, EncodesSpecialTokens):  # a prompt may contain special tokens
                 ids, _ = tokenizer.encode_special(text)
             prompt = tokenizer.encode_prompt(text)
             assert any(prompt[i : i + len(ids)] == ids for i in range(len(prompt) - len(ids) + 1)), (
@@ -138,4 +140,4 @@ class TokenizerSuite:
             ids, places = tokenizer.encode_special(text)
             assert len(ids) == len(places)
             assert all(0 <= begin <= end <= len(text) for begin, end in places), f"{text!r}: {places}"
-            assert [b for b, _ in places] == sorted(b for b, _ in places), "places are in the order of the text"
+            assert [b for b, _ in places] == sorted(b for b, _ in places), "places must be in text order"

@@ -1,4 +1,4 @@
-"""The suite for trackers."""
+"""Suite for trackers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +14,13 @@ Read = Callable[[Path], list[tuple[int, dict[str, float]]]]
 
 
 class TrackerSuite:
-    """What every tracker keeps.
+    """Tests that every tracker must pass.
 
     Attributes:
-        config: the tracker.
-        read: run directory -> (step, values) of what was logged, for trackers whose files can be read back.
-        remote: why nothing of what is logged appears in the run directory or on standard error: a service that has it.
+        config: Config of the tracker.
+        read: Function from the run directory to (step, values) of each log call, for trackers whose files can be read.
+        remote: Reason why logs do not appear in the run directory or on standard error, such as a service that receives
+            them.
     """
 
     config: Node[Any]
@@ -27,14 +28,14 @@ class TrackerSuite:
     remote: str = ""
 
     def tracker(self, run_dir: Path) -> Any:
-        """The tracker of a run."""
+        """Build the tracker of a run."""
         try:
             return self.config.build(run_dir=run_dir)
         except RequestError as error:
-            pytest.skip(str(error))  # a package or service that is not here; the error names it
+            pytest.skip(str(error))  # the error names the missing package or service
 
     def follow(self, run_dir: Path, *steps: int, start: int = 0) -> None:
-        """A run that logs some steps."""
+        """Log some steps, as a run does."""
         tracker = self.tracker(run_dir)
         tracker.start({**INFO, "start_step": start})
         for step in steps:
@@ -42,7 +43,7 @@ class TrackerSuite:
         tracker.close()
 
     def logged(self, run_dir: Path) -> list[tuple[int, float]]:
-        """(step, loss) as they can be read back."""
+        """Read (step, loss) back."""
         assert self.read is not None
         return [(step, values["loss"]) for step, values in type(self).read(run_dir) if "loss" in values]  # type: ignore[misc]
 
@@ -55,10 +56,10 @@ class TrackerSuite:
         tracker.text(2, "sample", "def f():\n\t\x1b[2J\x00 \ud800 ü 😀\r\n")
         tracker.close()
         tracker.close()
-        assert capfd.readouterr().out == "", "standard output is for results"
+        assert capfd.readouterr().out == "", "standard output must stay empty; it is for results"
 
     def test_nothing_to_log_is_no_trouble(self, tmp_path: Path) -> None:
-        self.tracker(tmp_path).close()  # a run that fails while it is being built
+        self.tracker(tmp_path).close()  # as in a run that fails while it is built
         tracker = self.tracker(tmp_path)
         tracker.start({})
         tracker.close()
@@ -71,14 +72,14 @@ class TrackerSuite:
 
     def test_more_steps_leave_a_longer_trace(self, tmp_path: Path, capfd: Any) -> None:
         if self.remote:
-            pytest.skip(f"nothing of it can be seen here: {self.remote}")
+            pytest.skip(f"its output is not visible here: {self.remote}")
         self.follow(tmp_path / "short", 1)
         short = len(capfd.readouterr().err) + _bytes_below(tmp_path / "short")
         self.follow(tmp_path / "long", *range(1, 60))
         long = len(capfd.readouterr().err) + _bytes_below(tmp_path / "long")
         assert long > short, (
-            f"59 steps leave {long} bytes in the run directory and on standard error, and one step {short}: "
-            "what is logged is lost, or set `remote` to where it goes"
+            f"59 steps leave {long} bytes in the run directory and on standard error, and one step leaves {short}: "
+            "logs are lost; if a service receives them, set `remote`"
         )
 
     def test_a_resumed_run_reads_like_one_that_was_never_stopped(self, tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ class TrackerSuite:
             message = str(error)
         finally:
             tracker.close()
-        assert not message or str(tmp_path) in message, f"which directory? {message}"
+        assert not message or str(tmp_path) in message, f"the error must name the directory: {message}"
 
 
 def _bytes_below(folder: Path) -> int:

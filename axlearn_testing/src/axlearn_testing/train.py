@@ -1,4 +1,4 @@
-"""The suite for training loops."""
+"""Suite for training loops."""
 
 import signal
 from collections.abc import Iterator, Mapping
@@ -23,28 +23,28 @@ from axlearn_testing.common import assert_equal
 
 
 class Line(Layer):
-    """A model of one linear map."""
+    """A linear model."""
 
     @node
     class Config(Layer.Config["Line"]):
-        """Nothing to set."""
+        """Config without fields."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         super().__init__(cfg, precision=Precision())
         self.weight = nnx.Param(rngs.params.normal((4, 2)), out_sharding=("embed", "mlp"), eager_sharding=False)
 
     def loss(self, batch: Mapping[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The mean squared error."""
+        """Return the mean squared error."""
         errors = jnp.sum((batch["x"] @ self.weight[...] - batch["y"]) ** 2, axis=1)
         return jnp.mean(errors), {"weight": jnp.float32(errors.shape[0])}
 
 
 class Noise(Configurable):
-    """An input of random numbers: batch i is a function of i."""
+    """An input of random numbers. Batch i depends only on i."""
 
     @node
     class Config(Configurable.Config["Noise"]):
-        """`bad`: a batch of no numbers."""
+        """`bad` is the number of a batch of NaNs, if any."""
 
         bad: int | None = None
 
@@ -52,20 +52,20 @@ class Noise(Configurable):
         self.cfg = cfg
 
     def train(self) -> "Numbers":
-        """Endless batches."""
+        """Return endless batches."""
         return Numbers(bad=self.cfg.bad)
 
     def evaluation(self) -> "Numbers":
-        """Two batches."""
+        """Return two batches."""
         return Numbers(2)
 
     def describe(self) -> Mapping[str, Any]:
-        """Nothing."""
+        """Return no facts."""
         return {}
 
 
 class Numbers:
-    """The iterator of `Noise`."""
+    """Iterator of `Noise`."""
 
     def __init__(self, count: int | None = None, bad: int | None = None):
         self.at, self.count, self.bad = 0, count, bad
@@ -82,25 +82,25 @@ class Numbers:
         return {"x": x * (np.nan if self.at == self.bad else 1), "y": x[:, :2] - x[:, 2:]}
 
     def get_state(self) -> Any:
-        """The number of the batch."""
+        """Return the number of the batch."""
         return self.at
 
     def set_state(self, state: Any) -> None:
-        """Goes there."""
+        """Continue at a batch."""
         self.at = state
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 class Journal(Configurable):
-    """A tracker that keeps what it is told; `journals[run directory]` is the list."""
+    """A tracker that stores entries in memory, in `journals[run directory]`."""
 
     journals: ClassVar[dict[Path, list[tuple[Any, ...]]]] = {}
 
     @node
     class Config(Configurable.Config["Journal"]):
-        """`stop_at`: sends this process the signal that asks it to stop, once that step is logged."""
+        """`stop_at` is a step after which the tracker sends SIGTERM to this process."""
 
         stop_at: int | None = None
 
@@ -109,35 +109,35 @@ class Journal(Configurable):
         self.entries = self.journals.setdefault(run_dir, [])
 
     def start(self, info: Mapping[str, Any]) -> None:
-        """Keeps the start."""
+        """Store the start step."""
         self.entries.append(("start", info["start_step"]))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Keeps the values."""
+        """Store values."""
         self.entries.append(("loss" if "loss" in values else "eval", step, dict(values)))
         if step == self.cfg.stop_at:
             signal.raise_signal(signal.SIGTERM)
 
     def text(self, step: int, name: str, value: str) -> None:
-        """Keeps the text."""
+        """Store a text."""
         self.entries.append(("text", step, name, value))
 
     def close(self) -> None:
-        """Keeps that it was closed."""
+        """Store that the tracker was closed."""
         self.entries.append(("close",))
 
 
 class TrainerSuite:
-    """What every training loop keeps, on a model of eight numbers.
+    """Tests that every training loop must pass, on a model with eight parameters.
 
     Attributes:
-        config: the loop.
+        config: Config of the loop.
     """
 
     config: Node[Any] = TrainLoop.Config()
 
     def trainer(self, **edits: object) -> Trainer.Config:
-        """The root config; `edits` are by path, with `__` for the dots."""
+        """Return the root config. `edits` are path -> value, with `__` instead of dots."""
         cfg = Trainer.Config(
             model=Line.Config(),
             learner=Learner.Config(optimizer=AdamW(learning_rate=0.05)),
@@ -152,16 +152,16 @@ class TrainerSuite:
         return patch(cfg, {"checkpointer.every_steps": 2, **{k.replace("__", "."): v for k, v in edits.items()}})
 
     def run(self, path: Path, **edits: object) -> Result:
-        """A run in a directory, continued where it has a checkpoint."""
+        """Run in a directory, and resume if it has a checkpoint."""
         cfg = self.trainer(**edits)
         return cfg.build().run(RunDir(path, resumes=path.exists()), config_text="resolved: true\n")
 
     def losses(self, path: Path) -> list[tuple[int, float]]:
-        """(step, loss) as they were logged."""
+        """Return (step, loss) of each log entry."""
         return [(e[1], e[2]["loss"]) for e in Journal.journals[path] if e[0] == "loss"]
 
     def saved(self, path: Path) -> dict[int, Any]:
-        """Step -> state of each checkpoint."""
+        """Return step -> state for each checkpoint."""
         cfg = self.trainer()
         checkpointer, like = cfg.checkpointer.build(directory=path / "checkpoints"), compose(cfg).state
         states = {step: checkpointer.restore(step, like)[0] for step in checkpointer.steps()}
@@ -172,9 +172,9 @@ class TrainerSuite:
         result = self.run(tmp_path / "run")
         entries = Journal.journals[tmp_path / "run"]
         assert (result.step, result.stop_signal) == (5, None)
-        assert self.losses(tmp_path / "run")[-1][0] == 5, "the last step is logged"
-        assert [e[1] for e in entries if e[0] == "eval"] == [2, 4, 5], "evaluators run when due, and at the end"
-        assert list(self.saved(tmp_path / "run")) == [2, 4, 5], "it saves when due, and at the end"
+        assert self.losses(tmp_path / "run")[-1][0] == 5, "the last step must be logged"
+        assert [e[1] for e in entries if e[0] == "eval"] == [2, 4, 5], "evaluators must run when due, and at the end"
+        assert list(self.saved(tmp_path / "run")) == [2, 4, 5], "checkpoints must be saved when due, and at the end"
         assert entries[0] == ("start", 0)
         assert entries[-1] == ("close",)
         assert "eval_loss" in result.metrics
@@ -203,10 +203,10 @@ class TrainerSuite:
         result = self.run(tmp_path / "run", max_steps=50, trackers=(Journal.Config(stop_at=3),))
         assert result.stop_signal == signal.SIGTERM
         assert 3 <= result.step < 50
-        assert max(self.saved(tmp_path / "run")) == result.step, "what was trained is kept"
-        assert signal.getsignal(signal.SIGTERM) == handler, "the handlers that were there are put back"
+        assert max(self.saved(tmp_path / "run")) == result.step, "the last step must be saved"
+        assert signal.getsignal(signal.SIGTERM) == handler, "the previous signal handlers must be restored"
 
     def test_a_batch_of_no_numbers_is_skipped_and_said(self, tmp_path: Path, capfd: Any) -> None:
         self.run(tmp_path / "run", input__bad=3)
-        assert "step 3" in capfd.readouterr().err, "standard error says which step it was"
+        assert "step 3" in capfd.readouterr().err, "standard error must name the step"
         assert np.isfinite(self.saved(tmp_path / "run")[5].params["weight"]).all()

@@ -1,4 +1,4 @@
-"""The suite for weights."""
+"""Suite for weights."""
 
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,18 @@ DEVICES = 8
 
 
 class WeightsSuite:
-    """What all weights keep; see `axlearn_core.contracts.parts.Weights`.
+    """Tests that all weights must pass; see `axlearn_core.contracts.parts.Weights`.
 
-    Give `weights`, which opens some.
+    Define `weights`, which opens them.
     """
 
     def weights(self, tmp_path: Path) -> Weights:
-        """Opens the weights of a small model; tests open them more than once.
+        """Open the weights of a small model. Tests open them more than once.
 
         Args:
-            tmp_path: a directory of the test, for what has to be written first.
+            tmp_path: Directory of the test, for files that must be written first.
         """
-        raise NotImplementedError(f"{type(self).__name__} says by `weights(tmp_path)` what it opens")
+        raise NotImplementedError(f"{type(self).__name__} must define `weights(tmp_path)`")
 
     def test_they_say_what_they_are(self, tmp_path: Path) -> None:
         weights = self.weights(tmp_path)
@@ -53,8 +53,8 @@ class WeightsSuite:
         for path, tensor in tensors.items():
             assert isinstance(tensor, jax.Array), path
             assert tensor.sharding.device_set == {jax.local_devices()[0]}, f"{path} is not on the default device"
-            assert np.isfinite(np.asarray(tensor, np.float64)).all(), f"{path} has values that are not finite"
-        assert_equal(self.weights(tmp_path).read(), tensors, "opened once more")
+            assert np.isfinite(np.asarray(tensor, np.float64)).all(), f"{path} has non-finite values"
+        assert_equal(self.weights(tmp_path).read(), tensors, "opened again")
 
     def test_a_pattern_selects(self, tmp_path: Path) -> None:
         weights = self.weights(tmp_path)
@@ -100,7 +100,7 @@ class WeightsSuite:
 
 
 def _split(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
-    """Along the first dimension that the devices divide; whole where there is none."""
+    """Shard the first dimension that is a multiple of the number of devices, or replicate if there is none."""
     axes = [size % DEVICES == 0 and size > 0 for size in shape]
     spec = [None] * axes.index(True) + ["data"] if any(axes) else []
     return NamedSharding(mesh, PartitionSpec(*spec))

@@ -100,12 +100,12 @@ def test_a_bit_differs_and_the_checkpoint_is_refused(make_checkpoint, tmp_path):
     one = make_checkpoint
     plan = Plan.parse("chaos seed=0: corrupt@0:rank=0,number=123457")
     happened = list(plan.play(Target(processes={}, directory=tmp_path, pattern="**/*.bin")))
-    assert "differs" in happened[0]
+    assert "flipped bit" in happened[0]
     with pytest.raises(CheckpointError, match="damaged"):
         one.place.verify(1)
     list(plan.play(Target(processes={}, directory=tmp_path)))  # the same bit again
     one.place.verify(1)
-    with pytest.raises(ChaosError, match="no file below"):
+    with pytest.raises(ChaosError, match="no file in"):
         list(plan.play(Target(processes={}, directory=tmp_path, pattern="*.none")))
 
 
@@ -143,7 +143,7 @@ def test_a_link_is_cut_and_mended():
 
 
 def test_the_network_of_everybody_is_not_cut(job):
-    with pytest.raises(ChaosError, match="has the network of this process"):
+    with pytest.raises(ChaosError, match="shares the network of this process"):
         cut(job[0].pid, 0.1)
 
 

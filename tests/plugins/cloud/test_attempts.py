@@ -1,15 +1,15 @@
-"""What fails for a while is tried again: no server, and no pause."""
+"""Retries of transient errors, without a server and without pauses."""
 
 import pytest
 
 from axlearn_core.errors import MissingFileError, StorageError
 from axlearn_plugins_cloud import object_storage as module
 from axlearn_plugins_cloud.object_storage import ATTEMPTS, ObjectStorage
-from axlearn_plugins_cloud.objects import Missing, Refused, Transient
+from axlearn_plugins_cloud.objects import MissingObjectError, RefusedError, TransientError
 
 
 class Flaky:
-    """Objects in memory, each of whose calls fails as often as `failures` says before it works."""
+    """Objects in memory. Each call fails `failures` times before it succeeds."""
 
     def __init__(self, failures, error):
         self.failures, self.error = failures, error
@@ -80,7 +80,7 @@ def pauses(monkeypatch):
 @pytest.mark.parametrize("failures", [1, ATTEMPTS - 1])
 def test_a_call_that_fails_for_a_while_works_in_the_end(name, failures, pauses):
     call, expected = CALLS[name]
-    objects = Flaky(failures, Transient("503"))
+    objects = Flaky(failures, TransientError("503"))
     assert call(ObjectStorage(objects, "s3://bucket/run", "run")) == expected
     assert objects.calls[: failures + 1] == [name] * (failures + 1)
     assert len(pauses) == failures
@@ -90,14 +90,14 @@ def test_a_call_that_fails_for_a_while_works_in_the_end(name, failures, pauses):
 
 
 def test_moving_and_deleting_a_folder_try_again_too(pauses):
-    objects = Flaky(0, Transient("503"))
+    objects = Flaky(0, TransientError("503"))
     plain = objects._call
     failed_once = set()
 
     def fail_once(name):
         if name not in failed_once:
             failed_once.add(name)
-            raise Transient("503")
+            raise TransientError("503")
         plain(name)
 
     objects._call = fail_once
@@ -108,7 +108,7 @@ def test_moving_and_deleting_a_folder_try_again_too(pauses):
 
 
 def test_what_does_not_pass_is_said_after_the_last_attempt(pauses):
-    objects = Flaky(ATTEMPTS, Transient("503"))
+    objects = Flaky(ATTEMPTS, TransientError("503"))
     with pytest.raises(StorageError, match=rf"s3://bucket/run/file: 503 \({ATTEMPTS} attempts"):
         ObjectStorage(objects, "s3://bucket/run", "run").read("file")
     assert len(objects.calls) == ATTEMPTS
@@ -116,7 +116,8 @@ def test_what_does_not_pass_is_said_after_the_last_attempt(pauses):
 
 
 @pytest.mark.parametrize(
-    ("error", "expected"), [(Missing("no"), MissingFileError), (Refused("denied", "ask for the right"), StorageError)]
+    ("error", "expected"),
+    [(MissingObjectError("no"), MissingFileError), (RefusedError("denied", "ask for the right"), StorageError)],
 )
 def test_what_another_attempt_would_not_change_is_said_at_once(error, expected, pauses):
     objects = Flaky(1, error)
@@ -127,13 +128,13 @@ def test_what_another_attempt_would_not_change_is_said_at_once(error, expected, 
 
 
 def test_a_creation_whose_answer_was_lost_is_this_process_s(pauses):
-    objects = Flaky(0, Transient("503"))
+    objects = Flaky(0, TransientError("503"))
     put_new = objects.put_new
 
     def loses_the_answer(key, data):
         created = put_new(key, data)
         if created:
-            raise Transient("connection reset")
+            raise TransientError("connection reset")
         return created
 
     objects.put_new = loses_the_answer

@@ -1,4 +1,4 @@
-"""A run directory in a bucket: nothing of the run is on the machine alone."""
+"""Run directories in a bucket, with nothing left on the local machine."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ def test_a_run_in_a_bucket_goes_on_on_another_machine(s3, tmp_path, capsys):
     names = {f.path for f in storage.list() if not f.path.startswith("checkpoints/")}
     assert {"config.yaml", "run.lock.json", "metrics.jsonl", "phases.jsonl"} <= names
     assert not [n for n in names if "trainer" in n]
-    shutil.rmtree("runs")  # another machine has no working copy
+    shutil.rmtree("runs")  # another machine does not have the working copy
     capsys.readouterr()
     train(uri, steps=8)
     err = capsys.readouterr().err
@@ -59,7 +59,7 @@ def test_a_run_in_a_bucket_goes_on_on_another_machine(s3, tmp_path, capsys):
 
 
 def test_a_run_moved_to_a_bucket_has_its_tokenizer(s3, tmp_path, monkeypatch):
-    """Uploaded file by file, used there, and continued there when nothing else is left."""
+    """A run is uploaded file by file, used from the bucket, and resumed there without the local copy."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     cache_folder.cache_clear()
     tokenizer = tmp_path / "tokenizer.json"
@@ -128,7 +128,7 @@ def test_a_storage_that_goes_away_is_said_and_made_up_for(s3, capsys, monkeypatc
 
 
 class Folder(Configurable):
-    """A checkpointer that wants a directory."""
+    """A checkpointer that needs a directory."""
 
     @node
     class Config(Configurable.Config["Folder"]):

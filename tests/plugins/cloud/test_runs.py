@@ -1,4 +1,4 @@
-"""Training with checkpoints in a bucket, through faults and kills; and every wrong bucket is one clear error."""
+"""Training with checkpoints in a bucket, through faults and kills. Every wrong bucket raises one clear error."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def train(run, uri, *, steps=4, **settings):
 
 @pytest.fixture
 def fast(monkeypatch):
-    """Clients that wait for less, so that the tests do."""
+    """Use short timeouts, so that the tests are fast."""
     monkeypatch.setattr(client, "READ_SECONDS", 0.4)
     monkeypatch.setattr(gcs, "TIMEOUT", (10.0, 0.4))
     monkeypatch.setattr(retries, "FIRST_PAUSE", 0.01)
@@ -61,7 +61,7 @@ def test_a_run_is_saved_listed_resumed_pruned_and_read(store, tmp_path, request,
     train(tmp_path / "run", uri, steps=8, **{"checkpointer.keep_last": 2})
     assert small_runs.losses(tmp_path / "run") == small_runs.losses(tmp_path / "whole")
     files = [f.path for f in open_storage(uri).list()]
-    assert {f.partition("/")[0] for f in files} == {"6", "8"}  # pruned, and nobody holds it any more
+    assert {f.partition("/")[0] for f in files} == {"6", "8"}  # pruned, and not in use any more
     for place in (uri, str(tmp_path / "run")):
         listed = CliRunner().invoke(cli, ["checkpoint", "list", place, "--json"])
         assert [row["step"] for row in json.loads(listed.stdout)] == [6, 8], listed.output
@@ -87,7 +87,7 @@ def test_two_trainers_of_one_bucket(s3, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("store", ["s3", "faulty_gs"])
 def test_every_save_is_complete_or_absent_through_faults(store, fast, request):
-    """`AXLEARN_SAVES=50` tries more of them."""
+    """Set `AXLEARN_SAVES=50` to test more saves."""
     count = int(os.environ.get("AXLEARN_SAVES", "15"))
     bucket, faults = request.getfixturevalue(store)
     uri = f"{bucket}/run"
@@ -245,7 +245,7 @@ def test_killed_in_the_middle_of_saves(s3, tmp_path):
             assert all((x == step).all() for x in got.values())
         assert max(steps, default=0) >= newest
         newest = max(steps, default=0)
-    assert cut_off, "no save was cut off: the test shows nothing"
+    assert cut_off, "no save was interrupted, so the test proves nothing"
     again = checkpointer(uri, keep_last=2)
     again.run = "ours"
     again.save(newest + 1, state(newest + 1))
@@ -263,9 +263,9 @@ def refused(arguments, *expected):
 @pytest.mark.parametrize(
     ("environment", "uri", "expected"),
     [
-        ({}, "s3://no-such-bucket-here/run", ("NoSuchBucket", "make the bucket, or correct its name")),
+        ({}, "s3://no-such-bucket-here/run", ("NoSuchBucket", "create the bucket, or correct its name")),
         ({"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None}, None, ("no credentials for S3", "AWS_PROFILE")),
-        ({"AWS_PROFILE": "nobody"}, None, ("nobody", "a profile that exists")),
+        ({"AWS_PROFILE": "nobody"}, None, ("nobody", "an existing profile")),
         ({"AWS_ENDPOINT_URL": "http://127.0.0.1:1"}, None, ("attempts", "the endpoint wrong")),
         ({}, "s3://", ("names no bucket", "SCHEME://BUCKET/PATH")),
         ({}, "s3://user:secret@host/run", ("has credentials", "***@host")),
@@ -326,7 +326,7 @@ def test_credentials_come_from_the_usual_chain(s3, monkeypatch, tmp_path):
         ("http://user:secret@host/run", "no plugin supports checkpoints at 'http://***@host/run'"),
         ("gcs://bucket/run", "the scheme 'gcs' is unknown"),
         ("simplecache::s3://bucket/run", "chains file systems of fsspec"),
-        ("s3://key:secret@host/run", "has credentials or a port in the place of the bucket"),
+        ("s3://key:secret@host/run", "has credentials or a port instead of a bucket"),
     ],
 )
 def test_a_check_of_the_config_refuses_what_nothing_stores(uri, expected):

@@ -1,4 +1,4 @@
-"""Every object store keeps the contract of a storage."""
+"""Every object store passes the storage suite."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from axlearn_testing import StorageSuite
 
 
 class ObjectSuite(StorageSuite):
-    """The suite below a folder of a bucket that is made for each test."""
+    """The suite in a folder of a bucket that is created for each test."""
 
     uri = "{tmp}"
     bucket = ""

@@ -11,7 +11,7 @@ FOLDER = Path(axlearn_plugins_cpu.__file__).parent
 
 @pytest.fixture(autouse=True)
 def compiled():
-    """A machine without a compiler has no library; on any other one that is not there, or is of older sources, is a defect."""
+    """Skip without a compiler. On any other machine, a missing or outdated library is an error."""
     if library.missing is not None and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.skip(library.missing)
     assert library.missing is None

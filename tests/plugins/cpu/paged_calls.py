@@ -1,4 +1,4 @@
-"""Calls of the op `paged_attention` at sizes that the kernels in C++ take."""
+"""Calls of the op `paged_attention` at sizes that the C++ kernels support."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +7,7 @@ from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 from axlearn_plugins_transformer.paged_cache import to_narrow
 
 INSTRUCTIONS = range(4)
-"""0 is the best; then those of any processor, AVX2, AVX-512."""
+"""0 selects the best instruction set; 1 is the baseline, 2 AVX2, 3 AVX-512."""
 REQUESTS = {
     "three tokens": (3, 0, 1, [5, 17, 1]),
     "tokens and chunks": (2, 2, 4, [700, 40, 130, 4]),
@@ -15,11 +15,11 @@ REQUESTS = {
     "more than one block": (1, 1, 33, [1300, 50]),
     "several tiles": (0, 1, 200, [333]),
 }
-"""Requests of one token, chunks, the tokens of a chunk; the length of each, new tokens included."""
+"""Numbers of requests with one token, of chunks and of tokens per chunk; then the length of each request, with its new tokens."""
 
 
 def call(requests, *, heads=6, groups=2, size=32, slots=16, dtype="float32", store=None, seed=0, **options):
-    """Pages lie anywhere, what nobody wrote in them is NaN, and unused entries of the table are no pages."""
+    """Make a call with scattered pages, NaN in unwritten slots, and invalid numbers in unused table entries."""
     singles, chunks, chunk, lengths = REQUESTS[requests] if isinstance(requests, str) else requests
     rng, rows = np.random.default_rng(seed), singles + chunks
     most = max(1, *(-(-n // slots) for n in lengths))

@@ -1,4 +1,4 @@
-"""Attention in C++ that does not depend on the batch: rows, pages, tiles and devices give the same bits, and XLA's numbers."""
+"""Batch-invariant attention in C++: rows, pages, tiles and devices give the same bits, close to XLA's results."""
 
 import functools
 
@@ -36,7 +36,7 @@ def rows(batch=2, length=LENGTH, size=32, op=InvariantAttentionOp, window=None, 
 
 
 def in_pages(dense, row, split, lengths, slots=16, seed=0, heads_first=True):
-    """The tokens of one row as requests that have come to these lengths, in pages anywhere; and which tokens are new."""
+    """Return the tokens of one row as requests of these lengths in scattered pages, and a mask of the new tokens."""
     rng, (length, groups, size) = np.random.default_rng(seed), dense.key.shape[1:]
     most = -(-length // slots)
     table = rng.permutation(most + 5)[:most]
@@ -116,7 +116,7 @@ def test_a_row_does_not_depend_on_the_batch_or_on_what_comes_later(length, windo
 
 
 def test_devices_have_the_bits_of_one():
-    """Rows and heads are divided; the gradient too."""
+    """Rows and heads are split over the devices; gradients are compared too."""
     dense = rows(batch=4)
 
     def both(*operands):
@@ -166,7 +166,7 @@ def test_values_and_gradients_are_those_of_xla(options):
 
 
 def chosen(op):
-    """Op -> kernel, of a call of the kernel `invariant`."""
+    """Return op -> kernel, for a call of the kernel `invariant`."""
     program = selection.Selection(platform="cpu", gradients=False)
     with selection.use(program):
         jax.eval_shape(lambda: op.run("invariant"))
@@ -181,7 +181,7 @@ def test_the_kernel_invariant_is_computed_here():
 
 @pytest.mark.parametrize("options", [{"size": 24}, {"bias": LinearBias((0.5,) * HEADS)}], ids=["size", "bias"])
 def test_what_one_refuses_the_other_does(options):
-    """Or a server would compute in another order than the training."""
+    """Otherwise a server would compute in another order than training."""
     assert chosen(rows(op=AttentionOp, **options))["invariant_attention"] == "xla"
     assert chosen(call("tokens and chunks", **options))["invariant_paged_attention"] == "xla"
 
@@ -190,10 +190,10 @@ def test_refusals_of_both(monkeypatch):
     context = selection.KernelContext(platform="cpu", gradients=False)
     half = rows()
     half = attrs.evolve(half, **{name: getattr(half, name).astype(jnp.bfloat16) for name in ("query", "key", "value")})
-    assert "it takes float32" in ROWS.supports(half, context)
+    assert "it needs float32" in ROWS.supports(half, context)
     mixed = attrs.evolve(rows(), value=half.value)
-    assert "in float32, float32, bfloat16" in ROWS.supports(mixed, context)
-    assert "it takes float32" in PAGES.supports(call("three tokens", dtype="bfloat16"), context)
+    assert "got float32, float32, bfloat16" in ROWS.supports(mixed, context)
+    assert "it needs float32" in PAGES.supports(call("three tokens", dtype="bfloat16"), context)
     monkeypatch.setattr(library, "missing", "it was not built")
     assert ROWS.supports(rows(), context) == PAGES.supports(call("three tokens"), context) == "it was not built"
 
@@ -205,7 +205,7 @@ def test_shapes_that_do_not_belong_together():
         (op.query, op.key, op.value[:, 1:]),
         (op.query[:, :, :5], op.key, op.value),
     ):
-        with pytest.raises(jax.errors.JaxRuntimeError, match="shapes that do not belong together"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="the shapes of the operands do not match"):
             jax.block_until_ready(jax.jit(functools.partial(attend_rows, op))(*operands))
 
 

@@ -1,4 +1,4 @@
-"""Attention in C++ is that of the reference: all shapes, dtypes, sets of instructions, and what pages hold that no token wrote."""
+"""Attention in C++ matches the reference for all shapes, dtypes, instruction sets and contents of unwritten slots."""
 
 import functools
 import itertools
@@ -28,7 +28,7 @@ def operands(op):
 
 
 def error(op, instructions=0):
-    """The largest difference from the reference, relative to the largest number."""
+    """Return the largest difference from the reference, relative to the largest element."""
     got, expected = (np.asarray(jax.jit(f)(), np.float32) for f in (lambda: attend(op, instructions), op.reference))
     assert got.shape == expected.shape
     return np.max(np.abs(got - expected)) / np.max(np.abs(expected))
@@ -105,14 +105,14 @@ def test_not_a_number_stays_in_its_request():
 
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_a_token_whose_scores_are_lowest_sees_no_later_ones(chunk):
-    """Scores of -1e30 and less count as hidden, as in XLA's kernel: then it is 0, and not the mean of what it must not see."""
+    """Scores of -1e30 and below count as hidden, as in XLA's kernel. The result is then 0, not the mean of hidden values."""
     op = call((0, 1, chunk, [9]) if chunk > 1 else (1, 0, 1, [9]))
     op = attrs.evolve(op, query=jnp.ones_like(op.query), pages=jnp.abs(jnp.nan_to_num(op.pages)), scale=-1e33)
     assert np.all(np.asarray(jax.jit(lambda: attend(op))()) == 0)
 
 
 def test_large_scores():
-    assert error(attrs.evolve(call("tokens and chunks"), scale=200.0)) < 1e-4, "each softmax is nearly of one key"
+    assert error(attrs.evolve(call("tokens and chunks"), scale=200.0)) < 1e-4, "each softmax is close to one-hot"
 
 
 def test_a_result_does_not_depend_on_the_other_requests():
@@ -127,9 +127,15 @@ def test_a_result_does_not_depend_on_the_other_requests():
     ("changes", "reason"),
     [
         ({"size": 24}, "the head size 24 is not a multiple of 16"),
-        ({"dtype": "float16"}, "queries of float16 with pages of float16"),
-        ({"store": "float8_e4m3fn"}, "queries of float32 with pages of float8_e4m3fn"),
-        ({"bias": LinearBias((0.5,) * 6)}, "it takes no bias"),
+        (
+            {"dtype": "float16"},
+            "it needs float32 or bfloat16 queries with float32, bfloat16, int8 pages, got float16 with float16",
+        ),
+        (
+            {"store": "float8_e4m3fn"},
+            "it needs float32 or bfloat16 queries with float32, bfloat16, int8 pages, got float32 with float8_e4m3fn",
+        ),
+        ({"bias": LinearBias((0.5,) * 6)}, "it does not support a bias"),
     ],
 )
 def test_refusals(changes, reason):
@@ -154,14 +160,14 @@ def test_it_is_chosen_on_cpus_alone():
 
 
 def test_shapes_that_do_not_belong_together():
-    """The library reads no memory that is not there, whoever calls it."""
+    """The library does not read out of bounds, even if it is called directly."""
     op = call("three tokens")
     short = attrs.evolve(op, query=op.query[:2])
-    with pytest.raises(jax.errors.JaxRuntimeError, match="shapes that do not belong together"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the shapes of the operands do not match"):
         jax.block_until_ready(jax.jit(lambda: attend(short))())
     for shape, dtype in (((1,), "float32"), (op.query.shape, "bfloat16")):
         to = jax.ffi.ffi_call("axlearn_paged_attention", jax.ShapeDtypeStruct(shape, dtype))
-        with pytest.raises(jax.errors.JaxRuntimeError, match="shapes that do not belong together"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="the shapes of the operands do not match"):
             jax.block_until_ready(jax.jit(lambda to=to: to(*operands(op), **ATTRIBUTES))())
-    with pytest.raises(jax.errors.JaxRuntimeError, match="instructions that this processor lacks"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the processor lacks these instructions"):
         jax.block_until_ready(jax.jit(lambda: attend(op, 4))())

@@ -20,7 +20,7 @@ def library():
 
 @pytest.fixture
 def first_kernel(monkeypatch):
-    """As if this process had compiled none in Mosaic: it compiles none in this test."""
+    """Pretend that this process has not compiled a Mosaic kernel. The test does not compile one."""
     first = {}
     monkeypatch.setattr(mosaic, "_first", first)
     return first
@@ -28,6 +28,6 @@ def first_kernel(monkeypatch):
 
 @pytest.fixture
 def interpreted(library):
-    """Kernels run in Pallas' interpreter."""
+    """Run kernels in Pallas' interpreter."""
     with kernel_cases.interpreter():
         yield

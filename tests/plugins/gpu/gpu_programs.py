@@ -1,4 +1,4 @@
-"""Programs for GPUs that are not here."""
+"""Compile programs for abstract GPUs."""
 
 import functools
 import importlib
@@ -30,13 +30,13 @@ from axlearn_testing import KernelSuite
 
 @functools.cache
 def mesh_of(name, **shape):
-    """A mesh of a machine: `shape` by axis, all others 1."""
+    """Return a mesh of a machine: `shape` by axis, all others 1."""
     grid = np.asarray(topology_devices(find_machine(name))).reshape([shape.get(a, 1) for a in MESH_AXES])
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def compiled(function, machine, *shapes, gradients=False, tensor=1, options=None):
-    """(the optimised program's text, the kernels that it chose) of a function of arrays, for one absent machine.
+    """Compile a function of arrays for one abstract machine. Return (optimized program text, chosen kernels).
 
     `shapes` are (shape, dtype) pairs or (shape, dtype, mesh axes). With `gradients` the program is the gradient of the sum.
     """
@@ -59,12 +59,12 @@ def compiled(function, machine, *shapes, gradients=False, tensor=1, options=None
 
 
 def kernel_calls(text):
-    """(Mosaic's, Triton's) in a compiled program."""
+    """Return the numbers of (Mosaic, Triton) kernel calls in a compiled program."""
     return tuple(text.count(f'custom_call_target="{call}"') for call in ("mosaic_gpu_v2", "__gpu$xla.gpu.triton"))
 
 
 class Program(NamedTuple):
-    """A module's function with options, to be compiled as `compiled` does."""
+    """A function of a module with its options, to compile like `compiled` does."""
 
     function: str
     options: dict
@@ -73,7 +73,7 @@ class Program(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Of a compiled program: calls of Mosaic's and Triton's kernels, the kernels chosen, and what Mosaic's were assembled from."""
+    """Facts about a compiled program: numbers of Mosaic and Triton calls, chosen kernels, and the PTX of Mosaic kernels."""
 
     mosaic: int
     triton: int
@@ -86,7 +86,7 @@ class Found(NamedTuple):
 
 
 def compiled_alone(machine, *programs):
-    """Each program compiled for a machine, all in a process of their own: it has Mosaic kernels for one architecture only."""
+    """Compile programs for a machine in a new process, because a process can have Mosaic kernels for only one architecture."""
     folders = os.pathsep.join(str(Path(__file__).parents[i] / name) for i, name in ((0, "."), (2, "conformance")))
     process = subprocess.run(
         [sys.executable, "-c", "import gpu_programs; gpu_programs.main()"],
@@ -119,7 +119,7 @@ def arrays(dtype, *shapes):
 def attention_call(
     query=(2, 256, 8, 128), value=None, dtype="bfloat16", target="h100", gradients=True, packed=False, **options
 ):
-    """(the op, its context): two groups of keys; values may have another head size."""
+    """Return (op, context) with two groups of keys; values may have another head size."""
     key = (*query[:2], 2, query[3])
     (ids,) = arrays("int32", query[:2])
     mask = Causal() & Segments(ids, ids) if packed else Causal()
@@ -130,7 +130,7 @@ def attention_call(
 
 @pytest.mark.usefixtures("interpreted")
 class Interpreted(KernelSuite):
-    """What each kernel of an op keeps, here."""
+    """Conformance tests of each kernel, in the interpreter."""
 
     name = "tokamax-triton"
     target = "h100"

@@ -1,6 +1,6 @@
-"""Calls of ops at sizes that GPU kernels take, and how a kernel is held against the reference on them.
+"""Calls of ops at sizes that GPU kernels support, and their comparison with the reference.
 
-For the tests here, and for the benchmark that runs the same on a GPU.
+Used by these tests, and by the benchmark that runs the same calls on a GPU.
 """
 
 import contextlib
@@ -27,20 +27,20 @@ from axlearn_plugins_transformer.kernels.paged_attention import Split
 from axlearn_testing import Case, KernelSuite
 
 OPS = {op.name: op for op in conformance.CASES}
-"""Name -> class."""
+"""Op name -> class."""
 TOLERANCE = 3e-2
-"""Of 16-bit results, relative to the norm of each array."""
+"""Tolerance of 16-bit results, relative to the norm of each array."""
 
 
 @contextlib.contextmanager
 def interpreter():
-    """Pallas kernels run in its interpreter, on any machine."""
+    """Run Pallas kernels in the interpreter, on any machine."""
     call, number = pallas.pallas_call, pallas.program_id
 
     def run(kernel, *args, **options):
-        def hoisted(*operands):  # the interpreter does not know the number of a block within a loop or a branch
+        def hoisted(*operands):  # the interpreter does not support program ids within a loop or a branch
             numbers = []
-            with contextlib.suppress(ValueError):  # beyond the last axis of the grid
+            with contextlib.suppress(ValueError):  # past the last axis of the grid
                 for axis in itertools.count():
                     numbers.append(number(axis))
 
@@ -57,7 +57,7 @@ def interpreter():
 
 
 def _indexing():
-    """The interpreter does not know plain integers among slices either, which kernels of tokamax have."""
+    """Let the interpreter index with slices that contain plain integers, as tokamax's kernels do."""
     if tokamax.missing():
         return contextlib.nullcontext()
     references = tokamax.module("pallas.block").BlockRefIndexer
@@ -75,7 +75,7 @@ def attend(kernel, query, key, value, mask, **options):
 
 
 def attention_cases(size, length, rng):
-    """Masks and groups for heads of one size."""
+    """Yield cases with different masks and groups, for heads of one size."""
     ids = jnp.asarray(np.sort(rng.integers(1, 5, (2, length)), axis=1), jnp.int32)
     prefix = jnp.asarray([3, length // 2 + 12], jnp.int32)
     for name, mask, groups, softcap in (
@@ -93,7 +93,7 @@ def attention_cases(size, length, rng):
 
 
 def grouped_cases(rng):
-    """Groups of even and uneven sizes, some of them empty, rows behind the last group."""
+    """Yield even and uneven groups, some of them empty, with rows after the last group."""
     for rows, inner, outer, sizes in ((512, 256, 512, (128,) * 4), (512, 512, 256, (300, 0, 7, 105))):
         lhs = jnp.asarray(rng.normal(size=(rows, inner)), "bfloat16")
         rhs = jnp.asarray(rng.normal(size=(len(sizes), inner, outer)) / 16, "bfloat16")
@@ -115,22 +115,22 @@ def gated_cases(rng, width, hidden):
 
 
 def paged_cases(rng):
-    """Requests that decode, and chunks of prompts beside them, with pages that are finite."""
+    """Yield decoding requests and chunks of prompts, with finite pages."""
     singles, chunks, chunk = 16, 4, 32
     lengths = [*rng.integers(1, 1500, singles), *(chunk + rng.integers(0, 1400, chunks))]
     new = [1] * singles + [chunk] * chunks
     options = {"new": new, "lengths": [int(n) for n in lengths], "slots": 32, "dtype": "bfloat16", "finite": True}
-    options |= {"heads": 32, "split": Split(singles, chunk), "tokens": chunk}  # for the request that nobody has
+    options |= {"heads": 32, "split": Split(singles, chunk), "tokens": chunk}  # tokens for an unused request
     for size, groups, window, softcap in ((128, 8, None, None), (128, 32, 300, None), (256, 8, None, 20.0)):
         name = f"serving-{groups}x{size}-{window}"
         yield conformance.paged(name, **options, groups=groups, size=size, window=window, softcap=softcap)
-    # A block of fewer keys than tensor cores multiply at once.
+    # A block with fewer keys than a tensor core instruction needs.
     short = {"new": [1, 1], "lengths": [7, 3], "slots": 8, "size": 64, "dtype": "bfloat16", "finite": True, "tokens": 1}
     yield conformance.paged("short", **short, split=Split(3, 1))
 
 
 def cases_of(op, *, small):
-    """Cases of an op; `small` for the interpreter."""
+    """Yield the cases of an op; `small` selects sizes for the interpreter."""
     rng = np.random.default_rng(1)
     if op == "attention":
         sizes, length = ((64,), 128) if small else ((64, 128, 256), 1024)
@@ -146,7 +146,7 @@ def cases_of(op, *, small):
 
 
 class Numbers(KernelSuite):
-    """One kernel on one target, measured without the suite's assertions."""
+    """Measurement of one kernel on one target, without the suite's assertions."""
 
     def __init__(self, op, name, target, platform):
         self.op, self.name, self.target, self.platform = OPS[op], name, target, platform
@@ -164,15 +164,15 @@ class Numbers(KernelSuite):
         )
 
     def refusal(self, case):
-        """Why the kernel does not take the call; None where it does."""
+        """Return why the kernel does not support the call, or None if it does."""
         return self._refusal(case, self.declared(self.name))
 
     def measured(self, case):
-        """(results, gradients) of the kernel."""
+        """Return (results, gradients) of the kernel."""
         return self._split(self._measure(case, self.name), case)
 
     def reference(self, case):
-        """(results, gradients) of the reference on the same numbers in float32."""
+        """Return (results, gradients) of the reference, computed in float32."""
         wide = jax.tree.map(lambda x: x.astype("float32") if x.dtype == jnp.bfloat16 else x, case.operands)
         with jax.default_matmul_precision("highest"):
             return self._split(self._measure(attrs.evolve(case, operands=wide), self.against), case)
@@ -183,12 +183,12 @@ class Numbers(KernelSuite):
 
 
 def suite_of(op, name, target, platform):
-    """What measures a kernel."""
+    """Return the object that measures a kernel."""
     return Numbers(op, name, target, platform)
 
 
 def relative_error(values, expected):
-    """The largest of the arrays' errors, each relative to the norm of what is expected; None where there are no arrays."""
+    """Return the largest error of all arrays, relative to the norm of the expected array, or None without arrays."""
     errors = []
     for x, y in zip(jax.tree.leaves(values), jax.tree.leaves(expected), strict=True):
         x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)

@@ -1,4 +1,4 @@
-"""Choices that measurements decide: each says which, and what it names is there."""
+"""Choices that measurements decide name existing sources."""
 
 from pathlib import Path
 from pkgutil import resolve_name
@@ -26,14 +26,14 @@ OPS = sorted({op for op, _ in PRIORITIES})
 
 
 def check_source(source):
-    """It is a result of the repository, or says that there is none."""
+    """Check that a source is a result in the repository, or `NOT_MEASURED`."""
     path = (ROOT / source).resolve()
     exists = source and path.is_file() and path.is_relative_to(RESULTS)
     assert source == NOT_MEASURED or exists, f"the source {source!r} is not a file under benchmarks/results"
 
 
 def choices():
-    """(what it is, the choice) of all priorities, layouts and block sizes."""
+    """Yield (description, choice) of all priorities, layouts and block sizes."""
     yield from ((f"priority of {op} {name}", p) for (op, name), p in PRIORITIES.items())
     yield from ((f"layout from {layout.parameters[0]:g} parameters", layout) for layout in LAYOUTS)
     for table in TABLES:

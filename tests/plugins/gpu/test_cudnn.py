@@ -1,4 +1,4 @@
-"""Attention by cuDNN: which calls it takes, that its masks are the masks, and that programs with it compile."""
+"""cuDNN attention: supported calls, masks, and compiled programs."""
 
 import re
 
@@ -10,7 +10,7 @@ from gpu_programs import attention_call, compiled
 
 from axlearn_core.nn.remat import Remat
 from axlearn_plugins_gpu.kernels.cudnn_attention import CUDNN
-from axlearn_plugins_gpu.kernels.masks import structure
+from axlearn_plugins_gpu.kernels.masks import split_mask
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
@@ -31,7 +31,7 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_what_kernels_are_told_of_a_mask_is_the_mask(name):
     mask, n = MASKS[name], IDS.shape[1]
-    causal, window, rest = structure(mask, (n, n), aligned=True)
+    causal, window, rest = split_mask(mask, (n, n), aligned=True)
     query, key = np.arange(n)[:, None], np.arange(n)
     visible = np.ones((n, n), bool)
     if causal:
@@ -45,8 +45,8 @@ def test_what_kernels_are_told_of_a_mask_is_the_mask(name):
 
 
 def test_masks_that_are_ranges_leave_nothing():
-    assert [structure(MASKS[m], (12, 12), True)[2] for m in ("full", "causal", "window", "wide window")] == [None] * 4
-    assert structure(Causal() & SlidingWindow(12), (12, 12), True)[1] is None
+    assert [split_mask(MASKS[m], (12, 12), True)[2] for m in ("full", "causal", "window", "wide window")] == [None] * 4
+    assert split_mask(Causal() & SlidingWindow(12), (12, 12), True)[1] is None
 
 
 @pytest.mark.parametrize(
@@ -57,13 +57,13 @@ def test_masks_that_are_ranges_leave_nothing():
         ({"query": (2, 64, 8, 192), "value": 128}, None),
         ({"dtype": "float32"}, "bfloat16 and float16, not float32"),
         ({"query": (2, 64, 8, 256), "target": "a100"}, "256 is not a multiple of 8 up to 128"),
-        ({"query": (2, 64, 8, 128), "value": 64, "target": "a100"}, "different head sizes need Hopper"),
+        ({"query": (2, 64, 8, 128), "value": 64, "target": "a100"}, "different head sizes require Hopper"),
         ({"query": (2, 64, 8, 60)}, "60 is not a multiple of 8"),
         ({"query": (2, 63, 8, 64)}, "not both even"),
         ({"query": (2, 63, 8, 64), "gradients": False}, None),
-        ({"softcap": 50.0}, "no soft cap"),
-        ({"bias": LinearBias((0.5,) * 8)}, "no bias"),
-        ({"target": ""}, "the GPU 'here' is none"),
+        ({"softcap": 50.0}, "not support a soft cap"),
+        ({"bias": LinearBias((0.5,) * 8)}, "not support a bias"),
+        ({"target": ""}, "not known to run on GPU 'unknown'"),
     ],
 )
 def test_it_says_what_it_cannot_do(options, reason):
@@ -72,7 +72,7 @@ def test_it_says_what_it_cannot_do(options, reason):
 
 
 def calls(text):
-    """How often cuDNN's attention runs (forward, backward) in a compiled program."""
+    """Return the numbers of (forward, backward) cuDNN attention calls in a compiled program."""
     actual = re.findall(r'custom_call_target="__cudnn\$fmha(\w*)"', text)
     return sum("Backward" not in f for f in actual), sum("Backward" in f for f in actual)
 

@@ -1,4 +1,4 @@
-"""What is known of GPUs, and devices of those that are not here."""
+"""GPU targets, and abstract GPU devices."""
 
 import subprocess
 import sys
@@ -40,7 +40,7 @@ def test_figures_are_dense_and_of_one_device():
 
 def test_without_the_compiler_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RequestError, match=r"needs XLA's GPU compiler.*\n.*pip install jax-cuda12-plugin"):
+    with pytest.raises(RequestError, match=r"XLA's GPU compiler is not installed\n.*pip install jax-cuda12-plugin"):
         topology_devices(find_machine("h100-8x1"))
 
 

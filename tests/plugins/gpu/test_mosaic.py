@@ -1,4 +1,4 @@
-"""Mosaic GPU for GPUs that are not here: what its lowering is told of them, and what it cannot be told."""
+"""Mosaic GPU for abstract GPUs: the architecture that lowering uses, and its limits."""
 
 import contextlib
 import importlib
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.usefixtures("library", "first_kernel")
 
 @pytest.fixture
 def jax_module():
-    """The module of this JAX that asks for the architecture."""
+    """The module of this JAX version that determines the architecture."""
     return next(m for m in map(importlib.import_module, reversed(compat.MOSAIC)) if hasattr(m, "_infer_arch"))
 
 
 @contextlib.contextmanager
 def compiling(target):
-    """A kernel is traced and lowered for a target."""
-    with mosaic.compiling_for(target), lowering(find_machine(f"{target}-8x1").target):
+    """Trace and lower a kernel for a target."""
+    with mosaic.use_mosaic_target(target), lowering(find_machine(f"{target}-8x1").target):
         yield
 
 
@@ -52,7 +52,7 @@ def test_a_kernel_is_lowered_for_the_target_with_a_mesh_and_without(target, jax_
 
 
 def test_jax_has_its_own_function_back_once_a_program_is_lowered(jax_module):
-    """Also where the lowering fails, and where two threads lower at once and end in the order that they began in."""
+    """Also if lowering fails, and if two threads lower concurrently and finish in the order in which they started."""
     original = jax_module._infer_arch
     assert original.__module__ == jax_module.__name__
     target = find_machine("b200-8x1").target
@@ -86,7 +86,7 @@ def test_jax_has_its_own_function_back_once_a_program_is_lowered(jax_module):
 def test_a_program_traced_for_another_gpu_than_the_first_kernel_is_not_lowered(jax_module, first_kernel):
     with compiling("h100"):
         jax_module._infer_arch()
-    with compiling("b200"), pytest.raises(RequestError, match=r"kernels for compute capability 9\.0, and can for no"):
+    with compiling("b200"), pytest.raises(RequestError, match=r"kernels for compute capability 9\.0 and cannot"):
         jax_module._infer_arch()
     assert first_kernel == {"kernel": (9, 0)}
 
@@ -102,7 +102,7 @@ def test_of_other_gpus_jax_says_what_it_always_said(jax_module):
 def test_tokamax_is_told_of_the_target_and_of_this_machine_again():
     utils = mosaic.tokamax.module("gpu_utils")
     for target in ("h200", "b200"):
-        with mosaic.compiling_for(target):
+        with mosaic.use_mosaic_target(target):
             assert (utils.is_sm90(), utils.is_sm100()) == (target == "h200", target == "b200")
             assert utils.has_mosaic_gpu_support()
     assert (utils.is_sm90(), utils.is_sm100()) == (False, False)
@@ -113,13 +113,13 @@ def test_what_it_cannot_compile_for_is_refused(first_kernel):
     assert "a100 is neither" in mosaic.refusal("a100")
     first_kernel["kernel"] = (9, 0)
     assert mosaic.refusal("h200") is None
-    assert "compute capability 9.0, and can for no other" in mosaic.refusal("b200")
+    assert "compute capability 9.0 and cannot switch" in mosaic.refusal("b200")
     first_kernel["kernel"] = (10, 0)
     assert mosaic.refusal("b200") is None
-    assert "compute capability 10.0, and can for no other" in mosaic.refusal("h100")
+    assert "compute capability 10.0 and cannot switch" in mosaic.refusal("h100")
 
 
 def test_a_jax_that_asks_in_another_way_compiles_for_hopper_only(monkeypatch):
     monkeypatch.setattr(compat, "MOSAIC", ("axlearn_core.errors", "axlearn_core.none"))
     assert mosaic.refusal("h100") is None
-    assert "takes every GPU for a Hopper, and b200 is none" in mosaic.refusal("b200")
+    assert "compiles for Hopper only, and b200 is not a Hopper" in mosaic.refusal("b200")

@@ -1,6 +1,6 @@
-"""Grouped products and gated units in Mosaic GPU: which calls they take, that they compile, and what is done around the kernels.
+"""Grouped matmuls and gated units in Mosaic GPU: supported calls, compilation, and the code around the kernels.
 
-There is no interpreter for the kernels themselves; where numbers are compared, the same product in JAX stands in for them.
+The kernels themselves cannot be interpreted. Tests of numbers use the same product in JAX instead.
 """
 
 import sys
@@ -47,9 +47,9 @@ def product(rows=64, groups=4, inner=256, outer=512, lhs="bfloat16", rhs="bfloat
         ({"inner": 384}, None),
         ({"inner": 384, "target": "b200"}, "dimension 384 is not a multiple of 256"),
         ({"lhs": "float32"}, "bfloat16 and float16, not float32"),
-        ({"rhs": "float16"}, "bfloat16, float16; it takes one"),
+        ({"rhs": "float16"}, "needs one dtype, got bfloat16, float16"),
         ({"target": "a100"}, "a100 is neither"),
-        ({"target": "rtx"}, "is none that it is known"),
+        ({"target": "rtx"}, "is not known to run on"),
     ],
 )
 def test_a_grouped_product_says_what_it_cannot_do(library, first_kernel, options, reason):
@@ -65,7 +65,7 @@ def test_it_stands_behind_triton(library, first_kernel):
         choices.choose(product(target=target)[0], "tokamax-mosaic")
         assert [c.name for c in choices.choices] == ["tokamax-triton", "tokamax-mosaic"]
     first_kernel["kernel"] = (9, 0)
-    assert "start another" in MOSAIC.supports(*product(target="b200"))
+    assert "start a new process" in MOSAIC.supports(*product(target="b200"))
 
 
 def unit(dims=(2, 64, 64), hidden=64, target="b200", activation="silu"):
@@ -82,10 +82,10 @@ def unit(dims=(2, 64, 64), hidden=64, target="b200", activation="silu"):
             {"target": "h100"},
             "hidden size on a device, 64, is not a multiple of 128"
             if LATER
-            else "none for h100 that is known to compile",
+            else "no kernel for h100 that is known to compile",
         ),
-        ({"target": "h100", "hidden": 128}, None if LATER else "none for h100 that is known to compile"),
-        ({"target": "a100"}, "none for a100 that is known to compile"),
+        ({"target": "h100", "hidden": 128}, None if LATER else "no kernel for h100 that is known to compile"),
+        ({"target": "a100"}, "no kernel for a100 that is known to compile"),
         ({"activation": "gelu"}, "error function"),
         ({"dims": (2, 32, 64)}, "number of rows on a device, 64, is not a multiple of 128"),
         ({"dims": (2, 64, 96)}, "width on a device, 96, is not a multiple of 64"),
@@ -98,7 +98,7 @@ def test_a_gated_unit_says_what_it_cannot_do(library, first_kernel, options, rea
 
 
 class Grouped:
-    """What tokamax's kernels promise: rows behind the last group are anything, and a sum over rows multiplies them with 0."""
+    """What tokamax's kernels guarantee: rows after the last group are arbitrary, and sums over rows multiply them with 0."""
 
     def __init__(self, config):
         self.config = config
@@ -121,7 +121,7 @@ class Grouped:
 
 
 class Careful(Grouped):
-    """Triton's, which leaves them out of sums."""
+    """Like Triton's kernel, which excludes these rows from sums."""
 
     def __call__(self, lhs, rhs, *, group_sizes, ragged_dot_dimension_numbers):
         inside = (jnp.arange(lhs.shape[0]) < jnp.sum(group_sizes))[:, None]
@@ -132,7 +132,7 @@ class Careful(Grouped):
         )
 
 
-@pytest.mark.parametrize("rows", [256, 248])  # on Hopper the gradient by the matrices is Mosaic's, and Triton's
+@pytest.mark.parametrize("rows", [256, 248])  # on Hopper, Mosaic or Triton computes the gradient of the matrices
 @pytest.mark.parametrize("target", ["h100", "b200"])
 def test_a_network_of_grouped_products_has_the_reference_gradients(library, first_kernel, monkeypatch, target, rows):
     used = []
@@ -171,7 +171,7 @@ def test_a_network_of_grouped_products_has_the_reference_gradients(library, firs
 
 @pytest.fixture
 def in_jax(library, first_kernel, monkeypatch):
-    """The kernel of gated units computed by tokamax's XLA implementation."""
+    """Replace the kernel of gated units with tokamax's XLA implementation."""
     kernels, base = (tokamax.module(f"ops.gated_linear_unit.{m}") for m in ("pallas_mosaic_gpu", "base"))
     monkeypatch.setattr(kernels, "PallasMosaicGpuGatedLinearUnit", lambda config: base.GatedLinearUnit())
 
@@ -248,7 +248,7 @@ def check(texts, mosaic, triton):
 
 
 @slow
-@pytest.mark.skipif(not LATER, reason="tokamax 0.0.12's cannot be compiled: Python 3.12 and later have 0.0.14")
+@pytest.mark.skipif(not LATER, reason="needs tokamax 0.0.14 (Python 3.12 or later); 0.0.12's kernel does not compile")
 @pytest.mark.parametrize("target", ["h100", "h200"])
 def test_a_gated_unit_compiles_for_hopper(library, target):
     text, choices = compiled(gated, f"{target}-1x1", *units())

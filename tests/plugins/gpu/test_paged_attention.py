@@ -1,4 +1,4 @@
-"""Attention to pages by JAX's kernel: which calls it takes, what it computes, and that it compiles for every GPU."""
+"""Paged attention by JAX's kernel: supported calls, results, and compilation for every GPU."""
 
 import functools
 import importlib
@@ -32,7 +32,7 @@ from axlearn_core.nn.sharding import logical_rules
 from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.chips import CHIPS
 from axlearn_plugins_gpu.kernels import paged_parts
-from axlearn_plugins_gpu.kernels.blocks import PAGED, paged, parts_of_table
+from axlearn_plugins_gpu.kernels.blocks import PAGED, num_table_parts, paged_blocks
 from axlearn_plugins_gpu.kernels.paged_attention import TRITON
 from axlearn_plugins_serving.local_engine import serve as server
 from axlearn_plugins_transformer.kernels.bias import LinearBias
@@ -44,7 +44,7 @@ LATER_TARGETS = [pytest.param(t, marks=pytest.mark.slow) for t in ("a100", "h200
 
 
 def finite_call(requests, *, heads_first=False, **options):
-    """Pages as a cache has them: finite, keys and values of a head side by side."""
+    """Make a call with pages like a cache's: finite, with the keys and values of a head interleaved."""
     op = call(requests, **options)
     pages, scales = jnp.nan_to_num(op.pages), op.scales
     if not heads_first:
@@ -54,19 +54,19 @@ def finite_call(requests, *, heads_first=False, **options):
 
 
 def _side_by_side(x):
-    """[P, 2, G, S, ...] -> [P, S, 2 G, ...]."""
+    """Transpose pages from [P, 2, G, S, ...] to [P, S, 2 G, ...]."""
     x = jnp.moveaxis(x, 3, 1)
     return jnp.moveaxis(x, 2, 3).reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
 def computed(op):
-    """By the kernel, in Pallas' interpreter."""
+    """Run the kernel in Pallas' interpreter."""
     with interpreter(), selection.use(selection.Selection(target="h100", declared=lambda _: ())):
         return np.asarray(jax.jit(lambda: TRITON(op))(), np.float32)
 
 
 def error(op):
-    """The largest difference from the reference, relative to the largest number."""
+    """Return the largest difference from the reference, relative to the largest element."""
     assert TRITON.supports(op, H100) is None
     expected = np.asarray(jax.jit(op.reference)(), np.float32)
     return np.max(np.abs(computed(op) - expected)) / np.max(np.abs(expected))
@@ -137,19 +137,19 @@ def test_requests_that_nobody_has():
         ({}, None),
         ({"window": 5, "softcap": 2.0}, None),
         ({"split": Split(2, 300)}, "300 tokens, more than 128"),
-        ({"split": None}, "not known when it is compiled"),
-        ({"bias": LinearBias((0.5,) * 6)}, "adds no bias"),
+        ({"split": None}, "not known at compile time"),
+        ({"bias": LinearBias((0.5,) * 6)}, "not support a bias"),
         ({"finite": False}, "may be NaN"),
-        ({"value_size": 16}, "the same numbers"),
+        ({"value_size": 16}, "share their storage"),
         ({"pages": jax.ShapeDtypeStruct((9, 16, 4, 32), "float32")}, None),
         ({"pages": jax.ShapeDtypeStruct((9, 12, 4, 32), "float32")}, "12 slots, which is not a power of two"),
         ({"pages": jax.ShapeDtypeStruct((9, 64, 4, 32), "float32")}, None),
         ({"pages": jax.ShapeDtypeStruct((9, 128, 4, 32), "float32")}, "128 slots, more than the 64 keys"),
         ({"pages": jax.ShapeDtypeStruct((9, 16, 4, 32), "bfloat16")}, "queries are float32 and the pages bfloat16"),
-        ({"pages": jax.ShapeDtypeStruct((2**20, 16, 4, 32), "int8")}, "32 bits with a sign"),
+        ({"pages": jax.ShapeDtypeStruct((2**20, 16, 4, 32), "int8")}, "signed 32-bit index"),
         ({"pages": jax.ShapeDtypeStruct((2**22, 16, 4, 32), "float32")}, None),
         ({"query": jax.ShapeDtypeStruct((18, 6, 80), "float32")}, "head size 80 is not a power of two"),
-        ({"query": jax.ShapeDtypeStruct((18, 6, 32), "float64")}, "queries are float64"),
+        ({"query": jax.ShapeDtypeStruct((18, 6, 32), "float64")}, "queries, got float64"),
     ],
     ids=str,
 )
@@ -162,26 +162,26 @@ def test_it_says_what_it_cannot_do(options, reason):
 def test_float8_needs_a_gpu_that_has_it():
     op = finite_call((2, 0, 1, [20, 30]), store="float8_e4m3fn")
     assert TRITON.supports(op, H100) is None
-    assert TRITON.supports(op, attrs.evolve(H100, target="a100")) == "a100 has no float8"
-    assert "is none that it is known" in TRITON.supports(op, attrs.evolve(H100, target="rtx"))
+    assert TRITON.supports(op, attrs.evolve(H100, target="a100")) == "a100 does not support float8"
+    assert "is not known to run on" in TRITON.supports(op, attrs.evolve(H100, target="rtx"))
 
 
 @pytest.mark.parametrize(
     "modules", [(compat.PAGED_ATTENTION,), (compat.PAGED_ATTENTION, "jax.experimental.pallas.triton")]
 )
 def test_a_jax_without_the_kernel(monkeypatch, modules):
-    for name in ("paged_attention", "paged_parts"):  # imported anew, as such a JAX would
+    for name in ("paged_attention", "paged_parts"):  # import again, as with such a JAX
         monkeypatch.delitem(sys.modules, f"axlearn_plugins_gpu.kernels.{name}")
     for name in modules:
         monkeypatch.setitem(sys.modules, name, None)
     kernel = importlib.import_module("axlearn_plugins_gpu.kernels.paged_attention").TRITON
     answer = kernel.supports(finite_call((2, 0, 1, [20, 30])), H100)
-    assert f"JAX {jax.__version__} has no kernel of {compat.PAGED_ATTENTION}" in answer
+    assert f"JAX {jax.__version__} does not have the kernel of {compat.PAGED_ATTENTION}" in answer
 
 
 @pytest.mark.parametrize(("slots", "window"), [(8, None), (1, None), (4, 5), (8, 8)])
 def test_a_block_has_as_many_keys_as_an_instruction_of_tensor_cores(slots, window):
-    """Of fewer Triton fills it with copies of the registers, and so adds each product several times."""
+    """With fewer keys, Triton fills the instruction with copies of registers, and adds each product several times."""
     run = functools.partial(serve, split=(4, 8), window=window)
     pages_of_blocks = []
 
@@ -200,9 +200,9 @@ def test_what_a_device_has_of_the_pages_is_counted():
     whole = finite_call((2, 0, 1, [20, 30]), heads=8, groups=8)
     narrow = attrs.evolve(whole, pages=jax.ShapeDtypeStruct((2**18, 32, 16, 128), "int8"))
     narrow = attrs.evolve(narrow, query=jax.ShapeDtypeStruct((2, 8, 128), "bfloat16"), scales=whole.query)
-    assert TRITON.supports(narrow, H100) is None, "more than 2**32 bytes are counted in 64 bits"
+    assert TRITON.supports(narrow, H100) is None, "above 2**32 bytes JAX uses 64-bit indices"
     with logical_rules(make_mesh(Mesh(shape={"tensor": 8})), DEFAULT_RULES):
-        assert "32 bits with a sign" in TRITON.supports(narrow, H100)
+        assert "signed 32-bit index" in TRITON.supports(narrow, H100)
 
 
 def test_devices_attend_with_their_own_heads():
@@ -217,7 +217,7 @@ def test_devices_attend_with_their_own_heads():
 
 @pytest.mark.slow
 def test_a_server_generates_the_same(monkeypatch):
-    """Prompts in chunks beside requests that decode, pages that are sizes back, a shared beginning."""
+    """Test chunks of prompts next to decoding requests, long windows, and a shared prefix."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, 64, n).tolist() for n in (30, 3, 17, 9, 26)]
     prompts.append([*prompts[0][:16], 5, 7])
@@ -253,7 +253,7 @@ def test_a_server_generates_the_same(monkeypatch):
 
 
 def serve(query, pages, table, lengths, starts, count, new, at, *scales, split, heads_first=False, **options):
-    """As a layer does: new keys and values into the pages, and then attention to them. Gives both."""
+    """Write new keys and values into the pages, then attend to them, like a layer. Return both."""
     pages = pages.at[at].set(new, mode="drop")
     options |= {"scales": scales[0] if scales else None, "heads_first": heads_first, "scale": 0.1, "finite": True}
     op = PagedAttentionOp(query, pages, table, lengths, starts, count, split=Split(*split), **options)
@@ -280,8 +280,8 @@ def test_it_compiles(target):
         ({"split": (64, 32)}, {"chunks": 0}),
         ({"split": (1, 32), "window": 512}, {"chunks": 0, "groups": 32}),
         ({"split": (0, 128), "window": 300, "softcap": 50.0}, {"size": 256, "heads": 8, "groups": 4}),
-        ({"split": (16, 32)}, {"dtype": "float32", "size": 256, "slots": paged(target, 1, 256, wide=True).keys}),
-        ({"split": (16, 32)}, {"size": 256, "slots": paged(target, 1, 256, wide=False).keys}),
+        ({"split": (16, 32)}, {"dtype": "float32", "size": 256, "slots": paged_blocks(target, 1, 256, wide=True).keys}),
+        ({"split": (16, 32)}, {"size": 256, "slots": paged_blocks(target, 1, 256, wide=False).keys}),
         ({"split": (16, 32)}, {"slots": 1}),
         ({"split": (16, 32)}, {"store": "int8", "size": 256}),
         *([({"split": (16, 32)}, {"store": "float8_e4m3fn"})] if target != "a100" else []),
@@ -299,26 +299,26 @@ def test_no_page_is_copied():
     text, _ = compiled(functools.partial(serve, split=(16, 32)), "h100-1x1", *sizes)
     pages = "bf16[3000,32,16,128]"
     copies = [line for line in text.splitlines() if f" = {pages}" in line and " copy" in line]
-    assert len(copies) <= 1, "the argument, which the caller does not give away here, is copied before it is written to"
-    assert "[3000,32,8,128]" not in text, "nor its keys or its values apart"
+    assert len(copies) <= 1, "only the argument may be copied, because it is not donated"
+    assert "[3000,32,8,128]" not in text, "keys and values must not be copied separately"
 
 
 def test_devices_that_are_not_here_send_nothing():
     run = functools.partial(serve, split=(16, 32))
     text, chosen = compiled(run, "h100-8x1", *shapes(), tensor=8)
     assert chosen == ["pallas-triton"]
-    assert "bf16[4096,32,2,128]" in text, "a device has the keys and values of one head"
+    assert "bf16[4096,32,2,128]" in text, "each device must have the keys and values of one head"
     assert not any(f"{name}-start" in text or f" {name}(" in text for name in ("all-gather", "all-reduce"))
 
 
 def test_blocks_fit_and_occupy_the_gpu():
     assert set(PAGED) == {chip.capability for chip in CHIPS.values()}
     for target, rows, size, wide in itertools.product(CHIPS, (1, 7, 32, 500), (16, 64, 128, 256), (False, True)):
-        blocks = paged(target, rows, size, wide=wide)
+        blocks = paged_blocks(target, rows, size, wide=wide)
         assert 16 <= blocks.rows <= 64
         assert blocks.keys >= 16
         bytes_of_keys = blocks.stages * 2 * blocks.keys * size * (4 if wide else 2)
         assert bytes_of_keys <= CHIPS[target].shared - 1024
-        assert parts_of_table(target, 1, 1) == 1
-        assert parts_of_table(target, 10**6, 64) == 1
-        assert parts_of_table(target, 8, 64) * 8 >= 2 * CHIPS[target].cores
+        assert num_table_parts(target, 1, 1) == 1
+        assert num_table_parts(target, 10**6, 64) == 1
+        assert num_table_parts(target, 8, 64) * 8 >= 2 * CHIPS[target].cores

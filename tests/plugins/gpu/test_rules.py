@@ -1,4 +1,4 @@
-"""Which layout a program gets on GPUs, and that the published ones fit."""
+"""Layouts of programs on GPUs, and memory of the published experiments."""
 
 import os
 import subprocess
@@ -73,7 +73,7 @@ def test_a_wrong_rule_is_an_error_at_its_path():
 
 
 def compiled(experiment, target, **kwargs):
-    """A program, and its training step."""
+    """Compose a program and compile its training step."""
     actual = resolved(experiment, target, **kwargs)
     program = compose(actual.config, topology_devices(actual.machine), machine=actual.machine)
     shape = (actual.config.input.batch_size, actual.config.input.sequence_length)
@@ -82,7 +82,7 @@ def compiled(experiment, target, **kwargs):
 
 
 def planned(experiment, target, **kwargs):
-    """(bytes that one GPU needs, what it has, the names of the kernels) of a training step."""
+    """Return (bytes that one GPU needs, bytes that it has, kernel names) of a training step."""
     program, step = compiled(experiment, target, **kwargs)
     memory = step.memory_analysis()
     used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
@@ -104,7 +104,7 @@ SMALL = {
 def test_a_step_that_may_be_skipped_copies_no_state():
     _, step = compiled("llama2-7b", "h100-8x1", set=SMALL)
     memory = step.memory_analysis()
-    # The state is parameters and two moments, the gradients are a third of it. A copied state would be all of it again.
+    # The state has parameters and two moments; the gradients are a third of it. A copied state would double it.
     assert memory.temp_size_in_bytes < memory.argument_size_in_bytes / 2
 
 
@@ -114,7 +114,7 @@ def test_a_step_that_may_be_skipped_copies_no_state():
     [("llama2-7b", "h100-8x32", 60), ("llama2-70b", "h100-8x64", 66), ("llama2-70b", "b200-8x64", 66)],
 )
 def test_the_published_runs_fit(experiment, target, at_most):
-    # The 7B keeps all products of a layer on its published machine: 56 GiB for a step that is an eighth faster.
+    # The 7B saves all matmuls of a layer on its published machine: 56 GiB, for a step that is an eighth faster.
     used, memory, kernels = planned(experiment, target)
     assert used < memory
     assert used / 2**30 < at_most

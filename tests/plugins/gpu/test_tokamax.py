@@ -1,4 +1,4 @@
-"""Kernels of tokamax: which calls they take, and that they compile for every GPU."""
+"""Kernels of tokamax: supported calls, and compilation for every GPU."""
 
 import sys
 from pathlib import Path
@@ -26,10 +26,10 @@ from axlearn_plugins_gpu.kernels.blocks import (
     GATED_MOSAIC_LATER,
     GROUPED,
     GROUPED_MOSAIC,
-    WIDEST,
-    gated,
-    grouped,
-    normalized,
+    MAX_WIDTH,
+    gated_blocks,
+    grouped_blocks,
+    norm_blocks,
 )
 from axlearn_plugins_gpu.kernels.gated_linear_unit import TRITON as GATED
 from axlearn_plugins_gpu.kernels.grouped_matmul import TRITON
@@ -49,8 +49,8 @@ def product(inner=256, outer=512, dtype="bfloat16", target="h100"):
 def test_every_block_size_is_that_of_a_gpu_and_fits_its_shared_memory():
     assert {chip.capability for chip in CHIPS.values()} == set(GROUPED)
     for name, chip in CHIPS.items():
-        assert grouped(name) is GROUPED[chip.capability]
-        assert grouped(name).shared <= chip.shared - 1024
+        assert grouped_blocks(name) is GROUPED[chip.capability]
+        assert grouped_blocks(name).shared <= chip.shared - 1024
         for pipelined in (table.get(chip.capability) for table in (GROUPED_MOSAIC, GATED_MOSAIC_LATER)):
             assert pipelined is None or pipelined.shared <= chip.shared - 1024
     assert {chip.capability for chip in CHIPS.values()} >= {*GROUPED_MOSAIC, *GATED_MOSAIC_LATER}
@@ -60,7 +60,7 @@ def test_it_says_what_it_cannot_do(library):
     assert TRITON.supports(*product()) is None
     assert "float32" in TRITON.supports(*product(dtype="float32"))
     assert "192 is not a multiple of 128" in TRITON.supports(*product(outer=192))
-    assert "is none that it is known" in TRITON.supports(*product(target="rtx"))
+    assert "is not known to run on" in TRITON.supports(*product(target="rtx"))
 
 
 @pytest.mark.parametrize("version", [None, "0.0.17"])
@@ -86,14 +86,14 @@ def test_grouped_products_compile_forward_and_backward(library, target):
     def run(*operands):
         return GroupedMatmulOp(*operands).run("tokamax-triton")
 
-    for gradients, kernels in ((False, 1), (True, 2)):  # the gradients need no result of the forward pass
+    for gradients, kernels in ((False, 1), (True, 2)):  # the gradients do not need the forward result
         text, choices = compiled(run, f"{target}-1x1", *shapes, gradients=gradients)
         assert choices == ["tokamax-triton"]
         assert kernel_calls(text) == (0, kernels)
 
 
 def declared(op):
-    """The plugin's kernels of an op, as if they ran anywhere."""
+    """Return the plugin's kernels of an op, for all platforms."""
     return [attrs.evolve(k, platforms=()) for k in axlearn_kernels() if k.op == op.path()]
 
 
@@ -122,11 +122,11 @@ def rows(dims, dtype="bfloat16", target="h100"):
 
 
 def test_norm_says_what_it_cannot_do(library):
-    assert NORM.supports(*rows((2, 8, WIDEST))) is None
-    assert "16385 numbers is longer than 16384" in NORM.supports(*rows((2, 8, WIDEST + 1)))
+    assert NORM.supports(*rows((2, 8, MAX_WIDTH))) is None
+    assert "16385 elements is longer than 16384" in NORM.supports(*rows((2, 8, MAX_WIDTH + 1)))
     assert "2 to 4 dimensions, not 5" in NORM.supports(*rows((2, 2, 2, 2, 8)))
     assert "float64" in NORM.supports(*rows((2, 8, 64), "float64"))
-    assert "is none that it is known" in NORM.supports(*rows((2, 8, 64), target="rtx"))
+    assert "is not known to run on" in NORM.supports(*rows((2, 8, 64), target="rtx"))
 
 
 def unit(dims=(2, 16, 32), hidden=64, dtype="bfloat16", plain=True, activation="silu"):
@@ -140,8 +140,8 @@ def unit(dims=(2, 16, 32), hidden=64, dtype="bfloat16", plain=True, activation="
     ("options", "reason"),
     [
         ({}, None),
-        ({"plain": False}, "adapters, a bias, quantization"),
-        ({"dtype": "float32"}, "float32; it takes bfloat16"),
+        ({"plain": False}, "an adapter, a bias, quantization"),
+        ({"dtype": "float32"}, "bfloat16 or float16, got float32"),
         ({"activation": "gelu"}, "error function"),
         ({"hidden": 80}, "hidden size on a device, 80, is not a multiple of 32"),
         ({"dims": (2, 16, 40)}, "width on a device, 40, is not a multiple of 32"),
@@ -190,7 +190,7 @@ def test_norms_and_gated_units_compile_forward_and_backward(library, target):
         return cases.gated("tokamax-triton", y, gate, up)
 
     shapes = [(s, jnp.bfloat16) for s in ((4, 128, 256), (256,), (256, 512), (256, 512))]
-    for gradients, kernels in ((False, 2), (True, 3)):  # the backward pass of the gated unit is XLA's
+    for gradients, kernels in ((False, 2), (True, 3)):  # XLA computes the backward pass of the gated unit
         text, choices = compiled(run, f"{target}-1x1", *shapes, gradients=gradients)
         assert choices == ["tokamax-triton"] * 2
         assert kernel_calls(text) == (0, kernels)
@@ -198,11 +198,11 @@ def test_norms_and_gated_units_compile_forward_and_backward(library, target):
 
 def test_blocks_of_rows_fit_their_registers_and_occupy_the_gpu():
     for target, chip in CHIPS.items():
-        for width in (64, 4096, 12345, WIDEST):
-            actual = normalized(target, 1 << 20, width, 1024)
-            assert actual.rows == 1 or actual.rows * width <= WIDEST
+        for width in (64, 4096, 12345, MAX_WIDTH):
+            actual = norm_blocks(target, 1 << 20, width, 1024)
+            assert actual.rows == 1 or actual.rows * width <= MAX_WIDTH
             assert actual.warps in (1, 2, 4)
-        assert normalized(target, 256, 64, 1024).rows == 1  # rather more blocks than large ones
-        assert gated(target, 8192, 8192).m == 128
-        assert (256 // gated(target, 256, 1024).m) * 16 >= 64
-        assert gated(target, 8192, 8192).shared <= chip.shared - 1024
+        assert norm_blocks(target, 256, 64, 1024).rows == 1  # more blocks are better than large ones
+        assert gated_blocks(target, 8192, 8192).m == 128
+        assert (256 // gated_blocks(target, 256, 1024).m) * 16 >= 64
+        assert gated_blocks(target, 8192, 8192).shared <= chip.shared - 1024

@@ -1,4 +1,4 @@
-"""Attention by tokamax: which calls it takes, that it compiles for every GPU, and its numbers in Triton's interpreter."""
+"""Attention by tokamax: supported calls, compilation for every GPU, and results in Triton's interpreter."""
 
 import functools
 
@@ -12,7 +12,7 @@ from axlearn_core.kernels import selection
 from axlearn_core.nn.remat import Remat
 from axlearn_plugins_gpu.chips import CHIPS
 from axlearn_plugins_gpu.hooks import axlearn_kernels
-from axlearn_plugins_gpu.kernels.blocks import MOSAIC, MOSAIC_LATER, TRITON_ATTENTION, attending
+from axlearn_plugins_gpu.kernels.blocks import MOSAIC, MOSAIC_LATER, TRITON_ATTENTION, attention_blocks
 from axlearn_plugins_gpu.kernels.tokamax import LATER
 from axlearn_plugins_gpu.kernels.tokamax_attention import MOSAIC_ATTENTION, TRITON
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
@@ -25,10 +25,10 @@ from axlearn_testing import Case
     ("options", "mosaic", "triton"),
     [
         ({}, None, None),
-        ({"softcap": 50.0}, None, "backward pass has no soft cap"),
+        ({"softcap": 50.0}, None, "backward pass does not support a soft cap"),
         ({"softcap": 50.0, "gradients": False}, None, None),
-        ({"query": (2, 256, 8, 256), "target": "a100"}, "for Hopper and Blackwell, and a100 is neither", None),
-        ({"query": (2, 256, 8, 512)}, "no blocks for heads of 512", "no blocks for heads of 512"),
+        ({"query": (2, 256, 8, 256), "target": "a100"}, "supports Hopper and Blackwell, and a100 is neither", None),
+        ({"query": (2, 256, 8, 512)}, "no block sizes for heads of 512", "no block sizes for heads of 512"),
         ({"target": "b200", "query": (2, 256, 8, 64), "packed": True}, None, None),
         ({"target": "b200", "query": (2, 384, 8, 64)}, "384 is not a multiple of 256", None),
         ({"target": "b200", "query": (2, 4096, 8, 64)}, None, None),
@@ -38,16 +38,20 @@ from axlearn_testing import Case
             None,
         ),
         ({"target": "b200", "query": (2, 8192, 8, 64), "gradients": False}, None, None),
-        ({"target": "b200"}, None if LATER else "backward pass has no blocks for heads of 128 on b200", None),
-        ({"target": "b200", "query": (2, 256, 8, 256)}, "backward pass has no blocks for heads of 256 on b200", None),
+        ({"target": "b200"}, None if LATER else "backward pass has no block sizes for heads of 128 on b200", None),
+        (
+            {"target": "b200", "query": (2, 256, 8, 256)},
+            "backward pass has no block sizes for heads of 256 on b200",
+            None,
+        ),
         ({"target": "b200", "query": (2, 256, 8, 256), "softcap": 50.0, "gradients": False}, None, None),
-        ({"query": (2, 256, 8, 80)}, "no blocks for heads of 80", "no blocks for heads of 80"),
+        ({"query": (2, 256, 8, 80)}, "no block sizes for heads of 80", "no block sizes for heads of 80"),
         ({"query": (2, 200, 8, 128)}, "200 is not a multiple of 128", "200 is not a multiple of 128"),
         ({"value": 64}, "differ in head size", "differ in head size"),
-        ({"dtype": "float32"}, "bfloat16, or float16", "bfloat16, or float16"),
-        ({"key_slots": jnp.arange(256)[None]}, "not the same positions", "not the same positions"),
-        ({"bias": LinearBias((0.5,) * 8)}, "no bias on the scores (linearbias)", "no bias"),
-        ({"target": "rtx"}, "is none that it is known", "is none that it is known"),
+        ({"dtype": "float32"}, "bfloat16 or float16, got float32", "bfloat16 or float16, got float32"),
+        ({"key_slots": jnp.arange(256)[None]}, "not at the same positions", "not at the same positions"),
+        ({"bias": LinearBias((0.5,) * 8)}, "not support a bias on the scores (linearbias)", "not support a bias"),
+        ({"target": "rtx"}, "is not known to run on", "is not known to run on"),
     ],
 )
 def test_it_says_what_it_cannot_do(library, first_kernel, options, mosaic, triton):
@@ -61,8 +65,8 @@ def test_every_entry_is_for_some_heads(tables):
     assert set(tables) <= {chip.capability for chip in CHIPS.values()}
     for capability, entries in tables.items():
         target = next(name for name, chip in CHIPS.items() if chip.capability == capability)
-        assert {attending(tables, target, size) for size in range(64, 512, 64)} - {None} == set(entries)
-        assert attending(tables, target, 96) is None
+        assert {attention_blocks(tables, target, size) for size in range(64, 512, 64)} - {None} == set(entries)
+        assert attention_blocks(tables, target, 96) is None
 
 
 IDS = jnp.asarray(np.sort(np.random.default_rng(0).integers(1, 5, (2, 256)), axis=1), jnp.int32)

@@ -1,4 +1,4 @@
-"""Trainium: its target and layouts, what is said of the SDK, and the logic around the SDK's kernels."""
+"""Trainium: target and layouts, messages about the SDK, and the code around the SDK's kernels."""
 
 import math
 from types import SimpleNamespace
@@ -69,11 +69,11 @@ def test_it_says_what_it_cannot_do():
     assert "at most 128" in flash_attention.unsupported(call(size=256))
     assert "soft cap" in flash_attention.unsupported(call(softcap=30.0))
     assert "bias" in flash_attention.unsupported(call(bias=LinearBias((0.5,) * 4)))
-    assert "not the same positions" in flash_attention.unsupported(call(key_slots=jnp.arange(1024)[None]))
+    assert "not at the same positions" in flash_attention.unsupported(call(key_slots=jnp.arange(1024)[None]))
 
 
 class Kernels:
-    """The SDK's two kernels in JAX, in the layouts that it documents; each checks what it is given."""
+    """The SDK's two kernels in JAX, with the documented layouts. Both check their arguments."""
 
     def __init__(self):
         self.grids = []
@@ -82,7 +82,7 @@ class Kernels:
     def weights(self, q, k, bias, causal, scale):
         scores = jnp.einsum("bnht,bnhs->bnts", q, k).astype(jnp.float32) * scale
         if bias is not None:
-            assert bias.shape == (1, 1, q.shape[3], k.shape[3])  # it knows no other
+            assert bias.shape == (1, 1, q.shape[3], k.shape[3])  # the only supported shape
             scores = scores + bias
         return jnp.where(jnp.tril(jnp.ones(scores.shape[2:], bool)), scores, -jnp.inf) if causal else scores
 

@@ -1,4 +1,4 @@
-"""tokamax's output layer with its loss against the XLA reference in Pallas' interpreter, and compiled for absent TPUs."""
+"""tokamax's output layer with loss: compared with the XLA reference in Pallas' interpreter, and compiled for abstract TPUs."""
 
 import functools
 import sys
@@ -35,19 +35,19 @@ pytestmark = pytest.mark.usefixtures("library")
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """In the interpreter that has a TPU's memories, with NaN in them at first; and several tiles each way."""
-    with tokamax.kernels_of(_MODULE) as kernels:
+    """Run kernels in the interpreter with TPU memories, initialized with NaN, and with several tiles in each dimension."""
+    with tokamax.use_kernels(_MODULE) as kernels:
         options = {"interpret": pallas_tpu.InterpretParams()}
         run = {name: functools.partial(getattr(kernels.pl, name), **options) for name in ("pallas_call", "kernel")}
         monkeypatch.setattr(kernels, "pl", _With(kernels.pl, **run))
-        if hasattr(pallas_tpu, "TensorCoreMesh"):  # which JAX asks a mesh for; where it is one of CPU devices, a v5e
+        if hasattr(pallas_tpu, "TensorCoreMesh"):  # JAX asks the mesh for it; pretend that a CPU mesh is a v5e
             chip = pallas_tpu.get_tpu_info_for_chip(pallas_tpu.ChipVersion.TPU_V5E, 1)
             chips = sys.modules[pallas_tpu.ChipVersion.__module__].registry
             monkeypatch.setitem(chips, jax.devices()[0].device_kind, lambda: chip)
             monkeypatch.setattr(kernels, "pltpu", _With(kernels.pltpu, TensorCoreMesh=_cores))
     monkeypatch.setitem(LOSS, "tpu-v5e", LossBlocks(rows=128, width=256, vocabulary=256))
     monkeypatch.setitem(LOSS, "tpu-v5p", LossBlocks(rows=128, width=256, vocabulary=128))
-    jax.clear_caches()  # tokamax's functions are jitted: one that was traced before would not be interpreted
+    jax.clear_caches()  # tokamax's functions are jitted, and earlier traces would not be interpreted
     yield
     jax.clear_caches()
 
@@ -57,7 +57,7 @@ def _cores(axis_name, num_cores=None):
 
 
 class _With:
-    """A module with some of its names replaced."""
+    """A module with some names replaced."""
 
     def __init__(self, module, **replaced):
         self.module, self.replaced = module, replaced
@@ -67,7 +67,7 @@ class _With:
 
 
 def loss(length, width, vocabulary, dtype="float32", z_loss=0.0):
-    """Some positions count for nothing, as padding does."""
+    """Make a case in which some positions have weight 0, like padding."""
     random = np.random.default_rng(length)
     weights = np.abs(random.standard_normal((2, length), np.float32)) * (random.random((2, length)) < 0.8)
     return Case(
@@ -85,7 +85,7 @@ def loss(length, width, vocabulary, dtype="float32", z_loss=0.0):
 
 @pytest.mark.usefixtures("interpreted")
 class TestTheLoss(KernelSuite):
-    """Positions that do not fill a block; of 384 the second tile is not a whole one, unless it is narrower."""
+    """Test positions that do not fill a block. With 384, the second tile is partial unless it is narrower."""
 
     op, name = CrossEntropyOp, NAME
     cases = (loss(100, 384, 384, z_loss=1e-2), loss(64, 128, 256, "bfloat16"))
@@ -108,10 +108,10 @@ def call(width=256, vocabulary=512, softcap=None, target="tpu-v5e"):
     [
         ({}, None),
         ({"target": ""}, None),
-        ({"softcap": 30.0}, "no soft cap"),
+        ({"softcap": 30.0}, "not support a soft cap"),
         ({"width": 64}, "the width 64 is not a multiple of 128"),
         ({"vocabulary": 320}, "the vocabulary 320 is not a multiple of 128"),
-        ({"target": "tpu-v4"}, "not for v4"),
+        ({"target": "tpu-v4"}, "not v4"),
     ],
 )
 def test_it_says_what_it_cannot_do(options, reason):

@@ -1,4 +1,4 @@
-"""Machines by name, and the shapes of their slices."""
+"""TPU machines by name, and the shapes of their slices."""
 
 import functools
 import os
@@ -87,7 +87,7 @@ def test_devices_of_absent_tpus_are_those_of_the_target(target):
 def test_figures_are_those_of_a_device():
     by_name = {t.name: t for t in TARGETS}
     assert all(t.peak_flops["bfloat16"] > 1e14 and t.source and t.examples for t in TARGETS)
-    assert by_name["tpu-7x"].peak_flops["bfloat16"] * 2 == 2307e12  # two devices make a chip
+    assert by_name["tpu-7x"].peak_flops["bfloat16"] * 2 == 2307e12  # a chip has two devices
     assert by_name["tpu-v5p"].peak_flops["bfloat16"] == 459e12
 
 
@@ -158,7 +158,7 @@ def test_libtpu_knows_every_option_of_a_target(generation):
 
 @pytest.mark.slow
 def test_not_every_collective_is_waited_for():
-    """By itself libtpu waits for each of this program on v5p; the bytes are the same."""
+    """By default libtpu waits for every collective of this program on v5p; the bytes are the same."""
     pytest.importorskip("libtpu", reason="needs libtpu")
     machine = find_machine("tpu-v5p-8")
     mesh = jax.sharding.Mesh(np.array(topology_devices(machine)), ("fsdp",))

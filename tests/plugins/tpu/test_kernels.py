@@ -1,4 +1,4 @@
-"""Kernels against the XLA reference in Pallas' interpreter, and compiled for TPUs that are not here."""
+"""TPU kernels: compared with the XLA reference in Pallas' interpreter, and compiled for abstract TPUs."""
 
 import contextlib
 import functools
@@ -35,10 +35,10 @@ from axlearn_plugins_tpu.kernels.blocks import (
     SPLASH,
     PagedBlocks,
     SplashBlocks,
-    fitting,
-    narrowed,
+    largest_divisor,
+    shrink_blocks,
 )
-from axlearn_plugins_tpu.kernels.chip import known_chip
+from axlearn_plugins_tpu.kernels.chip import use_target_chip
 from axlearn_plugins_tpu.kernels.ragged_paged import RAGGED_PAGED
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import Causal, Prefix, Segments, SlidingWindow
@@ -52,7 +52,7 @@ SMALL = SplashBlocks(
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Both kernels run in Pallas' interpreter, splash attention with several blocks each way."""
+    """Run both kernels in Pallas' interpreter, with several blocks of splash attention in each dimension."""
     make, product = splash.splash.make_splash_mha, megablox.ops.gmm
     monkeypatch.setattr(splash.splash, "make_splash_mha", functools.partial(make, interpret=True))
     monkeypatch.setattr(megablox.ops, "gmm", lambda *a: product(*a, None, None, False, True))
@@ -62,7 +62,7 @@ def interpreted(monkeypatch):
 
 @pytest.mark.usefixtures("interpreted")
 class Interpreted(KernelSuite):
-    """What each kernel of the op keeps, here."""
+    """Conformance tests of each kernel, in the interpreter."""
 
     def declared(self, name):
         return attrs.evolve(super().declared(name), platforms=())
@@ -70,10 +70,12 @@ class Interpreted(KernelSuite):
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """Kernels run in Pallas' interpreter."""
+    """Run kernels in Pallas' interpreter."""
     call = functools.partial(pallas.pallas_call, interpret=True)
     monkeypatch.setattr(pallas, "pallas_call", call)
-    monkeypatch.setattr(literals.TypedInt, "shape", (), raising=False)  # the interpreter asks constants among indices
+    monkeypatch.setattr(
+        literals.TypedInt, "shape", (), raising=False
+    )  # the interpreter reads the shape of constant indices
     monkeypatch.setitem(PAGED, "", PagedBlocks(queries=8, keys=16))
 
 
@@ -101,12 +103,12 @@ def paged_call(heads=8, groups=4, size=128, dtype="bfloat16", pages="bfloat16", 
     ("options", "reason"),
     [
         ({}, None),
-        ({"dtype": "float16", "pages": "float16"}, "it takes bfloat16, or float32"),
-        ({"pages": "float32"}, "the dtypes are bfloat16, float32"),
-        ({"size": 64}, "the head size is 64; it takes 128"),
-        ({"size": 256}, "the head size is 256; it takes 128"),
-        ({"table": (256, 1024)}, "the table has 262144 entries"),
-        ({"groups": 5, "heads": 10}, "5 key-value heads on a device do not fill"),
+        ({"dtype": "float16", "pages": "float16"}, "it needs one dtype, bfloat16 or float32"),
+        ({"pages": "float32"}, "got bfloat16, float32"),
+        ({"size": 64}, "it needs head size 128, got 64"),
+        ({"size": 256}, "it needs head size 128, got 256"),
+        ({"table": (256, 1024)}, "the page table has 262144 entries"),
+        ({"groups": 5, "heads": 10}, "5 key-value heads per device do not fill"),
     ],
 )
 def test_paged_attention_says_what_it_cannot_do(options, reason):
@@ -168,7 +170,7 @@ class TestMegablox(Interpreted):
 
 @pytest.mark.parametrize(("shape", "groups"), [({"data": 2, "tensor": 4}, 4), ({"fsdp": 2, "tensor": 4}, 2)])
 def test_devices_attend_on_their_own_rows_and_heads(interpreted, shape, groups):
-    """With fewer key-value heads than devices that share the heads, too."""
+    """Also with fewer key-value heads than devices that share the heads."""
     rng = np.random.default_rng(0)
     query, key, value = (jnp.asarray(rng.normal(size=(2, 128, n, 8)), jnp.float32) for n in (4, groups, groups))
     ids = jnp.asarray(np.sort(rng.integers(1, 4, (2, 128)), axis=1), jnp.int32)
@@ -194,7 +196,7 @@ def attend(query, key, value, ids, prefix=None, window=None, softcap=None):
 
 
 def attended(generation, length, heads, groups, size, dtype, rows=1, **options):
-    """Splash attention compiled for a generation."""
+    """Compile splash attention for a TPU generation."""
     shapes = [((rows, length, n, size), dtype) for n in (heads, groups, groups)] + [((rows, length), "int32")]
     if options.pop("prefix", False):
         shapes.append(((rows,), "int32"))
@@ -222,7 +224,7 @@ def test_grouped_products_compile_for_every_generation(generation):
 
 @pytest.mark.parametrize("generation", not_only("tpu-v5e-4", GENERATIONS))
 def test_paged_attention_compiles_for_one_device_that_is_not_here(generation):
-    """Pallas asks which chip it is for, and the default device is a CPU."""
+    """Pallas reads the chip, and the default device is a CPU."""
     shapes = ((8, 8, 128), "bfloat16"), ((64, 16, 4, 128), "bfloat16"), ((4, 16), "int32")
     numbers = [((n,), "int32") for n in (4, 5, 1)]
 
@@ -249,7 +251,7 @@ def test_the_chip_that_kernels_ask_for_is_that_of_the_target(generation):
         ("another", None, None),
     ):
         within = jax.sharding.use_abstract_mesh(outer.abstract_mesh) if outer else contextlib.nullcontext()
-        with selection.use(selection.Selection(platform="tpu", target=target)), within, known_chip():
+        with selection.use(selection.Selection(platform="tpu", target=target)), within, use_target_chip():
             assert chip() == expected
     assert chip() is None
 
@@ -305,10 +307,10 @@ def test_every_entry_of_the_block_tables_is_for_a_target_and_reached():
         assert table.keys() == {*targets, ""}
     for blocks in SPLASH.values():
         rows = {f: n for f, n in attrs.asdict(blocks).items() if f != "fused_up_to"}
-        assert all(n % LANES == 0 and fitting(8192, n) == n for n in rows.values())
+        assert all(n % LANES == 0 and largest_divisor(8192, n) == n for n in rows.values())
         assert blocks.key % blocks.key_compute == blocks.backward_key % blocks.backward_key_compute == 0
-        assert narrowed(blocks, 512) == blocks
-        assert narrowed(blocks, 1024).query == blocks.query // 2
+        assert shrink_blocks(blocks, 512) == blocks
+        assert shrink_blocks(blocks, 1024).query == blocks.query // 2
 
 
 @pytest.mark.parametrize("target", sorted(SPLASH))

@@ -1,4 +1,4 @@
-"""Mesh rules and remat policies; programs of the published experiments compile for their machines and fit."""
+"""Mesh rules and remat policies. The published experiments compile for their machines and fit."""
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def test_every_rule_holds_for_some_machine_and_every_machine_has_one():
 
 
 def memory(experiment, target, **options):
-    """GiB of a device: (arguments, temporaries, what is in the host's memory); raises where it does not fit."""
+    """Return GiB per device: (arguments, temporaries, host memory). Raise if the program does not fit."""
     pytest.importorskip("libtpu", reason="needs libtpu")
     resolved = resolve(experiment, target=target, **options)
     program = compose(resolved.config, topology_devices(resolved.machine), machine=resolved.machine)
@@ -108,7 +108,7 @@ def test_every_policy_keeps_what_it_says_where_it_says(policy):
     ("settings", "copies", "most"), [({}, 8, 92), ({"mesh.targets": {}}, 1, 60)], ids=["searched", "fsdp"]
 )
 def test_llama2_70b_fits_on_512_chips_of_v5p(settings, copies, most):
-    """Global batch 1024 x 4096, as it is published; the compiler raises where it does not fit in 95.74 GiB."""
+    """Global batch 1024 x 4096, as published. The compiler raises if it does not fit in 95.74 GiB."""
     arguments, temporaries, _ = memory("llama2-70b", "tpu-v5p-1024", set=settings)
     assert 1.4 * copies < arguments < 1.7 * copies  # 12 bytes per parameter and 512 chips
     assert arguments + temporaries < most

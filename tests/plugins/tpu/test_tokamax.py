@@ -1,4 +1,4 @@
-"""tokamax's grouped products against the XLA reference in Pallas' interpreter, and compiled for TPUs that are not here."""
+"""tokamax's grouped matmuls: compared with the XLA reference in Pallas' interpreter, and compiled for abstract TPUs."""
 
 import functools
 import sys
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("library")
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """In the interpreter that has a TPU's memories, with NaN in them at first; and several tiles each way."""
+    """Run kernels in the interpreter with TPU memories, initialized with NaN, and with several tiles in each dimension."""
     with tokamax._kernels() as kernels:
         for name in ("gmm", "tgmm"):
             run = functools.partial(getattr(kernels, name), interpret=pallas_tpu.InterpretParams())
@@ -70,7 +70,7 @@ class Interpreted(KernelSuite):
 
 
 class TestGroupedProducts(Interpreted):
-    """Of 384 numbers the second tile is half as wide as the first; a group ends within a tile of rows, and one is empty."""
+    """With 384 elements, the second tile is half as wide as the first. A group ends within a tile of rows; one is empty."""
 
     cases = (product(200, 384, 128, [90, 0, 100], "float32"), product(128, 128, 64, [0, 8, 120], "bfloat16"))
 
@@ -97,11 +97,11 @@ def call(inner=256, outer=512, dtype="bfloat16", other="bfloat16", target="tpu-v
         ({}, None),
         ({"dtype": "float32", "other": "float32"}, None),
         ({"target": ""}, None),
-        ({"dtype": "float32"}, "the dtypes are bfloat16, float32"),
-        ({"dtype": "float16", "other": "float16"}, "it takes bfloat16, or float32"),
+        ({"dtype": "float32"}, "got bfloat16, float32"),
+        ({"dtype": "float16", "other": "float16"}, "it needs one dtype, bfloat16 or float32"),
         ({"inner": 64}, "the dimension 64 is not a multiple of 128"),
         ({"outer": 192}, "the dimension 192 is not a multiple of 128"),
-        ({"target": "tpu-v4"}, "not for v4"),
+        ({"target": "tpu-v4"}, "not v4"),
     ],
 )
 def test_it_says_what_it_cannot_do(options, reason):
@@ -134,7 +134,7 @@ def test_it_compiles_forward_and_backward(generation):
     lhs, rhs, sizes = ((300, 256), "bfloat16"), ((3, 256, 512), "bfloat16"), ((3,), "int32")
     program, names = compiled(generation, by_tokamax, lhs, rhs, sizes)
     assert names == [NAME]
-    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 3  # the product, and by either operand
+    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 3  # the product and both gradients
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_the_largest_tiles_compile_for_their_generation(generation):
 
 @pytest.mark.slow
 def test_it_compiles_where_devices_have_matrices_of_their_own():
-    """As the layers run it: the chip is then that of the mesh."""
+    """As in a layer, the chip is that of the mesh."""
     pytest.importorskip("libtpu", reason="needs libtpu")
     machine = find_machine("tpu-v5e-4")
     mesh = jax.make_mesh((4,), ("expert",), devices=topology_devices(machine), axis_types=(jax.sharding.AxisType.Auto,))

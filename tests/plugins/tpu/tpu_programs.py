@@ -1,4 +1,4 @@
-"""Programs for TPUs that are not here."""
+"""Compile programs for abstract TPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,12 @@ GENERATIONS = ["tpu-v4-8", "tpu-v5e-4", "tpu-v5p-8", "tpu-v6e-4", "tpu-7x-4"]
 
 
 def not_only(default, values):
-    """The values; all but the default one are for the long run."""
+    """Return the values, with all but the default one marked as slow."""
     return [v if v == default else pytest.param(v, marks=pytest.mark.slow) for v in values]
 
 
 def compiled(generation, function, *operands, gradients=True):
-    """A program for one device, with its gradients by all operands where it has some; and the kernels that it took."""
+    """Compile a program for one device, with gradients of all operands if it has any. Return it with the chosen kernels."""
     pytest.importorskip("libtpu", reason="needs libtpu")
     machine = find_machine(generation)
     place = jax.sharding.SingleDeviceSharding(topology_devices(machine)[0])

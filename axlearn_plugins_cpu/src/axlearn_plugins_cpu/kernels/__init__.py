@@ -1,1 +1,1 @@
-"""Calls of the kernels in `native/`, as kernels of ops."""
+"""Kernel implementations that call the C++ code in `native/`."""

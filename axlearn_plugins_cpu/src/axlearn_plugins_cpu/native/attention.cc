@@ -1,4 +1,4 @@
-// Attention for processors, as handlers of XLA's foreign function interface: over pages, and over rows of a batch.
+// CPU attention as XLA FFI handlers: over pages, and over rows of a batch.
 
 #include <algorithm>
 #include <atomic>
@@ -17,15 +17,15 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-constexpr float LOW = -1e30f;  // scores of no more count as hidden, as in the other kernels
+constexpr float LOW = -1e30f;  // lower scores count as hidden, as in the other kernels
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
-constexpr int64_t MOST_ROWS = 128;  // of a tile
-constexpr int64_t BYTES_OF_A_THREAD = 1 << 17, FLOPS_OF_A_THREAD = 1 << 19;  // 10 microseconds; waking one takes as long
+constexpr int64_t MOST_ROWS = 128;  // per tile
+constexpr int64_t BYTES_PER_THREAD = 1 << 17, FLOPS_PER_THREAD = 1 << 19;  // 10 microseconds, the cost of waking a thread
 
-// What a device has of one call, sizes as in `PagedAttentionOp`: queries and the result [T, groups * heads, size], pages
-// [P, 2, groups, page_size, size] of keys and of values, their scales [P, 2, groups, page_size] or none, the table
-// [R, most_pages], lengths [R]. Each of the first `singles` requests has one token, each of the others `chunk`.
-// With `invariant` those of one token are computed as chunks are.
+// One device's operands of a call; the letters are those of `PagedAttentionOp`. Shapes: queries and the result
+// [T, groups * heads, size], pages [P, 2, groups, page_size, size] (keys, then values), optional scales
+// [P, 2, groups, page_size], the table [R, most_pages], lengths [R]. The first `singles` requests have one token each, the
+// others have `chunk` tokens. `invariant` makes single tokens use the code for chunks.
 template <class Q, class T>
 struct Paged {
   const Q* query;
@@ -41,17 +41,17 @@ struct Paged {
   int64_t tiles() const { return (chunk + tile() - 1) / tile(); }
   int64_t items() const { return groups * (singles + chunks * tiles()); }
 
-  // How many threads have enough to do: requests of one token read their keys and values, chunks multiply with them.
+  // The number of threads with enough work. Single tokens are limited by memory bandwidth, chunks by arithmetic.
   int64_t threads() const {
     int64_t bytes = 0, flops = 0;
     for (int64_t i = 0; i < singles; ++i) bytes += std::max(0, lengths[i]) * 2 * groups * size * sizeof(T);
     for (int64_t i = singles; i < singles + chunks; ++i) flops += std::max(0, lengths[i]) * 4 * groups * size * heads * chunk;
-    return std::min(items(), 1 + bytes / BYTES_OF_A_THREAD + flops / FLOPS_OF_A_THREAD);
+    return std::min(items(), 1 + bytes / BYTES_PER_THREAD + flops / FLOPS_PER_THREAD);
   }
 };
 
-// Causal attention of each row of a batch: queries and the result [batch, length, groups * heads, size], keys and values
-// [batch, length, groups, size].
+// Causal attention over the rows of a batch. Shapes: queries and the result [batch, length, groups * heads, size], keys and
+// values [batch, length, groups, size].
 struct Dense {
   const float *query, *key, *value;
   float* result;
@@ -61,11 +61,11 @@ struct Dense {
   int64_t tile() const { return std::max<int64_t>(1, MOST_ROWS / heads); }
   int64_t tiles() const { return (length + tile() - 1) / tile(); }
   int64_t items() const { return batch * groups * tiles(); }
-  int64_t threads() const { return std::min(items(), 1 + items() * tile() * length * heads * size * 2 / FLOPS_OF_A_THREAD); }
+  int64_t threads() const { return std::min(items(), 1 + items() * tile() * length * heads * size * 2 / FLOPS_PER_THREAD); }
 };
 
-// Memory for `count` floats, from the beginning of a cache line on, until this thread asks again.
-float* room(size_t count) {
+// Returns scratch memory for `count` floats, aligned to a cache line. The next call in the same thread reuses it.
+float* scratch_memory(size_t count) {
   static thread_local std::vector<float> memory;
   if (memory.size() < count + 16) memory.resize(count + 16);
   const auto address = reinterpret_cast<uintptr_t>(memory.data());
@@ -90,15 +90,15 @@ namespace baseline {
 #include "each.h"
 }  // namespace baseline
 
-// The calling thread and `helpers` of XLA's pool take items one after another. The caller waits for none that has not begun:
-// the pool may be busy.
+// Processes items in the calling thread and in `helpers` threads of XLA's pool. The caller does not wait for helpers that
+// have not started, since the pool may be busy.
 template <class Function>
 void for_each(ffi::ThreadPool& pool, int64_t helpers, int64_t items, const Function& function) {
   struct Shared {
     std::atomic<int64_t> next{0}, done{0};
   };
   auto shared = std::make_shared<Shared>();
-  auto take = [shared, items, &function] {  // a helper that comes late finds no item, and does not touch `function`
+  auto take = [shared, items, &function] {  // a helper that starts late finds no item and does not touch `function`
     for (int64_t item; (item = shared->next.fetch_add(1)) < items;) {
       function(item);
       shared->done.fetch_add(1, std::memory_order_release);
@@ -111,11 +111,11 @@ void for_each(ffi::ThreadPool& pool, int64_t helpers, int64_t items, const Funct
 
 template <class Call>
 ffi::Error run(ffi::ThreadPool& pool, const Call& call, int64_t devices, int64_t instructions) {
-  if (instructions > best_instructions()) return ffi::Error::InvalidArgument("instructions that this processor lacks");
+  if (instructions > best_instructions()) return ffi::Error::InvalidArgument("the processor lacks these instructions");
   const int64_t chosen = instructions ? instructions : best_instructions();
   static const int64_t processors = std::thread::hardware_concurrency();
   const int64_t threads = std::min({pool.num_threads(), processors / devices, call.threads()});
-  // Without memory for its scratch a process ends: an exception here would leave helpers behind.
+  // noexcept: running out of scratch memory ends the process, because an exception would leave helpers running.
   for_each(pool, std::max<int64_t>(0, threads - 1), call.items(), [&](int64_t item) noexcept {
     switch (chosen) {
 #if defined(__x86_64__)
@@ -140,7 +140,7 @@ ffi::Error paged(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer page
   const bool same = result->element_type() == query.element_type() && result->element_count() == query.element_count();
   const bool shapes = requests && same && devices > 0 && p[0] > 0 &&
                       (scales.element_count() == 0 || scales.element_count() * p[4] == pages.element_count());
-  if (!shapes) return ffi::Error::InvalidArgument("axlearn_paged_attention: shapes that do not belong together");
+  if (!shapes) return ffi::Error::InvalidArgument("axlearn_paged_attention: the shapes of the operands do not match");
   auto with = [&](auto of_queries, auto of_pages) {
     using Q = decltype(of_queries);
     using T = decltype(of_pages);
@@ -155,13 +155,13 @@ ffi::Error paged(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer page
       case ffi::F32: return with(of_queries, float{});
       case ffi::BF16: return with(of_queries, BFloat16{});
       case ffi::S8: return with(of_queries, int8_t{});
-      default: return ffi::Error::InvalidArgument("axlearn_paged_attention: pages are float32, bfloat16 or int8");
+      default: return ffi::Error::InvalidArgument("axlearn_paged_attention: pages must be float32, bfloat16 or int8");
     }
   };
   switch (query.element_type()) {
     case ffi::F32: return with_queries(float{});
     case ffi::BF16: return with_queries(BFloat16{});
-    default: return ffi::Error::InvalidArgument("axlearn_paged_attention: queries are float32 or bfloat16");
+    default: return ffi::Error::InvalidArgument("axlearn_paged_attention: queries must be float32 or bfloat16");
   }
 }
 
@@ -174,7 +174,7 @@ ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::Buffer<
   const auto v = value.dimensions();
   const bool alike = std::equal(k.begin(), k.end(), v.begin(), v.end()) && result->element_count() == query.element_count();
   const bool shapes = sizes && alike && devices > 0;
-  if (!shapes) return ffi::Error::InvalidArgument("axlearn_attention: shapes that do not belong together");
+  if (!shapes) return ffi::Error::InvalidArgument("axlearn_attention: the shapes of the operands do not match");
   const Dense call{query.typed_data(), key.typed_data(), value.typed_data(), result->typed_data(),
                    q[0], q[1], k[2], q[2] / k[2], q[3], window, scale, softcap};
   return run(pool, call, devices, instructions);

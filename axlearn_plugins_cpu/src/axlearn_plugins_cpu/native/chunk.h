@@ -1,23 +1,24 @@
-// Attention of several tokens of one request, for one set of instructions. Included after lanes.h and pages.h.
+// Attention for several tokens of one request, for one instruction set. Include after lanes.h and pages.h.
 //
-// The rows are the queries of a tile of tokens, all heads of a key-value head. KEYS keys at a time, which are stored
-// transposed, are multiplied with all rows; the softmax is summed up on the way.
+// The rows are the queries of a tile of tokens, for all query heads of one key-value head. KEYS keys at a time are
+// transposed and multiplied with all rows, with an online softmax.
 //
-// What a row gets does not depend, bit for bit, on the others, nor on how tokens are divided into tiles: every sum is over
-// slots in their order, in blocks that begin at multiples of KEYS, and hidden finite values add 0. The kernels `invariant` stand on that.
+// The result of a row is bitwise independent of the other rows and of how tokens are divided into tiles: every sum runs
+// over slots in order, in blocks that begin at multiples of KEYS, and hidden finite values add 0. The `invariant` kernels
+// rely on this.
 
-// `Call` says the sizes of heads, how scores are made, and where queries and results are: [tokens, groups * heads, size].
-// `Source` says where the key and the value of a slot are, and what they are multiplied by.
+// `Call` has the head sizes, the score parameters, the queries and the result, both [tokens, groups * heads, size].
+// `Source` locates the key and the value of a slot, and their scales.
 template <class Call, class Source>
 struct Chunk {
   static constexpr int64_t KEYS = 64;
-  static constexpr int64_t AT_ONCE = LANES == 16 ? 8 : 4;  // rows whose products are in registers
+  static constexpr int64_t BLOCK_ROWS = LANES == 16 ? 8 : 4;  // rows whose products fit in registers
 
   const Call& call;
   const Source source;
   const int64_t group;
 
-  // Copies keys (transposed) and values of slots [begin, begin + KEYS) as float32, zeros from `end` on.
+  // Copies the keys (transposed) and values of slots [begin, begin + KEYS) as float32; slots from `end` on are zero.
   TARGET void copy(int64_t begin, int64_t end, float* keys, float* values) const {
     const int64_t size = call.size;
     for (int64_t first = 0; first < KEYS; first += LANES) {
@@ -46,49 +47,50 @@ struct Chunk {
     }
   }
 
-  // [rows, size] queries with [size, KEYS] keys.
+  // Multiplies [rows, size] queries with [size, KEYS] keys.
   TARGET void multiply(const float* query, const float* keys, int64_t rows, float* scores) const {
     const int64_t size = call.size;
-    for (int64_t row = 0; row < rows; row += AT_ONCE)
+    for (int64_t row = 0; row < rows; row += BLOCK_ROWS)
       for (int64_t key = 0; key < KEYS; key += 2 * LANES) {
-        Vector sums[AT_ONCE][2] = {};
+        Vector sums[BLOCK_ROWS][2] = {};
         for (int64_t h = 0; h < size; ++h) {
           const Vector left = load(keys + h * KEYS + key), right = load(keys + h * KEYS + key + LANES);
-          for (int i = 0; i < AT_ONCE; ++i) {
+          for (int i = 0; i < BLOCK_ROWS; ++i) {
             const float factor = query[(row + i) * size + h];
             sums[i][0] += factor * left;
             sums[i][1] += factor * right;
           }
         }
-        for (int i = 0; i < AT_ONCE; ++i) {
+        for (int i = 0; i < BLOCK_ROWS; ++i) {
           store(scores + (row + i) * KEYS + key, sums[i][0]);
           store(scores + (row + i) * KEYS + key + LANES, sums[i][1]);
         }
       }
   }
 
-  // Adds [rows, KEYS] weights with `count` of the [KEYS, size] values, WIDTH vectors from `at` on, to what `shrinks` leaves of
-  // the result.
+  // Scales the result by `shrinks`, then adds the product of [rows, KEYS] weights and the first `count` of [KEYS, size]
+  // values, for WIDTH vectors from offset `at` on.
   template <int WIDTH>
   TARGET void add(const float* weights, const float* values, const float* shrinks, int64_t rows, int64_t count, int64_t at,
                   float* result) const {
     const int64_t size = call.size;
-    for (int64_t row = 0; row < rows; row += AT_ONCE) {
-      Vector sums[AT_ONCE][WIDTH];
-      for (int i = 0; i < AT_ONCE; ++i)
+    for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
+      Vector sums[BLOCK_ROWS][WIDTH];
+      for (int i = 0; i < BLOCK_ROWS; ++i)
         for (int w = 0; w < WIDTH; ++w) sums[i][w] = load(result + (row + i) * size + at + w * LANES) * shrinks[row + i];
       for (int64_t key = 0; key < count; ++key) {
         Vector parts[WIDTH];
         for (int w = 0; w < WIDTH; ++w) parts[w] = load(values + key * size + at + w * LANES);
-        for (int i = 0; i < AT_ONCE; ++i)
+        for (int i = 0; i < BLOCK_ROWS; ++i)
           for (int w = 0; w < WIDTH; ++w) sums[i][w] += weights[(row + i) * KEYS + key] * parts[w];
       }
-      for (int i = 0; i < AT_ONCE; ++i)
+      for (int i = 0; i < BLOCK_ROWS; ++i)
         for (int w = 0; w < WIDTH; ++w) store(result + (row + i) * size + at + w * LANES, sums[i][w]);
     }
   }
 
-  // The softmax of a row's scores of keys from `begin` on, of which it sees those up to `position`, in its window.
+  // Updates the softmax of one row with the scores of KEYS keys from `begin` on. The row sees keys up to `position`, in its
+  // window.
   TARGET float weigh(float* scores, int64_t begin, int64_t position, float& peak, float& total) const {
     const int64_t count = std::min<int64_t>(KEYS, std::max<int64_t>(0, position - begin + 1));
     const int64_t outside = call.window > 0 ? std::max<int64_t>(0, position - call.window + 1 - begin) : 0;
@@ -101,11 +103,11 @@ struct Chunk {
     return 1.0f;
   }
 
-  // Tokens [first, first + tokens) of the call, of which the first one has a position. Slots before `end` have keys.
+  // Computes tokens [first, first + tokens) of the call. The first token is at `position`. Slots before `end` have keys.
   TARGET void run(int64_t first, int64_t tokens, int64_t position, int64_t end) const {
     const int64_t size = call.size, heads = call.heads;
-    const int64_t used = tokens * heads, rows = (used + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
-    float* query = room(2 * rows * size + rows * KEYS + 2 * KEYS * size + 3 * rows);
+    const int64_t used = tokens * heads, rows = (used + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
+    float* query = scratch_memory(2 * rows * size + rows * KEYS + 2 * KEYS * size + 3 * rows);
     float *result = query + rows * size, *scores = result + rows * size, *keys = scores + rows * KEYS;
     float *values = keys + KEYS * size, *peaks = values + KEYS * size, *totals = peaks + rows, *shrinks = totals + rows;
     auto at = [&](int64_t row) { return (((first + row / heads) * call.groups + group) * heads + row % heads) * size; };

@@ -1,8 +1,8 @@
-// Attention of requests of one token, for one set of instructions. Included after lanes.h and pages.h.
+// Attention for requests with one token, for one instruction set. Include after lanes.h and pages.h.
 //
-// All query heads of a key-value head take a key while it is in registers. Scores are kept of BLOCK keys at a time, and the
-// softmax is summed up over the blocks (Milakov & Gimelshein, 2018). While a page is worked on the next one is fetched:
-// pages lie anywhere, so the processor does not foresee them.
+// All query heads of a key-value head use a key while it is in registers. Scores are computed for BLOCK keys at a time,
+// with an online softmax over the blocks (Milakov & Gimelshein, 2018). The code prefetches the next page, because pages are
+// not contiguous and the hardware prefetcher cannot predict them.
 
 template <class Q, class T>
 struct Decode {
@@ -13,7 +13,7 @@ struct Decode {
   const Pages<Q, T> pages;
   const int64_t request, group;
 
-  // Scores of keys [begin, end) for HEADS heads, into rows of BLOCK.
+  // Computes the scores of keys [begin, end) for HEADS heads, into rows of BLOCK.
   template <int HEADS>
   TARGET void scores(const float* query, int64_t begin, int64_t end, float* to) const {
     const int64_t size = call.size;
@@ -37,7 +37,7 @@ struct Decode {
     }
   }
 
-  // Adds the values of keys [begin, end) by their weights: WIDTH vectors from `at` on.
+  // Adds the weighted values of keys [begin, end), for WIDTH vectors from offset `at` on.
   template <int HEADS, int WIDTH>
   TARGET void values(const float* weights, int64_t begin, int64_t end, int64_t at, float* result) const {
     const int64_t size = call.size;
@@ -80,9 +80,9 @@ struct Decode {
       const int64_t end = std::min<int64_t>(length, begin + BLOCK);
       scores<HEADS>(query, begin, end, weights);
       for (int i = 0; i < HEADS; ++i) {
-        float* own = weights + i * BLOCK;
-        cap(own, end - begin, call.softcap);
-        const float shrink = softmax(own, end - begin, peaks[i], totals[i]);
+        float* head_weights = weights + i * BLOCK;
+        cap(head_weights, end - begin, call.softcap);
+        const float shrink = softmax(head_weights, end - begin, peaks[i], totals[i]);
         for (int64_t at = 0; at < size; at += LANES) store(result + i * size + at, load(result + i * size + at) * shrink);
       }
       int64_t at = 0;
@@ -98,7 +98,7 @@ struct Decode {
 template <class Q, class T>
 TARGET void decode(const Paged<Q, T>& call, int64_t request, int64_t group) {
   using Work = Decode<Q, T>;
-  float* scratch = room(Work::MOST_HEADS * (2 * call.size + Work::BLOCK));
+  float* scratch = scratch_memory(Work::MOST_HEADS * (2 * call.size + Work::BLOCK));
   const Work work{call, {call, request, group}, request, group};
   int64_t head = 0;
   for (; head + 4 <= call.heads; head += 4) work.template heads<4>(head, scratch);

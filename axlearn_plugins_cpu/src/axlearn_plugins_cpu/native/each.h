@@ -1,10 +1,10 @@
-// The kernels for one set of instructions: included once for each, with LANES and TARGET defined.
+// The kernels for one instruction set. Include once per instruction set, with LANES and TARGET defined.
 #include "lanes.h"
 #include "pages.h"
 #include "decode.h"
 #include "chunk.h"
 
-// The item `number` of a call: a key-value head of a request of one token, or of a tile of a chunk.
+// Processes item `number` of a call: one key-value head of a single-token request, or of a tile of a chunk.
 template <class Q, class T>
 TARGET void attend(const Paged<Q, T>& call, int64_t number) {
   const int64_t group = number % call.groups, row = number / call.groups;
@@ -21,7 +21,7 @@ TARGET void attend(const Paged<Q, T>& call, int64_t number) {
   work.run(call.singles + chunk * call.chunk + from, tokens, call.lengths[request] - call.chunk + from, most);
 }
 
-// A key-value head of a tile of one row of a batch.
+// Processes item `number`: one key-value head of a tile of one row of the batch.
 TARGET void attend(const Dense& call, int64_t number) {
   const int64_t group = number % call.groups, tile = number / call.groups;
   const int64_t row = tile / call.tiles(), from = tile % call.tiles() * call.tile();

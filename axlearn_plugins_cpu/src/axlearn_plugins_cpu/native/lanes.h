@@ -1,7 +1,7 @@
-// Vectors of floats for one set of instructions.
+// Vectors of floats for one instruction set.
 //
-// Included once for each, inside a namespace, with LANES (floats in a vector) and TARGET (the attribute of every function)
-// defined. Vectors are those of GCC and Clang: they are lowered to what the set of instructions has.
+// Include once per instruction set, inside a namespace, with LANES (floats per vector) and TARGET (the attribute of every
+// function) defined. The compiler lowers these GCC and Clang vector types to the instructions of the target.
 
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Integers __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -24,7 +24,7 @@ TARGET static inline Vector load(const int8_t* x) {
 
 TARGET static inline void store(float* to, Vector x) { *reinterpret_cast<Vector*>(to) = x; }
 
-// Rounds to the nearest, ties to even; what is not a number stays so.
+// Rounds to nearest, ties to even. NaN stays NaN.
 TARGET static inline void store(BFloat16* to, Vector x) {
   const Words bits = reinterpret_cast<const Words&>(x);
   const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -53,7 +53,7 @@ TARGET static inline float largest(Vector x) {
 
 // e^x for x <= 88; 0 below -87, where float32 has no normal numbers left.
 TARGET static inline Vector exponential(Vector x) {
-  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which the lowest bits then hold
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the lowest bits
   const Vector shifted = x * 1.44269504f + magic;
   const Vector whole = shifted - magic;
   const Vector rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;  // log 2 in two parts (Cody & Waite, 1980)
@@ -77,7 +77,7 @@ TARGET static inline Vector capped(Vector x, float cap) {
   return cap * (ratio < 0.0f ? -tanh : tanh);
 }
 
-// One step of a transposition: rows whose numbers differ in the bit BIT exchange the halves of their blocks of that size.
+// One step of a transposition: rows whose indices differ in the bit BIT exchange halves of blocks of that size.
 template <int BIT>
 TARGET static inline void exchange(Vector* rows) {
 #define LOW_HALF(j) ((j & BIT) ? LANES + j - BIT : j)

@@ -1,4 +1,4 @@
-// The Python module `axlearn_plugins_cpu._native`: the handlers as capsules, for `jax.ffi.register_ffi_target`.
+// The Python module `axlearn_plugins_cpu._native`: exposes the handlers as capsules for `jax.ffi.register_ffi_target`.
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -20,13 +20,13 @@ static PyObject* instructions(PyObject*, PyObject*) {
 }
 
 static PyMethodDef methods[] = {
-    {"handlers", handlers, METH_NOARGS, "Name -> handler, of XLA's foreign functions."},
-    {"instructions", instructions, METH_NOARGS, "The best set of instructions of this processor: 1, 2 (AVX2) or 3 (AVX-512)."},
+    {"handlers", handlers, METH_NOARGS, "Return a dict of name -> XLA FFI handler."},
+    {"instructions", instructions, METH_NOARGS, "Return the best instruction set of the processor: 1, 2 (AVX2) or 3 (AVX-512)."},
     {nullptr, nullptr, 0, nullptr},
 };
 
 static PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_native", "Kernels in C++.", 0, methods, nullptr, nullptr, nullptr, nullptr,
+    PyModuleDef_HEAD_INIT, "_native", "C++ kernels.", 0, methods, nullptr, nullptr, nullptr, nullptr,
 };
 
 PyMODINIT_FUNC PyInit__native() { return PyModule_Create(&definition); }

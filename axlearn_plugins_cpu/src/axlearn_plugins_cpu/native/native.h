@@ -1,4 +1,4 @@
-// What the Python module takes from the kernels.
+// Interface between the kernels and the Python module.
 #pragma once
 
 #include <cstdint>

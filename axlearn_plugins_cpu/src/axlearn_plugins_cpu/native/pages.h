@@ -1,4 +1,4 @@
-// What attention of one token and of many share, for one set of instructions. Included after lanes.h.
+// Code shared by attention for one token and for chunks, for one instruction set. Include after lanes.h.
 
 // The pages of one request, for one key-value head.
 template <class Q, class T>
@@ -6,7 +6,7 @@ struct Pages {
   const Paged<Q, T>& call;
   const int64_t request, group;
 
-  // Numbers in the table that are no page are taken for the nearest one: what unused entries hold is not specified.
+  // Out-of-range page numbers are clamped, because unused table entries are unspecified.
   TARGET int64_t offset(int64_t number, int64_t kind) const {
     const int64_t listed = call.table[request * call.most_pages + number];
     const int64_t page = std::min(std::max<int64_t>(listed, 0), call.pages_count - 1);
@@ -29,7 +29,7 @@ struct Pages {
   }
 };
 
-// The keys and values of one row of a batch, for one key-value head: those of slots one after another.
+// The keys and values of one row of a batch, for one key-value head.
 struct Rows {
   const float *keys, *values;
   const int64_t stride;
@@ -40,7 +40,7 @@ struct Rows {
   TARGET float value_scale(int64_t) const { return 1.0f; }
 };
 
-// Brings the vector of a token into the cache.
+// Prefetches a token's vector.
 template <class T>
 TARGET static inline void fetch(const T* x, int64_t size) {
   for (int64_t at = 0; at < size; at += 64 / sizeof(T)) __builtin_prefetch(x + at);
@@ -51,8 +51,8 @@ TARGET static inline void cap(float* scores, int64_t count, float softcap) {
   for (int64_t i = 0; i < count; i += LANES) store(scores + i, capped(load(scores + i), softcap));
 }
 
-// Turns `count` scores into weights; what is behind them, up to a whole vector, becomes 0. `peak` becomes the largest score so
-// far, `total` the sum of weights so far. Returns what older sums shrink by.
+// Turns `count` scores into weights and zero-pads them to a whole vector. Updates `peak`, the largest score so far, and
+// `total`, the sum of weights so far. Returns the factor by which to scale older sums.
 TARGET static inline float softmax(float* scores, int64_t count, float& peak, float& total) {
   const int64_t padded = (count + LANES - 1) / LANES * LANES;
   for (int64_t i = count; i < padded; ++i) scores[i] = HIDDEN;
@@ -71,5 +71,5 @@ TARGET static inline float softmax(float* scores, int64_t count, float& peak, fl
   return shrink;
 }
 
-// What sums of weighted values are divided by: a token that sees no key has the sum 0, and gets 0.
+// Returns the divisor of a sum of weighted values. A token that sees no key has the sum 0, and its result is 0.
 TARGET static inline float divisor(float total) { return total == 0 ? 1.0f : total; }

@@ -1,1 +1,1 @@
-"""Kernels for NVIDIA GPUs, as implementations of ops: adapters to cuDNN and tokamax."""
+"""Kernel implementations for NVIDIA GPUs: adapters to cuDNN, tokamax and Pallas."""

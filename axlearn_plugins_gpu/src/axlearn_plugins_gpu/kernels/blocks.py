@@ -1,8 +1,8 @@
-"""Block sizes of kernels in Triton and Mosaic GPU, by GPU. Imports no JAX.
+"""Block sizes of Triton and Mosaic GPU kernels, by GPU. Does not import JAX.
 
-An entry is chosen by the compute capability of the target. Shared memory bounds them: a stage of the pipeline holds a block of
-each operand (in 16 bits), and all stages have to fit in what a block may have. `source` of an entry names the measurement that it
-follows (`axlearn_plugins_gpu.choices`).
+The compute capability of the target selects an entry. Shared memory limits the sizes: a pipeline stage holds one block of
+each operand (16-bit), and all stages must fit in the shared memory of a block. `source` names the measurement behind an
+entry (see `axlearn_plugins_gpu.choices`).
 """
 
 import functools
@@ -16,7 +16,7 @@ from axlearn_plugins_gpu.choices import NOT_MEASURED
 
 @attrs.frozen(kw_only=True)
 class Blocks:
-    """Of a matrix product [m, k] x [k, n]: `warps` run one block of the result, over blocks of k in `stages`."""
+    """Block sizes of a matmul [m, k] x [k, n]: `warps` compute one block of the result, over blocks of k in `stages`."""
 
     m: int
     n: int
@@ -27,7 +27,7 @@ class Blocks:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory for operands of 16 bits."""
+        """Bytes of shared memory for 16-bit operands."""
         return 2 * self.stages * self.k * (self.m + self.n)
 
 
@@ -36,24 +36,24 @@ GROUPED: dict[tuple[int, int], Blocks] = {
     (9, 0): Blocks(m=128, n=128, k=64, warps=8, stages=4),
     (10, 0): Blocks(m=128, n=128, k=64, warps=8, stages=4),
 }
-"""Of `grouped_matmul`, by compute capability."""
+"""Block sizes of `grouped_matmul`, by compute capability."""
 
 
-def grouped(target: str) -> Blocks:
-    """For a GPU that `CHIPS` knows."""
+def grouped_blocks(target: str) -> Blocks:
+    """Return the block sizes of `grouped_matmul` for a GPU in `CHIPS`."""
     return GROUPED[CHIPS[target].capability]
 
 
 @attrs.frozen(kw_only=True)
 class PipelinedBlocks:
-    """Of a matrix product in Mosaic GPU: one block of the result [m, n], over blocks of k in `stages`.
+    """Block sizes of a Mosaic GPU matmul: one block [m, n] of the result, over blocks of k in `stages`.
 
     Attributes:
-        pair: whether two multiprocessors share a block of twice the size in both directions (Blackwell).
-        groups: the most that the earlier of tokamax's versions takes.
-        matrices: that each block of rows is multiplied with at once.
-        beside: groups of warps beside one another, each with a block of n columns.
-        outer: whether it has the product of rows with rows, one for each group, too.
+        pair: Whether two multiprocessors share a block of twice the size in both directions (Blackwell).
+        groups: Maximum number of groups for the earlier version of tokamax.
+        matrices: Number of matrices that each block of rows is multiplied with.
+        warp_groups: Number of warp groups, each with its own block of n columns.
+        outer: Whether the kernel also computes the product of rows with rows, one per group.
     """
 
     m: int
@@ -63,75 +63,75 @@ class PipelinedBlocks:
     pair: bool = False
     groups: int | None = None
     matrices: int = 1
-    beside: int = 1
+    warp_groups: int = 1
     outer: bool = True
     source: str = NOT_MEASURED
 
     @property
     def multiple(self) -> int:
-        """Of the sides of the matrices, which are n of one product and k of another."""
+        """Required divisor of both sides of the matrices. A side is n of one matmul and k of another."""
         return max(self.k, self.n * (2 if self.pair else 1))
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory for operands and a result of 16 bits."""
-        operands = self.stages * self.k * (self.m + self.matrices * self.n * self.beside)
+        """Bytes of shared memory for 16-bit operands and a 16-bit result."""
+        operands = self.stages * self.k * (self.m + self.matrices * self.n * self.warp_groups)
         return 2 * (operands + self.matrices * self.m * self.n * (2 if self.pair else 1))
 
 
 GROUPED_MOSAIC: dict[tuple[int, int], PipelinedBlocks] = {
-    # What a block has to do tokamax 0.0.12 finds by a loop over the groups, unrolled: 128 took half a minute to compile, for each
-    # product.
+    # tokamax 0.0.12 assigns work to blocks in an unrolled loop over the groups. 128 groups took half a minute to compile,
+    # for each matmul.
     (9, 0): PipelinedBlocks(m=128, n=64, k=128, stages=4, groups=32),
     (10, 0): PipelinedBlocks(m=128, n=128, k=128, stages=2, pair=True, outer=False),
 }
-"""Of `grouped_matmul` in Mosaic GPU, by compute capability; among the sizes that tokamax itself tries."""
+"""Block sizes of `grouped_matmul` in Mosaic GPU, by compute capability, chosen from the sizes that tokamax itself tries."""
 
 GATED_MOSAIC: dict[tuple[int, int], PipelinedBlocks] = {
     (10, 0): PipelinedBlocks(m=128, n=64, k=64, stages=4, matrices=2),
 }
-"""Of `gated_linear_unit` in Mosaic GPU. tokamax's kernel for Hopper reshapes what it has transposed, which JAX cannot lower."""
+"""Block sizes of `gated_linear_unit` in Mosaic GPU. tokamax's Hopper kernel reshapes a transposed array, which JAX cannot lower."""
 
 GATED_MOSAIC_LATER: dict[tuple[int, int], PipelinedBlocks] = {
     **GATED_MOSAIC,
-    (9, 0): PipelinedBlocks(m=128, n=64, k=64, stages=4, matrices=2, beside=2),
+    (9, 0): PipelinedBlocks(m=128, n=64, k=64, stages=4, matrices=2, warp_groups=2),
 }
-"""The same for the later of tokamax's versions, whose kernel for Hopper does not."""
+"""The same for the later version of tokamax, whose Hopper kernel can be lowered."""
 
 
 @attrs.frozen(kw_only=True)
 class Rows:
-    """Of a normalisation: whole rows, so many to a block."""
+    """Block size of a normalization, in whole rows."""
 
     rows: int
     warps: int
 
 
 REGISTERS = 64 * 1024
-"""Of 32 bits in a multiprocessor; a block of rows takes a quarter of them at most."""
+"""Number of 32-bit registers per multiprocessor. A block of rows uses at most a quarter of them."""
 
-WIDEST = REGISTERS // 4
-"""Numbers in the widest row that is normalised at once."""
+MAX_WIDTH = REGISTERS // 4
+"""Number of elements in the widest row that is normalized in one pass."""
 
 
-def normalized(target: str, rows: int, width: int, per_warp: int) -> Rows:
-    """Rows to a block: as many as fit, and so few that every multiprocessor has four blocks.
+def norm_blocks(target: str, rows: int, width: int, per_warp: int) -> Rows:
+    """Return the number of rows per block: as many as fit, but few enough for four blocks per multiprocessor.
 
     Args:
-        target: a GPU that `CHIPS` knows.
-        rows: how many there are.
-        width: of a row, up to `WIDEST`.
-        per_warp: numbers for which a warp is worth having.
+        target: GPU in `CHIPS`.
+        rows: Number of rows.
+        width: Number of elements per row, up to `MAX_WIDTH`.
+        per_warp: Number of elements that justify a warp.
     """
     padded, block = 1 << (width - 1).bit_length(), 32
-    while block > 1 and (block * padded > WIDEST or rows // block < 4 * CHIPS[target].cores):
+    while block > 1 and (block * padded > MAX_WIDTH or rows // block < 4 * CHIPS[target].cores):
         block //= 2
     warps = min(4, -(-block * padded // per_warp))
     return Rows(rows=block, warps=1 << (warps - 1).bit_length())
 
 
-def gated(target: str, rows: int, outer: int) -> Blocks:
-    """Of a gated linear unit, whose two products share a block of rows.
+def gated_blocks(target: str, rows: int, outer: int) -> Blocks:
+    """Return the block sizes of a gated linear unit; its two matmuls share a block of rows.
 
     `rows` and `outer` are multiples of 32. Small problems get small blocks, so that every multiprocessor has one.
     """
@@ -144,14 +144,17 @@ def gated(target: str, rows: int, outer: int) -> Blocks:
 
 @attrs.frozen(kw_only=True)
 class Backward:
-    """Of the backward pass of attention: queries and keys to a block, and stages of the pipeline.
+    """Block sizes of the backward pass of attention.
+
+    In Mosaic, the gradients of keys and values use the sizes as named. The gradient of the queries uses blocks of `key`
+    queries and `query` keys.
 
     Attributes:
-        warps: of a block (Triton; Mosaic's are given by its kernels).
-        longest: positions up to which it is compiled.
-
-    In Mosaic the gradients by keys and values take the blocks as they are named; the one by queries takes `key` queries and
-    `query` keys.
+        query: Queries per block.
+        key: Keys per block.
+        stages: Number of pipeline stages.
+        warps: Warps per block (Triton only; Mosaic's kernels determine it).
+        longest: Maximum sequence length that is compiled.
     """
 
     query: int
@@ -163,21 +166,24 @@ class Backward:
 
 @attrs.frozen(kw_only=True)
 class AttentionBlocks:
-    """Of attention: queries and keys to a block, and stages of the pipeline.
+    """Block sizes of attention.
 
     Attributes:
-        largest: the largest head that they are for.
-        back: of the backward pass; None where there is none.
-        multiple: of the length.
-        splits: parts in which keys and values are fetched (Mosaic on Blackwell).
-        warps: of a block (Triton; Mosaic's are given by its kernels).
+        largest: Maximum head size.
+        query: Queries per block.
+        key: Keys per block.
+        stages: Number of pipeline stages.
+        backward: Block sizes of the backward pass, or None if it is not supported.
+        multiple: Required divisor of the sequence length.
+        splits: Number of parts in which keys and values are loaded (Mosaic on Blackwell).
+        warps: Warps per block (Triton only; Mosaic's kernels determine it).
     """
 
     largest: int
     query: int
     key: int
     stages: int
-    back: Backward | None
+    backward: Backward | None
     multiple: int = 128
     splits: int = 1
     warps: int = 4
@@ -187,51 +193,51 @@ class AttentionBlocks:
 Tables = Mapping[tuple[int, int], Sequence[AttentionBlocks]]
 
 _BLACKWELL = functools.partial(AttentionBlocks, query=256, key=128, multiple=256)
-"""A pair of multiprocessors shares 256 queries, which all have to be there: the first of them decide which keys are visited."""
+"""A pair of multiprocessors shares 256 queries. All of them must exist, since the first ones decide which keys are visited."""
 
 MOSAIC: Tables = {
     (9, 0): (
-        AttentionBlocks(largest=128, query=64, key=128, stages=2, back=Backward(query=64, key=64, stages=2)),
-        AttentionBlocks(largest=256, query=64, key=64, stages=2, back=Backward(query=64, key=64, stages=1)),
+        AttentionBlocks(largest=128, query=64, key=128, stages=2, backward=Backward(query=64, key=64, stages=2)),
+        AttentionBlocks(largest=256, query=64, key=64, stages=2, backward=Backward(query=64, key=64, stages=1)),
     ),
     (10, 0): (
-        _BLACKWELL(largest=64, stages=8, back=Backward(query=128, key=128, stages=2, longest=4096)),
-        _BLACKWELL(largest=128, stages=4, back=None),
-        _BLACKWELL(largest=192, stages=2, back=None),
-        _BLACKWELL(largest=256, stages=2, splits=2, back=None),
+        _BLACKWELL(largest=64, stages=8, backward=Backward(query=128, key=128, stages=2, longest=4096)),
+        _BLACKWELL(largest=128, stages=4, backward=None),
+        _BLACKWELL(largest=192, stages=2, backward=None),
+        _BLACKWELL(largest=256, stages=2, splits=2, backward=None),
     ),
 }
-"""Of `attention` in Mosaic GPU, by compute capability, for larger and larger heads.
+"""Block sizes of `attention` in Mosaic GPU, by compute capability, in order of head size.
 
-Blackwell's backward pass keeps five products of a block in tensor memory, which has no room for heads of more than 64; and its code
-repeats itself for every 128 queries: 4,096 took almost two minutes to compile.
+Blackwell's backward pass keeps five products of a block in tensor memory, which is too small for heads above 64. Its code
+is unrolled for every 128 queries: 4,096 took almost two minutes to compile.
 """
 
 MOSAIC_LATER: Tables = {
     **MOSAIC,
     (10, 0): (
-        _BLACKWELL(largest=64, stages=8, back=Backward(query=128, key=128, stages=4)),
-        _BLACKWELL(largest=128, stages=4, back=Backward(query=128, key=128, stages=2)),
-        _BLACKWELL(largest=192, stages=2, back=Backward(query=64, key=128, stages=2)),
-        _BLACKWELL(largest=256, stages=2, splits=2, back=None),
+        _BLACKWELL(largest=64, stages=8, backward=Backward(query=128, key=128, stages=4)),
+        _BLACKWELL(largest=128, stages=4, backward=Backward(query=128, key=128, stages=2)),
+        _BLACKWELL(largest=192, stages=2, backward=Backward(query=64, key=128, stages=2)),
+        _BLACKWELL(largest=256, stages=2, splits=2, backward=None),
     ),
 }
-"""The same for the later of tokamax's versions: Blackwell's backward pass is two kernels, as Hopper's is, each with fewer products
-in tensor memory (heads of 256 still have no room) and a loop over blocks that is not unrolled.
+"""The same for the later version of tokamax. Blackwell's backward pass is two kernels, as Hopper's is. Each keeps fewer
+products in tensor memory (heads of 256 still do not fit) and has a loop over blocks that is not unrolled.
 """
 
 TRITON_ATTENTION: Tables = {
     capability: (
-        AttentionBlocks(largest=128, query=64, key=64, stages=2, back=Backward(query=32, key=64, stages=2)),
-        AttentionBlocks(largest=256, query=64, key=32, stages=1, back=Backward(query=16, key=32, stages=1)),
+        AttentionBlocks(largest=128, query=64, key=64, stages=2, backward=Backward(query=32, key=64, stages=2)),
+        AttentionBlocks(largest=256, query=64, key=32, stages=1, backward=Backward(query=16, key=32, stages=1)),
     )
     for capability in ((8, 0), (9, 0), (10, 0))
 }
-"""Of `attention` in Triton."""
+"""Block sizes of `attention` in Triton."""
 
 
-def attending(tables: Tables, target: str, size: int) -> AttentionBlocks | None:
-    """For heads of `size` on a GPU that `CHIPS` knows: None where the table has none, or it is not a multiple of 64."""
+def attention_blocks(tables: Tables, target: str, size: int) -> AttentionBlocks | None:
+    """Return the sizes for heads of `size` on a GPU in `CHIPS`, or None if the table has none or `size % 64 != 0`."""
     if size % 64:
         return None
     return next((b for b in tables.get(CHIPS[target].capability, ()) if size <= b.largest), None)
@@ -239,11 +245,13 @@ def attending(tables: Tables, target: str, size: int) -> AttentionBlocks | None:
 
 @attrs.frozen(kw_only=True)
 class PagedBlocks:
-    """Of attention to pages: rows of queries and keys to a block, and stages of the pipeline.
+    """Block sizes of paged attention.
 
     Attributes:
-        rows: at most.
-        keys: of 16 bits with heads of 128 numbers; wider ones are fewer.
+        rows: Maximum number of query rows per block.
+        keys: Number of 16-bit keys with head size 128 per block; larger keys are fewer.
+        warps: Warps per block.
+        stages: Number of pipeline stages.
     """
 
     rows: int
@@ -256,23 +264,23 @@ class PagedBlocks:
 PAGED: dict[tuple[int, int], PagedBlocks] = dict.fromkeys(
     ((8, 0), (9, 0), (10, 0)), PagedBlocks(rows=64, keys=128, warps=8, stages=2)
 )
-"""Of `paged_attention`, by compute capability: the library's own with pages of 16 slots, but for the rows, of which it has 16."""
+"""Block sizes of `paged_attention`, by compute capability: JAX's defaults for pages of 16 slots, except for its 16 rows."""
 
 
-def paged(target: str, rows: int, size: int, *, wide: bool) -> PagedBlocks:
-    """For so many rows of queries with heads of `size` on a GPU that `CHIPS` knows.
+def paged_blocks(target: str, rows: int, size: int, *, wide: bool) -> PagedBlocks:
+    """Return the block sizes of paged attention for a GPU in `CHIPS`.
 
     Args:
-        target: the GPU.
-        rows: that share their keys.
-        size: of a head.
-        wide: whether numbers of 32 bits are multiplied.
+        target: GPU.
+        rows: Number of query rows that share their keys.
+        size: Head size.
+        wide: Whether the operands of the matmuls are 32-bit.
     """
-    most = PAGED[CHIPS[target].capability]
-    keys = most.keys * 128 // max(128, size) // (2 if wide else 1)
-    return attrs.evolve(most, rows=max(16, min(most.rows, 1 << (rows - 1).bit_length())), keys=keys)
+    limits = PAGED[CHIPS[target].capability]
+    keys = limits.keys * 128 // max(128, size) // (2 if wide else 1)
+    return attrs.evolve(limits, rows=max(16, min(limits.rows, 1 << (rows - 1).bit_length())), keys=keys)
 
 
-def parts_of_table(target: str, blocks: int, most: int) -> int:
-    """Into how many parts, `most` at most, a table is split, so that every multiprocessor has two blocks."""
-    return max(1, min(most, -(-2 * CHIPS[target].cores // blocks)))
+def num_table_parts(target: str, blocks: int, max_parts: int) -> int:
+    """Return the number of parts to split a table into, at most `most`, for two blocks per multiprocessor."""
+    return max(1, min(max_parts, -(-2 * CHIPS[target].cores // blocks)))

@@ -1,9 +1,9 @@
-"""The op `gated_linear_unit` by tokamax's kernels in Triton and in Mosaic GPU; their backward passes are XLA's.
+"""The `gated_linear_unit` op by tokamax's kernels in Triton and Mosaic GPU. The backward passes use XLA.
 
-Both products and the activation in one kernel: without gradients neither product goes to memory, and in Mosaic's not with them
-either: there the backward pass computes them again, and policies that keep them (`mlp_gate`, `mlp_up`) keep nothing. XLA's own
-products come from cuBLAS, and the kernels need the two matrices side by side, which takes a copy: they are for configs that name
-them.
+One kernel computes both matmuls and the activation. Without gradients, neither product is written to memory. With
+gradients, Triton's kernel writes the products and Mosaic's does not: its backward pass recomputes them, so remat policies
+that save them (`mlp_gate`, `mlp_up`) save nothing. XLA's own matmuls use cuBLAS, and these kernels need a copy of the two
+matrices side by side, so configs must name them to use them.
 """
 
 import functools
@@ -20,8 +20,8 @@ from axlearn_core.kernels import selection
 from axlearn_core.nn.remat import tag
 from axlearn_plugins_gpu.chips import CHIPS, unknown_gpu
 from axlearn_plugins_gpu.kernels import tokamax
-from axlearn_plugins_gpu.kernels.blocks import GATED_MOSAIC, GATED_MOSAIC_LATER, PipelinedBlocks, gated
-from axlearn_plugins_gpu.kernels.mosaic import compiling_for, refusal
+from axlearn_plugins_gpu.kernels.blocks import GATED_MOSAIC, GATED_MOSAIC_LATER, PipelinedBlocks, gated_blocks
+from axlearn_plugins_gpu.kernels.mosaic import refusal, use_mosaic_target
 from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, Activation, GatedLinearUnitOp
 from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
 
@@ -29,59 +29,59 @@ ROWS = ("batch", "sequence", None)
 HIDDEN = ("batch", "sequence", "activation_mlp")
 MATRIX = (None, "activation_mlp")
 MULTIPLE = 32
-"""Of rows, inner and outer dimension on each device: the smallest block of Triton's kernel."""
+"""Required divisor of the rows, inner and outer dimension on each device: the smallest block of Triton's kernel."""
 
 WITHOUT_RULES: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     "relu": lambda x: jnp.maximum(x, 0),
     "relu_squared": lambda x: jnp.maximum(x, 0) ** 2,
 }
-"""Activations whose derivative is a rule of their own in JAX, which a kernel in Mosaic cannot contain."""
+"""Activations that JAX implements with custom derivative rules, which a Mosaic kernel cannot contain."""
 
 
 class _Tokamax:
-    """Blocks of rows, each with the same columns of both matrices."""
+    """Base of both kernels. A block of rows is multiplied with the same columns of both matrices."""
 
     mosaic: bool
 
     def supports(self, op: GatedLinearUnitOp, context: KernelContext) -> str | None:
-        """Projections that are plain matrices, in one dtype of 16 bits, with dimensions that its blocks divide."""
+        """Support projections that are plain matrices, in one 16-bit dtype, with dimensions that the blocks divide."""
         if reason := tokamax.missing() or unknown_gpu(context.target):
             return reason
-        if self.mosaic and (reason := _not_in_mosaic(context.target)):
+        if self.mosaic and (reason := _mosaic_refusal(context.target)):
             return reason
         shape = op.x.shape
         if not op.plain:
-            return "it needs the matrices, and a projection is more than a product with one (adapters, a bias, quantization)"
+            return "it needs plain matrices, and a projection has more than a matrix (an adapter, a bias, quantization)"
         dtypes = set(op.dtypes.values())
         if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16"}:
-            return f"the dtypes are {', '.join(sorted(dtypes))}; it takes bfloat16, or float16"
+            return f"it needs one dtype, bfloat16 or float16, got {', '.join(sorted(dtypes))}"
         if op.activation == "gelu":
-            return "it has no error function here: gelu_tanh is its approximation"
+            return "it does not support the error function; gelu_tanh is an approximation without it"
         if len(shape) != 3 or op.operands()["gate"].shape != op.operands()["up"].shape:
-            return "it takes rows [B, S, D] and two matrices of the same shape"
-        return self._uneven(op, context.target)
+            return "it needs rows [B, S, D] and two matrices of the same shape"
+        return self._check_shapes(op, context.target)
 
-    def _uneven(self, op: GatedLinearUnitOp, target: str) -> str | None:
+    def _check_shapes(self, op: GatedLinearUnitOp, target: str) -> str | None:
         *rows, inner = op.x.shape
-        sizes_here = (math.prod(_local(rows, ROWS[:2])), inner, *_local((op.hidden_dim,), MATRIX[1:]))
+        local_sizes = (math.prod(_local(rows, ROWS[:2])), inner, *_local((op.hidden_dim,), MATRIX[1:]))
         multiples = (MULTIPLE,) * 3
         if self.mosaic:
             blocks = _pipelines()[CHIPS[target].capability]
-            multiples = (blocks.m, blocks.k, blocks.n * blocks.beside)
-        for name, size, multiple in zip(("number of rows", "width", "hidden size"), sizes_here, multiples, strict=True):
+            multiples = (blocks.m, blocks.k, blocks.n * blocks.warp_groups)
+        for name, size, multiple in zip(
+            ("number of rows", "width", "hidden size"), local_sizes, multiples, strict=True
+        ):
             if size % multiple:
                 return f"the {name} on a device, {size}, is not a multiple of {multiple}"
         return None
 
     def __call__(self, op: GatedLinearUnitOp) -> jax.Array:
-        """[B, S, F]."""
-        kernel_selection: Any = (
-            selection.in_force()
-        )  # where there is none, `supports` has said that the GPU is not known
+        """Return the output of the gated linear unit, [B, S, F]."""
+        kernel_selection: Any = selection.in_force()  # not None: `supports` accepts only known GPUs
         target: str = kernel_selection.target
         unit = _pipelined_unit if self.mosaic else _gated_unit
 
-        for name in ("mlp_gate", "mlp_up"):  # remat has to know the tags, which the derivative gives to the values
+        for name in ("mlp_gate", "mlp_up"):  # announce the tags to remat; the derivative applies them to the values
             tag(jnp.zeros(()), name)
 
         def run(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -91,13 +91,13 @@ class _Tokamax:
 
 
 class _Triton(_Tokamax):
-    """One block to a few warps."""
+    """Triton kernel; a few warps compute one block."""
 
     mosaic = False
 
 
 class _Mosaic(_Tokamax):
-    """A pipeline of loads and products."""
+    """Mosaic GPU kernel; loads and matmuls are pipelined."""
 
     mosaic = True
 
@@ -109,29 +109,29 @@ def _pipelines() -> dict[tuple[int, int], PipelinedBlocks]:
     return GATED_MOSAIC_LATER if tokamax.LATER else GATED_MOSAIC
 
 
-def _not_in_mosaic(target: str) -> str | None:
+def _mosaic_refusal(target: str) -> str | None:
     if CHIPS[target].capability not in _pipelines():
-        return f"tokamax {tokamax.VERSION} has none for {target} that is known to compile"
+        return f"tokamax {tokamax.VERSION} has no kernel for {target} that is known to compile"
     return refusal(target)
 
 
 def _local(sizes: Any, axes: Any) -> tuple[int, ...]:
-    """What a device has of dimensions."""
+    """Return the sizes of dimensions on one device."""
     return tuple(size // n for size, n in zip(sizes, parts_of(sizes, axes), strict=True))
 
 
 def _run(x: jax.Array, gate: jax.Array, up: jax.Array, target: str, activation: Activation, **options: Any) -> Any:
     kernels = tokamax.module("ops.gated_linear_unit.pallas_triton")
-    blocks = gated(target, x.size // x.shape[-1], gate.shape[1])
+    blocks = gated_blocks(target, x.size // x.shape[-1], gate.shape[1])
     config = kernels.Config(
         block_m=blocks.m, block_n=blocks.n, block_k=blocks.k, num_warps=blocks.warps, num_stages=blocks.stages
     )
-    with tokamax.for_target(target), tokamax.numbered_for(target):
+    with tokamax.use_target(target), tokamax.use_core_count(target):
         unit = kernels.PallasTritonGatedLinearUnit(config=config)
         return unit(x, (gate, up), activation=ACTIVATIONS[activation], **options)
 
 
-# tokamax's own derivative takes the trace of a function apart by names that JAX is moving.
+# tokamax's own derivative inspects the trace of a function through names that JAX is moving.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _gated_unit(x: jax.Array, gate: jax.Array, up: jax.Array, target: str, activation: Activation) -> jax.Array:
     return _run(x, gate, up, target, activation)
@@ -146,7 +146,7 @@ def _forward(x: jax.Array, gate: jax.Array, up: jax.Array, target: str, activati
 def _gradients(
     activation: Activation, x: jax.Array, gate: jax.Array, up: jax.Array, gates: Any, ups: Any, gradient: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """By x, gate and up."""
+    """Return the gradients with respect to x, gate and up."""
 
     def product(gates: jax.Array, ups: jax.Array) -> jax.Array:
         return (ACTIVATIONS[activation](gates.astype(jnp.float32)) * ups.astype(jnp.float32)).astype(x.dtype)
@@ -165,12 +165,12 @@ def _backward(target: str, activation: Activation, residuals: Any, gradient: jax
 _gated_unit.defvjp(_forward, _backward)
 
 
-# Mosaic's kernel gives no products; tokamax would have XLA compute them, and the kernel not run at all.
+# Mosaic's kernel does not return the products. tokamax would compute them with XLA and not run the kernel at all.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _pipelined_unit(x: jax.Array, gate: jax.Array, up: jax.Array, target: str, activation: Activation) -> jax.Array:
     kernels, blocks = tokamax.module("ops.gated_linear_unit.pallas_mosaic_gpu"), _pipelines()[CHIPS[target].capability]
     config = kernels.Config(tile_m=blocks.m, tile_n=blocks.n, tile_k=blocks.k, num_stages=blocks.stages)
-    with compiling_for(target), tokamax.numbered_for(target):
+    with use_mosaic_target(target), tokamax.use_core_count(target):
         unit = kernels.PallasMosaicGpuGatedLinearUnit(config=config)
         return unit(x, (gate, up), activation=WITHOUT_RULES.get(activation, ACTIVATIONS[activation]))
 

@@ -1,10 +1,10 @@
-"""The op `grouped_matmul` by tokamax's kernels in Triton and Mosaic GPU, forward and backward.
+"""The `grouped_matmul` op by tokamax's kernels in Triton and Mosaic GPU, forward and backward.
 
-XLA has no code of its own for it on GPUs: `jax.lax.ragged_dot` computes every group for all rows there. tokamax takes Mosaic's
-before Triton's where it can; here it is for configs that name it, until its numbers have been seen on a GPU. Mosaic's reads
-matrices along the inner dimension on Blackwell and along the outer one on Hopper: a copy of them is made in the forward pass on the
-one, in the backward pass on the other. The gradient by the matrices is Triton's on Blackwell, and on Hopper where the number of
-rows is not a multiple of 64.
+XLA lacks an efficient GPU implementation; `jax.lax.ragged_dot` computes every group for all rows. tokamax prefers Mosaic to
+Triton; here Mosaic has the lower priority until it has been validated on a GPU. Mosaic reads matrices along the inner
+dimension on Blackwell and along the outer dimension on Hopper, so Blackwell copies them in the forward pass and Hopper in
+the backward pass. Triton computes the gradient of the matrices on Blackwell, and on Hopper if the number of rows is not a
+multiple of 64.
 """
 
 import functools
@@ -17,50 +17,48 @@ from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels import selection
 from axlearn_plugins_gpu.chips import CHIPS, unknown_gpu
 from axlearn_plugins_gpu.kernels import tokamax
-from axlearn_plugins_gpu.kernels.blocks import GROUPED_MOSAIC, grouped
-from axlearn_plugins_gpu.kernels.mosaic import compiling_for, refusal
+from axlearn_plugins_gpu.kernels.blocks import GROUPED_MOSAIC, grouped_blocks
+from axlearn_plugins_gpu.kernels.mosaic import refusal, use_mosaic_target
 
-if TYPE_CHECKING:  # only a program that has the op loads this module
+if TYPE_CHECKING:  # a program imports this module only if it uses the op
     from axlearn_plugins_moe.grouped_matmul import GroupedMatmulOp
 
 ROWS = 8
-"""A multiple of which Mosaic's kernels take: blocks start at one."""
+"""Required divisor of the number of rows for Mosaic's kernels; blocks start at multiples of it."""
 
 OUTER_ROWS = 64
-"""The same where rows are summed over."""
+"""Required divisor for the kernel that sums over rows."""
 
 
 class _Tokamax:
-    """Blocks of rows of one group at a time, the work that of the rows."""
+    """Base of both kernels. A block has rows of one group, so the work is proportional to the rows."""
 
     mosaic: bool
 
     def supports(self, op: "GroupedMatmulOp", context: KernelContext) -> str | None:
-        """16-bit numbers, dimensions that its blocks divide."""
+        """Support 16-bit dtypes and dimensions that the blocks divide."""
         if reason := tokamax.missing() or unknown_gpu(context.target):
             return reason
         if self.mosaic and (reason := refusal(context.target)):
             return reason
         if dtype := next((d for d in op.dtypes.values() if d not in ("bfloat16", "float16")), None):
-            return f"it takes bfloat16 and float16, not {dtype}"
-        return (_mosaic_does_not_fit if self.mosaic else _triton_does_not_fit)(op, context.target)
+            return f"it supports bfloat16 and float16, not {dtype}"
+        return (_check_mosaic_shapes if self.mosaic else _check_triton_shapes)(op, context.target)
 
     def __call__(self, op: "GroupedMatmulOp") -> jax.Array:
-        """[M, N]. The caller has split everything among devices."""
-        kernel_selection: Any = (
-            selection.in_force()
-        )  # where there is none, `supports` has said that the GPU is not known
+        """Return the products, [M, N]. The caller has already split the operands over the devices."""
+        kernel_selection: Any = selection.in_force()  # not None: `supports` accepts only known GPUs
         return _product(op.lhs, op.rhs, op.sizes, kernel_selection.target, self.mosaic)
 
 
 class _Mosaic(_Tokamax):
-    """A pipeline of loads and products."""
+    """Mosaic GPU kernel; loads and matmuls are pipelined."""
 
     mosaic = True
 
 
 class _Triton(_Tokamax):
-    """One block to a few warps."""
+    """Triton kernel; a few warps compute one block."""
 
     mosaic = False
 
@@ -68,23 +66,23 @@ class _Triton(_Tokamax):
 MOSAIC, TRITON = _Mosaic(), _Triton()
 
 
-def _triton_does_not_fit(op: "GroupedMatmulOp", target: str) -> str | None:
-    blocks = grouped(target)
+def _check_triton_shapes(op: "GroupedMatmulOp", target: str) -> str | None:
+    blocks = grouped_blocks(target)
     for size in op.rhs.shape[1:]:
         if size % blocks.n or size % blocks.k:
             return f"the dimension {size} is not a multiple of {max(blocks.n, blocks.k)}"
     return None
 
 
-def _mosaic_does_not_fit(op: "GroupedMatmulOp", target: str) -> str | None:
+def _check_mosaic_shapes(op: "GroupedMatmulOp", target: str) -> str | None:
     blocks, rows = GROUPED_MOSAIC[CHIPS[target].capability], op.lhs.shape[0]
     if len(set(op.dtypes.values())) > 1:
-        return f"the dtypes are {', '.join(sorted(set(op.dtypes.values())))}; it takes one"
+        return f"it needs one dtype, got {', '.join(sorted(set(op.dtypes.values())))}"
     if rows % ROWS:
         return f"the number of rows, {rows}, is not a multiple of {ROWS}"
     groups, *sides = op.rhs.shape
     if blocks.groups is not None and groups > blocks.groups and not tokamax.LATER:
-        return f"it takes up to {blocks.groups} groups on {target}, not {groups}"
+        return f"it supports up to {blocks.groups} groups on {target}, not {groups}"
     uneven = next((size for size in sides if size % blocks.multiple), None)
     return None if uneven is None else f"the dimension {uneven} is not a multiple of {blocks.multiple}"
 
@@ -97,11 +95,11 @@ def _run(dimensions: str, mosaic: bool, target: str, lhs: jax.Array, rhs: jax.Ar
 
 
 def _triton(target: str) -> tuple[Any, Any]:
-    kernels, blocks = tokamax.module("ops.ragged_dot.pallas_triton"), grouped(target)
+    kernels, blocks = tokamax.module("ops.ragged_dot.pallas_triton"), grouped_blocks(target)
     config = kernels.Config(
         block_m=blocks.m, block_n=blocks.n, block_k=blocks.k, num_warps=blocks.warps, num_stages=blocks.stages
     )
-    return kernels.PallasTritonRaggedDot(config=config), tokamax.for_target(target)
+    return kernels.PallasTritonRaggedDot(config=config), tokamax.use_target(target)
 
 
 def _mosaic(target: str) -> tuple[Any, Any]:
@@ -115,7 +113,7 @@ def _mosaic(target: str) -> tuple[Any, Any]:
         persistent=False,
         collective=blocks.pair,
     )
-    return kernels.PallasMosaicGpuRaggedDot(config=config), compiling_for(target)
+    return kernels.PallasMosaicGpuRaggedDot(config=config), use_mosaic_target(target)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -131,7 +129,7 @@ def _backward(target: str, mosaic: bool, residuals: Any, gradient: jax.Array) ->
     lhs, rhs, sizes = residuals
     outer = mosaic and GROUPED_MOSAIC[CHIPS[target].capability].outer and lhs.shape[0] % OUTER_ROWS == 0
     to_lhs = _run("TRANS_RHS_RAGGED_DOT", mosaic, target, gradient, rhs, sizes)
-    if outer:  # it multiplies rows behind the last group with 0, and they may be NaN; Triton's leaves them out
+    if outer:  # it multiplies the rows after the last group with 0, and they may be NaN; Triton's kernel skips them
         inside = (jnp.arange(lhs.shape[0]) < jnp.sum(sizes))[:, None]
         lhs, gradient = jnp.where(inside, lhs, 0), jnp.where(inside, gradient, 0)
     to_rhs = _run("RAGGED_CONTRACTING_DOT", outer, target, lhs, gradient, sizes)

@@ -1,24 +1,24 @@
-"""Masks as the kernels of GPUs take them."""
+"""Convert masks into the arguments of GPU kernels."""
 
 from typing import Any, cast
 
 from axlearn_plugins_transformer.kernels.masks import And, Causal, Full, Mask, SlidingWindow
 
 
-def structure(mask: Mask, lengths: tuple[int, int], aligned: bool) -> tuple[bool, int | None, Mask | None]:
-    """What kernels skip by themselves, and what is left.
+def split_mask(mask: Mask, lengths: tuple[int, int], aligned: bool) -> tuple[bool, int | None, Mask | None]:
+    """Split a mask into the parts that kernels support and the remainder.
 
     Args:
-        mask: any.
-        lengths: of queries and keys.
-        aligned: whether a query and a key of one index are at one position.
+        mask: Mask to split.
+        lengths: Number of queries and of keys.
+        aligned: Whether queries and keys of equal index are at equal positions.
 
     Returns:
-        (whether it is causal, its window where it is causal, what has to be said for each pair or None).
+        (whether the mask is causal, the window of a causal mask or None, the remaining mask or None).
     """
     if not aligned:
         return False, None, mask
-    causal, rest = False, []
+    causal, other_parts = False, []
     window: int | None = None
     for part in mask.parts:
         if isinstance(part, Causal):
@@ -27,11 +27,11 @@ def structure(mask: Mask, lengths: tuple[int, int], aligned: bool) -> tuple[bool
             size: int = cast(Any, part).size
             window = size if window is None else min(window, size)
         elif not isinstance(part, Full):
-            rest.append(part)
+            other_parts.append(part)
     if window is not None and not causal:
-        rest.append(SlidingWindow(window))  # kernels know windows of causal attention only
+        other_parts.append(SlidingWindow(window))  # kernels support windows of causal attention only
         window = None
     if window is not None and window >= lengths[1]:
         window = None
-    other_mask = None if not rest else rest[0] if len(rest) == 1 else And(tuple(rest))
+    other_mask = None if not other_parts else other_parts[0] if len(other_parts) == 1 else And(tuple(other_parts))
     return causal, window, other_mask

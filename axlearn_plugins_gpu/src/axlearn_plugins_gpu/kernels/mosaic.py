@@ -1,14 +1,14 @@
-"""tokamax's kernels in Mosaic GPU, compiled for the target: a Hopper or a Blackwell, also one that is not here.
+"""Compile tokamax's Mosaic GPU kernels for a target Hopper or Blackwell, which need not be the local GPU.
 
-Two libraries ask the local machine for facts about the target. tokamax asks its first device which kernel to take. JAX's lowering
-of a Mosaic kernel asks the mesh in force for the compute capability (`_infer_arch` in `jax.experimental.mosaic.gpu`); a mesh knows
-only the kind of its device, and JAX then assumes a Hopper. So `lowering` replaces that function while a program for one of the
-plugin's GPUs is lowered: it looks up the device kind, and asks JAX's own function about other GPUs. Where no mesh is in force, the
-kernel is traced under one that names the target.
+Two libraries query the local machine instead of the target. tokamax asks the first local device which kernel to use. JAX's
+lowering of a Mosaic kernel asks the current mesh for the compute capability (`_infer_arch` in
+`jax.experimental.mosaic.gpu`). A mesh only knows the kind of its devices, and JAX then assumes a Hopper. So `lowering`
+replaces that function while a program for one of this plugin's GPUs is lowered. The replacement looks up the device kind,
+and calls JAX's function for other GPUs. If no mesh is set, the kernel is traced under one that names the target.
 
-XLA compiles what was lowered for the GPU of the program, but the assembler behind it stays, for as long as the process lives, with
-the architecture of its first Mosaic kernel, and fails for any other. The kernels are refused there; and where a program was traced
-for another before the first was lowered, its lowering is.
+XLA compiles a kernel for the GPU of the program. But the assembler keeps the architecture of the process's first Mosaic
+kernel, and fails for any other one. `refusal` then rejects the kernels. If a program was traced for another architecture
+before the first kernel was lowered, lowering it raises an error.
 """
 
 import contextlib
@@ -27,38 +27,38 @@ from axlearn_plugins_gpu.kernels import tokamax
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
 _first: dict[str, tuple[int, int]] = {}
-"""The architecture of this process's first Mosaic kernel, once there is one."""
+"""Architecture of this process's first Mosaic kernel, if any."""
 
 
 def refusal(target: str) -> str | None:
-    """Why Mosaic's kernels cannot be compiled for a GPU that `CHIPS` knows; None where they can. Needs tokamax."""
+    """Return why Mosaic kernels cannot be compiled for a GPU in `CHIPS`, or None if they can. Requires tokamax."""
     capability = CHIPS[target].capability
     if capability not in (HOPPER, BLACKWELL):
-        return f"it is for Hopper and Blackwell, and {target} is neither"
+        return f"it supports Hopper and Blackwell, and {target} is neither"
     if capability != HOPPER and not compat.has_mosaic_architecture():
-        return f"Mosaic GPU of JAX {jax.__version__} takes every GPU for a Hopper, and {target} is none"
+        return f"Mosaic GPU of JAX {jax.__version__} compiles for Hopper only, and {target} is not a Hopper"
     return _conflict(capability)
 
 
 def _conflict(capability: tuple[int, int]) -> str | None:
-    """Why this process cannot compile Mosaic's kernels for a compute capability; None where it can."""
+    """Return why this process cannot compile Mosaic kernels for a compute capability, or None if it can."""
     first = _first.get("kernel", capability)
     if first == capability:
         return None
     name = ".".join(map(str, first))
     return (
-        f"this process has compiled Mosaic kernels for compute capability {name}, and can for no other: start another"
+        f"this process has compiled Mosaic kernels for compute capability {name} and cannot switch: start a new process"
     )
 
 
 def capability_of(kind: str) -> tuple[int, int] | None:
-    """The compute capability of a device kind, as the driver reports it; None for GPUs that the plugin does not know."""
+    """Return the compute capability of a device kind that the driver reports, or None for an unknown GPU."""
     return next((CHIPS[t.name].capability for t in TARGETS if kind in t.device_kinds), None)
 
 
 def lowering(target: Target) -> contextlib.AbstractContextManager[None]:
-    """Tells JAX's lowering of Mosaic kernels which GPU they are for. At its end, JAX has its own function back."""
-    return compat.mosaic_architecture(_architecture)
+    """Tell JAX's lowering of Mosaic kernels which GPU is the target. On exit, restore JAX's function."""
+    return compat.patch_mosaic_architecture(_architecture)
 
 
 def _architecture(original: Any) -> tuple[int, int]:
@@ -72,10 +72,10 @@ def _architecture(original: Any) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def compiling_for(target: str) -> Iterator[None]:
-    """Use while tracing its kernels for a GPU that `refusal` accepts."""
+def use_mosaic_target(target: str) -> Iterator[None]:
+    """Trace Mosaic kernels for a GPU that `refusal` accepts."""
     capability = CHIPS[target].capability
     answers = {"is_sm90": capability == HOPPER, "is_sm100": capability == BLACKWELL}
     functions = {("gpu_utils", name): lambda *_, answer=answer: answer for name, answer in answers.items()}
-    with tokamax.for_target(target), compat.tokamax_answers(functions):
+    with tokamax.use_target(target), compat.patch_tokamax(functions):
         yield

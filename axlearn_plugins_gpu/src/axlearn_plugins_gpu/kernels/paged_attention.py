@@ -1,11 +1,11 @@
-"""The op `paged_attention` by JAX's kernel for GPUs (`jax.experimental.pallas.ops.gpu.paged_attention`, in Pallas' Triton).
+"""The `paged_attention` op by JAX's GPU kernel (`jax.experimental.pallas.ops.gpu.paged_attention`, in Pallas Triton).
 
-The only mask that the kernel has is a length. So it gets the keys that all new tokens of a request see. The few at the edges of
-those, which a window or the order of the new tokens hides from some of them, are XLA's. Each tells its largest score and the sum of
-its weights, by which the parts are added up (Flash-Decoding, Dao et al., 2023).
+The kernel's only mask is a length. So it processes the keys that all new tokens of a request can see. XLA processes the few
+keys at the edges, which a window or the causal order hides from some of the tokens. Each part returns its largest score and
+the sum of its weights, which are used to combine the parts (Flash-Decoding, Dao et al., 2023).
 
-Legend: P pages of S slots, R requests of C new tokens and at most M pages, N query heads, G key-value heads, n = N / G, H head
-size, Q = n C the queries of a request that share a key-value head, E pages at the edges.
+Legend: P pages of S slots, R requests of C new tokens and at most M pages, N query heads, G key-value heads, n = N / G, H
+head size, Q = n C the queries of a request that share a key-value head, E pages at the edges.
 """
 
 import math
@@ -17,75 +17,75 @@ import jax.numpy as jnp
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.chips import CHIPS, unknown_gpu
-from axlearn_plugins_gpu.kernels.paged_parts import LOW, Parts, attend_to_pages, blocks_of
+from axlearn_plugins_gpu.kernels.paged_parts import LOW, Parts, attend_to_pages, paged_attention_blocks
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, divides_heads, on_each_device
 from axlearn_plugins_transformer.kernels.per_device import parts_of
 
-LONGEST = 128
-"""Tokens of a chunk: all pairs of them have a score at one time."""
+MAX_CHUNK = 128
+"""Maximum number of tokens per chunk, because XLA holds the scores of all pairs of them in memory."""
 ADA = (8, 9)
-"""The first compute capability with float8."""
+"""First compute capability with float8."""
 
 
 class _Triton:
-    """See the module."""
+    """Paged attention in Pallas Triton; see the module docstring."""
 
     def supports(self, op: PagedAttentionOp, context: KernelContext) -> str | None:
-        """A static split, pages without NaN, and heads and pages whose sizes are powers of two."""
+        """Support static splits, pages without NaN, and head and page sizes that are powers of two."""
         if reason := unknown_gpu(context.target) or compat.missing_paged_attention():
             return reason
         if op.split is None:
-            return "how many tokens each request has is not known when it is compiled"
+            return "the number of tokens of each request is not known at compile time"
         if op.bias is not None:
-            return "it adds no bias to scores"
+            return "it does not support a bias on the scores"
         if op.value_size is not None:
-            return "keys and values are the same numbers"
-        if op.split.chunk > LONGEST and op.table.shape[0] > op.split.singles:
-            return f"a chunk has {op.split.chunk} tokens, more than {LONGEST}: XLA would score all pairs of them"
+            return "it does not support keys and values that share their storage"
+        if op.split.chunk > MAX_CHUNK and op.table.shape[0] > op.split.singles:
+            return f"a chunk has {op.split.chunk} tokens, more than {MAX_CHUNK}: XLA would score all pairs of them"
         if not op.finite:
-            return "what no token wrote may be NaN, which it does not hide"
-        if reason := _refused_sizes(op, context.target) or _refused_dtypes(op, context.target):
+            return "unwritten slots may be NaN, which it does not mask"
+        if reason := _check_sizes(op, context.target) or _check_dtypes(op, context.target):
             return reason
-        return None if divides_heads(op) else "the heads of queries and of keys are not split over devices the same way"
+        return None if divides_heads(op) else "the query heads and key heads are not split over devices the same way"
 
     def __call__(self, op: PagedAttentionOp) -> jax.Array:
-        """[T, N, H]."""
+        """Return the attention output, [T, N, H]."""
         return on_each_device(op, _attend)
 
 
 TRITON = _Triton()
 
 
-def _refused_sizes(op: PagedAttentionOp, target: str) -> str | None:
+def _check_sizes(op: PagedAttentionOp, target: str) -> str | None:
     size, slots = op.query.shape[-1], op.page_size
     if size not in (16, 32, 64, 128, 256):
         return f"the head size {size} is not a power of two from 16 to 256"
     if slots & (slots - 1):
         return f"a page has {slots} slots, which is not a power of two"
-    if slots > (most := blocks_of(op, target, 1).keys):
-        return f"a page has {slots} slots, more than the {most} keys that it multiplies at once"
-    # JAX decides by what a device has of the pages, whose third dimension is split.
+    if slots > (max_keys := paged_attention_blocks(op, target, 1).keys):
+        return f"a page has {slots} slots, more than the {max_keys} keys of a block"
+    # JAX decides from the shape of a device's pages, whose third dimension is split.
     numbers = math.prod(op.pages.shape) // parts_of(op.query.shape, (None, "activation_heads", None))[1]
     if numbers >= 2**31 and numbers * op.pages.dtype.itemsize <= 2**32:
-        return f"JAX counts the {numbers} numbers in the pages by 32 bits with a sign"
+        return f"the pages have {numbers} elements, which overflow JAX's signed 32-bit index"
     return None
 
 
-def _refused_dtypes(op: PagedAttentionOp, target: str) -> str | None:
+def _check_dtypes(op: PagedAttentionOp, target: str) -> str | None:
     query, pages = op.dtypes["query"], op.dtypes["pages"]
     if query not in ("bfloat16", "float16", "float32"):
-        return f"the queries are {query}; it takes bfloat16, float16 and float32"
+        return f"it needs bfloat16, float16 or float32 queries, got {query}"
     if op.scales is None and query != pages:
         return f"the queries are {query} and the pages {pages}"
     if op.scales is not None and pages not in ("int8", "float8_e4m3fn"):
-        return f"the pages are {pages}; with scales it takes int8 and float8_e4m3fn"
+        return f"it needs int8 or float8_e4m3fn pages when there are scales, got {pages}"
     if pages == "float8_e4m3fn" and CHIPS[target].capability < ADA:
-        return f"{target} has no float8"
+        return f"{target} does not support float8"
     return None
 
 
 def _attend(op: PagedAttentionOp) -> jax.Array:
-    """[T, N, H]."""
+    """Return the attention output of one device, [T, N, H]."""
     assert op.split is not None
     singles, chunk = op.split
     heads, size = op.query.shape[1:]
@@ -94,19 +94,19 @@ def _attend(op: PagedAttentionOp) -> jax.Array:
     if singles:
         results.append(_attend_rows(op, query[:singles, None], op.table[:singles], op.lengths[:singles]))
     if op.table.shape[0] > singles:
-        rest = query[singles:].reshape(-1, chunk, *query.shape[1:])
-        results.append(_attend_rows(op, rest, op.table[singles:], op.lengths[singles:]))
+        chunk_queries = query[singles:].reshape(-1, chunk, *query.shape[1:])
+        results.append(_attend_rows(op, chunk_queries, op.table[singles:], op.lengths[singles:]))
     results = [x.reshape(-1, heads, size).astype(op.query.dtype) for x in results]
     return results[0] if len(results) == 1 else jnp.concatenate(results)
 
 
 class _Common(NamedTuple):
-    """The keys that all new tokens of each request see, slots [first, last) of it, and how many new tokens it has.
+    """Range [first, last) of slots that all new tokens of a request can see, for each request.
 
     Attributes:
-        first: int32 [R], the first slot of a page.
-        last: int32 [R].
-        new: C.
+        first: int32 [R], first slot of the range, at the start of a page.
+        last: int32 [R], end of the range.
+        new: Number of new tokens per request, C.
     """
 
     first: jax.Array
@@ -115,7 +115,7 @@ class _Common(NamedTuple):
 
     @classmethod
     def of(cls, op: PagedAttentionOp, lengths: jax.Array, count: int) -> "_Common":
-        """By causality, and by a window where there is one."""
+        """Compute the ranges from causality and from the window, if there is one."""
         first = jnp.zeros_like(lengths)
         if op.window is not None:
             first = -(-jnp.maximum(lengths - op.window, 0) // op.page_size) * op.page_size
@@ -123,25 +123,25 @@ class _Common(NamedTuple):
 
 
 def _attend_rows(op: PagedAttentionOp, query: jax.Array, table: jax.Array, lengths: jax.Array) -> jax.Array:
-    """[R, C, G, n, H], int32 [R, M] and [R] -> float32 [R, C, G, n, H]."""
+    """Attend with queries [R, C, G, n, H], table int32 [R, M] and lengths [R]; return float32 [R, C, G, n, H]."""
     _, count, groups, heads, size = query.shape
     rows = jnp.transpose(query, (0, 2, 3, 1, 4)).reshape(-1, groups, heads * count, size)
     common = _Common.of(op, lengths, count)
-    most = table.shape[1]
+    num_pages = table.shape[1]
     if op.window is not None:
-        most = min(most, max(1, -(-(op.window - count + 1) // op.page_size)))
-    numbers = common.first[:, None] // op.page_size + jnp.arange(most, dtype=jnp.int32)[None]
+        num_pages = min(num_pages, max(1, -(-(op.window - count + 1) // op.page_size)))
+    numbers = common.first[:, None] // op.page_size + jnp.arange(num_pages, dtype=jnp.int32)[None]
     pages = jnp.take_along_axis(table, numbers, axis=1, mode="clip")
     parts = attend_to_pages(op, rows, pages, common.last - common.first)
     edges = _attend_to_edges(op, rows, table, lengths, common)
-    result = (parts if edges is None else parts.beside(edges)).added_up()
+    result = (parts if edges is None else parts.concatenate(edges)).combine()
     return jnp.transpose(result.reshape(-1, groups, heads, count, size), (0, 3, 1, 2, 4))
 
 
 def _attend_to_edges(
     op: PagedAttentionOp, query: jax.Array, table: jax.Array, lengths: jax.Array, common: _Common
 ) -> Parts | None:
-    """[R, G, Q, H], int32 [R, M] and [R] -> one part; None where all tokens see the same keys."""
+    """Attend to the edges with queries [R, G, Q, H]. Return one part, or None if all tokens see the same keys."""
     size, count = op.page_size, common.new
     span = jnp.arange(-(-(count + size - 2) // size), dtype=jnp.int32)[None]
     before = common.first[:, None] // size - 1 - span if op.window is not None else None
@@ -166,6 +166,6 @@ def _attend_to_edges(
     scores = jnp.where(visible, scores, LOW)
     highest = jnp.max(scores, axis=-1)
     weights = jnp.where(visible, jnp.exp(scores - highest[..., None]), 0.0)
-    each = weights.reshape(*query.shape[:3], -1, size).astype(value.dtype)
-    result = jnp.einsum("rgqes,regsh->rgqh", each, value, preferred_element_type=jnp.float32)
+    weights_per_page = weights.reshape(*query.shape[:3], -1, size).astype(value.dtype)
+    result = jnp.einsum("rgqes,regsh->rgqh", weights_per_page, value, preferred_element_type=jnp.float32)
     return Parts(result[None], jnp.sum(weights, axis=-1)[None], highest[None])

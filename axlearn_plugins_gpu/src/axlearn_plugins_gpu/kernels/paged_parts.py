@@ -1,9 +1,9 @@
-"""Attention to the first keys of requests, in pages: the call of JAX's kernel for GPUs.
+"""Paged attention to the first keys of each request, with JAX's GPU kernel.
 
-The library calls it with keys and values in two arrays, one head after the other. The pages of the op have both side by side: a
-slice of them would be a copy of the cache. So the call is this module's, and what a block computes is the library's.
+The library's function requires keys and values in two arrays, one head after the other. The op's pages interleave both, so
+slicing them would copy the cache. This module therefore calls the library's kernel body with its own block specs.
 
-Legend: see `paged_attention`; K parts of a table.
+Legend: see `paged_attention`; K is the number of parts of a table.
 """
 
 import functools
@@ -16,60 +16,61 @@ from jax.experimental import pallas
 
 from axlearn_core.kernels import selection
 from axlearn_plugins_gpu import compat
-from axlearn_plugins_gpu.kernels.blocks import PagedBlocks, paged, parts_of_table
-from axlearn_plugins_gpu.kernels.named_gpu import named
+from axlearn_plugins_gpu.kernels.abstract_gpu import use_abstract_gpu
+from axlearn_plugins_gpu.kernels.blocks import PagedBlocks, num_table_parts, paged_blocks
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 
 LOW = -1e30
-"""The score of a hidden key."""
+"""Score of a hidden key."""
 
-
-LEAST_KEYS = 16
-"""Of a block: Triton adds up the products of fewer several times, to fill an instruction of tensor cores."""
+MIN_KEYS = 16
+"""Minimum keys per block. With fewer, Triton repeats work to fill a tensor core instruction."""
 
 
 class Parts(NamedTuple):
-    """What attention to parts of the keys gives, float32.
+    """Partial results of attention to parts of the keys, float32.
 
     Attributes:
-        result: [K, R, G, Q, H], the sums of values, each times its weight.
-        total: [K, R, G, Q], the sums of weights, which are relative to the part's largest score.
-        highest: [K, R, G, Q], the largest scores; very low where a part has no keys.
+        result: [K, R, G, Q, H], weighted sums of values.
+        total: [K, R, G, Q], sums of weights, relative to the part's largest score.
+        highest: [K, R, G, Q], largest scores; very low if a part has no keys.
     """
 
     result: jax.Array
     total: jax.Array
     highest: jax.Array
 
-    def beside(self, other: "Parts") -> "Parts":
-        """All parts of both."""
+    def concatenate(self, other: "Parts") -> "Parts":
+        """Return the parts of both."""
         return Parts(*(jnp.concatenate(pair) for pair in zip(self, other, strict=True)))
 
-    def added_up(self) -> jax.Array:
-        """[R, G, Q, H], the attention to all keys."""
+    def combine(self) -> jax.Array:
+        """Return the attention over all parts, [R, G, Q, H]."""
         weights = jnp.exp(self.highest - jnp.max(self.highest, axis=0, keepdims=True))
         total = jnp.maximum(jnp.sum(self.total * weights, axis=0), 1e-30)
         return jnp.sum(self.result * weights[..., None], axis=0) / total[..., None]
 
 
-def blocks_of(op: PagedAttentionOp, target: str, rows: int) -> PagedBlocks:
-    """For so many rows of queries on a GPU that `CHIPS` knows; values with scales are multiplied in 32 bits."""
+def paged_attention_blocks(op: PagedAttentionOp, target: str, rows: int) -> PagedBlocks:
+    """Return the block sizes for `rows` query rows on a GPU in `CHIPS`. Values with scales are multiplied in 32 bits."""
     wide = op.scales is not None or op.query.dtype == jnp.float32
-    return paged(target, rows, op.query.shape[-1], wide=wide)
+    return paged_blocks(target, rows, op.query.shape[-1], wide=wide)
 
 
 def attend_to_pages(op: PagedAttentionOp, query: jax.Array, table: jax.Array, lengths: jax.Array) -> Parts:
-    """[R, G, Q, H], int32 [R, M] and [R] -> attention to the first `lengths` keys of each request."""
+    """Attend to the first `lengths` keys of each request; shapes [R, G, Q, H], int32 [R, M] and int32 [R]."""
     requests, groups, rows, size = query.shape
-    kernel_selection: Any = selection.in_force()  # `supports` has said that its GPU is known
-    blocks = blocks_of(op, kernel_selection.target, rows)
-    at_once = min(blocks.keys // op.page_size, 1 << (table.shape[1] - 1).bit_length())
-    at_once = max(at_once, -(-LEAST_KEYS // op.page_size))  # the table is padded, and what is behind a length is hidden
-    launched = requests * groups * -(-rows // blocks.rows)
-    loops = -(-table.shape[1] // at_once)
-    each = -(-loops // parts_of_table(kernel_selection.target, launched, loops)) * at_once
-    splits = -(-table.shape[1] // each)
-    table = jnp.pad(jnp.clip(table, 0, op.pages.shape[0] - 1), [(0, 0), (0, splits * each - table.shape[1])])
+    kernel_selection: Any = selection.in_force()  # not None: `supports` accepts only known GPUs
+    blocks = paged_attention_blocks(op, kernel_selection.target, rows)
+    pages_per_block = min(blocks.keys // op.page_size, 1 << (table.shape[1] - 1).bit_length())
+    pages_per_block = max(
+        pages_per_block, -(-MIN_KEYS // op.page_size)
+    )  # the table is padded; keys past a length are hidden
+    num_blocks = requests * groups * -(-rows // blocks.rows)
+    loops = -(-table.shape[1] // pages_per_block)
+    pages_per_split = -(-loops // num_table_parts(kernel_selection.target, num_blocks, loops)) * pages_per_block
+    splits = -(-table.shape[1] // pages_per_split)
+    table = jnp.pad(jnp.clip(table, 0, op.pages.shape[0] - 1), [(0, 0), (0, splits * pages_per_split - table.shape[1])])
     query = jnp.pad(query, [(0, 0), (0, 0), (0, -rows % blocks.rows), (0, 0)])
     pages = [_spec_of_head(op, op.pages, i) for i in range(2)]
     scales = [_spec_of_head(op, op.scales, i) for i in range(2)]
@@ -78,7 +79,7 @@ def attend_to_pages(op: PagedAttentionOp, query: jax.Array, table: jax.Array, le
         functools.partial(
             compat.paged_attention().paged_attention_kernel,
             num_heads=rows,
-            pages_per_compute_block=at_once,
+            pages_per_compute_block=pages_per_block,
             mask_value=LOW,
             attn_logits_soft_cap=op.softcap,
         ),
@@ -86,7 +87,7 @@ def attend_to_pages(op: PagedAttentionOp, query: jax.Array, table: jax.Array, le
         in_specs=[
             pallas.BlockSpec((None, None, blocks.rows, size), lambda i, q, k: (*_request_and_head(i, groups), q, 0)),
             *(spec for pair in zip(pages, scales, strict=True) for spec in pair),
-            pallas.BlockSpec((None, each), lambda i, q, k: (_request_and_head(i, groups)[0], k)),
+            pallas.BlockSpec((None, pages_per_split), lambda i, q, k: (_request_and_head(i, groups)[0], k)),
             pallas.BlockSpec((1,), lambda i, q, k: _request_and_head(i, groups)[:1]),
         ],
         out_specs=[
@@ -100,28 +101,28 @@ def attend_to_pages(op: PagedAttentionOp, query: jax.Array, table: jax.Array, le
         compiler_params=compat.triton().CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         name="paged_attention",
     )
-    with named(kernel_selection.target):
+    with use_abstract_gpu(kernel_selection.target):
         result, total, highest = call(query, op.pages, op.scales, op.pages, op.scales, table, lengths)
     return Parts(result[..., :rows, :], total[..., :rows], highest[..., :rows])
 
 
 def _request_and_head(index: Any, groups: int) -> tuple[Any, Any]:
-    """Of a block of the grid, whose first axis counts heads of one request after another."""
+    """Return the request and head of a grid index, whose first axis counts heads within a request."""
     return lax.div(index, jnp.int32(groups)), lax.rem(index, jnp.int32(groups))
 
 
 def _spec_of_head(op: PagedAttentionOp, pages: jax.Array | None, which: int) -> Any:
-    """All keys (0) or all values (1) of a block's head, of the pages or of their scales; None where there are none."""
+    """Return the spec of all keys (0) or values (1) of a head, in pages or their scales; None if there are no scales."""
     if pages is None:
         return None
     groups, places = op.groups, pages.shape[0]
     if op.heads_first:
-        rest = pages.shape[3:]
+        dims = pages.shape[3:]
         return pallas.BlockSpec(
-            (places, None, None, *rest), lambda i, q, k: (0, which, _request_and_head(i, groups)[1], *(0,) * len(rest))
+            (places, None, None, *dims), lambda i, q, k: (0, which, _request_and_head(i, groups)[1], *(0,) * len(dims))
         )
-    slots, *rest = pages.shape[1], *pages.shape[3:]
+    slots, *dims = pages.shape[1], *pages.shape[3:]
     return pallas.BlockSpec(
-        (places, slots, None, *rest),
-        lambda i, q, k: (0, 0, 2 * _request_and_head(i, groups)[1] + which, *(0,) * len(rest)),
+        (places, slots, None, *dims),
+        lambda i, q, k: (0, 0, 2 * _request_and_head(i, groups)[1] + which, *(0,) * len(dims)),
     )

@@ -1,4 +1,4 @@
-"""tokamax's kernels, where it is installed: an optional extra, because it brings many packages along."""
+"""Access to tokamax's kernels. tokamax is an optional extra because it has many dependencies."""
 
 import contextlib
 import sys
@@ -12,51 +12,51 @@ import jax
 
 from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.chips import CHIPS
-from axlearn_plugins_gpu.kernels.named_gpu import named
+from axlearn_plugins_gpu.kernels.abstract_gpu import use_abstract_gpu
 
 LATER = sys.version_info >= (3, 12)
-"""Whether it is the later of the two versions whose kernels are used: the earlier is the last one for Python 3.11, the later the
-last one with grouped products in Pallas' Triton. The later has more kernels in Mosaic GPU.
+"""True for the later of the two supported versions. The earlier is the last one for Python 3.11. The later is the
+last one with grouped matmuls in Pallas Triton, and has more Mosaic GPU kernels.
 """
 
 VERSION = "0.0.14" if LATER else "0.0.12"
 
 _FIX = "pip install 'axlearn-plugins-gpu[kernels]'"
 
-_COUNTED = (("pallas.grid", "jax"), ("ops.gated_linear_unit.pallas_mosaic_gpu_kernel_sm90", "backend"))
-"""Modules that ask how many blocks run at once, and the name by which they ask; they need nothing else of it but a type."""
+_CORE_COUNT_USERS = (("pallas.grid", "jax"), ("ops.gated_linear_unit.pallas_mosaic_gpu_kernel_sm90", "backend"))
+"""(module, name) of the objects that tokamax queries for the number of concurrent blocks; the fake also has its `Array` type."""
 
 
 def missing() -> str | None:
-    """Why its kernels cannot be used; None where they can."""
+    """Return why tokamax cannot be used, or None if it can."""
     try:
         version = metadata.version("tokamax")
     except metadata.PackageNotFoundError:
         return f"tokamax is not installed: {_FIX}"
-    return None if version == VERSION else f"tokamax {version} is not {VERSION}, whose kernels are used: {_FIX}"
+    return None if version == VERSION else f"tokamax {version} is installed, but {VERSION} is required: {_FIX}"
 
 
 def module(name: str) -> Any:
-    """One of its modules, which have no public names for single implementations with given block sizes."""
+    """Import a tokamax module. Implementations with given block sizes have no public names."""
     return compat.tokamax(name)
 
 
 @contextlib.contextmanager
-def numbered_for(target: str) -> Iterator[None]:
-    """While a kernel is traced that numbers its blocks by how many run at once: on the target, and not on what is here."""
+def use_core_count(target: str) -> Iterator[None]:
+    """Use the target's number of cores while tracing a kernel that numbers its blocks by the number of concurrent ones."""
     device = types.SimpleNamespace(core_count=CHIPS[target].cores)
     fake_jax = types.SimpleNamespace(devices=lambda: [device], get_default_device=lambda: device, Array=jax.Array)
-    with compat.tokamax_answers(dict.fromkeys(_COUNTED, fake_jax)):
+    with compat.patch_tokamax(dict.fromkeys(_CORE_COUNT_USERS, fake_jax)):
         yield
 
 
 @contextlib.contextmanager
-def for_target(target: str) -> Iterator[None]:
-    """Use while tracing its kernels: they are for the target, not for the local GPU. `supports` has checked the target."""
+def use_target(target: str) -> Iterator[None]:
+    """Trace tokamax's kernels for the target, not for the local GPU. `supports` has checked the target."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(module("config").cross_compile(True))
-        stack.enter_context(jax.numpy_rank_promotion("allow"))  # which our tests forbid to our own code
+        stack.enter_context(jax.numpy_rank_promotion("allow"))  # our tests forbid it for our own code
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore", DeprecationWarning)  # it uses names that JAX is moving
-        stack.enter_context(named(target))
+        warnings.simplefilter("ignore", DeprecationWarning)  # tokamax uses names that JAX is moving
+        stack.enter_context(use_abstract_gpu(target))
         yield

@@ -1,9 +1,9 @@
 """Attention by tokamax's FlashAttention: in Mosaic GPU on Hopper and Blackwell, and in Triton.
 
-They stand behind cuDNN and serve what it does not: soft caps (Mosaic), large heads on Ampere (Triton). Causal masks and sliding
-windows are ranges of keys, outside of which the forward pass skips; whatever else a mask says is an array of booleans [B, 1, Q, K].
-The backward pass skips only what is ahead of a causal mask, Mosaic's of tokamax 0.0.12 on Blackwell nothing; Triton's takes a
-window as booleans too.
+Both have lower priority than cuDNN and cover calls that it does not support: soft caps (Mosaic) and large heads on Ampere
+(Triton). Causal masks and sliding windows become ranges of keys, and the forward pass skips keys outside them. The rest of
+a mask is a boolean array [B, 1, Q, K]. The backward pass skips only keys that a causal mask hides; Mosaic's in tokamax
+0.0.12 on Blackwell skips nothing. Triton's backward pass also gets a window as a boolean array.
 """
 
 import contextlib
@@ -25,19 +25,19 @@ from axlearn_plugins_gpu.kernels.blocks import (
     AttentionBlocks,
     Backward,
     Tables,
-    attending,
+    attention_blocks,
 )
-from axlearn_plugins_gpu.kernels.heads import by_heads
-from axlearn_plugins_gpu.kernels.masks import structure
-from axlearn_plugins_gpu.kernels.mosaic import HOPPER, compiling_for, refusal
+from axlearn_plugins_gpu.kernels.heads import run_per_device
+from axlearn_plugins_gpu.kernels.masks import split_mask
+from axlearn_plugins_gpu.kernels.mosaic import HOPPER, refusal, use_mosaic_target
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 
 _STABLE = {"use_stable_softmax": True}
-"""With a soft cap tokamax would leave the largest score in, whose exponential is more than float16 can hold."""
+"""With a soft cap, tokamax would by default not subtract the largest score, and its exponential overflows float16."""
 
 
 class _Static(NamedTuple):
-    """What of a call is known while tracing."""
+    """Static parameters of a call."""
 
     target: str
     scale: float
@@ -48,66 +48,64 @@ class _Static(NamedTuple):
 
 
 class _Tokamax:
-    """Self-attention in one dtype of 16 bits."""
+    """Base of both kernels: self-attention in one 16-bit dtype."""
 
     mosaic: bool
     tags_result = True
 
     def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
-        """16-bit numbers, positions in whole blocks, heads that its table has blocks for."""
+        """Support 16-bit dtypes, whole blocks of positions, and head sizes that the table has blocks for."""
         if reason := tokamax.missing() or unknown_gpu(context.target):
             return reason
         if self.mosaic and (reason := refusal(context.target)):
             return reason
         dtypes = set(op.dtypes.values())
         if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16"}:
-            return f"the dtypes are {', '.join(sorted(dtypes))}; it takes bfloat16, or float16"
+            return f"it needs one dtype, bfloat16 or float16, got {', '.join(sorted(dtypes))}"
         if not op.aligned:
-            return "queries and keys are not the same positions"
+            return "queries and keys are not at the same positions"
         if op.bias is not None:
-            return f"it is given no bias on the scores ({op.bias.describe()})"
+            return f"it does not support a bias on the scores ({op.bias.describe()})"
         if op.softcap is not None and context.gradients and not self.mosaic:
-            return "its backward pass has no soft cap"
+            return "its backward pass does not support a soft cap"
         if op.value.shape[3] != op.query.shape[3]:
             return "queries and values differ in head size"
-        return self._does_not_fit(op, context)
+        return self._check_shapes(op, context)
 
-    def _does_not_fit(self, op: AttentionOp, context: KernelContext) -> str | None:
+    def _check_shapes(self, op: AttentionOp, context: KernelContext) -> str | None:
         length, size = op.query.shape[1], op.query.shape[3]
-        blocks = attending(_tables(self.mosaic), context.target, size)
+        blocks = attention_blocks(_tables(self.mosaic), context.target, size)
         if blocks is None:
-            return f"it has no blocks for heads of {size}"
+            return f"it has no block sizes for heads of {size}"
         if length % blocks.multiple:
             return f"the sequence length {length} is not a multiple of {blocks.multiple}"
         if not context.gradients:
             return None
-        if blocks.back is None:
-            return f"its backward pass has no blocks for heads of {size} on {context.target}"
-        if blocks.back.longest is not None and length > blocks.back.longest:
-            return f"its backward pass takes up to {blocks.back.longest} positions on {context.target}, not {length}"
+        if blocks.backward is None:
+            return f"its backward pass has no block sizes for heads of {size} on {context.target}"
+        if blocks.backward.longest is not None and length > blocks.backward.longest:
+            return f"its backward pass supports up to {blocks.backward.longest} positions on {context.target}, not {length}"
         return None
 
     def __call__(self, op: AttentionOp) -> jax.Array:
-        """[B, S, N, V]."""
-        kernel_selection: Any = (
-            selection.in_force()
-        )  # where there is none, `supports` has said that the GPU is not known
+        """Return the attention output, [B, S, N, V]."""
+        kernel_selection: Any = selection.in_force()  # not None: `supports` accepts only known GPUs
         length = op.query.shape[1]
-        causal, window, rest = structure(op.mask, (length, length), aligned=True)
+        causal, window, other_mask = split_mask(op.mask, (length, length), aligned=True)
         static = _Static(kernel_selection.target, op.scale, op.softcap, causal, window, self.mosaic)
-        visible = None if rest is None else rest.materialize((0, length), (0, length))[:, None]
+        visible = None if other_mask is None else other_mask.materialize((0, length), (0, length))[:, None]
         run = functools.partial(_attend, static=static)
-        return by_heads(run, op.query, op.key, op.value, visible)
+        return run_per_device(run, op.query, op.key, op.value, visible)
 
 
 class _Mosaic(_Tokamax):
-    """Warp groups for loads and for products."""
+    """Mosaic GPU kernel with separate warp groups for loads and matmuls."""
 
     mosaic = True
 
 
 class _Triton(_Tokamax):
-    """FlashAttention-2."""
+    """Triton kernel, FlashAttention-2."""
 
     mosaic = False
 
@@ -122,44 +120,46 @@ def _tables(mosaic: bool) -> Tables:
 
 
 def _kernel(static: _Static, size: int) -> Any:
-    """tokamax's op with its block sizes, and with those of its derivative."""
-    blocks = attending(_tables(static.mosaic), static.target, size)
-    assert blocks is not None, "`supports` has said no"
+    """Return tokamax's op, with block sizes for the forward and backward pass."""
+    blocks = attention_blocks(_tables(static.mosaic), static.target, size)
+    assert blocks is not None, "`supports` checks this"
     if not static.mosaic:
         return _triton(blocks)
     return _hopper(blocks) if CHIPS[static.target].capability == HOPPER else _blackwell(blocks)
 
 
-_PLACE = "ops.attention.pallas_mosaic_gpu"
+_MODULE = "ops.attention.pallas_mosaic_gpu"
 
 
-def _mosaic(config: Any, back: Any) -> Any:
-    derivative = None if back is None else tokamax.module(f"{_PLACE}_vjp").PallasMosaicGpuFlashAttentionVjp(config=back)
-    return tokamax.module(_PLACE).PallasMosaicGpuFlashAttention(config=config, vjp=derivative, **_STABLE)
+def _mosaic(config: Any, backward: Any) -> Any:
+    derivative = (
+        None if backward is None else tokamax.module(f"{_MODULE}_vjp").PallasMosaicGpuFlashAttentionVjp(config=backward)
+    )
+    return tokamax.module(_MODULE).PallasMosaicGpuFlashAttention(config=config, vjp=derivative, **_STABLE)
 
 
 def _hopper(blocks: AttentionBlocks) -> Any:
-    forward, backward = (tokamax.module(f"{_PLACE}{part}_kernel_sm90") for part in ("", "_vjp"))
+    forward, backward_module = (tokamax.module(f"{_MODULE}{part}_kernel_sm90") for part in ("", "_vjp"))
     config = forward.Config(block_q=blocks.query, block_kv=blocks.key, num_stages=blocks.stages)
-    return _mosaic(config, blocks.back and _two_kernels(backward, blocks.back))
+    return _mosaic(config, blocks.backward and _two_kernels(backward_module, blocks.backward))
 
 
-def _two_kernels(backward: Any, back: Backward) -> Any:
-    return backward.Config(
-        block_q_dkv=back.query,
-        block_kv_dkv=back.key,
-        block_q_dq=back.key,
-        block_kv_dq=back.query,
-        num_stages=back.stages,
+def _two_kernels(module: Any, blocks: Backward) -> Any:
+    return module.Config(
+        block_q_dkv=blocks.query,
+        block_kv_dkv=blocks.key,
+        block_q_dq=blocks.key,
+        block_kv_dq=blocks.query,
+        num_stages=blocks.stages,
     )
 
 
-def _one_kernel(backward: Any, back: Backward) -> Any:
-    return backward.Config(block_q=back.query, block_kv=back.key, num_stages=back.stages)
+def _one_kernel(module: Any, blocks: Backward) -> Any:
+    return module.Config(block_q=blocks.query, block_kv=blocks.key, num_stages=blocks.stages)
 
 
 def _blackwell(blocks: AttentionBlocks) -> Any:
-    forward, backward = (tokamax.module(f"{_PLACE}{part}_kernel_sm100") for part in ("", "_vjp"))
+    forward, backward_module = (tokamax.module(f"{_MODULE}{part}_kernel_sm100") for part in ("", "_vjp"))
     config = forward.Config(
         block_q=blocks.query,
         block_kv=blocks.key,
@@ -168,27 +168,27 @@ def _blackwell(blocks: AttentionBlocks) -> Any:
         collective=True,
     )
     derivative = _two_kernels if tokamax.LATER else _one_kernel
-    return _mosaic(config, blocks.back and derivative(backward, blocks.back))
+    return _mosaic(config, blocks.backward and derivative(backward_module, blocks.backward))
 
 
 def _triton(blocks: AttentionBlocks) -> Any:
-    place = "ops.attention.pallas_triton"
-    forward, backward = tokamax.module(place), tokamax.module(f"{place}_vjp")
+    name = "ops.attention.pallas_triton"
+    forward, backward_module = tokamax.module(name), tokamax.module(f"{name}_vjp")
     config = forward.Config(block_q=blocks.query, block_k=blocks.key, num_stages=blocks.stages, num_warps=blocks.warps)
-    back = blocks.back and backward.Config(
-        block_m1=blocks.back.query,
-        block_n1=blocks.back.key,
-        block_m2=blocks.back.key,
-        block_n2=blocks.back.query,
-        num_stages=blocks.back.stages,
-        num_warps=blocks.back.warps,
+    backward = blocks.backward and backward_module.Config(
+        block_m1=blocks.backward.query,
+        block_n1=blocks.backward.key,
+        block_m2=blocks.backward.key,
+        block_n2=blocks.backward.query,
+        num_stages=blocks.backward.stages,
+        num_warps=blocks.backward.warps,
     )
-    derivative = back and backward.PallasTritonFlashAttentionVjp(config=back)
+    derivative = backward and backward_module.PallasTritonFlashAttentionVjp(config=backward)
     return forward.PallasTritonFlashAttention(config=config, vjp=derivative, **_STABLE)
 
 
 def _compile_context(static: _Static) -> contextlib.AbstractContextManager[None]:
-    return compiling_for(static.target) if static.mosaic else tokamax.for_target(static.target)
+    return use_mosaic_target(static.target) if static.mosaic else tokamax.use_target(static.target)
 
 
 def _options(static: _Static, length: int, visible: jax.Array | None) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def _attend(
     return _attention(query, key, value, visible, static)
 
 
-# tokamax's own derivative gives its residuals no names, and is traced when `for_target` is over.
+# tokamax's own derivative does not name its residuals, and is traced outside `use_target`.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attention(
     query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array | None, static: _Static

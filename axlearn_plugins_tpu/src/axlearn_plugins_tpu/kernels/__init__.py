@@ -1,1 +1,1 @@
-"""Kernels for TPUs: adapters to those that JAX and tokamax ship."""
+"""Kernel implementations for TPUs: adapters to the kernels of JAX and tokamax."""

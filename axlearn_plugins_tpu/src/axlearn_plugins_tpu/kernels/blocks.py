@@ -1,7 +1,7 @@
-"""How large the blocks of each kernel are on each generation of TPUs, as data. Imports no JAX.
+"""Block sizes of kernels, by TPU generation. Does not import JAX.
 
-A larger block reads operands fewer times and takes more of a core's vector memory. The entries compile for their generation;
-they are a start and no result of measurements.
+A larger block reads operands fewer times and uses more of a core's vector memory. The entries are known to compile for
+their generation. They are starting points, not results of measurements.
 """
 
 from collections.abc import Mapping
@@ -9,22 +9,22 @@ from collections.abc import Mapping
 import attrs
 
 LANES = 128
-"""Numbers side by side in a vector register: what all blocks are multiples of."""
+"""Number of lanes of a vector register. All block sizes are multiples of it."""
 
 
 @attrs.frozen(kw_only=True)
 class SplashBlocks:
-    """Rows per block of splash attention, for heads of up to 512 bytes (256 numbers in bfloat16).
+    """Block sizes of splash attention, for heads of up to 512 bytes (256 elements in bfloat16).
 
     Attributes:
-        query: queries, forward.
-        key: keys in memory, forward.
-        key_compute: keys per product, forward.
-        backward_query: queries, backward.
-        backward_key: keys in memory, backward.
-        backward_key_compute: keys per product, backward.
-        fused_up_to: blocks of keys up to which the backward pass is one kernel. That one writes the gradients by the
-            queries once per block of keys, to be summed, and reads everything once instead of twice.
+        query: Queries per block, forward.
+        key: Keys per block in memory, forward.
+        key_compute: Keys per matmul, forward.
+        backward_query: Queries per block, backward.
+        backward_key: Keys per block in memory, backward.
+        backward_key_compute: Keys per matmul, backward.
+        fused_up_to: Maximum number of key blocks for which the backward pass is one fused kernel. The fused kernel reads
+            the operands once instead of twice, but writes one query gradient per block of keys, which are then summed.
     """
 
     query: int
@@ -38,7 +38,7 @@ class SplashBlocks:
 
 @attrs.frozen(kw_only=True)
 class GroupedBlocks:
-    """Tiles of a grouped matrix product [M, K] x [G, K, N] in bfloat16; in float32 the inner size is half of that."""
+    """Tile sizes of a grouped matmul [M, K] x [G, K, N] in bfloat16; float32 halves the inner size."""
 
     rows: int
     inner: int
@@ -65,7 +65,7 @@ SPLASH: Mapping[str, SplashBlocks] = {
         query=1024, key=1024, key_compute=1024, backward_query=1024, backward_key=1024, backward_key_compute=1024
     ),
 }
-"""By target; the empty name is for a TPU that no target knows."""
+"""Target -> block sizes. The empty name is for a TPU that is not a known target."""
 
 GROUPED: Mapping[str, GroupedBlocks] = {
     "": GroupedBlocks(rows=128, inner=512, outer=512),
@@ -78,23 +78,23 @@ GROUPED: Mapping[str, GroupedBlocks] = {
 
 
 def tiles(target: str, rows: int, matrix: tuple[int, ...], itemsize: int) -> tuple[int, int, int]:
-    """The tiles of a grouped product: rows (a multiple of `LANES`), and of the inner and the outer dimension.
+    """Return the tile sizes of a grouped matmul: rows (a multiple of `LANES`), inner and outer dimension.
 
     Args:
-        target: a TPU, or another name for one that no target knows.
+        target: Name of a TPU target; an unknown name selects the default.
         rows: M.
         matrix: (K, N).
-        itemsize: bytes of a number.
+        itemsize: Bytes per element.
     """
     inner, outer = matrix
     blocks = GROUPED.get(target, GROUPED[""])
-    fewest = min(blocks.rows, -(-rows // LANES) * LANES)
-    return fewest, min(max(LANES, blocks.inner * 2 // itemsize), inner), min(blocks.outer, outer)
+    tile_rows = min(blocks.rows, -(-rows // LANES) * LANES)
+    return tile_rows, min(max(LANES, blocks.inner * 2 // itemsize), inner), min(blocks.outer, outer)
 
 
 @attrs.frozen(kw_only=True)
 class PagedBlocks:
-    """Of paged attention: queries to a block, and keys that are fetched together."""
+    """Block sizes of paged attention: queries per block, and keys per fetch."""
 
     queries: int
     keys: int
@@ -112,7 +112,7 @@ PAGED: Mapping[str, PagedBlocks] = {
 
 @attrs.frozen(kw_only=True)
 class LossBlocks:
-    """Of the output layer with its loss: positions, and the most of the width and of the vocabulary in a tile."""
+    """Block sizes of the output layer with its loss: positions, and maximum tile sizes of the width and vocabulary."""
 
     rows: int = 1024
     width: int = 512
@@ -126,20 +126,20 @@ LOSS: Mapping[str, LossBlocks] = {
     "tpu-v6e": LossBlocks(vocabulary=2048),
     "tpu-7x": LossBlocks(vocabulary=2048),
 }
-"""As tokamax has them by generation."""
+"""Target -> block sizes, as in tokamax."""
 
-WIDEST = 512
-"""Bytes of a head for which the entries are meant."""
+MAX_HEAD_BYTES = 512
+"""Bytes of the widest head that the entries are meant for."""
 
 
-def narrowed(blocks: SplashBlocks, head_bytes: int) -> SplashBlocks:
-    """The blocks for heads of so many bytes: of wider ones fewer rows fit."""
-    if head_bytes <= WIDEST:
+def shrink_blocks(blocks: SplashBlocks, head_bytes: int) -> SplashBlocks:
+    """Return the blocks for heads of `head_bytes` bytes; wider heads get fewer rows."""
+    if head_bytes <= MAX_HEAD_BYTES:
         return blocks
-    rows = {f: v * WIDEST // head_bytes for f, v in attrs.asdict(blocks).items() if f != "fused_up_to"}
+    rows = {f: v * MAX_HEAD_BYTES // head_bytes for f, v in attrs.asdict(blocks).items() if f != "fused_up_to"}
     return attrs.evolve(blocks, **rows)
 
 
-def fitting(length: int, most: int) -> int:
-    """The largest multiple of `LANES` up to `most` that divides `length`, which is such a multiple itself."""
-    return max((n for n in range(LANES, min(length, most) + 1, LANES) if length % n == 0), default=LANES)
+def largest_divisor(length: int, limit: int) -> int:
+    """Return the largest multiple of `LANES`, up to `most`, that divides `length` (itself a multiple of `LANES`)."""
+    return max((n for n in range(LANES, min(length, limit) + 1, LANES) if length % n == 0), default=LANES)

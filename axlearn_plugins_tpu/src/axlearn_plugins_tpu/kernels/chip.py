@@ -1,7 +1,7 @@
-"""Which TPU a kernel is traced for, where the kernel or Pallas asks.
+"""Set the TPU that kernels are traced for.
 
-Some instructions are other ones on other chips. Pallas takes the chip from the mesh in force, and where there is none from the
-default device: on the machine that only compiles, a CPU.
+Some instructions differ between chips. Pallas reads the chip from the current mesh, or else from the default device, which
+is a CPU on a machine that only compiles.
 """
 
 import contextlib
@@ -12,24 +12,25 @@ import jax
 from axlearn_core.kernels import selection
 from axlearn_plugins_tpu.generations import TARGETS
 
-_KNOWN = {t.name: t for t in TARGETS}
+_TARGETS = {t.name: t for t in TARGETS}
 
 
 @contextlib.contextmanager
-def known_chip() -> Iterator[None]:
-    """While a kernel is traced (and each of its derivatives, which are traced apart): the chip is that of the target in force.
+def use_target_chip() -> Iterator[None]:
+    """Use the chip of the selected target while a kernel, or one of its derivatives, is traced.
 
-    It goes around what one device runs, inside of `per_device`, for no other mesh can be entered within it. Within a mesh nothing
-    is changed, since that says what it is made of; nor for a target that this plugin does not know: there it is the default device.
+    Use it around the function that one device runs, inside `per_device`, because no other mesh can be entered there. It
+    does nothing within a mesh, which already names its devices, and for targets that this plugin does not know, which use
+    the default device.
     """
     kernel_selection = selection.in_force()
-    target = _KNOWN.get(kernel_selection.target) if kernel_selection else None
+    target = _TARGETS.get(kernel_selection.target) if kernel_selection else None
     if target is None or not jax.sharding.get_abstract_mesh().empty:
         yield
         return
     device = jax.sharding.AbstractDevice(
         device_kind=target.device_kinds[0], num_cores=target.cores_per_chip, platform=target.platform
     )
-    alone = jax.sharding.AbstractMesh((1,), ("device",), (jax.sharding.AxisType.Auto,), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(alone):
+    single = jax.sharding.AbstractMesh((1,), ("device",), (jax.sharding.AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(single):
         yield

@@ -1,4 +1,4 @@
-"""Grouped matrix products by megablox (`jax.experimental.pallas.ops.tpu.megablox`; Gale et al., 2022).
+"""Grouped matmuls by megablox (`jax.experimental.pallas.ops.tpu.megablox`; Gale et al., 2022).
 
 M rows, G groups, K inner and N outer dimension.
 """
@@ -13,30 +13,30 @@ from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels import selection
 from axlearn_plugins_tpu.kernels.blocks import LANES, tiles
 
-if TYPE_CHECKING:  # only a program that has the op loads this module
+if TYPE_CHECKING:  # a program imports this module only if it uses the op
     from axlearn_plugins_moe.grouped_matmul import GroupedMatmulOp
 
 
 class _Megablox:
-    """Tiles of rows, each of one group or at the border of several; the work is that of the rows."""
+    """Megablox kernel. A tile has rows of one group, or of several at a boundary, so work is proportional to the rows."""
 
     def supports(self, op: "GroupedMatmulOp", context: KernelContext) -> str | None:
-        """Both dimensions of the matrices at least a lane wide, in bfloat16 or float32."""
+        """Support matrices with both dimensions at least a lane wide, in bfloat16 or float32."""
         inner, outer = op.rhs.shape[1:]
         dtypes = set(op.dtypes.values())
         if min(inner, outer) < LANES:
-            return f"the matrices are {inner} x {outer}; it wants at least {LANES} either way"
+            return f"the matrices are {inner} x {outer}; both dimensions must be at least {LANES}"
         if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float32"}:
-            return f"the dtypes are {', '.join(sorted(dtypes))}; it takes bfloat16, or float32"
+            return f"it needs one dtype, bfloat16 or float32, got {', '.join(sorted(dtypes))}"
         return None
 
     def __call__(self, op: "GroupedMatmulOp") -> jax.Array:
-        """[M, N]. The caller has split everything among devices."""
+        """Return the products, [M, N]. The caller has already split the operands over the devices."""
         kernel_selection = selection.in_force()
         lhs, rhs = op.lhs, op.rhs
         rows = lhs.shape[0]
         tiling = tiles(kernel_selection.target if kernel_selection else "", rows, rhs.shape[1:], lhs.dtype.itemsize)
-        padded = jnp.pad(lhs, ((0, -rows % tiling[0]), (0, 0)))  # rows of no group
+        padded = jnp.pad(lhs, ((0, -rows % tiling[0]), (0, 0)))  # the padding rows belong to no group
         return ops.gmm(padded, rhs, op.sizes, lhs.dtype, tiling)[:rows]
 
 

@@ -1,6 +1,6 @@
-"""Attention by splash attention (`jax.experimental.pallas.ops.tpu.splash_attention`), which skips blocks that a mask hides.
+"""Splash attention (`jax.experimental.pallas.ops.tpu.splash_attention`), which skips blocks that the mask hides.
 
-B batch, S positions, N query heads, G key-value heads, H head size, V size of the values.
+B batch, S positions, N query heads, G key-value heads, H head size, V value size.
 """
 
 import functools
@@ -17,13 +17,13 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels import selection
-from axlearn_plugins_tpu.kernels.blocks import LANES, SPLASH, SplashBlocks, fitting, narrowed
+from axlearn_plugins_tpu.kernels.blocks import LANES, SPLASH, SplashBlocks, largest_divisor, shrink_blocks
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import Causal, Mask, Or, Prefix, Segments, SlidingWindow
 from axlearn_plugins_transformer.kernels.per_device import per_device, split_over
 
 RESIDUALS = "attention_residuals"
-"""The tag of what the backward kernel needs of the forward one: the result [N, S, V], and log Z [N, S] in float32."""
+"""Checkpoint name of the residuals of the backward kernel: the result [N, S, V], and log Z [N, S] in float32."""
 
 QUERY_AXES = ("batch", None, "activation_heads", None)
 KEY_AXES = ("batch", None, "activation_kv", None)
@@ -33,13 +33,13 @@ _PARTS = re.compile(r"full|causal|segments|slidingwindow\(\d+\)|\(causal \| pref
 
 @attrs.frozen
 class Structure:
-    """A mask as the kernel takes it.
+    """A mask in the form that the kernel needs.
 
     Attributes:
-        causal: whether later keys are hidden.
-        window: the last keys that a query sees; None without a limit.
-        segments: ids of documents.
-        prefix: int32 [B], keys that every query sees.
+        causal: Whether later keys are hidden.
+        window: Number of most recent keys that a query sees, or None for no limit.
+        segments: Document ids.
+        prefix: int32 [B], number of leading keys that every query sees.
     """
 
     causal: bool
@@ -49,7 +49,7 @@ class Structure:
 
     @classmethod
     def of(cls, mask: Mask) -> "Structure":
-        """The structure of a mask whose description `supports` accepted."""
+        """Build the structure from a mask that `supports` accepted."""
         parts: list[Any] = list(mask.parts)
         windows = [p.size for p in parts if isinstance(p, SlidingWindow)]
         segments = [p for p in parts if isinstance(p, Segments)]
@@ -59,7 +59,7 @@ class Structure:
         return cls(causal, min(windows, default=None), segments[0] if segments else None, prefix[0] if prefix else None)
 
     def static(self, length: int) -> splash_masks.Mask:
-        """What is known of it while tracing."""
+        """Return the part of the mask that is known while tracing."""
         shape = (length, length)
         if self.prefix is not None:
             return _CausalFrom(length)
@@ -69,9 +69,10 @@ class Structure:
 
 
 class _CausalFrom(splash_masks.Mask):
-    """A causal mask whose queries get their positions with the data, so that no block is known to be hidden.
+    """Causal mask whose query positions are known at run time only, so that no block is skipped statically.
 
-    A query that sees the first L keys and those up to its own position is a causal query at position max(L - 1, its own).
+    A query that sees the first L keys and the keys up to its own position is a causal query at position max(L - 1,
+    position).
     """
 
     def __init__(self, length: int):
@@ -83,12 +84,12 @@ class _CausalFrom(splash_masks.Mask):
 
     @staticmethod
     def mask_function(q_ids: jax.Array, kv_ids: jax.Array) -> jax.Array:
-        """What the kernel computes."""
+        """Compute the mask in the kernel."""
         return q_ids >= kv_ids
 
     def __getitem__(self, idx: Sequence[slice]) -> np.ndarray:
         rows, columns = (len(range(*s.indices(len(self.q_sequence)))) for s in idx)
-        return np.arange(rows * columns).reshape(rows, columns) == 0  # neither all nor none
+        return np.arange(rows * columns).reshape(rows, columns) == 0  # neither all true nor all false
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _CausalFrom) and other.shape == self.shape
@@ -98,37 +99,38 @@ class _CausalFrom(splash_masks.Mask):
 
 
 class _Splash:
-    """Forward and backward in blocks, with nothing of the size S x S in memory."""
+    """Splash attention kernel: blockwise forward and backward passes, without S x S arrays in memory."""
 
     def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
-        """Self-attention under causal, sliding-window, prefix and segment masks."""
+        """Support self-attention with causal, sliding-window, prefix and segment masks."""
         (_, length, heads, _), groups, mask = op.query.shape, op.key.shape[2], op.mask.describe()
         dtypes = set(op.dtypes.values())
         if not op.aligned:
-            return "queries and keys are not the same positions"
+            return "queries and keys are not at the same positions"
         if op.bias is not None:
-            return f"it adds no bias to scores ({op.bias.describe()})"
+            return f"it does not support a bias on the scores ({op.bias.describe()})"
         if unknown := [p for p in mask.split(" & ") if not _PARTS.fullmatch(p)]:
-            return f"it has no such mask ({' & '.join(unknown)})"
+            return f"it does not support this mask ({' & '.join(unknown)})"
         if "prefix" in mask and "slidingwindow" in mask:
-            return f"a prefix goes with a causal mask alone ({mask})"
+            return f"it supports a prefix only with a plain causal mask ({mask})"
         if length % LANES:
             return f"the sequence length {length} is not a multiple of {LANES}"
         if heads % groups:
             return f"{groups} key-value heads do not divide {heads} query heads"
         if mask.count("segments") > 1 or mask.count("prefix") > 1:
-            return f"it takes one set of segments and one prefix ({mask})"
+            return f"it supports one set of segments and one prefix ({mask})"
         if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float32"}:
-            return f"the dtypes are {', '.join(sorted(dtypes))}; it takes bfloat16, or float32"
+            return f"it needs one dtype, bfloat16 or float32, got {', '.join(sorted(dtypes))}"
         return None
 
     def __call__(self, op: AttentionOp) -> jax.Array:
-        """[B, S, N, V]."""
+        """Return the attention output, [B, S, N, V]."""
         query, key, value, structure = op.query, op.key, op.value, Structure.of(op.mask)
         kernel_selection = selection.in_force()
         blocks = SPLASH.get(kernel_selection.target if kernel_selection else "", SPLASH[""])
         if split_over(query.shape, QUERY_AXES)[2] != split_over(key.shape, KEY_AXES)[2]:
-            # Fewer key-value heads than devices that share the heads: each needs a copy of those of its queries.
+            # There are fewer key-value heads than devices that share the heads, so each device needs a copy for its
+            # queries.
             repeats = query.shape[2] // key.shape[2]
             key, value = jnp.repeat(key, repeats, axis=2), jnp.repeat(value, repeats, axis=2)
         ids = (None, None) if structure.segments is None else (structure.segments.queries, structure.segments.keys)
@@ -153,9 +155,24 @@ def _local(
     softcap: float | None,
     blocks: SplashBlocks,
 ) -> jax.Array:
-    """[B, S, N, H], [B, S, G, H], [B, S, G, V], int32 [B, S] twice, int32 [B] -> [B, S, N, V], on one device."""
+    """Attend on one device.
+
+    Args:
+        query: [B, S, N, H].
+        key: [B, S, G, H].
+        value: [B, S, G, V].
+        query_ids: int32 [B, S].
+        key_ids: int32 [B, S].
+        prefix: int32 [B].
+        structure: Mask without its segments.
+        softcap: Cap on the scores.
+        blocks: Block sizes.
+
+    Returns:
+        [B, S, N, V].
+    """
     length, heads = query.shape[1:3]
-    blocks = narrowed(blocks, max(query.shape[3], value.shape[3]) * query.dtype.itemsize)
+    blocks = shrink_blocks(blocks, max(query.shape[3], value.shape[3]) * query.dtype.itemsize)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     kernel = splash.make_splash_mha(
         splash_masks.MultiHeadMask([structure.static(length)] * heads),
@@ -170,33 +187,37 @@ def _local(
     def one_row(
         q: jax.Array, k: jax.Array, v: jax.Array, ids: splash.SegmentIds | None, row_visible: jax.Array | None
     ) -> Any:
-        return (kernel if row_visible is None else _with_prefix(kernel, row_visible))(q, k, v, ids)
+        return (kernel if row_visible is None else _apply_prefix(kernel, row_visible))(q, k, v, ids)
 
     return jnp.swapaxes(jax.vmap(one_row)(q, k, v, ids, prefix), 1, 2)
 
 
-def _with_prefix(kernel: splash.SplashAttentionKernel, prefix: jax.Array) -> splash.SplashAttentionKernel:
-    """The kernel for a row in which every query sees the first `prefix` keys."""
+def _apply_prefix(kernel: splash.SplashAttentionKernel, prefix: jax.Array) -> splash.SplashAttentionKernel:
+    """Return the kernel for a row in which every query sees the first `prefix` keys."""
 
-    def moved(info: Any) -> Any:
+    def shift_positions(info: Any) -> Any:
         return None if info is None else info._replace(q_sequence=jnp.maximum(info.q_sequence, prefix - 1))
 
-    infos = (moved(kernel.fwd_mask_info), moved(kernel.dq_mask_info), moved(kernel.dkv_mask_info))
+    infos = (
+        shift_positions(kernel.fwd_mask_info),
+        shift_positions(kernel.dq_mask_info),
+        shift_positions(kernel.dkv_mask_info),
+    )
     return splash.SplashAttentionKernel(*infos, **kernel.kwargs)
 
 
 def _block_sizes(blocks: SplashBlocks, length: int) -> splash.BlockSizes:
-    """The table's, cut down to what divides the length."""
-    key, back_key = fitting(length, blocks.key), fitting(length, blocks.backward_key)
-    back_query = fitting(length, blocks.backward_query)
+    """Return the table's block sizes, reduced to divisors of the length."""
+    key, back_key = largest_divisor(length, blocks.key), largest_divisor(length, blocks.backward_key)
+    back_query = largest_divisor(length, blocks.backward_query)
     fused = length // back_key <= blocks.fused_up_to
     return splash.BlockSizes(
-        block_q=fitting(length, blocks.query),
+        block_q=largest_divisor(length, blocks.query),
         block_kv=key,
-        block_kv_compute=fitting(key, blocks.key_compute),
+        block_kv_compute=largest_divisor(key, blocks.key_compute),
         block_q_dkv=back_query,
         block_kv_dkv=back_key,
-        block_kv_dkv_compute=fitting(back_key, blocks.backward_key_compute),
+        block_kv_dkv_compute=largest_divisor(back_key, blocks.backward_key_compute),
         block_q_dq=None if fused else back_query,
         block_kv_dq=None if fused else back_key,
         use_fused_bwd_kernel=fused,

@@ -1,6 +1,6 @@
-"""Grouped matrix products by tokamax's kernel for TPUs, where it is installed: an optional extra, for it brings many packages.
+"""Grouped matmuls by tokamax's TPU kernel. tokamax is an optional extra because it has many dependencies.
 
-Megablox with a pipeline of its own, which fetches tiles over an inner loop. Without quantization, which it has too.
+The kernel is megablox with its own pipeline, which fetches tiles in an inner loop. Its quantization is not used.
 
 M rows, G groups, K inner and N outer dimension.
 """
@@ -20,53 +20,53 @@ from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels import selection
 from axlearn_plugins_tpu import compat
 from axlearn_plugins_tpu.kernels.blocks import LANES, tiles
-from axlearn_plugins_tpu.kernels.chip import known_chip
+from axlearn_plugins_tpu.kernels.chip import use_target_chip
 
-if TYPE_CHECKING:  # only a program that has the op loads this module
+if TYPE_CHECKING:  # a program imports this module only if it uses the op
     from axlearn_plugins_moe.grouped_matmul import GroupedMatmulOp
 
 VERSION = "0.0.14" if sys.version_info >= (3, 12) else "0.0.12"
-"""The one whose kernels are used. They have no public names."""
+"""Supported version of tokamax. Its kernels have no public names."""
 
 _FIX = "pip install 'axlearn-plugins-tpu[kernels]'"
 
 Tiling = tuple[int, int, int]
-"""Rows, and of K and N, to a tile."""
+"""Tile sizes: rows, K and N."""
 
 
 def missing() -> str | None:
-    """Why its kernels cannot be used; None where they can."""
+    """Return why tokamax cannot be used, or None if it can."""
     try:
         version = metadata.version("tokamax")
     except metadata.PackageNotFoundError:
         return f"tokamax is not installed: {_FIX}"
-    return None if version == VERSION else f"tokamax {version} is not {VERSION}, whose kernels are used: {_FIX}"
+    return None if version == VERSION else f"tokamax {version} is installed, but {VERSION} is required: {_FIX}"
 
 
 class _Mosaic:
-    """Tiles of rows, each of one group or at the border of several, fetched by a pipeline of the kernel's own."""
+    """Grouped matmul kernel. A tile has rows of one group, or of several at a boundary; the kernel pipelines its loads."""
 
     def supports(self, op: "GroupedMatmulOp", context: KernelContext) -> str | None:
-        """From v5 on; both dimensions of the matrices whole lanes, in bfloat16 or float32."""
+        """Support v5 and later, and matrices with dimensions in whole lanes, in bfloat16 or float32."""
         if reason := missing():
             return reason
         dtypes = set(op.dtypes.values())
         if context.target == "tpu-v4":
-            return "tokamax has it for TPUs from v5 on, not for v4"
+            return "tokamax supports TPUs from v5 on, not v4"
         for size in op.rhs.shape[1:]:
             if size % LANES:
                 return f"the dimension {size} is not a multiple of {LANES}"
         if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float32"}:
-            return f"the dtypes are {', '.join(sorted(dtypes))}; it takes bfloat16, or float32"
+            return f"it needs one dtype, bfloat16 or float32, got {', '.join(sorted(dtypes))}"
         return None
 
     def __call__(self, op: "GroupedMatmulOp") -> jax.Array:
-        """[M, N]. The caller has split everything among devices."""
+        """Return the products, [M, N]. The caller has already split the operands over the devices."""
         kernel_selection = selection.in_force()
         lhs, rhs = op.lhs, op.rhs
         rows = lhs.shape[0]
         tiling = tiles(kernel_selection.target if kernel_selection else "", rows, rhs.shape[1:], lhs.dtype.itemsize)
-        padded = jnp.pad(lhs, ((0, -rows % tiling[0]), (0, 0)))  # rows of no group
+        padded = jnp.pad(lhs, ((0, -rows % tiling[0]), (0, 0)))  # the padding rows belong to no group
         product: Any = _product(padded, rhs, op.sizes, tiling)
         return product[:rows]
 
@@ -75,22 +75,22 @@ MOSAIC = _Mosaic()
 
 
 @contextlib.contextmanager
-def kernels_of(module: str) -> Iterator[Any]:
-    """One of tokamax's modules of kernels (`ragged_dot.pallas_mosaic_tpu_kernel`), while one of them is traced."""
+def use_kernels(module: str) -> Iterator[Any]:
+    """Yield one of tokamax's kernel modules (`ragged_dot.pallas_mosaic_tpu_kernel`), for tracing its kernels."""
     with (
-        known_chip(),
+        use_target_chip(),
         jax.numpy_rank_promotion("allow"),
         jax.numpy_dtype_promotion("standard"),
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("ignore", DeprecationWarning)  # it uses names that JAX is moving
+        warnings.simplefilter("ignore", DeprecationWarning)  # tokamax uses names that JAX is moving
         yield compat.tokamax(module)
 
 
-_kernels = functools.partial(kernels_of, "ragged_dot.pallas_mosaic_tpu_kernel")
+_kernels = functools.partial(use_kernels, "ragged_dot.pallas_mosaic_tpu_kernel")
 
 
-# tokamax's own derivative gives every product the tiles that it finds in its table, for a chip that the table does not name.
+# tokamax's own derivative picks tiles from its table for every matmul, and the table lacks some chips.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _product(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, tiling: Tiling) -> jax.Array:
     with _kernels() as kernels:

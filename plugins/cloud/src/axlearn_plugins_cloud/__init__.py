@@ -1,1 +1,1 @@
-"""Storages in object stores: `s3://`, `gs://`, and what fsspec reaches."""
+"""Storages in object stores: `s3://`, `gs://`, and some fsspec protocols."""

@@ -1,4 +1,4 @@
-"""Google Cloud Storage, through Google's client: application default credentials, `STORAGE_EMULATOR_HOST` for an emulator."""
+"""Google Cloud Storage through Google's client, with application default credentials or `STORAGE_EMULATOR_HOST`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -10,10 +10,10 @@ from google.api_core import exceptions as errors
 from google.cloud import storage
 from requests.adapters import HTTPAdapter
 
-from axlearn_plugins_cloud.objects import Missing, Refused, Transient
+from axlearn_plugins_cloud.objects import MissingObjectError, RefusedError, TransientError
 
 TIMEOUT = (10.0, 60.0)
-"""Seconds to connect, and between two bytes."""
+"""Timeouts in seconds: to connect, and between two bytes."""
 T = TypeVar("T")
 
 
@@ -25,7 +25,7 @@ class GcsObjects:
 
     @cached_property
     def bucket(self) -> Any:
-        """The bucket, made at the first call: what it lacks is then an error of that call."""
+        """Bucket, created on first use, so that a missing bucket or credential is an error of that call."""
         client = storage.Client()
         adapter = HTTPAdapter(pool_maxsize=32)
         client._http.mount("https://", adapter)
@@ -33,11 +33,11 @@ class GcsObjects:
         return client.bucket(self.name)
 
     def put(self, key: str, data: bytes) -> None:
-        """See `Objects`."""
+        """Write an object; see `Objects.put`."""
         self._call(lambda: self._upload(key, data))
 
     def put_new(self, key: str, data: bytes) -> bool:
-        """See `Objects`."""
+        """Create an object; see `Objects.put_new`."""
         try:
             self._call(lambda: self._upload(key, data, if_generation_match=0))
         except errors.PreconditionFailed:
@@ -45,11 +45,11 @@ class GcsObjects:
         return True
 
     def get(self, key: str) -> bytes:
-        """See `Objects`."""
+        """Read an object; see `Objects.get`."""
         return self._call(lambda: self.bucket.blob(key).download_as_bytes(timeout=TIMEOUT, retry=None))
 
     def get_range(self, key: str, begin: int, size: int) -> bytes:
-        """See `Objects`."""
+        """Read a range; see `Objects.get_range`."""
         try:
             return self._call(
                 lambda: self.bucket.blob(key).download_as_bytes(
@@ -60,7 +60,7 @@ class GcsObjects:
             return b""
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """See `Objects`."""
+        """List objects; see `Objects.list`."""
         fields = "items(name,size),nextPageToken"
         blobs = self._call(
             lambda: [
@@ -71,15 +71,15 @@ class GcsObjects:
         return ((blob.name, blob.size) for blob in blobs)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """See `Objects`."""
+        """Delete objects; see `Objects.delete`."""
         for key in keys:
             try:
                 self._call(lambda key=key: self.bucket.blob(key).delete(timeout=TIMEOUT, retry=None))
-            except Missing:
+            except MissingObjectError:
                 continue
 
     def copy(self, source: str, target: str) -> None:
-        """See `Objects`."""
+        """Copy an object; see `Objects.copy`."""
         self._call(
             lambda: self.bucket.copy_blob(self.bucket.blob(source), self.bucket, target, timeout=TIMEOUT, retry=None)
         )
@@ -94,23 +94,25 @@ class GcsObjects:
             return call()
         except errors.NotFound as error:
             if missing == "object" and "bucket does not exist" not in str(error).lower():
-                raise Missing from error
-            raise Refused(f"there is no bucket {self.name}", "make the bucket, or correct its name") from error
+                raise MissingObjectError from error
+            raise RefusedError(
+                f"the bucket {self.name} does not exist", "create the bucket, or correct its name"
+            ) from error
         except (errors.PreconditionFailed, errors.RequestRangeNotSatisfiable):
             raise
         except (errors.ServerError, errors.TooManyRequests) as error:
-            raise Transient(f"{error.code} {error.message}") from error
+            raise TransientError(f"{error.code} {error.message}") from error
         except (errors.Forbidden, errors.Unauthorized) as error:
             fix = "check that these credentials may list, read and write the bucket"
-            raise Refused(f"{error.code} {error.message}", fix) from error
+            raise RefusedError(f"{error.code} {error.message}", fix) from error
         except errors.GoogleAPICallError as error:
             if (error.code or 0) in (408, 429):
-                raise Transient(str(error)) from error
-            raise Refused(str(error), "check the bucket's name") from error
+                raise TransientError(str(error)) from error
+            raise RefusedError(str(error), "check the bucket's name") from error
         except auth.DefaultCredentialsError as error:
             fix = "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`"
-            raise Refused(f"no credentials for Google Cloud: {str(error).splitlines()[0]}", fix) from error
+            raise RefusedError(f"no credentials for Google Cloud: {str(error).splitlines()[0]}", fix) from error
         except auth.RefreshError as error:
-            raise Refused(str(error), "renew the credentials") from error
+            raise RefusedError(str(error), "renew the credentials") from error
         except (requests.RequestException, auth.TransportError, ConnectionError, TimeoutError) as error:
-            raise Transient(str(error)) from error
+            raise TransientError(str(error)) from error

@@ -1,4 +1,4 @@
-"""The storages of URIs. Imports no client before it is asked for a scheme of its own."""
+"""Hook that opens storages by URI. Imports a client only for its own scheme."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from axlearn_core.errors import RequestError
 from axlearn_core.plugins.hookspecs import hookimpl
 
 FSSPEC = ("abfs", "az", "memory")
-"""Protocols that are let through to fsspec: each has an atomic write of a whole file. `http://`, `ftp://` or `zip://` do not."""
+"""Protocols that are passed to fsspec. They can write a whole file atomically; `http://`, `ftp://` and `zip://` cannot."""
 
 
 @hookimpl
 def axlearn_checkpoint_storage(uri: str) -> Storage | None:
-    """`s3://`, `gs://`, and the protocols of `FSSPEC`."""
+    """Return the storage of a `s3://` or `gs://` URI, or of a protocol in `FSSPEC`; None for other schemes."""
     scheme = urlsplit(uri.partition("::")[0]).scheme if "://" in uri.partition("::")[0] else uri.partition("::")[0]
     if "::" in uri:
         raise RequestError(
-            f"{uri!r} chains file systems of fsspec, which checkpoints do not go through\n"
+            f"{uri!r} chains file systems of fsspec, which checkpoints do not support\n"
             f"    got: {scheme}::\n    expected: one of s3://, gs://, {', '.join(f'{p}://' for p in FSSPEC)}\n"
-            "    fix: give the URI of the store itself"
+            "    fix: use the URI of the store itself"
         )
     if scheme not in ("s3", "gs", *FSSPEC):
         return None
@@ -41,24 +41,24 @@ def axlearn_checkpoint_storage(uri: str) -> Storage | None:
 
 
 def _split(uri: str) -> tuple[str, str]:
-    """(bucket, prefix without slashes around it) of a URI, whose characters stand for themselves."""
+    """Split a URI into (bucket, prefix without surrounding slashes). Characters are not decoded."""
     bucket, _, prefix = uri.partition("://")[2].partition("/")
     problem = None
     if not bucket:
         problem = "names no bucket"
     elif "@" in bucket or ":" in bucket:
-        problem = "has credentials or a port in the place of the bucket"
+        problem = "has credentials or a port instead of a bucket"
     elif ".." in prefix.split("/") or "//" in prefix.strip("/"):
         problem = "has an empty or `..` part in its path"
     if problem:
         raise RequestError(
-            f"{_hide(uri)!r} {problem}\n    expected: SCHEME://BUCKET/PATH\n    fix: give the bucket and a path in it; "
+            f"{_hide(uri)!r} {problem}\n    expected: SCHEME://BUCKET/PATH\n    fix: use a bucket and a path in it; "
             "credentials and endpoints come from the environment"
         )
     return bucket, prefix.strip("/")
 
 
 def _hide(uri: str) -> str:
-    """The URI without what may be a password."""
+    """Return the URI without credentials."""
     scheme, _, rest = uri.partition("://")
     return f"{scheme}://***@{rest.rpartition('@')[2]}" if "@" in rest else uri

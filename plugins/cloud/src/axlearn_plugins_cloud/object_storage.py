@@ -1,4 +1,4 @@
-"""A storage over objects: calls that fail for a while are tried again, and folders are committed by a marker."""
+"""A storage on top of an object store. Transient errors are retried, and a marker object commits a folder."""
 
 import builtins
 import logging
@@ -11,42 +11,42 @@ from typing import TypeVar
 
 from axlearn_core.contracts.storage import MARKER, StoredFile
 from axlearn_core.errors import MissingFileError, StorageError
-from axlearn_plugins_cloud.objects import Missing, Objects, Refused, Transient
+from axlearn_plugins_cloud.objects import MissingObjectError, Objects, RefusedError, TransientError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 ATTEMPTS = 10
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 20.0
-"""Seconds between attempts: doubled each time, and a random part of that, so that many processes do not knock together."""
+"""Seconds between attempts. The pause doubles each time, with random jitter, so that processes do not retry in lockstep."""
 
 
 class ObjectStorage:
-    """The objects below a prefix of a bucket; see `axlearn_core.contracts.storage.Storage`.
+    """Storage in the objects below a prefix of a bucket; see `axlearn_core.contracts.storage.Storage`.
 
-    Files are held in memory while they are written; the checkpointer's have 64 MiB. A folder cannot be renamed: it is written
-    in its place, and complete once its `MARKER` is there.
+    A file is held in memory while it is written; the checkpointer's files are 64 MiB. Since a folder cannot be renamed, it
+    is written in its final place. It is complete when its `MARKER` exists.
 
     Attributes:
-        objects: of the bucket.
-        uri: for messages.
-        prefix: of all keys, without slashes around it.
+        objects: Client of the bucket.
+        uri: URI for messages.
+        prefix: Prefix of all keys, without surrounding slashes.
     """
 
     def __init__(self, objects: Objects, uri: str, prefix: str):
         self.objects, self.uri, self.prefix = objects, uri.rstrip("/"), prefix
 
     def list(self, prefix: str = "") -> builtins.list[StoredFile]:
-        """All files whose path begins with `prefix`."""
+        """Return all files whose path starts with `prefix`."""
         root = self._key("")
         objects = self._attempt(f"{self.uri}/{prefix}", lambda: builtins.list(self.objects.list(root + prefix)))
         return sorted(StoredFile(key.removeprefix(root), size) for key, size in objects if not key.endswith("/"))
 
     def read(self, path: str) -> bytes:
-        """A whole file."""
+        """Return the content of a file."""
         return self._attempt(f"{self.uri}/{path}", lambda: self.objects.get(self._key(path)))
 
     def read_into(self, path: str, begin: int, buffer: memoryview) -> None:
-        """Fills `buffer` with the file from byte `begin` on."""
+        """Fill `buffer` with the file's bytes from `begin` on."""
         if not buffer:
             self.read(path)
             return
@@ -57,35 +57,35 @@ class ObjectStorage:
         buffer[:] = data
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """Writes a file in one call."""
+        """Write a file in one call."""
         data = b"".join(chunks)
         self._attempt(f"{self.uri}/{path}", lambda: self.objects.put(self._key(path), data))
 
     def create(self, path: str, data: bytes) -> bool:
-        """Writes a file where there is none."""
+        """Create a file atomically. Return False if it already exists."""
         key, attempts = self._key(path), 0
 
         def create() -> bool:
             nonlocal attempts
             attempts += 1
-            # An attempt may have worked although its answer was lost.
+            # An earlier attempt may have succeeded although its response was lost.
             return self.objects.put_new(key, data) or (attempts > 1 and self.objects.get(key) == data)
 
         return self._attempt(f"{self.uri}/{path}", create)
 
     def staging(self, target: str) -> str:
-        """The target: `MARKER` says when it is complete."""
+        """Return the target itself; `MARKER` shows when it is complete."""
         return target
 
     def commit(self, source: str, target: str) -> None:
-        """Checks that a folder is there; another `source` is copied within the store, `MARKER` last, then deleted."""
+        """Commit a folder. If `source` differs from `target`, copy it within the store, `MARKER` last, then delete it."""
         files = self.list(f"{source}/")
         if not files:
             raise MissingFileError(f"{self.uri}/{source} has no files")
         if source == target:
             return
         if self.list(f"{target}/"):
-            raise StorageError(f"{self.uri}/{target} exists already")
+            raise StorageError(f"{self.uri}/{target} already exists")
         names = [f.path.removeprefix(f"{source}/") for f in files]
 
         def copy(name: str) -> None:
@@ -99,23 +99,23 @@ class ObjectStorage:
         self.delete(source)
 
     def delete(self, path: str) -> None:
-        """Deletes a file or folder, its `MARKER` first."""
+        """Delete a file or folder, its `MARKER` first."""
         folder = f"{path}/"
-        inside = [f.path for f in self.list(folder)]
-        if f"{folder}{MARKER}" in inside:
+        files = [f.path for f in self.list(folder)]
+        if f"{folder}{MARKER}" in files:
             self._delete([f"{folder}{MARKER}"])
-        self._delete([p for p in (path, *inside) if p != f"{folder}{MARKER}"])
+        self._delete([p for p in (path, *files) if p != f"{folder}{MARKER}"])
 
     def directory(self) -> Path:
-        """Raises `StorageError`: objects have no directory."""
+        """Raise `StorageError`, because objects have no directory."""
         raise StorageError(
             f"{self.uri} is not a directory\n"
-            "    fix: what needs one, such as a checkpoint of an earlier version, is read from a copy: `aws s3 sync`, `gcloud "
-            "storage rsync`"
+            "    fix: copy it to a local directory with `aws s3 sync` or `gcloud storage rsync`; checkpoints of earlier "
+            "versions are read from such a copy"
         )
 
     def _delete(self, paths: builtins.list[str]) -> None:
-        for begin in range(0, len(paths), 1000):  # the most that S3 takes at once
+        for begin in range(0, len(paths), 1000):  # S3's limit per call
             keys = [self._key(p) for p in paths[begin : begin + 1000]]
             self._attempt(f"{self.uri}/{paths[begin]}", lambda keys=keys: self.objects.delete(keys))
 
@@ -125,26 +125,28 @@ class ObjectStorage:
         return f"{self.prefix}/{path}" if self.prefix else path
 
     def _attempt(self, name: str, call: Callable[[], T]) -> T:
-        """What a call returns; tried again while its errors are transient.
+        """Call a function, and retry it while its errors are transient.
 
         Raises:
-            MissingFileError: there is no such object.
-            StorageError: the store refused, or no attempt worked.
+            MissingFileError: If the object does not exist.
+            StorageError: If the store refuses the call, or all attempts fail.
         """
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return call()
-            except Missing:
+            except MissingObjectError:
                 raise MissingFileError(f"{name} does not exist") from None
-            except Refused as error:
+            except RefusedError as error:
                 raise StorageError(f"{name}: {error} ({error.fix})") from error
-            except Transient as error:
+            except TransientError as error:
                 if attempt == ATTEMPTS:
                     raise StorageError(
                         f"{name}: {error} ({ATTEMPTS} attempts; the store may be down or the endpoint wrong)"
                     ) from error
                 pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (attempt - 1)) * (0.5 + random.random() / 2)
                 level = logging.WARNING if attempt >= 4 else logging.INFO
-                log.log(level, "%s: %s; attempt %d of %d follows in %.1f s", name, error, attempt + 1, ATTEMPTS, pause)
+                log.log(
+                    level, "%s: %s; retrying (attempt %d of %d) in %.1f s", name, error, attempt + 1, ATTEMPTS, pause
+                )
                 time.sleep(pause)
         raise AssertionError

@@ -1,23 +1,23 @@
-"""What a store of objects does, in seven calls; `ObjectStorage` makes a `Storage` of it."""
+"""Interface of an object store, in seven calls. `ObjectStorage` builds a `Storage` on top of it."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 
-class Missing(Exception):
-    """There is no such object."""
+class MissingObjectError(Exception):
+    """The object does not exist."""
 
 
-class Transient(Exception):
-    """The store did not answer, or said that it may later: the same call may work then."""
+class TransientError(Exception):
+    """The store did not respond, or asked to retry later."""
 
 
-class Refused(Exception):
-    """The store refused the call, or cannot be used at all.
+class RefusedError(Exception):
+    """The store refused the call, or cannot be used.
 
     Args:
-        reason: what it said.
-        fix: what to do about it.
+        reason: Message of the store.
+        fix: Advice for the user.
     """
 
     def __init__(self, reason: str, fix: str):
@@ -26,35 +26,35 @@ class Refused(Exception):
 
 
 class Objects(Protocol):
-    """The objects of one bucket. Calls may come from several threads.
+    """The objects of one bucket. Must be thread-safe.
 
-    They raise `Missing`, `Transient` or `Refused`, and try nothing again themselves.
+    Calls raise `MissingObjectError`, `TransientError` or `RefusedError`. They do not retry.
     """
 
     def put(self, key: str, data: bytes) -> None:
-        """Writes an object whole."""
+        """Write a whole object."""
         ...
 
     def put_new(self, key: str, data: bytes) -> bool:
-        """Writes an object where there is none, as the store itself decides; False where there is one."""
+        """Create an object atomically. Return False if it already exists."""
         ...
 
     def get(self, key: str) -> bytes:
-        """A whole object."""
+        """Return a whole object."""
         ...
 
     def get_range(self, key: str, begin: int, size: int) -> bytes:
-        """Bytes of an object; fewer where it ends."""
+        """Return a range of an object, or fewer bytes if the object is shorter."""
         ...
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """(key, size) of each object whose key begins with `prefix`."""
+        """Yield (key, size) of each object whose key starts with `prefix`."""
         ...
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Deletes objects; those that do not exist are deleted already."""
+        """Delete objects. Objects that do not exist are ignored."""
         ...
 
     def copy(self, source: str, target: str) -> None:
-        """Copies an object within the store."""
+        """Copy an object within the store."""
         ...

@@ -1,4 +1,4 @@
-"""S3, of Amazon or any other endpoint, through boto3 with its usual chain of credentials, profiles and endpoints."""
+"""S3 on Amazon or any other endpoint, through boto3 with its usual credentials, profiles and endpoints."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -9,7 +9,7 @@ import boto3
 import botocore.exceptions as errors
 from botocore.config import Config
 
-from axlearn_plugins_cloud.objects import Missing, Refused, Transient
+from axlearn_plugins_cloud.objects import MissingObjectError, RefusedError, TransientError
 
 CONNECT_SECONDS, READ_SECONDS = 10.0, 60.0
 TRANSIENT = {
@@ -23,13 +23,13 @@ FIXES = {
     "InvalidAccessKeyId": "check AWS_ACCESS_KEY_ID or the profile",
     "SignatureDoesNotMatch": "check AWS_SECRET_ACCESS_KEY or the profile",
     "ExpiredToken": "renew the credentials",
-    "NoSuchBucket": "make the bucket, or correct its name, region or AWS_ENDPOINT_URL",
+    "NoSuchBucket": "create the bucket, or correct its name, region or AWS_ENDPOINT_URL",
     "PermanentRedirect": "set AWS_REGION to the bucket's region",
     "AuthorizationHeaderMalformed": "set AWS_REGION to the bucket's region",
     "IllegalLocationConstraintException": "set AWS_REGION to the bucket's region",
     "301": "set AWS_REGION to the bucket's region",
 }
-_making = Lock()
+_session_lock = Lock()
 
 
 class S3Objects:
@@ -40,34 +40,34 @@ class S3Objects:
 
     @cached_property
     def client(self) -> Any:
-        """The client, made at the first call: what it lacks is then an error of that call."""
+        """Client, created on first use, so that a missing setting is an error of that call."""
         config = Config(
             connect_timeout=CONNECT_SECONDS,
             read_timeout=READ_SECONDS,
-            retries={"total_max_attempts": 1},  # `ObjectStorage` tries again, and says so
+            retries={"total_max_attempts": 1},  # `ObjectStorage` retries, and logs it
             max_pool_connections=32,
         )
-        with _making:  # sessions are not made in several threads at once
+        with _session_lock:  # creating sessions is not thread-safe
             return boto3.Session().client("s3", config=config)
 
     def put(self, key: str, data: bytes) -> None:
-        """See `Objects`."""
+        """Write an object; see `Objects.put`."""
         self._call("put_object", Key=key, Body=data)
 
     def put_new(self, key: str, data: bytes) -> bool:
-        """See `Objects`."""
+        """Create an object; see `Objects.put_new`."""
         return self._call("put_object", Key=key, Body=data, IfNoneMatch="*") is not None
 
     def get(self, key: str) -> bytes:
-        """See `Objects`."""
+        """Read an object; see `Objects.get`."""
         return self._body(Key=key)
 
     def get_range(self, key: str, begin: int, size: int) -> bytes:
-        """See `Objects`."""
+        """Read a range; see `Objects.get_range`."""
         return self._body(Key=key, Range=f"bytes={begin}-{begin + size - 1}")
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """See `Objects`."""
+        """List objects; see `Objects.list`."""
         token: dict[str, str] = {}
         while True:
             page = self._call("list_objects_v2", Prefix=prefix, **token)
@@ -77,34 +77,34 @@ class S3Objects:
             token = {"ContinuationToken": page["NextContinuationToken"]}
 
     def delete(self, keys: Sequence[str]) -> None:
-        """See `Objects`."""
+        """Delete objects; see `Objects.delete`."""
         if not keys:
             return
         result = self._call("delete_objects", Delete={"Objects": [{"Key": k} for k in keys], "Quiet": True})
         for failed in result.get("Errors", ()):
             if failed["Code"] in TRANSIENT:
-                raise Transient(f"{failed['Code']}: {failed.get('Message', '')}")
-            raise Refused(f"{failed['Code']}: {failed.get('Message', '')}", FIXES.get(failed["Code"], "see above"))
+                raise TransientError(f"{failed['Code']}: {failed.get('Message', '')}")
+            raise RefusedError(f"{failed['Code']}: {failed.get('Message', '')}", FIXES.get(failed["Code"], "see above"))
 
     def copy(self, source: str, target: str) -> None:
-        """See `Objects`."""
+        """Copy an object; see `Objects.copy`."""
         self._call("copy_object", Key=target, CopySource={"Bucket": self.bucket, "Key": source})
 
     def _body(self, **fields: Any) -> bytes:
-        answer = self._call("get_object", **fields)
-        if answer is None:
+        response = self._call("get_object", **fields)
+        if response is None:
             return b""
         try:
-            return answer["Body"].read()
-        except (errors.BotoCoreError, OSError) as error:  # cut off on the way
-            raise Transient(str(error)) from error
+            return response["Body"].read()
+        except (errors.BotoCoreError, OSError) as error:  # the connection broke
+            raise TransientError(str(error)) from error
         except Exception as error:
             if type(error).__module__.startswith("urllib3"):
-                raise Transient(str(error)) from error
+                raise TransientError(str(error)) from error
             raise
 
     def _call(self, name: str, **fields: Any) -> Any:
-        """The answer; None for a range that begins at the end, or an object that a conditional write found."""
+        """Return the response, or None if a range starts at the end, or if a conditional write found an object."""
         try:
             return getattr(self.client, name)(Bucket=self.bucket, **fields)
         except errors.ClientError as error:
@@ -113,21 +113,21 @@ class S3Objects:
                 error.response["ResponseMetadata"]["HTTPStatusCode"],
             )
             if code in ("NoSuchKey", "404") and name in ("get_object", "copy_object"):
-                raise Missing from error
+                raise MissingObjectError from error
             if code == "InvalidRange" or ("IfNoneMatch" in fields and code in EXISTS):
                 return None
             if status >= 500 or status == 429 or code in TRANSIENT:
-                raise Transient(f"{code} ({status})") from error
+                raise TransientError(f"{code} ({status})") from error
             message = error.response["Error"].get("Message", "")
-            raise Refused(
+            raise RefusedError(
                 f"{code}: {message}", FIXES.get(code, "check the bucket, AWS_REGION and AWS_ENDPOINT_URL")
             ) from error
         except (errors.NoCredentialsError, errors.PartialCredentialsError, errors.CredentialRetrievalError) as error:
-            fix = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or give the machine a role"
-            raise Refused(f"no credentials for S3: {error}", fix) from error
+            fix = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, set AWS_PROFILE, or give the machine a role"
+            raise RefusedError(f"no credentials for S3: {error}", fix) from error
         except (errors.ProfileNotFound, errors.NoRegionError) as error:
-            raise Refused(str(error), "set AWS_PROFILE to a profile that exists, and AWS_REGION") from error
+            raise RefusedError(str(error), "set AWS_PROFILE to an existing profile, and set AWS_REGION") from error
         except (errors.ParamValidationError, errors.InvalidRegionError, ValueError) as error:
-            raise Refused(str(error), "correct the bucket's name, AWS_REGION or AWS_ENDPOINT_URL") from error
+            raise RefusedError(str(error), "correct the bucket's name, AWS_REGION or AWS_ENDPOINT_URL") from error
         except (errors.HTTPClientError, errors.ConnectionError) as error:
-            raise Transient(str(error)) from error
+            raise TransientError(str(error)) from error

@@ -1,1 +1,1 @@
-"""Llama, Gemma, Qwen, Mistral, DeepSeek, GPT-2 and ViT; Hugging Face directories in and out; layers of other libraries."""
+"""Published models (Llama, Gemma, Qwen, ...), Hugging Face import and export, and layers of other libraries."""

@@ -26,7 +26,7 @@ KEY = jax.random.key(3)
 
 
 class Linen(linen.Module):
-    """A feed-forward layer with all that Linen has: named axes, dropout, batch statistics, a flag for training."""
+    """A feed-forward layer with many Linen features: named axes, dropout, batch statistics, a training flag."""
 
     hidden: int
     rate: float = 0.3
@@ -42,7 +42,7 @@ class Linen(linen.Module):
 
 
 class Equinox(eqx.Module):
-    """A feed-forward layer of one position, with dropout."""
+    """A feed-forward layer for one position, with dropout."""
 
     up: eqx.nn.Linear
     down: eqx.nn.Linear
@@ -135,7 +135,9 @@ def test_equinox_computes_what_equinox_computes():
     wrapped.train()
     first = wrapped(jnp.ones((2, 4, 8)))
     assert not np.array_equal(first, wrapped(jnp.ones((2, 4, 8))))
-    assert len({row.tobytes() for row in np.asarray(first).reshape(8, 8)}) == 8, "each position draws its own"
+    assert len({row.tobytes() for row in np.asarray(first).reshape(8, 8)}) == 8, (
+        "each position must have its own random numbers"
+    )
 
 
 @functools.cache
@@ -239,17 +241,17 @@ def keeps_key():
     [
         (linen_layer(Sows), r"sows values(.|\n)*got: losses/balance"),
         (linen_layer(Late), r"got: history/latest"),
-        (LinenLayer.Config(module=configure(keeps_key)), "builds no module of Linen(.|\n)*got: .*KeepsKey"),
-        (EquinoxLayer.Config(module=configure(linen.Dense, features=3)), "builds no module of Equinox"),
-        (EquinoxLayer.Config(module=configure(batch_norm)), r"keeps state(.|\n)*equinox-layer does not carry"),
-        (EquinoxLayer.Config(module=configure(keeps_key)), r"module \(key\): the Equinox module holds a random key"),
+        (LinenLayer.Config(module=configure(keeps_key)), "does not build a module of Linen(.|\n)*got: .*KeepsKey"),
+        (EquinoxLayer.Config(module=configure(linen.Dense, features=3)), "does not build a module of Equinox"),
+        (EquinoxLayer.Config(module=configure(batch_norm)), r"has state(.|\n)*equinox-layer does not support"),
+        (EquinoxLayer.Config(module=configure(keeps_key)), r"module \(key\): the Equinox module contains a random key"),
         (
             LinenLayer.Config(module=configure(linen.Dense, features=3), axes={"kernal": ("embed", "mlp")}),
-            r"axes.kernal: fits no parameter(.|\n)*did you mean: kernel\?",
+            r"axes.kernal: matches no parameter(.|\n)*did you mean: kernel\?",
         ),
         (
             LinenLayer.Config(module=configure(linen.Dense, features=3), axes={"kernel": ("embed",)}),
-            r"axes \(kernel\): one logical axis per dimension(.|\n)*2 names",
+            r"axes \(kernel\): must name one logical axis per dimension(.|\n)*2 names",
         ),
     ],
     ids=["sown", "late", "keeps-key", "linen-in-equinox", "state", "key", "unknown-axes", "short-axes"],
@@ -261,7 +263,7 @@ def test_what_is_refused(node, message):
 
 def test_a_slot_that_says_no_shape():
     node = LinenLayer.Config(module=configure(linen.Dense, features=3))
-    with pytest.raises(ConfigError, match="input_shape: Linen modules are tried with an input"):
+    with pytest.raises(ConfigError, match="input_shape: Linen modules need a sample input"):
         node.build(rngs=nnx.Rngs(0), precision=Precision())
     assert patch(node, {"input_shape": [2, 5]}).build(rngs=nnx.Rngs(0), precision=Precision()).module.kernel.shape == (
         5,

@@ -1,4 +1,4 @@
-"""Models that transformers makes and computes while the tests run, where it and torch are installed."""
+"""Models that transformers creates and computes during the tests, if it and torch are installed."""
 
 import functools
 import importlib.util
@@ -22,7 +22,7 @@ _MADE: list[tempfile.TemporaryDirectory] = []
 
 @functools.cache
 def made_now(name):
-    """A folder as the fixture of this name is one, with other weights."""
+    """Return a folder like the fixture of this name, with other weights."""
     _MADE.append(tempfile.TemporaryDirectory())  # deleted when the process ends
     to = _MADE[-1].name
     subprocess.run([sys.executable, SCRIPT, "--to", to, "--seed", "1000", name], check=True, stdout=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""Families: tables that cover the models, both ways; what they are made of; weights placed on many devices."""
+"""Families: tables that cover the models in both directions, and weights sharded over many devices."""
 
 import json
 from pathlib import Path
@@ -24,12 +24,12 @@ ROOT = Path(__file__).parents[4]
 
 
 def bits(source):
-    """name -> bytes in the files."""
+    """Return name -> bytes in the files."""
     return {n: t.rows(0, t.shape[0]).tobytes() for n, t in source.stored.items()}
 
 
 def written(source, params):
-    """name -> bytes that an export would write."""
+    """Return name -> bytes that an export would write."""
     outputs = [(n, source.stored[n].dtype, t.shape) for n, t in source.tensors.items()]
     actual = stream.values(source.tensors, params, [outputs])
     return {name: value.tobytes() for (name, _, _), value in zip(outputs, actual, strict=True)}
@@ -40,7 +40,7 @@ QUICK = {"deepseek-v3", "gemma3", "gpt2", "llama3", "qwen3-moe"}
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
 def test_every_tensor_comes_back_and_the_config_too(name, monkeypatch):
-    monkeypatch.setattr(stream, "SLICE", 1500)  # so that these small tensors are read in slices
+    monkeypatch.setattr(stream, "SLICE", 1500)  # small slices, so that these tensors are read in several
     source = open_model(FIXTURES / name)
     state = compose(source.config, jax.devices()[:1]).state
     params = source.read({**state.params, **state.variables})
@@ -141,7 +141,7 @@ def test_a_deepseek_that_was_tuned_finds_its_config(name, changes):
     assert described.model_type == data["model_type"]
     assert described.differences(written, config) == []
     rope = data["rope_parameters"] if "rope_parameters" in changes else {}
-    for key in ("mscale", "mscale_all_dim"):  # vLLM reads these, and no attention_factor
+    for key in ("mscale", "mscale_all_dim"):  # vLLM reads these, but not attention_factor
         if key in rope and "attention_factor" not in rope:
             assert written["rope_parameters"][key] == rope[key]
 
@@ -153,7 +153,7 @@ def test_a_parameter_without_counterpart_is_named():
 
 @pytest.mark.parametrize("model_type", ["llama"])
 def test_older_files_say_the_same(model_type):
-    """What transformers 4 wrote, and files that leave out what is usual."""
+    """Test the format of transformers 4, and files without common keys."""
     old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}, "max_position_embeddings": 64}
     assert read_rope(Settings(old)) == {
         "type": "rope", "theta": 5e5, "scaling": {"type": "linear-rope-scaling", "factor": 2.0}

@@ -1,4 +1,4 @@
-"""Arrays in the host's memory: every piece stands where it belongs, in each shard, and JAX takes the memory over."""
+"""Arrays in host memory: every piece is at its place in each shard, and JAX does not copy the memory."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Tensors that are not part of a model may be of any dtype; what is part of it has to be readable."""
+"""Ignored tensors may have any dtype; tensors of the model must be readable."""
 
 import json
 from pathlib import Path
@@ -19,12 +19,12 @@ WIDTHS = {"U8": 1, "BOOL": 1, "I64": 8, "F8_E4M3": 1, "C64": 8, "F32": 4}
 
 
 def single_file(directory: Path) -> Path:
-    """The only file of weights, or one of the shards with the index taken along."""
+    """Return the only weights file, or one shard, with the index updated."""
     return sorted(directory.glob("*.safetensors"))[0]
 
 
 def add(directory: Path, name: str, dtype: str, shape: list[int], width: int) -> None:
-    """Adds a tensor of zeros to the weights."""
+    """Add a tensor of zeros to the weights."""
     file = single_file(directory)
     data = file.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")

@@ -23,14 +23,14 @@ from axlearn_plugins_models.huggingface.source import open_model
 FIXTURES = Path(__file__).parent / "fixtures"
 MODELS = sorted(p.name for p in FIXTURES.iterdir())
 SLOW = {"llama2", "qwen3", "qwen2", "gemma2", "deepseek-v2", "mixtral", "mistral"}
-"""Among the slow tests only: each has a relative that is not."""
+"""Models for slow tests only; each has a similar model that is not slow."""
 GRADIENTS = [
     n for n in MODELS if any(k.startswith("gradient.") for k in load_file(FIXTURES / n / "expected.safetensors"))
 ]
 
 
 def some(names, quick):
-    """The models for a test; those that are not `quick` among the slow tests only, and so those that are made now."""
+    """Return the models for a test. Models outside `quick`, and models that are made now, are slow tests."""
     return [pytest.param(n, marks=[] if n in quick else pytest.mark.slow) for n in names] + [
         pytest.param(f"{n} now", marks=made_now.MARKS) for n in names
     ]
@@ -43,7 +43,7 @@ def folder(name):
 
 @functools.cache
 def loaded(name):
-    """(source, parameters, model, what is expected), in float32."""
+    """Return (source, parameters, model, expected results), in float32."""
     source = open_model(folder(name), set=["model.dtype=float32", "model.decoder.stack.mode=unrolled"])
     state = compose(source.config, jax.devices()[:1]).state
     params = source.read({**state.params, **state.variables})
@@ -51,7 +51,7 @@ def loaded(name):
 
 
 def assert_close(got, expected):
-    """Each value within 1e-4, and all of them within 1e-5 of their size."""
+    """Assert that each value is within 1e-4, and all of them within 1e-5 of their norm."""
     got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
     assert got.shape == expected.shape
     assert np.abs(got - expected).max() < 1e-4
@@ -59,7 +59,7 @@ def assert_close(got, expected):
 
 
 def rows(expected):
-    """(tokens, positions, segments): the padded rows, then the row of packed documents."""
+    """Return (tokens, positions, segments): the padded rows, then the row of packed documents."""
     sizes, width = expected["documents"], expected["padded"].shape[1]
     tokens = np.concatenate([expected["padded"], expected["packed"]])
     positions = [*np.tile(np.arange(width), (2, 1)), np.concatenate([np.arange(n) for n in sizes])]
@@ -86,7 +86,7 @@ def test_greedy_tokens_with_a_cache(name):
 
 
 def three_steps(name):
-    """The losses that three steps of AdamW begin with, and the one after them."""
+    """Return the initial losses of three AdamW steps, and the loss after them."""
     source, params, _, expected = loaded(name)
     batch = {"tokens": jnp.asarray(expected["batch"][:, :-1]), "targets": jnp.asarray(expected["batch"][:, 1:])}
     optimizer = AdamW(learning_rate=3e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)

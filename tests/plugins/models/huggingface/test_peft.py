@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: applied to the exported base by PEFT's formula they give the merged model's weights."""
+"""Adapters in PEFT's format: PEFT's formula on the exported base gives the weights of the merged model."""
 
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ SIZES = {
 
 
 def modules(config):
-    """(parameters that a run of the config could hold, the scales of its adapters): no parameter is zero."""
+    """Return (parameters for a run of the config, scales of its adapters); no parameter is zero."""
     model = Functional.of(config.model)
     rng = np.random.default_rng(0)
     params = {p: jnp.asarray(rng.normal(size=s.shape) * 0.1, s.dtype) for p, s in model.abstract.items()}
@@ -45,7 +45,7 @@ def config():
 
 
 def module(arrays, name):
-    """PEFT's update of a module: alpha / r * B A."""
+    """Return PEFT's update of a module: alpha / r * B A."""
     a, b = (np.asarray(arrays[f"base_model.model.{name}.lora_{m}.weight"], np.float64) for m in "AB")
     return 6 / 3 * b @ a
 
@@ -89,12 +89,12 @@ def test_ranks_that_differ_are_patterns_and_modules_without_adapters_stay_withou
 
 def test_a_model_that_the_format_does_not_have_is_refused(config):
     other = patch(config, {"model.decoder.layer.attention.softcap": 30.0})
-    with pytest.raises(RequestError, match="no family describes all of this model"):
+    with pytest.raises(RequestError, match="no family describes this whole model"):
         peft_files(other)
 
 
 def run_of(directory, config):
-    """A run at step 1."""
+    """Make a run at step 1."""
     return write(directory, config, modules(config)[0])
 
 
@@ -105,7 +105,7 @@ def write(directory, config, params):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_peft_computes_the_same(config, tmp_path):
-    """Needs torch, transformers and peft, which no other test does."""
+    """Needs torch, transformers and peft, unlike the other tests."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     peft = pytest.importorskip("peft")
     run = run_of(tmp_path / "run", config)

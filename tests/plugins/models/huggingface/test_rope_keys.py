@@ -1,4 +1,4 @@
-"""Rotary frequencies of `config.json`: every form that transformers 4 and 5 write, and what is refused."""
+"""RoPE keys of `config.json`: all forms that transformers 4 and 5 write, and unsupported ones."""
 
 import json
 
@@ -17,7 +17,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def config(model, **changes):
-    """The `config.json` of a fixture with other keys about its frequencies."""
+    """Return the `config.json` of a fixture with other RoPE keys."""
     data = json.loads((FIXTURES / model / "config.json").read_text())
     return {k: v for k, v in data.items() if k not in KEYS} | changes
 
@@ -28,7 +28,7 @@ def position(model, **changes):
 
 
 def thetas(model, **changes):
-    """Of the sliding layers and of the global ones."""
+    """Return the thetas of the sliding and of the global layers."""
     near, *_, wide = position(model, **changes).children
     return near.theta, wide.theta
 
@@ -94,7 +94,7 @@ REFUSED = {
     ]),
     "two-thetas": ("llama3", {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, [
         "config.json: rope_theta: has two values", "got: rope_parameters.rope_theta: 500000.0, rope_theta: 10000.0",
-        "transformers 5 takes that of rope_parameters.rope_theta",
+        "transformers 5 uses rope_parameters.rope_theta",
     ]),
     "two-thetas-near": ("gemma3", {"rope_parameters": NESTED, "rope_local_base_freq": 1e4}, [
         "got: rope_parameters.sliding_attention.rope_theta: 30000.0, rope_local_base_freq: 10000.0"
@@ -135,12 +135,12 @@ SCALINGS = {
 
 
 def read_by_4(data):
-    """The frequencies as a reader that knows nothing of `rope_parameters` takes them."""
+    """Return the frequencies for a reader that ignores `rope_parameters`."""
     return read_rope(Settings({k: v for k, v in data.items() if k != "rope_parameters"}))
 
 
 def read_by_5(data):
-    """The frequencies as a reader that looks at nothing else takes them."""
+    """Return the frequencies for a reader that reads no other keys."""
     return read_rope(Settings({"rope_parameters": data["rope_parameters"]}))
 
 
@@ -172,12 +172,12 @@ def test_an_export_of_gemma3_is_read_by_both():
 
 @pytest.mark.parametrize("model", ["llama3", "qwen3", "gemma2", "gemma3", "deepseek-v3", "mixtral"])
 def test_what_was_imported_from_one_version_is_exported_for_both(model):
-    """A run that is exported as it was described gets the form that its description lacks."""
+    """An unchanged run is exported with the form that its config.json lacks."""
     data = json.loads((FIXTURES / model / "config.json").read_text())
     one = family(data["model_type"])
     assert "rope_theta" not in data
     both = data | one.missing(data)
-    assert {k: both[k] for k in data} == data, "nothing that was described changes"
+    assert {k: both[k] for k in data} == data, "existing keys must not change"
     four = {k: v for k, v in both.items() if k != "rope_parameters"}
     original = get(one.resolve(data)[0].config, POSITION)
     assert get(one.resolve(both)[0].config, POSITION) == original

@@ -1,4 +1,4 @@
-"""Model directories to run directories and back, and what is wrong with a model directory."""
+"""Import and export of model directories, and errors for invalid ones."""
 
 import errno
 import json
@@ -22,7 +22,7 @@ UNROLLED = "model.decoder.stack.mode=unrolled"
 
 
 def contents(directory):
-    """name -> (dtype, shape, bytes)."""
+    """Return name -> (dtype, shape, bytes)."""
     actual = stored_tensors(directory)
     return {n: (t.dtype, t.shape, t.rows(0, t.shape[0]).tobytes()) for n, t in actual.items()}
 
@@ -41,7 +41,7 @@ def edit(directory, **changes):
 
 
 def rewrite(directory, change):
-    """The weights of a directory in one file, after `change` of {name: array}."""
+    """Rewrite the weights of a directory into one file, after applying `change` to {name: array}."""
     stored = stored_tensors(directory)
     values = {n: t.rows(0, t.shape[0]) for n, t in stored.items()}
     for file in directory.glob("*.safetensors*"):
@@ -57,7 +57,7 @@ def test_a_round_trip_changes_no_bit(tmp_path, monkeypatch):
     assert contents(tmp_path / "out") == contents(source)
     described = json.loads((source / "config.json").read_text())
     scaling = {k: v for k, v in described["rope_parameters"].items() if k != "rope_theta"}
-    for_4 = {"rope_theta": 10_000.0, "rope_scaling": scaling}  # which transformers 4 looks for
+    for_4 = {"rope_theta": 10_000.0, "rope_scaling": scaling}  # for transformers 4
     assert json.loads((tmp_path / "out/config.json").read_text()) == described | for_4
     assert (tmp_path / "out/tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     assert manifest.steps(tmp_path / "run/checkpoints") == [0]
@@ -169,10 +169,10 @@ WRONG = {
     "no-config": (lambda d: (d / "config.json").unlink(), ["has no config.json"]),
     "torn-config": (lambda d: (d / "config.json").write_text("{"), ["config.json cannot be read"]),
     "family": (lambda d: edit(d, model_type="lama"), [
-        "unknown Hugging Face model_type 'lama'", "did you mean: llama", "fix: llama describes all of it"
+        "unknown Hugging Face model_type 'lama'", "did you mean: llama", "fix: llama describes the whole model"
     ]),
     "new-family": (new_family, [
-        "unknown Hugging Face model_type 'olmo2'", "nearest: llama, which does not have", "config.json: clip_qkv (3.0)",
+        "unknown Hugging Face model_type 'olmo2'", "nearest: llama, which does not support", "config.json: clip_qkv (3.0)",
         "tensor model.layers.*.post_norm.weight", "a model without tensor model.layers.*.input_layernorm.weight",
     ]),
     "architecture": (
@@ -186,22 +186,22 @@ WRONG = {
     "activation": (lambda d: edit(d, hidden_act="mish"), ["hidden_act", "got: mish", "'silu'"]),
     "bias": (lambda d: edit(d, mlp_bias=True), ["mlp_bias", "got: True"]),
     "quantized": (lambda d: edit(d, quantization_config={"quant_method": "fp8"}), ["quantization_config", "got: fp8"]),
-    "lacking": (lambda d: edit(d, hidden_size="GONE"), ["config.json: lacks hidden_size"]),
-    "width": (lambda d: edit(d, intermediate_size=64), ["shape: model.layers.0.mlp.gate_proj.weight: [48, 32] there, "]),
+    "lacking": (lambda d: edit(d, hidden_size="GONE"), ["config.json: does not have hidden_size"]),
+    "width": (lambda d: edit(d, intermediate_size=64), ["shape: model.layers.0.mlp.gate_proj.weight: got [48, 32], "]),
     "missing": (lambda d: rewrite(d, renamed), [
-        "missing: model.layers.1.mlp.up_proj.weight [48, 32] (nearest there: model.layers.1.mlp.up.weight)",
+        "missing: model.layers.1.mlp.up_proj.weight [48, 32] (nearest: model.layers.1.mlp.up.weight)",
         "unused: model.layers.1.mlp.up.weight",
     ]),
     "untied": (lambda d: rewrite(d, lambda v: v | {"lm_head.weight": v["model.embed_tokens.weight"] * 2}), [
-        "lm_head.weight is not model.embed_tokens.weight"
+        "lm_head.weight differs from model.embed_tokens.weight"
     ]),
     "truncated": (truncated, ["model-00001-of-00002.safetensors is truncated", "download it again"]),
     "header": (lambda d: (d / "model-00001-of-00002.safetensors").write_bytes(b"x" * 99), ["is not a safetensors file"]),
-    "overlap": (overlapping, ["model-00001-of-00002.safetensors: there is a hole before", "or an overlap"]),
-    "shard": (lambda d: (d / "model-00002-of-00002.safetensors").unlink(), ["names shards that are missing"]),
-    "index": (out_of_the_index, ["model.norm.weight: in model-", "not in the index"]),
+    "overlap": (overlapping, ["model-00001-of-00002.safetensors: there is a gap or an overlap before"]),
+    "shard": (lambda d: (d / "model-00002-of-00002.safetensors").unlink(), ["names missing shards"]),
+    "index": (out_of_the_index, ["model.norm.weight: is in model-", "not in the index"]),
     "no-index": (lambda d: (d / "model.safetensors.index.json").unlink(), ["has neither model.safetensors nor"]),
-    "pickle": (pickled, ["pytorch_model.bin: pickle, which runs any code", "save_pretrained"]),
+    "pickle": (pickled, ["pytorch_model.bin, in pickle format, which can run arbitrary code", "save_pretrained"]),
     "tokenizer": (larger_tokenizer, ["has more tokens than the model", "got: 96", "expected: at least 99"]),
     "no-tokenizer": (lambda d: (d / "tokenizer.json").unlink(), ["has no tokenizer.json"]),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a model directory says about its text is read from every file that may say it, and written by an export."""
+"""Text settings of a model directory are read from every file that may state them, and written by an export."""
 
 import json
 import shutil
@@ -128,9 +128,9 @@ def test_files_that_contradict_each_other_are_named_with_the_value_that_is_taken
     (directory / "chat_template.jinja").write_text("two")
     _, notes = facts(directory)
     assert "tokenizer_config.json ends a text with '<s>' (id 1)" in notes
-    assert "config.json begins a text with the id 9, and tokenizer.json with '<s>' (id 1): that is taken" in notes
-    assert "config.json has dtype bfloat16 and torch_dtype float32: bfloat16 is taken" in notes
-    assert "different chat templates: that of chat_template.jinja is taken" in notes
+    assert "config.json begins a text with the id 9, but tokenizer.json with '<s>' (id 1); using the latter" in notes
+    assert "config.json has dtype bfloat16 and torch_dtype float32; using bfloat16" in notes
+    assert "different chat templates; using chat_template.jinja" in notes
 
 
 def add_token(folder, content, index):
@@ -144,7 +144,7 @@ def test_added_tokens_without_rows_are_named(directory):
     write(directory, "generation_config.json", eos_token_id=2)
     add_token(directory, "<|image|>", 96)
     _, notes = facts(directory)
-    assert "the model has 96 rows, and none for the added tokens '<|image|>' (96)" in notes
+    assert "the model has 96 rows and none for the added tokens '<|image|>' (96)" in notes
 
 
 def test_tokens_that_the_tokenizer_lacks_are_named(directory):
@@ -152,7 +152,8 @@ def test_tokens_that_the_tokenizer_lacks_are_named(directory):
     write(directory, "tokenizer_config.json", eos_token="</s>", added_tokens_decoder=added)
     _, notes = facts(directory)
     assert (
-        "tokenizer_config.json adds the tokens '<|new|>', which tokenizer.json does not have: they stay text" in notes
+        "tokenizer_config.json adds the tokens '<|new|>', but tokenizer.json does not have them; they are encoded as text"
+        in notes
     )
 
 
@@ -192,7 +193,7 @@ def test_context_lengths_count_rope_scaling(config, length):
 
 @pytest.fixture
 def run_text(directory):
-    """The text of a run whose tokenizer lies in a directory with a chat template."""
+    """Return the text of a run whose tokenizer is in a directory with a chat template."""
     write(directory, "generation_config.json", eos_token_id=[2, 7], temperature=0.5, do_sample=True)
     write(
         directory, "tokenizer_config.json", eos_token="</s>", chat_template="T", pad_token="</s>", model_max_length=77

@@ -1,4 +1,4 @@
-"""Every way from text to tokens agrees with `transformers`: each fact about a model's text on each route."""
+"""Every route from text to tokens agrees with `transformers`, for each fact about a model's text."""
 
 import importlib.util
 

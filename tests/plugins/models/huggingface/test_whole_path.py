@@ -1,4 +1,4 @@
-"""The way of a user: a model directory in, conversations learned with adapters or without, and out again for others to load."""
+"""The path of a user: import a model directory, train on conversations with or without adapters, and export it."""
 
 import importlib.util
 import json
@@ -37,7 +37,7 @@ FULL = TUNE % ("- ema", "loop: {type: start-from-run, run_dir: runs/base}")
 
 @pytest.fixture
 def base(tmp_path, monkeypatch):
-    """A folder with a model directory, a run made of it, conversations, and files for `axlearn train`."""
+    """Make a folder with a model directory, a run imported from it, conversations, and config files."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(FIXTURE, "hf", ignore=lambda *_: ["expected.safetensors"])
     talks = [(f"w{a} w{b}", f"w{a + b}") for a in range(1, 5) for b in range(5)]
@@ -54,7 +54,7 @@ def losses(run):
 
 
 def loaded_by_transformers(directory, adapters=None):
-    """tokens -> logits, as the libraries compute them."""
+    """Map tokens to logits, with the libraries."""
     import torch
     import transformers
 
@@ -88,7 +88,7 @@ def test_in_tuned_and_out_again(base):
     again = ax.load("merged-hf")
     assert again.generate("w1 w2", max_tokens=4) == ax.load("runs/merged").generate("w1 w2", max_tokens=4)
     if not PARITY:
-        pytest.skip("the rest needs transformers and peft: uv run --group parity")
+        pytest.skip("the remaining steps need transformers and peft: uv run --group parity")
     tokens = np.random.default_rng(0).integers(3, 96, (2, 12))
     ours = {}
     for run in ("merged", "tuned"):

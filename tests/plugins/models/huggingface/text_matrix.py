@@ -57,7 +57,7 @@ class Cell(NamedTuple):
 
 
 def _first(route: Route) -> tuple[list[int], str]:
-    """(what a document begins with, why that is not what `transformers` puts there)."""
+    """Return (first token of a document, reason if it differs from that of `transformers`)."""
     reference = route.reference
     bos = reference["prompt"][: len(reference["prompt"]) - len(reference["plain"])]
     return (bos, "") if bos else ([reference["eos"]], END_BEFORE)
@@ -68,7 +68,7 @@ def _end(route: Route) -> list[int]:
 
 
 def bos(route: Route) -> Iterator[Check]:
-    """The token that a text begins with."""
+    """Check the token that begins a text."""
     reference = route.reference
     got = route.encode(reference["text"])
     if route.reads == "prompt":
@@ -79,7 +79,7 @@ def bos(route: Route) -> Iterator[Check]:
 
 
 def second_bos(route: Route) -> Iterator[Check]:
-    """A text that begins with the BOS token."""
+    """Check a text that begins with the BOS token."""
     reference = route.reference
     text, doubled = reference["bos token"] + reference["text"], reference["prompt with bos"]
     reason = ONE_BOS if doubled != reference["plain with bos"] else ""
@@ -91,7 +91,7 @@ def second_bos(route: Route) -> Iterator[Check]:
 
 
 def special(route: Route) -> Iterator[Check]:
-    """Special tokens that a text spells out."""
+    """Check special tokens that a text contains."""
     reference = route.reference
     if route.reads == "prompt":
         yield Check(route.encode(texts.SPELLED), reference["special"])
@@ -106,14 +106,14 @@ def special(route: Route) -> Iterator[Check]:
 
 
 def end_tokens(route: Route) -> Iterator[Check]:
-    """Every id that ends an output, and what the model writes up to one of them."""
+    """Check the ids that end an output, and the text that the model writes up to one of them."""
     yield Check(route.end_tokens(), route.reference["end tokens"])
     if type(route).write is not Route.write and route.reference["written"] is not None:
         yield Check(route.write(route.reference["text"]), route.reference["written"])
 
 
 def conversation(fact: str) -> Callable[[Route], Iterator[Check]]:
-    """A fact about conversations, by the ids of `CHATS[fact]`."""
+    """Check a fact about conversations, by the ids of `CHATS[fact]`."""
 
     def check(route: Route) -> Iterator[Check]:
         reason = FIXED_DATE if fact == "date" and route.clock == "fixed" else ""
@@ -133,7 +133,7 @@ def conversation(fact: str) -> Callable[[Route], Iterator[Check]]:
 
 
 def _on_day(ids: Sequence[int]) -> list[int]:
-    """The ids of a conversation with today's date in the place of `FIXED_DAY`; a digit is one token."""
+    """Return the ids of a conversation with today's date instead of `FIXED_DAY`; each digit is one token."""
     digits = {d: i for i, d in _digits().items()}
     old, new = ([digits[c] for c in day] for day in (texts.FIXED_DAY, datetime.date.today().isoformat()))
     at = next((i for i in range(len(ids)) if list(ids[i : i + len(old)]) == old), None)
@@ -148,14 +148,14 @@ def _digits() -> dict[int, str]:
 
 
 def beyond(route: Route) -> Iterator[Check]:
-    """An added token that the model has no row for: it has its id, and a text with it is refused."""
+    """Check an added token without a row in the model: it has an id, but a text with it is refused."""
     yield Check(route.text.tokenizer.encode_special(texts.BEYOND_TEXT)[0], route.reference["beyond"])
     refusal = route.refusal()
     yield Check(refusal if BEYOND not in refusal else BEYOND, BEYOND)
 
 
 def dtype(route: Route) -> Iterator[Check]:
-    """What the model is computed in."""
+    """Check the compute dtype of the model."""
     if route.name == "export of a tuned run":
         yield Check(route.dtype(), "float32", OWN_DTYPE)
     else:
@@ -163,7 +163,7 @@ def dtype(route: Route) -> Iterator[Check]:
 
 
 def context_length(route: Route) -> Iterator[Check]:
-    """The tokens that the model was made for."""
+    """Check the context length of the model."""
     if route.reference["family"] == "llama2-linear":
         yield Check(route.context_length(), 2 * route.reference["context length"], SCALED)
     else:
@@ -191,7 +191,7 @@ FACTS: Mapping[str, tuple[Callable[[Route], Iterator[Check]], tuple[str, ...]]] 
 
 
 def cells(directory: Path, folder: Path, reference: Mapping[str, Any], routes: Sequence[type[Route]]) -> Iterator[Cell]:
-    """The cells of one family.
+    """Return the cells of one family.
 
     Args:
         directory: of the model.
@@ -222,7 +222,7 @@ def _read_again(route: Route) -> tuple[list[Check], Any]:
 
 
 def _exported(route: Route, key: str) -> Any:
-    """What `transformers` must read in an exported directory."""
+    """Return the facts that `transformers` must read in an exported directory."""
     return "float32" if (key, route.name) == ("dtype", "export of a tuned run") else route.reference[key]
 
 
@@ -249,7 +249,7 @@ SIGNS = {"equal": "=", "deliberate": "d", "not applicable": "-", "wrong": "X"}
 
 
 def report(results: Mapping[str, Sequence[Cell]]) -> str:
-    """The table of all families with its counts."""
+    """Return the table of all families with its counts."""
     signs: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
     for cells in results.values():
         for cell in cells:
@@ -274,7 +274,7 @@ def report(results: Mapping[str, Sequence[Cell]]) -> str:
 
 
 def family_cells(family: str, routes: Sequence[type[Route]] = ROUTES) -> list[Cell]:
-    """The cells of a family beside `transformers`."""
+    """Compare the cells of a family with `transformers`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         reference = texts.make_with_reference(family, folder / "model")

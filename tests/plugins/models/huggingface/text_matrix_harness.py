@@ -1,4 +1,4 @@
-"""The model class for lm-evaluation-harness, on a stand-in for its base class if `lm_eval` is not installed."""
+"""Model class for lm-evaluation-harness, with a stand-in for its base class if `lm_eval` is not installed."""
 
 import importlib.util
 import sys
@@ -15,7 +15,7 @@ class _LM:
 
 
 def harness_model(directory: Path) -> Any:
-    """The model of a directory, as the harness has it."""
+    """Return the model of a directory, like the harness builds it."""
     if importlib.util.find_spec("lm_eval") is None and "lm_eval" not in sys.modules:
         parents = {name: types.ModuleType(name) for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model")}
         parents["lm_eval.api.model"].LM = _LM  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Model directories with every fact about text that a path can lose: the fixtures' weights, and text files of our own."""
+"""Model directories with every fact about text that a route can lose: the weights of fixtures, with new text files."""
 
 import json
 import shutil
@@ -9,19 +9,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 FIXTURES = Path(__file__).parent / "fixtures"
 ROWS = 96
-"""Rows of the tables of tokens of all fixtures."""
+"""Number of embedding rows of all fixtures."""
 SPECIAL = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 BOS, EOS, TURN_END = 1, 2, 4
 BEYOND = "<|extra|>"
 """An added token with the id `ROWS`, for which no model has a row."""
 MERGES = (("e", "r"), ("i", "n"), ("Ġ", "t"), ("Ċ", "Ċ"))
 NO_BOS = ("gpt2", "qwen2", "qwen3", "qwen3-moe")
-"""Families whose tokenizers put no token in front of a text, as the published ones."""
+"""Families whose tokenizers prepend no token, like the published ones."""
 SAMPLING = {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
 VARIANTS = {
     "llama2-linear": ("llama2", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
 }
-"""Name -> (fixture, changes of its config.json)."""
+"""Name -> (fixture, changes to its config.json)."""
 FAMILIES = (*sorted(p.name for p in FIXTURES.iterdir() if p.is_dir()), *VARIANTS)
 
 TEMPLATE = """
@@ -74,7 +74,7 @@ def make_model(family: str, directory: Path, *, written_end: int | None = None) 
 
 
 def _make_tokenizer(bos: bool) -> Tokenizer:
-    """A tokenizer of single characters and a few pairs, with as many ids as the models have rows and one more."""
+    """Build a tokenizer with single characters and a few pairs, and one more id than the models have rows."""
     merged = ["".join(pair) for pair in MERGES]
     printable = [chr(c) for c in range(32, 127) if chr(c) not in "`^~@%$\\;&*"]
     tokens = [*SPECIAL, "Ċ", "Ġ", *printable[1:], *merged]  # newline and space, as byte-level tokenizers spell them

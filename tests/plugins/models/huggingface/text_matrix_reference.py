@@ -1,4 +1,4 @@
-"""What `transformers` makes of the texts of the matrix, as plain data that can be stored."""
+"""Results of `transformers` for the texts of the matrix, as plain data that can be stored."""
 
 import contextlib
 import datetime
@@ -20,11 +20,11 @@ PROMPTS = (
     "x",
     "(1, 2",
 )
-"""The matrix takes the prompt after which the model is most certain of what it writes."""
+"""The matrix uses the prompt after which the model is most certain."""
 SPELLED = "<|im_start|>user\nin the sea?<|im_end|>\n<|im_start|>assistant\n"
 BEYOND_TEXT = "so<|extra|>"
 FIXED_DAY = "2024-07-26"
-"""The date of templates in training data."""
+"""Date of templates in training data."""
 MAX_TOKENS = 6
 
 TOOLS = [{"type": "function", "function": {"name": "rain"}}]
@@ -52,7 +52,7 @@ CHATS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     ),
     "date": ([_SYSTEM, _ASK, _DONE], [_SYSTEM, _ASK, _DONE]),
 }
-"""Fact -> (messages as clients of the OpenAI API send them, the same as chat templates expect them)."""
+"""Fact -> (messages as clients of the OpenAI API send them, the same messages as chat templates expect them)."""
 WITH_TOOLS = ("tools",)
 
 
@@ -71,7 +71,7 @@ def make_with_reference(family: str, directory: Path) -> dict[str, Any]:
 
 
 def read_reference(directory: Path, prompt: str) -> dict[str, Any]:
-    """The values of `transformers` for a model directory; needs `transformers` and torch."""
+    """Return the values of `transformers` for a model directory; needs `transformers` and torch."""
     import transformers
 
     tokenizer = _tokenizer(directory)
@@ -109,7 +109,7 @@ def read_reference(directory: Path, prompt: str) -> dict[str, Any]:
 
 
 def tools_of(chat: str) -> list[dict[str, Any]] | None:
-    """The tools of a conversation."""
+    """Return the tools of a conversation."""
     return TOOLS if chat in WITH_TOOLS else None
 
 

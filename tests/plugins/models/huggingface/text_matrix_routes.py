@@ -1,4 +1,4 @@
-"""The ways from text to tokens, each by the entry that users call, as functions of one interface."""
+"""Routes from text to tokens, each through the entry point that users call, with one interface."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ from axlearn_plugins_transformer.text.processor import text_processor
 LIMIT = 128  # tokens of a row
 
 
-class Captured(Exception):  # it ends a call that has shown what it was asked for
+class Captured(Exception):  # raised to end a call once its request is known
     """The request that reached a model."""
 
     def __init__(self, prompt: Sequence[int], options: Any = None):
@@ -34,7 +34,7 @@ class Captured(Exception):  # it ends a call that has shown what it was asked fo
 
 
 class Route:
-    """One way from text to tokens.
+    """A route from text to tokens.
 
     Attributes:
         reads: `prompt` for texts that a model continues, `document` for texts that it learns from.
@@ -61,11 +61,11 @@ class Route:
         raise NotImplementedError
 
     def write(self, text: str) -> str:
-        """What the model writes greedily after a text."""
+        """Return the text that the model writes greedily after a text."""
         raise NotImplementedError
 
     def refusal(self) -> str:
-        """The error for a text with a token that the model has no row for."""
+        """Return the error for a text with a token that has no row in the model."""
         try:
             self.encode(texts.BEYOND_TEXT, "parse")
         except AxlearnError as error:
@@ -74,24 +74,24 @@ class Route:
 
     @functools.cached_property
     def config(self) -> Any:
-        """The config of the experiment that the route uses."""
+        """Return the config of the experiment that the route uses."""
         raise NotImplementedError
 
     @functools.cached_property
     def text(self) -> Any:
-        """The text processor of the route."""
+        """Return the text processor of the route."""
         return text_processor(self.config)
 
     def end_tokens(self) -> list[int]:
-        """The ids that end an output."""
+        """Return the ids that end an output."""
         return sorted(self.text.end_tokens)
 
     def dtype(self) -> str:
-        """What the model is computed in."""
+        """Return the compute dtype of the model."""
         return str(self.config.model.dtype)
 
     def context_length(self) -> int | None:
-        """The tokens that the model was made for."""
+        """Return the context length of the model."""
         return self.text.context_length
 
     def sampling(self) -> dict[str, float]:
@@ -99,7 +99,7 @@ class Route:
         return dict(self.text.sampling)
 
     def run(self) -> Path:
-        """A run that was imported from the directory."""
+        """Return a run that was imported from the directory."""
         run = self.folder / "run"
         if not run.exists():
             import_run(self.directory, run, set=["model.decoder.stack.mode=unrolled"])
@@ -107,13 +107,13 @@ class Route:
 
 
 class Training(Route):
-    """Rows of the input of a training that stands on an imported run."""
+    """Rows of the training input of a run that starts from an imported run."""
 
     name, reads, clock = "training", "document", "fixed"
     features: Mapping[str, Any] = {}
 
     def resolve(self, features: Mapping[str, Any], **settings: Any) -> Any:
-        """The config of a training."""
+        """Return the config of a training run."""
         rows = {"input.batch_size": 1, "input.sequence_length": LIMIT, "evaluators": {}}
         features = {**features, **self.features}
         return ax.resolve(self.run() / "config.yaml", with_=features, set={**rows, **settings}).config
@@ -212,7 +212,7 @@ class DPO(Training):
 
 
 class _Recorder:
-    """A scorer that keeps what it is asked for."""
+    """A scorer that stores its requests."""
 
     def __init__(self, model: Any):
         self.model, self.rows = model, []

@@ -38,7 +38,7 @@ class Load(Route):
         return self.loaded.config
 
     def ask(self, text: str) -> Captured:
-        """The request that reaches the model."""
+        """Return the request that reaches the model."""
         with captured(type(self.loaded.model), "generate"):
             try:
                 self.loaded.generate(text, max_tokens=2)
@@ -77,7 +77,7 @@ class Generate(Load):
         raise AssertionError("no request")
 
     def encode_chat(self, name: str) -> list[int]:
-        """Of a prompt that a template rendered."""
+        """Return the request for a prompt that a template rendered."""
         messages = texts.CHATS[name][0][:-1]
         return self.encode(self.text.template.render(messages, prompt=True, tools=texts.tools_of(name)).text)
 
@@ -97,7 +97,7 @@ class Generate(Load):
 
 
 class Serve(Route):
-    """The server of the model directory, by HTTP."""
+    """The server of the model directory, over HTTP."""
 
     name = "serve directory"
 
@@ -115,7 +115,7 @@ class Serve(Route):
 
     @functools.cached_property
     def results(self) -> dict[str, Any]:
-        """The answers to all questions; the server is open only while they are asked."""
+        """Return the answers to all questions; the server only runs meanwhile."""
         with mock.patch("axlearn_plugins_serving.runner.ModelRunner.warm_up"):
             service = _open(
                 str(self.uri()),
@@ -219,7 +219,7 @@ class Export(Load):
         return out
 
     def source(self) -> Path:
-        """The run that is exported."""
+        """Return the exported run."""
         return self.run()
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""The image classifier: against transformers' (a fixture of scripts/make_hf_fixtures.py), with features, on meshes, trained."""
+"""The image classifier: against transformers (a fixture of scripts/make_hf_fixtures.py), with features, on meshes, trained."""
 
 import json
 import shlex
@@ -38,7 +38,7 @@ SMALL = {
 
 @pytest.fixture(scope="module", params=["vit", pytest.param("vit now", marks=made_now.MARKS)])
 def imported(request):
-    """(source, parameters, a batch, what is expected)."""
+    """Return (source, parameters, batch, expected results)."""
     folder = FIXTURE if request.param == "vit" else made_now.made_now("vit")
     source = open_model(folder, set=["model.dtype=float32", "model.encoder.stack.mode=unrolled"])
     params = source.read(compose(source.config, jax.devices()[:1]).state.params)
@@ -148,10 +148,10 @@ def test_what_is_wrong_with_images_is_said(tmp_path):
     np.savez(tmp_path / "float.npz", images=images.astype(np.float32), labels=np.zeros(4, int))
     np.savez(tmp_path / "lacks.npz", images=images)
     np.savez(tmp_path / "right.npz", images=images, labels=np.zeros(4, int))
-    for name, reason in (("float", "got: images float32"), ("lacks", "labels"), ("none", "no file of images matches")):
+    for name, reason in (("float", "got: images float32"), ("lacks", "labels"), ("none", "no image file matches")):
         with pytest.raises(InputError, match=reason):
             ImageArrays.Config(batch_size=2, paths=str(tmp_path / f"{name}.npz")).build(seed=0)
-    with pytest.raises(InputError, match="no image is held out"):
+    with pytest.raises(InputError, match="no images are held out"):
         ImageArrays.Config(batch_size=2, paths=str(tmp_path / "right.npz"), held_out=0.01).build(seed=0).evaluation()
 
 
@@ -164,7 +164,7 @@ def test_the_images_of_a_batch_are_different(count, tmp_path):
     labels = [next(batches)["labels"].tolist() for _ in range(4 * count)]
     assert min(len(set(batch)) for batch in labels) == min(8, count)
     old = np.concatenate([np.random.default_rng([0, epoch]).permutation(count) for epoch in range(8)])
-    batches.set_state({"batches": 1})  # as older versions saved it: the run keeps their order
+    batches.set_state({"batches": 1})  # as older versions stored it; the run keeps the old order
     assert next(batches)["labels"].tolist() == old[8:16].tolist()
     assert batches.get_state() == {"batches": 2}
 
@@ -176,14 +176,14 @@ def test_a_size_that_is_given_tells_the_batches_and_is_held_to_the_data(tmp_path
     batch = next(config.build(seed=0).train())
     assert {k: (v.shape, str(v.dtype)) for k, v in batch.items()} == config.batch_shapes()
     assert ImageArrays.Config(batch_size=2, paths="x.npz").batch_shapes() == {}
-    with pytest.raises(InputError, match=r"(?s)another size.*8 x 8 x 3.*expected: 16 x 16 x 3"):
+    with pytest.raises(InputError, match=r"(?s)of the wrong size.*8 x 8 x 3.*expected: 16 x 16 x 3"):
         ImageArrays.Config(batch_size=2, paths=str(tmp_path / "eight.npz"), image_size=16).build(seed=0)
     with pytest.raises(RequestError, match=r"got: 1 over 2|batch_size"):
         DrawnShapes.Config(batch_size=1, image_size=8).build(seed=0, process_count=2)
     with pytest.raises(RequestError, match=r"patch_size: does not divide image_size[\s\S]*got: 8 of 20"):
         ax.resolve("vit-tiny", set={"model.encoder.embedding.image_size": 20}).checked()
     config = ax.resolve("vit-tiny", set={**SMALL, "input.image_size": 24}).config
-    with pytest.raises(RequestError, match=r"images of another size\s+got: \[24, 24, 3\]\s+expected: \[16, 16, 3\]"):
+    with pytest.raises(RequestError, match=r"images of the wrong size\s+got: \[24, 24, 3\]\s+expected: \[16, 16, 3\]"):
         compose(config, jax.devices()[:1]).compile("train", next(config.input.build(seed=0).train()))
 
 
@@ -196,6 +196,6 @@ def test_what_is_suggested_after_a_run_can_be_done_with_it(tmp_path):
         run.mkdir(exist_ok=True)
         (run / "config.yaml").write_text(resolve(experiment).to_yaml())
         lines = suggestions(experiment, run)
-        assert all(str(run) in shlex.split(line) for line in lines[:-1])  # the shell reads a path as one word
+        assert all(str(run) in shlex.split(line) for line in lines[:-1])  # the shell parses the path as one word
         assert [line.split()[1] for line in lines] == commands
         get(resolve(experiment).config, lines[-1].split()[-1])  # it exists

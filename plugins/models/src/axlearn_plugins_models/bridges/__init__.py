@@ -1,1 +1,1 @@
-"""Layers of other libraries."""
+"""Adapters that use modules of other libraries as layers."""

@@ -18,25 +18,26 @@ from axlearn_plugins_models.bridges.wrapped import Path, Structure, WrappedLayer
 
 
 class Buffer(nnx.Variable):
-    """An array of an Equinox module that is not trained: of integers or booleans."""
+    """An array of an Equinox module that is not trained, with integers or booleans."""
 
 
 class EquinoxLayer(WrappedLayer):
-    """An Equinox module as a layer, for instance in the place of a feed-forward layer or a norm.
+    """An Equinox module as a layer, for example as a feed-forward layer or a norm.
 
-    - Equinox modules take one example. `vmap_axes` leading axes of the input are mapped over: 2 for a module that takes the
-      vector of one position, 1 for one that takes the positions of a row, 0 for one that takes the batch.
-    - Arrays of floating-point numbers are parameters (`nnx.Param` at `module.<path>`), other arrays are kept as they are.
-      Parameters are cast to the compute dtype when the module is called.
-    - Axis names are those of `axes`; parameters without any are replicated.
-    - A module that draws random numbers (dropout) gets a `key` of its own for each example, from a stream of the layer. In
-      evaluation it gets none, and is in inference mode (`eqx.nn.inference_mode`).
-    - Modules with `eqx.nn.State` (`eqx.nn.BatchNorm`) are refused.
+    - Equinox modules process one example, so the module is vmapped over `vmap_axes` leading axes of the input. Use 2 for a
+      module that takes the vector of one position, 1 for one that takes the positions of a row, 0 for one that takes a
+      batch.
+    - Floating-point arrays are parameters (`nnx.Param` at `module.<path>`). Other arrays are stored unchanged. Parameters
+      are cast to the compute dtype when the module is called.
+    - `axes` gives the axis names. Parameters without axis names are replicated.
+    - A module that draws random numbers (dropout) gets a separate `key` for each example, from a stream of the layer. In
+      evaluation it gets no key and runs in inference mode (`eqx.nn.inference_mode`).
+    - Modules with `eqx.nn.State` (`eqx.nn.BatchNorm`) are not supported.
     """
 
     @node
     class Config(WrappedLayer.Config["EquinoxLayer"]):
-        """See `WrappedLayer.Config`; `vmap_axes`: leading axes of the input that the module is mapped over."""
+        """See `WrappedLayer.Config`; `vmap_axes` is the number of leading input axes to vmap the module over."""
 
         vmap_axes: int = setting(default=2, ge=0)
 
@@ -64,7 +65,7 @@ class EquinoxLayer(WrappedLayer):
         self.rngs = rngs.dropout.fork() if self.takes_key and self._draws(sample) else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """What the module returns, in the compute dtype; for a feed-forward layer [B, S, D] -> [B, S, D]."""
+        """Return the module's output in the compute dtype; a feed-forward layer maps [B, S, D] to [B, S, D]."""
         key = self.rngs() if self.rngs is not None and not self.deterministic else None
         module = self._module()
         if self.deterministic:
@@ -76,8 +77,8 @@ class EquinoxLayer(WrappedLayer):
             raise ConfigError(
                 Problem(
                     path=f"module ({'.'.join(path)})",
-                    message="the Equinox module holds a random key, which would be the same in each step",
-                    fix="take `key` as an argument of __call__",
+                    message="the Equinox module contains a random key, which would be the same in every step",
+                    fix="accept `key` as an argument of __call__",
                 )
             )
         trained = jnp.issubdtype(array.dtype, jnp.inexact)
@@ -102,14 +103,14 @@ class EquinoxLayer(WrappedLayer):
         return function(*arguments)
 
     def _draws(self, sample: jax.Array) -> bool:
-        """Whether what the module returns in training depends on its key."""
+        """Return whether the module's output in training depends on its key."""
         module = self._module()
         traced = jax.make_jaxpr(lambda key: self._map(module, sample, key))(jax.random.key(0)).jaxpr
-        needed = {v for v in traced.outvars if not isinstance(v, Literal)}
+        relevant = {v for v in traced.outvars if not isinstance(v, Literal)}
         for equation in reversed(traced.eqns):
-            if needed & set(equation.outvars):
-                needed |= {v for v in equation.invars if not isinstance(v, Literal)}
-        return traced.invars[0] in needed
+            if relevant & set(equation.outvars):
+                relevant |= {v for v in equation.invars if not isinstance(v, Literal)}
+        return traced.invars[0] in relevant
 
 
 def _equinox() -> ModuleType:
@@ -132,7 +133,7 @@ def _refuse_state(eqx: ModuleType, module: Any) -> None:
         raise ConfigError(
             Problem(
                 path="module",
-                message="the Equinox module keeps state (eqx.nn.State), which equinox-layer does not carry",
+                message="the Equinox module has state (eqx.nn.State), which equinox-layer does not support",
                 got=", ".join(".".join(_path(path)) for path in stateful[:3]),
                 fix="use nnx.BatchNorm through configure, or a Linen module through linen-layer",
             )
@@ -140,7 +141,7 @@ def _refuse_state(eqx: ModuleType, module: Any) -> None:
 
 
 def _path(path: tuple[Any, ...]) -> Path:
-    """The parts of a path of JAX: names of attributes, indices, keys of mappings."""
+    """Return the parts of a JAX key path: attribute names, indices and mapping keys."""
     parts = []
     for entry in path:
         names = (getattr(entry, name, None) for name in ("name", "idx", "key"))

@@ -20,16 +20,16 @@ IN_EVALUATION = ("deterministic", "use_running_average")
 
 
 class LinenLayer(WrappedLayer):
-    """A Linen module as a layer, for instance in the place of a feed-forward layer or a norm.
+    """A Linen module as a layer, for example as a feed-forward layer or a norm.
 
-    - Parameters are `nnx.Param`s at `module.<path in Linen>`. Axis names are those of `nn.with_logical_partitioning` and of
-      `axes`; parameters without any are replicated.
-    - Other collections (`batch_stats`) are variables: written in training, read in evaluation.
-    - Random numbers (dropout) come from a stream of the layer, under Linen's name for it; in evaluation there is none.
-    - `deterministic` and `use_running_average`, `train`, `training` and `is_training` are passed where the module's
-      `__call__` has such arguments.
-    - A module with the fields `dtype` and `param_dtype` gets the layer's dtypes there. Of others the parameters are cast. The
-      result is in the compute dtype.
+    - Parameters are `nnx.Param`s at `module.<path in Linen>`. Axis names come from `nn.with_logical_partitioning` and from
+      `axes`. Parameters without axis names are replicated.
+    - Other collections (`batch_stats`) are variables, which are written in training and read in evaluation.
+    - Random numbers (dropout) come from a stream of the layer, under Linen's stream names. In evaluation there are none.
+    - `deterministic`, `use_running_average`, `train`, `training` and `is_training` are passed if the module's `__call__`
+      has such an argument.
+    - A module with the fields `dtype` and `param_dtype` gets the layer's dtypes in these fields. Parameters of other
+      modules are cast. The result is in the compute dtype.
     """
 
     @node
@@ -61,7 +61,7 @@ class LinenLayer(WrappedLayer):
         self.rngs = rngs.dropout.fork() if draws else None
 
     def __call__(self, *inputs: jax.Array) -> Any:
-        """What the module returns, in the compute dtype; for a feed-forward layer [B, S, D] -> [B, S, D]."""
+        """Return the module's output in the compute dtype; a feed-forward layer maps [B, S, D] to [B, S, D]."""
         module, training = self.structure.value, not self.deterministic
         states = tuple(dict.fromkeys(c for c, _ in self.paths if c != "params")) if training else ()
         rngs = _streams(self.rngs()) if training and self.rngs is not None else {}
@@ -89,10 +89,10 @@ class LinenLayer(WrappedLayer):
         return {name: value for name, value in flags.items() if name in names}
 
     def _try(self, module: linen.Module, sample: jax.Array) -> bool:
-        """Traces the module in training; whether it draws random numbers.
+        """Trace the module in training mode, and return whether it draws random numbers.
 
         Raises:
-            ConfigError: it adds to a collection that it did not have when it was built.
+            ConfigError: If it adds to a collection that did not exist after initialization.
         """
 
         def run(collections: Mapping[str, Any], rngs: Mapping[str, jax.Array]) -> Any:
@@ -113,7 +113,7 @@ class LinenLayer(WrappedLayer):
 
 
 def _streams(key: jax.Array) -> dict[str, jax.Array]:
-    """Linen falls back to `params` for streams that it is not given; some modules ask whether there is `dropout`."""
+    """Return the RNG streams: Linen uses `params` for missing streams, but some modules check for `dropout`."""
     first, second = jax.random.split(key)
     return {"params": first, "dropout": second}
 
@@ -123,9 +123,9 @@ def _refuse_sown(keys: Sequence[Path]) -> None:
         raise ConfigError(
             Problem(
                 path="module",
-                message="the Linen module sows values, or makes variables that are not arrays",
+                message="the Linen module sows values, or creates variables that are not arrays",
                 got=", ".join("/".join(map(str, key)) for key in keys[:3]),
-                expected="variables that are made when the module is initialised",
+                expected="variables that are created when the module is initialized",
                 fix="call add_loss or add_summary of axlearn_core.nn.summaries in the module, or sow to `intermediates`",
             )
         )

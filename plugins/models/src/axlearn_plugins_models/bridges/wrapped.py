@@ -1,4 +1,4 @@
-"""What the layers of other libraries share: their arrays as `nnx.Variable`s, axis names, dtypes, what they are tried with."""
+"""Base of layers that wrap modules of other libraries: variables, axis names, dtypes and a sample input."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -18,12 +18,12 @@ Path = tuple[str, ...]
 
 
 class Arrays(nnx.Module):
-    """Variables by attribute, below modules of this class that are named as the parts of their paths."""
+    """Variables by attribute. Nested modules of this class are named like the parts of the variables' paths."""
 
 
 @attrs.frozen
 class Structure:
-    """What of a module is not an array, kept from flax: equal structures compute the same."""
+    """The parts of a module that are not arrays, hidden from flax. Equal structures compute the same."""
 
     value: Any
 
@@ -31,7 +31,7 @@ class Structure:
 class WrappedLayer(Layer):
     """A module of another library as a layer.
 
-    Its parameters lie at `module.<path>`, with the names that the library gives them.
+    Its parameters are at `module.<path>`, with the library's names.
 
     Attributes:
         deterministic: True in evaluation; flax sets it.
@@ -39,14 +39,14 @@ class WrappedLayer(Layer):
 
     @node
     class Config(Layer.Config[T_co]):
-        """The wrapped module and what the library does not say of it.
+        """The wrapped module, and facts that the library does not provide.
 
         Attributes:
-            module: the module, as a class or function given to `configure` or registered as a component.
-            input_shape: the shape that the module is tried with once when it is built; None is [1, 1, D], for the D that
-                the parent offers as `input_dim` or `dim`.
-            axes: pattern of parameter paths below `module` -> one logical axis name (or null) per dimension. Parameters that
-                no pattern fits are replicated on every device.
+            module: Module to wrap, as a class or function passed to `configure`, or as a registered component.
+            input_shape: Shape of the sample input that the module is built with. None means [1, 1, D], if the parent offers
+                D as `input_dim` or `dim`.
+            axes: Pattern of parameter paths below `module` -> one logical axis name (or null) per dimension. Parameters
+                that match no pattern are replicated on every device.
         """
 
         module: Node[Any] = REQUIRED
@@ -61,10 +61,10 @@ class WrappedLayer(Layer):
         self.module = Arrays()
 
     def sample(self, offered: Mapping[str, Any]) -> jax.Array:
-        """Zeros in the shape that the module is tried with, in the compute dtype.
+        """Return the sample input: zeros in the compute dtype.
 
         Raises:
-            ConfigError: neither the config nor the parent says the shape.
+            ConfigError: If neither the config nor the parent determines the shape.
         """
         shape = self.cfg.input_shape
         if shape is None:
@@ -73,7 +73,7 @@ class WrappedLayer(Layer):
                 raise ConfigError(
                     Problem(
                         path="input_shape",
-                        message=f"{self.library} modules are tried with an input, whose shape nobody says here",
+                        message=f"{self.library} modules need a sample input, and its shape is unknown here",
                         fix="set input_shape, for instance to [1, 1, 64]",
                     )
                 )
@@ -83,7 +83,7 @@ class WrappedLayer(Layer):
     def keep(
         self, path: Path, variable: type[nnx.Variable], value: jax.Array, names: Sequence[str | None] | None
     ) -> None:
-        """Makes a variable at `module.<path>`; `names` are its logical axes, None where the library gives none."""
+        """Create a variable at `module.<path>`. `names` are its logical axes, or None if the library provides none."""
         names = self._axes(".".join(path)) or names
         holder = self.module
         for part in path[:-1]:
@@ -92,13 +92,13 @@ class WrappedLayer(Layer):
             holder = getattr(holder, part)
         if isinstance(getattr(holder, path[-1], None), nnx.Module | nnx.Variable):
             raise ConfigError(
-                Problem(path="module", message=f"{self.library} gives two arrays the path {'.'.join(path)}")
+                Problem(path="module", message=f"the {self.library} module has two arrays at the path {'.'.join(path)}")
             )
         if names is not None and len(names) != value.ndim:
             raise ConfigError(
                 Problem(
                     path=f"axes ({'.'.join(path)})",
-                    message="one logical axis per dimension",
+                    message="must name one logical axis per dimension",
                     got=str(tuple(names)),
                     expected=f"{value.ndim} names, for the shape {value.shape}",
                 )
@@ -110,12 +110,12 @@ class WrappedLayer(Layer):
         return next((names for pattern, names in self.cfg.axes.items() if matches(pattern, path)), None)
 
     def check_axes(self, paths: Iterable[Path]) -> None:
-        """Raises `ConfigError` where a pattern of `axes` fits none of the parameters at `paths`."""
+        """Raise `ConfigError` if a pattern of `axes` matches none of the parameters at `paths`."""
         dotted_paths = [".".join(path) for path in paths]
         problems = [
             Problem(
                 path=f"axes.{pattern}",
-                message=f"fits no parameter of the {self.library} module",
+                message=f"matches no parameter of the {self.library} module",
                 expected=f"one of {', '.join(dotted_paths)}",
                 nearest=nearest(pattern, dotted_paths),
             )
@@ -126,19 +126,19 @@ class WrappedLayer(Layer):
             raise ConfigError(problems)
 
     def variable(self, path: Path) -> nnx.Variable:
-        """The variable at `module.<path>`."""
+        """Return the variable at `module.<path>`."""
         holder: Any = self.module
         for part in path:
             holder = getattr(holder, part)
         return holder
 
     def computes(self, tree: Any) -> Any:
-        """A tree with its floating-point arrays in the compute dtype."""
+        """Cast the floating-point arrays of a tree to the compute dtype."""
         return cast(tree, self.precision.compute)
 
 
 def cast(tree: Any, dtype: str) -> Any:
-    """A tree with its floating-point arrays in a dtype."""
+    """Cast the floating-point arrays of a tree to a dtype."""
 
     def convert(x: Any) -> Any:
         return x.astype(dtype) if is_array(x) and jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -147,12 +147,12 @@ def cast(tree: Any, dtype: str) -> Any:
 
 
 def wrong_module(got: Any, library: str) -> ConfigError:
-    """The error for a node in the place of a module that builds something else."""
+    """Return the error for a config that builds something other than a module of the library."""
     cls = type(got)
     return ConfigError(
         Problem(
             path="module",
-            message=f"builds no module of {library}",
+            message=f"does not build a module of {library}",
             got=f"{cls.__module__}.{cls.__qualname__}",
             expected=f"a class derived from {library}'s Module",
         )

@@ -1,4 +1,4 @@
-"""DeepSeek-V2-Lite (arXiv 2405.04434) and DeepSeek-V3 (arXiv 2412.19437), at the sizes of their `config.json`."""
+"""DeepSeek-V2-Lite (arXiv 2405.04434) and DeepSeek-V3 (arXiv 2412.19437), with the sizes of their `config.json`."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def deepseek_v2_lite() -> Trainer.Config:
 
 
 def deepseek_v3() -> Trainer.Config:
-    """Pretrain DeepSeek-V3 without its layer for multi-token prediction.
+    """Pretrain DeepSeek-V3 without its multi-token prediction layer.
 
     671B parameters, of which each token uses 37B.
 
@@ -46,7 +46,7 @@ def deepseek_v3() -> Trainer.Config:
 
 
 def _yarn(mscale: float) -> dict[str, Any]:
-    """Positions up to 163,840, from 4096 (YaRN, arXiv 2309.00071)."""
+    """Return YaRN scaling (arXiv 2309.00071) from 4,096 to 163,840 positions."""
     return {
         "rope_type": "yarn", "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": mscale,
         "mscale_all_dim": mscale, "original_max_position_embeddings": 4096,

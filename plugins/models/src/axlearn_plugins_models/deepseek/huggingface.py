@@ -20,7 +20,7 @@ QUERIES = (f"{OURS}.query.weight", f"{OURS}.query_rope.weight"), "(n h*) r -> r 
 
 
 class DeepSeekV3(Family):
-    """DeepSeek-V3: latent attention, shared experts, routing by sigmoid scores and a bias."""
+    """DeepSeek-V3: latent attention, shared experts, and routing by sigmoid scores with a bias."""
 
     experiment = "llama3-8b"
     architectures: ClassVar = ("DeepseekV3ForCausalLM",)
@@ -45,18 +45,18 @@ class DeepSeekV3(Family):
     )  # fmt: skip
 
     def table(self, model: Any) -> tuple[Rule, ...]:
-        """Queries without a latent have another name."""
+        """Return the rules; queries without a latent have a different tensor name."""
         latent = any(".query_down." in path for path in model.abstract)
         return self.rules if latent else (*self.rules, Rule(QUERIES[0], f"{THEIRS}.q_proj.weight", QUERIES[1]))
 
     def router(self, hf: Settings) -> Json:
-        """The router of the experts."""
+        """Return the config of the expert router."""
         groups = {"num_groups": hf.get("n_group") or 1, "top_groups": hf.get("topk_group") or 1}
         normalize, scale = hf.get("norm_topk_prob", True), float(hf.get("routed_scaling_factor", 2.5))
         return {"type": "sigmoid-router", "normalize": normalize, "scale": scale, **groups}
 
     def features(self, hf: Settings) -> dict[str, Json]:
-        """Latent attention, experts."""
+        """Return the options of latent attention and experts."""
         latent = {"kv_rank": hf.need("kv_lora_rank"), "query_rank": hf.get("q_lora_rank") or 0,
                   "rope_head_dim": hf.need("qk_rope_head_dim"), "value_head_dim": hf.need("v_head_dim")}  # fmt: skip
         experts = {"num_experts": hf.need("n_routed_experts"), "top_k": hf.need("num_experts_per_tok"),
@@ -65,7 +65,7 @@ class DeepSeekV3(Family):
         return {"mla": latent, "moe": experts}
 
     def settings(self, hf: Settings) -> Json:
-        """The size of the dense layers, the positions, and the scale that YaRN changes."""
+        """Return the size of the dense layers, the position encoding, and the attention scale that YaRN changes."""
         rope, size = parameters(hf), hf.need("intermediate_size")
         settings = {f"{d.ATTENTION}.position": read_rope(hf, interleaved=hf.get("rope_interleave", True))}
         if rope.get("mscale_all_dim"):
@@ -74,7 +74,7 @@ class DeepSeekV3(Family):
         return settings | ({f"{d.FEED_FORWARD}.first.*.hidden_dim": size} if hf.get("first_k_dense_replace") else {})
 
     def described(self, config: Any) -> Json:
-        """The inverse of `features` and `settings`."""
+        """Invert `features` and `settings`."""
         attention, slot = config.model.decoder.layer.attention, config.model.decoder.layer.feed_forward
         dense: list[Any] = [*slot.first] if isinstance(slot, Alternate) else []
         experts: Any = slot.children[0] if isinstance(slot, Alternate) else slot
@@ -95,31 +95,31 @@ class DeepSeekV3(Family):
         }  # fmt: skip
 
     def write_router(self, router: Any) -> Json:
-        """The inverse of `router`."""
+        """Invert `router`."""
         return {
             "n_group": router.num_groups, "topk_group": router.top_groups, "routed_scaling_factor": router.scale,
             "norm_topk_prob": router.normalize, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
         }  # fmt: skip
 
     def missing(self, data: Json) -> Json:
-        """The other form of the frequencies."""
+        """Return the missing form of the RoPE parameters."""
         return missing_forms(data)
 
 
 class DeepSeekV2(DeepSeekV3):
-    """DeepSeek-V2: routing by softmax, limited to a few groups."""
+    """DeepSeek-V2: softmax routing, limited to a few groups."""
 
     architectures = ("DeepseekV2ForCausalLM",)
     fixed: ClassVar = {**DeepSeekV3.fixed, "mlp_bias": False}
     idle = (*DeepSeekV3.idle, "norm_topk_prob")
 
     def router(self, hf: Settings) -> Json:
-        """The router of the experts; transformers ignores `norm_topk_prob` and never normalises its weights."""
+        """Return the config of the expert router; transformers ignores `norm_topk_prob` and never normalizes the weights."""
         groups = super().router(hf) if hf.get("topk_method") == "group_limited_greedy" else {}
         scale = float(hf.get("routed_scaling_factor", 1.0))
         return {**groups, "type": "softmax-router", "normalize": False, "scale": scale}
 
     def write_router(self, router: Any) -> Json:
-        """The inverse of `router`."""
+        """Invert `router`."""
         method = "group_limited_greedy" if router.num_groups > 1 else "greedy"
         return super().write_router(router) | {"scoring_func": "softmax", "topk_method": method}

@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv 2408.00118) and the text model of Gemma 3 (arXiv 2503.19786), at the sizes of their `config.json`."""
+"""Gemma 2 (arXiv 2408.00118) and the text model of Gemma 3 (arXiv 2503.19786), with the sizes of their `config.json`."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ GEMMA_2 = {
     "vocab_size": 256_000, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
 }  # fmt: skip
-"""What both sizes share."""
+"""Sizes that both Gemma 2 models share."""
 
 
 def gemma2_2b() -> Trainer.Config:
@@ -34,7 +34,7 @@ def gemma2_9b() -> Trainer.Config:
 
 
 def gemma3_4b() -> Trainer.Config:
-    """Pretrain the text model of Gemma 3 4B, which has five layers with a window to each global one.
+    """Pretrain the text model of Gemma 3 4B, with five sliding-window layers per global layer.
 
     3.88B parameters. Sizes: `text_config` of huggingface.co/google/gemma-3-4b-pt/blob/main/config.json.
     """
@@ -48,5 +48,5 @@ def gemma3_4b() -> Trainer.Config:
 
 
 def _gemma2(**sizes: Any) -> Trainer.Config:
-    """A Gemma 2 of some size, at its context of 8192."""
+    """Return a Gemma 2 experiment with these sizes, at its context length of 8192."""
     return pretraining(published("gemma2", GEMMA_2 | sizes), sequence_length=8192, peak=3e-4, max_steps=500_000)

@@ -13,7 +13,7 @@ PATTERN = "sliding_window_pattern|_sliding_window_pattern"
 
 
 class Gemma2(Family):
-    """Gemma 2: norms around each half of a layer, capped scores and logits, every second layer with a window."""
+    """Gemma 2: norms around each half of a layer, capped scores and logits, and a window in every second layer."""
 
     experiment = "llama3-8b"
     architectures: ClassVar = ("Gemma2ForCausalLM",)
@@ -32,25 +32,25 @@ class Gemma2(Family):
     every: ClassVar = 2
 
     def features(self, hf: Settings) -> dict[str, Json]:
-        """The windows."""
-        every, count = hf.get(PATTERN, self.every), hf.need("num_hidden_layers")
-        kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
+        """Return the options of the sliding windows."""
+        interval, count = hf.get(PATTERN, self.every), hf.need("num_hidden_layers")
+        kinds = ["sliding_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
         if (layer_types := hf.get("layer_types") or kinds) != kinds:
             raise unsupported("layer_types", layer_types, [str(kinds)])
-        return {"interleave": {"every": every, "window": hf.need("sliding_window")}}
+        return {"interleave": {"every": interval, "window": hf.need("sliding_window")}}
 
     def settings(self, hf: Settings) -> Json:
-        """Norms around zero, embeddings times the root of the width, positions."""
+        """Return norms with an offset, scaled embeddings, and the position encoding."""
         norm = {"type": "rms-norm", "eps": float(hf.get("rms_norm_eps", 1e-6)), "offset": 1.0}
         norms = dict.fromkeys((f"{d.LAYER}.norm", f"{d.LAYER}.post_norm", "model.decoder.norm"), norm)
         return {**norms, "model.decoder.embedding.scale": True, f"{d.ATTENTION}.position": self.position(hf)}
 
     def position(self, hf: Settings) -> Json:
-        """The position encoding."""
+        """Return the config of the position encoding."""
         return read_rope(hf)
 
     def described(self, config: Any) -> Json:
-        """The inverse."""
+        """Invert `features` and `settings`."""
         decoder = config.model.decoder
         windows = decoder.layer.attention.window.children
         fields = {"rms_norm_eps": decoder.norm.eps, "sliding_window": windows[0].size}
@@ -60,11 +60,11 @@ class Gemma2(Family):
         }
 
     def written(self, attention: Any) -> Json:
-        """The frequencies."""
+        """Return the RoPE parameters of the position encoding."""
         return write_rope(attention.position)
 
     def missing(self, data: Json) -> Json:
-        """The other form of the frequencies."""
+        """Return the missing form of the RoPE parameters."""
         return missing_forms(data)
 
 
@@ -72,30 +72,30 @@ KINDS = (
     Kind("sliding_attention", "rope_local_base_freq", 10_000.0, scaled=False),
     Kind("full_attention", "rope_theta", 1_000_000.0, scaled=True),
 )
-"""The layers of Gemma 3; what a file without a theta means is what transformers takes then."""
+"""Kinds of layers in Gemma 3. A file without a theta means the default of transformers."""
 
 
 class Gemma3(Gemma2):
-    """Gemma 3: a norm on each head instead of caps, every sixth layer global, with frequencies of its own."""
+    """Gemma 3: a norm on each head instead of caps, and every sixth layer global, with its own frequencies."""
 
     architectures = ("Gemma3ForCausalLM",)
     every = 6
 
     def settings(self, hf: Settings) -> Json:
-        """Besides those of Gemma 2, the norm of the heads."""
+        """Return the settings of Gemma 2 and the norm of the heads."""
         settings = super().settings(hf)
         return settings | {f"{d.ATTENTION}.qk_norm": settings[f"{d.LAYER}.norm"]}
 
     def position(self, hf: Settings) -> Json:
-        """The position encodings of both kinds of layers."""
+        """Return the position encodings of both kinds of layers."""
         near, wide = (read_rope(hf, rope=parameters(hf, kind, KINDS)) for kind in KINDS)
         return {"type": "alternate", "children": [*[near] * (hf.get(PATTERN, self.every) - 1), wide]}
 
     def written(self, attention: Any) -> Json:
-        """The frequencies of both kinds."""
+        """Return the RoPE parameters of both kinds of layers."""
         near, *_, wide = map(write_rope, attention.position.children)
         return {"full_attention": wide, "sliding_attention": near}
 
     def missing(self, data: Json) -> Json:
-        """The other form of the frequencies of both kinds."""
+        """Return the missing form of the RoPE parameters of both kinds of layers."""
         return missing_forms(data, KINDS)

@@ -15,7 +15,7 @@ LINEAR = {"type": "linear", "bias": True}
 
 
 class GPT2(Family):
-    """GPT-2: learned positions, LayerNorm, biases everywhere, queries, keys and values in one matrix."""
+    """GPT-2: learned positions, LayerNorm, biases everywhere, and fused queries, keys and values."""
 
     experiment = "llama3-8b"
     architectures = ("GPT2LMHeadModel",)
@@ -44,7 +44,7 @@ class GPT2(Family):
     )  # fmt: skip
 
     def settings(self, hf: Settings) -> Json:
-        """Norms, feed-forward layers, biases, positions."""
+        """Return the norms, feed-forward layers, biases and positions."""
         if (name := hf.get("activation_function", "gelu_new")) not in d.ACTIVATIONS:
             raise unsupported("activation_function", name, d.ACTIVATIONS)
         norm = {"type": "layer-norm", "eps": float(hf.get("layer_norm_epsilon", 1e-5))}
@@ -60,7 +60,7 @@ class GPT2(Family):
         return settings | {f"{d.ATTENTION}.{part}.bias": True for part in (*FUSED, "output")}
 
     def described(self, config: Any) -> Json:
-        """The inverse."""
+        """Invert `settings`."""
         decoder = config.model.decoder
         dense = decoder.layer.feed_forward
         name = next(k for k, v in reversed(d.ACTIVATIONS.items()) if v == dense.activation)

@@ -1,1 +1,1 @@
-"""Models in Hugging Face format, in and out of axlearn."""
+"""Import and export of models in Hugging Face format."""

@@ -1,4 +1,4 @@
-"""`axlearn checkpoint import-hf` and `export-hf`."""
+"""The commands `axlearn checkpoint import-hf` and `export-hf`."""
 
 import shlex
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from axlearn_core.cli.terminal import echo
 @click.option("--with", "with_", multiple=True, metavar="FEATURE[:key=value,...]", help="Add a feature.")
 @click.option("--set", "set_", multiple=True, metavar="PATH=VALUE", help="Set a value of the new run's config.")
 def import_hf(directory: Path, run_dir: Path, with_: Sequence[str], set_: Sequence[str]) -> None:
-    """Make a run, in RUN_DIR, of the Hugging Face model in DIR.
+    """Import the Hugging Face model in DIR as a run in RUN_DIR.
 
-    The run begins at step 0 with these weights and a fresh optimizer. What it is to be trained on, and how, is set here:
-    `--set input.source.paths=[...]`.
+    The run starts at step 0 with these weights and a new optimizer state. Use --set to choose its training data and
+    other settings: `--set input.source.paths=[...]`.
     """
     from axlearn_plugins_models.huggingface.import_export import import_run
 
@@ -36,14 +36,14 @@ def import_hf(directory: Path, run_dir: Path, with_: Sequence[str], set_: Sequen
 @click.command()
 @click.argument("run_dir", metavar="RUN_DIR|URI")
 @click.argument("directory", metavar="DIR")
-@click.option("--step", type=click.IntRange(min=0), help="The checkpoint to take; default: the newest.")
+@click.option("--step", type=click.IntRange(min=0), help="Step of the checkpoint (default: the newest).")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Of the tensors; default: as they were imported, else that of the parameters.",
+    help="Dtype of the tensors (default: the dtype at import, or else the parameters' dtype).",
 )
 def export_hf(run_dir: str, directory: str, step: int | None, dtype: str | None) -> None:
-    """Write the model of RUN_DIR in Hugging Face format to the new directory DIR."""
+    """Export the model of RUN_DIR in Hugging Face format to the new directory DIR."""
     from axlearn_plugins_models.huggingface.import_export import export_run
 
     export_run(run_dir, directory, step=step, dtype=dtype)

@@ -1,4 +1,4 @@
-"""What the pre-norm decoders in Hugging Face format have in common: keys of `config.json`, and names of tensors."""
+"""Tables that pre-norm decoders in Hugging Face format share: `config.json` keys and tensor names."""
 
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ ACTIVATIONS = {
     "relu": "relu",
     "relu2": "relu_squared",
 }
-"""Names of activations, theirs -> ours."""
+"""Names of activations: Hugging Face's -> ours."""
 
 TIED = Key("model.decoder.head", default=False, values={True: None, False: {"type": "head"}})
 HEADS = {
@@ -63,7 +63,7 @@ ATTENTION_RULES = (
 
 
 def feed_forward_rules(ours: str = "feed_forward", theirs: str = "mlp") -> tuple[Rule, ...]:
-    """The three matrices of a gated feed-forward layer."""
+    """Return the rules of the three matrices of a gated feed-forward layer."""
     return tuple(
         Rule(f"{OURS}.{ours}.{part}.weight", f"{THEIRS}.{theirs}.{part}_proj.weight", "o i -> i o")
         for part in ("gate", "up", "down")
@@ -73,7 +73,7 @@ def feed_forward_rules(ours: str = "feed_forward", theirs: str = "mlp") -> tuple
 def expert_rules(
     theirs: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> tuple[Rule, ...]:
-    """The router and the matrices of each expert."""
+    """Return the rules of the router and of the matrices of each expert."""
     return (
         Rule(f"{OURS}.feed_forward.router.weight", f"{THEIRS}.{theirs}.gate.weight", "e d -> d e"),
         *(
@@ -86,7 +86,7 @@ def expert_rules(
 def mixture_rules(
     theirs: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> tuple[Rule, ...]:
-    """The tensors of a decoder with experts in every layer."""
+    """Return the rules of a decoder with experts in every layer."""
     return (*OUTER_RULES, *NORM_RULES, *ATTENTION_RULES, *expert_rules(theirs, names))
 
 
@@ -97,11 +97,11 @@ MIXTURE = {
     "tie_word_embeddings": TIED,
     "num_experts_per_tok": f"{FEED_FORWARD}.top_k",
 }
-"""Keys of a decoder with experts in every layer; the number of experts and their size have other names in each family."""
+"""Keys of a decoder with experts in every layer. Each family has its own keys for the number and the size of the experts."""
 
 
 class RopeDecoder(Family):
-    """The base of families with one rotary encoding for all layers."""
+    """Base of families with one rotary position encoding for all layers."""
 
     keys: ClassVar = {**SIZES, **HEADS, **DENSE, **NORMS, "tie_word_embeddings": TIED}
     rules = (*OUTER_RULES, *NORM_RULES, *ATTENTION_RULES, *feed_forward_rules())
@@ -109,13 +109,13 @@ class RopeDecoder(Family):
     rope: ClassVar[Kind] = ALL_LAYERS
 
     def settings(self, hf: Settings) -> Json:
-        """The position encoding."""
+        """Return the position encoding."""
         return {f"{ATTENTION}.position": read_rope(hf, rope=parameters(hf, self.rope))}
 
     def described(self, config: Any) -> Json:
-        """Its parameters."""
+        """Return the RoPE parameters."""
         return {"rope_parameters": write_rope(config.model.decoder.layer.attention.position)}
 
     def missing(self, data: Json) -> Json:
-        """The other form of the frequencies."""
+        """Return the missing form of the RoPE parameters."""
         return missing_forms(data, (self.rope,))

@@ -1,4 +1,4 @@
-"""The text files of an exported model: what `transformers` needs to encode, end and sample as the run does."""
+"""Text files of an exported model, with which `transformers` encodes, ends and samples text as the run does."""
 
 import json
 import os
@@ -15,17 +15,17 @@ from axlearn_plugins_transformer.text.decoding import HasTokenizerJson
 from axlearn_plugins_transformer.text.processor import SAMPLING, TextProcessor
 from axlearn_plugins_transformer.text.protocols import bos_id_of, folder_of
 
-KEPT = "huggingface"
-"""The folder of an imported run that keeps the small files of the model."""
+KEPT_FOLDER = "huggingface"
+"""Folder in an imported run that contains the model's small files."""
 _SIDE = (TOKENIZER_CONFIG, TEMPLATE, TOOL_TEMPLATE, "special_tokens_map.json")
 
 
 def model_settings(text: TextProcessor, length: int | None) -> Json:
-    """The keys of `config.json` that describe text.
+    """Return the keys of `config.json` that describe text.
 
     Args:
-        text: of the run.
-        length: of its rows, which is the context length of a model that was trained from the start.
+        text: Text processor of the run.
+        length: Length of the run's rows, which is the context length of a model that was trained from scratch.
     """
     bos = bos_id_of(text.tokenizer)
     return {
@@ -36,21 +36,23 @@ def model_settings(text: TextProcessor, length: int | None) -> Json:
 
 
 def complete_text_files(text: TextProcessor, config: Mapping[str, Any], contents: MutableMapping[str, bytes]) -> None:
-    """Add the text files of a run to the files of an export. What says the same already stays as it is.
+    """Add the text files of a run to the files of an export. Files that already describe the run are not changed.
 
     Args:
-        text: of the run.
-        config: the exported `config.json`.
-        contents: name -> content of the files so far, such as those that an import kept.
+        text: Text processor of the run.
+        config: Exported `config.json`.
+        contents: Name -> content of the files so far, such as those that an import kept.
     """
     if not isinstance(text.tokenizer, HasTokenizerJson):
-        return  # its ids are not those of any tokenizer.json
+        return  # its ids do not match any tokenizer.json
     tokenizer: Any = text.tokenizer
     for name in _SIDE:
-        if name not in contents and (content := read_beside(tokenizer, name)) is not None:
+        if name not in contents and (content := read_sibling(tokenizer, name)) is not None:
             contents[name] = content
-    generation = None if GENERATION in contents else read_beside(tokenizer, GENERATION)
-    if generation is not None and _describes(_json(generation), text):  # not that of a model that lent its tokenizer
+    generation = None if GENERATION in contents else read_sibling(tokenizer, GENERATION)
+    if generation is not None and _describes(
+        _json(generation), text
+    ):  # not the file of a model that only shares the tokenizer
         contents[GENERATION] = generation
     if TOKENIZER not in contents:
         contents[TOKENIZER] = _with_bos(tokenizer).encode()
@@ -91,7 +93,7 @@ def _complete_generation(text: TextProcessor, config: Mapping[str, Any], content
 
 
 def _describes(generation: Mapping[str, Any], text: TextProcessor) -> bool:
-    """Whether a generation_config.json ends and samples outputs as a run does."""
+    """Return whether a generation_config.json ends and samples outputs as the run does."""
     names = ("temperature",) if generation.get("do_sample") is False else tuple(SAMPLING)
     stated = {name: value for name in names if (value := _stated(generation, name)) is not None}
     ends = {i for i in _as_list(generation.get("eos_token_id")) if i is not None}
@@ -99,7 +101,7 @@ def _describes(generation: Mapping[str, Any], text: TextProcessor) -> bool:
 
 
 def _stated(generation: Mapping[str, Any], name: str) -> Any:
-    """The value of a sampling setting by a generation_config.json; None if it does not say."""
+    """Return the value of a sampling setting in a generation_config.json, or None if it has none."""
     if name == "temperature" and generation.get("do_sample") is False:
         return 0.0
     return generation.get(name, 1.0 if name == "temperature" and generation.get("do_sample") else None)
@@ -115,7 +117,7 @@ def _has_template(template: ChatTemplate, described: Json, contents: Mapping[str
 
 
 def _with_bos(tokenizer: Any) -> str:
-    """The text of a tokenizer.json that puts the run's BOS token in front of a text, or nothing if it has none."""
+    """Return a tokenizer.json that prepends the run's BOS token, or no token if the run has none."""
     source = tokenizer.to_json()
     library = tokenizers.Tokenizer.from_str(source)
     library.encode_special_tokens = False
@@ -128,31 +130,33 @@ def _with_bos(tokenizer: Any) -> str:
         return source
     data = json.loads(source)
     processor = data.get("post_processor") or {}
-    others = processor["processors"] if processor.get("type") == "Sequence" else [processor]
-    others = [p for p in others if p and p["type"] != "TemplateProcessing"]
-    data["post_processor"] = {"type": "Sequence", "processors": others} if others else None
+    processors = processor["processors"] if processor.get("type") == "Sequence" else [processor]
+    processors = [p for p in processors if p and p["type"] != "TemplateProcessing"]
+    data["post_processor"] = {"type": "Sequence", "processors": processors} if processors else None
     library = tokenizers.Tokenizer.from_str(json.dumps(data))
     if expected:
         bos = tokenizer.bos_token
         template = tokenizers.processors.TemplateProcessing(
             single=f"{bos}:0 $A:0", pair=f"{bos}:0 $A:0 {bos}:1 $B:1", special_tokens=[(bos, tokenizer.bos_id)]
         )
-        own = library.post_processor
-        library.post_processor = tokenizers.processors.Sequence([own, template]) if own is not None else template
+        existing = library.post_processor
+        library.post_processor = (
+            tokenizers.processors.Sequence([existing, template]) if existing is not None else template
+        )
     return library.to_str(pretty=False)
 
 
-def read_beside(tokenizer: Any, name: str) -> bytes | None:
-    """Read a file from the folder of a run's tokenizer; return None if it is missing."""
+def read_sibling(tokenizer: Any, name: str) -> bytes | None:
+    """Read a file from the folder of a run's tokenizer. Return None if it is missing."""
     folder = folder_of(tokenizer)
-    paths = [] if folder is None else [os.path.join(folder, name), os.path.join(folder, KEPT, name)]
+    paths = [] if folder is None else [os.path.join(folder, name), os.path.join(folder, KEPT_FOLDER, name)]
     return next((Path(p).read_bytes() for p in paths if os.path.isfile(p)), None)
 
 
 def _end_tokens(text: TextProcessor) -> int | list[int]:
     first = text.tokenizer.eos_id
-    others = [i for i in text.config.end_tokens if i != first]
-    return [first, *others] if others else first
+    other_tokens = [i for i in text.config.end_tokens if i != first]
+    return [first, *other_tokens] if other_tokens else first
 
 
 def _json(content: bytes | None) -> Json:

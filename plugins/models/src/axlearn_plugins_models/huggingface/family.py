@@ -1,7 +1,7 @@
-"""A family of models: how its `config.json` becomes a config tree and back, and its table of tensors.
+"""Families of models, which convert `config.json` to a config tree and back, and map tensor names.
 
-A family is a component called `huggingface-<model_type>`. It names an experiment to begin with, and says what of
-`config.json` sets which path; both directions come from one table, and what a table cannot say is a method.
+A family is a component named `huggingface-<model_type>`. It names an experiment to start from, and maps keys of
+`config.json` to config paths. One table serves both directions. Methods handle everything that a table cannot express.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,13 +33,13 @@ IRRELEVANT = frozenset(
     rope_parameters rope_theta seq_aux aux_loss_alpha summary_activation summary_first_dropout
     summary_proj_to_labels summary_type summary_use_proj task_specific_params torch_dtype transformers_version
     unk_token_id use_cache qk_head_dim n_ctx
-    """.split()  # noqa: SIM905 - a list of one word per line would be longer than what it belongs to
+    """.split()  # noqa: SIM905 - a list with one word per line would be longer than the code that uses it
 )
-"""Keys of `config.json` that change nothing that a model computes from its weights, or that families read together."""
+"""Keys of `config.json` that do not change what a model computes from its weights, or that families read with other keys."""
 
 
 class Settings(Mapping[str, Any]):
-    """`config.json`, with an error for a key that it lacks. A key may give alternatives: `num_experts|num_local_experts`."""
+    """A `config.json` that raises for missing keys. A key may list alternatives: `num_experts|num_local_experts`."""
 
     def __init__(self, data: Mapping[str, Any]):
         self.data, self.used = data, set[str]()
@@ -58,14 +58,14 @@ class Settings(Mapping[str, Any]):
         return len(self.data)
 
     def need(self, key: str) -> Any:
-        """The value; raises `ConfigError` with the nearest names where there is none."""
+        """Return the value of a key. Raise `ConfigError` with the nearest names if it is missing."""
         if (value := self.get(key, REQUIRED)) is REQUIRED:
             raise ConfigError(
                 Problem(
                     path="config.json",
-                    message=f"lacks {key.replace('|', ' or ')}",
+                    message=f"does not have {key.replace('|', ' or ')}",
                     nearest=nearest(key.split("|")[0], self.data),
-                    fix="take the config.json that belongs to the weights",
+                    fix="use the config.json that belongs to the weights",
                 )
             )
         return value
@@ -73,13 +73,14 @@ class Settings(Mapping[str, Any]):
 
 @attrs.frozen
 class Key:
-    """What one key of `config.json` sets.
+    """Mapping of one key of `config.json` to config paths.
 
     Attributes:
-        paths: of the config, below the root; all get the value.
-        default: where the key is missing; without one, that is an error. It may be a function of the settings.
-        values: their value -> ours, where they differ; no other value is known.
-        read: their value -> ours, and `write` back, where they differ in another way.
+        paths: Config paths, below the root, that all get the value.
+        default: Value of a missing key, or a function of the settings. Without a default, a missing key is an error.
+        values: Hugging Face's value -> our value. Other values are not supported.
+        read: Function from Hugging Face's value to ours.
+        write: Function from our value to Hugging Face's.
     """
 
     paths: tuple[str, ...] | str
@@ -90,11 +91,11 @@ class Key:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """`paths` as a tuple."""
+        """Paths as a tuple."""
         return (self.paths,) if isinstance(self.paths, str) else self.paths
 
     def ours(self, name: str, hf: Settings) -> Any:
-        """The value for our paths, as plain data."""
+        """Return our value, as plain data."""
         value = hf.get(name, REQUIRED)
         if value is REQUIRED:
             if self.default is REQUIRED:
@@ -108,7 +109,7 @@ class Key:
         return self.values[value]
 
     def theirs(self, config: Any) -> Any:
-        """The value for `config.json`."""
+        """Return the value for `config.json`."""
         value = get(config, self.places[0])
         if self.values is None:
             return None if value is None else self.write(value)
@@ -117,19 +118,19 @@ class Key:
 
 
 class Family(Configurable):
-    """The base of families; a subclass sets these attributes, and overrides `settings` and `described` where it has to.
+    """Base of families. A subclass sets these attributes, and overrides `settings` and `described` if it needs to.
 
     Attributes:
-        experiment: what the config tree begins as.
-        architectures: what `config.json` may say.
-        keys: of `config.json` -> what it sets (a path, or a `Key`).
-        fixed: key -> the only value that the family's layers have; it is what a missing key means.
-        rules: the table of tensors.
-        ignored: tensors that may be in the files and are not part of the model, as patterns of `fnmatch`.
-        idle: keys of `config.json` that say nothing where the `fixed` ones are as they are.
-        prefix: of the names in the table; files may lack it throughout.
-        text: whether the model reads text, so that a tokenizer belongs to it.
-        copies: tensor -> another one that it may repeat, such as a tied output layer.
+        experiment: Experiment that the config tree starts from.
+        architectures: Supported values of `architectures` in `config.json`.
+        keys: Key of `config.json` -> a config path, or a `Key`.
+        fixed: Key -> the only supported value, which is also the value of a missing key.
+        rules: Table of tensors.
+        ignored: Patterns (`fnmatch`) of tensors that files may contain and that are not part of the model.
+        idle: Keys of `config.json` that have no effect while the `fixed` keys have their values.
+        prefix: Prefix of the tensor names in the table. Files may omit it, if they omit it everywhere.
+        text: Whether the model reads text, and therefore has a tokenizer.
+        copies: Tensor -> the tensor that it may duplicate, such as a tied output layer.
     """
 
     experiment: ClassVar[str]
@@ -147,34 +148,34 @@ class Family(Configurable):
         self.model_type = ""
 
     def features(self, hf: Settings) -> Mapping[str, Json]:
-        """The features that a model has, with their options."""
+        """Return the features of a model, with their options."""
         return {}
 
     def settings(self, hf: Settings) -> Json:
-        """Path -> value, as plain data: what `keys` cannot say."""
+        """Return path -> value, as plain data, for settings that `keys` cannot express."""
         return {}
 
     def described(self, config: Any) -> Json:
-        """Key -> value of `config.json`, for a config tree: the inverse of `features` and `settings`."""
+        """Return key -> value of `config.json` for a config tree, the inverse of `features` and `settings`."""
         return {}
 
     def missing(self, data: Json) -> Json:
-        """Keys that a `config.json` lacks for readers of another version of transformers, which would take defaults."""
+        """Return keys for other versions of transformers, which would otherwise use their defaults."""
         return {}
 
     def table(self, model: Functional) -> tuple[Rule, ...]:
-        """The rules for a model; where the names depend on it, a later rule holds instead of an earlier one."""
+        """Return the rules for a model, if tensor names depend on it. Later rules override earlier ones."""
         return self.rules
 
     def resolve(self, data: Mapping[str, Any], **more: Any) -> tuple[Resolved, list[str]]:
-        """The resolved experiment of a `config.json`, and the keys in it that nothing looked at.
+        """Resolve the experiment of a `config.json`. Return it with the keys of the file that were not read.
 
         Args:
-            data: the file.
-            more: path -> value, set in addition.
+            data: Content of the file.
+            more: Path -> value, additional settings.
 
         Raises:
-            ConfigError: an architecture or a setting that the family does not have.
+            ConfigError: If the family does not support an architecture or a setting.
         """
         hf = Settings(data)
         for name in hf.get("architectures") or ():
@@ -184,7 +185,7 @@ class Family(Configurable):
             if (got := hf.get(name, value)) != value:
                 raise unsupported(name, got, [repr(value)])
         if quantized := hf.get("quantization_config"):
-            raise unsupported("quantization_config", quantized.get("quant_method"), ["weights that are not quantized"])
+            raise unsupported("quantization_config", quantized.get("quant_method"), ["unquantized weights"])
         values: Json = {}
         for name, key in self.keys.items():
             key = Key(key) if isinstance(key, str) else key
@@ -194,7 +195,7 @@ class Family(Configurable):
         return resolved, sorted(hf.data.keys() - hf.used - IRRELEVANT - {*self.idle})
 
     def config_json(self, config: Any) -> Json:
-        """`config.json` for a config tree; `differences` says whether it describes all of it."""
+        """Return the `config.json` of a config tree. `differences` checks whether it describes the whole tree."""
         keys = {n: Key(k) if isinstance(k, str) else k for n, k in self.keys.items()}
         written = {name.partition("|")[0]: key.theirs(config) for name, key in keys.items()}
         data = {
@@ -207,14 +208,14 @@ class Family(Configurable):
         return data | self.missing(data)
 
     def differences(self, data: Mapping[str, Any], config: Any) -> list[Change]:
-        """How the model of a `config.json` differs from that of a config, in what it computes."""
+        """Return the differences between the models of a `config.json` and of a config that change results."""
         theirs: Any = self.resolve(data)[0].config
         old, new = _with_derived_sizes(theirs.model), _with_derived_sizes(config.model)
         return [change for change, kind in change_kinds(diff(old, new), old, new) if kind == "mathematics"]
 
 
 def _with_derived_heads(written: Json) -> Json:
-    """The keys of a `config.json` with sizes of heads that were left to be derived: `transformers` does not load null ones."""
+    """Set derived head sizes in a `config.json`, because `transformers` cannot load null sizes."""
     sizes: Json = {}
     if "head_dim" in written and written["head_dim"] is None:
         sizes["head_dim"] = written["hidden_size"] // written["num_attention_heads"]
@@ -224,7 +225,7 @@ def _with_derived_heads(written: Json) -> Json:
 
 
 def _with_derived_sizes(model: Node[Any]) -> Node[Any]:
-    """A model's config, its sizes that were left to be derived set."""
+    """Set the derived sizes in the config of a model."""
     config: Any = model
     width = config.hidden_dim if "hidden_dim" in children(config) else config.decoder.hidden_dim
 
@@ -245,7 +246,7 @@ def _with_derived_sizes(model: Node[Any]) -> Node[Any]:
 
 
 def family(model_type: str) -> Family:
-    """The installed family of a `model_type`; raises `RequestError` with the nearest names."""
+    """Return the installed family of a `model_type`. Raise `RequestError` with the nearest names if there is none."""
     names = families()
     if model_type not in names:
         raise unknown("Hugging Face model_type", model_type, names, listing="axlearn plugins list")
@@ -256,15 +257,15 @@ def family(model_type: str) -> Family:
 
 
 def families() -> list[str]:
-    """The `model_type`s that are installed."""
+    """Return the installed `model_type`s."""
     return sorted(n.removeprefix(PREFIX) for n in registry().claims["components"] if n.startswith(PREFIX))
 
 
 def family_of(config: Any) -> tuple[Family, Json]:
-    """The family that describes all of a config's model, and its `config.json`.
+    """Return the family that describes the whole model of a config, and its `config.json`.
 
     Raises:
-        RequestError: none does; it says what the nearest one cannot describe.
+        RequestError: If no family does. The message lists what the nearest one cannot describe.
     """
     nearly: tuple[int, str, list[Change]] | None = None
     for name in families():
@@ -273,33 +274,33 @@ def family_of(config: Any) -> tuple[Family, Json]:
             data = one.config_json(config)
             changes = one.differences(data, config)
         except (AttributeError, RequestError):
-            continue  # `described` reads what trees of its family have, and this one has other parts
+            continue  # `described` reads fields of its own family, and this model has other parts
         if not changes:
             return one, data
         if nearly is None or len(changes) < nearly[0]:
             nearly = len(changes), name, changes
     if nearly is None:
         raise RequestError(
-            "no family describes this model: it lacks parts that every one of them has, or has others\n"
-            f"    known: {', '.join(families())}\n    fix: install or write a family that has it; docs/huggingface.md says how"
+            "no family describes this model: it lacks parts that they all have, or has other parts\n"
+            f"    known: {', '.join(families())}\n    fix: install or write a family for it; see docs/huggingface.md"
         )
     raise RequestError(
-        f"no family describes all of this model; {nearly[1]} has something else at\n"
+        f"no family describes this whole model; {nearly[1]} differs at\n"
         + "\n".join(f"    {c.path}: {c.old!r}, here {c.new!r}" for c in nearly[2][:8])
-        + "\n    fix: leave out the features that change this, or merge them (`axlearn lora merge`)"
+        + "\n    fix: remove the features that change this, or merge them (`axlearn lora merge`)"
     )
 
 
 def unsupported(key: str, value: Any, supported: Any) -> ConfigError:
-    """The error for a value in `config.json` that a family does not know."""
+    """Return the error for a value in `config.json` that a family does not support."""
     names = [str(k) for k in supported]
     return ConfigError(
         Problem(
             path=f"config.json: {key}",
-            message="the family has no such variant",
+            message="the family does not support this value",
             got=str(value),
             expected=", ".join(names),
             nearest=nearest(str(value), names),
-            fix="install a family that has it: docs/huggingface.md says how one is made",
+            fix="install or write a family that supports it; see docs/huggingface.md",
         )
     )

@@ -1,8 +1,8 @@
-"""Safetensors files of a model directory: what is in them, tensor by tensor, and how they are written.
+"""Read and write the safetensors files of a model directory.
 
-The format (huggingface.co/docs/safetensors): eight bytes with the length of a header, the header as JSON (name -> dtype,
-shape, begin and end of its bytes), the bytes. The header is read here rather than through the library so that a tensor can
-be read in slices into memory of our own: a mapped file would count as memory until the system takes it back.
+The format (huggingface.co/docs/safetensors): eight bytes with the length of the header, the header as JSON (name -> dtype,
+shape, begin and end of the bytes), then the bytes. This module reads the header itself, so that it can read a tensor in
+slices into its own memory. The library maps the file, which would count as memory until the system reclaims it.
 """
 
 import json
@@ -28,22 +28,27 @@ DTYPES: dict[str, Any] = {
     "F16": np.float16,
     "BF16": ml_dtypes.bfloat16,
 }
-"""What weights can be; other dtypes (of quantized models) are refused by name."""
+"""Supported dtypes of weights. Other dtypes (of quantized models) raise an error with their name."""
 CODES = {str(np.dtype(dtype)): code for code, dtype in DTYPES.items()}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
 HEADER_BYTES = 100_000_000
-"""The longest header of a safetensors file, as the safetensors library has it."""
+"""Maximum length of a safetensors header, as in the safetensors library."""
 _EXPONENTS = {"F64": 0x7FF0 << 48, "F32": 0x7F80 << 16, "F16": 0x7C00, "BF16": 0x7F80}
 
 
 @attrs.frozen
 class Stored:
-    """One tensor in a file: where, what.
+    """A tensor in a file.
 
     Attributes:
-        name: as the file calls it.
-        storage: what the file is read from, by its name.
+        file: Path of the file.
+        dtype: Safetensors code of the dtype, such as `BF16`.
+        shape: Shape.
+        start: Offset of the first byte in the file.
+        bytes: Number of bytes.
+        storage: Storage that the file is read from, by its name.
+        name: Name in the file.
     """
 
     file: Path
@@ -55,10 +60,10 @@ class Stored:
     name: str = ""
 
     def rows(self, begin: int, end: int) -> np.ndarray:
-        """Reads `[begin:end]` of the first axis; of a scalar, everything.
+        """Read `[begin:end]` of the first axis, or all of a scalar.
 
         Raises:
-            CheckpointError: the file ends before it, or a value is not finite.
+            CheckpointError: If the file is too short, or a value is not finite.
         """
         dtype = np.dtype(DTYPES[self.dtype])
         shape = (end - begin, *self.shape[1:]) if self.shape else ()
@@ -68,29 +73,28 @@ class Stored:
         try:
             self.storage.read_into(self.file.name, self.start + begin * row, view)
         except StorageError as error:
-            raise CheckpointError(
-                f"{error}\n    fix: the file was changed while it was read; download it again"
-            ) from error
+            raise CheckpointError(f"{error}\n    fix: the file changed while it was read; download it again") from error
         bits = array.reshape(-1).view(f"u{dtype.itemsize}")
         exponent = bits.dtype.type(_EXPONENTS[self.dtype])
         if (bad := (bits & exponent) == exponent).any():
-            at = begin * max(1, math.prod(self.shape[1:])) + int(bad.argmax())
+            flat_index = begin * max(1, math.prod(self.shape[1:])) + int(bad.argmax())
             raise CheckpointError(
-                f"{self.file}: {self.name} holds {int(bad.sum())} values that are not finite, the first at "
-                f"{[int(i) for i in np.unravel_index(at, self.shape)]}\n    fix: download the model again, or take another one"
+                f"{self.file}: {self.name} has {int(bad.sum())} non-finite values, the first at "
+                f"{[int(i) for i in np.unravel_index(flat_index, self.shape)]}\n"
+                "    fix: download the model again, or use another one"
             )
         return array
 
 
 def stored_tensors(directory: Path, storage: Storage | None = None) -> dict[str, Stored]:
-    """All tensors of a model directory, by name: of `model.safetensors`, or of the shards that the index names.
+    """Return all tensors of a model directory by name, from `model.safetensors` or from the shards in the index.
 
     Args:
-        directory: the model.
-        storage: what tensors are read from; by default the directory.
+        directory: Model directory.
+        storage: Storage to read the tensors from; the default is the directory.
 
     Raises:
-        CheckpointError: there are no weights, a shard is missing or truncated, or the index is not of these shards.
+        CheckpointError: If there are no weights, a shard is missing or truncated, or the index does not match the shards.
     """
     storage = storage or LocalStorage(directory)
     if (directory / INDEX).is_file():
@@ -102,9 +106,9 @@ def stored_tensors(directory: Path, storage: Storage | None = None) -> dict[str,
         return _header(shards[0], storage)
     if pickled := sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in directory.glob(pattern)):
         raise CheckpointError(
-            f"{directory} has its weights in {', '.join(pickled[:4])}: pickle, which runs any code that is in it when it is "
-            "read\n    expected: safetensors\n    fix: take the model's safetensors, or load it with transformers where you "
-            "trust it, and save it with `save_pretrained`"
+            f"{directory} has its weights in {', '.join(pickled[:4])}, in pickle format, which can run arbitrary code when it "
+            "is read\n    expected: safetensors\n    fix: use the model's safetensors; or, if you trust it, load it with "
+            "transformers and save it with `save_pretrained`"
         )
     listing = ", ".join(sorted(p.name for p in directory.iterdir())[:8]) if directory.is_dir() else "no such directory"
     fix = "restore the index" if shards else "save the model with `save_pretrained`, which writes safetensors"
@@ -116,26 +120,28 @@ def _sharded_tensors(directory: Path, storage: Storage) -> dict[str, Stored]:
     try:
         weights: dict[str, str] = dict(read_json(directory, INDEX)["weight_map"])
         if not all(isinstance(file, str) for file in weights.values()):
-            raise TypeError("a shard whose name is not a string")
+            raise TypeError("the name of a shard is not a string")
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{index} is not an index of safetensors: {type(error).__name__} {error}") from None
+        raise CheckpointError(f"{index} is not a safetensors index: {type(error).__name__} {error}") from None
     files = sorted({*weights.values(), *(p.name for p in directory.glob("model-*.safetensors"))})
     outside = [f for f in files if Path(f).name != f]
     if outside:
         raise CheckpointError(
-            f"{index} names shards that are not in its directory: {', '.join(map(repr, outside[:4]))}\n"
+            f"{index} names shards outside its directory: {', '.join(map(repr, outside[:4]))}\n"
             "    fix: download the index and the shards together"
         )
     missing = [f for f in files if not (directory / f).exists()]
     if missing:
-        raise CheckpointError(f"{index} names shards that are missing: {', '.join(missing)}\n    fix: download them")
+        raise CheckpointError(f"{index} names missing shards: {', '.join(missing)}\n    fix: download them")
     headers = {f: _header(directory / f, storage) for f in files}
-    problems = [f"{n}: the index says {f}, which lacks it" for n, f in weights.items() if n not in headers[f]]
+    problems = [
+        f"{n}: the index says {f}, which does not contain it" for n, f in weights.items() if n not in headers[f]
+    ]
     problems += [
-        f"{n}: in {f}, not in the index" for f, tensors in headers.items() for n in tensors if weights.get(n) != f
+        f"{n}: is in {f} but not in the index" for f, tensors in headers.items() for n in tensors if weights.get(n) != f
     ]
     if problems:
-        raise listed(f"{index} does not fit its shards", problems, "download the index and the shards together")
+        raise problem_list(f"{index} does not match its shards", problems, "download the index and the shards together")
     return {n: headers[f][n] for n, f in weights.items()}
 
 
@@ -145,9 +151,9 @@ def _header(file: Path, storage: Storage) -> dict[str, Stored]:
         with file.open("rb") as handle:
             length = int.from_bytes(handle.read(8), "little")
             if not 2 <= length <= size - 8:
-                raise ValueError(f"its header would have {length} bytes, and the file has {size}")
+                raise ValueError(f"the header length is {length} bytes, but the file has {size}")
             if length > HEADER_BYTES:
-                raise ValueError(f"its header would have {length:,} bytes, more than {HEADER_BYTES:,}")
+                raise ValueError(f"the header length is {length:,} bytes, more than the maximum of {HEADER_BYTES:,}")
             header: dict[str, Any] = json.loads(handle.read(length))
         header.pop("__metadata__", None)
         tensors = {}
@@ -164,27 +170,27 @@ def _header(file: Path, storage: Storage) -> dict[str, Stored]:
         raise CheckpointError(f"{file} is not a safetensors file: {error}\n    fix: download it again") from None
     expected_start = 8 + length
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].bytes)):
-        if tensor.start != expected_start:  # the format allows neither
-            raise CheckpointError(f"{file}: there is a hole before {name}, or an overlap\n    fix: download it again")
+        if tensor.start != expected_start:  # the format does not allow gaps or overlaps
+            raise CheckpointError(f"{file}: there is a gap or an overlap before {name}\n    fix: download it again")
         expected_start += tensor.bytes
     if size != expected_start:
         raise CheckpointError(
-            f"{file} is {'truncated' if size < expected_start else 'not what its header says'}\n"
+            f"{file} {'is truncated' if size < expected_start else 'does not match its header'}\n"
             f"    got: {size} bytes\n    expected: {expected_start} bytes\n    fix: download it again"
         )
     return tensors
 
 
 def check_readable(tensors: Iterable[Stored]) -> None:
-    """Raises `CheckpointError` for a tensor whose dtype is not one of weights, or whose bytes do not fit its shape.
+    """Raise `CheckpointError` if a tensor's dtype is not supported, or its bytes do not match its shape.
 
-    Only what is read has to be readable: files also have buffers, such as GPT-2's masks in uint8 or bool.
+    Only pass tensors that will be read. Files also contain buffers, such as GPT-2's masks in uint8 or bool.
     """
     for tensor in tensors:
         if str(tensor.dtype) not in DTYPES:
             raise CheckpointError(
                 f"{tensor.file}: {tensor.name} has the dtype {tensor.dtype}\n    expected: one of {', '.join(DTYPES)}\n"
-                "    fix: convert the model to bfloat16 first; quantized weights cannot be read"
+                "    fix: convert the model to bfloat16 first; quantized weights are not supported"
             )
         if tensor.bytes != math.prod(tensor.shape) * np.dtype(DTYPES[tensor.dtype]).itemsize:
             raise CheckpointError(
@@ -192,81 +198,81 @@ def check_readable(tensors: Iterable[Stored]) -> None:
             )
 
 
-def listed(heading: str, problems: Sequence[str], fix: str) -> CheckpointError:
-    """One error for many problems."""
+def problem_list(heading: str, problems: Sequence[str], fix: str) -> CheckpointError:
+    """Return one error for many problems."""
     more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
     lines = "\n".join(f"    {p}" for p in [*problems[:12], *more])
     return CheckpointError(f"{heading}\n{lines}\n    fix: {fix}")
 
 
-def check(
+def check_tensors(
     stored: Mapping[str, Stored], expected: Mapping[str, Sequence[int]], spare: Iterable[str], location: Path
 ) -> None:
-    """Compares what a directory has with what the model needs.
+    """Compare the tensors of a directory with those that the model needs.
 
     Args:
-        stored: what is there.
-        expected: name -> shape.
-        spare: names that may be there in addition.
-        location: for the message.
+        stored: Tensors in the directory.
+        expected: Name -> shape.
+        spare: Names that may exist in addition.
+        location: Directory, for the message.
 
     Raises:
-        CheckpointError: tensors that are missing, that nothing uses, or of another shape, all at once.
+        CheckpointError: If tensors are missing, unused, or have another shape. The message lists all of them.
     """
     stray = sorted(stored.keys() - expected.keys() - set(spare))
     problems = []
     for name, shape in expected.items():
         if name not in stored:
             close = nearest(name, stray, limit=1)
-            problems.append(f"missing: {name} {list(shape)}" + (f" (nearest there: {close[0]})" if close else ""))
+            problems.append(f"missing: {name} {list(shape)}" + (f" (nearest: {close[0]})" if close else ""))
         elif stored[name].shape != tuple(shape):
-            problems.append(f"shape: {name}: {list(stored[name].shape)} there, expected {list(shape)}")
+            problems.append(f"shape: {name}: got {list(stored[name].shape)}, expected {list(shape)}")
     problems += [f"unused: {name} {list(stored[name].shape)}" for name in stray]
     if problems:
-        raise listed(
-            f"the weights in {location} are not those of the model that its config.json describes",
+        raise problem_list(
+            f"the weights in {location} do not match the model in its config.json",
             problems,
-            "take config.json and weights of the same model",
+            "use the config.json and weights of the same model",
         )
 
 
-Made = tuple[str, str, tuple[int, ...]]
-"""(name, dtype code, shape) of a tensor to be written."""
+OutputTensor = tuple[str, str, tuple[int, ...]]
+"""(name, dtype code, shape) of a tensor to write."""
 
 
-def shards(tensors: Iterable[Made], limit: int = SHARD_BYTES) -> list[list[Made]]:
-    """The tensors in files of at most `limit` bytes each, in order."""
-    files: list[list[Made]] = [[]]
-    room = limit
+def shards(tensors: Iterable[OutputTensor], limit: int = SHARD_BYTES) -> list[list[OutputTensor]]:
+    """Group tensors into files of at most `limit` bytes each, in order."""
+    files: list[list[OutputTensor]] = [[]]
+    free = limit
     for tensor in tensors:
         size = _bytes(tensor)
-        if files[-1] and size > room:
+        if files[-1] and size > free:
             files.append([])
-            room = limit
+            free = limit
         files[-1].append(tensor)
-        room -= size
+        free -= size
     return files
 
 
-def check_space(directory: Path, tensors: Iterable[Made]) -> None:
-    """Raises `RequestError` where there is no room for the tensors beside a directory that is not there yet."""
+def check_space(directory: Path, tensors: Iterable[OutputTensor]) -> None:
+    """Raise `RequestError` if the disk has no room for the tensors of a directory that does not exist yet."""
     existing = next(p for p in (directory.parent, *directory.absolute().parents) if p.exists())
     need, free = sum(map(_bytes, tensors)), shutil.disk_usage(existing).free
     if need > free:
         raise RequestError(
-            f"{directory}: not enough disk; nothing was written\n    got: {free:,} bytes free\n    expected: {need:,} bytes"
-            "\n    fix: make room, give a DIR on another disk, or export with --dtype bfloat16"
+            f"{directory}: not enough disk space; nothing was written\n    got: {free:,} bytes free\n    expected: {need:,} bytes"
+            "\n    fix: free some space, use a DIR on another disk, or export with --dtype bfloat16"
         )
 
 
-def write_shard(file: Path, tensors: Sequence[Made], values: Iterator[np.ndarray]) -> None:
-    """Writes one file; `values` gives the tensors one at a time, in order."""
+def write_shard(file: Path, tensors: Sequence[OutputTensor], values: Iterator[np.ndarray]) -> None:
+    """Write one file. `values` yields the tensors one at a time, in order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    offset = 0
     for name, code, shape in tensors:
         size = _bytes((name, code, shape))
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with file.open("wb") as handle:
@@ -279,8 +285,8 @@ def write_shard(file: Path, tensors: Sequence[Made], values: Iterator[np.ndarray
         os.fsync(handle.fileno())
 
 
-def write(directory: Path, files: Sequence[Sequence[Made]], values: Iterator[np.ndarray]) -> None:
-    """Writes all shards, and the index where there is more than one."""
+def write(directory: Path, files: Sequence[Sequence[OutputTensor]], values: Iterator[np.ndarray]) -> None:
+    """Write all shards, and an index if there are several."""
     names = (
         [SINGLE]
         if len(files) == 1
@@ -295,5 +301,5 @@ def write(directory: Path, files: Sequence[Sequence[Made]], values: Iterator[np.
         (directory / INDEX).write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
-def _bytes(tensor: Made) -> int:
+def _bytes(tensor: OutputTensor) -> int:
     return int(np.prod(tensor[2])) * np.dtype(DTYPES[tensor[1]]).itemsize

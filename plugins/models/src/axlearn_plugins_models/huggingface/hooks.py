@@ -1,4 +1,4 @@
-"""What the core asks of this package. It imports no JAX."""
+"""Hook implementations of this package. Does not import JAX."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from axlearn_core.plugins.hookspecs import hookimpl
 
 @hookimpl
 def axlearn_weights(uri: str) -> object | None:
-    """The weights in a Hugging Face directory."""
+    """Return the weights of a Hugging Face directory, or None if it is not one."""
     directory = Path(uri).expanduser()
     if not (directory / "config.json").is_file():
         return None

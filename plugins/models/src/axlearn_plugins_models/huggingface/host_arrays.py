@@ -1,4 +1,4 @@
-"""Arrays that are put together in the host's memory: CPU devices take them over without a copy, and nothing is compiled."""
+"""Arrays that are assembled in host memory. CPU devices use the memory without a copy, and nothing is compiled."""
 
 import math
 from typing import Any
@@ -7,19 +7,19 @@ import jax
 import numpy as np
 
 ALIGNED = 64
-"""Bytes that JAX wants the memory of an array to be aligned to, to take it over."""
+"""Alignment, in bytes, that JAX requires to use existing memory without a copy."""
 
 
 def in_host_memory(sharding: Any) -> bool:
-    """Whether all shards are on CPUs of this process."""
+    """Return whether all shards are on CPUs of this process."""
     return jax.process_count() == 1 and all(d.platform == "cpu" for d in sharding.device_set)
 
 
 class HostArray:
-    """One array, with a buffer for each of its shards.
+    """An array with one buffer per shard.
 
     Args:
-        spec: shape, dtype and sharding.
+        spec: Shape, dtype and sharding.
     """
 
     def __init__(self, spec: Any):
@@ -35,7 +35,7 @@ class HostArray:
             self._shards.append((device, tuple(begin for begin, _ in ranges), buffer))
 
     def put(self, piece: np.ndarray, start: tuple[int, ...]) -> None:
-        """Writes a piece, in the dtype of the array, from the index `start` on; missing dimensions are the last ones."""
+        """Write a piece at the index `start`, in the array's dtype; `start` is padded with zeros on the right."""
         piece = piece.reshape((1,) * (len(self._spec.shape) - piece.ndim) + piece.shape)
         start = (*start, *(0,) * (piece.ndim - len(start)))
         for _, first, buffer in self._shards:
@@ -48,6 +48,6 @@ class HostArray:
                 buffer[tuple(target)] = piece[tuple(source)]
 
     def finish(self) -> jax.Array:
-        """The array on its devices. Nothing may be put into it any more."""
+        """Return the array on its devices. `put` must not be called afterwards."""
         parts = [jax.device_put(buffer, device) for device, _, buffer in self._shards]
         return jax.make_array_from_single_device_arrays(tuple(self._spec.shape), self._spec.sharding, parts)

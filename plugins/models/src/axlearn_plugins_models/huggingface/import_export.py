@@ -1,4 +1,4 @@
-"""Run directories made of Hugging Face models, and the other way round."""
+"""Import Hugging Face models into run directories, and export runs in Hugging Face format."""
 
 import contextlib
 import functools
@@ -18,7 +18,12 @@ from axlearn_core.run.derive import appearing, local_target, new_directory
 from axlearn_core.run.notices import log_message
 from axlearn_core.train.api import provenance
 from axlearn_plugins_models.huggingface import files, stream
-from axlearn_plugins_models.huggingface.export_text import KEPT, complete_text_files, model_settings, read_beside
+from axlearn_plugins_models.huggingface.export_text import (
+    KEPT_FOLDER,
+    complete_text_files,
+    model_settings,
+    read_sibling,
+)
 from axlearn_plugins_models.huggingface.family import Family, Json, families, family, family_of
 from axlearn_plugins_models.huggingface.members import member
 from axlearn_plugins_models.huggingface.source import Source, open_model
@@ -33,19 +38,19 @@ SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 
 
 def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set: Iterable[str] = ()) -> Source:
-    """Writes a run at step 0 with the weights of a model directory; it appears in one piece.
+    """Write a run at step 0 with the weights of a model directory. The run appears atomically.
 
-    The run holds weights only: a training that begins with it begins its optimizer's state.
+    The run contains only weights. Training that starts from it begins with a new optimizer state.
 
     Args:
-        directory: a model in Hugging Face format.
-        run_dir: the new run.
-        with_: features to add to the experiment, as on the command line.
-        set: settings to make in it.
+        directory: Model in Hugging Face format.
+        run_dir: New run directory.
+        with_: Features to add to the experiment, as on the command line.
+        set: Settings of the experiment.
 
     Raises:
-        RequestError: the directory is not what it says, or `run_dir` is taken; nothing was written.
-        WorkError: it cannot be written.
+        RequestError: If the directory is not a valid model, or if `run_dir` exists; nothing was written.
+        WorkError: If the run cannot be written.
     """
     new_directory(run_dir)
     configure_devices(None)
@@ -53,8 +58,8 @@ def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set
     config = source.config
     if (uri := checkpoint_uri(config)) is not None:
         raise RequestError(
-            f"checkpointer.uri: an import keeps its checkpoint in RUN_DIR\n    got: {uri}\n"
-            "    fix: import without it; a run of its own that keeps its checkpoints there begins with these weights by\n"
+            f"checkpointer.uri: an import stores its checkpoint in RUN_DIR\n    got: {uri}\n"
+            "    fix: import without it; then start a separate run, which stores its checkpoints there, from these weights:\n"
             "    --set 'loop={type: start-from-run, run_dir: RUN_DIR}'"
         )
 
@@ -73,14 +78,14 @@ def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set
         read,
         new_step=0,
         lock=lock,
-        add_files=functools.partial(_keep, source),
+        add_files=functools.partial(_keep_files, source),
     )
     return source
 
 
-def _keep(source: Source, run_dir: Path) -> None:
-    """What an export needs that the run does not: the small files, and how the tensors were stored."""
-    folder = run_dir / KEPT
+def _keep_files(source: Source, run_dir: Path) -> None:
+    """Copy what only an export needs: the small files, and the dtype and file of each tensor."""
+    folder = run_dir / KEPT_FOLDER
     folder.mkdir()
     for file in {f for pattern in SIDE_FILES for f in source.directory.glob(pattern)}:
         if file.name != files.INDEX:
@@ -95,22 +100,22 @@ def _keep(source: Source, run_dir: Path) -> None:
 def export_run(
     run_dir: str | Path, directory: str | Path, *, step: int | None = None, dtype: str | None = None
 ) -> None:
-    """Writes the model of a run in Hugging Face format; it appears in one piece.
+    """Write the model of a run in Hugging Face format. The directory appears atomically.
 
     Args:
-        run_dir: the run, or the URI of one.
-        directory: where; it must not be there yet.
-        step: which checkpoint; by default the newest.
-        dtype: of the parameters; by default that of the files that the run was imported from, else their own. Other
-            variables keep theirs.
+        run_dir: Run directory or URI.
+        directory: New directory.
+        step: Step of the checkpoint; the default is the newest.
+        dtype: Dtype of the parameters. The default is the dtype of the imported files, or else the parameters' own. Other
+            variables keep their dtype.
 
     Raises:
-        RequestError: it is not a run, nothing in the format describes its model, or `directory` is taken.
-        WorkError: it cannot be written.
+        RequestError: If it is not a run, no family describes its model, or `directory` exists.
+        WorkError: If the directory cannot be written.
     """
     directory = local_target(directory)
     if directory.exists():
-        raise RequestError(f"{directory} is there already; nothing was written\n    fix: give another DIR")
+        raise RequestError(f"{directory} already exists; nothing was written\n    fix: use another DIR")
     configure_devices(None)
     source = Run(run_dir).weights(step)
     config: Any = source.experiment
@@ -120,9 +125,9 @@ def export_run(
     model = Functional.of(config.model)
     tensors = layout(model, model_family.table(model))
     dtypes: dict[str, list[str]] = json.loads(run_files.pop(TENSORS, b"{}"))
-    own = files.CODES[dtype or str(config.model.param_dtype)]
+    default_code = files.CODES[dtype or str(config.model.param_dtype)]
     outputs = [
-        (n, _code(model, t) or (own if dtype or n not in dtypes else dtypes[n][0]), t.shape)
+        (n, _code(model, t) or (default_code if dtype or n not in dtypes else dtypes[n][0]), t.shape)
         for n, t in sorted(tensors.items(), key=lambda item: dtypes.get(item[0], ["", ""])[1])
     ]
     files.check_space(directory, outputs)
@@ -141,46 +146,48 @@ def export_run(
 
 
 def _code(model: Functional, tensor: Tensor) -> str | None:
-    """The file's name for the dtype of a tensor that is not a parameter."""
+    """Return the dtype code of a tensor that is not a parameter, or None for a parameter."""
     variable = model.variables.get(tensor.parts[0].path)
     return None if variable is None else files.CODES[str(variable.dtype)]
 
 
 def _kept_files(run_dir: str | Path) -> dict[str, bytes]:
-    """Name -> content of what an import kept of the model directory in addition to the weights."""
-    storage, folder = open_storage(run_dir), f"{KEPT}/"
+    """Return name -> content of the files that an import kept in addition to the weights."""
+    storage, folder = open_storage(run_dir), f"{KEPT_FOLDER}/"
     names = [f.path.removeprefix(folder) for f in storage.list(folder)]
     if isinstance(storage, LocalStorage):
         for name in names:
             parent, _, file = name.rpartition("/")
             member(
-                storage.root / KEPT / (TEMPLATES if parent == TEMPLATES else ""), file if parent == TEMPLATES else name
+                storage.root / KEPT_FOLDER / (TEMPLATES if parent == TEMPLATES else ""),
+                file if parent == TEMPLATES else name,
             )
     return {name: storage.read(f"{folder}{name}") for name in names}
 
 
 def _describe_run(run_files: Mapping[str, bytes], config: Any, text: TextProcessor | None) -> tuple[Family, Json]:
-    """The family and `config.json` of a run.
+    """Return the family and `config.json` of a run.
 
-    Takes the `config.json` that it was imported with, or the one beside its tokenizer, which runs have that were trained or merged
-    from an import, with all that `family_of` cannot know. If neither describes the run's model any more, makes a new one.
+    Uses the `config.json` of the import, or else the one next to the run's tokenizer, which runs have that were trained or
+    merged from an import. These files contain facts that `family_of` cannot know. If neither describes the run's model any
+    more, builds a new one.
     """
     data = json.loads(run_files.get(CONFIG, b"{}"))
     if data and (description := _match_config(data, config)):
         return description
-    beside = json.loads((None if text is None else read_beside(text.tokenizer, CONFIG)) or b"{}")
-    if text is not None and isinstance(beside, dict) and beside.get("model_type") in families():
-        with contextlib.suppress(AttributeError, RequestError):  # it is not of such a model
-            if context_length(beside) == text.context_length and (description := _match_config(beside, config)):
+    adjacent = json.loads((None if text is None else read_sibling(text.tokenizer, CONFIG)) or b"{}")
+    if text is not None and isinstance(adjacent, dict) and adjacent.get("model_type") in families():
+        with contextlib.suppress(AttributeError, RequestError):  # it describes another kind of model
+            if context_length(adjacent) == text.context_length and (description := _match_config(adjacent, config)):
                 return description
-    model_family, fresh = family_of(config)
-    same = {k: v for k, v in data.items() if k.endswith("_token_id")}
+    model_family, new_data = family_of(config)
+    token_ids = {k: v for k, v in data.items() if k.endswith("_token_id")}
     facts = model_settings(text, sequence_length(config)) if text is not None and model_family.text else {}
-    return model_family, {**facts, **fresh, **same}
+    return model_family, {**facts, **new_data, **token_ids}
 
 
 def _match_config(data: Json, config: Any) -> tuple[Family, Json] | None:
-    """The family and the completed `config.json`, if it describes the model of a run."""
+    """Return the family and the completed `config.json`, or None if it does not describe the run's model."""
     model_family = family(str(data["model_type"]))
     return None if model_family.differences(data, config) else (model_family, data | model_family.missing(data))
 

@@ -1,6 +1,6 @@
-"""Adapters in the format of the PEFT library, for models that Hugging Face's format can describe.
+"""Export adapters in the format of the PEFT library, for models that Hugging Face's format can describe.
 
-    adapter_config.json           rank, alpha, and which modules have adapters
+    adapter_config.json           rank, alpha, and the modules with adapters
     adapter_model.safetensors     base_model.model.<module>.lora_A.weight [r, in], .lora_B.weight [out, r]
 
 Source: `peft.LoraConfig` and `peft.get_peft_model_state_dict`.
@@ -32,28 +32,29 @@ PREFIX = "base_model.model."
 
 
 class PeftFormat(Configurable):
-    """The format of adapters that `axlearn lora export --format peft` writes; see `AdapterFormat`."""
+    """Adapter format of `axlearn lora export --format peft`; see `AdapterFormat`."""
 
     def export(self, run_dir: str, directory: str, *, base: str | None, step: int | None) -> None:
-        """See `export_peft`."""
+        """Write the adapters of a run; see `export_peft`."""
         export_peft(run_dir, directory, base=base, step=step)
 
 
 def export_peft(
     run_dir: str | Path, directory: str | Path, *, base: str | None = None, step: int | None = None
 ) -> None:
-    """Writes the adapters of a run in PEFT's format.
+    """Write the adapters of a run in PEFT's format.
 
     Args:
-        run_dir: a run with adapters.
-        directory: where; files of these names in it are replaced.
-        base: what `adapter_config.json` names as the base model: a directory or a name on the hub.
-        step: which checkpoint; by default the newest.
+        run_dir: Run with adapters.
+        directory: Directory to write to; existing files of the same names are replaced.
+        base: Base model to record in `adapter_config.json`: a directory or a name on the hub.
+        step: Step of the checkpoint; the default is the newest.
 
     Raises:
-        RequestError: the run has no adapters, no family of Hugging Face models describes its base, or the format has no
-            place for adapters on one of its maps.
-        WorkError: the directory cannot be written.
+        RequestError: If the run has no adapters, no Hugging Face family describes its base model, or the format does not
+        support
+            one of the adapters.
+        WorkError: If the directory cannot be written.
     """
     from safetensors.flax import save_file
 
@@ -61,10 +62,10 @@ def export_peft(
     configure_devices(None)
     source = Run(run_dir).weights(step)
     if not scales_of(source):
-        raise RequestError(f"{run_dir} has no adapters to write\n    fix: give a run that was trained with lora")
+        raise RequestError(f"{run_dir} has no adapters to write\n    fix: use a run that was trained with lora")
     if variables := moved_variables(source):
         raise RequestError(
-            f"PEFT's format has no place for the variables of this model, which training moves: {', '.join(variables[:3])}"
+            f"PEFT's format cannot store this model's variables, which training changes: {', '.join(variables[:3])}"
             + (f" and {len(variables) - 3} more" if len(variables) > 3 else "")
             + "\n    fix: merge the adapters into the weights (`axlearn lora merge`), and export the model"
         )
@@ -80,7 +81,7 @@ def export_peft(
 def files(
     config: Any, adapters: Mapping[str, Any], scales: Mapping[str, float], *, base: str | None = None
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """(the arrays by name, `adapter_config.json`) of the adapters of a trainer's config; see `export_peft`."""
+    """Return (arrays by name, `adapter_config.json`) of the adapters of a trainer config; see `export_peft`."""
     model = without_adapters(config)
     family, _ = family_of(model)
     tensors = layout(Functional.of(model.model), family.rules)
@@ -92,7 +93,7 @@ def files(
     unmapped = set(scales) - {path for path, _ in modules.values()}
     if unmapped:
         raise RequestError(
-            f"Hugging Face's format has no weights for the adapted maps {', '.join(sorted(unmapped)[:5])}"
+            f"Hugging Face's format has no weights for the adapted layers {', '.join(sorted(unmapped)[:5])}"
         )
     arrays: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
@@ -101,19 +102,19 @@ def files(
         a, b = _matrices(path, tensor, adapters)
         arrays |= {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
         ranks[name], alphas[name] = len(a), _number(scales[path] * len(a))
-    every = {n.removesuffix(".weight") for n in tensors if n.endswith(".weight")}
-    return arrays, adapter_config(ranks, alphas, every, base)
+    all_modules = {n.removesuffix(".weight") for n in tensors if n.endswith(".weight")}
+    return arrays, adapter_config(ranks, alphas, all_modules, base)
 
 
 def adapter_config(
-    ranks: Mapping[str, int], alphas: Mapping[str, float], every: set[str], base: str | None
+    ranks: Mapping[str, int], alphas: Mapping[str, float], all_modules: set[str], base: str | None
 ) -> dict[str, Any]:
-    """`adapter_config.json` for adapters on some modules, with their ranks and alphas, of `every` one that there is."""
+    """Return the `adapter_config.json` for adapters with these ranks and alphas; `all_modules` names all modules of the model."""
     rank, alpha = _commonest(ranks.values()), _commonest(alphas.values())
-    last = {n: n.rpartition(".")[2] for n in every}
+    last = {n: n.rpartition(".")[2] for n in all_modules}
     partly = {
-        last[n] for n in every - set(ranks)
-    }  # named by their last part, these would take in modules without adapters
+        last[n] for n in all_modules - set(ranks)
+    }  # as a target, this last part would also match modules without adapters
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -131,13 +132,13 @@ def adapter_config(
 
 
 def _matrices(path: str, tensor: Any, adapters: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """A [r, in] and B [out, r] of the layer that a tensor of the dense model belongs to."""
+    """Return A [r, in] and B [out, r] for a tensor of the dense model."""
     part, axes = tensor.parts[0], tensor.axes
     a, b = (np.asarray(adapters[f"{path}.{n}"])[part.index] for n in ADAPTERS)
     inputs, outputs = axes.ours[: a.ndim - 1], axes.ours[a.ndim - 1 :]
     if len(tensor.parts) > 1 or axes.joined or len(axes.theirs) != 2 or set(axes.theirs[0]) != set(outputs):
         raise RequestError(
-            f"{path}: PEFT's format has no place for these adapters, as {tensor.name} holds more than this map, or its "
+            f"{path}: PEFT's format does not support these adapters, because {tensor.name} contains other layers too, or a "
             "transpose\n    fix: merge them into the weights (`axlearn lora merge`), and export the model"
         )
     a = np.moveaxis(a, -1, 0).transpose(0, *(1 + inputs.index(n) for n in axes.theirs[1]))
@@ -152,5 +153,5 @@ def _commonest(values: Any) -> Any:
 
 
 def _number(value: float) -> float | int:
-    """8.0 as 8: PEFT's alphas are mostly integers."""
+    """Return whole numbers as int, since PEFT's alphas are mostly integers."""
     return round(value) if math.isclose(value, round(value), rel_tol=1e-9) else value

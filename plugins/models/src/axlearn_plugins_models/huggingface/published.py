@@ -1,4 +1,4 @@
-"""Models at the sizes that a published `config.json` gives, for experiments that train them from the beginning."""
+"""Model configs with the sizes of a published `config.json`, for experiments that train from scratch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,20 +7,20 @@ from axlearn_plugins_models.huggingface.family import family
 
 
 def published(model_type: str, config_json: Mapping[str, Any]) -> Any:
-    """The config of the model that a published `config.json` describes.
+    """Return the config of the model that a published `config.json` describes.
 
-    The same table that imports weights makes the experiment, so that weights of that model always fit it.
+    The experiment uses the same table as the import, so weights of that model always fit it.
 
     Args:
-        model_type: of the family, such as `gemma2`.
-        config_json: what the file says, by key.
+        model_type: Family, such as `gemma2`.
+        config_json: Content of the file, by key.
 
     Raises:
-        ConfigError: the family has no such variant, or a key is missing.
-        ValueError: a key that the family does not read.
+        ConfigError: If the family does not support a value, or a key is missing.
+        ValueError: If the family does not read a key.
     """
     resolved, unread = family(model_type).resolve({"model_type": model_type, **config_json})
     if unread:
-        raise ValueError(f"the family {model_type!r} does not read {', '.join(unread)} of this config.json")
+        raise ValueError(f"the family {model_type!r} does not read these keys of config.json: {', '.join(unread)}")
     config: Any = resolved.config
     return config.model

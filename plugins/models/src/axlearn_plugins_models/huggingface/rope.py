@@ -1,8 +1,8 @@
-"""Rotary position encodings: `rope_parameters` (or `rope_theta` and `rope_scaling`) of `config.json`, and back.
+"""Convert rotary position encodings from and to `rope_parameters` (or `rope_theta` and `rope_scaling`) of `config.json`.
 
-transformers 4 writes `rope_theta` and `rope_scaling`, 5 writes `rope_parameters`: one entry for all layers or, in families whose
-kinds of layers differ, one for each kind. A wrong frequency gives no error, only a worse model, so what is not understood is
-refused.
+transformers 4 writes `rope_theta` and `rope_scaling`. transformers 5 writes `rope_parameters`, with one entry for all
+layers, or with one entry per kind of layer. A wrong frequency raises no error and only makes the model worse, so unknown
+entries are errors here.
 """
 
 import math
@@ -22,13 +22,13 @@ _COMMON = ("rope_type", "rope_theta", FACTOR)
 
 @attrs.frozen
 class Kind:
-    """A kind of layers with frequencies of its own.
+    """A kind of layers with its own frequencies.
 
     Attributes:
-        name: its key in a nested `rope_parameters`.
-        base: the key of its theta in files of transformers 4.
-        theta: what a file without it means.
-        scaled: whether `rope_scaling` of transformers 4 is about these layers.
+        name: Key in a nested `rope_parameters`.
+        base: Key of its theta in files of transformers 4.
+        theta: Default theta.
+        scaled: Whether `rope_scaling` of transformers 4 applies to these layers.
     """
 
     name: str
@@ -41,15 +41,15 @@ ALL_LAYERS = Kind("", "rope_theta", THETA, scaled=True)
 
 
 def parameters(hf: Settings, kind: Kind = ALL_LAYERS, kinds: Sequence[Kind] = ()) -> Json:
-    """The entries in the form of transformers 5, from files of any version.
+    """Return the entries in the form of transformers 5, from files of any version.
 
     Args:
         hf: `config.json`.
-        kind: the layers that they are of.
-        kinds: all kinds of layers that the family has; empty if it has one.
+        kind: Kind of layers.
+        kinds: All kinds of layers of the family, or empty if it has one.
 
     Raises:
-        ConfigError: two entries contradict each other, or the file has entries for other kinds of layers than the family.
+        ConfigError: If two entries contradict each other, or the file has entries for other kinds of layers.
     """
     path, entries = _entries(hf, kind, kinds)
     merged: Json = {}
@@ -63,10 +63,10 @@ def parameters(hf: Settings, kind: Kind = ALL_LAYERS, kinds: Sequence[Kind] = ()
             if value is None:
                 continue
             key = "rope_type" if name == "type" else name
-            at = f"{place}.{name}" if place else kind.base if name == "rope_theta" else name
+            key_path = f"{place}.{name}" if place else kind.base if name == "rope_theta" else name
             if merged.setdefault(key, value) != value:
-                raise _contradiction(key, origin[key], merged[key], at, value)
-            origin.setdefault(key, at)
+                raise _contradiction(key, origin[key], merged[key], key_path, value)
+            origin.setdefault(key, key_path)
     return {"rope_type": "default", "rope_theta": kind.theta, **merged}
 
 
@@ -78,7 +78,7 @@ def _mapping(hf: Settings, key: str) -> Mapping[str, Any]:
 
 
 def _entries(hf: Settings, kind: Kind, kinds: Sequence[Kind]) -> tuple[str, Mapping[str, Any]]:
-    """(the path of the entries of a kind in the form of transformers 5, the entries)."""
+    """Return (path, entries) of a kind of layers, in the form of transformers 5."""
     written = _mapping(hf, "rope_parameters")
     nested = sorted(name for name, value in written.items() if isinstance(value, Mapping))
     names = [k.name for k in kinds]
@@ -95,28 +95,28 @@ def _entries(hf: Settings, kind: Kind, kinds: Sequence[Kind]) -> tuple[str, Mapp
     return f"rope_parameters.{kind.name}", written.get(kind.name, {})
 
 
-def _contradiction(key: str, first: str, taken: Any, second: str, other: Any) -> ConfigError:
+def _contradiction(key: str, first: str, first_value: Any, second: str, second_value: Any) -> ConfigError:
     return ConfigError(
         Problem(
             path=f"config.json: {key}",
             message="has two values",
-            got=f"{first}: {taken}, {second}: {other}",
-            expected=f"one value; transformers 5 takes that of {first}",
+            got=f"{first}: {first_value}, {second}: {second_value}",
+            expected=f"one value; transformers 5 uses {first}",
             fix=f"remove the wrong one of {first} and {second} from config.json",
         )
     )
 
 
 def read_rope(hf: Settings, *, rope: Json | None = None, **fields: Any) -> Json:
-    """The node of the position encoding as plain data.
+    """Return the config of the position encoding, as plain data.
 
     Args:
         hf: `config.json`.
-        rope: the entries, where they are not those of `parameters`.
-        fields: other fields of the node.
+        rope: Entries, if they are not those of `parameters`.
+        fields: Other fields of the config.
 
     Raises:
-        ConfigError: a type of scaling that there is no node for, an entry that it does not have, or one that it lacks.
+        ConfigError: If the scaling type is not supported, or an entry is unknown or missing.
     """
     rope = parameters(hf) if rope is None else rope
     kind = rope["rope_type"]
@@ -132,7 +132,7 @@ def read_rope(hf: Settings, *, rope: Json | None = None, **fields: Any) -> Json:
 
 
 def write_rope(position: Any) -> Json:
-    """`rope_parameters` of a position encoding."""
+    """Return the `rope_parameters` of a position encoding."""
     scaling = position.scaling
     if scaling is None:
         return {"rope_type": "default", "rope_theta": position.theta}
@@ -142,22 +142,22 @@ def write_rope(position: Any) -> Json:
 
 
 def missing_forms(data: Json, kinds: Sequence[Kind] = (ALL_LAYERS,)) -> Json:
-    """What a `config.json` lacks so that both transformers 4 and 5 take the frequencies that it means.
+    """Return the keys that a `config.json` needs so that transformers 4 and 5 both read the intended frequencies.
 
-    A reader of transformers 4 that finds `rope_parameters` alone takes a theta of 10,000, and says nothing.
+    If a file has only `rope_parameters`, transformers 4 silently uses a theta of 10,000.
     """
     several = kinds if len(kinds) > 1 else ()
     entries = {kind: parameters(Settings(data), kind, several) for kind in kinds}
     keys: Json = {"rope_parameters": {k.name: v for k, v in entries.items()} if several else entries[kinds[0]]}
-    for kind, own in entries.items():
-        keys[kind.base] = own["rope_theta"]
-        if kind.scaled and own["rope_type"] != "default":
-            keys["rope_scaling"] = {k: v for k, v in own.items() if k != "rope_theta"}
+    for kind, entry in entries.items():
+        keys[kind.base] = entry["rope_theta"]
+        if kind.scaled and entry["rope_type"] != "default":
+            keys["rope_scaling"] = {k: v for k, v in entry.items() if k != "rope_theta"}
     return {key: value for key, value in keys.items() if not data.get(key)}
 
 
 def _number(rope: Json, key: str) -> float:
-    """An entry; raises `ConfigError` if it is missing or not a positive number."""
+    """Return an entry. Raise `ConfigError` if it is missing or not a positive number."""
     value = rope.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ConfigError(
@@ -165,7 +165,7 @@ def _number(rope: Json, key: str) -> float:
                 path=f"config.json: rope_parameters.{key}",
                 message=f"rope_type {rope['rope_type']} needs a positive number",
                 got="nothing" if value is None else repr(value),
-                fix="take the config.json that belongs to the weights",
+                fix="use the config.json that belongs to the weights",
             )
         )
     return float(value)
@@ -186,23 +186,25 @@ def _llama3(rope: Json, hf: Settings) -> Json:
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:
-    """0.1 mscale ln(factor) + 1: how YaRN sharpens attention."""
+    """Return YaRN's factor that sharpens attention: 0.1 mscale ln(factor) + 1."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def write_mscale(rope: Json, sharper: float) -> Json:
-    """`rope_parameters` of YaRN for a model whose attention scale is multiplied by `sharper` ** 2, as DeepSeek's is.
+def write_mscale(rope: Json, sharpness: float) -> Json:
+    """Return YaRN's `rope_parameters` for a model whose attention scale is multiplied by `sharpness` ** 2, as in DeepSeek.
 
-    vLLM and DeepSeek's own code read `mscale` and `mscale_all_dim`, and no `attention_factor`. So that is replaced if they mean the
-    same; the ten digits of `mscale` undo the rounding of the number that was made of it.
+    vLLM and DeepSeek's own code read `mscale` and `mscale_all_dim` but not `attention_factor`, so it is replaced if they
+    are equivalent. Rounding `mscale` to ten digits undoes the rounding of the number that was computed from it.
     """
     factor, attention = rope["factor"], rope.get("attention_factor") or 0.0
     if factor <= 1:
         return rope
-    everywhere, own = (round((scale - 1.0) / (0.1 * math.log(factor)), 10) for scale in (sharper, sharper * attention))
-    if own and yarn_scale(factor, own) / yarn_scale(factor, everywhere) == attention:
-        rope = {key: value for key, value in rope.items() if key != "attention_factor"} | {"mscale": own}
-    return rope | {"mscale_all_dim": everywhere}
+    all_dims, mscale = (
+        round((scale - 1.0) / (0.1 * math.log(factor)), 10) for scale in (sharpness, sharpness * attention)
+    )
+    if mscale and yarn_scale(factor, mscale) / yarn_scale(factor, all_dims) == attention:
+        rope = {key: value for key, value in rope.items() if key != "attention_factor"} | {"mscale": mscale}
+    return rope | {"mscale_all_dim": all_dims}
 
 
 def _yarn(rope: Json, hf: Settings) -> Json:
@@ -226,7 +228,7 @@ SCALINGS: Mapping[str, Callable[[Json, Settings], Json | None]] = {
     "llama3": _llama3,
     "yarn": _yarn,
 }
-"""`rope_type` -> the scaling as plain data."""
+"""`rope_type` -> the scaling config, as plain data."""
 
 _ORIGINAL = "original_max_position_embeddings"
 ENTRIES: Mapping[str, Sequence[str]] = {
@@ -237,9 +239,9 @@ ENTRIES: Mapping[str, Sequence[str]] = {
         "factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim",
     ),
 }  # fmt: skip
-"""`rope_type` -> the entries that it reads, apart from those of all types."""
+"""`rope_type` -> the entries that it reads, in addition to the common ones."""
 _IDLE = (_ORIGINAL, "finetuned")
-"""Entries that files have for any type, and that change nothing if the type does not read them."""
+"""Entries that files may have for any type. They have no effect if the type does not read them."""
 
 _LENGTH = {"factor": "factor", "original_length": "original_max_position_embeddings"}
 WRITTEN: Mapping[str, tuple[str, Mapping[str, str]]] = {
@@ -253,4 +255,4 @@ WRITTEN: Mapping[str, tuple[str, Mapping[str, str]]] = {
         {**_LENGTH, **{n: n for n in ("beta_fast", "beta_slow", "attention_factor", "truncate")}},
     ),
 }
-"""Class of the scaling node -> `rope_type` and the names of its fields."""
+"""Class name of the scaling config -> `rope_type` and the names of its fields."""

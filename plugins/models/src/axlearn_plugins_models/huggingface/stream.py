@@ -1,8 +1,7 @@
-"""Weights from files to sharded parameters and back, a slice at a time.
+"""Stream weights from files to sharded parameters and back, one slice at a time.
 
-Beside the parameters themselves, the host holds at most two slices of `SLICE` bytes: one as it was read, one in the layout
-of the parameter. For CPU devices it is two for each of `THREADS`. A slice is some rows of a tensor, as they follow one another
-in its file.
+Besides the parameters, the host holds at most two slices of `SLICE` bytes: one as read, and one in the layout of the
+parameter. For CPU devices there are two for each of `THREADS`. A slice is a range of consecutive rows of a tensor.
 """
 
 import math
@@ -17,7 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axlearn_core.compose.functions import array_function
-from axlearn_plugins_models.huggingface.files import DTYPES, Made, Stored
+from axlearn_plugins_models.huggingface.files import DTYPES, OutputTensor, Stored
 from axlearn_plugins_models.huggingface.host_arrays import HostArray, in_host_memory
 from axlearn_plugins_models.huggingface.table import Axes, Part, Tensor
 
@@ -27,15 +26,15 @@ Params = dict[str, Any]
 
 
 def read(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored], like: Mapping[str, Any]) -> Params:
-    """The parameters of a model, in the dtypes and shardings of `like`.
+    """Read the parameters of a model, in the dtypes and shardings of `like`.
 
     Args:
-        tensors: from `table.layout`.
-        stored: the tensors in the files, checked against them.
-        like: path -> abstract array with its sharding; others are not read.
+        tensors: Tensors from `table.layout`.
+        stored: Tensors in the files, which have been checked.
+        like: Path -> abstract array with its sharding. Other parameters are not read.
 
     Raises:
-        CheckpointError: a file is shorter than it was when it was checked.
+        CheckpointError: If a file has become shorter since it was checked.
     """
     needed = [t for t in tensors.values() if any(part.path in like for part in t.parts)]
     needed.sort(key=lambda t: (stored[t.name].file, stored[t.name].start))
@@ -59,7 +58,7 @@ def read(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored], like: Mapp
 
 
 def _read_to_host(needed: Sequence[Tensor], stored: Mapping[str, Stored], like: Mapping[str, Any]) -> Params:
-    """`read` into the memory that CPU devices compute with, some tensors at a time: pages that are new to a process take time."""
+    """Read into the memory that CPU devices compute with, a few tensors at a time, because new memory pages are slow."""
     paths = {part.path for tensor in needed for part in tensor.parts if part.path in like}
     arrays = {path: HostArray(like[path]) for path in paths}
 
@@ -75,7 +74,7 @@ def _read_to_host(needed: Sequence[Tensor], stored: Mapping[str, Stored], like: 
 
 
 def same(a: Stored, b: Stored) -> bool:
-    """Whether two tensors in files are equal, bit by bit."""
+    """Return whether two stored tensors are bitwise equal."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     return all(
@@ -84,22 +83,24 @@ def same(a: Stored, b: Stored) -> bool:
     )
 
 
-def values(tensors: Mapping[str, Tensor], params: Mapping[str, Any], files: list[list[Made]]) -> Iterator[np.ndarray]:
-    """The tensors of a file's table as they lie there, one at a time; the inverse of `read`."""
+def values(
+    tensors: Mapping[str, Tensor], params: Mapping[str, Any], files: list[list[OutputTensor]]
+) -> Iterator[np.ndarray]:
+    """Yield the tensors of some files in their stored layout, one at a time; the inverse of `read`."""
     for name, code, shape in (output for file in files for output in file):
         tensor = tensors[name]
         axes, order = tensor.axes, [tensor.axes.ours.index(a) for a in tensor.axes.flat]
         parts = []
         for part in tensor.parts:
-            whole = params[part.path]
-            piece = whole if not part.index else _row(whole, jnp.asarray(part.index, jnp.int32))
+            param = params[part.path]
+            piece = param if not part.index else _row(param, jnp.asarray(part.index, jnp.int32))
             parts.append(np.asarray(piece).transpose(order))
         value = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=axes.flat.index(axes.joined))
         yield value.reshape(shape).astype(DTYPES[code], copy=False)
 
 
 def _rows(shape: tuple[int, ...], size: int, unit: int) -> Iterator[tuple[int, int]]:
-    """Ranges of the first axis of at most `SLICE` bytes, in multiples of `unit` rows."""
+    """Yield ranges of the first axis of at most `SLICE` bytes, in multiples of `unit` rows."""
     if not shape:
         yield 0, 1
         return
@@ -109,7 +110,7 @@ def _rows(shape: tuple[int, ...], size: int, unit: int) -> Iterator[tuple[int, i
 
 
 def _pieces(tensor: Tensor, stored: Stored) -> Iterator[tuple[Part, tuple[int, ...], np.ndarray]]:
-    """(where, the first index in the parameter, the values as the parameter has them) of a tensor's slices."""
+    """Yield (part, first index in the parameter, values in the parameter's layout) for the slices of a tensor."""
     axes = tensor.axes
     sizes = dict(tensor.parts[0].sizes)
     if axes.joined:
@@ -125,13 +126,13 @@ def _pieces(tensor: Tensor, stored: Stored) -> Iterator[tuple[Part, tuple[int, .
         raw = stored.rows(begin, end).reshape([flat[a] for a in axes.flat])
         for part in tensor.parts:
             if (cut := _intersect(axes, part, first, low, high)) is not None:
-                at, index = cut
+                position, index = cut
                 piece = raw[index].transpose([axes.flat.index(a) for a in axes.ours])
-                yield part, (*part.index, *(at if a == first else 0 for a in axes.ours)), piece
+                yield part, (*part.index, *(position if a == first else 0 for a in axes.ours)), piece
 
 
 def _intersect(axes: Axes, part: Part, first: str, low: int, high: int) -> tuple[int, tuple[slice, ...]] | None:
-    """Of a slice `[low:high]` along the first axis, what belongs to a part: where it begins there, and which of it."""
+    """Return the part of a slice `[low:high]` of the first axis that belongs to `part`: its start there, and its index."""
     if not axes.joined:
         return low, ()
     begin, end = part.offset, part.offset + part.sizes[axes.joined]
@@ -142,14 +143,14 @@ def _intersect(axes: Axes, part: Part, first: str, low: int, high: int) -> tuple
 
 
 def _put_piece(piece: np.ndarray, sharding: Any) -> jax.Array:
-    """A piece on the devices; each process gives those of its own."""
+    """Put a piece on the devices. Each process provides its own shards."""
     if jax.process_count() == 1:
         return jax.device_put(piece, sharding)
     return jax.make_array_from_callback(piece.shape, sharding, lambda index: piece[index])
 
 
 def _fitting_sharding(sharding: Any, spec: tuple[Any, ...], shape: tuple[int, ...]) -> Any:
-    """The sharding of a parameter for a piece of it: an axis that its mesh axes do not divide stays whole."""
+    """Return the sharding for a piece of a parameter. Axes that the mesh does not divide evenly are replicated."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     parts = []
@@ -169,20 +170,20 @@ def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
 
 
 @array_function(static=(3,), donate=(0,))
-def _put(whole: jax.Array, piece: jax.Array, start: jax.Array, sharding: Any) -> jax.Array:
-    """`whole` with `piece`, in its dtype, from the index `start` on."""
-    piece, dtype = piece.astype(whole.dtype), whole.dtype
-    if dtype.itemsize == 2:  # XLA for CPU would convert the whole array to float32 and back to update it
-        piece, whole = (lax.bitcast_convert_type(x, jnp.uint16) for x in (piece, whole))
-    piece = piece.reshape((1,) * (whole.ndim - piece.ndim) + piece.shape)
-    array = lax.dynamic_update_slice(whole, piece, [start[i] for i in range(whole.ndim)])
+def _put(target: jax.Array, piece: jax.Array, start: jax.Array, sharding: Any) -> jax.Array:
+    """Return `target` with `piece`, cast to its dtype, written at the index `start`."""
+    piece, dtype = piece.astype(target.dtype), target.dtype
+    if dtype.itemsize == 2:  # XLA for CPU would convert the whole array to float32 and back for the update
+        piece, target = (lax.bitcast_convert_type(x, jnp.uint16) for x in (piece, target))
+    piece = piece.reshape((1,) * (target.ndim - piece.ndim) + piece.shape)
+    array = lax.dynamic_update_slice(target, piece, [start[i] for i in range(target.ndim)])
     array = lax.bitcast_convert_type(array, dtype) if array.dtype != dtype else array
     return lax.with_sharding_constraint(array, sharding)
 
 
 @array_function()
-def _row(whole: jax.Array, index: jax.Array) -> jax.Array:
-    """`whole[index]`."""
+def _row(array: jax.Array, index: jax.Array) -> jax.Array:
+    """Return `array[index]`."""
     count = index.shape[0]
-    begin = [*(index[i] for i in range(count)), *(jnp.int32(0) for _ in whole.shape[count:])]
-    return lax.dynamic_slice(whole, begin, (*(1,) * count, *whole.shape[count:])).reshape(whole.shape[count:])
+    begin = [*(index[i] for i in range(count)), *(jnp.int32(0) for _ in array.shape[count:])]
+    return lax.dynamic_slice(array, begin, (*(1,) * count, *array.shape[count:])).reshape(array.shape[count:])

@@ -1,4 +1,4 @@
-"""What the files of a model directory say about its text: which tokens begin and end it, defaults, limits, templates."""
+"""Read the text settings in the files of a model directory: begin and end tokens, defaults, limits and templates."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,12 +20,12 @@ class TextFacts:
     """Facts about the text of a model.
 
     Attributes:
-        eos: the token that ends a document; None if no file names one.
-        bos: the token that the tokenizer puts in front of a text; None if it puts none.
-        end_tokens: ids that end an output, as `config.json` and `generation_config.json` list them.
-        sampling: defaults of requests, as `generation_config.json` sets them.
-        context_length: tokens that the model was made for; None if `config.json` does not say.
-        notes: files that contradict each other, and what was taken.
+        eos: Token that ends a document, or None if no file names one.
+        bos: Token that the tokenizer prepends to a text, or None.
+        end_tokens: Ids that end an output, from `config.json` and `generation_config.json`.
+        sampling: Sampling defaults from `generation_config.json`.
+        context_length: Context length in tokens, or None if `config.json` does not state it.
+        notes: Contradictions between files, and how they were resolved.
     """
 
     eos: str | None
@@ -36,10 +36,10 @@ class TextFacts:
     notes: tuple[str, ...] = ()
 
     def settings(self, tokenizer: Path) -> dict[str, Any]:
-        """The settings of an experiment for a model with this text.
+        """Return the settings of an experiment for a model with these facts.
 
         Args:
-            tokenizer: the path of its `tokenizer.json`.
+            tokenizer: Path of its `tokenizer.json`.
         """
         text = {
             "type": "text-processor",
@@ -55,16 +55,16 @@ class TextFacts:
 
 
 def read_text_facts(directory: Path, config: Mapping[str, Any], rows: int) -> TextFacts:
-    """Read what the files of a model directory say about its text.
+    """Read the text settings of a model directory.
 
     Args:
-        directory: of the model.
-        config: its `config.json`.
-        rows: of the model's table of tokens.
+        directory: Model directory.
+        config: Content of its `config.json`.
+        rows: Number of rows of the model's embedding.
 
     Raises:
-        CheckpointError: a file is missing or damaged.
-        ConfigError: the base vocabulary of the tokenizer is larger than the model's.
+        CheckpointError: If a file is missing or damaged.
+        ConfigError: If the tokenizer's base vocabulary is larger than the model's.
     """
     tokenizer = _load_tokenizer(directory)
     generation, described = _read(directory, GENERATION), _read(directory, TOKENIZER_CONFIG)
@@ -74,31 +74,33 @@ def read_text_facts(directory: Path, config: Mapping[str, Any], rows: int) -> Te
     ends = list(dict.fromkeys(i for data in (config, generation) for i in _ids(data.get("eos_token_id")) if i < rows))
     if named in vocab and ends and vocab[named] not in ends:
         notes.append(
-            f"{TOKENIZER_CONFIG} ends a text with {named!r} (id {vocab[named]}), and {CONFIG} and {GENERATION} with the ids "
-            f"{', '.join(map(str, ends))}: these are taken"
+            f"{TOKENIZER_CONFIG} ends a text with {named!r} (id {vocab[named]}), but {CONFIG} and {GENERATION} with the ids "
+            f"{', '.join(map(str, ends))}; using these"
         )
     added = described.get("added_tokens_decoder")
     named_tokens = map(_content, added.values()) if isinstance(added, Mapping) else ()
     if missing_tokens := [token for token in named_tokens if token is not None and token not in vocab]:
         names = ", ".join(map(repr, missing_tokens[:8]))
-        notes.append(f"{TOKENIZER_CONFIG} adds the tokens {names}, which {TOKENIZER} does not have: they stay text")
+        notes.append(
+            f"{TOKENIZER_CONFIG} adds the tokens {names}, but {TOKENIZER} does not have them; they are encoded as text"
+        )
     bos = _first_token(tokenizer)
     begins = next(_ids(config.get("bos_token_id")), None)
     if bos is not None and begins is not None and begins != vocab[bos]:
         notes.append(
-            f"{CONFIG} begins a text with the id {begins}, and {TOKENIZER} with {bos!r} (id {vocab[bos]}): that is taken"
+            f"{CONFIG} begins a text with the id {begins}, but {TOKENIZER} with {bos!r} (id {vocab[bos]}); using the latter"
         )
     sampling, unsupported = _sampling(generation)
     if unsupported:
-        notes.append(f"{GENERATION}: not applied, as this project has no such sampling: {', '.join(unsupported)}")
+        notes.append(f"{GENERATION}: ignored unsupported sampling settings: {', '.join(unsupported)}")
     return TextFacts(eos, bos, tuple(ends), sampling, context_length(config), tuple(notes))
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
-    """The tokens that a model was made for, by its `config.json`; None if it does not say.
+    """Return a model's context length in tokens, from its `config.json`, or None if the file does not state it.
 
-    RoPE that is scaled by a factor over an original length reaches that much further. `max_position_embeddings` counts the
-    scaling already for the kinds `llama3` and `longrope`, and in files that state the longer length.
+    RoPE that is scaled by a factor over an original length extends the context by that factor. `max_position_embeddings`
+    already includes the factor for the types `llama3` and `longrope`, and in files that state the longer length.
     """
     length = next((config[k] for k in ("max_position_embeddings", "n_positions") if type(config.get(k)) is int), None)
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
@@ -118,20 +120,20 @@ def _load_tokenizer(directory: Path) -> tokenizers.Tokenizer:
     if not file.is_file():
         raise CheckpointError(
             f"{directory} has no {TOKENIZER}\n"
-            "    fix: `AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)` of transformers writes one"
+            "    fix: write one with transformers: `AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)`"
         )
     member(directory, TOKENIZER)
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions
-        raise CheckpointError(f"{file} is not a tokenizer.json that can be read: {error}") from None
-    tokenizer.no_padding()  # tokens that fill a text up would hide which one begins it
+        raise CheckpointError(f"{file} is not a valid tokenizer.json: {error}") from None
+    tokenizer.no_padding()  # padding tokens would hide the token that begins a text
     tokenizer.no_truncation()
     return tokenizer
 
 
 def _check_vocabulary(directory: Path, tokenizer: tokenizers.Tokenizer, rows: int) -> Iterator[str]:
-    """A note that names the added tokens that the model has no rows for; see `tokenizers.tokens_beyond`."""
+    """Yield a note that lists the added tokens for which the model has no rows; see `tokenizers.tokens_beyond`."""
     added = {i: t.content for i, t in tokenizer.get_added_tokens_decoder().items()}
     beyond = {i: t for t, i in tokenizer.get_vocab(with_added_tokens=True).items() if i >= rows}
     if not beyond:
@@ -143,12 +145,12 @@ def _check_vocabulary(directory: Path, tokenizer: tokenizers.Tokenizer, rows: in
                 message=f"the tokenizer {directory / TOKENIZER} has more tokens than the model",
                 got=str(rows),
                 expected=f"at least {max(beyond) + 1}",
-                fix="take the tokenizer that belongs to the weights",
+                fix="use the tokenizer that belongs to the weights",
             )
         )
     names = ", ".join(f"{added[i]!r} ({i})" for i in sorted(beyond)[:8])
     more = f", and {len(beyond) - 8} more" if len(beyond) > 8 else ""
-    yield f"the model has {rows} rows, and none for the added tokens {names}{more}: texts with them are refused"
+    yield f"the model has {rows} rows and none for the added tokens {names}{more}; texts with these tokens are refused"
 
 
 def _contradictions(
@@ -156,15 +158,15 @@ def _contradictions(
 ) -> Iterator[str]:
     dtypes = [str(config[k]).removeprefix("torch.") for k in ("dtype", "torch_dtype") if config.get(k) is not None]
     if len(set(dtypes)) > 1:
-        yield f"{CONFIG} has dtype {dtypes[0]} and torch_dtype {dtypes[1]}: {dtypes[0]} is taken"
+        yield f"{CONFIG} has dtype {dtypes[0]} and torch_dtype {dtypes[1]}; using {dtypes[0]}"
     inline = described.get("chat_template")
-    own = member(directory, TEMPLATE).read_text("utf-8", "replace") if (directory / TEMPLATE).exists() else None
-    if isinstance(inline, str) and own is not None and own.strip() != inline.strip():
-        yield f"{TEMPLATE} and {TOKENIZER_CONFIG} have different chat templates: that of {TEMPLATE} is taken"
+    separate = member(directory, TEMPLATE).read_text("utf-8", "replace") if (directory / TEMPLATE).exists() else None
+    if isinstance(inline, str) and separate is not None and separate.strip() != inline.strip():
+        yield f"{TEMPLATE} and {TOKENIZER_CONFIG} have different chat templates; using {TEMPLATE}"
 
 
 def _sampling(generation: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]:
-    """(defaults of requests, settings that are not supported)."""
+    """Return (sampling defaults, unsupported settings)."""
     values = {n: v for n in SAMPLING if isinstance(v := generation.get(n), int | float) and not isinstance(v, bool)}
     sampling = {n: float(v) for n, v in values.items() if SAMPLING[n][0] <= v <= SAMPLING[n][1]}
     if generation.get("do_sample") is False:
@@ -179,10 +181,10 @@ def _sampling(generation: Mapping[str, Any]) -> tuple[dict[str, float], list[str
 def _end_token(
     named: str | None, configs: tuple[Mapping[str, Any], ...], tokenizer: tokenizers.Tokenizer
 ) -> str | None:
-    """The token that ends a document; None if no file names one that the tokenizer has.
+    """Return the token that ends a document, or None if no file names one that the tokenizer has.
 
-    `config.json` and `generation_config.json` name ids. If they name several, such as the end of a turn and the end of the text,
-    `tokenizer_config.json` says which of them ends a document; without it, the first does.
+    `config.json` and `generation_config.json` name ids. If they name several, such as the end of a turn and the end of a
+    text, `tokenizer_config.json` decides which one ends a document. Without it, the first one does.
     """
     for data in configs:
         ends = [token for i in _ids(data.get("eos_token_id")) if (token := tokenizer.id_to_token(i)) is not None]
@@ -192,7 +194,7 @@ def _end_token(
 
 
 def _first_token(tokenizer: tokenizers.Tokenizer) -> str | None:
-    """The token that the post-processor of a tokenizer puts in front of a text; None if it puts none."""
+    """Return the token that a tokenizer's post-processor prepends to a text, or None."""
     front, plain = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
     if not plain or front[: len(plain)] == plain or front[0] == plain[0]:
         return None
@@ -200,19 +202,19 @@ def _first_token(tokenizer: tokenizers.Tokenizer) -> str | None:
 
 
 def _read(directory: Path, name: str) -> Mapping[str, Any]:
-    """The contents of a JSON file, or an empty mapping if it does not exist or holds something else."""
+    """Return the content of a JSON object file, or an empty mapping if it is missing or not an object."""
     data = read_json(directory, name) if (directory / name).exists() else {}
     return data if isinstance(data, Mapping) else {}
 
 
 def _ids(value: Any) -> Iterator[int]:
-    """The ids of a value that is one id or a list of them; ignores anything else."""
+    """Yield the ids of a value that is one id or a list of them. Other values are ignored."""
     for one in value if isinstance(value, list) else [value]:
         if type(one) is int and 0 <= one < 1 << 31:
             yield one
 
 
 def _content(value: Any) -> str | None:
-    """A token, which may be written with its options."""
+    """Return the text of a token that may be written with its options."""
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) else None

@@ -1,4 +1,4 @@
-"""What stands between a model of a type that is not installed and the family that is nearest to it."""
+"""Error for models of an unknown type, with a comparison to the nearest family."""
 
 import difflib
 import fnmatch
@@ -17,21 +17,21 @@ SHOWN = 8
 
 
 def unknown_type(directory: Path, data: Json) -> RequestError:
-    """The error for a model directory whose `model_type` no family has.
+    """Return the error for a model directory whose `model_type` has no family.
 
-    Every family is tried on its `config.json` and on the names of its tensors. The one with the fewest differences is named,
-    and with it what a family of this type would have to add.
+    Compares every family with its `config.json` and tensor names. The message names the family with the fewest differences,
+    and lists what a family for this type would have to add.
 
     Args:
-        directory: the model.
-        data: its `config.json`.
+        directory: Model directory.
+        data: Content of its `config.json`.
     """
     name = str(data.get("model_type", "(none)"))
     error = unknown("Hugging Face model_type", name, families())
     try:
         stored, unread = set(files.stored_tensors(directory)), ""
     except CheckpointError as refused:
-        stored, unread = set(), f"\n    not compared, for lack of readable weights: {str(refused).splitlines()[0]}"
+        stored, unread = set(), f"\n    tensors were not compared, because: {str(refused).splitlines()[0]}"
     lacks = {kind: _lacks(kind, data, stored) for kind in families()}
     if not lacks:
         return RequestError(f"{error}\n    fix: install a family, such as axlearn-plugins-models")
@@ -39,19 +39,19 @@ def unknown_type(directory: Path, data: Json) -> RequestError:
     if not lacks[best]:
         names = f" and architectures to {list(family(best).architectures)}" if data.get("architectures") else ""
         return RequestError(
-            f"{error}{unread}\n    fix: {best} describes {'its config.json' if unread else 'all of it'}; if it is one, set "
-            f"model_type to that{names}"
+            f"{error}{unread}\n    fix: {best} describes {'its config.json' if unread else 'the whole model'}; if it is a {best} "
+            f"model, set model_type to {best}{names}"
         )
     more = [f"and {len(lacks[best]) - SHOWN} more"] if len(lacks[best]) > SHOWN else []
     lines = "\n".join(f"        {line}" for line in [*lacks[best][:SHOWN], *more])
     return RequestError(
-        f"{error}{unread}\n    nearest: {best}, which does not have\n{lines}\n"
-        "    fix: install a family that has these, or write one: docs/huggingface.md says how"
+        f"{error}{unread}\n    nearest: {best}, which does not support\n{lines}\n"
+        "    fix: install or write a family that supports these; see docs/huggingface.md"
     )
 
 
 def _lacks(model_type: str, data: Json, stored: set[str]) -> list[str]:
-    """What a family does not describe of a `config.json` and of the tensors beside it."""
+    """Return what a family does not describe in a `config.json` and its tensors."""
     model_family = family(model_type)
     try:
         resolved, unread = model_family.resolve({k: v for k, v in data.items() if k != "architectures"})
@@ -76,5 +76,5 @@ def _lacks(model_type: str, data: Json, stored: set[str]) -> list[str]:
 
 
 def _kinds(names: Iterable[str]) -> list[str]:
-    """Names of tensors without the numbers of layers and experts."""
+    """Return tensor names with the numbers of layers and experts replaced by `*`."""
     return sorted({re.sub(r"(^|(?<=\.))\d+(?=\.)", "*", n) for n in names})

@@ -1,4 +1,4 @@
-"""A model directory in Hugging Face format as weights."""
+"""Weights of a model directory in Hugging Face format."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,10 +15,10 @@ from axlearn_plugins_models.huggingface.source import Source, open_model
 
 
 def open_directory(directory: Path) -> "DirectoryWeights":
-    """The weights of a model directory, in the dtype of its files.
+    """Open the weights of a model directory, in the dtype of its files.
 
     Raises:
-        RequestError: something is wrong with the directory; nothing was read but the headers.
+        RequestError: If the directory is not valid; only the headers were read.
     """
     weights = DirectoryWeights(open_model(directory, stored_dtype=True))
     for note in weights.source.notes:
@@ -36,25 +36,25 @@ class DirectoryWeights:
 
     @property
     def experiment(self) -> Node[Any]:
-        """The root config that `config.json` stands for."""
+        """Root config of the experiment for `config.json`."""
         return self.source.config
 
     @property
     def config(self) -> Node[Any]:
-        """The config of the model."""
+        """Config of the model."""
         return self.source.config.model
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """That of `tokenizer.json`."""
+        """Tokenizer from `tokenizer.json`, or None for models without text."""
         return self.source.config.input.tokenizer.build() if self.source.family.text else None
 
     def specs(self) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """In the dtype of the config's parameters, not of the files."""
+        """Return the specs of all tensors, in the dtype of the config's parameters, not of the files."""
         return {**self.source.model.abstract, **self.source.model.variables}
 
     def read(self, pattern: str = "**", shardings: Mapping[str, Sharding] | None = None) -> dict[str, jax.Array]:
-        """See `axlearn_core.contracts.parts.Weights`."""
+        """Read tensors; see `axlearn_core.contracts.parts.Weights`."""
         specs = self.specs()
         places = select_tensors(pattern, shardings, specs, str(self.source.directory))
         default = SingleDeviceSharding(jax.local_devices()[0])

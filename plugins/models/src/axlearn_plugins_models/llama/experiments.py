@@ -1,6 +1,6 @@
-"""The Llama family: Llama 2 (arXiv 2307.09288), Llama 3 (arXiv 2407.21783), and a small one that trains on any machine.
+"""The Llama family: Llama 2 (arXiv 2307.09288), Llama 3 (arXiv 2407.21783), and a small model that trains on any machine.
 
-The large ones leave open what only a user knows: `input.source.paths` and `input.tokenizer.path`.
+The large experiments require you to set `input.source.paths` and `input.tokenizer.path`.
 """
 
 from axlearn_core.checkpoint import ShardedCheckpointer
@@ -25,16 +25,16 @@ from axlearn_plugins_transformer.text.sampling import SampleEvaluator
 from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
 
 PRODUCTS = "remat:save=[query,key,value,{attention},attention_out,mlp_gate,mlp_up]"
-"""Keeps every product of a layer but the last: nothing of it is computed again but what is cheap. What attention keeps is its
-context, or what splash attention tags itself."""
+"""Saves every matmul of a layer but the last one, so that only cheap ops are recomputed. For attention it saves the
+context, or the residuals that splash attention tags."""
 PRODUCTS_TPU = PRODUCTS.format(attention="attention_residuals")
 SEARCHED_7B = {
     "h100-8x32": TargetRule(shape={"data": 8, "fsdp": 32}, features=(PRODUCTS.format(attention="context"),)),
     "tpu-v5p-512": TargetRule(shape={"data": 16, "fsdp": 16}, features=(PRODUCTS_TPU,)),
 }
-"""The layouts that `axlearn plan search` finds for the machines of the published trainings; benchmarks/results/layouts.json has
-what was compiled. They are within 1% of the fastest and take at least a seventh less memory. Other machines have their
-plugin's rules."""
+"""Layouts that `axlearn plan search` found for the machines of the published training runs; benchmarks/results/layouts.json
+lists the compiled candidates. The layouts are within 1% of the fastest and need at least a seventh less memory. Other
+machines use the rules of their plugin."""
 SEARCHED_70B = {
     "h100-8x64": TargetRule(
         shape={"data": 2, "fsdp": 128, "tensor": 2},
@@ -50,7 +50,7 @@ SEARCHED_70B = {
         features=(PRODUCTS_TPU, "gradient-accumulation:steps=2"),
     ),
 }
-"""As above. Detected machines take the plugin's rule instead, because microbatches are not for a machine to decide."""
+"""As above. A detected machine uses its plugin's rule instead, because the machine must not change the number of microbatches."""
 TRACKERS = (ConsoleTracker.Config(), JsonlTracker.Config(), TensorBoardTracker.Config())
 
 
@@ -68,7 +68,7 @@ def llama(
     tied: bool = False,
     stack: Stack.Config | None = None,
 ) -> CausalLM.Config:
-    """A Llama decoder: pre-norm RMSNorm, rotary positions, SwiGLU, an output layer of its own, no biases."""
+    """Return a Llama decoder: pre-norm RMSNorm, rotary positions, SwiGLU, an untied output layer, no biases."""
     return CausalLM.Config(
         vocab_size=vocab_size,
         dtype=dtype,
@@ -90,7 +90,7 @@ def llama(
 
 
 def pretraining(model: CausalLM.Config, *, sequence_length: int, peak: float, max_steps: int) -> Trainer.Config:
-    """Pretraining as the papers describe it: AdamW, cosine to a tenth, clipping at 1, weight decay 0.1."""
+    """Return a trainer with the papers' recipe: AdamW, cosine decay to a tenth, clipping at 1, weight decay 0.1."""
     return Trainer.Config(
         model=model,
         learner=Learner.Config(
@@ -164,11 +164,11 @@ def quickstart() -> Trainer.Config:
         dtype="float32",
         stack=Stack.Config(mode="unrolled"),
     )
-    # Layers that begin close to the identity learn faster in the first hundreds of steps, which here are all.
+    # Layers that start close to the identity learn faster in the first few hundred steps, which are all steps here.
     small = {f"decoder.layer.{part}.init.scale": 0.01 for part in ("attention.output", "feed_forward.down")}
     return Trainer.Config(
         model=patch(model, small),
-        # So few steps want a short memory of gradients, and embeddings, each of which few tokens move, a higher rate.
+        # A short run needs a short gradient memory. Embeddings need a higher rate, since few tokens update each of them.
         learner=Learner.Config(
             optimizer=Muon(
                 learning_rate=WarmupStableDecay(peak=0.012, warmup_steps=20, decay_steps=0.6),

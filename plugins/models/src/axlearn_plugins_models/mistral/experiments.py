@@ -1,4 +1,4 @@
-"""Mistral 7B (arXiv 2310.06825) and Mixtral 8x7B (arXiv 2401.04088), at the sizes of their `config.json`."""
+"""Mistral 7B (arXiv 2310.06825) and Mixtral 8x7B (arXiv 2401.04088), with the sizes of their `config.json`."""
 
 from axlearn_core.train import Trainer
 from axlearn_plugins_models.huggingface.published import published
@@ -8,11 +8,11 @@ SIZES = {
     "vocab_size": 32_000, "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14_336,
     "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
 }  # fmt: skip
-"""What both share."""
+"""Sizes that both models share."""
 
 
 def mistral_7b() -> Trainer.Config:
-    """Pretrain Mistral 7B, whose tokens attend to the 4096 before them.
+    """Pretrain Mistral 7B, with a sliding window of 4096 tokens.
 
     7.24B parameters. Sizes: huggingface.co/mistralai/Mistral-7B-v0.1/blob/main/config.json.
     """

@@ -12,7 +12,7 @@ WINDOW = Key(f"{ATTENTION}.window", default=None)
 
 
 class Mistral(RopeDecoder):
-    """Mistral: a Llama, with a sliding window in its first version."""
+    """Mistral: a Llama with a sliding window in its first version."""
 
     experiment = "llama3-8b"
     architectures = ("MistralForCausalLM",)
@@ -20,7 +20,7 @@ class Mistral(RopeDecoder):
 
 
 class Mixtral(RopeDecoder):
-    """Mixtral: experts in every layer, and the router's weights of a token sum to 1."""
+    """Mixtral: experts in every layer; the router weights of a token sum to 1."""
 
     experiment = "llama3-8b"
     architectures = ("MixtralForCausalLM",)
@@ -35,5 +35,5 @@ class Mixtral(RopeDecoder):
     rules = mixture_rules("block_sparse_moe", ("w1", "w3", "w2"))
 
     def features(self, hf: Settings) -> dict[str, Json]:
-        """Experts."""
+        """Return the options of the experts."""
         return {"moe": {"router": {"type": "softmax-router", "normalize": True}}}

@@ -15,12 +15,12 @@ class Qwen2(RopeDecoder):
     idle = ("sliding_window", "layer_types")
 
     def settings(self, hf: Settings) -> Json:
-        """Besides the position encoding, the biases."""
+        """Return the position encoding and the biases."""
         return super().settings(hf) | {f"{ATTENTION}.{part}.bias": True for part in ("query", "key", "value")}
 
 
 class Qwen3(RopeDecoder):
-    """Qwen 3: a norm on each head of queries and keys, no biases."""
+    """Qwen 3: a norm on each head of queries and keys, without biases."""
 
     experiment = "llama3-8b"
     architectures: ClassVar = ("Qwen3ForCausalLM",)
@@ -28,7 +28,7 @@ class Qwen3(RopeDecoder):
     idle: ClassVar = ("sliding_window", "layer_types")
 
     def settings(self, hf: Settings) -> Json:
-        """Besides the position encoding, the norm."""
+        """Return the position encoding and the norm of the heads."""
         norm = {"type": "rms-norm", "eps": float(hf.get("rms_norm_eps", 1e-6))}
         return super().settings(hf) | {f"{ATTENTION}.qk_norm": norm}
 
@@ -49,5 +49,5 @@ class Qwen3Moe(Qwen3):
     rules = mixture_rules()
 
     def described(self, config: Any) -> Json:
-        """What transformers asks for and no layer has: the size of a dense feed-forward layer."""
+        """Return the RoPE parameters, and a dense feed-forward size, which transformers requires although no layer has it."""
         return super().described(config) | {"intermediate_size": 3 * config.model.decoder.hidden_dim}

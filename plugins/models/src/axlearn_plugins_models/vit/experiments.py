@@ -1,4 +1,4 @@
-"""Vision transformers: a small one that draws its own images, and ViT-B/16 (Dosovitskiy et al., 2020)."""
+"""Vision Transformers: a small one that draws its own images, and ViT-B/16 (Dosovitskiy et al., 2020)."""
 
 from axlearn_core.checkpoint import ShardedCheckpointer
 from axlearn_core.config import patch
@@ -18,7 +18,7 @@ TRACKERS = (ConsoleTracker.Config(), JsonlTracker.Config(), TensorBoardTracker.C
 def vit(
     *, num_classes: int, image_size: int, patch_size: int, num_layers: int, hidden_dim: int, num_heads: int
 ) -> ImageClassifier.Config:
-    """A Vision Transformer: pre-norm layers, biases everywhere, feed-forward layers of four times the width."""
+    """Return a Vision Transformer: pre-norm layers, biases everywhere, feed-forward layers of four times the width."""
     sizes = {
         "encoder.num_layers": num_layers,
         "encoder.layer.attention.num_heads": num_heads,
@@ -29,7 +29,7 @@ def vit(
 
 
 def vit_tiny() -> Trainer.Config:
-    """Train a small Vision Transformer to tell drawn shapes apart, in a minute or two on two CPU cores.
+    """Train a small Vision Transformer to classify drawn shapes, in a minute or two on two CPU cores.
 
     0.214M parameters.
     """
@@ -47,11 +47,11 @@ def vit_tiny() -> Trainer.Config:
 
 
 def vit_b16() -> Trainer.Config:
-    """Train ViT-B/16 from scratch on ImageNet-1k for 300 epochs, as the paper does.
+    """Train ViT-B/16 from scratch on ImageNet-1k for 300 epochs, as in the paper.
 
     86.6M parameters; images of 224 x 224, 1000 classes.
 
-    What only a user knows is left open: `input.paths`.
+    Requires you to set `input.paths`.
     """
     model = vit(num_classes=1000, image_size=224, patch_size=16, num_layers=12, hidden_dim=768, num_heads=12)
     model = patch(model, {"dtype": "bfloat16", "encoder.stack": Stack.Config(mode="scan", remat=Remat.Config())})

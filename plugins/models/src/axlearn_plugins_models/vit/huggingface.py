@@ -1,4 +1,4 @@
-"""Vision transformers that classify images (`ViTForImageClassification`) in Hugging Face format."""
+"""Vision Transformer image classifiers (`ViTForImageClassification`) in Hugging Face format."""
 
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ ATTENTION, PATCHES = f"{OURS}.attention", "vit.embeddings.patch_embeddings.proje
 
 
 class ViT(Family):
-    """Patches, a class token and learned positions; pre-norm layers; the class token goes to the classifier."""
+    """ViT: patches, a class token and learned positions, pre-norm layers, and a classifier on the class token."""
 
     experiment = "vit-b16"
     architectures = ("ViTForImageClassification",)
@@ -51,10 +51,10 @@ class ViT(Family):
     )  # fmt: skip
 
     def settings(self, hf: Settings) -> Json:
-        """The number of classes: that of the names. transformers leaves out two placeholder names."""
+        """Return the number of classes, from the label names. transformers omits two placeholder names."""
         return {"model.num_classes": len(hf.get("id2label") or (0, 1))}
 
     def described(self, config: Any) -> Json:
-        """The inverse."""
+        """Invert `settings`."""
         names = {str(i): f"LABEL_{i}" for i in range(config.model.num_classes)}
         return {"id2label": names, "label2id": {name: int(i) for i, name in names.items()}}

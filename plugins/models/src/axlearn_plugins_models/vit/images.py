@@ -1,4 +1,4 @@
-"""Images to train on: arrays in files, or shapes that are drawn as they are needed."""
+"""Image inputs: arrays from files, or shapes that are drawn on demand."""
 
 import functools
 import hashlib
@@ -17,11 +17,12 @@ from axlearn_plugins_transformer.text.small_data import print_note
 T_co = TypeVar("T_co", covariant=True)
 
 Rows = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""Numbers of rows, int64 [n] -> (images float32 [n, E, E, C] around zero, labels int32 [n])."""
+"""Row numbers, int64 [n] -> (images float32 [n, E, E, C] around zero, labels int32 [n])."""
 
 
 class ImageBatches:
-    """A `BatchIterator`: the rows of this process, of batches whose rows `order` numbers; state is how many were given.
+    """A `BatchIterator` over this process's rows. `order` gives the row numbers of a batch; the state is a count of
+    batches.
 
     Batches have `images` float32 [B, E, E, C], `labels` int32 [B], and `weights` float32 [B].
     """
@@ -41,7 +42,7 @@ class ImageBatches:
         return self
 
     def __next__(self) -> dict[str, np.ndarray]:
-        """The next batch; a number below 0 stands for padding."""
+        """Return the next batch. Row numbers below 0 are padding."""
         if self._given == self._count:
             raise StopIteration
         order = self._old_order if self._old_order and not self._current else self._order
@@ -51,35 +52,35 @@ class ImageBatches:
         return {"images": images, "labels": labels, "weights": (numbers >= 0).astype(np.float32)}
 
     def get_state(self) -> dict[str, int]:
-        """The position after the batch returned last."""
+        """Return the position after the last batch."""
         return {"batches": self._given, **({"order": ORDER} if self._current else {})}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Goes to a position that `get_state` gave."""
+        """Continue at a position from `get_state`."""
         self._given, self._current = state["batches"], is_current(state)
         if self._old_order and not self._current and self._mine.start == 0:
             print_note(OLD_ORDER)
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing."""
 
 
 class Images(Configurable):
-    """What inputs of images share: endless batches in an order of their own, and one pass over what is held out."""
+    """Base of image inputs: endless training batches in their own order, and one pass over held-out images."""
 
     @node
     class Config(Configurable.Config[T_co]):
-        """`batch_size` is over all processes."""
+        """`batch_size` is the number of images over all processes."""
 
         batch_size: int = setting(default=REQUIRED, ge=1, le=2**24)
-        # The edge E; None: what the data has.
+        # Edge length E in pixels; None uses the size of the data.
         image_size: int | None = setting(default=None, ge=1, kind="execution", hide_default=True)
         seed: int = interface(default=0)
         process_index: int = interface(default=0)
         process_count: int = interface(default=1)
 
         def batch_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-            """Name -> (shape, dtype) of the arrays of a global batch of coloured images; empty without `image_size`."""
+            """Return name -> (shape, dtype) of a global batch of color images, or an empty dict without `image_size`."""
             if self.image_size is None:
                 return {}
             rows = (self.batch_size,)
@@ -88,12 +89,12 @@ class Images(Configurable):
 
     def __init__(self, cfg: Any):
         self.cfg = cfg
-        rows, rest = divmod(cfg.batch_size, cfg.process_count)
-        if rest:
+        rows, remainder = divmod(cfg.batch_size, cfg.process_count)
+        if remainder:
             raise ConfigError(
                 Problem(
                     path="input.batch_size",
-                    message="is not divided by the number of processes",
+                    message="is not a multiple of the number of processes",
                     got=f"{cfg.batch_size} over {cfg.process_count}",
                     fix=f"set it to a multiple of {cfg.process_count}",
                 )
@@ -116,35 +117,35 @@ SHAPES: Mapping[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "ring": lambda y, x: abs(y**2 + x**2 - 0.7) < 0.3,
     "cross": lambda y, x: (np.minimum(abs(y), abs(x)) < 0.25) & (np.maximum(abs(y), abs(x)) < 0.95),
 }
-"""Name -> which points around the middle belong to it; the radius is 1."""
+"""Name -> function that tests which points, relative to the center, are inside; the radius is 1."""
 
 
 class DrawnShapes(Images):
-    """Images of one shape each, somewhere, in some size and colour, on noise: made up anew at every step.
+    """Images with one shape each, at a random place, size and color, on noise. New images are drawn at every step.
 
-    The labels are 0 disc, 1 square, 2 ring, 3 cross. An image depends on the seed and its number alone; those held out
-    are the same for all seeds.
+    The labels are 0 disc, 1 square, 2 ring, 3 cross. An image depends only on the seed and its number. Held-out images are
+    the same for all seeds.
     """
 
     @node
     class Config(Images.Config["DrawnShapes"]):
-        """`noise` is its standard deviation beside colours from 0.5 to 1, `held_out` the number of images to evaluate on."""
+        """`noise` is a standard deviation (colors are 0.5 to 1); `held_out` is the number of images for evaluation."""
 
         image_size: int = setting(default=REQUIRED, ge=8)
         noise: float = setting(default=0.3, ge=0)
         held_out: int = setting(default=256, ge=1)
 
     def train(self) -> ImageBatches:
-        """Images that never come again."""
+        """Return batches of images that never repeat."""
         size = self.cfg.batch_size
         return ImageBatches(self._draw_rows(self.cfg.seed), lambda i: np.arange(i * size, (i + 1) * size), self._mine)
 
     def evaluation(self) -> ImageBatches:
-        """Those that are held out."""
+        """Return the held-out images."""
         return self._held_out(self._draw_rows(None), self.cfg.held_out)
 
     def describe(self) -> Mapping[str, Any]:
-        """What they are of."""
+        """Return the classes and the number of held-out images."""
         return {"classes": list(SHAPES), "held_out": self.cfg.held_out}
 
     def _draw_rows(self, seed: int | None) -> Rows:
@@ -155,7 +156,7 @@ class DrawnShapes(Images):
         return rows
 
     def _draw(self, rng: np.random.Generator, number: int) -> tuple[np.ndarray, int]:
-        rng.bit_generator.advance(number << 32)  # type: ignore[attr-defined]  # PCG64 has it, its base not
+        rng.bit_generator.advance(number << 32)  # type: ignore[attr-defined]  # PCG64 has it, but its base class does not
         edge, label = self.cfg.image_size, int(rng.integers(len(SHAPES)))
         radius = edge * rng.uniform(0.2, 0.4)
         middle = rng.uniform(radius, edge - radius, 2)
@@ -166,14 +167,15 @@ class DrawnShapes(Images):
 
 
 class ImageArrays(Images):
-    """Images in .npz files (`numpy.savez`): `images` uint8 [n, E, E, C] and `labels` integer [n], in a new order each pass.
+    """Images from .npz files (`numpy.savez`): `images` uint8 [n, E, E, C] and `labels` integer [n], reshuffled for each
+    pass.
 
-    Values 0 to 255 become -1 to 1. A share of the images, the last ones of each file, is held out.
+    Values 0 to 255 become -1 to 1. A fraction of the images, the last ones of each file, is held out.
     """
 
     @node
     class Config(Images.Config["ImageArrays"]):
-        """`paths`: files or globs. All of them are held in memory."""
+        """`paths` are files or glob patterns. All images are held in memory."""
 
         paths: str | tuple[str, ...] = REQUIRED
         held_out: float = setting(default=0.05, gt=0, lt=1)
@@ -185,28 +187,28 @@ class ImageArrays(Images):
         parts = [_read(f) for f in self.files]
         if len({x.shape[1:] for x, _ in parts}) > 1:
             raise InputError(
-                f"images of several sizes in {', '.join(map(str, self.files))}\n    fix: make them one size"
+                f"images of different sizes in {', '.join(map(str, self.files))}\n    fix: resize them to one size"
             )
         shape = parts[0][0].shape[1:]
         if cfg.image_size is not None and shape != (cfg.image_size, cfg.image_size, 3):
             raise InputError(
-                f"images of another size in {self.files[0]}\n    got: {' x '.join(map(str, shape))}\n"
-                f"    expected: {cfg.image_size} x {cfg.image_size} x 3\n    fix: set input.image_size, and the model's"
+                f"images of the wrong size in {self.files[0]}\n    got: {' x '.join(map(str, shape))}\n"
+                f"    expected: {cfg.image_size} x {cfg.image_size} x 3\n    fix: set the image_size of the input and the model"
             )
         cuts = [max(1, round(len(x) * (1 - cfg.held_out))) for x, _ in parts]
-        both = list(zip(parts, cuts, strict=True))
-        self._training = tuple(np.concatenate([part[i][:cut] for part, cut in both]) for i in (0, 1))
-        self._rest = tuple(np.concatenate([part[i][cut:] for part, cut in both]) for i in (0, 1))
+        splits = list(zip(parts, cuts, strict=True))
+        self._training = tuple(np.concatenate([part[i][:cut] for part, cut in splits]) for i in (0, 1))
+        self._evaluation = tuple(np.concatenate([part[i][cut:] for part, cut in splits]) for i in (0, 1))
 
     def train(self) -> ImageBatches:
-        """Pass after pass over what is not held out, each in an order of its own; the images of a batch are different."""
+        """Return endless passes over the training images, each in its own order. The images of a batch are distinct."""
         count, size, seed = len(self._training[1]), self.cfg.batch_size, self.cfg.seed
         permutation = Permutations(count, seed)
         order = Cycle(count, size, seed, permutation)
         if count < size and self._mine.start == 0:
             print_note(
-                f"the training data has {count} images, and a batch takes {size}: every batch repeats some\n"
-                f"    fix: more data, or input.batch_size={count}"
+                f"the training data has {count} images, but a batch has {size}: every batch repeats some images\n"
+                f"    fix: add data, or set input.batch_size={count}"
             )
 
         def numbers(number: Callable[[int], int], batch: int) -> np.ndarray:
@@ -216,18 +218,18 @@ class ImageArrays(Images):
         return ImageBatches(_rows(*self._training), functools.partial(numbers, order), self._mine, old_order=old_order)
 
     def evaluation(self) -> ImageBatches:
-        """What is held out; raises `InputError` where that is nothing."""
-        if not len(self._rest[1]):
-            raise InputError("no image is held out\n    fix: raise input.held_out, or set evaluators={}")
-        return self._held_out(_rows(*self._rest), len(self._rest[1]))
+        """Return the held-out images. Raise `InputError` if there are none."""
+        if not len(self._evaluation[1]):
+            raise InputError("no images are held out\n    fix: raise input.held_out, or set evaluators={}")
+        return self._held_out(_rows(*self._evaluation), len(self._evaluation[1]))
 
     def describe(self) -> Mapping[str, Any]:
-        """The files."""
+        """Return the number of files and images, and hashes of the files."""
         facts = "".join(f"{f.name}:{f.stat().st_size};" for f in self.files)
         content = hashlib.sha256()
-        for array in (*self._training, *self._rest):
+        for array in (*self._training, *self._evaluation):
             content.update(np.ascontiguousarray(array).data)
-        held_out = len(self._rest[1])
+        held_out = len(self._evaluation[1])
         return {"files": len(self.files), "images": len(self._training[1]) + held_out, "held_out": held_out,
                 "hash": hashlib.sha256(facts.encode()).hexdigest()[:16], "content": content.hexdigest()[:16]}  # fmt: skip
 
@@ -236,7 +238,7 @@ def _matching_files(pattern: str) -> list[Path]:
     path = Path(pattern).expanduser()
     paths = [path] if path.is_file() else sorted(path.parent.glob(path.name)) if path.parent.is_dir() else []
     if not paths:
-        raise InputError(f"no file of images matches {pattern}\n    fix: set input.paths")
+        raise InputError(f"no image file matches {pattern}\n    fix: set input.paths")
     return paths
 
 
@@ -246,7 +248,7 @@ def _read(file: Path) -> tuple[np.ndarray, np.ndarray]:
             images, labels = data["images"], data["labels"]
     except (OSError, ValueError, KeyError) as error:
         raise InputError(
-            f"{file} holds no images: {error}\n    expected: an .npz file with `images` uint8 [n, E, E, C] and `labels` [n]"
+            f"{file} has no images: {error}\n    expected: an .npz file with `images` uint8 [n, E, E, C] and `labels` [n]"
         ) from None
     if (
         images.dtype != np.uint8
@@ -255,7 +257,7 @@ def _read(file: Path) -> tuple[np.ndarray, np.ndarray]:
         or labels.dtype.kind not in "iu"
     ):
         raise InputError(
-            f"{file}: arrays of another form\n    got: images {images.dtype}{list(images.shape)}, "
+            f"{file}: arrays with wrong dtypes or shapes\n    got: images {images.dtype}{list(images.shape)}, "
             f"labels {labels.dtype}{list(labels.shape)}\n    expected: images uint8[n, E, E, C], labels integer[n]"
         )
     return images, labels.astype(np.int32)

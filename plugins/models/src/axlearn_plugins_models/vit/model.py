@@ -1,6 +1,7 @@
 """The Vision Transformer (Dosovitskiy et al., 2020, arXiv 2010.11929): images as sequences of patches.
 
-B images of E x E pixels with C channels, patches of P x P pixels, S = (E / P)^2 patches and a class token, D width, K classes.
+B images of E x E pixels with C channels, patches of P x P pixels, S = (E / P)^2 patches and a class token, D width, K
+classes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,19 +29,19 @@ BIASED = Linear.Config(bias=True)
 
 
 class ImageEmbedding(Protocol):
-    """Turns images into sequences of vectors. Built with `dim`, `rngs`, `precision`."""
+    """Embedding of images into sequences of vectors. Built with `dim`, `rngs`, `precision`."""
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """float [B, E, E, C] -> [B, 1 + S, D]; first the class token."""
+        """Map float [B, E, E, C] to [B, 1 + S, D], with the class token first."""
         ...
 
 
 class PatchEmbedding(Layer):
-    """A linear map of each patch, a learned class token in front, learned positions added to all."""
+    """Linear projection of patches, with a learned class token and learned positions."""
 
     @node
     class Config(Layer.Config["PatchEmbedding"]):
-        """`image_size` and `patch_size` are pixels along an edge, `channels` numbers per pixel."""
+        """`image_size` and `patch_size` are edge lengths in pixels; `channels` is the number of values per pixel."""
 
         dim: int = interface(default=REQUIRED)
         image_size: int = setting(default=REQUIRED, ge=1)
@@ -50,7 +51,7 @@ class PatchEmbedding(Layer):
         init: Node[Initializer] = setting(default=Normal(stddev=0.02), kind="training")
 
         def validate(self) -> Iterable[Problem]:
-            """Patches that do not divide the image."""
+            """Yield a problem if patches do not divide the image."""
             yield from super().validate()
             if (
                 isinstance(self.image_size, int)
@@ -69,7 +70,7 @@ class PatchEmbedding(Layer):
         super().__init__(cfg, precision=precision)
         size, width = cfg.patch_size, (cfg.dim,)
         pixels = (size, size, cfg.channels)
-        # Few numbers along each axis of a patch: every device has them all.
+        # The axes of a patch are short, so they are replicated.
         axes = ("rank", "rank", "rank", "embed")
         self.projection = self.child(cfg.projection, rngs=rngs, input_dims=pixels, output_dims=width, axes=axes)
         count = 1 + (cfg.image_size // size) ** 2
@@ -77,13 +78,13 @@ class PatchEmbedding(Layer):
         self.position = self.parameter(rngs, cfg.init, (1, count, cfg.dim), (None, "rank", "embed"))
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """float [B, E, E, C] -> [B, 1 + S, D]; raises `RequestError` for images of another size."""
+        """Map float [B, E, E, C] to [B, 1 + S, D]. Raise `RequestError` if the images have another size."""
         cfg = self.cfg
         batch, edge = images.shape[0], cfg.image_size
         if images.shape[1:] != (edge, edge, cfg.channels):
             raise RequestError(
-                f"patch-embedding: images of another size\n    got: {list(images.shape[1:])}\n"
-                f"    expected: {[edge, edge, cfg.channels]}\n    fix: set image_size and channels of input and model alike"
+                f"patch-embedding: images of the wrong size\n    got: {list(images.shape[1:])}\n"
+                f"    expected: {[edge, edge, cfg.channels]}\n    fix: set the same image_size and channels in input and model"
             )
         count, size = edge // cfg.patch_size, cfg.patch_size
         patches = images.reshape(batch, count, size, count, size, cfg.channels).transpose(0, 1, 3, 2, 4, 5)
@@ -93,11 +94,11 @@ class PatchEmbedding(Layer):
 
 
 class ImageEncoder(Layer):
-    """Images to hidden states: an embedding, a stack of layers that all see the whole image, a final norm."""
+    """Image encoder: an embedding, a stack of layers with attention over the whole image, and a final norm."""
 
     @node
     class Config(Layer.Config["ImageEncoder"]):
-        """The layers of the paper: pre-norm, biases everywhere, GELU."""
+        """The defaults are the layers of the paper: pre-norm, biases everywhere, GELU."""
 
         dim: int = interface(default=REQUIRED)
         num_layers: int = setting(default=REQUIRED, ge=1, le=2**16)
@@ -123,28 +124,28 @@ class ImageEncoder(Layer):
             self.norm = self.child(cfg.norm, rngs=rngs, dim=width)
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """float [B, E, E, C] -> [B, 1 + S, D]."""
+        """Map float [B, E, E, C] to [B, 1 + S, D]."""
         x = constrain(self.embedding(images), *RESIDUAL)
-        # Images of weight 0 fill up a batch: all of their positions are padding.
+        # Images of weight 0 pad a batch, so all of their positions are padding.
         x, _ = self.cfg.stack.build()(self.layer, x, Context(real=padding.tokens(*x.shape[:2])))
         return x if self.cfg.norm is None else self.norm(x)
 
 
 class ImageEncoderModel(Protocol):
-    """Images to hidden states. Built with `dim`, `rngs`, `precision`."""
+    """Encoder from images to hidden states. Built with `dim`, `rngs`, `precision`."""
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """float [B, E, E, C] -> [B, 1 + S, D]; first what stands for the whole image."""
+        """Map float [B, E, E, C] to [B, 1 + S, D]; the first vector represents the whole image."""
         ...
 
 
 class ImageClassifier(Layer):
-    """Says which of some classes an image is of."""
+    """Image classifier."""
 
     @node
     class Config(Layer.Config["ImageClassifier"]):
-        """`hidden_dim` is the width. `pool`: the class token, or the mean over the patches. `label_smoothing` spreads
-        that share over all classes."""
+        """`hidden_dim` is the width. `pool` selects the class token, or the mean over the patches. `label_smoothing` is the
+        probability that is spread over all classes."""
 
         num_classes: int = setting(default=REQUIRED, ge=2)
         hidden_dim: int = setting(default=REQUIRED, ge=1, le=2**24)
@@ -157,12 +158,12 @@ class ImageClassifier(Layer):
         output_dtype: str = setting(default="float32", kind="precision")
 
         def validate(self) -> Iterable[Problem]:
-            """Dtypes that do not exist or are not given."""
+            """Yield problems of dtypes that do not exist or are not set."""
             yield from super().validate()
             for name, dtype in (("param_dtype", self.param_dtype), ("dtype", self.dtype)):
                 if dtype is None:
                     yield Problem(
-                        path=name, message="the root of the model has no parent to take it from", fix="set it"
+                        path=name, message="the root of the model has no parent to inherit it from", fix="set it"
                     )
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -172,21 +173,22 @@ class ImageClassifier(Layer):
         self.head = self.child(cfg.head, rngs=rngs, axes=("embed", "vocab"), **dims)
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """float [B, E, E, C] -> logits [B, K] in `output_dtype`."""
+        """Map float [B, E, E, C] to logits [B, K] in `output_dtype`."""
         x = self.encoder(images.astype(self.precision.compute))
         x = x[:, 0] if self.cfg.pool == "token" else jnp.mean(x[:, 1:], axis=1)
         return self.head(x).astype(self.cfg.output_dtype)
 
     def loss(self, batch: Batch) -> tuple[jax.Array, Mapping[str, Any]]:
-        """The mean cross-entropy of the smoothed labels, in nats, plus the auxiliary losses of the layers.
+        """Return the mean cross-entropy of the smoothed labels, in nats, plus the auxiliary losses of the layers.
 
         Args:
-            batch: `images` float [B, E, E, C]; `labels` int32 [B], below K (the loss is NaN otherwise); `weights` float32
-                [B], 0 for padding, which may be left out.
+            batch: `images` float [B, E, E, C]; `labels` int32 [B], below K (the loss is NaN otherwise); optional `weights`
+                float32 [B], 0 for padding.
 
         Returns:
-            (loss, summaries): `weight` is the number of images, `accuracy` the share of them whose label is likeliest,
-            `cross_entropy` that of the labels themselves if the loss is not. While held-out data is measured, it is.
+            (loss, summaries): `weight` is the number of images, and `accuracy` the fraction whose most likely class is the
+            label. `cross_entropy` is that of the unsmoothed labels, and is present only if the loss differs from it. On
+            held-out data, labels are not smoothed.
         """
         labels, weights = batch["labels"], batch.get("weights")
         rows = Context(real=None if weights is None else weights[:, None] > 0)
@@ -201,8 +203,8 @@ class ImageClassifier(Layer):
         smooth = 0.0 if summaries.is_held_out() else self.cfg.label_smoothing
         smoothed = -((1 - smooth) * at_label + smooth * jnp.mean(log_p, axis=-1) if smooth else at_label)
         loss = jnp.sum(smoothed * share)
-        right = jnp.sum((jnp.argmax(logits, axis=-1) == labels) * share)
-        report = {"weight": weight, "accuracy": right, **collector.summaries, **collector.losses}
+        accuracy = jnp.sum((jnp.argmax(logits, axis=-1) == labels) * share)
+        report = {"weight": weight, "accuracy": accuracy, **collector.summaries, **collector.losses}
         if smooth or collector.losses:
             report["cross_entropy"] = -jnp.sum(at_label * share)
         for value in collector.losses.values():
@@ -210,6 +212,6 @@ class ImageClassifier(Layer):
         return loss, report
 
     def held_out_loss(self, batch: Batch) -> tuple[jax.Array, Mapping[str, Any]]:
-        """The mean cross-entropy of the labels, in nats, also for a subclass whose `loss` adds to it."""
+        """Return the mean cross-entropy of the labels, in nats. Ignores additions in the `loss` of a subclass."""
         with summaries.held_out():
             return ImageClassifier.loss(self, batch)
