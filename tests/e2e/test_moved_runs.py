@@ -218,7 +218,7 @@ def test_exported_adapters_name_the_base_that_they_need(imported, tmp_path):
     converted(base, tmp_path / "adapted", with_=["lora:rank=2"])
     export_adapters(tmp_path / "adapted", tmp_path / "adapters")
     with pytest.raises(
-        CheckpointError, match=r"does not say which run its adapters were trained from\n    fix: name it"
+        CheckpointError, match=r"does not name the run that its adapters were trained on\n    fix: name it"
     ):
         open_weights(tmp_path / "adapters")
     base.rename(tmp_path / "base2")
@@ -241,5 +241,5 @@ def test_a_run_that_has_begun_goes_on_without_its_base(feature, tmp_path, tokeni
     run = (tmp_path / "tuned").rename(tmp_path / "moved")
     go_on(run, steps=2)
     assert ax.load(run).step == 2
-    with pytest.raises(RequestError, match="a run that has begun goes on without it"):
+    with pytest.raises(RequestError, match="a run that has started continues without it"):
         ax.train("quickstart", with_=[use], set=settings, steps=3, run_dir=run)

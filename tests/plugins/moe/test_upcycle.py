@@ -78,7 +78,10 @@ def test_plain_layers_too():
             MoE(hidden_dim=32).apply(model()),
             r"differs: decoder.layer.feed_forward.down.weight: \[3, 8, 24, 16\] in the old",
         ),
-        (MoE().apply(model(PlainFeedForward.Config(hidden_dim=24))), "has no place: decoder.layer.feed_forward.gate"),
+        (
+            MoE().apply(model(PlainFeedForward.Config(hidden_dim=24))),
+            "not in the new model: decoder.layer.feed_forward.gate",
+        ),
         (model(PlainFeedForward.Config(hidden_dim=20)), "differs: decoder.layer.feed_forward.down.weight"),
     ],
 )

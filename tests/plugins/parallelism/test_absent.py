@@ -1,4 +1,4 @@
-"""Programs with every parallelism compile for accelerators that are not here."""
+"""Programs with every parallelism compile for absent accelerators."""
 
 import importlib.util
 
@@ -44,6 +44,6 @@ def test_it_compiles(target, name):
     specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in toy.batch().items()}
     text = program.compile("train", specs).as_text()
     if "pipeline" in shape:
-        assert "collective-permute" in text, "nothing goes from stage to stage"
+        assert "collective-permute" in text, "stages do not communicate"
     if name == "experts":
-        assert "ragged-all-to-all" in text, "tokens are sent with the room for all of them"
+        assert "ragged-all-to-all" in text, "tokens are sent with room for all of them"

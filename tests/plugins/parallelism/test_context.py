@@ -1,4 +1,4 @@
-"""Attention over a split sequence is the reference's, with its gradients, under every kind of mask."""
+"""Attention over a sharded sequence equals the reference, including gradients, for every kind of mask."""
 
 import functools
 
@@ -38,7 +38,7 @@ def operands(groups, length=24):
 
 
 def both(kernel, case, shape, groups=2, rules=None, length=24):
-    """Outputs and gradients: of the reference, and of a kernel on a mesh."""
+    """Return outputs and gradients of the reference and of a kernel on a mesh."""
     mask, options = CASES[case]
     inputs = operands(groups, length)
     probe = jnp.asarray(RNG.normal(size=(2, length, 4, 6)), jnp.float32)
@@ -115,7 +115,7 @@ def test_a_mask_with_arrays_that_nobody_knows_is_refused():
 
     x = jax.ShapeDtypeStruct((1, 8, 2, 4), "float32")
     op = AttentionOp(x, x, x, mask=Causal() & Odd(), scale=1.0)
-    with pytest.raises(RequestError, match="does not go with the mask 'odd'"):
+    with pytest.raises(RequestError, match="do not support the mask 'odd'"):
         Scores(op)
 
 
@@ -124,10 +124,12 @@ def test_halves_in_zigzag_balance_a_causal_mask(devices):
     parts = Parts.of(("seq",), devices, 4)
     starts = [parts.start(d) for d in range(devices)]
     assert sorted(int(s) for pair in starts for s in pair) == list(range(0, 4 * devices, 2))
-    work = {int(sum(s // 2 + 1 for s in pair)) for pair in starts}  # halves of keys that each half of queries sees
+    work = {
+        int(sum(s // 2 + 1 for s in pair)) for pair in starts
+    }  # number of key halves that each half of queries sees
     assert work == {2 * devices + 1}
     for half in range(2):
         route = parts._route(half)
-        assert sorted(to for _, to in route) == list(range(devices)), "every device gets one half"
+        assert sorted(to for _, to in route) == list(range(devices)), "every device gets one half of each"
         for at, to in route:
             assert (2 * at + half) * parts.size in [int(s) for s in starts[to]]

@@ -1,4 +1,4 @@
-"""1F1B: the loss and gradients of the other schedules, in memory that does not grow with the microbatches."""
+"""1F1B gives the same loss and gradients as other schedules, with memory independent of the microbatches."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def program(*features, shape, layers=4, experiment="quickstart", **sizes):
 
 
 def gradients(*features, shape, batch=None, key=None, **options):
-    """(loss, summaries, gradients, variables) as the learner of the config computes them."""
+    """Return (loss, summaries, gradients, variables) from the learner of the config."""
     trainer_program, cfg = program(*features, shape=shape, **options)
     learner = cfg.learner.build(max_steps=1, axes=trainer_program.trained.axes)
     functions = TrainingFunctions(trainer_program.functional, learner, trainer_program.trained)
@@ -85,7 +85,7 @@ def test_it_computes_what_gpipe_computes(features, shape):
 @pytest.mark.slow
 @pytest.mark.parametrize("router", ["softmax-router", "sigmoid-router"])
 def test_losses_and_variables_of_layers_are_those_of_gpipe(router):
-    """An auxiliary loss counts equally for each microbatch, whatever the microbatch weighs; biases see all of them."""
+    """Auxiliary losses have equal weight in each microbatch, and biases see all microbatches."""
     batch = toy.batch()
     batch["weights"][1::4, 5:] = 0
     features = (f"moe:num_experts=4,top_k=2,router={{type: {router}}}",)
@@ -94,7 +94,7 @@ def test_losses_and_variables_of_layers_are_those_of_gpipe(router):
         for name in ("gpipe", "1f1b")
     )
     reported = "load_balance" in gpipe[1]
-    assert reported or gpipe[3], "nothing is compared: layers report and write nothing"
+    assert reported or gpipe[3], "layers report and write nothing, so the test compares nothing"
     agree(gpipe, ours)
 
 
@@ -108,7 +108,7 @@ def test_layers_draw_the_numbers_that_they_draw_without_it():
     gpipe, ours = (gradients(features[0], features[1] + name, **settings) for name in ("gpipe", "1f1b"))
     agree(gpipe, ours)
     plain = gradients(features[1] + "1f1b", **settings)
-    assert abs(plain[0] - ours[0]) > 1e-4, "nothing was dropped"
+    assert abs(plain[0] - ours[0]) > 1e-4, "no tokens were dropped"
 
 
 def temporaries(schedule, microbatches):
@@ -124,7 +124,7 @@ def temporaries(schedule, microbatches):
 def test_temporaries_do_not_grow_with_the_microbatches():
     few, many = (temporaries("1f1b", n) for n in (8, 32))
     assert many <= 1.2 * few
-    assert temporaries("gpipe", 32) > 4 * many, "the comparison says nothing"
+    assert temporaries("gpipe", 32) > 4 * many, "the comparison is trivial"
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_an_operation_that_nobody_needs_is_left_out():
 
 
 class Twice(PlacedLearner):
-    """Differentiates a loss that runs the model twice."""
+    """Differentiate a loss that runs the model twice."""
 
     def value_and_grad(self, loss, params, variables, batch, key=None):
         def twice(*args):
@@ -204,7 +204,7 @@ def test_a_loss_that_cannot_be_cut_is_refused():
     small = patch(toy.small("quickstart"), {"model.decoder.num_layers": 2})
     cfg = resolve(small, with_=["pipeline:microbatches=4,schedule=1f1b"]).config
     gpipe = patch(cfg, {"model.decoder.stack.schedule": "gpipe"})
-    with pytest.raises(ConfigError, match=r"one pipelined stack with `schedule: 1f1b`, once\n.*got: none"):
+    with pytest.raises(ConfigError, match=r"one pipelined stack with `schedule: 1f1b` exactly once\n.*got: no run"):
         lowered(gpipe, {"pipeline": 2})
     with pytest.raises(ConfigError, match=r"does not divide the rows of the batch\n.*4 for 6 rows"):
         lowered(cfg, {"pipeline": 2}, rows=6)
@@ -213,7 +213,7 @@ def test_a_loss_that_cannot_be_cut_is_refused():
     )
     learner = Twice(Twice.Config(pipelined=True), max_steps=1)
     loss = TrainingFunctions(trainer_program.functional, learner, trainer_program.trained).training_loss
-    with trainer_program.tracing("train"), pytest.raises(ConfigError, match=r"got: 2 runs of one"):
+    with trainer_program.tracing("train"), pytest.raises(ConfigError, match=r"got: 2 runs of a stack"):
         jax.eval_shape(
             lambda p, b: learner.value_and_grad(loss, p, {}, b), trainer_program.functional.abstract, toy.batch()
         )

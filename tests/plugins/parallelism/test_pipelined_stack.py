@@ -1,4 +1,4 @@
-"""What a pipeline refuses, and what it keeps of a plain stack."""
+"""Errors of the pipelined stack, and its equivalence to a plain stack."""
 
 import jax
 import numpy as np
@@ -37,21 +37,21 @@ def test_an_axis_that_splits_nothing_is_refused_and_the_feature_is_named():
 def test_layers_that_make_no_equal_stages():
     with pytest.raises(ConfigError, match=r"dimension 0 \(layers\) is not divisible by the mesh axes pipeline"):
         program("pipeline:microbatches=2", layers=3)
-    with pytest.raises(ConfigError, match=r"equal parts\n.*got: 2 layers for 2 stages of 2 chunks"):
+    with pytest.raises(ConfigError, match=r"equal chunks\n.*got: 2 layers for 2 stages of 2 chunks"):
         traced(program("pipeline:microbatches=2,schedule=interleaved"))
 
 
 def test_stages_of_different_kinds():
-    with pytest.raises(ConfigError, match=r"same kinds of layers, in the same order\n.*kinds 0 0 1 1 in parts of 2"):
+    with pytest.raises(ConfigError, match=r"same kinds of layers in the same order\n.*kinds 0 0 1 1 in chunks of 2"):
         traced(program("pipeline:microbatches=2", "moe:dense_layers=2", layers=4, shape={"pipeline": 2}))
 
 
 def test_microbatches_that_do_not_fit():
     with pytest.raises(ConfigError, match=r"microbatches: does not divide the rows of the batch\n.*3 for 16 rows"):
         traced(program("pipeline:microbatches=3"))
-    with pytest.raises(ConfigError, match=r"2 rows per microbatch, and 4 devices share the batch"):
+    with pytest.raises(ConfigError, match=r"2 rows per microbatch for 4 devices that share the batch"):
         traced(program("pipeline:microbatches=8"))
-    with pytest.raises(ConfigError, match=r"as many as the stages, or a multiple\n.*1 microbatches for 2 stages"):
+    with pytest.raises(ConfigError, match=r"a multiple of the number of stages\n.*1 microbatches for 2 stages"):
         traced(program("pipeline:microbatches=1,schedule=interleaved", layers=4))
 
 

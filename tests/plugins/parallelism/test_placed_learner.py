@@ -1,4 +1,4 @@
-"""Where the optimizer's state is, and in which dtype."""
+"""Memory and dtype of the optimizer state."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def program(*features):
 
 
 def stepped(*features):
-    """The state after some steps on eight devices, and the losses."""
+    """Return the state and the losses after some steps on eight devices."""
     instance, losses = program(*features), []
     state = instance.init(0)
     for seed in range(3):

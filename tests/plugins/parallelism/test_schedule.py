@@ -1,4 +1,4 @@
-"""Every microbatch goes through every chunk of layers once, in order, and nothing is awaited that is not there."""
+"""Every microbatch passes through every chunk of layers once, in order, and its inputs are always ready."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_every_chunk_of_every_microbatch_is_run_once_and_right_after_the_one_bef
     chunks = plan.stages * plan.rounds
     assert set(ran) == {(m, c) for m in range(plan.microbatches) for c in range(chunks)}
     for (m, c), tick in ran.items():
-        # What a stage makes is with the next one a tick later, and is not kept.
+        # The next stage receives an output one tick later and must use it then.
         assert c == 0 or ran[m, c - 1] == tick - 1, (m, c)
 
 

@@ -1,4 +1,4 @@
-"""`axlearn bench step`: what it measures is what ran."""
+"""`axlearn bench step` measures the steps that ran."""
 
 import json
 
@@ -30,8 +30,8 @@ def test_figures_follow_from_the_steps(tmp_path):
     assert len(measured.seconds) == 3
     assert facts["seconds"]["least"] <= facts["seconds"]["median"] <= facts["seconds"]["most"]
     assert facts["tokens_per_second"] == pytest.approx(8 * 32 / measured.median)
-    assert facts["mfu"] is None, "no CPU has a known peak"
-    assert measured.planned_bytes > 4 * 3 * 256 * 32, "less than the embedding, with its moments"
+    assert facts["mfu"] is None, "the peak of CPUs is unknown"
+    assert measured.planned_bytes > 4 * 3 * 256 * 32, "less than the embedding and its moments"
     traces = list((tmp_path / "trace").iterdir())
     assert len(traces) == 1, "one trace is kept"
     assert list(traces[0].rglob("*.xplane.pb"))
@@ -41,7 +41,7 @@ def test_figures_follow_from_the_steps(tmp_path):
 
 def test_memory_is_that_of_the_process_where_devices_do_not_tell():
     watermark = bench._Watermark([])
-    assert watermark.by_device, "no device is one that tells"
+    assert watermark.by_device, "no device reports its memory"
 
     class Silent:
         def memory_stats(self):

@@ -1,4 +1,4 @@
-"""Memory as a compiler laid it out: read from its own files, and what libtpu refuses held against it."""
+"""Memory from the compiler's buffer assignment, compared with libtpu's out-of-memory errors."""
 
 import os
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from axlearn_core.contracts.target import Machine, Target
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_plan import buffers, compilation, render
-from axlearn_plugins_plan.memory import Memory, of_compiled, of_refusal, shard_bytes
+from axlearn_plugins_plan.memory import Memory, compiled_memory, refused_memory, shard_bytes
 from axlearn_plugins_plan.plan import make_plan
 
 GIB = 2**30
@@ -48,8 +48,8 @@ def test_what_was_written_since_is_read(tmp_path):
     files = [tmp_path / f"module_{i}.after_optimizations-buffer-assignment.txt" for i in range(3)]
     files[0].write_text("allocation 0: size 1, preallocated-temp:\n")
     with buffers.open_dump({"xla_dump_to": str(tmp_path)}) as dump:
-        assert not dump.options, "the compiler is told already"
-        assert dump.read() is None, "what was there before is of another program"
+        assert not dump.options, "the dump is already enabled"
+        assert dump.read() is None, "earlier files belong to another program"
         files[1].write_text("allocation 0: size 2, preallocated-temp:\n")
         files[2].write_text("allocation 0: size 3, preallocated-temp:\n")
         os.utime(files[2], (1, 1))
@@ -79,13 +79,13 @@ def test_statistics_of_a_program_for_tpus_are_an_upper_bound():
         alias_size_in_bytes=16 * GIB, generated_code_size_in_bytes=0,
     )  # fmt: skip
     compiled = SimpleNamespace(memory_analysis=lambda: stats)
-    statistics = of_compiled(compiled, TPU)
+    statistics = compiled_memory(compiled, TPU)
     assert (statistics.total, statistics.at_most, statistics.fits) == (121 * GIB, True, True)
-    exact = of_compiled(compiled, TPU, buffers.Buffers(arguments=16 * GIB, temporaries=79 * GIB))
+    exact = compiled_memory(compiled, TPU, buffers.Buffers(arguments=16 * GIB, temporaries=79 * GIB))
     assert (exact.total, exact.at_most, exact.fits) == (95 * GIB, False, True)
-    of_another_program = of_compiled(compiled, TPU, buffers.Buffers(arguments=10 * GIB, temporaries=GIB))
+    of_another_program = compiled_memory(compiled, TPU, buffers.Buffers(arguments=10 * GIB, temporaries=GIB))
     assert (of_another_program.total, of_another_program.at_most) == (121 * GIB, True)
-    on_gpu = of_compiled(compiled, machine("gpu"))
+    on_gpu = compiled_memory(compiled, machine("gpu"))
     assert (on_gpu.at_most, on_gpu.fits) == (False, False)
 
 
@@ -94,14 +94,15 @@ def test_a_refusal_counts_arguments_once():
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (163.64G) "
         "exceeds available HBM (95.74G)."
     )
-    by_message = of_refusal(message, 16 * GIB, TPU)
+    by_message = refused_memory(message, 16 * GIB, TPU)
     assert by_message is not None
     assert by_message.total == pytest.approx(163.64 * GIB)
-    read = of_refusal(message, 16 * GIB, TPU, buffers.Buffers(arguments=16 * GIB, temporaries=147 * GIB))
+    read = refused_memory(message, 16 * GIB, TPU, buffers.Buffers(arguments=16 * GIB, temporaries=147 * GIB))
     assert read is not None
     assert (read.total, read.refused, read.fits) == (163 * GIB, True, False)
     assert (
-        of_refusal("INTERNAL: a kernel does not compile", 0, TPU, buffers.Buffers(arguments=1, temporaries=1)) is None
+        refused_memory("INTERNAL: a kernel does not compile", 0, TPU, buffers.Buffers(arguments=1, temporaries=1))
+        is None
     )
 
 
@@ -133,17 +134,19 @@ def test_libtpu_refuses_by_what_is_read(tmp_path, monkeypatch):
     assert not fits.at_most
     in_own_directory = make_plan(resolve("llama2-7b", set=[*small, own], target="tpu-v5p-8")).memory
     assert in_own_directory == fits
-    assert any((tmp_path / "own").iterdir()), "the directory that a config names is the user's, and stays"
+    assert any((tmp_path / "own").iterdir()), "a directory from the config is the user's, so it stays"
 
     by_message = []
 
     def refusal(message, arguments, machine, laid_out):
         assert laid_out is not None
-        by_message.append(of_refusal(message, arguments, machine))
-        return of_refusal(message, arguments, machine, laid_out)
+        by_message.append(refused_memory(message, arguments, machine))
+        return refused_memory(message, arguments, machine, laid_out)
 
-    monkeypatch.setattr(compilation, "of_refusal", refusal)
+    monkeypatch.setattr(compilation, "refused_memory", refusal)
     large = ["model.decoder.num_layers=2", "input.batch_size=4096", "model.decoder.stack.remat=null"]
     refused = make_plan(resolve("llama2-7b", set=large, target="tpu-v5p-8")).memory
     assert refused.refused
-    assert by_message[0].total == pytest.approx(refused.total, rel=0.005), "libtpu's message says what it laid out"
+    assert by_message[0].total == pytest.approx(refused.total, rel=0.005), (
+        "libtpu's message reports its buffer assignment"
+    )

@@ -1,4 +1,4 @@
-"""Plans for hardware that is not here, by the compilers of that hardware."""
+"""Plans for absent hardware, with that hardware's compilers."""
 
 import importlib.util
 import json
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def plan(*words: str, code: int = 0) -> dict:
-    """What `axlearn plan` says, in a process that knows of no test settings."""
+    """Return the output of `axlearn plan` from a process without test settings."""
     command = [sys.executable, "-m", "axlearn_core", "plan", *words, "--json"]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     process = subprocess.run(command, capture_output=True, text=True, env=env)
@@ -22,13 +22,13 @@ def plan(*words: str, code: int = 0) -> dict:
 
 
 def needs(module: str, distribution: str):
-    """Skips where the compiler is not installed."""
+    """Skip the test if the compiler is not installed."""
     missing = importlib.util.find_spec(module) is None
     return pytest.mark.skipif(missing, reason=f"needs the compiler that {distribution} requires")
 
 
 def llama_flops(tokens: int, length: int, layers: int, width: int, kv: int, hidden: int, vocab: int) -> int:
-    """Three passes over the matrices of a Llama and over all pairs of positions."""
+    """Return the FLOPs of three passes over a Llama's matrices and all pairs of positions."""
     matrices = layers * (2 * width * width + 2 * width * kv + 3 * width * hidden) + width * vocab
     return 3 * 2 * tokens * (matrices + layers * 2 * width * length)
 
@@ -38,18 +38,18 @@ def test_llama2_7b_on_256_h100():
     actual = plan("llama2-7b", "--target", "h100-8x32")
     assert actual["fits"]
     assert actual["model_flops"] == llama_flops(1024 * 4096, 4096, 32, 4096, 4096, 11008, 32000)
-    # The state in float32, parameters and two moments, over 32 GPUs, of which there are eight copies.
+    # Float32 parameters and two moments, sharded over 32 GPUs. There are eight copies of the state.
     assert actual["argument_bytes"] == pytest.approx(12 * actual["parameters"] / 32, rel=0.02)
-    # Gathered for the forward and for the backward pass in bfloat16, gradients summed: three times two bytes, of which each
-    # GPU has a 32nd. Then the eight copies sum those parts, by an all-reduce.
+    # Both passes gather bfloat16 parameters, and gradients are summed: three times two bytes, of which each
+    # GPU has a 32nd. Then the eight copies all-reduce these shards.
     sent, parameters = actual["collective_bytes"], actual["parameters"]
     assert sent["fsdp"] == pytest.approx(3 * 2 * parameters * 31 / 32, rel=0.02)
     assert sent["data"] == pytest.approx(2 * 2 * parameters / 32 * 7 / 8, rel=0.01)
     assert sum(sent.values()) == pytest.approx(sent["fsdp"] + sent["data"], rel=0.001)
-    assert actual["roofline_seconds"]["network"] > 0  # FSDP goes from host to host
-    # The kernel leaves out what the mask hides and next to nothing is computed again: only the causal share stays under 1.
+    assert actual["roofline_seconds"]["network"] > 0  # FSDP crosses hosts
+    # The kernel skips masked pairs and almost nothing is recomputed, so only the causal share stays below 1.
     assert 0.5 < actual["roofline_mfu_causal"] < 1 < actual["roofline_mfu"]
-    assert "the kernel skips those" in actual["roofline_mfu_note"]
+    assert "which the kernel skips" in actual["roofline_mfu_note"]
 
 
 @needs("jax_cuda12_plugin", "axlearn-plugins-gpu")
@@ -67,7 +67,7 @@ def test_what_does_not_fit_on_gpus_is_found():
     assert not actual["fits"]
     assert actual["temporary_bytes"] > actual["hbm_bytes"]
     assert len(actual["remedies"]) == 3
-    # What the cheapest remedy says holds when it is tried.
+    # The estimate of the cheapest remedy holds when it is compiled.
     assert actual["remedies"][0]["estimated_bytes"] < actual["hbm_bytes"]
     fixed = plan(*words, *actual["remedies"][0]["words"].replace("'", "").split(" ", 1))
     assert fixed["fits"]
@@ -78,7 +78,7 @@ SMALL = {
     "model.decoder.layer.feed_forward.hidden_dim": 1024, "model.vocab_size": 2048, "input.batch_size": 8,
     "input.sequence_length": 512,
 }  # fmt: skip
-"""Of `llama2-7b`: what takes a TPU's compiler seconds."""
+"""Settings that shrink `llama2-7b`, so that the TPU compiler takes seconds."""
 
 
 @needs("libtpu", "axlearn-plugins-tpu")
@@ -100,7 +100,7 @@ def test_gradients_go_from_slice_to_slice():
     words = ["llama2-7b", "--target", "tpu-v5p-8x2", *(w for k, v in SMALL.items() for w in ("--set", f"{k}={v}"))]
     actual = plan(*words)
     assert actual["mesh"] == {"data": 2, "fsdp": 4}
-    # Each chip of a slice has a quarter of the gradients, in bfloat16, and sends half of it twice (a ring of two).
+    # Each chip of a slice has a quarter of the bfloat16 gradients, and sends half of it twice (a ring of two).
     gradients = 2 * actual["parameters"] / 4
     assert 0.9 < actual["collective_bytes"]["data"] / gradients < 1.2
     assert actual["roofline_seconds"]["network"] > 0
@@ -108,7 +108,7 @@ def test_gradients_go_from_slice_to_slice():
 
 @needs("libtpu", "axlearn-plugins-tpu")
 def test_what_the_tpu_compiler_refuses_is_a_plan_too():
-    """Its logits alone are more than a chip has: all of a row of 4,096 at once, for 32 rows a chip."""
+    """The logits alone exceed a chip's memory: all 4,096 positions of 32 rows per chip at once."""
     more = SMALL | {"input.batch_size": 128, "input.sequence_length": 4096, "model.vocab_size": 32000}
     more |= {"model.loss_chunk": 4096}
     words = [w for k, v in more.items() for w in ("--set", f"{k}={v}")]

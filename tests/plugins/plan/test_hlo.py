@@ -1,4 +1,4 @@
-"""What is read from the text of optimized modules, each in the form in which a compiler writes it."""
+"""Figures read from the text of optimized modules, in the forms that the compilers write."""
 # ruff: noqa: E501
 
 import numpy as np
@@ -8,7 +8,7 @@ from axlearn_plugins_plan import hlo, traffic
 from axlearn_plugins_plan.collectives import by_axes, bytes_sent, collectives
 from axlearn_plugins_plan.groups import Places, replica_groups
 
-# As XLA:TPU writes a scan over layers: no known_trip_count, memory spaces, a sum of pieces, a fused reduce-scatter.
+# A scan over layers as XLA:TPU writes it: no known_trip_count, memory spaces, a sum of pieces, a fused reduce-scatter.
 TPU = """\
 HloModule jit_step, is_scheduled=true
 
@@ -52,7 +52,7 @@ ENTRY %main (p0: bf16[64,128], p1: bf16[5,16,128]) -> bf16[64,128] {
 }
 """
 
-# As XLA:GPU and XLA:CPU write it: asynchronous starts, iota groups, a loop with its trip count, slices in fusions.
+# The same from XLA:GPU and XLA:CPU: asynchronous starts, iota groups, a loop with its trip count, slices in fusions.
 GPU = """\
 HloModule jit_step, is_scheduled=true, num_partitions=8
 
@@ -113,11 +113,11 @@ def test_a_tpu_program():
     assert (gathered.kind, gathered.axes, gathered.size, gathered.times) == ("all-reduce", "fsdp", 4, 5)
     assert gathered.bytes == 5 * 2 * size * 3 / 4
     assert (scattered.kind, scattered.bytes) == ("reduce-scatter", 5 * size * 3 / 4)
-    # The sum reads and writes its 16 KiB; the fusion reads them, and what it writes is on the chip.
-    assert traffic.hbm_bytes(module) == 5 * 3 * size + 5 * (4 + 1 + 4)  # and the comparison its numbers
+    # The sum reads and writes its 16 KiB. The fusion reads them, but its output is on chip.
+    assert traffic.hbm_bytes(module) == 5 * 3 * size + 5 * (4 + 1 + 4)  # and the comparison reads its operands
 
 
-# What a TPU program hands to its host for the other slices, and a computation of another thread before the entry.
+# A transfer to other slices that a TPU program hands to its host, and a computation of another thread before the entry.
 SLICES = """\
 HloModule jit_step, is_scheduled=true
 
@@ -157,7 +157,7 @@ def test_what_goes_to_other_slices_goes_over_the_network(target, name, kind, axe
     assert (actual.link_bytes, actual.network_bytes) == (0.0, network)
 
 
-# What XLA:TPU gives to the sparse cores: a call that another thread runs.
+# Work for the sparse cores, which XLA:TPU writes as a call on another thread.
 SPARSE = """\
 HloModule jit_step, is_scheduled=true
 
@@ -190,13 +190,13 @@ def test_a_target_that_is_not_known_is_no_guess():
 
 def test_a_gpu_program():
     module = hlo.parse(GPU)
-    # Two hosts of four: the axis `data` goes from one to the other.
+    # Two hosts with four devices each. The axis `data` crosses hosts.
     places = Places({"data": 2, "fsdp": 2, "tensor": 2}, np.repeat([0, 1], 4))
     results = {c.kind: c for c in collectives(module, places)}
     gather, scatter, ring = (results[k] for k in ("all-gather", "reduce-scatter", "collective-permute"))
     assert (gather.axes, gather.times, gather.asynchronous) == ("data+fsdp+tensor", 10, True)
     assert gather.link_bytes == 7 * 4 * 8 * 4
-    # A host puts in what its four devices hold, and each of them sends a fourth of that to the other host.
+    # The operand of a host is the data of its four devices. Each device sends a quarter of it to the other host.
     assert gather.network_bytes == 4 * 8 * 4
     assert (scatter.axes, scatter.size, scatter.asynchronous) == ("data+fsdp", 4, True)
     assert scatter.network_bytes == 32 * 8 * 4 * (1 / 2) / 2
@@ -205,12 +205,12 @@ def test_a_gpu_program():
         "data+fsdp+tensor": gather.bytes,
         "data+fsdp": scatter.bytes + ring.bytes,
     }
-    # The fused slice reads one layer of ten, and no more, each time.
+    # Each execution of the fused slice reads only one of ten layers.
     loop = next(c for c, _ in module.scheduled() if c.name == "body")
     assert traffic._bytes_moved(module, loop, loop.instructions["weight"]) == 4 * 8 * 4 * 2 + 4
 
 
-# A product that takes one layer's part of what all layers kept, as XLA:TPU fuses it: the slice is in a fusion of its own.
+# A matmul with one layer's slice of the stacked activations. XLA:TPU puts the slice into a nested fusion.
 NESTED = """\
 HloModule jit_step, is_scheduled=true
 
@@ -273,7 +273,7 @@ def test_replica_groups(text, expected):
 
 
 def test_a_form_that_is_not_known_is_no_guess():
-    with pytest.raises(ValueError, match="no known form"):
+    with pytest.raises(ValueError, match="unknown form"):
         replica_groups("grid['x'=4] {'x'}", 4)
     rest = "channel_id=1, replica_groups=mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'y'}, dimensions={0}"
     instruction = hlo.Instruction("a", "f32[]", "all-gather", (), rest, "", False)

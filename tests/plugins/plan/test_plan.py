@@ -1,4 +1,4 @@
-"""Plans of real configs, their figures against what can be reckoned by hand."""
+"""Plans of real configs, with figures checked against computations by hand."""
 
 import json
 
@@ -13,7 +13,7 @@ from axlearn_core.contracts.target import Machine, Target
 from axlearn_core.kernels.selection import use
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_plan.batches import abstract_batch
-from axlearn_plugins_plan.memory import of_refusal
+from axlearn_plugins_plan.memory import refused_memory
 from axlearn_plugins_plan.plan import make_plan
 from axlearn_plugins_plan.remedies import remedies
 from axlearn_plugins_plan.render import as_json, text
@@ -31,7 +31,7 @@ WIDTH, HIDDEN, VOCAB, LAYERS, ROWS, LENGTH = 128, 384, 2048, 2, 16, 256
 
 @pytest.fixture(scope="module")
 def plan():
-    """Two layers of the quickstart over eight virtual devices."""
+    """Return the plan of two quickstart layers on eight virtual devices."""
     return make_plan(resolve("quickstart", set=SMALL, target="cpu-8", with_=["remat:save=[query,mlp_up]"]))
 
 
@@ -41,20 +41,20 @@ def test_flops_by_hand(plan):
     pairs = LAYERS * 2 * WIDTH * LENGTH  # scores and values, for each query
     assert plan.flops.full == 3 * 2 * tokens * (matrices + pairs)
     assert plan.flops.causal == 3 * 2 * tokens * (matrices + pairs / 2)
-    # The step does the three passes, and most of the forward pass of the layers once more.
+    # The step runs three passes, and recomputes most of the forward pass of the layers.
     assert plan.flops.causal < sum(plan.executed.values()) < 4 / 3 * plan.flops.full
     assert set(plan.executed) == {"float32"}
 
 
 def test_memory_and_collectives_by_hand(plan):
-    # Parameters and two moments, an eighth of each here (norms as well), and the batch of five arrays.
+    # An eighth of the parameters and of two moments (including norms), and the batch of five arrays.
     batch = 5 * 4 * ROWS * LENGTH // 8
     assert plan.memory.arguments == pytest.approx(3 * 4 * plan.parameters / 8 + batch, rel=0.01)
     assert plan.memory.fits
     assert set(plan.collective_bytes) == {"fsdp"}
-    # Every parameter is gathered at least once, seven eighths of it from others, and its gradient is summed.
+    # Every parameter is gathered at least once, with seven eighths from other devices, and its gradient is summed.
     assert plan.collective_bytes["fsdp"] > 2 * 4 * plan.parameters * 7 / 8
-    assert plan.roofline.step is None  # a CPU has no figures
+    assert plan.roofline.step is None  # CPUs have no figures
 
 
 def test_tags(plan):
@@ -63,7 +63,7 @@ def test_tags(plan):
     assert results["query"].bytes == LAYERS * ROWS * LENGTH * WIDTH * 4 / 8
     assert results["mlp_up"].bytes == LAYERS * ROWS * LENGTH * HIDDEN * 4 / 8
     assert results["mlp_up"].flops == LAYERS * 2 * ROWS * LENGTH * WIDTH * HIDDEN / 8
-    assert results["mlp_hidden"].flops == 0  # no products
+    assert results["mlp_hidden"].flops == 0  # no matmuls
 
 
 def test_a_plan_of_another_function():
@@ -96,7 +96,7 @@ def test_it_is_printed(plan):
 
 
 def at_peak(plan, flops, dtype="bfloat16"):
-    """The plan with so many FLOPs that take as long as the peak in bfloat16 allows."""
+    """Return the plan with FLOPs that run at the bfloat16 peak."""
     target = attrs.evolve(plan.machine.target, peak_flops={"bfloat16": 1e12})
     line = attrs.evolve(plan.roofline, compute=flops / plan.machine.devices / 1e12)
     return attrs.evolve(
@@ -105,27 +105,29 @@ def at_peak(plan, flops, dtype="bfloat16"):
 
 
 def test_the_causal_utilisation_comes_first_and_one_above_the_peak_is_explained(plan):
-    skips = at_peak(plan, 1.02 * plan.flops.causal)  # a kernel that skips what the mask hides
+    skips = at_peak(plan, 1.02 * plan.flops.causal)  # a kernel that skips masked pairs
     report, fields = text(skips), as_json(skips)
     assert fields["roofline_mfu_causal"] < 1 < fields["roofline_mfu"]
     first, second, third = report.split("\n  MFU ")[1].splitlines()[:3]
     assert first.split()[0] == "98.0%"
     assert "full attention" in second
     assert third.strip() == fields["roofline_mfu_note"]
-    assert fields["roofline_mfu_note"].startswith("more than 100%: full attention counts pairs that the mask hides")
+    assert fields["roofline_mfu_note"].startswith("more than 100%: full attention counts masked pairs")
     narrow = at_peak(plan, plan.flops.causal / 2, dtype="int8")
-    assert as_json(narrow)["roofline_mfu_note"].endswith("the peak in bfloat16, and some products are in int8")
+    assert as_json(narrow)["roofline_mfu_note"].endswith("the peak is for bfloat16, but some products are in int8")
     plain = at_peak(plan, 1.02 * plan.flops.full)
     assert as_json(plain)["roofline_mfu_note"] is None
     assert "100%" not in text(plain)
-    assert as_json(plan)["roofline_mfu_note"] is None, "no peak is known"
+    assert as_json(plan)["roofline_mfu_note"] is None, "the peak is unknown"
 
 
 def test_what_does_not_fit_comes_with_remedies(plan):
     small = attrs.evolve(plan.memory, capacity=plan.memory.arguments + plan.memory.temporaries // 2)
     tight = attrs.evolve(plan, memory=small)
     actual = remedies(tight, frozenset({"remat", "gradient-accumulation"}))
-    assert "--with gradient-accumulation:steps=2" in [r.words for r in actual]  # two rows a device: no more than two
+    assert "--with gradient-accumulation:steps=2" in [
+        r.words for r in actual
+    ]  # two rows per device, so at most two microbatches
     assert any(r.words.startswith("--with remat:save=[") for r in actual)
     assert "does not fit" in text(tight, actual)
     assert text(tight, actual).count("not enough alone") == sum(r.total > small.capacity for r in actual)
@@ -245,12 +247,12 @@ def test_visible_pairs():
 def test_what_compilers_say_when_memory_is_out(message, temporaries, arguments):
     target = Target(name="chip", hbm_bytes=95.74 * 2**30)
     machine = Machine(name="chip-1", target=target, chips=1, domains=1, chips_per_host=1)
-    memory = of_refusal(message, 2**30, machine)
+    memory = refused_memory(message, 2**30, machine)
     assert memory is not None
     assert not memory.fits
     assert memory.temporaries == pytest.approx(temporaries * 2**30)
     assert memory.arguments == pytest.approx(arguments * 2**30)
-    assert of_refusal("INTERNAL: a kernel does not compile", 0, machine) is None
+    assert refused_memory("INTERNAL: a kernel does not compile", 0, machine) is None
 
 
 def test_the_roofline_is_the_slowest_of_its_parts():
@@ -291,7 +293,7 @@ def test_a_kernel_of_a_grouped_product_counts_its_rows_once_whatever_the_groups(
         )
     assert [c.name for c in selection.choices] == [kernel]
     products = [w for w in actual if w.flops == 2 * rows * inner * outer]
-    assert len(products) in (3, 4)  # forward, perhaps once more, and by either operand
+    assert len(products) in (3, 4)  # forward, perhaps recomputed, and the gradients of both operands
     assert sum(w.flops for w in actual) == pytest.approx(2 * rows * inner * outer * len(products), rel=0.02)
     assert {w.dtype for w in products} == {"bfloat16"}
 
@@ -303,14 +305,14 @@ def test_what_nothing_needs_is_not_counted():
         return jax.checkpoint(lambda x, w: jax.numpy.tanh(x @ w))(x, w).sum()
 
     def call(x, w):
-        # Nobody reads it: what recomputation leaves of a call whose results were kept.
+        # Dead code, which recomputation leaves from a call whose results were saved.
         jax.jit(lambda x, w: x @ w)(x, w)
         return layer(x, w)
 
     x, w = jax.ShapeDtypeStruct((8, 16), "float32"), jax.ShapeDtypeStruct((16, 32), "float32")
     product = 2 * 8 * 16 * 32
     assert sum(work.flops for work in works(jax.make_jaxpr(call)(x, w).jaxpr)) == product
-    # Forward, once more for the backward pass, and the gradients of both operands.
+    # Forward, recomputation in the backward pass, and the gradients of both operands.
     step = jax.make_jaxpr(jax.value_and_grad(call, (0, 1)))(x, w).jaxpr
     assert sum(work.flops for work in works(step)) == 4 * product
 
@@ -330,7 +332,7 @@ def test_a_kernel_whose_results_are_kept_does_not_run_again(save):
     shape = (1, 1024, 2, 128), "bfloat16"
     forward = counted("tpu", "tpu-v5p", loss, shape, shape, shape)
     gradients = counted("tpu", "tpu-v5p", loss, shape, shape, shape, gradients=(0, 1, 2))
-    # The backward kernel has five products, the forward one two. A gradient alone needs no value of the loss.
+    # The backward kernel has five products, the forward kernel two. A gradient alone does not need the loss value.
     assert gradients == 7 / 2 * forward
     step = counted("tpu", "tpu-v5p", jax.value_and_grad(loss, (0, 1, 2)), shape, shape, shape)
     assert step == (7 if save else 9) / 2 * forward
@@ -370,10 +372,10 @@ def test_attention_in_mosaic_counts_by_its_formula(target, size, monkeypatch):
         out = AttentionOp(query, key, value, mask=Causal(), scale=0.1, softcap=30.0).run("tokamax-mosaic")
         return out.astype("float32").sum()
 
-    monkeypatch.setattr(mosaic, "_first", {})  # it is only traced, also where this process has compiled for another GPU
+    monkeypatch.setattr(mosaic, "_first", {})  # only traced, even if this process has compiled for another GPU
     shapes = [((2, 512, h, size), "bfloat16") for h in (8, 4, 4)]
     actual = counted("gpu", target, loss, *shapes, gradients=(0, 1, 2))
-    # One kernel, or one for the queries and one for the others.
+    # One kernel, or one for queries and one for keys and values.
     backward = 5 if target == "b200" and not tokamax.LATER else 3 + 4
     assert actual == (2 + backward) * 2 * 2 * 512 * 8 * 512 * size
 

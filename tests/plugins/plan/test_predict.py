@@ -1,4 +1,4 @@
-"""Predicted step times: what was fitted, and where there is none."""
+"""Predicted step times: the fit, and targets without a prediction."""
 
 import math
 

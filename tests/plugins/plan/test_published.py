@@ -1,4 +1,4 @@
-"""Every published model has a plan at its published size, on hardware on which it fits."""
+"""Every published model has a plan at its published size, on hardware that fits it."""
 
 import importlib.util
 from pathlib import Path
@@ -28,5 +28,5 @@ def test_it_fits(experiment):
     result = published.plan(experiment)
     assert "error" not in result, result["error"]
     assert result["fits"], published.line(experiment, result)
-    # Of causal attention: what a mask hides is not computed, and the other count may pass 1 where little is computed twice.
+    # Use causal FLOPs: masked pairs are not computed, so the full count may exceed 1 if little is recomputed.
     assert 0 < result["roofline_mfu_causal"] < 1

@@ -1,4 +1,4 @@
-"""What is wrong with a request for a plan is one clear error, and exit code 2."""
+"""A wrong request for a plan gives one clear error and exit code 2."""
 
 import importlib.util
 
@@ -11,7 +11,7 @@ LAYER = "model.decoder.layer"
 
 
 def refused(*words: str) -> str:
-    """What `axlearn plan` says of a request that is wrong."""
+    """Return the error of `axlearn plan` for a wrong request."""
     result = CliRunner().invoke(cli, ["plan", *words])
     assert result.exit_code == 2, result.output
     assert not result.stdout

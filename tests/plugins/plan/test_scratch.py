@@ -1,4 +1,4 @@
-"""Directories of compilers go with the process that asked for them, however it ends."""
+"""Scratch directories of compilers are removed when their process ends in any way."""
 
 import os
 import signal
@@ -44,7 +44,7 @@ def test_a_process_that_is_killed_leaves_nothing(tmp_path, number):
     assert process.stdout
     directory = process.stdout.readline().strip()
     assert directory.startswith(str(tmp_path))
-    os.killpg(process.pid, number)  # as a terminal or a scheduler does: the whole group
+    os.killpg(process.pid, number)  # like a terminal or a scheduler, which signal the whole group
     assert process.wait() != 0
     process.stdout.close()
     assert wait_until(lambda: not os.path.exists(directory))
@@ -63,6 +63,6 @@ def test_what_no_process_holds_is_removed_and_what_one_holds_stays(tmp_path, mon
     with buffers.open_dump({}) as first, buffers.open_dump({}) as second:
         assert not abandoned.exists()
         assert first.directory != second.directory
-        assert first.directory.is_dir(), "a second plan leaves it alone"
+        assert first.directory.is_dir(), "a second plan does not remove it"
     assert sorted(tmp_path.iterdir()) == [link, other]
     assert (other / "module.txt").exists()

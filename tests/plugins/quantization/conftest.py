@@ -27,7 +27,7 @@ def _toy():
 
 @pytest.fixture
 def toy():
-    """The quickstart at toy size, with edits by path."""
+    """Build the quickstart at toy size, with edits by path."""
     return lambda edits=None: patch(_toy(), edits or {})
 
 

@@ -1,4 +1,4 @@
-"""Linear maps, their products, and short trainings, exact and quantized."""
+"""Exact and quantized linear maps, their products, and short trainings."""
 
 import functools
 
@@ -25,7 +25,7 @@ def away(got, expected):
 
 
 def products(function, *args):
-    """(dtypes of the operands) of each product in a program, inner ones too."""
+    """Return the operand dtypes of each product in a program, including nested ones."""
     results = []
 
     def visit(jaxpr):
@@ -41,9 +41,9 @@ def products(function, *args):
 
 @functools.cache
 def train(config, steps, devices=1):
-    """Losses on a task that can be learned in part: half of the tokens follow from the one before, the rest are random.
+    """Return losses on a partly learnable task: half of the tokens follow from the previous token, the others are random.
 
-    So the loss has a floor, as that of text has, and a ratio of losses means something to the end.
+    The loss has a floor like the loss of text, so ratios of losses stay meaningful.
     """
     program = compose(config, jax.devices()[:devices])
     state, results = program.init(0), []
@@ -61,6 +61,6 @@ def train(config, steps, devices=1):
 
 
 def far(got, expected):
-    """How far two loss curves are apart, as means of ten steps."""
+    """Return the distance between two loss curves, as means over ten steps."""
     a, b = (x.reshape(-1, 10).mean(axis=1) for x in (got, expected))
     return float(np.abs(a / b - 1).max())

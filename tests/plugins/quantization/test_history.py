@@ -45,15 +45,15 @@ def test_evaluation_reads_the_history_and_leaves_it(layer):
 
 def test_the_first_step_has_scales_of_its_own_and_values_are_close(layer):
     exact, x = build(Linear.Config()), inputs(3.0)
-    for _ in range(2):  # by its own magnitudes, then by those of the step before, which are the same
+    for _ in range(2):  # scaled by its own magnitudes, then by the equal ones of the previous step
         assert 1e-4 < away(layer(x), exact(x)) < 0.045
 
 
 def test_what_is_larger_than_the_history_saturates(layer):
     one = jnp.zeros((1, 96)).at[0, 0].set(1.0)
     expected = layer(one)
-    np.testing.assert_allclose(layer(10 * one), expected, rtol=1e-6)  # the largest of its history is 1
-    assert away(layer(10 * one), 10 * build(Linear.Config())(one)) < 0.045  # by now it has 10
+    np.testing.assert_allclose(layer(10 * one), expected, rtol=1e-6)  # the largest magnitude in the history is 1
+    assert away(layer(10 * one), 10 * build(Linear.Config())(one)) < 0.045  # now the history contains 10
 
 
 def test_gradients_are_close():

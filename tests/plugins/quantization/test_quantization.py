@@ -1,8 +1,8 @@
-"""Bounds: rounding to n levels of the largest magnitude errs by a uniform half step, so by 1 / (2 n sqrt(3)) of it.
+"""Error bounds: rounding to n levels has a uniform error of up to half a step, so 1 / (2 n sqrt(3)) of the largest value.
 
-The largest of some hundred normal numbers is about three times their deviation, so a tensor of int8 has a relative error of
-3 / (254 sqrt(3)) = 0.7%, and a product of two of them 1%. e4m3 keeps 3 bits of mantissa: at most 1/16, 2.6% in the root mean
-square, and 3.7% for a product of two; e5m2 keeps 2, which is twice as much.
+The largest of some hundred normal numbers is about three standard deviations, so an int8 tensor has a relative error of
+3 / (254 sqrt(3)) = 0.7%, and a product of two has 1%. e4m3 has 3 mantissa bits: an error of at most 1/16, 2.6% in the root mean
+square, and 3.7% for a product of two. e5m2 has 2 mantissa bits, which doubles the errors.
 """
 
 import jax
@@ -81,7 +81,7 @@ def test_bias_dtype_and_tiles():
 
 @pytest.mark.slow
 def test_training_in_int8_follows_float32(toy):
-    """200 steps within 2%, the backward pass quantized too."""
+    """Losses stay within 2% for 200 steps, also with a quantized backward pass."""
     exact, close = train(toy(), 200), train(Quantization().apply(toy()), 200)
     assert exact[-10:].mean() < 0.85 * exact[0]
     assert not np.array_equal(exact, close)
@@ -100,7 +100,7 @@ def test_training_in_fp8_follows_float32(toy):
     ("feature", "steps", "bound"), [(Quantization(), 100, 0.02), (Quantization(format="fp8"), 60, 0.03)]
 )
 def test_training_experts_follows_float32(toy, feature, steps, bound):
-    """Routing included: a token that changes its experts for rounding does not pull the losses apart."""
+    """Losses stay close even if rounding sends a token to other experts."""
     experts = MoE(num_experts=4, top_k=2).apply(toy())
     exact, close = train(experts, 100)[:steps], train(feature.apply(experts), steps)
     assert exact[-10:].mean() < 0.9 * exact[0]
@@ -112,7 +112,7 @@ def test_training_experts_follows_float32(toy, feature, steps, bound):
     {"gradients": None}, 0.013, 0.0)])  # fmt: skip
 @pytest.mark.parametrize("sizes", [None, (100, 0, 60)])
 def test_products_of_groups_are_close(settings, forward, backward, sizes):
-    """The bounds are those of one product. Behind the groups stands what must not get into any scale."""
+    """The error bounds of one product apply to groups. Rows after the last group must not affect the scales."""
     rule = library.Rule(**{**INT8, **settings})
     exact = BatchedProduct() if sizes is None else GroupedProduct(jnp.asarray(sizes))
     dice = np.random.default_rng(0)
@@ -176,7 +176,7 @@ def test_the_feature_says_what_is_quantized(toy):
     assert kinds["query"] == ("float8_e4m3fn", None)
     assert kinds["up"] == ("int8", None)
     assert Quantization(format="int8").apply(both) == Quantization(format="int8", gradients=False).apply(both)
-    with pytest.raises(ConfigError, match=r"fits no linear map") as error:
+    with pytest.raises(ConfigError, match=r"does not match any linear map") as error:
         Quantization(target="model.**.atention.*").apply(toy())
     assert error.value.problems[0].nearest[0].startswith(ATTENTION)
 

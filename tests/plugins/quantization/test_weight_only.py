@@ -12,8 +12,8 @@ from axlearn_core.errors import CheckpointError, ConfigError, RequestError
 from axlearn_core.nn.layer import Precision
 from axlearn_core.nn.linear import Linear
 from axlearn_plugins_moe.feature import MoE
-from axlearn_plugins_quantization.feature import stored
-from axlearn_plugins_quantization.store import quantize_run, size, store
+from axlearn_plugins_quantization.feature import weight_only_config
+from axlearn_plugins_quantization.store import quantize_params, quantize_run, size
 from axlearn_plugins_quantization.weight_only import NoLearner, WeightOnlyLinear
 
 QUICK = {"xla_backend_optimization_level": 0}
@@ -28,14 +28,14 @@ def build(cfg):
     ("storage", "tile", "bound"), [("int8", None, 0.009), ("int4", None, 0.14), ("int4", 32, 0.11)]
 )
 def test_values_are_close(storage, tile, bound):
-    """int4 has 7.5 steps to a side of the largest magnitude: 2.7 / (15 sqrt(3)) = 10%, less where fewer share a scale."""
+    """int4 has 7.5 steps on each side: an error of 2.7 / (15 sqrt(3)) = 10%, and less if fewer values share a scale."""
     exact, close = build(Linear.Config()), build(WeightOnlyLinear.Config(storage=storage, tile_size=tile))
     assert close.weight[...].dtype == jnp.dtype(storage)
     assert close.weight_scale[...].shape == (1 if tile is None else 128 // tile, 4, 32)
     x = jax.random.normal(jax.random.key(1), (3, 7, 128))
     y, z = exact(x), close(x)
     assert 1e-4 < float(jnp.linalg.norm(y - z) / jnp.linalg.norm(y)) < bound
-    assert close(x.astype(jnp.bfloat16)).dtype == jnp.float32  # what it computes in
+    assert close(x.astype(jnp.bfloat16)).dtype == jnp.float32  # the compute dtype
     assert close.weight_scale.get_metadata()["out_sharding"] == (None, "heads", "head_dim")
 
 
@@ -56,9 +56,12 @@ def test_tiles_divide_the_input():
 @pytest.mark.parametrize(("storage", "share"), [("int8", 0.27), ("int4", 0.145)])
 def test_a_stored_model_computes_the_same_from_less(toy, batch, storage, share):
     config = toy({"model.decoder.hidden_dim": 128, "model.decoder.layer.feed_forward.hidden_dim": 256})
-    dense, serving = Functional.of(config.model), Functional.of(stored(config, storage, tile_size=None).model)
+    dense, serving = (
+        Functional.of(config.model),
+        Functional.of(weight_only_config(config, storage, tile_size=None).model),
+    )
     params = jax.jit(dense.init, compiler_options=QUICK)(jax.random.key(0))
-    stored_params = store(params, serving)
+    stored_params = quantize_params(params, serving)
     assert {p: (x.shape, x.dtype) for p, x in stored_params.items()} == {
         p: (s.shape, s.dtype) for p, s in serving.abstract.items()
     }
@@ -73,18 +76,18 @@ def test_a_stored_model_computes_the_same_from_less(toy, batch, storage, share):
     assert one != two
     assert abs(float(one - two)) < (0.002 if storage == "int8" else 0.05) * float(one)
     with pytest.raises(RequestError, match="has no parameter"):
-        store({p: x for p, x in params.items() if "query" not in p}, serving)
+        quantize_params({p: x for p, x in params.items() if "query" not in p}, serving)
 
 
 def test_stored_experts_compute_the_same(toy, batch):
     config = MoE(num_experts=4).apply(toy({"model.decoder.num_layers": 1}))
     dense, serving = (
         Functional.of(config.model),
-        Functional.of(stored(config, "int8", tile_size=16, target="model.**.feed_forward.*").model),
+        Functional.of(weight_only_config(config, "int8", tile_size=16, target="model.**.feed_forward.*").model),
     )
     assert serving.abstract["decoder.layer.feed_forward.up.weight_scale"].shape == (1, 4, 2, 64)
     params = jax.jit(dense.init, compiler_options=QUICK)(jax.random.key(0))
-    stored_params = store(params, serving)
+    stored_params = quantize_params(params, serving)
     one, two = (
         jax.jit(lambda p, f=f: f.bind(p).loss(batch)[0], compiler_options=QUICK)(v)
         for f, v in ((dense, params), (serving, stored_params))
@@ -94,11 +97,11 @@ def test_stored_experts_compute_the_same(toy, batch):
 
 
 def test_only_what_the_target_fits_is_stored(toy):
-    stored_config = stored(toy(), "int4", tile_size=16, target="model.**.feed_forward.*")
+    stored_config = weight_only_config(toy(), "int4", tile_size=16, target="model.**.feed_forward.*")
     assert {p.rpartition(".")[2] for p in find(stored_config, WeightOnlyLinear)} == {"gate", "up", "down"}
     assert stored_config.learner == NoLearner.Config()
-    with pytest.raises(ConfigError, match="fits no linear map"):
-        stored(toy(), "int8", tile_size=None, target="model.**.gat")
+    with pytest.raises(ConfigError, match="does not match any linear map"):
+        weight_only_config(toy(), "int8", tile_size=None, target="model.**.gat")
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ from serving_models import config, model
 
 from axlearn_core.compose import Functional
 from axlearn_core.plugins.resolve import resolve
-from axlearn_plugins_quantization.feature import stored
-from axlearn_plugins_quantization.store import store
+from axlearn_plugins_quantization.feature import weight_only_config
+from axlearn_plugins_quantization.store import quantize_params
 from axlearn_plugins_serving.local_engine import serve
 from axlearn_plugins_transformer.generate import Generator
 
@@ -22,9 +22,11 @@ TILES = {"int8": None, "int4": 16}
 
 def quantized(storage):
     """Build the small quickstart with weights stored as integers."""
-    whole = stored(attrs.evolve(resolve("quickstart").config, model=config()), storage, tile_size=TILES[storage])
+    whole = weight_only_config(
+        attrs.evolve(resolve("quickstart").config, model=config()), storage, tile_size=TILES[storage]
+    )
     functional = Functional.of(whole.model)
-    params = store(Functional.of(config()).weights_of(model()).params, functional)
+    params = quantize_params(Functional.of(config()).weights_of(model()).params, functional)
     split = {p: params[p] for p in functional.abstract}, {p: params[p] for p in functional.variables}
     return functional.bind(*split)
 

@@ -1,1 +1,1 @@
-"""Post-training: low-rank adapters, preferences, distillation, and runs converted into other runs."""
+"""Post-training for axlearn: low-rank adapters, preferences, distillation, and conversion of runs."""

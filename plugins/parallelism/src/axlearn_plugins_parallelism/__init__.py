@@ -1,1 +1,1 @@
-"""Parallelism for axlearn by config alone: pipelines, long contexts, sequences between blocks, experts, optimizer state."""
+"""Pipeline, context, sequence and expert parallelism for axlearn, and placement of the optimizer state, by config."""

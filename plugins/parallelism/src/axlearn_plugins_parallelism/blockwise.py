@@ -1,8 +1,8 @@
-"""Attention of some tiles of queries over some chunks of keys, with a running softmax, and its derivative.
+"""Blockwise attention with a running softmax, and its gradients.
 
-b rows, G key-value heads, R query heads of each (N = G * R), H head size, V size of the values; t queries of a tile, c keys
-of a chunk. Queries and keys are wherever in the sequence their slots say; what a mask hides altogether is skipped at run time
-(Rabe & Staats, 2021; Dao et al., 2022).
+Shapes: b rows, G key-value heads, R query heads per key-value head (N = G * R), H head size, V value size, t queries per tile, c
+keys per chunk. Slots give the positions of queries and keys in the sequence. Pairs of a tile and a chunk that the mask hides
+completely are skipped at run time (Rabe & Staats, 2021; Dao et al., 2022).
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from axlearn_plugins_transformer.kernels.attention import AttentionOp
 HIDDEN = -1e30
 
 
-class Tiles(NamedTuple):
-    """Queries, and what is known of them.
+class QueryTiles(NamedTuple):
+    """Tiles of queries.
 
     Attributes:
-        query: [tiles, b, t, G, R, H].
-        start: int32 [tiles], the slot of the first query of each tile.
-        arrays: what masks know of each query, int32 [tiles, b, t].
+        query: Queries, [tiles, b, t, G, R, H].
+        start: Slot of the first query of each tile, int32 [tiles].
+        arrays: Mask arrays for each query, int32 [tiles, b, t].
     """
 
     query: jax.Array
@@ -33,14 +33,14 @@ class Tiles(NamedTuple):
     arrays: tuple[jax.Array, ...] = ()
 
 
-class Chunks(NamedTuple):
-    """Keys and values.
+class KeyChunks(NamedTuple):
+    """Chunks of keys and values.
 
     Attributes:
-        key: [chunks, b, c, G, H].
-        value: [chunks, b, c, G, V].
-        start: int32 [chunks], the slot of the first key of each chunk.
-        arrays: what masks know of each key, int32 [chunks, b, c].
+        key: Keys, [chunks, b, c, G, H].
+        value: Values, [chunks, b, c, G, V].
+        start: Slot of the first key of each chunk, int32 [chunks].
+        arrays: Mask arrays for each key, int32 [chunks, b, c].
     """
 
     key: jax.Array
@@ -49,71 +49,77 @@ class Chunks(NamedTuple):
     arrays: tuple[jax.Array, ...] = ()
 
 
-class Sums(NamedTuple):
-    """A softmax that is not finished: float32 [tiles, b, G, R, t, V] weighted values, [tiles, b, G, R, t] of the rest."""
+class RunningSoftmax(NamedTuple):
+    """The state of a running softmax, float32.
+
+    Attributes:
+        values: Sums of weighted values, [tiles, b, G, R, t, V].
+        weight: Sums of weights, [tiles, b, G, R, t].
+        top: Maxima of the scores, [tiles, b, G, R, t].
+    """
 
     values: jax.Array
     weight: jax.Array
     top: jax.Array
 
     @classmethod
-    def empty(cls, tiles: Tiles, width: int) -> "Sums":
-        """Of no keys."""
+    def empty(cls, tiles: QueryTiles, width: int) -> "RunningSoftmax":
+        """Return the state before any keys."""
         n, b, t, groups, repeats, _ = tiles.query.shape
         shape = (n, b, groups, repeats, t)
         return cls(jnp.zeros((*shape, width)), jnp.zeros(shape), jnp.full(shape, HIDDEN))
 
     def finished(self) -> tuple[jax.Array, jax.Array]:
-        """The outputs, and the logarithm of the sum of the exponentials; zeros for queries that see nothing."""
+        """Return the outputs and the log-sum-exp of the scores. Outputs are zero for queries without visible keys."""
         weight = jnp.where(self.weight > 0, self.weight, 1.0)
         return self.values / weight[..., None], self.top + jnp.log(weight)
 
 
 class Scores:
-    """How scores come of queries and keys, and which keys a query sees."""
+    """The scores and the mask of an attention op."""
 
     def __init__(self, op: AttentionOp, heads: Any = None):
-        """Of an op, without its operands.
+        """Read an op's settings, but not its operands.
 
         Args:
-            op: its mask, scale, soft cap and bias.
-            heads: (mesh axes that the query heads are split over, how many are here); None means that all are here.
+            op: The op, with its mask, scale, soft cap and bias.
+            heads: (mesh axes that the query heads are sharded over, number of local heads). None if all heads are local.
         """
         self.parts, self.tree = jax.tree.flatten(op.mask)
         self.roles = jax.tree.leaves(_roles(op.mask))
         self.mask, self.scale, self.softcap, self.bias, self.heads = op.mask, op.scale, op.softcap, op.bias, heads
 
     def of_role(self, role: str) -> tuple[jax.Array, ...]:
-        """The arrays of the mask that tell of `queries`, `keys` or `rows`."""
+        """Return the mask arrays for `queries`, `keys` or `rows`."""
         return tuple(a for a, r in zip(self.parts, self.roles, strict=True) if r == role)
 
     def may_see(self, query: jax.Array, queries: int, key: jax.Array, keys: int) -> jax.Array:
-        """Whether any of `queries` queries from a slot on may see any of the keys; bool scalar."""
+        """Return whether any of `queries` queries from a slot on may see any of the keys. Bool scalar."""
         return _may_see(self.mask, (query, query + queries - 1), (key, key + keys - 1))
 
     def raw(self, query: jax.Array, key: jax.Array, query_slots: jax.Array, key_slots: jax.Array) -> jax.Array:
-        """float32 [b, G, R, t, c], before the mask."""
+        """Return the scores before masking, float32 [b, G, R, t, c]."""
         scores = jnp.einsum("btgrh,bcgh->bgrtc", query, key, preferred_element_type=jnp.float32) * self.scale
         if self.softcap is not None:
             scores = self.softcap * jnp.tanh(scores / self.softcap)
         if self.bias is not None:
-            whole = ((0, query.shape[1]), (0, key.shape[1]))
-            added = self.bias.materialize(*whole, query_slots, key_slots)
+            ranges = ((0, query.shape[1]), (0, key.shape[1]))
+            bias = self.bias.materialize(*ranges, query_slots, key_slots)
             if self.heads is not None:
                 axes, count = self.heads
-                added = lax.dynamic_slice_in_dim(added, lax.axis_index(axes) * count, count, axis=1)
-            scores = scores + added.reshape(added.shape[0], *scores.shape[1:3], *added.shape[2:])
+                bias = lax.dynamic_slice_in_dim(bias, lax.axis_index(axes) * count, count, axis=1)
+            scores = scores + bias.reshape(bias.shape[0], *scores.shape[1:3], *bias.shape[2:])
         return scores
 
     def visible(self, query: Any, key: Any, rows: tuple[jax.Array, ...], sizes: tuple[int, int]) -> jax.Array:
-        """bool [b or 1, 1, 1, t, c]; `query` and `key` are (slots, arrays)."""
+        """Return the mask, bool [b or 1, 1, 1, t, c]. `query` and `key` are (slots, arrays)."""
         arrays = {"queries": iter(query[1]), "keys": iter(key[1]), "rows": iter(rows)}
         mask = self.tree.unflatten([next(arrays[role]) for role in self.roles])
         return mask.materialize((0, sizes[0]), (0, sizes[1]), query[0], key[0])[:, None, None]
 
 
 def _roles(mask: masks.Mask) -> Any:
-    """The mask with, in the place of each array, what it tells of."""
+    """Return the mask with each array replaced by its role: `queries`, `keys` or `rows`."""
     kind: Any = type(mask)
     if isinstance(mask, masks.Segments):
         return kind("queries", "keys")
@@ -123,8 +129,8 @@ def _roles(mask: masks.Mask) -> Any:
         return kind(tuple(map(_roles, _parts(mask))))
     if jax.tree.leaves(mask):
         raise RequestError(
-            f"a sequence that is split over devices does not go with the mask {mask.describe()!r}: nothing says which of "
-            "its arrays belong to queries, and which to keys\n    fix: use causal, window, prefix and segment masks"
+            f"sharded sequences do not support the mask {mask.describe()!r}: it is unknown which of its arrays belong to "
+            "queries, and which to keys\n    fix: use causal, window, prefix and segment masks"
         )
     return mask
 
@@ -148,34 +154,39 @@ def _slots(start: jax.Array, count: int) -> jax.Array:
     return (start + jnp.arange(count, dtype=jnp.int32))[None]
 
 
-def _pairs(tiles: Tiles, chunks: Chunks, scores: Scores, rows: tuple[jax.Array, ...]) -> Callable[..., Any]:
-    """(tile, chunk) -> whether it shows anything, a function to what it shows, and one of query and key to the scores."""
+def _pairs(tiles: QueryTiles, chunks: KeyChunks, scores: Scores, rows: tuple[jax.Array, ...]) -> Callable[..., Any]:
+    """Return a function of (tile, chunk) that returns three values.
+
+    They are whether any pair is visible, a function that returns the mask, and a function of query and key that returns the scores.
+    """
     sizes = tiles.query.shape[2], chunks.key.shape[2]
 
-    def of(tile: Tiles, chunk: Chunks) -> Any:
+    def pair(tile: QueryTiles, chunk: KeyChunks) -> Any:
         queries, keys = _slots(tile.start, sizes[0]), _slots(chunk.start, sizes[1])
         any_visible = scores.may_see(tile.start, sizes[0], chunk.start, sizes[1])
         visible = lambda: scores.visible((queries, tile.arrays), (keys, chunk.arrays), rows, sizes)  # noqa: E731
         return any_visible, visible, lambda q, k: scores.raw(q, k, queries, keys)
 
-    return of
+    return pair
 
 
-def add(tiles: Tiles, chunks: Chunks, scores: Scores, rows: tuple[jax.Array, ...], sums: Sums) -> Sums:
-    """The sums with these keys added to them."""
+def add_chunks(
+    tiles: QueryTiles, chunks: KeyChunks, scores: Scores, rows: tuple[jax.Array, ...], sums: RunningSoftmax
+) -> RunningSoftmax:
+    """Update a running softmax with chunks of keys and values."""
     pair = _pairs(tiles, chunks, scores, rows)
 
-    def tile_step(_: None, pair_of_tile: tuple[Tiles, Sums]) -> tuple[None, Sums]:
-        tile, old = pair_of_tile
+    def tile_step(_: None, tile_and_sums: tuple[QueryTiles, RunningSoftmax]) -> tuple[None, RunningSoftmax]:
+        tile, old = tile_and_sums
 
-        def chunk_step(old: Sums, chunk: Chunks) -> tuple[Sums, None]:
+        def chunk_step(old: RunningSoftmax, chunk: KeyChunks) -> tuple[RunningSoftmax, None]:
             any_visible, visible, raw = pair(tile, chunk)
 
-            def added(old: Sums) -> Sums:
+            def update(old: RunningSoftmax) -> RunningSoftmax:
                 mask = visible()
-                scores_here = jnp.where(mask, raw(tile.query, chunk.key), HIDDEN)
-                top = jnp.maximum(old.top, jnp.max(scores_here, axis=-1))
-                weights = jnp.where(mask, jnp.exp(scores_here - top[..., None]), 0.0)
+                logits = jnp.where(mask, raw(tile.query, chunk.key), HIDDEN)
+                top = jnp.maximum(old.top, jnp.max(logits, axis=-1))
+                weights = jnp.where(mask, jnp.exp(logits - top[..., None]), 0.0)
                 shrink = jnp.exp(old.top - top)
                 values = jnp.einsum(
                     "bgrtc,bcgv->bgrtv",
@@ -183,24 +194,24 @@ def add(tiles: Tiles, chunks: Chunks, scores: Scores, rows: tuple[jax.Array, ...
                     chunk.value,
                     preferred_element_type=jnp.float32,
                 )
-                return Sums(
+                return RunningSoftmax(
                     old.values * shrink[..., None] + values, old.weight * shrink + jnp.sum(weights, axis=-1), top
                 )
 
-            return lax.cond(any_visible, added, lambda old: old, old), None
+            return lax.cond(any_visible, update, lambda old: old, old), None
 
         return None, lax.scan(chunk_step, old, chunks)[0]
 
     return lax.scan(tile_step, None, (tiles, sums))[1]
 
 
-class Kept(NamedTuple):
-    """What the derivative needs of the queries: [tiles, b, G, R, t, V] and [tiles, b, G, R, t], float32.
+class Residuals(NamedTuple):
+    """Values per query that the gradients need, float32.
 
     Attributes:
-        grads: of the outputs.
-        log_sum: the logarithm of the sum of the exponentials of all scores.
-        inner: the product of each output and its gradient.
+        grads: Gradients of the outputs, [tiles, b, G, R, t, V].
+        log_sum: Log-sum-exp of all scores, [tiles, b, G, R, t].
+        inner: Inner product of each output and its gradient, [tiles, b, G, R, t].
     """
 
     grads: jax.Array
@@ -209,15 +220,15 @@ class Kept(NamedTuple):
 
 
 def gradients(
-    tiles: Tiles, chunks: Chunks, scores: Scores, rows: tuple[jax.Array, ...], residuals: Kept
+    tiles: QueryTiles, chunks: KeyChunks, scores: Scores, rows: tuple[jax.Array, ...], residuals: Residuals
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The parts of the gradients by query, key and value, float32 in their shapes, that these keys make up."""
+    """Return the contributions of these keys to the gradients of queries, keys and values, in float32."""
     pair = _pairs(tiles, chunks, scores, rows)
 
-    def tile_step(totals: Any, pair_of_tile: tuple[Tiles, Kept]) -> Any:
-        tile, residual = pair_of_tile
+    def tile_step(totals: Any, tile_and_residual: tuple[QueryTiles, Residuals]) -> Any:
+        tile, residual = tile_and_residual
 
-        def chunk_step(by_query: jax.Array, chunk: Chunks) -> Any:
+        def chunk_step(by_query: jax.Array, chunk: KeyChunks) -> Any:
             any_visible, visible, raw = pair(tile, chunk)
 
             def compute() -> Any:

@@ -1,6 +1,7 @@
-"""Attention over a sequence that is split over devices: implementations of the op `attention`, by name only.
+"""Attention kernels for sequences that are sharded over devices. They are only used if the config names them.
 
-B rows, S positions, N query heads, G key-value heads, H head size; b, s of one device.
+Shapes: B rows, S positions, N query heads, G key-value heads, H head size, V value size. b and s are the rows and positions on one
+device.
 """
 
 import contextvars
@@ -16,18 +17,26 @@ from jax.sharding import PartitionSpec
 
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.nn.sharding import Placement, constrain, logical_rules, placement
-from axlearn_plugins_parallelism.blockwise import Chunks, Kept, Scores, Sums, Tiles, add, gradients
+from axlearn_plugins_parallelism.blockwise import (
+    KeyChunks,
+    QueryTiles,
+    Residuals,
+    RunningSoftmax,
+    Scores,
+    add_chunks,
+    gradients,
+)
 from axlearn_plugins_parallelism.zigzag import Parts
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 
 TILE = 512
-"""Queries whose scores are in memory at one time, with those of all keys of a chunk."""
+"""Maximum number of queries per tile. The scores of one tile and one chunk are in memory at a time."""
 QUERY = ("batch", "sequence", "activation_heads", None)
 KEY = ("batch", "sequence", "activation_kv", None)
 
 
 def sequence_axes(place: Placement | None) -> tuple[str, ...]:
-    """The mesh axes of more than one device that the sequence is split over."""
+    """Return the mesh axes of size above 1 that the sequence is sharded over."""
     if place is None:
         return ()
     batch_axes = place.rules.get("batch", ())
@@ -41,8 +50,8 @@ def _count(place: Placement, axes: Sequence[str]) -> int:
 _whole_sequence: contextvars.ContextVar[bool] = contextvars.ContextVar("axlearn_whole_sequence", default=False)
 
 
-def _attend_whole(op: AttentionOp) -> jax.Array:
-    """By the best other kernel; by the reference where no other is declared."""
+def _attend_unsharded(op: AttentionOp) -> jax.Array:
+    """Run the best other kernel, or the reference if the selection leads back here."""
     if _whole_sequence.get():
         return op.reference()
     token = _whole_sequence.set(True)
@@ -52,11 +61,14 @@ def _attend_whole(op: AttentionOp) -> jax.Array:
         _whole_sequence.reset(token)
 
 
-class _OverSequence:
-    """The base: what is asked of all, and what happens where the sequence is not split."""
+class _SequenceKernel:
+    """Base class of kernels for sharded sequences. Falls back to another kernel if the sequence is not sharded."""
 
     def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
-        """Self-attention over a sequence that its devices divide, and anything over a sequence that is not split."""
+        """Return the reason why a call is not supported, or None.
+
+        Supports every call with an unsharded sequence, and self-attention if the number of devices divides the sequence length.
+        """
         place = placement()
         axes = sequence_axes(place)
         if place is None or not axes:
@@ -72,18 +84,18 @@ class _OverSequence:
         return None
 
     def __call__(self, op: AttentionOp) -> jax.Array:
-        """[B, S, N, V]; where the sequence is whole, by the best other kernel."""
+        """Run the op, by the best other kernel if the sequence is not sharded. Return [B, S, N, V]."""
         place = placement()
         if place is None or not sequence_axes(place):
-            return _attend_whole(op)
+            return _attend_unsharded(op)
         return self._run(place, op)
 
     def _run(self, place: Placement, op: AttentionOp) -> jax.Array:
         raise NotImplementedError
 
 
-class _PerDevice(_OverSequence):
-    """The base of those in which every device has its own queries and sees all keys, by and by or at once."""
+class _BlockwiseKernel(_SequenceKernel):
+    """Base class of kernels that keep queries on their device and bring all keys to them."""
 
     keys: Callable[..., Any]
 
@@ -91,11 +103,11 @@ class _PerDevice(_OverSequence):
         query, key, value = op.query, op.key, op.value
         axes = sequence_axes(place)
         batch, sequence, heads, *_ = place.spec(query.shape, QUERY)
-        if place.spec(key.shape, KEY)[2] != heads:  # fewer key-value heads than devices that share the heads
+        if place.spec(key.shape, KEY)[2] != heads:  # too few key-value heads to shard like the query heads
             key, value = (jnp.repeat(x, query.shape[2] // key.shape[2], axis=2) for x in (key, value))
         scores = Scores(op)
         arrays = {role: scores.of_role(role) for role in ("queries", "keys", "rows")}
-        whole, rows = PartitionSpec(batch, sequence, heads), PartitionSpec(batch, sequence)
+        spec, rows = PartitionSpec(batch, sequence, heads), PartitionSpec(batch, sequence)
         by_role = {"queries": rows, "keys": rows, "rows": PartitionSpec(batch)}
         specs = {role: tuple(by_role[role] for _ in values) for role, values in arrays.items()}
 
@@ -104,13 +116,13 @@ class _PerDevice(_OverSequence):
             parts = Parts.of(axes, _count(place, axes), q.shape[1])
             return _attend(self.keys, local, parts, q, k, v, arrays)
 
-        return jax.shard_map(
-            run, mesh=place.mesh, in_specs=(whole, whole, whole, specs), out_specs=whole, check_vma=False
-        )(query, key, value, arrays)
+        return jax.shard_map(run, mesh=place.mesh, in_specs=(spec, spec, spec, specs), out_specs=spec, check_vma=False)(
+            query, key, value, arrays
+        )
 
 
-class Held(NamedTuple):
-    """The keys of one device, in halves, as they go around: see `Chunks`."""
+class KeyBlock(NamedTuple):
+    """The keys and values of one device, in halves. See `KeyChunks`."""
 
     key: jax.Array
     value: jax.Array
@@ -120,7 +132,7 @@ class Held(NamedTuple):
 def _attend(
     keys: Callable[..., Any], scores: Scores, parts: Parts, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Any
 ) -> jax.Array:
-    """[b, s, N, H], [b, s, G, H], [b, s, G, V] -> [b, s, N, V], on one device among others."""
+    """Run attention inside a `shard_map`: [b, s, N, H], [b, s, G, H], [b, s, G, V] -> [b, s, N, V]."""
     batch, _, heads, size = q.shape
     q, k, v = (parts.spread(x) for x in (q, k, v))
     spread_arrays = {role: tuple(parts.spread(a) for a in arrays[role]) for role in ("queries", "keys")}
@@ -132,29 +144,30 @@ def _attend(
 
     start = parts.start(lax.axis_index(parts.axes))[:, None] + jnp.arange(0, parts.size, tile, dtype=jnp.int32)[None]
     grouped = q.reshape(*q.shape[:3], k.shape[3], heads // k.shape[3], size)
-    tiles = Tiles(cut(grouped), start.reshape(-1), tuple(cut(a) for a in spread_arrays["queries"]))
-    out = keys(scores, parts, tiles, Held(k, v, spread_arrays["keys"]), arrays["rows"])  # [tiles, b, G, R, t, V]
+    tiles = QueryTiles(cut(grouped), start.reshape(-1), tuple(cut(a) for a in spread_arrays["queries"]))
+    out = keys(scores, parts, tiles, KeyBlock(k, v, spread_arrays["keys"]), arrays["rows"])  # [tiles, b, G, R, t, V]
     out = jnp.moveaxis(out, 4, 2).reshape(parts.halves, -1, batch, tile, heads, out.shape[-1])
     out = jnp.swapaxes(out, 1, 2).reshape(parts.halves, batch, parts.size, heads, out.shape[-1])
     return parts.gather(out)
 
 
 def _softmax_attention(scores: Scores, visit: Callable[..., Any]) -> Callable[..., jax.Array]:
-    """`(tiles, held, rows) -> outputs` with a derivative of its own, which computes all scores again.
+    """Return a function `(tiles, block, rows) -> outputs` with a custom gradient that recomputes all scores.
 
-    `visit(step, start, held)` takes `step(state, chunks) -> (state, by_key, by_value)` to every device's keys, and gives the
-    state at the end with the sums of the gradients by the keys that are held here.
+    `visit(step, state, block, differentiates)` applies `step` to the keys of every device. In the forward pass the step is
+    `step(state, chunks) -> state`. If `differentiates`, it is `step(state, chunks) -> (state, (by_key, by_value))`. `visit` returns
+    the final state and the summed gradients of the local keys and values.
     """
 
     @jax.custom_vjp
-    def run(tiles: Tiles, block: Held, rows: Any) -> jax.Array:
+    def run(tiles: QueryTiles, block: KeyBlock, rows: Any) -> jax.Array:
         return forward(tiles, block, rows)[0]
 
-    def forward(tiles: Tiles, block: Held, rows: Any) -> Any:
-        def step(sums: Sums, chunks: Chunks) -> Sums:
-            return add(tiles, chunks, scores, rows, sums)
+    def forward(tiles: QueryTiles, block: KeyBlock, rows: Any) -> Any:
+        def step(sums: RunningSoftmax, chunks: KeyChunks) -> RunningSoftmax:
+            return add_chunks(tiles, chunks, scores, rows, sums)
 
-        sums, _ = visit(step, Sums.empty(tiles, block.value.shape[-1]), block, False)
+        sums, _ = visit(step, RunningSoftmax.empty(tiles, block.value.shape[-1]), block, False)
         values, log_sum = sums.finished()
         out = values.astype(block.value.dtype)
         return out, (tiles, block, rows, out, log_sum)
@@ -162,38 +175,38 @@ def _softmax_attention(scores: Scores, visit: Callable[..., Any]) -> Callable[..
     def backward(saved: Any, grads: jax.Array) -> Any:
         tiles, block, rows, out, log_sum = saved
         grads = grads.astype(jnp.float32)
-        residuals = Kept(grads, log_sum, jnp.sum(out.astype(jnp.float32) * grads, axis=-1))
+        residuals = Residuals(grads, log_sum, jnp.sum(out.astype(jnp.float32) * grads, axis=-1))
 
-        def step(total: jax.Array, chunks: Chunks) -> Any:
+        def step(total: jax.Array, chunks: KeyChunks) -> Any:
             by_query, *by_keys = gradients(tiles, chunks, scores, rows, residuals)
             return total + by_query, tuple(by_keys)
 
         by_query, by_keys = visit(step, jnp.zeros(tiles.query.shape, jnp.float32), block, True)
         by_key, by_value = (g.astype(x.dtype) for g, x in zip(by_keys, (block.key, block.value), strict=True))
-        return Tiles(by_query.astype(tiles.query.dtype), None, None), Held(by_key, by_value, None), None  # type: ignore[arg-type]
+        return QueryTiles(by_query.astype(tiles.query.dtype), None, None), KeyBlock(by_key, by_value, None), None  # type: ignore[arg-type]
 
     run.defvjp(forward, backward)
     return run
 
 
-class _Ring(_PerDevice):
-    """Ring attention (Liu et al., 2023): keys and values go around, and each device adds what it has at the moment.
+class _Ring(_BlockwiseKernel):
+    """Ring attention (Liu et al., 2023), which passes keys and values around the devices.
 
-    The transfer of the next keys and the work on these do not depend on one another. No device ever holds the keys of
-    more than two. In the backward pass they go around once more, with their gradients.
+    The transfer of the next keys overlaps with the work on the current keys. A device never holds the keys of more than two
+    devices. In the backward pass the keys go around again, together with their gradients.
     """
 
     @staticmethod
-    def keys(scores: Scores, parts: Parts, tiles: Tiles, block: Held, rows: Any) -> jax.Array:
-        """[tiles, b, G, R, t, V]."""
+    def keys(scores: Scores, parts: Parts, tiles: QueryTiles, block: KeyBlock, rows: Any) -> jax.Array:
+        """Return the outputs, [tiles, b, G, R, t, V]."""
 
-        def visit(step: Callable[..., Any], state: Any, block: Held, differentiates: bool) -> Any:
+        def visit(step: Callable[..., Any], state: Any, block: KeyBlock, differentiates: bool) -> Any:
             me = lax.axis_index(parts.axes)
 
-            def at(turn: Any, block: Held) -> Chunks:
-                return Chunks(block.key, block.value, parts.start((me - turn) % parts.devices), block.arrays)
+            def chunks_at(turn: Any, block: KeyBlock) -> KeyChunks:
+                return KeyChunks(block.key, block.value, parts.start((me - turn) % parts.devices), block.arrays)
 
-            def stop(state: Any, total: Any, chunks: Chunks) -> Any:
+            def visit_chunks(state: Any, total: Any, chunks: KeyChunks) -> Any:
                 if not differentiates:
                     return step(state, chunks), total
                 state, more = step(state, chunks)
@@ -201,39 +214,42 @@ class _Ring(_PerDevice):
 
             def body(carry: Any, turn: jax.Array) -> Any:
                 state, block, total = carry
-                return (*_swap(stop(state, total, at(turn, block)), parts.ring(block)),), None
+                return (*_swap(visit_chunks(state, total, chunks_at(turn, block)), parts.ring(block)),), None
 
             total = tuple(jnp.zeros(x.shape, jnp.float32) for x in block[:2]) if differentiates else ()
             last = parts.devices - 1
             (state, block, total), _ = lax.scan(body, (state, block, total), jnp.arange(last))
-            return stop(state, total, at(last, block))
+            return visit_chunks(state, total, chunks_at(last, block))
 
         return _softmax_attention(scores, visit)(tiles, block, rows)
 
 
-def _swap(stopped: tuple[Any, Any], block: Any) -> tuple[Any, Any, Any]:
-    state, total = stopped
+def _swap(result: tuple[Any, Any], block: Any) -> tuple[Any, Any, Any]:
+    state, total = result
     return state, block, total
 
 
-class _AllGather(_PerDevice):
-    """Every device gathers all keys and values, and works on its own queries (Dubey et al., 2024, section 3.3.2)."""
+class _AllGather(_BlockwiseKernel):
+    """Attention in which every device gathers all keys and values (Dubey et al., 2024, section 3.3.2)."""
 
     @staticmethod
-    def keys(scores: Scores, parts: Parts, tiles: Tiles, block: Held, rows: Any) -> jax.Array:
-        """[tiles, b, G, R, t, V]."""
+    def keys(scores: Scores, parts: Parts, tiles: QueryTiles, block: KeyBlock, rows: Any) -> jax.Array:
+        """Return the outputs, [tiles, b, G, R, t, V]."""
 
-        def visit(step: Callable[..., Any], state: Any, block: Held, differentiates: bool) -> Any:
+        def visit(step: Callable[..., Any], state: Any, block: KeyBlock, differentiates: bool) -> Any:
             start = jnp.concatenate([parts.start(device) for device in range(parts.devices)])
-            new_state = step(state, Chunks(block.key, block.value, start, block.arrays))
+            new_state = step(state, KeyChunks(block.key, block.value, start, block.arrays))
             return new_state if differentiates else (new_state, ())
 
         block = jax.tree.map(lambda x: lax.all_gather(x, parts.axes, axis=0, tiled=True), block)
         return _softmax_attention(scores, visit)(tiles, block, rows)
 
 
-class _AllToAll(_OverSequence):
-    """Every device gets all positions of some heads, and the best other implementation (Jacobs et al., 2023, "Ulysses")."""
+class _AllToAll(_SequenceKernel):
+    """Attention that gives each device all positions of some heads and runs the best other kernel.
+
+    This is "Ulysses" (Jacobs et al., 2023).
+    """
 
     def _refuses(self, op: AttentionOp, place: Placement, axes: Sequence[str]) -> str | None:
         heads, across = op.query.shape[2], self._sequence_split(place, axes)
@@ -243,8 +259,8 @@ class _AllToAll(_OverSequence):
 
     @staticmethod
     def _sequence_split(place: Placement, axes: Sequence[str]) -> tuple[str, ...]:
-        own = tuple(a for a in place.rules.get("activation_heads", ()) if place.mesh.shape[a] > 1)
-        return (*own, *(a for a in axes if a not in own))
+        head_axes = tuple(a for a in place.rules.get("activation_heads", ()) if place.mesh.shape[a] > 1)
+        return (*head_axes, *(a for a in axes if a not in head_axes))
 
     def _run(self, place: Placement, op: AttentionOp) -> jax.Array:
         query, key, value = op.query, op.key, op.value

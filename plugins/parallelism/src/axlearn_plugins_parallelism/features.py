@@ -1,4 +1,4 @@
-"""The features of this distribution that rewrite models and meshes."""
+"""Features that rewrite models and meshes."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
@@ -20,7 +20,7 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 
 def with_rules(cfg: Tree, rules: Mapping[str, tuple[str, ...]]) -> Tree:
-    """`cfg` with mesh rules over those that it has."""
+    """Return `cfg` with additional mesh rules, which override existing rules."""
     old = get(cfg, "mesh.rules")
     new = {**old, **rules}
     return cfg if new == dict(old) else patch(cfg, {"mesh.rules": new})
@@ -28,18 +28,18 @@ def with_rules(cfg: Tree, rules: Mapping[str, tuple[str, ...]]) -> Tree:
 
 @node
 class Pipeline(Feature):
-    """Pipeline parallelism: every stack of layers is split into stages over the mesh axis `pipeline`.
+    """Pipeline parallelism: split every stack of layers into stages over the mesh axis `pipeline`.
 
-    `--with pipeline:microbatches=8 --set mesh.shape="{pipeline: 2, fsdp: -1}"` makes two stages of the layers, through
-    which the batch goes in 8 microbatches. `schedule=interleaved` gives each stage `rounds` smaller chunks of layers,
-    which takes less time to fill and to drain: (stages - 1) of (rounds * microbatches + stages - 1) ticks are idle; with
-    the others, rounds is 1. `schedule=1f1b` takes each microbatch backward as soon as its loss is known, so that memory does
-    not grow with their number; the layers are computed twice forward. Parameters, checkpoints, remat and scan stay what
-    they are. On an experiment that has it already, the options are set anew.
+    `--with pipeline:microbatches=8 --set mesh.shape="{pipeline: 2, fsdp: -1}"` splits the layers into two stages and the batch
+    into 8 microbatches. `schedule=interleaved` gives each stage `rounds` smaller chunks of layers, which fills and drains the
+    pipeline faster: (stages - 1) of (rounds * microbatches + stages - 1) ticks are idle. Other schedules have one round.
+    `schedule=1f1b` runs the backward pass of each microbatch as soon as its loss is known. Its memory does not grow with the
+    number of microbatches, but the forward pass of the layers runs twice. Parameters, checkpoints, remat and scan do not change.
+    On an experiment that already has the feature, the options are replaced.
     """
 
     stage = "execute"
-    after = ("offload-optimizer",)  # both may put another learner in place
+    after = ("offload-optimizer",)  # both features may replace the learner
     example = "microbatches=2"
 
     microbatches: int = setting(default=REQUIRED, ge=1)
@@ -47,7 +47,7 @@ class Pipeline(Feature):
     rounds: int = setting(default=2, ge=2)
 
     def apply(self, cfg: Tree) -> Tree:
-        """Puts a `PipelinedStack` in the place of every `Stack`, and the layers on the axis `pipeline`."""
+        """Replace every `Stack` by a `PipelinedStack`, and shard the layers over the axis `pipeline`."""
         options = {"microbatches": self.microbatches, "schedule": self.schedule, "rounds": self.rounds}
 
         def change(_: str, stack: Any) -> Any:
@@ -74,15 +74,15 @@ METHODS = {"ring": "ring", "all-gather": "context-all-gather", "all-to-all": "co
 
 @node
 class ContextParallel(Feature):
-    """Context parallelism: attention over sequences that are split over the mesh axis `seq`.
+    """Context parallelism: attention over sequences that are sharded over the mesh axis `seq`.
 
-    `--with context-parallel --set mesh.shape="{seq: 4, fsdp: -1}"` gives each of four devices a quarter of every row.
-    `method` says how queries see the keys of other devices: `ring` passes keys and values around, so that no device ever
-    holds all of them (Liu et al., 2023); `all-gather` gathers them; `all-to-all` gives each device all positions of some
-    heads (Jacobs et al., 2023), which has to divide the heads, and runs the fastest kernel there is. With the first two,
-    each device has an early and a late piece of the sequence, so that under a causal mask all have equal work. Where the
-    sequence is not split, the best kernel is chosen, as without this feature. On an experiment that has it already, the
-    method is set anew.
+    `--with context-parallel --set mesh.shape="{seq: 4, fsdp: -1}"` gives each of four devices a quarter of every row. `method`
+    sets how queries reach the keys of other devices. `ring` passes keys and values around, so no device ever holds all of them
+    (Liu et al., 2023). `all-gather` gathers them. `all-to-all` gives each device all positions of some heads (Jacobs et al.,
+    2023) and then runs the fastest available kernel; the number of devices must divide the heads. With `ring` and `all-gather`,
+    each device has an early and a late piece of the sequence, which balances the work under a causal mask. If the sequence is not
+    sharded, the best kernel is chosen as without this feature. On an experiment that already has the feature, the method is
+    replaced.
     """
 
     stage = "execute"
@@ -90,7 +90,7 @@ class ContextParallel(Feature):
     method: Literal["ring", "all-gather", "all-to-all"] = "ring"
 
     def apply(self, cfg: Tree) -> Tree:
-        """Sets `kernel` of every attention with the role `AttentionKernelRole`."""
+        """Set `kernel` of every attention layer with the role `AttentionKernelRole`."""
         nothing = nothing_to_set("context-parallel", "an attention layer: a node with the role AttentionKernelRole")
         return set_fields(cfg, AttentionKernelRole, {"kernel": METHODS[self.method]}, nothing=nothing)
 
@@ -99,16 +99,16 @@ class ContextParallel(Feature):
 class SequenceParallel(Feature):
     """Sequence sharding between blocks, for tensor parallelism (Korthikanti et al., 2022).
 
-    Where each position is worked on by itself (norms, residual sums), activations are split over the axis `tensor` by
-    position instead of being held whole by all its devices: their memory is divided by its size, and an all-reduce after
-    each block becomes a reduce-scatter after it and an all-gather before the next. Without an axis `tensor` in the mesh it
-    changes nothing at run time.
+    Norms and residual sums work on each position separately. Their activations are sharded by position over the axis `tensor`
+    instead of being replicated, which divides their memory by the size of the axis. The all-reduce after each block becomes a
+    reduce-scatter after the block and an all-gather before the next block. Without a `tensor` axis in the mesh, the feature has no
+    effect at run time.
     """
 
     stage = "execute"
 
     def apply(self, cfg: Tree) -> Tree:
-        """Adds `tensor` to the mesh rule of `residual_sequence`."""
+        """Add `tensor` to the mesh rule of `residual_sequence`."""
         name = "residual_sequence"
         axes = get(cfg, "mesh.rules").get(name, DEFAULT_RULES[name])
         return cfg if "tensor" in axes else with_rules(cfg, {name: (*axes, "tensor")})
@@ -116,11 +116,11 @@ class SequenceParallel(Feature):
 
 @node
 class ExpertParallel(Feature):
-    """How tokens come to experts that are split over the mesh axis `expert`.
+    """Exchange of tokens between experts that are sharded over the mesh axis `expert`.
 
-    `exchange=all-to-all` (the default here) sends each token to the devices of its experts alone, `all-gather` gathers the
-    tokens of all devices that share the experts, as experts do without this feature. No token is dropped by either. It is
-    for the dropless dispatch; the one with capacities always sends.
+    `exchange=all-to-all` (the default) sends each token only to the devices of its experts. `exchange=all-gather` gathers the
+    tokens of all devices that share the experts, as without this feature. Neither drops tokens. The feature applies to the dropless
+    dispatch. The dispatch with capacities always uses an all-to-all.
     """
 
     stage = "execute"
@@ -129,6 +129,6 @@ class ExpertParallel(Feature):
     exchange: Literal["all-gather", "all-to-all"] = "all-to-all"
 
     def apply(self, cfg: Tree) -> Tree:
-        """Sets `exchange` of every dropless dispatch."""
+        """Set `exchange` of every dropless dispatch."""
         nothing = nothing_to_set("expert-parallel", "experts with the dropless dispatch")
         return set_fields(cfg, DroplessDispatch, {"exchange": self.exchange}, nothing=nothing)

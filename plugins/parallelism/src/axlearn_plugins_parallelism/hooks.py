@@ -1,11 +1,11 @@
-"""What the plugin says through hooks. Imports no JAX."""
+"""Implement the hooks of this plugin. Does not import JAX."""
 
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.plugins.hookspecs import hookimpl
 
 _MODULE = "axlearn_plugins_parallelism.context"
 _ATTENTION = "axlearn_plugins_transformer.kernels.attention:AttentionOp"
-_BY_NAME_ONLY = -1  # the reference has 0 and can do everything
+_BY_NAME_ONLY = -1  # never chosen automatically: the reference has priority 0 and supports every call
 _IMPLEMENTATIONS = tuple(
     KernelImplementation(name=name, op=_ATTENTION, priority=_BY_NAME_ONLY, load=f"{_MODULE}:{attribute}")
     for name, attribute in (
@@ -18,5 +18,5 @@ _IMPLEMENTATIONS = tuple(
 
 @hookimpl
 def axlearn_kernels() -> list[KernelImplementation]:
-    """Attention over a sequence that is split over devices."""
+    """Return the attention kernels for sequences that are sharded over devices."""
     return list(_IMPLEMENTATIONS)

@@ -1,4 +1,4 @@
-"""The features `optimizer-precision` and `offload-optimizer`."""
+"""Features `optimizer-precision` and `offload-optimizer`."""
 
 from typing import Any, Literal, TypeVar
 
@@ -12,15 +12,15 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 
 def with_learner(cfg: Tree, feature: str, **settings: Any) -> Tree:
-    """`cfg` with a `PlacedLearner` of these settings; raises `ConfigError` where another learner stands there."""
+    """Return `cfg` with a `PlacedLearner` of these settings. Raise `ConfigError` if it has an unknown learner."""
     old = get(cfg, "learner")
     if type(old) not in (Learner.Config, PlacedLearner.Config):
         raise ConfigError(
             Problem(
                 path="learner",
-                message=f"{feature} does not know {type(old).__qualname__}",
-                expected="axlearn's own learner",
-                fix=f"leave the feature {feature} out",
+                message=f"{feature} does not support the learner {type(old).__qualname__}",
+                expected="axlearn's Learner",
+                fix=f"remove the feature {feature}",
             )
         )
     fields = fields_of(old)
@@ -30,11 +30,11 @@ def with_learner(cfg: Tree, feature: str, **settings: Any) -> Tree:
 
 @node
 class OptimizerPrecision(Feature):
-    """Stores what the optimizer keeps of each parameter (its moments) in another dtype, by default `bfloat16`.
+    """Storage dtype of the optimizer's moments, by default `bfloat16`.
 
-    Updates are computed in the dtype that the optimizer itself would use. In bfloat16 a second moment whose decay is slower
-    than about 0.99 stands still, because its steps round to nothing: keep `b2` below that. On an experiment that has it
-    already, the dtype is set anew.
+    Updates are computed in the optimizer's usual dtype. In bfloat16, a second moment with `b2` above about 0.99 stops changing
+    because its updates round to zero, so keep `b2` below that. On an experiment that already has the feature, the dtype is
+    replaced.
     """
 
     stage = "tune"
@@ -42,20 +42,20 @@ class OptimizerPrecision(Feature):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
 
     def apply(self, cfg: Tree) -> Tree:
-        """Sets the learner's `state_dtype`."""
+        """Set the learner's `state_dtype`."""
         return with_learner(cfg, "optimizer-precision", state_dtype=self.dtype)
 
 
 @node
 class OffloadOptimizer(Feature):
-    """Keeps what the optimizer keeps of each parameter (its moments) in the host's memory between steps.
+    """Offload of the optimizer's moments to host memory between steps.
 
-    They are read into the device's memory for each update and written back. The numbers are the same. On an experiment that
-    has it already, nothing changes.
+    Each update loads the moments to the device and writes them back. The results do not change. On an experiment that already has
+    the feature, nothing changes.
     """
 
     stage = "execute"
 
     def apply(self, cfg: Tree) -> Tree:
-        """Sets the learner's `offload`."""
+        """Set the learner's `offload`."""
         return with_learner(cfg, "offload-optimizer", offload=True)

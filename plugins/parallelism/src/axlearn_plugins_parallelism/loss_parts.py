@@ -1,4 +1,4 @@
-"""A loss cut at its pipelined stack into pure functions of the parameters: before the stack, its layers, after it."""
+"""Cut a loss at its pipelined stack into pure functions of the parameters: before the stack, its layers, after it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,31 +19,31 @@ Tree = Any
 
 
 class Pruned(NamedTuple):
-    """A function without the operations that its results do not need.
+    """A function without dead operations.
 
     Attributes:
-        call: takes what the function takes: the parameters as a list first.
-        reads: the indices of the parameters that it needs.
+        call: The function. Its first argument is the list of parameters.
+        reads: Indices of the parameters that it reads.
     """
 
     call: Callable[..., Any]
     reads: list[int]
 
-    def of_read(self, leaves: Sequence[jax.Array], *rest: Any) -> tuple[Callable[..., Any], list[jax.Array]]:
-        """(the function of the parameters that it needs, those); the others and `rest` are constants."""
+    def bind(self, leaves: Sequence[jax.Array], *args: Any) -> tuple[Callable[..., Any], list[jax.Array]]:
+        """Return (function of the parameters that it reads, these parameters). Other parameters and `args` become constants."""
 
         def call(read: Sequence[jax.Array], *more: Any) -> Any:
-            whole = list(leaves)
+            merged = list(leaves)
             for index, leaf in zip(self.reads, read, strict=True):
-                whole[index] = leaf
-            return self.call(whole, *rest, *more)
+                merged[index] = leaf
+            return self.call(merged, *args, *more)
 
         return call, [leaves[i] for i in self.reads]
 
 
-def prune(function: Callable[..., Any], leaves: Sequence[jax.Array], *rest: Any) -> Pruned:
-    """`function(leaves, *rest)`, traced once, without operations that its results do not need."""
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(list(leaves), *rest)
+def prune(function: Callable[..., Any], leaves: Sequence[jax.Array], *args: Any) -> Pruned:
+    """Trace `function(leaves, *args)` once, and remove dead operations."""
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(list(leaves), *args)
     jaxpr, tree = closed.jaxpr, jax.tree.structure(shapes)
     needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     equations = []
@@ -53,20 +53,24 @@ def prune(function: Callable[..., Any], leaves: Sequence[jax.Array], *rest: Any)
             needed.update(v for v in equation.invars if not isinstance(v, Literal))
     run = jaxpr_as_fun(ClosedJaxpr(jaxpr.replace(eqns=equations[::-1]), closed.consts))
 
-    def call(leaves: Sequence[jax.Array], *rest: Any) -> Any:
-        return tree.unflatten(run(*jax.tree.leaves((list(leaves), *rest))))
+    def call(leaves: Sequence[jax.Array], *args: Any) -> Any:
+        return tree.unflatten(run(*jax.tree.leaves((list(leaves), *args))))
 
     return Pruned(call, [i for i, v in enumerate(jaxpr.invars[: len(leaves)]) if v in needed])
 
 
 @attrs.frozen(eq=False)
 class LossParts:
-    """A loss of microbatches of b rows, cut at its stack.
+    """A loss on microbatches of b rows, cut at its stack.
 
     Attributes:
-        stack: the stack.
-        leaves: the parameters in a list; `tree` puts them together.
-        batch: each array as [M, b, ...].
+        loss: The loss.
+        variables: Variables of the model.
+        key: Random key of the step, or None.
+        stack: The stack.
+        leaves: List of parameters.
+        tree: Tree structure of the parameters.
+        batch: Batch, with each array as [M, b, ...].
     """
 
     loss: Loss
@@ -79,11 +83,11 @@ class LossParts:
 
     @classmethod
     def of(cls, loss: Loss, params: Tree, variables: Tree, batch: Tree, key: jax.Array | None) -> "LossParts":
-        """Cuts it.
+        """Cut a loss.
 
         Raises:
-            ConfigError: it does not run one pipelined stack once; the microbatches do not divide the rows; layers that are
-                not in the stack change variables.
+            ConfigError: The loss does not run one pipelined stack exactly once, the microbatches do not divide the rows, or layers
+                outside of the stack change variables.
         """
         calls: list[StackCall] = []
 
@@ -100,7 +104,7 @@ class LossParts:
             raise uneven_rows(count, rows)
 
         def split(x: jax.Array) -> jax.Array:
-            if x.shape[0] != rows:  # one row for all
+            if x.shape[0] != rows:  # the array has one row for all rows
                 return jnp.broadcast_to(x[None], (count, *x.shape))
             parts = jnp.swapaxes(x.reshape(rows // count, count, *x.shape[1:]), 0, 1)
             return constrain(parts, None, "batch", *[None] * (parts.ndim - 2))
@@ -112,47 +116,53 @@ class LossParts:
 
     @property
     def count(self) -> int:
-        """How many microbatches there are."""
+        """Number of microbatches."""
         return self.stack.cfg.microbatches
 
     def trace(self, leaves: Sequence[jax.Array], index: Any = 0, output: StackOutput | None = None) -> Any:
-        """(the call of the stack, loss, summaries, variables) of a microbatch; the stack returns `output`."""
+        """Trace the loss of a microbatch with a stack that returns `output`.
+
+        Returns:
+            (call of the stack, loss, summaries, variables).
+        """
         part = jax.tree.map(lambda v: jax.lax.dynamic_index_in_dim(v, index, keepdims=False), self.batch)
-        # Layers fold the index into their own keys; what draws elsewhere needs it in the key.
+        # Layers fold the index into their own keys. Random numbers outside of the stack need the index in the key.
         key = None if self.key is None else jax.random.fold_in(self.key, jnp.uint32(index))
         with cut_at_stack(output) as call:
             value, (summaries, variables) = self.loss(self.tree.unflatten(leaves), self.variables, part, key)
         return call, value, dict(summaries), variables
 
     def layers(self, leaves: Sequence[jax.Array]) -> Layers:
-        """The layers of the stack, whose random streams are those of the step."""
+        """Return the layers of the stack, with the random streams of the step."""
         part = jax.tree.map(lambda v: v[0], self.batch)
         with cut_at_stack() as call:
             self.loss(self.tree.unflatten(leaves), self.variables, part, self.key)
         return call.layers
 
     def pre(self) -> Pruned:
-        """(parameters, index) -> [b, S, D], what enters the stack."""
+        """Return the part before the stack: (parameters, index) -> input of the stack, [b, S, D]."""
         return prune(lambda leaves, index: self.trace(leaves, index)[0].x, self.leaves, jnp.int32(0))
 
     def contexts(self) -> Tree:
-        """What the layers are told about the rows: [M, ...] of each array.
+        """Return the context of the layers for each microbatch, [M, ...] per array.
 
         Raises:
-            ConfigError: something of it would have a gradient.
+            ConfigError: The context contains floating-point arrays, which may have gradients.
         """
         context = prune(lambda leaves, index: self.trace(leaves, index)[0].context, self.leaves, jnp.int32(0))
         stacked = jax.lax.map(lambda index: context.call(self.leaves, index), jnp.arange(self.count, dtype=jnp.int32))
         if any(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(stacked)):
-            raise _unfit("the layers are given numbers that may have a gradient, besides the residual stream")
+            raise _cannot_cut("the context of the layers has floating-point arrays, which may have gradients")
         return stacked
 
     def post(self, x: Any, reports: Any) -> Pruned:
-        """(parameters, index, output of the stack, its losses, its summaries) -> (loss, summaries of the loss).
+        """Return the part after the stack.
+
+        It maps (parameters, index, output of the stack, its losses, its summaries) -> (loss, summaries of the loss).
 
         Args:
-            x: the shape of the output.
-            reports: the shapes of (losses, summaries) of the layers.
+            x: Shape of the output.
+            reports: Shapes of (losses, summaries) of the layers.
         """
 
         def post(leaves: Sequence[jax.Array], index: Any, x: jax.Array, losses: Tree, reported: Tree) -> Any:
@@ -162,20 +172,20 @@ class LossParts:
         return prune(post, self.leaves, jnp.int32(0), x, *reports)
 
     def weights(self, x: Any, reports: Any) -> jax.Array:
-        """float32 [M]: by how much each microbatch counts. Takes what `post` takes."""
+        """Return the weight of each microbatch, float32 [M]. The arguments are the same as for `post`."""
 
         def weight(leaves: Sequence[jax.Array], index: Any) -> jax.Array:
-            summaries = self.trace(leaves, index, _silent_output(x, reports))[2]
+            summaries = self.trace(leaves, index, _zero_output(x, reports))[2]
             return jnp.asarray(summaries.get("weight", 1.0), jnp.float32)
 
-        one = prune(weight, self.leaves, jnp.int32(0))
-        return jax.lax.map(lambda index: one.call(self.leaves, index), jnp.arange(self.count, dtype=jnp.int32))
+        pruned = prune(weight, self.leaves, jnp.int32(0))
+        return jax.lax.map(lambda index: pruned.call(self.leaves, index), jnp.arange(self.count, dtype=jnp.int32))
 
     def variables_after(self, x: Any, reports: Any, written: Written) -> Tree:
-        """The variables of the model where its layers wrote these."""
+        """Return the variables of the model after its layers wrote `written`."""
 
         def after(leaves: Sequence[jax.Array], written: Written) -> Tree:
-            return self.trace(leaves, 0, _silent_output(x, reports, written))[3]
+            return self.trace(leaves, 0, _zero_output(x, reports, written))[3]
 
         return prune(after, self.leaves, written).call(self.leaves, written)
 
@@ -190,11 +200,11 @@ class LossParts:
         changed = [path for path, variable in after_call.items() if inputs.get(path) is not variable]
         if changed:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-            raise _unfit("layers outside of the stack change variables", f"{', '.join(changed[:3])}{more}")
+            raise _cannot_cut("layers outside of the stack change variables", f"{', '.join(changed[:3])}{more}")
 
 
-def _silent_output(x: Any, reports: Any, written: Written | None = None) -> StackOutput:
-    """Zeros in these shapes, for what does not depend on the output."""
+def _zero_output(x: Any, reports: Any, written: Written | None = None) -> StackOutput:
+    """Return zeros in these shapes, for results that do not depend on the output of the stack."""
     x, reports = jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), (x, reports))
     return StackOutput(x, reports, written or {})
 
@@ -206,12 +216,12 @@ def _paths(tree: Tree) -> list[str]:
 
 def _only_stack(call: StackCall) -> PipelinedStack:
     if call.count != 1:
-        got = "none" if not call.count else f"{call.count} runs of one"
-        raise _unfit("the loss has to run one pipelined stack with `schedule: 1f1b`, once", got)
+        got = "no run of a stack" if not call.count else f"{call.count} runs of a stack"
+        raise _cannot_cut("the loss must run one pipelined stack with `schedule: 1f1b` exactly once", got)
     return call.stack
 
 
-def _unfit(message: str, got: str | None = None) -> ConfigError:
+def _cannot_cut(message: str, got: str | None = None) -> ConfigError:
     return ConfigError(
         Problem(
             path="learner.pipelined",

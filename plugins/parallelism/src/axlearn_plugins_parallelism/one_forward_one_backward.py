@@ -1,17 +1,17 @@
-"""Loss and gradients of a pipelined model, each microbatch taken backward as soon as its loss is known (1F1B).
+"""Loss and gradients of a pipelined model with the 1F1B schedule (one forward, one backward).
 
-M microbatches of b rows, S positions, D width, P stages. Differentiating a loop over the stages takes all microbatches
-forward first, and keeps something of each. Here the gradients are computed by one loop over ticks. At each of them
+Shapes: M microbatches of b rows, S positions, D width, P stages. Differentiating a loop over the stages runs all forward passes
+first, and saves activations of every microbatch. Here, one loop over ticks computes the gradients. Each tick
 
-1. what comes before the stack (the embedding) is computed for the microbatch that enters the first stage;
-2. every stage takes a microbatch forward and keeps its input, [b, S, D], in one of `slots`;
-3. what comes after the stack (norm, output layer, loss) is computed and differentiated for the one that leaves the last stage;
-4. every stage takes an earlier microbatch backward, and computes its layers again from the input that it kept;
-5. what comes before the stack is differentiated for the microbatch that leaves the first stage.
+1. runs the part before the stack (the embedding) for the microbatch that enters the first stage,
+2. runs a forward pass on every stage, and saves its input, [b, S, D], in one of `slots`,
+3. runs and differentiates the part after the stack (norm, output layer, loss) for the microbatch that leaves the last stage,
+4. runs the backward pass of an earlier microbatch on every stage, and recomputes the layers from the saved input,
+5. differentiates the part before the stack for the microbatch that leaves the first stage.
 
-Nothing that is kept grows with M. The layers run twice forward, as they do with rematerialisation: keeping activations
-instead would take `slots` times what a stage leaves for one microbatch. 1, 3 and 5 run outside of the stages, under the same
-mesh rules as without a pipeline.
+Memory does not grow with M. The forward pass of the layers runs twice, as with rematerialisation. Saving activations instead would
+take `slots` times the activations of one microbatch. Steps 1, 3 and 5 run outside of the stages, under the same mesh rules as
+without a pipeline.
 """
 
 from collections.abc import Sequence
@@ -27,19 +27,19 @@ from axlearn_core.contracts.parts import Loss
 from axlearn_core.nn.sharding import Placement, logical_rules, placement
 from axlearn_core.nn.summaries import add_reports, map_plain
 from axlearn_plugins_parallelism.loss_parts import LossParts, Pruned
-from axlearn_plugins_parallelism.pipelined_stack import AXIS, Chunks, check_rows, stage_rules
+from axlearn_plugins_parallelism.pipelined_stack import AXIS, LayerChunks, check_rows, stage_rules
 from axlearn_plugins_parallelism.schedule import OneForwardOneBackward, Schedule
 
 Tree = Any
 
 
 def interleave_gradients(loss: Loss) -> Loss:
-    """`loss` with the same value and gradients; on stages these are computed by the 1F1B schedule.
+    """Return a loss with the same value and gradients that computes its gradients by the 1F1B schedule on stages.
 
-    The loss runs one `PipelinedStack` with `schedule: 1f1b`, once. Its microbatches count by `summaries["weight"]`.
+    The loss must run one `PipelinedStack` with `schedule: 1f1b` exactly once. `summaries["weight"]` weights its microbatches.
 
-    Raises (when it is differentiated):
-        ConfigError: it does not, or the rows cannot be split into the microbatches.
+    Raises (when the loss is differentiated):
+        ConfigError: The loss does not run one such stack, or the rows cannot be split into microbatches.
     """
 
     @jax.custom_vjp
@@ -66,15 +66,15 @@ def interleave_gradients(loss: Loss) -> Loss:
 
 
 class _Flow(NamedTuple):
-    """What passes between stages and ticks.
+    """The values that pass between stages and ticks.
 
     Attributes:
-        received: [P, ...] of (x, (losses, summaries)) from the stage before: what its layers return, and the sums of what all
-            layers so far report.
-        returned: [P, ...] of (d x, d losses) from the stage after.
-        inputs: [P, slots + 1, ...] of (x, variables): what each stage begins its microbatches with. The last place is for
-            what nobody needs.
-        variables: of the layers, after the microbatches so far: [layers, ...].
+        received: (x, (losses, summaries)) from the previous stage, [P, ...]: the output of its layers, and the summed reports of
+            all layers so far.
+        returned: (dx, dlosses) from the next stage, [P, ...].
+        inputs: (x, variables) that each stage starts its microbatches with, [P, slots + 1, ...]. The last slot takes discarded
+            values.
+        variables: Variables of the layers after the microbatches so far, [layers, ...].
     """
 
     received: Tree
@@ -84,13 +84,13 @@ class _Flow(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """What is summed over the microbatches.
+    """Sums over the microbatches.
 
     Attributes:
-        value: the loss.
-        summaries: by name.
-        outer: index of a parameter -> its float32 gradient by what comes before and after the stack.
-        layers: float32 gradients of the arrays of the layers.
+        value: Loss.
+        summaries: Name -> summary.
+        outer: Index of a parameter -> its float32 gradient from the parts before and after the stack.
+        layers: Float32 gradients of the arrays of the layers.
     """
 
     value: jax.Array
@@ -101,19 +101,26 @@ class _Sums(NamedTuple):
 
 @attrs.frozen(eq=False)
 class _Gradients:
-    """The loop, while it is traced.
+    """The loop over ticks during its trace.
 
     Attributes:
-        arrays: of the layers; `trained` says which of them have gradients.
-        first: [b, S, D] of the first microbatch before the stack.
-        reports: shapes of (losses, summaries) of the layers of a stage.
-        scales: [M], the share of each microbatch in the loss.
+        place: Mesh and mesh rules.
+        parts: The loss, cut at its stack.
+        plan: The schedule.
+        chunk: The layers, split into stages.
+        contexts: Context of the layers for each microbatch, [M, ...].
+        pre: The part before the stack.
+        first: Input of the stack for the first microbatch, [b, S, D].
+        variables: Initial variables of the layers.
+        reports: Shapes of (losses, summaries) of the layers of a stage.
+        post: The part after the stack.
+        scales: Share of each microbatch in the loss, [M], and the sum of the weights.
     """
 
     place: Placement
     parts: LossParts
     plan: OneForwardOneBackward
-    chunk: Chunks
+    chunk: LayerChunks
     contexts: Tree
     pre: Pruned
     first: jax.Array
@@ -124,12 +131,12 @@ class _Gradients:
 
     @classmethod
     def of(cls, stages: Placement, parts: LossParts) -> "_Gradients":
-        """Traces what the loop is made of."""
+        """Trace the parts of the loop."""
         plan = OneForwardOneBackward(stages.mesh.shape[AXIS], parts.count)
         layers, pre = parts.layers(parts.leaves), parts.pre()
         first = pre.call(parts.leaves, jnp.int32(0))
         check_rows(stages, first.shape[0])
-        chunk = Chunks.of(layers, Schedule(plan.stages, plan.microbatches))
+        chunk = LayerChunks.of(layers, Schedule(plan.stages, plan.microbatches))
         gradients = cls(stages, parts, plan, chunk, parts.contexts(), pre, first, layers.all_variables())
         reports = gradients._report_shapes()
         weights = parts.weights(first, reports)
@@ -138,7 +145,7 @@ class _Gradients:
         return attrs.evolve(gradients, reports=reports, post=parts.post(first, reports), scales=(scales, total))
 
     def compute(self) -> Any:
-        """((loss, (summaries, variables)), gradients)."""
+        """Return ((loss, (summaries, variables)), gradients)."""
         carry = self._begin()
         for ticks, work in zip(self.plan.phases, ((True, False), (True, True), (False, True)), strict=True):
             steps = jnp.arange(ticks.start, ticks.stop, dtype=jnp.int32)
@@ -153,20 +160,20 @@ class _Gradients:
     def _begin(self) -> tuple[_Flow, _Sums]:
         stages, slots = self.plan.stages, self.plan.slots
 
-        def of_stages(x: Any, *more: int) -> jax.Array:
+        def repeat(x: Any, *more: int) -> jax.Array:
             ones = (1,) * (1 + len(more))
             return jnp.broadcast_to(x.reshape(*ones, *x.shape), (stages, *more, *x.shape))
 
-        # A stage without work computes on a real microbatch, not on zeros: what is thrown away is finite.
+        # Idle stages compute on a real microbatch instead of zeros, so that discarded values are finite.
         zeros = jax.tree.map(lambda v: jnp.zeros((stages, *v.shape), v.dtype), self.reports)
-        x = of_stages(self.first)
+        x = repeat(self.first)
         buffers = jax.tree.map(
             lambda v: jnp.broadcast_to(
                 v.reshape(stages, 1, -1, *v.shape[1:]), (stages, slots + 1, v.shape[0] // stages, *v.shape[1:])
             ),
             self.variables,
         )
-        flow = _Flow((x, zeros), (x, zeros[0]), (of_stages(self.first, slots + 1), buffers), self.variables)
+        flow = _Flow((x, zeros), (x, zeros[0]), (repeat(self.first, slots + 1), buffers), self.variables)
         index = jnp.int32(0)
         value, summaries = jax.eval_shape(self.post.call, self.parts.leaves, index, self.first, *self.reports)
         reads = sorted({*self.pre.reads, *self.post.reads})
@@ -189,14 +196,14 @@ class _Gradients:
             index = self.plan.forward(tick, last).microbatch
             sums, slopes = self._differentiate_post(sums, index, jax.tree.map(lambda v: v[last], output))
         else:
-            slopes = jax.tree.map(lambda v: v[last], flow.returned)  # nobody needs them
+            slopes = jax.tree.map(lambda v: v[last], flow.returned)  # discarded
         if backward:
             flow, layers, leaving = self._backward(flow, slopes, sums.layers, tick)
             sums = self._differentiate_pre(sums._replace(layers=layers), leaving[0], tick)
         return flow, sums
 
     def _forward(self, flow: _Flow, entering: jax.Array, tick: jax.Array) -> tuple[_Flow, Tree]:
-        """One forward tick of all stages: (what is under way, [P, ...] of what each sends)."""
+        """Run one forward tick on all stages. Return (new flow, outputs of the stages [P, ...])."""
         plan = self.plan
         ring = [(i, (i + 1) % plan.stages) for i in range(plan.stages)]
 
@@ -213,20 +220,20 @@ class _Gradients:
                 lambda all, one: lax.dynamic_update_index_in_dim(all, one, place, 0), inputs, (x, variables)
             )
             stage = self.parts.stack.stage(self.chunk, leaves)
-            (y, written), own = stage(x, _row(contexts, index), round, index, variables)
+            (y, written), reports = stage(x, _row(contexts, index), round, index, variables)
             variables = jax.tree.map(lambda a, b: jnp.where(valid, a.astype(b.dtype), b), written, variables)
-            output = (y.astype(x.dtype), add_reports(reported, own))
+            output = (y.astype(x.dtype), add_reports(reported, reports))
             sent = jax.tree.map(lambda v: lax.ppermute(v, AXIS, ring), output)
             return *_stacked((sent, inputs)), variables, _stacked(output)
 
-        run = self._on_stages(device, split=4, whole=3)
+        run = self._map_stages(device, split=4, replicated=3)
         received, inputs, variables, output = run(
             self.chunk.leaves, flow.received, flow.inputs, flow.variables, entering, self.contexts, tick
         )
         return flow._replace(received=received, inputs=inputs, variables=variables), output
 
     def _backward(self, flow: _Flow, slopes: Tree, sums: list[jax.Array], tick: jax.Array) -> Any:
-        """One backward tick of all stages: (what is under way, gradients of the layers, [P, b, S, D] of slopes by the input)."""
+        """Run one backward tick on all stages. Return (new flow, gradients of the layers, input gradients [P, b, S, D])."""
         plan, trained = self.plan, self._trained
         ring = [(i, (i - 1) % plan.stages) for i in range(plan.stages)]
 
@@ -239,10 +246,10 @@ class _Gradients:
             context = _row(contexts, index)
 
             def layers(arrays: Sequence[jax.Array], x: jax.Array) -> Any:
-                whole = list(leaves)
+                merged = list(leaves)
                 for place, array in zip(trained, arrays, strict=True):
-                    whole[place] = array
-                (y, _), (losses, _) = self.parts.stack.stage(self.chunk, whole)(x, context, round, index, variables)
+                    merged[place] = array
+                (y, _), (losses, _) = self.parts.stack.stage(self.chunk, merged)(x, context, round, index, variables)
                 return y.astype(x.dtype), losses
 
             _, pull = jax.vjp(layers, [leaves[i] for i in trained], x)
@@ -252,34 +259,34 @@ class _Gradients:
             sent = jax.tree.map(lambda v: lax.ppermute(v, AXIS, ring), (dx, losses))
             return _stacked(sent), sums, _stacked(dx)
 
-        run = self._on_stages(device, split=4, whole=3)
+        run = self._map_stages(device, split=4, replicated=3)
         returned, sums, dx = run(self.chunk.leaves, flow.returned, flow.inputs, sums, slopes, self.contexts, tick)
         return flow._replace(returned=returned), sums, dx
 
     def _differentiate_post(self, sums: _Sums, index: jax.Array, output: Tree) -> tuple[_Sums, Tree]:
-        """Adds a microbatch's loss and gradients; (d x, d losses) of what leaves the last stage."""
+        """Add a microbatch's loss and gradients. Return (new sums, (dx, dlosses) of the last stage's output)."""
         x, (losses, reported) = output
         reported = map_plain(lambda v: v / self.plan.stages, reported)
-        call, read = self.post.of_read(self.parts.leaves, index)
+        call, read = self.post.bind(self.parts.leaves, index)
         value, pull, summaries = jax.vjp(
             lambda read, x, losses: call(read, x, losses, reported), read, x, losses, has_aux=True
         )
         scale, mean = self.scales[0][index], 1 / self.plan.microbatches
         grads, dx, _ = pull(scale.astype(value.dtype))
-        # Losses of layers count equally for each microbatch, as without a schedule.
+        # As without a schedule, the layers' losses have the same weight in each microbatch.
         _, _, slopes = pull(jnp.ones_like(value))
-        own = sum(
+        layer_loss = sum(
             (s * v for s, v in zip(jax.tree.leaves(slopes), jax.tree.leaves(losses), strict=True)), jnp.float32(0)
         )
         shares = {name: mean if name in losses or name in reported else scale for name in summaries}
         counted = {name: map_plain(lambda v, share=shares[name]: share * v, v) for name, v in summaries.items()}
         added = add_reports(sums.summaries, counted)
-        sums = sums._replace(value=sums.value + scale * (value - own) + mean * own, summaries=added)
+        sums = sums._replace(value=sums.value + scale * (value - layer_loss) + mean * layer_loss, summaries=added)
         return self._add(sums, self.post, grads), (dx, jax.tree.map(lambda v: v * mean, slopes))
 
     def _differentiate_pre(self, sums: _Sums, dx: jax.Array, tick: jax.Array) -> _Sums:
         valid, index, _ = self.plan.backward(tick, 0)
-        call, read = self.pre.of_read(self.parts.leaves, index)
+        call, read = self.pre.bind(self.parts.leaves, index)
         _, pull = jax.vjp(call, read)
         (grads,) = pull(dx)
         return self._add(sums, self.pre, [jnp.where(valid, g, 0) for g in grads])
@@ -291,16 +298,16 @@ class _Gradients:
         return sums._replace(outer=outer)
 
     def _gradients_of_parameters(self, sums: _Sums) -> Tree:
-        """The gradients, in the structure and dtypes of the parameters."""
+        """Return the gradients in the structure and dtypes of the parameters."""
         leaves, trained = self.parts.leaves, self._trained
 
         def arrays(leaves: Sequence[jax.Array]) -> list[jax.Array]:
-            chunk = Chunks.of(self.parts.layers(leaves), Schedule(self.plan.stages, self.plan.microbatches))
+            chunk = LayerChunks.of(self.parts.layers(leaves), Schedule(self.plan.stages, self.plan.microbatches))
             return [chunk.leaves[i] for i in trained]
 
-        own, pull = jax.vjp(arrays, leaves)
-        (of_layers,) = pull([g.astype(x.dtype) for g, x in zip(sums.layers, own, strict=True)])
-        grads = [(g + sums.outer[i].astype(g.dtype)) if i in sums.outer else g for i, g in enumerate(of_layers)]
+        trained_arrays, pull = jax.vjp(arrays, leaves)
+        (layer_grads,) = pull([g.astype(x.dtype) for g, x in zip(sums.layers, trained_arrays, strict=True)])
+        grads = [(g + sums.outer[i].astype(g.dtype)) if i in sums.outer else g for i, g in enumerate(layer_grads)]
         return self.parts.tree.unflatten(grads)
 
     def _report_shapes(self) -> Tree:
@@ -309,19 +316,19 @@ class _Gradients:
             zero = jnp.int32(0)
             return _stacked(stage(x, _row(contexts, zero), zero, zero, variables)[1])
 
-        run = self._on_stages(device, split=2, whole=2)
+        run = self._map_stages(device, split=2, replicated=2)
         shapes = jax.eval_shape(run, self.chunk.leaves, self.variables, self.first, self.contexts)
         return jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), shapes)
 
-    def _on_stages(self, function: Any, *, split: int, whole: int) -> Any:
-        """`function` on the devices of each stage: its first `split` arguments have a leading axis of stages."""
+    def _map_stages(self, function: Any, *, split: int, replicated: int) -> Any:
+        """Map `function` over the stages. Its first `split` arguments have a leading axis of stages."""
         rules = stage_rules(self.place)
 
         def run(*args: Any) -> Any:
             with logical_rules(jax.sharding.get_abstract_mesh(), rules):  # type: ignore[arg-type]
                 return function(*args)
 
-        specs = (PartitionSpec(AXIS),) * split + (PartitionSpec(),) * whole
+        specs = (PartitionSpec(AXIS),) * split + (PartitionSpec(),) * replicated
         return jax.shard_map(
             run, mesh=self.place.mesh, in_specs=specs, out_specs=PartitionSpec(AXIS), axis_names={AXIS}, check_vma=False
         )

@@ -1,10 +1,10 @@
-"""The pipelined stack: layers split over the mesh axis `pipeline`, microbatches passing from stage to stage.
+"""A stack of layers that is sharded over the mesh axis `pipeline`, with microbatches that pass from stage to stage.
 
-M microbatches of b rows each, S positions, D width, P stages, R rounds (chunks of layers per stage).
+Shapes: M microbatches of b rows each, S positions, D width, P stages, R rounds (chunks of layers per stage).
 
-Every device of a stage runs the same program on its own chunk of the layers (a `shard_map` over the axis `pipeline`
-alone; all other axes stay with the compiler, so that the inside of a layer is laid out as it is without a pipeline).
-Derivatives come by differentiating the loop: the backward pass goes through the ticks in reverse.
+Every device of a stage runs the same program on its own chunk of layers. This is a `shard_map` over the axis `pipeline` only. The
+compiler handles all other axes, so layers have the same sharding as without a pipeline. Differentiating the loop gives the
+gradients: the backward pass runs the ticks in reverse.
 """
 
 import math
@@ -33,25 +33,25 @@ RESIDUAL = ("batch", "residual_sequence", "activation_embed")
 
 
 class PipelinedStack(Stack):
-    """Runs layers in stages over the mesh axis `pipeline`, with parameters and checkpoints as `Stack` has them.
+    """A `Stack` that runs layers in stages over the mesh axis `pipeline`. Parameters and checkpoints are the same as `Stack`'s.
 
-    The batch is taken in microbatches on every mesh, also where there is one stage: what depends on which rows are
-    together, such as the load-balance loss of experts, is the same everywhere; losses and plain summaries of layers are means
-    over the microbatches. With a cache (for decoding) it is a plain stack.
+    The batch is split into microbatches on every mesh, even with one stage. So values that depend on the grouping of rows, such as
+    the load-balance loss of experts, do not depend on the mesh. Losses and plain summaries of layers are means over the
+    microbatches. With a cache (for decoding) it runs as a plain stack.
     """
 
     @node
     class Config(Stack.Config):
-        """How the batch goes through the stages.
+        """Config of the schedule.
+
+        The schedule affects execution only, because each microbatch passes the same layers.
 
         Attributes:
-            microbatches: how many the batch is taken in; rows k, k + M, ... are microbatch k.
-            schedule: `gpipe`, `interleaved` (each stage has `rounds` chunks of layers), or `1f1b`: a learner that is
-                `pipelined` takes each microbatch backward as soon as its loss is known. What computes no gradients, such
-                as an evaluation, goes through the stages as with `gpipe`.
-            rounds: chunks of layers per stage, where the schedule is `interleaved`.
-
-        The order in which stages work is execution: each microbatch passes the same layers.
+            microbatches: Number of microbatches per batch. Rows k, k + M, ... form microbatch k.
+            schedule: `gpipe`, `interleaved` (each stage has `rounds` chunks of layers) or `1f1b`. With `1f1b`, a learner that is
+                `pipelined` runs the backward pass of each microbatch as soon as its loss is known. Functions without gradients,
+                such as evaluation, run as with `gpipe`.
+            rounds: Chunks of layers per stage, for the schedule `interleaved`.
         """
 
         computes_like = Stack.Config
@@ -66,10 +66,10 @@ class PipelinedStack(Stack):
         super().__init__(cfg)
 
     def __call__(self, layers: Any, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
-        """Runs them one after the other; [B, S, D] -> [B, S, D].
+        """Run the layers in order: [B, S, D] -> [B, S, D].
 
         Raises:
-            ConfigError: layers, rows or microbatches that cannot be split so.
+            ConfigError: The layers, rows or microbatches cannot be split for the schedule.
         """
         place, count = placement(), self.cfg.microbatches
         stages = place.mesh.shape[AXIS] if place is not None else 1
@@ -78,28 +78,26 @@ class PipelinedStack(Stack):
         if self.cfg.schedule == "1f1b" and (call := stack_call()) is not None:
             return call.answer(self, layers, x, context), None
         if x.shape[0] % count:
-            if place is None or stages == 1:  # one row, say, to look at its logits
+            if place is None or stages == 1:  # for example a single row, to inspect its logits
                 return super().__call__(layers, x, context)
             raise uneven_rows(count, x.shape[0])
         parts, rejoin = _microbatches((x, context), x.shape[0], count)
         stacked = Layers.of(layers)
         if place is None or stages == 1:
-            y, reports, written = _one_after_the_other(super().run, stacked, parts, count)
+            y, reports, written = _run_sequentially(super().run, stacked, parts, count)
         else:
-            y, reports, written = self._in_stages(place, stacked, parts)
+            y, reports, written = self._run_stages(place, stacked, parts)
         summaries.add_layers([reports])
         write_variables(layers, written)
         return rejoin(y), None
 
-    def _in_stages(self, place: Placement, layers: Layers, parts: Any) -> tuple[jax.Array, Any, Written]:
+    def _run_stages(self, place: Placement, layers: Layers, parts: Any) -> tuple[jax.Array, Any, Written]:
         cfg, stages = self.cfg, place.mesh.shape[AXIS]
         plan = Schedule(stages, cfg.microbatches, cfg.rounds if cfg.schedule == "interleaved" else 1)
-        chunk = Chunks.of(layers, plan)
+        chunk = LayerChunks.of(layers, plan)
         if plan.rounds > 1 and plan.microbatches % stages:
             got = f"{plan.microbatches} microbatches for {stages} stages"
-            raise _incompatible(
-                "microbatches", "an interleaved schedule takes as many as the stages, or a multiple", got
-            )
+            raise _incompatible("microbatches", "an interleaved schedule needs a multiple of the number of stages", got)
         check_rows(place, parts[0].shape[1])
         rules = stage_rules(place)
 
@@ -111,19 +109,20 @@ class PipelinedStack(Stack):
         mapped = jax.shard_map(
             run, mesh=place.mesh, in_specs=(split, split, whole), out_specs=split, axis_names={AXIS}, check_vma=False
         )
-        # One copy per stage, so that their gradients are summed outside: XLA:CPU cannot compile a sum of bfloat16 over a
-        # manual axis beside automatic ones.
+        # One copy of the inputs per stage, so that their gradients are summed outside of the shard_map: XLA:CPU cannot compile a
+        # bfloat16 sum over a manual axis if other axes are automatic.
         x, context = parts
         x = jnp.broadcast_to(x[None], (stages, *x.shape))
         y, reports, written = mapped(chunk.leaves, x, context)
-        # [P, M, ...]: the last stage has the outputs, and each stage the reports of its own layers.
-        losses, found_summaries = summaries.map_plain(lambda v: v / plan.microbatches, reports)
-        reports = losses, summaries.map_plain(lambda v: v / plan.rounds, found_summaries)
+        # [P, M, ...]: the last stage has the outputs, and each stage has the reports of its own layers.
+        losses, layer_summaries = summaries.map_plain(lambda v: v / plan.microbatches, reports)
+        reports = losses, summaries.map_plain(lambda v: v / plan.rounds, layer_summaries)
         return y[-1], reports, jax.tree.map(chunk.rejoin, written)
 
-    def stage(self, chunk: "Chunks", leaves: Sequence[jax.Array]) -> Callable[..., Any]:
-        """(x, context, round, microbatch, variables) -> ((y, variables), reports): the chunk of layers of that round, on
-        this device.
+    def stage(self, chunk: "LayerChunks", leaves: Sequence[jax.Array]) -> Callable[..., Any]:
+        """Return a function that runs this device's chunk of layers for one round.
+
+        The function maps (x, context, round, microbatch, variables) -> ((y, variables), reports).
         """
         if chunk.rounds == 1:
 
@@ -132,22 +131,22 @@ class PipelinedStack(Stack):
                 return y, _update_variables(variables, written)
 
             return _with_reports(stage)
-        # The layers of the round are taken out inside the rematerialised function: as its inputs they would be kept for
-        # each tick. Without `remat` all that has a tag is kept.
+        # The layers of the round are sliced inside the rematerialised function. As inputs of the function they would be saved for
+        # each tick. Without `remat`, all tagged activations are saved.
         plain = Stack.Config(mode=self.cfg.mode).build()
         local = [leaf[0] for leaf in leaves]
 
-        def chosen(x: jax.Array, context: Context, round: jax.Array, index: jax.Array, variables: Written) -> Any:
+        def run_round(x: jax.Array, context: Context, round: jax.Array, index: jax.Array, variables: Written) -> Any:
             def row(leaf: jax.Array) -> jax.Array:
                 return lax.dynamic_index_in_dim(leaf, round, keepdims=False)
 
-            own = jax.tree.map(row, variables)
-            y, _, written = plain.run(chunk.layers([row(leaf) for leaf in local], index).replaced(own), x, context)
+            values = jax.tree.map(row, variables)
+            y, _, written = plain.run(chunk.layers([row(leaf) for leaf in local], index).replaced(values), x, context)
             put = lambda all, one: lax.dynamic_update_index_in_dim(all, one.astype(all.dtype), round, 0)  # noqa: E731
-            return y, jax.tree.map(put, variables, _update_variables(own, written))
+            return y, jax.tree.map(put, variables, _update_variables(values, written))
 
-        remat = (self.cfg.remat or _KeepTagged.Config()).build()
-        wrapped = remat.wrap(_with_reports(chosen), in_loop=True)
+        remat = (self.cfg.remat or _SaveTagged.Config()).build()
+        wrapped = remat.wrap(_with_reports(run_round), in_loop=True)
 
         def checked(*args: Any) -> Any:
             result = wrapped(*args)
@@ -157,48 +156,48 @@ class PipelinedStack(Stack):
         return checked
 
 
-class _KeepTagged(Remat):
-    """Keeps everything that has a tag."""
+class _SaveTagged(Remat):
+    """A remat policy that saves all tagged activations."""
 
     def wrap(self, function: Callable[..., Any], *, in_loop: bool) -> Callable[..., Any]:
-        """`function`, rematerialised."""
+        """Rematerialise `function`."""
         policy = jax.checkpoint_policies.save_any_names_but_these()
         return jax.checkpoint(function, policy=policy, prevent_cse=not in_loop)
 
 
 def stage_rules(place: Placement) -> dict[str, tuple[str, ...]]:
-    """The mesh rules inside a stage, where `pipeline` is an axis of the program itself, and of no array."""
+    """Return the mesh rules inside a stage. They do not contain the axis `pipeline`, which is manual there."""
     return {name: tuple(a for a in axes if a != AXIS) for name, axes in place.rules.items()}
 
 
 def check_rows(place: Placement, rows: int) -> None:
-    """Raises `ConfigError` where the rows of a microbatch cannot be shared equally by the devices of a stage."""
+    """Raise `ConfigError` if the devices of a stage cannot split the rows of a microbatch equally."""
     devices = math.prod(place.mesh.shape[a] for a in place.rules.get("batch", ()) if a != AXIS)
     if rows % devices:
-        got = f"{rows} rows per microbatch, and {devices} devices share the batch"
-        raise _incompatible("microbatches", "a microbatch has no equal part for every device", got)
+        got = f"{rows} rows per microbatch for {devices} devices that share the batch"
+        raise _incompatible("microbatches", "the devices of a stage cannot split a microbatch equally", got)
 
 
 def uneven_rows(count: int, rows: int) -> ConfigError:
-    """The error of a batch that cannot be split into that many microbatches."""
+    """Return the error for a batch that cannot be split into `count` microbatches."""
     return _incompatible("microbatches", "does not divide the rows of the batch", f"{count} for {rows} rows")
 
 
 def _incompatible(field: str, message: str, got: str) -> ConfigError:
-    fix = "change model.decoder.stack, mesh.shape.pipeline, or what is split"
+    fix = "change model.decoder.stack, mesh.shape.pipeline, or the number of layers or rows"
     return ConfigError(Problem(path=f"model.**.stack.{field}", message=message, got=got, fix=fix))
 
 
-class Chunks(NamedTuple):
-    """Stacked layers cut into `stages * rounds` chunks of the same kinds of layers.
+class LayerChunks(NamedTuple):
+    """Stacked layers split into `stages * rounds` chunks with the same kinds of layers.
 
     Attributes:
-        leaves: the arrays: [layers, ...] with one round; else [stages, rounds, layers of a chunk, ...]. Random keys are
-            their data.
-        graphs: of each kind of layer, its structure, that of its arrays, and how many of the leaves are its own.
-        keys: of each leaf, whether it is the data of random keys.
-        kinds: of the layers of a chunk.
-        rounds: chunks per stage.
+        leaves: Arrays, [layers, ...] with one round, else [stages, rounds, layers of a chunk, ...]. Random keys are stored as key
+            data.
+        graphs: For each kind of layer: the graph definition, the tree structure of its arrays, and its number of leaves.
+        keys: Whether each leaf is the data of random keys.
+        kinds: Kinds of the layers of a chunk.
+        rounds: Chunks per stage.
     """
 
     leaves: list[jax.Array]
@@ -208,41 +207,41 @@ class Chunks(NamedTuple):
     rounds: int
 
     @classmethod
-    def of(cls, layers: Layers, plan: Schedule) -> "Chunks":
-        """Cuts them; raises `ConfigError` where the chunks would differ."""
+    def of(cls, layers: Layers, plan: Schedule) -> "LayerChunks":
+        """Split layers into chunks. Raise `ConfigError` if the chunks would differ."""
         states = [jax.tree.flatten(state) for state in layers.states]
         kinds, count = layers.kinds, plan.stages * plan.rounds
         if len(kinds) % count:
             got = f"{len(kinds)} layers for {plan.stages} stages" + (
                 f" of {plan.rounds} chunks" if plan.rounds > 1 else ""
             )
-            raise _incompatible("layers", "the layers cannot be split into equal parts", got)
+            raise _incompatible("layers", "the layers cannot be split into equal chunks", got)
         size = len(kinds) // count
         chunks = {tuple(kinds[i : i + size]) for i in range(0, len(kinds), size)}
         if len(chunks) > 1:
-            got = f"kinds {' '.join(map(str, kinds))} in parts of {size}"
-            raise _incompatible("layers", "every part has to have the same kinds of layers, in the same order", got)
+            got = f"kinds {' '.join(map(str, kinds))} in chunks of {size}"
+            raise _incompatible("layers", "all chunks must have the same kinds of layers in the same order", got)
         leaves = [leaf for flat, _ in states for leaf in flat]
         keys = [randomness.is_key(leaf) for leaf in leaves]
         leaves = [jax.random.key_data(x) if is_key else x for x, is_key in zip(leaves, keys, strict=True)]
-        if plan.rounds > 1:  # chunk r * P + s is stage s's
+        if plan.rounds > 1:  # stage s has the chunks r * P + s
             leaves = [jnp.swapaxes(x.reshape(plan.rounds, plan.stages, -1, *x.shape[1:]), 0, 1) for x in leaves]
         graphs = [(graph, tree, len(flat)) for graph, (flat, tree) in zip(layers.graphs, states, strict=True)]
         return cls(leaves, graphs, keys, chunks.pop(), plan.rounds)
 
     def layers(self, leaves: Iterable[jax.Array], index: jax.Array | None = None) -> Layers:
-        """The layers of one chunk, whose random streams are those of the microbatch `index`."""
+        """Build the layers of one chunk, with the random streams of the microbatch `index`."""
         arrays = iter(jax.random.wrap_key_data(x) if is_key else x for x, is_key in zip(leaves, self.keys, strict=True))
         states = [tree.unflatten([next(arrays) for _ in range(n)]) for _, tree, n in self.graphs]
         layers = Layers(self.kinds, tuple(graph for graph, *_ in self.graphs), tuple(states))
         return layers.folded(index) if any(self.keys) and index is not None else layers
 
     def variables(self, leaves: Sequence[jax.Array]) -> Written:
-        """The variables of this device's chunks: [layers of a chunk, ...], or [rounds, layers of a chunk, ...]."""
+        """Return the variables of this device's chunks: [layers of a chunk, ...], or [rounds, layers of a chunk, ...]."""
         return self.layers(leaves if self.rounds == 1 else [leaf[0] for leaf in leaves]).all_variables()
 
     def rejoin(self, variable: jax.Array) -> jax.Array:
-        """[P * layers of a chunk, ...], or [P * rounds, layers of a chunk, ...], to [layers, ...] in their order."""
+        """Restore the order of layers: [P * layers of a chunk, ...] or [P * rounds, layers of a chunk, ...] -> [layers, ...]."""
         if self.rounds == 1:
             return variable
         chunks = variable.reshape(-1, self.rounds, *variable.shape[1:])
@@ -254,7 +253,7 @@ def _update_variables(variables: Written, written: Written) -> Written:
 
 
 def _with_reports(stage: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """(y, (losses, summaries)) of a function that adds them to the collector in force."""
+    """Wrap a stage so that it returns (y, (losses, summaries)) instead of adding these to the active collector."""
 
     def run(*args: Any) -> Any:
         with summaries.collect() as collector:
@@ -265,13 +264,17 @@ def _with_reports(stage: Callable[..., jax.Array]) -> Callable[..., Any]:
 
 
 def _microbatches(tree: Any, rows: int, count: int) -> tuple[Any, Callable[[jax.Array], jax.Array]]:
-    """Each array [B, ...] as [M, b, ...], and the way back; those with one row for all stay as they are, M times."""
+    """Split arrays [B, ...] into [M, b, ...], and repeat arrays with one row for all rows M times.
+
+    Returns:
+        The split tree, and a function that joins an output again.
+    """
 
     def split(x: jax.Array) -> jax.Array:
         if x.shape[0] != rows:
             return jnp.broadcast_to(x[None], (count, *x.shape))
         parts = jnp.swapaxes(x.reshape(rows // count, count, *x.shape[1:]), 0, 1)
-        return _laid_out(parts)
+        return _constrain_residual(parts)
 
     def rejoin(y: jax.Array) -> jax.Array:
         return constrain(jnp.swapaxes(y, 0, 1).reshape(rows, *y.shape[2:]), *RESIDUAL)
@@ -279,19 +282,19 @@ def _microbatches(tree: Any, rows: int, count: int) -> tuple[Any, Callable[[jax.
     return jax.tree.map(split, tree), rejoin
 
 
-def _laid_out(x: jax.Array) -> jax.Array:
+def _constrain_residual(x: jax.Array) -> jax.Array:
     return constrain(x, *(None, *RESIDUAL)[: x.ndim])
 
 
-def _one_after_the_other(
+def _run_sequentially(
     run: Callable[..., Any], layers: Layers, parts: Any, count: int
 ) -> tuple[jax.Array, Any, Written]:
-    """All microbatches through all layers; what is reported is [M] of each name."""
+    """Run all microbatches through all layers. Reports have the shape [M] for each name."""
     draws = any(randomness.is_key(leaf) for state in layers.states for leaf in jax.tree.leaves(state))
 
     def microbatch(variables: Written, index: jax.Array | None, x: jax.Array, context: Context) -> Any:
-        own = layers.replaced(variables) if index is None else layers.replaced(variables).folded(index)
-        y, _, written = run(own, x, context)
+        updated = layers.replaced(variables) if index is None else layers.replaced(variables).folded(index)
+        y, _, written = run(updated, x, context)
         return y, _update_variables(variables, written)
 
     def body(variables: Written, numbered: Any) -> Any:
@@ -305,11 +308,11 @@ def _one_after_the_other(
 
 
 def _ticks(plan: Schedule, stage: Callable[..., Any], variables: Written, x: jax.Array, context: Any) -> Any:
-    """What one device does: a chunk of layers per tick, on what the stage before it sent.
+    """Run the ticks of one device. Each tick runs a chunk of layers on the output of the previous stage.
 
     Returns:
-        [1, M, b, S, D] (of the last stage the outputs), [1] sums over the ticks of what was reported, and the variables of
-        this device's layers as they are after all microbatches.
+        [1, M, b, S, D] (the outputs, on the last stage), [1] sums of the reports over the ticks, and the variables of this
+        device's layers after all microbatches.
     """
     me = lax.axis_index(AXIS)
     ring = [(i, (i + 1) % plan.stages) for i in range(plan.stages)]
@@ -317,22 +320,21 @@ def _ticks(plan: Schedule, stage: Callable[..., Any], variables: Written, x: jax
     def tick(carry: tuple[jax.Array, jax.Array, Written], now: jax.Array) -> Any:
         received, outputs, variables = carry
         valid, index, round = plan.work(now, me)
-        own_input, own_context = jax.tree.map(
+        first_input, row_context = jax.tree.map(
             lambda v: lax.dynamic_index_in_dim(v, index, keepdims=False), (x, context)
         )
         (y, new), reports = stage(
-            jnp.where((me == 0) & (round == 0), own_input, received), own_context, round, index, variables
+            jnp.where((me == 0) & (round == 0), first_input, received), row_context, round, index, variables
         )
         variables = jax.tree.map(lambda a, b: jnp.where(valid, a.astype(b.dtype), b), new, variables)
         y = y.astype(x.dtype)
         last = valid & (me == plan.stages - 1) & (round == plan.rounds - 1)
-        place = jnp.where(last, index, plan.microbatches)  # behind the outputs is room for what nobody needs
+        place = jnp.where(last, index, plan.microbatches)  # the slot after the outputs takes discarded values
         outputs = lax.dynamic_update_index_in_dim(outputs, y, place, 0)
         reports = jax.tree.map(lambda v: jnp.where(valid, v, 0), reports)
         return (lax.ppermute(y, AXIS, ring), outputs, variables), reports
 
-    # Before the first microbatch arrives a stage computes on a real one, not on zeros: nothing that is thrown away can be
-    # infinite, here or in a derivative.
+    # Idle stages compute on a real microbatch instead of zeros, so that discarded values and their gradients are finite.
     outputs = jnp.zeros((plan.microbatches + 1, *x.shape[1:]), x.dtype)
     (_, outputs, final_variables), reports = lax.scan(tick, (x[0], outputs, variables), jnp.arange(plan.ticks))
     return outputs[None, :-1], jax.tree.map(lambda v: v[None], summaries.sum_reports(reports)), final_variables

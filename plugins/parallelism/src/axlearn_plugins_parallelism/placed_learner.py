@@ -1,4 +1,4 @@
-"""A learner that says in which dtype and memory its optimizer's state is kept, and by which schedule stages compute gradients."""
+"""A learner with options for the dtype and memory of the optimizer state, and for 1F1B gradients."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,17 +16,21 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class PlacedLearner(Learner):
-    """The shipped learner; what its optimizer keeps of each parameter is in a dtype and a memory of its own.
+    """A `Learner` that can store the optimizer's moments in another dtype or in host memory.
 
-    Updates are computed as before: the state is read into the device's memory and into the dtype that the optimizer
-    itself would keep it in, and stored again afterwards. Numbers that are not of a parameter (counters) stay as they are.
+    Updates do not change: the state is loaded to the device and cast to the optimizer's usual dtype, and stored again afterwards.
+    Scalars such as counters keep their dtype and memory.
     """
 
     @node
     class Config(Learner.Config):
-        """`state_dtype` is what moments are stored in, None what the optimizer wants; `offload` keeps them on the host, which is
-        execution: they are computed with on the device. `pipelined` takes the gradients of a pipelined stack with
-        `schedule: 1f1b` by that schedule, which is execution too.
+        """Config of a `PlacedLearner`.
+
+        Attributes:
+            state_dtype: Storage dtype of the moments. None keeps the optimizer's dtype.
+            offload: Whether to keep the moments in host memory. Affects execution only, as updates run on the device.
+            pipelined: Whether to compute the gradients of a pipelined stack with `schedule: 1f1b` by that schedule. Affects
+                execution only.
         """
 
         computes_like = Learner.Config
@@ -36,7 +40,7 @@ class PlacedLearner(Learner):
         pipelined: bool = setting(default=False, kind="execution", hide_default=True)
 
         def validate(self) -> Iterable[Problem]:
-            """A dtype that there is not."""
+            """Report an unknown dtype."""
             if self.state_dtype is not None and self.state_dtype not in DTYPES:
                 yield Problem(
                     path="state_dtype",
@@ -48,11 +52,11 @@ class PlacedLearner(Learner):
     cfg: Any
 
     def init(self, params: Any) -> LearnerState:
-        """The state for a pytree of parameters; see `Learner.init`."""
+        """Return the state for a pytree of parameters. See `Learner.init`."""
         return self._store(super().init(params))
 
     def value_and_grad(self, loss: Loss, params: Any, variables: Any, batch: Any, key: jax.Array | None = None) -> Any:
-        """`((mean loss, summaries, variables), grads)`; see `Learner.value_and_grad`."""
+        """Return `((mean loss, summaries, variables), grads)`. See `Learner.value_and_grad`."""
         if self.cfg.pipelined:
             from axlearn_plugins_parallelism.one_forward_one_backward import interleave_gradients
 
@@ -62,14 +66,14 @@ class PlacedLearner(Learner):
     def update(
         self, grads: Any, state: LearnerState, params: Any, loss: jax.Array
     ) -> tuple[Any, LearnerState, dict[str, jax.Array]]:
-        """(new params, new state, scalar summaries); see `Learner.update`."""
-        like = jax.eval_shape(super().init, params).optimizer
-        own = jax.tree.map(lambda x, spec: self._read(x, spec), state.optimizer, like)
-        params, state, summaries = super().update(grads, state._replace(optimizer=own), params, loss)
+        """Return (new params, new state, scalar summaries). See `Learner.update`."""
+        specs = jax.eval_shape(super().init, params).optimizer
+        optimizer = jax.tree.map(lambda x, spec: self._read(x, spec), state.optimizer, specs)
+        params, state, summaries = super().update(grads, state._replace(optimizer=optimizer), params, loss)
         return params, self._store(state), summaries
 
     def place(self, places: LearnerState, state: LearnerState) -> LearnerState:
-        """The shardings of the state, moments in the host's memory where they are offloaded."""
+        """Return the shardings of the state, with host memory for the moments if they are offloaded."""
         if not self.cfg.offload:
             return places
         optimizer = jax.tree.map(
@@ -85,7 +89,7 @@ class PlacedLearner(Learner):
     def _store(self, state: LearnerState) -> LearnerState:
         dtype = self.cfg.state_dtype
 
-        def narrowed(x: Any) -> Any:
+        def cast(x: Any) -> Any:
             return x.astype(dtype) if dtype and jnp.ndim(x) and jnp.issubdtype(x.dtype, jnp.floating) else x
 
-        return state._replace(optimizer=jax.tree.map(narrowed, state.optimizer))
+        return state._replace(optimizer=jax.tree.map(cast, state.optimizer))

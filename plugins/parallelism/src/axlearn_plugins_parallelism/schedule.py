@@ -1,8 +1,8 @@
-"""Which microbatch a stage works on at which tick.
+"""Pipeline schedules: the microbatch that each stage works on at each tick.
 
-Layers are split into `stages * rounds` chunks of consecutive layers, and chunk `r * stages + s` is run by stage `s`: with
-one round this is GPipe (Huang et al., 2019), with more the interleaved schedule of Narayanan et al., 2021, in which every
-stage has `rounds` chunks, and microbatches go around in groups of as many as there are stages.
+Layers are split into `stages * rounds` chunks of consecutive layers. Stage `s` runs the chunks `r * stages + s`. With one round
+this is GPipe (Huang et al., 2019). With more rounds it is the interleaved schedule of Narayanan et al., 2021: every stage has
+`rounds` chunks, and groups of `stages` microbatches pass through the stages once per round.
 """
 
 from typing import Any, NamedTuple
@@ -11,12 +11,12 @@ import jax.numpy as jnp
 
 
 class Work(NamedTuple):
-    """What a stage does at a tick.
+    """The work of a stage at a tick.
 
     Attributes:
-        valid: whether there is anything; what is computed otherwise is thrown away.
-        microbatch: its index.
-        round: which of the stage's chunks runs.
+        valid: Whether there is work. If not, the result is discarded.
+        microbatch: Index of the microbatch.
+        round: Index of the stage's chunk.
     """
 
     valid: Any
@@ -33,19 +33,19 @@ class Schedule(NamedTuple):
 
     @property
     def ticks(self) -> int:
-        """How long it takes, in times that one chunk takes for one microbatch."""
+        """Length of the schedule, in units of the time of one chunk for one microbatch."""
         return self.rounds * self.microbatches + self.stages - 1
 
     @property
     def bubble(self) -> float:
-        """The share of that time in which a stage has nothing to do."""
+        """Share of the ticks in which a stage is idle."""
         return (self.stages - 1) / self.ticks
 
     def work(self, tick: Any, stage: Any) -> Work:
-        """The work of a stage at a tick, ints or traced.
+        """Return the work of a stage at a tick. Both may be ints or traced values.
 
-        The output of the last stage reaches the first one tick later, which is when its next round begins: nothing has
-        to wait anywhere.
+        The output of the last stage reaches the first stage one tick later, exactly when its next round begins. So outputs never
+        wait in a buffer.
         """
         item = tick - stage
         valid = (item >= 0) & (item < self.rounds * self.microbatches)
@@ -57,11 +57,11 @@ class Schedule(NamedTuple):
 
 
 class OneForwardOneBackward(NamedTuple):
-    """A static schedule in which each stage goes backward through a microbatch as soon as it can (1F1B).
+    """A static schedule in which each stage runs the backward pass of a microbatch as early as possible (1F1B).
 
-    Narayanan et al., 2019, in lockstep: at a tick every stage takes one microbatch forward and one backward. In the first
-    `stages - 1` ticks there is nothing to take backward yet, in the last nothing to take forward, so that the idle time is
-    that of GPipe. What a stage keeps are the inputs of at most `slots` microbatches, for any number of them.
+    This is the schedule of Narayanan et al., 2019, in lockstep: at each tick, every stage runs one forward and one backward pass.
+    The first `stages - 1` ticks have no backward work and the last `stages - 1` ticks have no forward work, so the idle time equals
+    GPipe's. A stage saves the inputs of at most `slots` microbatches, independent of their total number.
     """
 
     stages: int
@@ -69,21 +69,21 @@ class OneForwardOneBackward(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """How many microbatches the first stage has taken forward and not yet backward."""
+        """Maximum number of microbatches between the forward and the backward pass of the first stage."""
         return 2 * self.stages - 1
 
     @property
     def phases(self) -> tuple[range, range, range]:
-        """The ticks with forward work alone, those with both kinds, those with backward work alone."""
+        """Ticks with only forward work, with both, and with only backward work."""
         fill, drain = self.stages - 1, self.microbatches + self.stages - 1
         return range(fill), range(fill, drain), range(drain, drain + fill)
 
     def forward(self, tick: Any, stage: Any) -> Work:
-        """The microbatch that a stage takes forward at a tick, ints or traced."""
+        """Return the forward work of a stage at a tick. Both may be ints or traced values."""
         return self._work(tick - stage)
 
     def backward(self, tick: Any, stage: Any) -> Work:
-        """The microbatch that a stage takes backward at a tick, after its forward work."""
+        """Return the backward work of a stage at a tick, which follows its forward work."""
         return self._work(tick - (2 * (self.stages - 1) - stage))
 
     def _work(self, item: Any) -> Work:

@@ -1,7 +1,7 @@
-"""A loss cut at the stack of layers that it runs: what comes before the stack, and what comes after it.
+"""Cut a loss at its stack of layers into the parts before and after the stack.
 
-The loss is a function of its own that knows nothing of stages. Traced with `StackCall` in force, its stack records what it
-was called with, and returns what it is given instead of running layers.
+The loss is an ordinary function that does not know about stages. While a `StackCall` is active, the stack records its arguments and
+returns the given output instead of running layers.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from axlearn_plugins_transformer.stacked import Layers, Written, write_variables
 
 @attrs.frozen(eq=False)
 class StackOutput:
-    """What a stack returns, reports and writes.
+    """The results of a stack.
 
     Attributes:
-        x: [b, S, D].
-        reports: (losses, summaries): name -> scalar, summed over the layers and averaged over them.
-        written: the variables of all layers.
+        x: Output, [b, S, D].
+        reports: (losses, summaries). Each maps name -> scalar. Losses are summed over the layers, summaries are averaged.
+        written: Variables of all layers.
     """
 
     x: jax.Array
@@ -34,13 +34,13 @@ class StackOutput:
 
 @attrs.define(eq=False)
 class StackCall:
-    """The calls of a stack within one trace of a loss.
+    """The stack calls in one trace of a loss.
 
     Attributes:
-        output: what the stack returns; None returns its input.
-        count: how often it was called.
-        stack: the newest one that was.
-        layers, x, context: what it was called with.
+        output: Output that the stack returns. If None, the stack returns its input.
+        count: Number of calls.
+        stack: Stack of the latest call.
+        layers, x, context: Arguments of the latest call.
     """
 
     output: StackOutput | None = None
@@ -51,7 +51,7 @@ class StackCall:
     context: Any = None
 
     def answer(self, stack: Any, layers: Any, x: jax.Array, context: Context) -> jax.Array:
-        """Records the call of a stack; what it returns: [b, S, D]."""
+        """Record a stack call. Return the output, or the input if there is no output: [b, S, D]."""
         self.count += 1
         self.stack, self.layers, self.x, self.context = stack, Layers.of(layers), x, context
         if self.output is None:
@@ -61,20 +61,20 @@ class StackCall:
         return self.output.x
 
 
-_in_force: contextvars.ContextVar[StackCall | None] = contextvars.ContextVar("axlearn_stack_call", default=None)
+_active: contextvars.ContextVar[StackCall | None] = contextvars.ContextVar("axlearn_stack_call", default=None)
 
 
 def stack_call() -> StackCall | None:
-    """The one in force."""
-    return _in_force.get()
+    """Return the active `StackCall`, or None."""
+    return _active.get()
 
 
 @contextlib.contextmanager
 def cut_at_stack(output: StackOutput | None = None) -> Iterator[StackCall]:
-    """Within it, stacks that ask `stack_call` record their calls and return `output`."""
+    """Activate a `StackCall`. Stacks that check `stack_call` record their calls and return `output`."""
     call = StackCall(output)
-    token = _in_force.set(call)
+    token = _active.set(call)
     try:
         yield call
     finally:
-        _in_force.reset(token)
+        _active.reset(token)

@@ -1,1 +1,1 @@
-"""Plans: the real training step, compiled for hardware that need not be here, and what that says of it."""
+"""Plan a training step for absent hardware by compiling it, and report its memory, time and traffic."""

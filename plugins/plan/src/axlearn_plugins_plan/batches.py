@@ -1,4 +1,4 @@
-"""The shapes of an experiment's batches, with no data at hand."""
+"""Find the batch shapes of an experiment without its data."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,17 +10,17 @@ from axlearn_core.errors import AxlearnError, RequestError
 
 
 def abstract_batch(config: Any, vocab_size: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """Name -> shape and dtype of each array of the global batches that a config trains on.
+    """Return name -> shape and dtype of each array of a config's global training batches.
 
-    An input says so itself: its config's method `batch_shapes()` gives name -> (shape, dtype). Of an input without that
-    method one batch is read, for which its data has to be here.
+    Uses the method `batch_shapes()` of the input's config, which returns name -> (shape, dtype). Reads one batch if the config has
+    no such method, which requires the data.
 
     Args:
-        config: a `Trainer.Config`, or one with the same `input` and `build_input`.
-        vocab_size: of the model, for inputs that ask for it.
+        config: A `Trainer.Config`, or a config with the same `input` and `build_input`.
+        vocab_size: Vocabulary size of the model, for inputs that need it.
 
     Raises:
-        RequestError: it does not say so, and no batch can be read.
+        RequestError: The input has no `batch_shapes()`, and no batch can be read.
     """
     if isinstance(config.input, DeclaresBatches) and (shapes := config.input.batch_shapes()):
         return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in shapes.items()}
@@ -33,8 +33,8 @@ def abstract_batch(config: Any, vocab_size: int | None = None) -> dict[str, jax.
             batches.close()
     except AxlearnError as error:
         raise RequestError(
-            f"input: {kind} does not say what its batches look like, and no batch can be read\n"
+            f"input: {kind} does not declare the shapes of its batches, and no batch can be read\n"
             f"    got: {error}\n"
-            "    fix: make its data available, or give its config a method batch_shapes() -> {name: (shape, dtype)}"
+            "    fix: make its data available, or add a method batch_shapes() -> {name: (shape, dtype)} to its config"
         ) from error
     return {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in batch.items()}

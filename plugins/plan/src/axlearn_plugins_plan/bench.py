@@ -1,4 +1,4 @@
-"""`axlearn bench step`: training steps measured on the devices that are here."""
+"""Measure training steps on the local devices, for `axlearn bench step`."""
 
 import itertools
 import resource
@@ -21,32 +21,33 @@ from axlearn_core.plugins.resolve import Resolved
 from axlearn_core.run.lock import peak_flops
 from axlearn_core.train.session import batch_tokens
 from axlearn_core.train.trainer import Trainer
-from axlearn_plugins_plan.memory import of_compiled
+from axlearn_plugins_plan.memory import compiled_memory
 
 BATCHES = 4
-"""Different batches that the steps take in turn: routers and losses see more than one."""
+"""Number of different batches that the steps cycle through, so that routers and losses see more than one."""
 TRACED = 5
-"""Steps that are traced, of which the slowest trace is kept."""
+"""Number of traced steps. Only the trace of the slowest step is kept."""
 
 
 @attrs.frozen(kw_only=True)
 class Measured:
-    """A training step as it ran. Bytes are of one device, or of the process where all devices share its memory.
+    """Measurements of a training step. Bytes are per device, or per process if all devices share its memory.
 
     Attributes:
-        devices: `8 x NVIDIA H100 80GB HBM3`.
-        seconds: of each measured step, without its input.
-        compile_seconds: of the step; short where JAX's cache had it.
-        input_seconds: of a batch, the median: what the input takes, which a training run overlaps with steps.
-        tokens: of a step; None for batches without tokens.
-        model_flops: of a step, by the convention of model FLOPs utilisation.
-        peak_flops: of all devices together; None where it is not known.
-        planned_bytes: what the compiled step needs, times `sharing`.
-        planned_at_most: whether that is an upper bound: on TPUs, where only `axlearn plan` reads how the compiler lays out buffers.
-        used_bytes: the most that was taken while the steps ran; None where nothing tells.
-        sharing: how many devices share the memory that was measured.
-        trace: the directory of the trace, for TensorBoard or Perfetto; None without one.
-        traced_seconds: of the slowest traced step.
+        devices: Number and kind, such as `8 x NVIDIA H100 80GB HBM3`.
+        seconds: Time of each measured step, without its input.
+        compile_seconds: Time to compile the step. Short if JAX's cache had the program.
+        input_seconds: Median time to read a batch. A training run overlaps it with steps.
+        tokens: Tokens per step. None for batches without tokens.
+        model_flops: FLOPs per step, by the convention of model FLOPs utilisation.
+        peak_flops: Peak FLOP/s of all devices together. None if unknown.
+        planned_bytes: Memory of the compiled step, times `sharing`.
+        planned_at_most: Whether `planned_bytes` is an upper bound. True on TPUs, because only `axlearn plan` reads the compiler's
+            buffer assignment.
+        used_bytes: Peak memory during the steps. None if neither the devices nor the system report it.
+        sharing: Number of devices that share the measured memory.
+        trace: Directory of the trace, for TensorBoard or Perfetto. None without a trace.
+        traced_seconds: Time of the slowest traced step.
     """
 
     title: str
@@ -67,31 +68,32 @@ class Measured:
 
     @property
     def median(self) -> float:
-        """Seconds of a step."""
+        """Median seconds per step."""
         return statistics.median(self.seconds)
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation."""
+        """Model FLOPs utilisation, or None if the peak is unknown."""
         return self.model_flops / self.median / self.peak_flops if self.peak_flops else None
 
 
 def measure_step(
     resolved: Resolved, *, steps: int, warmup: int, trace: Path | None, progress: Callable[[str], None] = lambda _: None
 ) -> Measured:
-    """Runs training steps of a request, which has to be resolved for the devices that are here.
+    """Measure training steps of a request on the local devices.
 
-    The state is initialised as a run's is; batches come from the experiment's input and lie on the devices before a step
-    begins. Nothing is evaluated or saved.
+    The state is initialised as in a training run. Batches come from the experiment's input and are on the devices before each step
+    starts. Nothing is evaluated or saved.
 
     Args:
-        resolved: the request, checked.
-        steps: how many are measured.
-        warmup: how many run before them.
-        trace: an empty or new directory for the trace of the slowest of a few further steps; None traces nothing.
+        resolved: The request, checked and resolved for the local devices.
+        steps: Number of measured steps.
+        warmup: Number of steps to run before the measurement.
+        trace: New or empty directory for the trace of the slowest of a few further steps. No tracing if None.
+        progress: Called with a line of text for each stage.
 
     Raises:
-        RequestError: it is not a trainer, or its input gives no batch.
+        RequestError: The experiment is not a trainer, or its input is empty.
     """
     config: Any = resolved.config
     if not isinstance(config, Trainer.Config):
@@ -102,13 +104,13 @@ def measure_step(
     started = time.perf_counter()
     compiled = program.compile("train", batches[0])
     compile_seconds = time.perf_counter() - started
-    progress(f"compiled in {compile_seconds:.1f} s; {warmup} steps to warm up, then {steps}")
+    progress(f"compiled in {compile_seconds:.1f} s; running {warmup} warm-up steps and {steps} measured steps")
     watermark = _Watermark(program.layout.mesh.local_devices)
     runner = _Runner(program, program.init(config.seed), batches)
     runner.run(warmup)
     seconds = runner.run(steps)
     used = watermark.read()
-    planned = of_compiled(compiled, resolved.machine)
+    planned = compiled_memory(compiled, resolved.machine)
     traced = _trace_slowest(runner, trace) if trace is not None else None
     devices = program.layout.mesh.devices
     return Measured(
@@ -143,7 +145,7 @@ def _batches(program: Program, config: Any) -> tuple[list[Any], float]:
     except StopIteration:
         if not batches:
             raise RequestError(
-                "the input gives no batch\n    fix: give it more data, or set a smaller input.batch_size"
+                "the input has less than one batch of data\n    fix: add data, or set a smaller input.batch_size"
             ) from None
     finally:
         stream.close()
@@ -151,14 +153,14 @@ def _batches(program: Program, config: Any) -> tuple[list[Any], float]:
 
 
 class _Runner:
-    """Takes steps, one after the other, and waits for each."""
+    """Runs training steps one at a time, and waits for each step."""
 
     def __init__(self, program: Program, state: Any, batches: Sequence[Any]):
         self.program, self.state, self._batches = program, state, itertools.cycle(batches)
         jax.block_until_ready((state, batches))
 
     def run(self, count: int) -> list[float]:
-        """Seconds of each of so many steps."""
+        """Run `count` steps. Return the seconds of each step."""
         seconds = []
         for batch in itertools.islice(self._batches, count):
             started = time.perf_counter()
@@ -169,27 +171,29 @@ class _Runner:
 
 
 def _trace_slowest(runner: _Runner, directory: Path) -> float:
-    """Traces some steps, each alone, and leaves the trace of the slowest in the directory; its seconds."""
+    """Trace a few steps separately, and keep only the trace of the slowest step. Return its seconds."""
     slowest = -1.0
     for index in range(TRACED):
-        own = directory / f"step-{index}"
-        with jax.profiler.trace(str(own)):
+        trace = directory / f"step-{index}"
+        with jax.profiler.trace(str(trace)):
             (seconds,) = runner.run(1)
         if seconds <= slowest:
-            shutil.rmtree(own)
+            shutil.rmtree(trace)
             continue
         for other in directory.glob("step-*"):
-            if other != own:
+            if other != trace:
                 shutil.rmtree(other)
         slowest = seconds
     return slowest
 
 
 class _Watermark:
-    """The most memory that is taken from now on: by a device where it tells, else by this process beyond what it has now.
+    """Peak memory since construction.
+
+    Measures the peak of one device if the devices report it, else the growth of this process.
 
     Attributes:
-        sharing: how many devices share what is measured.
+        sharing: Number of devices that share the measured memory.
     """
 
     def __init__(self, devices: Sequence[Any]):
@@ -199,14 +203,14 @@ class _Watermark:
         self.before = 0 if self.by_device else _resident(reset=True)
 
     def read(self) -> int | None:
-        """Bytes; None where neither device nor system tells."""
+        """Return the peak in bytes, or None if neither the devices nor the system report it."""
         if self.by_device:
             return max(d.memory_stats()["peak_bytes_in_use"] for d in self.devices)
         return None if self.before is None else max(0, (_resident() or 0) - self.before)
 
 
 def _resident(reset: bool = False) -> int | None:
-    """The process's greatest resident set since the last reset; with `reset`, what it is now."""
+    """Return the peak resident set size of the process in bytes since the last reset. `reset` resets the peak first."""
     status = Path("/proc/self/status")
     try:
         if reset:
@@ -221,7 +225,7 @@ def _resident(reset: bool = False) -> int | None:
 
 
 def as_json(measured: Measured) -> dict[str, Any]:
-    """One object; seconds and bytes."""
+    """Return the measurements as one JSON object, in seconds and bytes."""
     seconds = sorted(measured.seconds)
     return {
         "experiment": measured.title,
@@ -245,31 +249,29 @@ def as_json(measured: Measured) -> dict[str, Any]:
 
 
 def text(measured: Measured) -> str:
-    """For people."""
+    """Format the measurements as text."""
     facts = as_json(measured)
     seconds, gib = facts["seconds"], 2**30
     rows = [
         ("devices", measured.devices),
         (
             "step",
-            f"{seconds['median']:.4g} s (least {seconds['least']:.4g}, most {seconds['most']:.4g}, {facts['steps']} steps)",
+            f"{seconds['median']:.4g} s (min {seconds['least']:.4g}, max {seconds['most']:.4g}, {facts['steps']} steps)",
         ),
     ]
     if facts["tokens_per_second"] is not None:
         rows.append(("tokens/s", f"{facts['tokens_per_second']:,.0f}"))
     rows.append(("model FLOP/s", f"{facts['flops_per_second']:.3g}"))
     rows.append(
-        ("MFU", "unknown: no installed plugin knows the peak" if measured.mfu is None else f"{measured.mfu:.1%}")
+        ("MFU", "unknown: no installed plugin lists the peak" if measured.mfu is None else f"{measured.mfu:.1%}")
     )
-    whose = "a device" if measured.sharing == 1 else f"{measured.sharing} devices that share memory"
+    owner = "per device" if measured.sharing == 1 else f"for {measured.sharing} devices that share memory"
     used = "unknown" if measured.used_bytes is None else f"{measured.used_bytes / gib:.3g} GiB"
     bound = "at most " if measured.planned_at_most else ""
-    rows.append(("memory", f"{used} used, {bound}{measured.planned_bytes / gib:.3g} GiB planned, of {whose}"))
-    rows.append(("input", f"{measured.input_seconds:.3g} s a batch, while devices compute"))
+    rows.append(("memory", f"{used} used, {bound}{measured.planned_bytes / gib:.3g} GiB planned, {owner}"))
+    rows.append(("input", f"{measured.input_seconds:.3g} s per batch, overlapped with compute"))
     rows.append(("compile", f"{measured.compile_seconds:.3g} s"))
     if measured.trace is not None:
-        rows.append(
-            ("trace", f"{measured.trace} (the slowest of {TRACED} traced steps, {measured.traced_seconds:.4g} s)")
-        )
+        rows.append(("trace", f"{measured.trace} (slowest of {TRACED} traced steps, {measured.traced_seconds:.4g} s)"))
     width = max(len(name) for name, _ in rows)
     return "\n".join([measured.title, *(f"  {name.ljust(width)}  {value}" for name, value in rows)])

@@ -1,8 +1,8 @@
-"""How a compiler laid out its buffers in a device's memory, as XLA writes it down when it is asked to (`xla_dump_to`).
+"""Read the compiler's buffer assignment, which XLA writes with the option `xla_dump_to`.
 
-For TPUs the statistics of a compiled program (`memory_analysis`) say more than the program takes: of Llama 2 70B on TPU v5p
-120.9 GiB, where libtpu had laid all buffers out in 94.8 GiB and compiled it for a chip of 95.7. What libtpu refuses, it refuses by
-its own layout of buffers, which is what is read here.
+On TPUs, the statistics of a compiled program (`memory_analysis`) report too much memory. For Llama 2 70B on TPU v5p they report
+120.9 GiB, but libtpu had assigned all buffers within 94.8 GiB and compiled the program for a chip with 95.7 GiB. libtpu rejects
+programs by its buffer assignment, so a plan reads the same assignment.
 """
 
 import os
@@ -21,16 +21,16 @@ _FLAG = re.compile(rf"--{OPTION}=(\S+)")
 _FILES = "*buffer-assignment.txt"
 _LINE = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.M)
 _OTHER_MEMORY = re.compile(r"\bcolor [1-9]")
-"""A color is a space of memory: none, or 0, is the device's main memory; others are on the chip, or the host's memory."""
+"""A color is a memory space. No color or color 0 is the main memory of the device; other colors are on-chip or host memory."""
 
 
 @attrs.frozen(kw_only=True)
 class Buffers:
-    """Bytes of one device's main memory.
+    """Bytes in the main memory of one device.
 
     Attributes:
-        arguments: of the program, those in the host's memory left out.
-        temporaries: everything else that it lays out: one heap, and what has a place of its own.
+        arguments: Bytes of the program's arguments, without those in host memory.
+        temporaries: Bytes of all other allocations: one heap and some separate buffers.
     """
 
     arguments: int
@@ -39,12 +39,12 @@ class Buffers:
 
 @attrs.frozen(kw_only=True)
 class Dump:
-    """Where a compiler writes.
+    """The dump of one compilation.
 
     Attributes:
-        directory: of its files, which others may write to as well.
-        options: for the compiler, so that it does; empty where it does by itself.
-        earlier: file -> when it was written, of those that were there before.
+        directory: Directory of the dump. Other processes may write to it too.
+        options: Compiler options that enable the dump. Empty if the dump is already enabled.
+        earlier: File -> modification time, for the files that existed before the compilation.
     """
 
     directory: Path
@@ -52,7 +52,7 @@ class Dump:
     earlier: Mapping[Path, int] = {}
 
     def read(self) -> Buffers | None:
-        """The latest buffers that were written since; None without any."""
+        """Parse the latest buffer assignment of this compilation, or return None if the compiler wrote no file."""
         latest = [(time, path) for path, time in _times(self.directory).items() if self.earlier.get(path) != time]
         return parse_buffers(max(latest)[1].read_text("utf-8", errors="replace")) if latest else None
 
@@ -63,15 +63,17 @@ def _times(directory: Path) -> dict[Path, int]:
 
 @contextmanager
 def open_dump(options: Mapping[str, Any]) -> Iterator[Dump]:
-    """A directory for one compilation: that of the compiler's options, or of `XLA_FLAGS`, else one that is removed afterwards.
+    """Open a dump directory for one compilation.
+
+    Uses the directory of the compiler options or of `XLA_FLAGS` if there is one, else a temporary directory.
 
     Args:
-        options: that the compiler gets in any case.
+        options: Compiler options of the compilation.
     """
     flag = _FLAG.search(os.environ.get("XLA_FLAGS", ""))
-    own = options.get(OPTION) or (flag.group(1) if flag else None)
-    if own:
-        directory = Path(str(own))
+    named = options.get(OPTION) or (flag.group(1) if flag else None)
+    if named:
+        directory = Path(str(named))
         yield Dump(directory=directory, earlier=_times(directory))
         return
     with scratch_directory() as temporary:
@@ -79,7 +81,7 @@ def open_dump(options: Mapping[str, Any]) -> Iterator[Dump]:
 
 
 def parse_buffers(text: str) -> Buffers | None:
-    """The buffers of XLA's text of a buffer assignment; None where it has none."""
+    """Parse the text of a buffer assignment. Return None if it has no allocations."""
     arguments = temporaries = allocations = 0
     for size, rest in _LINE.findall(text):
         allocations += 1

@@ -1,4 +1,4 @@
-"""What the devices of a program send one another, read from its optimized module."""
+"""Read the collectives of a program from its optimized module."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,26 +20,26 @@ KINDS = (
 )
 
 _BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
-"""A send of a TPU program to other slices, and the collective that it is part of."""
+"""The attribute of a send between TPU slices that names its collective."""
 _ALL_SLICES = re.compile(r'_xla_megascale_target="\{([\d,]+)\}')
 _SOME_SLICES = re.compile(r"_xla_megascale_target=\{\{([\d,]+|\d+->\d+)\}")
 _SLICE = 100_000
-"""Where a target names devices, it counts slices from 1 by this, and the devices in one by 1."""
+"""Multiplier of the slice number, counted from 1, in the device numbers of a target."""
 
 
 @attrs.frozen(kw_only=True)
 class Collective:
-    """One collective of the module, as one device sees it.
+    """One collective of a module, as seen by one device.
 
     Attributes:
-        kind: of `KINDS`.
-        axes: the mesh axes that it goes over, joined by `+`.
-        size: how many devices take part in a group.
-        times: how often it runs in a step.
-        operand_bytes: what one device puts in, each time.
-        link_bytes: what one device sends to devices of its domain, each time.
-        network_bytes: what one device sends out of its domain, each time.
-        asynchronous: whether the program goes on meanwhile.
+        kind: One of `KINDS`.
+        axes: Mesh axes of the collective, joined by `+`.
+        size: Number of devices in a group.
+        times: Number of executions per step.
+        operand_bytes: Bytes of the operand on one device, per execution.
+        link_bytes: Bytes that one device sends over links inside its domain, per execution.
+        network_bytes: Bytes that one device sends to other domains, per execution.
+        asynchronous: Whether the program continues during the collective.
     """
 
     name: str
@@ -54,12 +54,12 @@ class Collective:
 
     @property
     def bytes(self) -> float:
-        """What one device sends in a step, over links or over the network: the larger where it takes both."""
+        """Bytes that one device sends per step, over links or over the network, whichever is larger."""
         return self.times * max(self.link_bytes, self.network_bytes)
 
 
 def bytes_sent(kind: str, operand_bytes: float, size: int) -> float:
-    """The bytes that one of `size` devices sends in a bandwidth-optimal (ring) algorithm (Thakur et al., 2005)."""
+    """Return the bytes that each of `size` devices sends in a bandwidth-optimal ring algorithm (Thakur et al., 2005)."""
     if size < 2:
         return 0.0
     if kind == "all-gather":
@@ -72,10 +72,12 @@ def bytes_sent(kind: str, operand_bytes: float, size: int) -> float:
 
 
 def collectives(module: Module, places: Places) -> list[Collective]:
-    """All collectives that move data, those of fusions and asynchronous computations too, in the order of the text.
+    """Return all collectives that move data, in the order of the text.
+
+    Includes collectives inside fusions and asynchronous computations.
 
     Raises:
-        ValueError: replica groups of a form that is not known.
+        ValueError: The module has replica groups of an unknown form.
     """
     result = []
     for computation, times in module.scheduled():
@@ -87,14 +89,14 @@ def collectives(module: Module, places: Places) -> list[Collective]:
                 kind = instruction.opcode.removesuffix("-start")
                 if kind not in KINDS:
                     continue
-                # The pieces of one that is spread over several fusions share its channel.
+                # The pieces of a collective that is spread over several fusions share its channel.
                 channel = instruction.attribute("channel_id")
                 if instruction is not outer and channel is not None:
                     if channel in channels:
                         continue
                     channels.add(channel)
                 if kind == "all-reduce" and inside.name.startswith("all-reduce-scatter"):
-                    kind = "reduce-scatter"  # as TPU programs write it: a fusion of a sum with a slice
+                    kind = "reduce-scatter"  # TPU programs write it as a fusion of an all-reduce and a slice
                 is_async = "async" in inside.name or (
                     outer.opcode.endswith("-start") and '"is_sync":true' not in outer.rest
                 )
@@ -103,7 +105,7 @@ def collectives(module: Module, places: Places) -> list[Collective]:
 
 
 def _parts(module: Module, computation: Computation, outer: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-    if outer.opcode in ("fusion", "async-start", "call-start"):  # the last for another thread: the sparse cores
+    if outer.opcode in ("fusion", "async-start", "call-start"):  # `call-start` runs on the sparse cores
         yield from module.inside(outer)
     else:
         yield computation, outer
@@ -114,7 +116,7 @@ def _collective(
 ) -> Iterator[Collective]:
     operands = [inside.instructions[o] for o in instruction.operands if o in inside.instructions]
     if kind == "ragged-all-to-all":
-        operands = operands[:1]  # the others are offsets, sizes and the place of the result
+        operands = operands[:1]  # the other operands are offsets, sizes and the output buffer
     size = sum(b.bytes for o in operands for b in o.outputs)
     if kind == "collective-permute":
         routes = pairs(instruction.attribute("source_target_pairs") or "")
@@ -148,17 +150,17 @@ def _collective(
 def _between_slices(
     instruction: Instruction, inside: Computation, places: Places, times: float, name: str
 ) -> Collective:
-    """A collective over the network, which a TPU program hands to its host: each device sends its own share.
+    """Build a collective over the network, which a TPU program hands to its host. Each device sends its own share.
 
     Raises:
-        ValueError: its target is of a form that is not known.
+        ValueError: The target has an unknown form.
     """
     if everyone := _ALL_SLICES.search(instruction.rest):
         slices = [int(n) - 1 for n in everyone[1].split(",")]
     elif some := _SOME_SLICES.search(instruction.rest):
         slices = [int(n) // _SLICE - 1 for n in re.findall(r"\d+", some[1])]
     else:
-        raise ValueError(f"no known form of a target between slices: {instruction.rest[:200]!r}")
+        raise ValueError(f"unknown form of a target between slices: {instruction.rest[:200]!r}")
     size = sum(b.bytes for b in inside.instructions[instruction.operands[0]].outputs)
     kind = name.lower().replace("_", "-")
     kind = kind if kind in KINDS else "collective-permute"  # ONE_TO_ONE
@@ -177,22 +179,22 @@ def _between_slices(
 
 
 def _split(kind: str, size: int, members: int, domains: int, within: int) -> tuple[float, float]:
-    """(bytes over links, bytes over the network) that one device sends.
+    """Return (bytes over links, bytes over the network) that one device sends.
 
-    A group that is in several domains has `within` members in each, which share what goes out of it.
+    A group that spans several domains has `within` members in each. These share the traffic that leaves the domain.
     """
     if domains == 1:
         return bytes_sent(kind, size, members), 0.0
     if "all-to-all" in kind:
         return size * (within - 1) / members, size * (members - within) / members
     link = bytes_sent(kind, size, members) if within > 1 else 0.0
-    # Each domain takes part as one member that puts in what its devices hold together.
-    whole = size * within if kind == "all-gather" else size
-    return link, bytes_sent(kind, whole, domains) / within
+    # Each domain acts as one member. Its operand is the concatenation of its devices' operands.
+    domain_size = size * within if kind == "all-gather" else size
+    return link, bytes_sent(kind, domain_size, domains) / within
 
 
 def by_axes(items: Sequence[Collective]) -> Mapping[str, float]:
-    """Mesh axes -> the bytes that one device sends over them in a step."""
+    """Return mesh axes -> bytes that one device sends over these axes per step."""
     total: dict[str, float] = {}
     for collective in items:
         total[collective.axes] = total.get(collective.axes, 0.0) + collective.bytes
@@ -200,6 +202,6 @@ def by_axes(items: Sequence[Collective]) -> Mapping[str, float]:
 
 
 def waits(items: Sequence[Collective]) -> float:
-    """The share of the bytes that is sent while the program waits."""
-    whole = sum(c.bytes for c in items)
-    return sum(c.bytes for c in items if not c.asynchronous) / whole if whole else 0.0
+    """Return the share of the bytes that block the program."""
+    total = sum(c.bytes for c in items)
+    return sum(c.bytes for c in items if not c.asynchronous) / total if total else 0.0

@@ -13,16 +13,16 @@ from axlearn_core.cli.terminal import echo
 @click.command("plan", cls=ExtensibleCommand)
 @experiment_argument
 @request_options
-@click.option("--function", default="train", show_default=True, help="Or evaluate, score, prefill, decode, ...")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; bytes are of one chip.")
+@click.option("--function", metavar="NAME", default="train", show_default=True, help="Function to plan.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with bytes per chip.")
 def plan(request: Any, function: str, as_json: bool) -> None:
     """Print the memory, time and traffic of a training step on any hardware.
 
-    Exit code 1 if it does not fit. The step is the very program that `axlearn train` runs, compiled for the machine that --target
-    names. --function plans another function of the experiment: `decode` of one token, for instance, with a cache as long as the
-    rows of training.
+    Compiles the program that `axlearn train` runs for the --target machine. Exits
+    with code 1 if it does not fit. --function plans another function: evaluate, score,
+    prefill, or decode with a cache as long as a training row.
 
-    A command below may also be written as a flag: `axlearn plan EXPERIMENT --search`.
+    Commands also work as flags: `axlearn plan EXPERIMENT --search`.
     """
     no_devices()
     from axlearn_core.plugins.registry import registry
@@ -43,7 +43,7 @@ def plan(request: Any, function: str, as_json: bool) -> None:
 
 
 def styled(line: str) -> str:
-    """A line of a plan in colour."""
+    """Colour one line of a plan."""
     if line.startswith("  fits:"):
         return click.style(line, fg="green")
     if line.startswith("  does not fit:"):

@@ -1,4 +1,4 @@
-"""A function compiled for a machine that need not be here, and what it takes of a device's memory."""
+"""Compile a function for a machine that may be absent, and measure its device memory."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,15 +11,15 @@ from axlearn_core.compose.compiler import Compiler
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import WorkError
 from axlearn_plugins_plan.buffers import Dump, open_dump
-from axlearn_plugins_plan.memory import Memory, of_compiled, of_refusal, shard_bytes
+from axlearn_plugins_plan.memory import Memory, compiled_memory, refused_memory, shard_bytes
 
 _NEVER_RUN = {"xla_backend_optimization_level": 0}
-"""What XLA:CPU makes in another's stead is read as HLO: LLVM need not improve it."""
+"""XLA options for a stand-in on XLA:CPU. Only its HLO is read, so LLVM optimizations would waste time."""
 
 
 @contextlib.contextmanager
 def uncached() -> Iterator[None]:
-    """JAX's persistent cache left alone: it keeps programs for devices that are absent, and cannot read them back."""
+    """Disable JAX's persistent cache, which can write programs for absent devices but cannot read them back."""
     settings: Any = jax.config
     before = settings.jax_enable_compilation_cache
     try:
@@ -32,16 +32,19 @@ def uncached() -> Iterator[None]:
 
 
 def compile_function(program: Compiler, function: str, bucket: Any, machine: Machine) -> tuple[Any, Memory]:
-    """(the compiled function, its memory); no function where the compiler refused it for lack of memory.
+    """Compile a function of a program for a machine.
 
     Args:
-        program: composed for the machine.
-        function: its name.
-        bucket: the shapes of its arguments.
-        machine: what it is compiled for.
+        program: Program composed for the machine.
+        function: Name of the function.
+        bucket: Shapes of the function's arguments.
+        machine: Machine to compile for.
+
+    Returns:
+        (compiled function, memory). The function is None if the compiler ran out of device memory.
 
     Raises:
-        WorkError: the compiler stopped for another reason.
+        WorkError: The compiler stopped for another reason.
     """
     options: dict[str, Any] = dict(_NEVER_RUN) if machine.target.stand_in else {}
     with _buffers(program, machine) as dump:
@@ -50,15 +53,15 @@ def compile_function(program: Compiler, function: str, bucket: Any, machine: Mac
                 compiled = program.compile(function, bucket, **options, **(dump.options if dump else {}))
         except jax.errors.JaxRuntimeError as error:
             arguments = shard_bytes(program.arguments(function, bucket))
-            memory = of_refusal(str(error), arguments, machine, dump.read() if dump else None)
+            memory = refused_memory(str(error), arguments, machine, dump.read() if dump else None)
             if memory is None:
                 raise WorkError(f"the compiler stopped: {error}") from error
             return None, memory
-        return compiled, of_compiled(compiled, machine, dump.read() if dump else None)
+        return compiled, compiled_memory(compiled, machine, dump.read() if dump else None)
 
 
 def _buffers(program: Compiler, machine: Machine) -> contextlib.AbstractContextManager[Dump | None]:
-    """Where the compiler says how it lays out its buffers: for TPUs, whose statistics say something else."""
+    """Open a dump of the buffer assignment for TPUs, whose memory statistics are too high. Other platforms get None."""
     if machine.target.platform != "tpu" or machine.target.stand_in:
         return contextlib.nullcontext()
     return open_dump(program.compiler_options)

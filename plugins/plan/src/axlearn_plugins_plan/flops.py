@@ -1,7 +1,7 @@
-"""Floating-point operations of a program, read from its jaxpr, kernels included.
+"""Count the floating-point operations of a program from its jaxpr, including kernels.
 
-Two conventions for attention stand beside one another: *full* counts all pairs of positions, as most published
-utilisations do (Chowdhery et al., 2022, appendix B); *causal* only those that the mask lets through.
+There are two conventions for attention. *Full* counts all pairs of positions, as in most published utilisations (Chowdhery et al.,
+2022, appendix B). *Causal* counts only the pairs that the mask allows.
 """
 
 import math
@@ -24,19 +24,19 @@ R = TypeVar("R")
 
 _SCOPE = re.compile(r"axlearn_op_(\d+)")
 _KERNELS = ("pallas_call", "mpmd_map", "ffi_call")
-"""`mpmd_map` is Mosaic GPU's, and that of TPU kernels which name their cores; `ffi_call` calls a compiled library."""
+"""Primitives of kernels. Mosaic GPU and TPU kernels that name their cores use `mpmd_map`; `ffi_call` calls a compiled library."""
 _CUDNN = re.compile(r"dot_product_attention_(?:fp8_)?(fwd|bwd)")
 
 
 @attrs.frozen
 class Work:
-    """An equation that computes, and how often it runs.
+    """An equation that computes, and the number of its executions.
 
     Attributes:
-        times: in one step, on all devices together.
-        visible: the share of the pairs of positions that the mask of the attention around it lets through.
-        kernel: whether it is in a kernel, which skips what no mask lets through.
-        product: the FLOPs of one run, where the op knows better than the kernel's body (`Op.kernel_flops`).
+        times: Executions per step, summed over all devices.
+        visible: Share of the pairs of positions that the mask of the enclosing attention op allows.
+        kernel: Whether the equation is inside a kernel. Kernels skip masked blocks.
+        product: FLOPs of one execution if the op reports them (`Op.kernel_flops`), which overrides the kernel's body.
     """
 
     equation: Any
@@ -47,7 +47,7 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Of all its runs, as if every pair of positions were visible; a multiply-add is two."""
+        """FLOPs of all executions, with every pair of positions visible. A multiply-add counts as two."""
         name, params = self.equation.primitive.name, self.equation.params
         if self.product is not None:
             return self.times * self.product
@@ -55,26 +55,26 @@ class Work:
             return self.times * params["cost_estimate"].flops
         if match := _CUDNN.match(name):
             query, key, value = (self.equation.invars[i].aval.shape for i in range(3))
-            batch, length, heads, size = query  # the layout BTNH, the only one that JAX passes on
+            batch, length, heads, size = query  # JAX passes only the layout BTNH to cuDNN
             forward = 2 * batch * heads * length * key[1] * (size + value[3])
-            return self.times * forward * (1 if match[1] == "fwd" else 2.5)  # five products for two
+            return self.times * forward * (1 if match[1] == "fwd" else 2.5)  # five backward products, two forward
         return self.times * equation_flops(self.equation)
 
     @property
     def dtype(self) -> str:
-        """Of what is multiplied: the narrower of both sides."""
+        """Dtype of the narrower of the two operands."""
         operands = [v.aval for v in self.equation.invars if is_array(v.aval)]
-        operands = [a for a in operands if a.ndim > 1] or operands  # a kernel has offsets among its operands
+        operands = [a for a in operands if a.ndim > 1] or operands  # skip the offsets of a kernel
         return str(min((a.dtype for a in operands[:2]), key=lambda d: d.itemsize)) if operands else "float32"
 
 
 @attrs.frozen
 class Scope:
-    """A call of an op, which the names of its equations lead to.
+    """A call of an op, found by the name stacks of its equations.
 
     Attributes:
-        op: the call, without values.
-        visible: the share of its FLOPs that its mathematics needs.
+        op: The abstract call.
+        visible: Share of its FLOPs that the mathematics needs.
     """
 
     op: Op[Any]
@@ -89,36 +89,36 @@ def works(
     kernel: bool = False,
     op: Op[Any] | None = None,
 ) -> Iterator[Work]:
-    """All equations of a jaxpr that compute, those of what it calls too, loops times their trip counts; no dead ones.
+    """Yield all live equations of a jaxpr that compute, including the jaxprs that it calls.
 
-    A `while` of unknown length counts once, a branch as its most expensive arm. A kernel counts by its op where that
-    knows (`Op.kernel_flops`), else its body once for each point of its grid; where the grid is known at run time only,
-    what the kernel declares to cost.
+    Loops multiply by their trip counts. A `while` loop of unknown length counts once. A conditional counts as its most expensive
+    branch. A kernel counts by its op if the op reports FLOPs (`Op.kernel_flops`), else its body counts once per grid point. If the
+    grid is only known at run time, the kernel's declared cost counts.
 
     Args:
-        jaxpr: traced under a `ScopedSelection`.
-        scopes: of that selection.
-        times: how often the jaxpr runs.
-        visible: see `Work`.
-        kernel: see `Work`.
-        op: the op around the jaxpr.
+        jaxpr: Jaxpr traced under a `ScopedSelection`.
+        scopes: Scopes of that selection.
+        times: Number of executions of the jaxpr.
+        visible: See `Work`.
+        kernel: See `Work`.
+        op: The op that encloses the jaxpr.
     """
     for equation in live_equations(jaxpr):
         name, params = equation.primitive.name, equation.params
         match = _SCOPE.search(str(equation.source_info.name_stack)) if scopes else None
         scope = scopes[int(match[1])] if match else None
         visible_share = visible if visible != 1.0 or scope is None else scope.visible
-        of = op if scope is None else scope.op
+        inner_op = op if scope is None else scope.op
         if name == "cond":
-            arms = [list(works(b.jaxpr, scopes, times, visible_share, kernel, of)) for b in params["branches"]]
+            arms = [list(works(b.jaxpr, scopes, times, visible_share, kernel, inner_op)) for b in params["branches"]]
             yield from max(arms, key=lambda arm: sum(w.flops for w in arm))
         elif name == "scan":
-            yield from works(params["jaxpr"].jaxpr, scopes, times * params["length"], visible_share, kernel, of)
+            yield from works(params["jaxpr"].jaxpr, scopes, times * params["length"], visible_share, kernel, inner_op)
         elif name == "while":
-            yield from works(params["body_jaxpr"].jaxpr, scopes, times, visible_share, kernel, of)
+            yield from works(params["body_jaxpr"].jaxpr, scopes, times, visible_share, kernel, inner_op)
         elif name == "shard_map":
-            yield from works(params["jaxpr"], scopes, times * mapped_devices(params), visible_share, kernel, of)
-        elif name in _KERNELS and (product := _kernel_flops(equation, of)) is not None:
+            yield from works(params["jaxpr"], scopes, times * mapped_devices(params), visible_share, kernel, inner_op)
+        elif name in _KERNELS and (product := _kernel_flops(equation, inner_op)) is not None:
             yield Work(equation, times, visible_share, True, product)
         elif name == "pallas_call":
             grid = params["grid_mapping"].grid
@@ -131,13 +131,13 @@ def works(
         elif equation_flops(equation):
             yield Work(equation, times, visible_share, kernel)
         elif (inner := called(params)) is not None:
-            yield from works(inner, scopes, times, visible_share, kernel, of)
+            yield from works(inner, scopes, times, visible_share, kernel, inner_op)
 
 
 def live_equations(jaxpr: Any) -> list[Any]:
-    """The equations that a result needs, and those with an effect, in their order.
+    """Return the equations that a result needs or that have an effect, in order.
 
-    What the backward pass recomputes may hold calls whose results were all kept: the compiler takes them out.
+    Rematerialised code may contain calls whose results were all saved. The compiler removes these as well.
     """
     needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     result = []
@@ -149,7 +149,7 @@ def live_equations(jaxpr: Any) -> list[Any]:
 
 
 def _kernel_flops(equation: Any, op: Op[Any] | None) -> float | None:
-    """The FLOPs of a kernel by its op; None where its body tells."""
+    """Return the FLOPs of a kernel as reported by its op, or None if the kernel's body has to be counted."""
     if op is None:
         return None
     operands = [v.aval.shape for v in equation.invars if is_array(v.aval) and "float" in str(v.aval.dtype)]
@@ -159,11 +159,11 @@ def _kernel_flops(equation: Any, op: Op[Any] | None) -> float | None:
 
 @attrs.frozen(kw_only=True)
 class ModelFlops:
-    """What the mathematics of one call of a function takes, without recomputation.
+    """Model FLOPs of one call of a function, without recomputation.
 
     Attributes:
-        full: with all pairs of positions in attention.
-        causal: with those that the masks let through, a block that lets through some of its pairs counted as half.
+        full: FLOPs with all pairs of positions in attention.
+        causal: FLOPs with the pairs that the masks allow. A block that allows some of its pairs counts as half.
     """
 
     full: float
@@ -171,7 +171,7 @@ class ModelFlops:
 
 
 def model_flops(program: Program, name: str, bucket: Any) -> ModelFlops:
-    """Counts a function's FLOPs with the reference of each op, so that no kernel's choice of blocks plays a part.
+    """Count a function's FLOPs with the reference implementation of each op, independent of any kernel's block sizes.
 
     A training step counts as three forward passes.
     """
@@ -188,11 +188,9 @@ def model_flops(program: Program, name: str, bucket: Any) -> ModelFlops:
 
 
 def executed_flops(program: Program, name: str, bucket: Any) -> Mapping[str, float]:
-    """Dtype -> FLOPs that the program asks for in one call, on all devices: recomputation too, kernels without the pairs
-    of positions that they skip.
-    """
-    own = program.selection(name)
-    selection = ScopedSelection(platform=program.platform, target=own.target, required=own.required)
+    """Return dtype -> FLOPs of one call on all devices. Includes recomputation, but not the pairs that kernels skip."""
+    chosen = program.selection(name)
+    selection = ScopedSelection(platform=program.platform, target=chosen.target, required=chosen.required)
     with program.tracing(name, selection):
         jaxpr = _jaxpr(program, name, bucket)
     total: dict[str, float] = {}
@@ -210,46 +208,46 @@ def _jaxpr(program: Program, name: str, bucket: Any) -> Any:
 
 @attrs.frozen(eq=False)
 class _ScopedKernel:
-    """A kernel whose equations carry a name, which changes nothing else."""
+    """A kernel whose equations carry a scope name. Nothing else changes."""
 
     kernel: Kernel[Any, Any]
     scope: str
 
     @property
     def tags_result(self) -> bool:
-        """As the kernel."""
+        """Same as the wrapped kernel's."""
         return tags_result(self.kernel)
 
     def supports(self, op: Any, context: KernelContext) -> str | None:
-        """As the kernel."""
+        """Ask the wrapped kernel."""
         return self.kernel.supports(op, context)
 
     def __call__(self, op: Any) -> Any:
-        """As the kernel."""
+        """Call the wrapped kernel under the scope name."""
         with jax.named_scope(self.scope):
             return self.kernel(op)
 
 
 @attrs.define(eq=False)
 class ScopedSelection(Selection):
-    """The usual choice of kernels; the names of their equations say which call they belong to.
+    """The usual selection of kernels, with equations that are named after the call they belong to.
 
     Attributes:
-        scopes: the calls, in the order of the trace.
+        scopes: The calls, in the order of the trace.
     """
 
     scopes: list[Scope] = attrs.field(factory=list)
 
     def choose(self, op: Any, name: str | None = None) -> Any:
-        """The kernel, its equations named."""
+        """Choose a kernel, and name its equations."""
         kernel, call = super().choose(op, name), op.abstract()
         self.scopes.append(Scope(call, call.visible()))
         return _ScopedKernel(kernel, f"axlearn_op_{len(self.scopes) - 1}")
 
 
 class _ReferenceSelection(ScopedSelection):
-    """Uses the reference of each op, regardless of what the config names."""
+    """A selection that always uses the reference implementation, even if the config names a kernel."""
 
     def choose(self, op: Any, name: str | None = None) -> Any:
-        """The reference, its equations named."""
+        """Return the reference implementation, and name its equations."""
         return super().choose(op, REFERENCE)

@@ -1,6 +1,6 @@
-"""Who talks to whom in a collective: the forms in which XLA writes replica groups, and the mesh axes that they mean.
+"""Parse the replica groups of collectives, and map them to mesh axes.
 
-A group is of partitions, which JAX numbers in the order of the mesh.
+Groups consist of partitions, which JAX numbers in the order of the mesh.
 """
 
 import math
@@ -34,15 +34,18 @@ def _iota(text: str) -> np.ndarray | None:
 
 
 def replica_groups(text: str, devices: int) -> np.ndarray:
-    """[groups, members] of partition numbers.
+    """Parse replica groups into an integer array [groups, members] of partition numbers.
 
-    The forms: `{{0,1},{2,3}}`; `{}` for one group of all; `[2,4]<=[8]` and `[2,4]<=[4,2]T(1,0)`, an iota that is
-    reshaped, transposed and reshaped; `mesh['x'=2,'y'=4] {'y'}` and `{'y':(2)2}`, the devices that differ in these axes
-    (or in a part of one: of size 2, with 2 before it); `mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y'}`, the same
-    with the devices in another order, which may be written out.
+    The known forms are:
+
+    - `{{0,1},{2,3}}`: explicit groups. `{}` is one group of all partitions.
+    - `[2,4]<=[8]` and `[2,4]<=[4,2]T(1,0)`: an iota that is reshaped, transposed and reshaped again.
+    - `mesh['x'=2,'y'=4] {'y'}`: the devices of a group differ in these axes. `{'y':(2)2}` names a sub-axis of size 2 after a
+      sub-axis of size 2.
+    - `mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y'}`: the same with another device order, which may also be a list.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: The text has none of these forms.
     """
     text = text.strip()
     if text == "{}":
@@ -55,7 +58,7 @@ def replica_groups(text: str, devices: int) -> np.ndarray:
             return groups
     mesh = _MESH.match(text)
     if not mesh:
-        raise ValueError(f"no known form of replica groups: {text[:80]!r}")
+        raise ValueError(f"unknown form of replica groups: {text[:80]!r}")
     axes = {name: int(size) for name, size in _AXIS.findall(mesh[1])}
     flat = np.arange(math.prod(axes.values()))
     if mesh[2] and (order := _ORDER.match(mesh[2])):
@@ -76,35 +79,38 @@ def replica_groups(text: str, devices: int) -> np.ndarray:
 
 
 def pairs(text: str) -> np.ndarray:
-    """[pairs, 2] of `source_target_pairs={{0,1},{1,0}}`."""
+    """Parse `source_target_pairs={{0,1},{1,0}}` into an integer array [pairs, 2]."""
     return np.array(_numbers(text)).reshape(-1, 2)
 
 
 @attrs.frozen(eq=False)
 class Places:
-    """Where the partitions of a program are.
+    """The mesh and the link domains of a program's partitions.
 
     Attributes:
-        shape: mesh axis -> size, outermost first.
-        domains: of each partition, in the order of the mesh, the number of the group with fast links that it is in.
+        shape: Mesh axis -> size, outermost axis first.
+        domains: Number of the link domain of each partition, in the order of the mesh.
     """
 
     shape: Mapping[str, int]
     domains: np.ndarray
 
     def axes(self, members: np.ndarray) -> str:
-        """The mesh axes in which the members of a group differ, joined by `+`; empty where there is one member."""
+        """Return the mesh axes in which the members of a group differ, joined by `+`. Empty for a single member."""
         coordinates = np.unravel_index(members.reshape(-1), tuple(self.shape.values()))
         return "+".join(a for a, c in zip(self.shape, coordinates, strict=True) if len(set(c.tolist())) > 1)
 
     def spread(self, members: np.ndarray) -> tuple[int, int]:
-        """(the domains that a group is in, the most members in one of them)."""
+        """Return (number of domains of a group, maximum number of its members in one domain)."""
         _, counts = np.unique(self.domains[members.reshape(-1)], return_counts=True)
         return len(counts), int(counts.max())
 
 
 def domains_of(devices: Sequence[Any], per_domain: int) -> np.ndarray:
-    """Of each device: its TPU slice where it says so, else by its number, since hosts number theirs together."""
+    """Return the link domain of each device: its TPU slice if known, else its number divided by `per_domain`.
+
+    The division is valid because each host numbers its devices consecutively.
+    """
     slices = [slice_of(d) for d in devices]
     if len(set(slices)) > 1:
         return np.array(slices)

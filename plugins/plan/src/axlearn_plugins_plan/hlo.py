@@ -1,7 +1,7 @@
-"""XLA's text of an optimized module: computations, instructions, the shapes of buffers, and how often each runs.
+"""Parse the text of an optimized XLA module: computations, instructions, buffer shapes and trip counts.
 
-The text is what `compiled.as_text()` gives; its grammar is that of XLA's `hlo_parser` (openxla.org/xla). Only what the
-analyses of a plan read is parsed.
+`compiled.as_text()` returns this text. XLA's `hlo_parser` defines its grammar (openxla.org/xla). Only the parts that a plan needs
+are parsed.
 """
 
 import math
@@ -19,15 +19,15 @@ _MESH = re.compile(r"mesh\[[^\]]*\](?:, device_ids=\([^{]*\))? ?\{[^}]*\}")
 _NAME = re.compile(r"%([\w.\-]+)")
 HBM = 0
 HOST = 5
-"""Memory spaces of layouts, `S(n)`; the others are on-chip memories."""
+"""Memory spaces in layouts, written `S(n)`. All other spaces are on-chip memories."""
 
 
 @attrs.frozen
 class Buffer:
-    """An array as the module lays it out.
+    """An array in the layout of the module.
 
     Attributes:
-        space: its memory space; `HBM` where the layout names none.
+        space: Memory space of the array. `HBM` if the layout does not name a space.
     """
 
     dtype: str
@@ -36,12 +36,12 @@ class Buffer:
 
     @property
     def bytes(self) -> int:
-        """Its size without padding."""
+        """Size in bytes, without padding."""
         return math.ceil(math.prod(self.dims) * bits(self.dtype) / 8)
 
 
 def bits(dtype: str) -> int:
-    """Of one element: `bf16`, `f8e4m3fn`, `s4`, `pred`; 0 for tokens and opaque values."""
+    """Return the bits of one element of a dtype (`bf16`, `f8e4m3fn`, `s4`, `pred`), or 0 for tokens and opaque values."""
     if dtype == "pred":
         return 8
     match = re.match(r"(?:bf|[a-z])(\d+)", dtype)
@@ -49,7 +49,7 @@ def bits(dtype: str) -> int:
 
 
 def buffers(shape: str) -> tuple[Buffer, ...]:
-    """The arrays of a shape, those of a tuple in order."""
+    """Parse the arrays of a shape, in order for a tuple."""
     result = []
     for dtype, dims, layout in _BUFFER.findall(shape):
         space = re.search(r"S\((\d+)\)", layout)
@@ -63,10 +63,10 @@ class Instruction:
     """One instruction.
 
     Attributes:
-        shape: the text of its shape.
-        operands: the names of the instructions that it reads.
-        rest: the text of its attributes.
-        text: that between its parentheses: of a constant the value, of a parameter the index.
+        shape: Text of the shape.
+        operands: Names of the instructions that it reads.
+        rest: Text of the attributes.
+        text: Text between the parentheses: the value of a constant or the index of a parameter.
     """
 
     name: str
@@ -79,23 +79,23 @@ class Instruction:
 
     @property
     def outputs(self) -> tuple[Buffer, ...]:
-        """The arrays that it gives."""
+        """Output arrays."""
         return buffers(self.shape)
 
     @cached_property
     def called(self) -> Mapping[str, tuple[str, ...]]:
-        """The computations that it names, by attribute (`calls`, `body`, `condition`, `to_apply`, ...)."""
+        """Attribute (`calls`, `body`, `condition`, `to_apply`, ...) -> names of computations."""
         return {key: tuple(n.strip(" %") for n in names.strip("{}").split(",")) for key, names in self._calls()}
 
     def _calls(self) -> Sequence[tuple[str, str]]:
         return _CALLED.findall(self.rest)
 
     def attribute(self, name: str) -> str | None:
-        """The text of `name=...`, with its brackets."""
+        """Return the text after `name=`, with its brackets, or None if there is no such attribute."""
         match = re.search(rf"(?:^|[ ,]){name}=", self.rest)
         if match is None:
             return None
-        mesh = _MESH.match(self.rest, match.end())  # has a comma of its own
+        mesh = _MESH.match(self.rest, match.end())  # may contain a comma
         return mesh[0] if mesh else _balanced_text(self.rest, match.end())
 
 
@@ -108,12 +108,12 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """What it returns."""
+        """Instruction whose value the computation returns."""
         return next(i for i in self.instructions.values() if i.root)
 
     @cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """By name, the instructions that read it."""
+        """Instruction name -> instructions that read it."""
         by_operand: dict[str, list[Instruction]] = {}
         for instruction in self.instructions.values():
             for operand in dict.fromkeys(instruction.operands):
@@ -122,7 +122,7 @@ class Computation:
 
     @cached_property
     def parameters(self) -> Mapping[int, Instruction]:
-        """By index."""
+        """Index -> parameter instruction."""
         return {int(i.text): i for i in self.instructions.values() if i.opcode == "parameter"}
 
 
@@ -131,17 +131,16 @@ class Module:
     """A parsed module.
 
     Attributes:
-        entry: the name of the computation that runs.
+        entry: Name of the entry computation.
     """
 
     computations: Mapping[str, Computation]
     entry: str
 
     def scheduled(self) -> Iterator[tuple[Computation, float]]:
-        """The computations that run as such (the entry, the bodies of loops, branches), and how often each does in all.
+        """Yield each scheduled computation (entry, loop bodies, branches) with its total number of executions.
 
-        What fusions and asynchronous instructions call is not among them: see `inside`. A branch counts as if it were
-        taken each time.
+        Excludes computations that fusions and asynchronous instructions call; see `inside`. Every branch counts as taken.
         """
         times: dict[str, float] = {self.entry: 1.0}
         for name in self._callers_first():
@@ -171,7 +170,7 @@ class Module:
         return order[::-1]
 
     def inside(self, instruction: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-        """What an instruction does itself: itself, or what the computation does that a fusion or a start calls."""
+        """Yield (computation, instruction) for an instruction, or for the body of a fusion or asynchronous start."""
         calling = ("to_apply",) if instruction.opcode == "call-start" else ("calls", "called_computations")
         names = [n for key in calling for n in instruction.called.get(key, ())]
         for name in names:
@@ -182,12 +181,12 @@ class Module:
             yield next(iter(self.computations.values())), instruction
 
     def unknown_loops(self) -> list[str]:
-        """The loops whose number of trips the text does not tell; they count once."""
+        """Return the names of loops with an unknown trip count. These count once."""
         loops = [i for c, _ in self.scheduled() for i in c.instructions.values() if i.opcode == "while"]
         return [loop.name for loop in loops if self.trips(loop) is None]
 
     def trips(self, loop: Instruction) -> int | None:
-        """How often the body of a `while` runs: what the compiler wrote down, else what its condition counts up to."""
+        """Return the trip count of a `while` loop from its annotation or its condition, or None if unknown."""
         match = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)
         if match:
             return int(match[1])
@@ -202,7 +201,7 @@ class Module:
             sides = [self._constant(condition, condition, o, {}) for o in root.operands]
         if compared.opcode != "compare" or len(sides) != 2:
             return None
-        # `i < n` from 0 by 1, which is how JAX writes a scan and a fori_loop.
+        # JAX writes a scan and a fori_loop as `i < n`, with `i` starting at 0 and increasing by 1.
         direction, (lower, right) = compared.attribute("direction"), sides
         if direction == "LT" and lower is None:
             return right
@@ -230,7 +229,7 @@ def _bodies(instruction: Instruction) -> Iterator[tuple[str, str]]:
 
 
 def _balanced_text(text: str, start: int) -> str:
-    """From `start` to the comma or the end that no bracket of it encloses."""
+    """Return the text from `start` to the next comma outside of brackets, or to the end."""
     depth = 0
     for i in range(start, len(text)):
         if text[i] in "([{":
@@ -243,7 +242,7 @@ def _balanced_text(text: str, start: int) -> str:
 
 
 def _closing_index(text: str, start: int) -> int:
-    """The index of the bracket that closes the one at `start`."""
+    """Return the index of the bracket that closes the bracket at `start`."""
     depth = 0
     for i in range(start, len(text)):
         if text[i] == "(":
@@ -280,10 +279,10 @@ def _operands(text: str) -> tuple[str, ...]:
 
 
 def parse(text: str) -> Module:
-    """The module that a text describes.
+    """Parse the text of a module.
 
     Raises:
-        ValueError: the text has no entry computation.
+        ValueError: The text has no entry computation.
     """
     computations: dict[str, Computation] = {}
     entry, name, instructions = "", "", {}

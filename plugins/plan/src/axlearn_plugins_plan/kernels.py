@@ -10,19 +10,20 @@ from axlearn_core.cli.terminal import echo
 
 @click.group()
 def kernels() -> None:
-    """Show which kernel each op gets, and why."""
+    """Show the kernel of each op call."""
 
 
 @kernels.command()
 @click.argument("experiment", metavar="EXPERIMENT")
 @request_options
-@click.option("--function", "name", default="train", show_default=True, help="Or evaluate, score, prefill, decode, ...")
+@click.option("--function", "name", metavar="NAME", default="train", show_default=True, help="Function to trace.")
 @json_option
 def explain(request: Any, name: str, as_json: bool) -> None:
-    """Print, for each call of an op in a training step, which implementation was chosen and why the others were not.
+    """Print the chosen kernel of each op call, and the reasons.
 
-    The step is traced for the machine that --target names, and not compiled. --function takes another function of the
-    experiment: generation of one row as long as those of training, for instance.
+    Traces a training step for the --target machine without compiling it. --function
+    traces another function: evaluate, score, prefill, or decode with a cache as long
+    as a training row.
     """
     no_devices()
     from axlearn_core.plugins.resolve import resolve
@@ -38,4 +39,4 @@ def explain(request: Any, name: str, as_json: bool) -> None:
     for line in kernel_lines(choices):
         echo(line if line.startswith(" ") else click.style(line, bold=True))
     if not choices:
-        echo(f"nothing in {name} calls an op that has implementations", err=True)
+        echo(f"{name} does not call any op that has kernels", err=True)

@@ -1,4 +1,4 @@
-"""What a compiled step takes of a device's memory, and what a compiler says when it does not fit."""
+"""Read the device memory that a step needs from a compiled program or from an out-of-memory error."""
 
 import os
 import re
@@ -17,21 +17,21 @@ _USED = re.compile(rf"Used {_SIZE} of {_SIZE} hbm")
 _PART = re.compile(rf"^\s*(program|arguments)\s+{_SIZE}\b", re.M)
 _HOST = ("pinned_host", "unpinned_host")
 _SMALL = 2**20
-"""Bytes by which what counts as an argument may differ; more is another program's."""
+"""Bytes by which two counts of the arguments may differ. A larger difference means a dump of another program."""
 
 
 @attrs.frozen(kw_only=True)
 class Memory:
-    """Bytes of one device.
+    """The memory of a program, in bytes per device.
 
     Attributes:
-        arguments: the training state and the batch, which outlast a step.
-        temporaries: what exists during the step only: activations, gradients, gathered weights.
-        code: the program itself, where the compiler counts it.
-        capacity: what the device has for a program; None where that is not known.
-        refused: whether the compiler stopped because it does not fit.
-        at_most: whether the temporaries are an upper bound: of a program for TPUs whose layout of buffers was not read.
-        compiled: whether a compiler that refuses what does not fit has compiled it.
+        arguments: Training state and batch, which outlive a step.
+        temporaries: Buffers that exist only during the step: activations, gradients, gathered weights.
+        code: The program itself, or 0 if the compiler does not count it.
+        capacity: Memory that the device has for a program. None if unknown.
+        refused: Whether the compiler stopped because the program does not fit.
+        at_most: Whether the temporaries are an upper bound. This holds on TPUs if the buffer assignment was not read.
+        compiled: Whether the program was compiled by a compiler that rejects programs that do not fit.
     """
 
     arguments: int
@@ -44,17 +44,20 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Total bytes."""
         return self.arguments + self.temporaries + self.code
 
     @property
     def fits(self) -> bool:
-        """Whether it does; where the capacity is not known, nothing says that it does not."""
+        """True if the program fits, or if the capacity is unknown and the compiler did not stop."""
         return not self.refused and (self.compiled or self.capacity is None or self.total <= self.capacity)
 
 
 def capacity(machine: Machine) -> int | None:
-    """What one device of a machine has for a program. Devices of a CPU share the memory of this one."""
+    """Return the bytes that one device has for a program, or None if unknown.
+
+    Virtual CPU devices share the memory of this machine.
+    """
     if machine.target.hbm_bytes is not None:
         return int(machine.target.hbm_bytes)
     if machine.target.platform == "cpu":
@@ -63,7 +66,7 @@ def capacity(machine: Machine) -> int | None:
 
 
 def shard_bytes(tree: Any) -> int:
-    """What the memory of one device holds of a tree of abstract arrays with shardings: what is in its host's is not counted."""
+    """Return the bytes per device of a tree of abstract arrays with shardings. Arrays in host memory do not count."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         if leaf.sharding is not None and leaf.sharding.memory_kind in _HOST:
@@ -76,44 +79,46 @@ def shard_bytes(tree: Any) -> int:
     return total
 
 
-def of_compiled(compiled: Any, machine: Machine | None, buffers: Buffers | None = None) -> Memory:
-    """As the compiler counts it. Results that take the place of donated arguments count once.
+def compiled_memory(compiled: Any, machine: Machine | None, buffers: Buffers | None = None) -> Memory:
+    """Return the memory of a compiled program. Results that reuse donated arguments count once.
 
     Args:
-        compiled: the program.
-        machine: what it was compiled for.
-        buffers: as the compiler laid them out, where that is known. Without them the temporaries of a program for TPUs are an
-            upper bound.
+        compiled: The compiled program.
+        machine: Machine that it was compiled for.
+        buffers: Buffer assignment of the compiler, if known. Without it, the temporaries of a TPU program are an upper bound.
     """
     stats = compiled.memory_analysis()
     fresh = stats.output_size_in_bytes - stats.alias_size_in_bytes
     arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes + max(0, fresh)
     refuses = machine is not None and machine.target.platform == "tpu"
-    of_another = buffers is not None and abs(buffers.arguments - arguments) > 0.05 * arguments + _SMALL
-    if buffers is not None and not of_another:
+    mismatch = buffers is not None and abs(buffers.arguments - arguments) > 0.05 * arguments + _SMALL
+    if buffers is not None and not mismatch:
         temporaries = buffers.temporaries
     return Memory(
         arguments=arguments,
         temporaries=temporaries,
         code=stats.generated_code_size_in_bytes,
         capacity=capacity(machine) if machine else None,
-        at_most=refuses and (buffers is None or of_another),
+        at_most=refuses and (buffers is None or mismatch),
         compiled=refuses,
     )
 
 
-def of_refusal(message: str, arguments: int, machine: Machine, buffers: Buffers | None = None) -> Memory | None:
-    """What a compiler that ran out of device memory says of it; None where it stopped for another reason.
+def refused_memory(message: str, arguments: int, machine: Machine, buffers: Buffers | None = None) -> Memory | None:
+    """Parse the memory of a program from a compiler's out-of-memory error.
 
     Args:
-        message: of the error.
-        arguments: bytes of one device, for messages that do not tell.
-        machine: what it compiled for.
-        buffers: as the compiler laid them out before it stopped, where that is known.
+        message: Message of the error.
+        arguments: Bytes of the arguments per device. Used if the message does not report them.
+        machine: Machine that the program was compiled for.
+        buffers: Buffer assignment that the compiler wrote before it stopped, if known.
+
+    Returns:
+        The memory, or None if the compiler stopped for another reason.
     """
     parts = {name: _bytes(number, unit) for name, number, unit in _PART.findall(message)}
     if match := _TEMPORARIES.search(message) or _USED.search(message):
-        used = _bytes(*match.groups()[:2])  # arguments included, though one message says temporaries
+        used = _bytes(*match.groups()[:2])  # includes the arguments, although one message says temporaries
     else:
         return None
     arguments = parts.get("arguments", arguments)

@@ -1,4 +1,4 @@
-"""A plan: a function of an experiment, compiled for a machine, and what is read from it."""
+"""Compile a function of an experiment for a machine, and collect the figures of a plan."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,21 +35,21 @@ from axlearn_plugins_plan.traffic import hbm_bytes
 
 @attrs.frozen(kw_only=True)
 class Plan:
-    """What is known of one call of a function on one machine. Bytes and collectives are those of one device.
+    """The figures of one call of a function on one machine. Bytes and collectives are per device.
 
     Attributes:
-        function: its name: `train` for a training step.
-        memory: what it takes, and whether that fits.
-        flops: of the mathematics, of all devices.
-        executed: dtype -> FLOPs that the program does, of all devices.
-        hbm_traffic: bytes to and from memory; None where the compiler stopped.
-        collectives: None where the compiler stopped.
-        rows: of the batch.
-        tokens: of the batch; None where the function takes none.
-        tags: activation tags of a training step; empty where the model has none.
-        gradient_bytes: 0 where the function does not differentiate.
-        compiler_options: XLA's, of the target, the kernels and the config.
-        compile_seconds: tracing, lowering and compiling.
+        function: Name of the function; `train` for a training step.
+        memory: Memory per device, and whether it fits.
+        flops: Model FLOPs on all devices.
+        executed: dtype -> FLOPs that the program executes on all devices.
+        hbm_traffic: Bytes read from and written to device memory. None if the compiler stopped.
+        collectives: Collectives of the program. None if the compiler stopped.
+        rows: Rows in the batch.
+        tokens: Tokens in the batch. None if the function takes no tokens.
+        tags: Activation tags of a training step. Empty if the model has no tags.
+        gradient_bytes: Bytes of the gradients. 0 if the function does not differentiate.
+        compiler_options: XLA options from the target, the kernels and the config.
+        compile_seconds: Time to trace, lower and compile.
     """
 
     title: str
@@ -76,24 +76,24 @@ class Plan:
     compile_seconds: float
 
     def mfu(self, causal: bool = False) -> float | None:
-        """At the roofline; None where the hardware's peak is not known."""
+        """Return the model FLOPs utilisation at the roofline, or None if the hardware's peak is unknown."""
         flops = self.flops.causal if causal else self.flops.full
         return utilisation(flops, self.roofline.step, self.machine.target, self.machine.devices)
 
     @property
     def mfu_note(self) -> str | None:
-        """Why a utilisation at the roofline exceeds 1; None if neither does."""
+        """Reason for a utilisation above 1 at the roofline, or None if there is no such utilisation."""
         full, causal = self.mfu(), self.mfu(causal=True)
         if causal is not None and causal > 1:
             faster = ", ".join(sorted(d for d, flops in self.executed.items() if flops and d != "bfloat16"))
-            return f"more than 100%: the share is of the peak in bfloat16, and some products are in {faster or 'other dtypes'}"
+            return f"more than 100%: the peak is for bfloat16, but some products are in {faster or 'other dtypes'}"
         if full is not None and full > 1:
-            return "more than 100%: full attention counts pairs that the mask hides, and the kernel skips those"
+            return "more than 100%: full attention counts masked pairs, which the kernel skips"
         return None
 
     @property
     def prediction(self) -> Prediction | None:
-        """The time of a training step beside its roofline; None where no such step on the target is known."""
+        """Predicted time of a training step, or None if no measured step is known for the target."""
         if self.function != "train" or self.collectives is None:
             return None
         grouped = any(choice.op.name == "grouped_matmul" for choice in self.kernels)
@@ -101,77 +101,79 @@ class Plan:
 
     @property
     def collective_bytes(self) -> Mapping[str, float] | None:
-        """Mesh axes -> bytes that one device sends over them."""
+        """Mesh axes -> bytes that one device sends over these axes."""
         return None if self.collectives is None else by_axes(self.collectives)
 
 
 def machine_of(resolved: Resolved) -> Machine:
-    """The machine that a request names; raises `RequestError` where it names none."""
+    """Return the machine of a request. Raise `RequestError` if the request has no target."""
     if resolved.machine is None:
         examples = sorted({e for _, t in targets().values() for e in t.examples})
         raise RequestError(
-            "a plan is for some hardware, and none is named\n"
-            f"    fix: add --target NAME, such as {', '.join(examples[:6])}; `axlearn targets list` lists them"
+            "a plan needs a target machine\n"
+            f"    fix: add --target NAME, such as {', '.join(examples[:6])}; `axlearn targets list` lists all of them"
         )
     return resolved.machine
 
 
 def prepared(resolved: Resolved) -> tuple[Program, dict[str, jax.ShapeDtypeStruct]]:
-    """The program of a request for its machine, and the shapes of its batches.
+    """Compose the program of a request for its machine.
 
-    What only the data needs (files, a tokenizer) may be unset where the input can tell the shapes without it.
+    Fields that only the data needs (files, a tokenizer) may be unset if the input can report its batch shapes without them.
+
+    Returns:
+        The program, and name -> shape and dtype of each array of a batch.
 
     Raises:
-        ConfigError: something else is missing, or does not fit.
-        RequestError: no machine is named, or nothing can compile for it.
+        ConfigError: Any other field is missing or invalid.
+        RequestError: The request has no target, or no installed compiler supports the target.
     """
     machine, config = machine_of(resolved), resolved.config
     if input_of(config) is None or not isinstance(config, DeclaresFunctions):
         raise RequestError(f"{resolved.title} is a {type(config).__qualname__}; expected a Trainer.Config")
-    _check(resolved)
+    _check_config(resolved)
     configure_devices(machine)
     program = compose(config, topology_devices(machine), machine=machine)  # type: ignore[arg-type]
     return program, abstract_batch(config, vocabulary_size(program.functional.describe()))
 
 
-def _check(resolved: Resolved) -> None:
-    """What is wrong with the config, but for what the parts of an input need that tells the shapes of its batches."""
+def _check_config(resolved: Resolved) -> None:
+    """Raise `ConfigError` if the config is invalid, but accept unset input fields if the batch shapes are still known."""
     try:
         resolved.checked()
     except ConfigError as error:
         source = get(resolved.config, "input")
         unset = {p.path for p in missing(resolved.config)}
-        parts = [
+        input_problems = [
             p for p in error.problems if p.path.startswith("input.") and (p.path.count(".") > 1 or p.path in unset)
         ]
         if not isinstance(source, DeclaresBatches) or not source.batch_shapes():
             raise
-        if own_problems := [p for p in error.problems if p not in parts]:
-            raise ConfigError(own_problems) from None
+        if other_problems := [p for p in error.problems if p not in input_problems]:
+            raise ConfigError(other_problems) from None
         if not all(isinstance(size, int) for shape, _ in source.batch_shapes().values() for size in shape):
             raise
 
 
 def make_plan(resolved: Resolved, function: str = "train") -> Plan:
-    """Compiles a function of a request for its machine, and reads what the compiler made.
+    """Compile a function of a request for its machine, and build a plan from the compiled program.
 
     Args:
-        resolved: the request.
-        function: a name that the experiment declares. Its shapes are those of the experiment's batches
-            (`Function.bucket_of`).
+        resolved: The resolved request.
+        function: Name of a function that the experiment declares. `Function.bucket_of` maps a batch to its shapes.
 
     Raises:
-        RequestError: the request is wrong (see `prepared`), or the experiment has no such function.
-        WorkError: the compiler stopped for another reason than memory.
+        RequestError: The request is invalid (see `prepared`), or the experiment has no such function.
+        WorkError: The compiler stopped for a reason other than lack of memory.
     """
     program, batch = prepared(resolved)
     machine = machine_of(resolved)
     bucket = program.function(function).bucket_of(batch)
     trains = program.function(function).differentiates
     started = time.perf_counter()
-    program.lower(function, bucket)  # which JAX keeps
-    with ThreadPoolExecutor(1) as pool:  # the compiler leaves Python free to count meanwhile
-        compiling = pool.submit(_timed, started, compile_function, program, function, bucket, machine)
+    program.lower(function, bucket)  # JAX caches the result for the compilation below
+    with ThreadPoolExecutor(1) as pool:  # the compiler releases the GIL, so count FLOPs in parallel
+        compiling = pool.submit(_run_timed, started, compile_function, program, function, bucket, machine)
         flops, executed = model_flops(program, function, bucket), executed_flops(program, function, bucket)
         activations = tags(program, batch) if trains else []
         (compiled, memory), seconds = compiling.result()
@@ -179,17 +181,17 @@ def make_plan(resolved: Resolved, function: str = "train") -> Plan:
     unchanged = [str(decision) for decision in resolved.decisions if decision.kind == "unchanged"]
     notes = [*resolved.notes, *unchanged, *map(str, replicated(program.trained))]
     if machine.target.stand_in:
-        notes.append(f"not the program that runs there: {machine.target.stand_in}")
+        notes.append(f"this is not the program that runs on the target: {machine.target.stand_in}")
     if compiled is not None:
         module = parse(compiled.as_text())
-        moved, traffic, more = _read(module, program, machine)
+        moved, traffic, more = _read_module(module, program, machine)
         notes += more
-        if machine.target.stand_in:  # whose fusions say nothing of the other compiler's
+        if machine.target.stand_in:  # the real compiler makes different fusions
             moved = (2.0 if trains else 1.0) * memory.arguments
-            how = "the state is counted, read and written once" if trains else "the arguments are counted, read once"
-            notes.append(f"to and from memory only {how}")
+            how = "one read and one write of the state" if trains else "one read of the arguments"
+            notes.append(f"memory traffic counts only {how}")
     else:
-        notes.append("the compiler stopped for lack of memory: no module tells what is sent and moved")
+        notes.append("the compiler ran out of memory, so traffic and collectives are unknown")
     is_batch = isinstance(bucket, Mapping)
     return Plan(
         title=resolved.title,
@@ -217,26 +219,26 @@ def make_plan(resolved: Resolved, function: str = "train") -> Plan:
     )
 
 
-def _timed(started: float, function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
-    """(what a function returns, seconds since `started`)."""
+def _run_timed(started: float, function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
+    """Call a function. Return its result and the seconds since `started`."""
     return function(*args), time.perf_counter() - started
 
 
-def _read(module: Any, program: Program, machine: Machine) -> tuple[float, list[Collective] | None, list[str]]:
-    """(bytes to and from memory, collectives, notes)."""
+def _read_module(module: Any, program: Program, machine: Machine) -> tuple[float, list[Collective] | None, list[str]]:
+    """Return (bytes to and from memory, collectives, notes)."""
     mesh = program.layout.mesh
     devices = list(mesh.devices.flat)
     places = Places(dict(mesh.shape), domains_of(devices, machine.devices_per_domain))
-    notes = [f"the loop {name} is counted once: its length is not known" for name in module.unknown_loops()]
+    notes = [f"the loop {name} counts once because its length is unknown" for name in module.unknown_loops()]
     try:
         traffic = collectives(module, places)
-    except ValueError as error:  # a compiler that writes them in a way of its own; all else is still known
-        return hbm_bytes(module), None, [*notes, f"what is sent is not known: {error}"]
+    except ValueError as error:  # an unknown form of replica groups; every other figure is still valid
+        return hbm_bytes(module), None, [*notes, f"the collectives are unknown: {error}"]
     return hbm_bytes(module), traffic, notes
 
 
 def _remat(config: Node[Any]) -> tuple[str, ...]:
-    """What the config says of rematerialisation, a line for each stack that does."""
+    """Return the rematerialisation settings of the config, with the path of each stack."""
     lines = []
     for path, stack in find(config, StackRole).items():
         if stack.remat is None:

@@ -1,10 +1,11 @@
-"""The time of a training step, predicted from its roofline and from steps that were published or measured.
+"""Predict the time of a training step from its roofline and from published or measured steps.
 
     seconds = (compute / efficiency + exposed * (links + network)) * (chips / 256) ** scale
 
-with an efficiency for each target, one factor for products of groups of rows (experts), and for each platform the share of the
-communication that a step waits for; and no step is shorter than what it sends. `steps.toml` has the steps with their citations,
-and what was fitted to them (`benchmarks/step_times.py` fits anew, and prints the error of each step when it is left out).
+Each target has an efficiency. Grouped matmuls (experts) multiply it by one more factor. Each platform has the share of the
+communication that does not overlap with compute. A step is never shorter than its communication. `steps.toml` lists the steps with
+their citations and the fitted coefficients. `benchmarks/step_times.py` repeats the fit and prints the leave-one-out error of each
+step.
 """
 
 import math
@@ -24,14 +25,14 @@ BASE_CHIPS = 256
 
 @attrs.frozen(kw_only=True)
 class Step:
-    """A published or measured step, and what the plan says of the program.
+    """A published or measured step, with the roofline of our program for the same training.
 
     Attributes:
-        seconds: of a step.
-        compute, links, network: seconds at the roofline, of our compiled program.
-        grouped: whether experts are most of it.
-        system: whose program it was; ours is compiled for AXLearn's, and others stand in for it.
-        source: the citation.
+        seconds: Time of the step.
+        compute, links, network: Seconds at the roofline of our compiled program.
+        grouped: Whether experts do most of the work.
+        system: System that ran the step. The roofline always comes from our program.
+        source: Citation.
     """
 
     name: str
@@ -49,14 +50,14 @@ class Step:
 
 @attrs.frozen(kw_only=True)
 class Model:
-    """What was fitted.
+    """The fitted coefficients.
 
     Attributes:
-        efficiency: target -> the share of its peak that products reach.
-        grouped: the factor of the efficiency where experts are most of the work.
-        exposed: platform -> the share of the communication that a step waits for.
-        scale: the exponent of the number of chips.
-        spread: the ratio between prediction and step that four of five steps keep, each left out of the fit.
+        efficiency: Target -> share of its peak that matrix products reach.
+        grouped: Factor on the efficiency if experts do most of the work.
+        exposed: Platform -> share of the communication that does not overlap with compute.
+        scale: Exponent of the number of chips.
+        spread: Ratio between predicted and measured time that bounds four of five steps, with each step left out of the fit.
     """
 
     efficiency: Mapping[str, float]
@@ -66,7 +67,7 @@ class Model:
     spread: float
 
     def seconds(self, target: str, platform: str, chips: int, bound: Any, *, grouped: bool = False) -> float:
-        """Of a step whose `compute`, `links` and `network` are those of `bound`."""
+        """Return the predicted seconds of a step. `bound` has the attributes `compute`, `links` and `network`."""
         efficiency = self.efficiency[target] * (self.grouped if grouped else 1.0)
         traffic = bound.links or 0.0, bound.network or 0.0
         busy = max(bound.compute / efficiency + self.exposed.get(platform, 1.0) * sum(traffic), *traffic)
@@ -78,11 +79,11 @@ class Prediction:
     """A predicted step.
 
     Attributes:
-        seconds: the prediction.
-        low, high: between which four of five of the known steps lie, relative to a prediction that did not know them.
-        steps: how many steps of the target were fitted.
-        trainings: how many different trainings they are of; steps of several systems may be of one.
-        sources: their citations.
+        seconds: Predicted time of the step.
+        low, high: Range that holds four of five known steps, relative to a prediction that leaves the step out.
+        steps: Number of fitted steps of the target.
+        trainings: Number of different trainings among these steps. Several systems may have run the same training.
+        sources: Citations of the steps.
     """
 
     seconds: float
@@ -95,32 +96,31 @@ class Prediction:
 
 @cache
 def load_measurements() -> tuple[tuple[Step, ...], Model]:
-    """The steps of `steps.toml`, and what was fitted to them."""
+    """Load the steps of `steps.toml` and the fitted coefficients."""
     table = tomllib.loads(files("axlearn_plugins_plan").joinpath("steps.toml").read_text("utf-8"))
     return tuple(Step(**row) for row in table["step"]), Model(**table["model"])
 
 
 def predict(machine: Machine, bound: Roofline, *, grouped: bool = False) -> Prediction | None:
-    """The time of a training step; None where no step on this target is known, or the plan lacks a figure."""
+    """Predict the time of a training step. Return None if the target has no known steps, or the plan lacks a figure."""
     steps, model = load_measurements()
     name = machine.target.name
-    own_steps = [s for s in steps if s.target == name]
-    if not own_steps or bound.compute is None or name not in model.efficiency:
+    target_steps = [s for s in steps if s.target == name]
+    if not target_steps or bound.compute is None or name not in model.efficiency:
         return None
     seconds = model.seconds(name, machine.target.platform, machine.chips, bound, grouped=grouped)
-    # What moves to and from memory bounds every step.
     seconds = max(seconds, bound.hbm or 0.0)
     return Prediction(
         seconds=seconds,
         low=seconds / model.spread,
         high=seconds * model.spread,
-        steps=len(own_steps),
-        trainings=len({s.name for s in own_steps}),
-        sources=tuple(dict.fromkeys(s.source for s in own_steps)),
+        steps=len(target_steps),
+        trainings=len({s.name for s in target_steps}),
+        sources=tuple(dict.fromkeys(s.source for s in target_steps)),
     )
 
 
 def log_ratio(model: Model, step: Step) -> float:
-    """The logarithm of prediction over step."""
+    """Return the logarithm of the ratio of predicted to measured time."""
     predicted = model.seconds(step.target, step.platform, step.chips, step, grouped=step.grouped)
     return math.log(predicted / step.seconds)

@@ -1,4 +1,4 @@
-"""What to change where a step does not fit, estimated from its plan."""
+"""Suggest changes that make a plan fit, with estimates of their memory and cost."""
 
 import re
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from axlearn_plugins_plan.roofline import peak
 
 @attrs.frozen(kw_only=True)
 class Remedy:
-    """One change.
+    """A change that saves memory.
 
     Attributes:
-        words: to add to the command line.
-        total: the bytes of one device with it, estimated.
-        seconds: what it adds to a step at the least, estimated; None where nothing says.
-        chips: how many times as many chips it takes.
-        why: what it does.
+        words: Options to add to the command line.
+        total: Estimated bytes per device after the change.
+        seconds: Estimated lower bound on the time it adds to a step. None if unknown.
+        chips: Factor on the number of chips.
+        why: Effect of the change.
     """
 
     words: str
@@ -31,37 +31,37 @@ class Remedy:
 
 
 def remedies(plan: Plan, features: frozenset[str], most: int = 3) -> list[Remedy]:
-    """The cheapest changes that make a plan fit by estimate; where none does, those that come closest.
+    """Return the cheapest changes that make a plan fit by estimate, or the closest ones if no change is enough.
 
     Args:
-        plan: one that does not fit.
-        features: the names of what is installed; a remedy that needs another one is left out.
-        most: how many.
+        plan: Plan that does not fit.
+        features: Names of the installed features. Remedies that need other features are left out.
+        most: Maximum number of remedies.
     """
     if plan.memory.fits or plan.memory.capacity is None:
         return []
     trains = plan.function == "train"
     microbatches = [*_accumulation(plan)] if trains and "gradient-accumulation" in features else []
-    fewer = [*_recompute(plan)] if "remat" in features else []
-    offloaded = [*_offload(plan)] if "remat" in features else []
-    both = [_combine(plan, a, b) for a in microbatches for b in fewer]
-    fixes = [*_other_mesh(plan), *microbatches, *fewer, *offloaded, *_more_chips(plan)]
+    recomputes = [*_recompute(plan)] if "remat" in features else []
+    offloads = [*_offload(plan)] if "remat" in features else []
+    pairs = [_combine(plan, a, b) for a in microbatches for b in recomputes]
+    fixes = [*_shard_copies(plan), *microbatches, *recomputes, *offloads, *_more_chips(plan)]
     if not any(r.total <= plan.memory.capacity for r in fixes):
-        fixes += both
-    fits = [r for r in fixes if r.total <= plan.memory.capacity]
-    fits.sort(key=lambda r: (r.chips, r.seconds is None, r.seconds or 0.0))
-    rest = sorted((r for r in fixes if r not in fits), key=lambda r: r.total)
-    return [*fits, *rest][:most]
+        fixes += pairs
+    sufficient = [r for r in fixes if r.total <= plan.memory.capacity]
+    sufficient.sort(key=lambda r: (r.chips, r.seconds is None, r.seconds or 0.0))
+    insufficient = sorted((r for r in fixes if r not in sufficient), key=lambda r: r.total)
+    return [*sufficient, *insufficient][:most]
 
 
 def _accumulation(plan: Plan) -> Iterator[Remedy]:
-    """Microbatches: temporaries shrink with them, and one more sum of gradients is held."""
+    """Suggest more microbatches, which shrink the temporaries but need a buffer for the summed gradients."""
     shards = 1
     for axis in ("data", "fsdp", "expert"):
         shards *= plan.mesh.get(axis, 1)
     steps, best = plan.accumulate_steps, None
     rows = plan.rows // steps // shards
-    # Where the compiler takes two turns of a loop at a time, one of two turns is none, and both need their room.
+    # Double buffering unrolls the loop by two, so two microbatches need as much memory as one.
     doubled = plan.compiler_options.get("xla_gpu_enable_while_loop_double_buffering")
     factor = 4 if steps == 1 and doubled else 2
     while rows >= factor and rows % factor == 0:
@@ -71,7 +71,7 @@ def _accumulation(plan: Plan) -> Iterator[Remedy]:
             total=total,
             seconds=_links(plan) * (factor - 1),
             chips=1,
-            why=f"{factor} times as many microbatches: activations of fewer rows, weights gathered once for each",
+            why=f"uses {factor} times as many microbatches, which have smaller activations but gather weights more often",
         )
         if plan.memory.capacity is not None and total <= plan.memory.capacity:
             break
@@ -80,16 +80,16 @@ def _accumulation(plan: Plan) -> Iterator[Remedy]:
         yield best
 
 
-def _combine(plan: Plan, microbatches: Remedy, fewer: Remedy) -> Remedy:
-    """Both: what is no longer kept was that of one microbatch."""
+def _combine(plan: Plan, microbatches: Remedy, recompute: Remedy) -> Remedy:
+    """Combine two remedies. Each activation that is no longer saved belonged to one microbatch."""
     share = (microbatches.total - plan.memory.arguments) / max(plan.memory.temporaries, 1)
-    costs = [r.seconds for r in (microbatches, fewer)]
+    costs = [r.seconds for r in (microbatches, recompute)]
     return Remedy(
-        words=f"{microbatches.words} {fewer.words}",
-        total=microbatches.total - (plan.memory.total - fewer.total) * min(1.0, max(0.0, share)),
+        words=f"{microbatches.words} {recompute.words}",
+        total=microbatches.total - (plan.memory.total - recompute.total) * min(1.0, max(0.0, share)),
         seconds=None if None in costs else sum(c for c in costs if c is not None),
         chips=1,
-        why="both",
+        why="combines both",
     )
 
 
@@ -99,57 +99,57 @@ def _links(plan: Plan) -> float:
 
 
 def _recompute(plan: Plan) -> Iterator[Remedy]:
-    """Keep fewer tags, those first that give back most memory for each FLOP."""
+    """Suggest saving fewer tags. Drop the tags that free the most memory per recomputed FLOP first."""
     candidates = [t for t in plan.tags if t.kept in ("saved", "free")]
     if not candidates:
         return
-    if any(t.kept == "free" for t in candidates):  # no policy at all: then one that keeps nothing
+    if any(t.kept == "free" for t in candidates):  # the model has no policy, so suggest the policy that saves nothing
         yield _drop_tags(plan, candidates, [], "--with remat:policy=full")
         return
     order = sorted(candidates, key=lambda t: t.flops / max(t.bytes, 1.0))
     for count in range(1, len(order) + 1):
-        gone, rest = order[:count], [t.name for t in candidates if t not in order[:count]]
-        remedy = _drop_tags(plan, gone, rest, f"--with remat:save=[{','.join(rest)}]")
+        dropped, saved = order[:count], [t.name for t in candidates if t not in order[:count]]
+        remedy = _drop_tags(plan, dropped, saved, f"--with remat:save=[{','.join(saved)}]")
         if remedy.total <= (plan.memory.capacity or 0) or count == len(order):
             yield remedy
             return
 
 
-def _drop_tags(plan: Plan, gone: list, rest: list[str], words: str) -> Remedy:
-    flops = sum(t.flops for t in gone)
+def _drop_tags(plan: Plan, dropped: list, saved: list[str], words: str) -> Remedy:
+    flops = sum(t.flops for t in dropped)
     best = peak(plan.machine.target, "bfloat16")
     return Remedy(
         words=words,
-        total=plan.memory.total - sum(t.bytes for t in gone),
+        total=plan.memory.total - sum(t.bytes for t in dropped),
         seconds=flops / best if best else None,
         chips=1,
-        why=f"computes {', '.join(t.name for t in gone)} again" + ("" if rest else "; keeps the inputs of layers only"),
+        why=f"recomputes {', '.join(t.name for t in dropped)}" + ("" if saved else "; saves only the inputs of layers"),
     )
 
 
 def _offload(plan: Plan) -> Iterator[Remedy]:
-    """Keep what is kept in the host's memory."""
+    """Suggest offloading saved tags to host memory, the largest tags first."""
     candidates = [t for t in plan.tags if t.kept == "saved"]
     if not candidates or plan.machine.target.platform == "cpu":
         return
     order = sorted(candidates, key=lambda t: -t.bytes)
-    gone: list = []
+    offloaded: list = []
     for tag in order:
-        gone.append(tag)
-        if plan.memory.total - sum(t.bytes for t in gone) <= (plan.memory.capacity or 0):
+        offloaded.append(tag)
+        if plan.memory.total - sum(t.bytes for t in offloaded) <= (plan.memory.capacity or 0):
             break
-    rest = ",".join(t.name for t in candidates if t not in gone)
+    saved = ",".join(t.name for t in candidates if t not in offloaded)
     yield Remedy(
-        words=f"--with 'remat:save=[{rest}],offload=[{','.join(t.name for t in gone)}]'",
-        total=plan.memory.total - sum(t.bytes for t in gone),
+        words=f"--with 'remat:save=[{saved}],offload=[{','.join(t.name for t in offloaded)}]'",
+        total=plan.memory.total - sum(t.bytes for t in offloaded),
         seconds=None,
         chips=1,
-        why=f"keeps {', '.join(t.name for t in gone)} in the host's memory",
+        why=f"offloads {', '.join(t.name for t in offloaded)} to host memory",
     )
 
 
-def _other_mesh(plan: Plan) -> Iterator[Remedy]:
-    """Shard the state over more devices, where some hold copies of it."""
+def _shard_copies(plan: Plan) -> Iterator[Remedy]:
+    """Suggest FSDP over the `data` axis, whose devices hold copies of the state."""
     copies = plan.mesh.get("data", 1)
     if copies == 1 or plan.machine.domains > 1:
         return
@@ -161,15 +161,15 @@ def _other_mesh(plan: Plan) -> Iterator[Remedy]:
         total=plan.memory.total - saved,
         seconds=0.0,
         chips=1,
-        why="splits parameters and optimizer state over the devices that hold copies of them",
+        why="shards parameters and optimizer state over the devices that hold copies",
     )
 
 
 def _more_chips(plan: Plan) -> Iterator[Remedy]:
-    """The same on more of it: state and rows are split further."""
+    """Suggest a larger machine of the same target, which shards the state and the rows further."""
     name, target = plan.machine.name, plan.machine.target
     size = re.fullmatch(r"(.*?)(\d+)", name) if target.size == "hosts" else re.fullmatch(r"(.*?-)(\d+)(x\d+)?", name)
-    if not size or target.platform == "cpu":  # more virtual devices are no more memory
+    if not size or target.platform == "cpu":  # virtual CPU devices share one memory
         return
     factor, best = 1, None
     while factor < 64:
@@ -186,7 +186,7 @@ def _more_chips(plan: Plan) -> Iterator[Remedy]:
             total=plan.memory.code + (plan.memory.arguments + plan.memory.temporaries) / factor,
             seconds=0.0,
             chips=factor,
-            why="splits state and rows over more chips",
+            why="shards state and rows over more chips",
         )
         if best.total <= (plan.memory.capacity or 0):
             break

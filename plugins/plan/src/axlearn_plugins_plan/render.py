@@ -1,4 +1,4 @@
-"""A plan as text for people, and as JSON."""
+"""Format a plan as text and as JSON."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ GIB = 2**30
 
 
 def size(value: float | None) -> str:
-    """Bytes for people."""
+    """Format a number of bytes."""
     if value is None:
         return "?"
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -22,14 +22,14 @@ def size(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Seconds for people."""
+    """Format a duration in seconds."""
     if value is None:
         return "?"
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
 def count(value: float) -> str:
-    """A large number for people."""
+    """Format a large number with a decimal prefix."""
     for unit, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if value >= scale:
             return f"{value / scale:.4g} {unit}"
@@ -37,12 +37,12 @@ def count(value: float) -> str:
 
 
 def share(value: float | None) -> str:
-    """A percentage."""
+    """Format a fraction as a percentage."""
     return "?" if value is None else f"{100 * value:.1f}%"
 
 
 def text(plan: Plan, remedies: Sequence[Remedy] = ()) -> str:
-    """The plan, section by section."""
+    """Format a plan as text, section by section."""
     machine = plan.machine
     per = f" of {machine.target.devices_per_chip} devices each" if machine.target.devices_per_chip > 1 else ""
     subject = plan.title if plan.function == "train" else f"{plan.function} of {plan.title}"
@@ -50,11 +50,11 @@ def text(plan: Plan, remedies: Sequence[Remedy] = ()) -> str:
     lines = [f"{subject} on {machine.name}: {machine.chips} chips{per}, {plan.parameters:,} parameters"]
     sections = (
         ("memory of one device", _memory(plan)),
-        ("to make it fit (estimates; add the words to the command)", _remedies(remedies, plan.memory.capacity)),
+        ("to make it fit, add one of these to the command (estimates)", _remedies(remedies, plan.memory.capacity)),
         (f"time of one {unit} at the roofline", _roofline(plan)),
-        ("collectives, bytes that one device sends", _collectives(plan)),
+        ("collectives, bytes sent per device", _collectives(plan)),
         ("kernels", kernel_lines(plan.kernels)),
-        ("activations, bytes of one device to keep and FLOPs to compute again (estimates)", _tags(plan)),
+        ("activations, bytes per device to save and FLOPs to recompute (estimates)", _tags(plan)),
         ("mesh", _mesh(plan)),
         ("compiler options", (f"{k}={v}" for k, v in sorted(plan.compiler_options.items()))),
     )
@@ -82,7 +82,7 @@ def _memory(plan: Plan) -> Iterator[str]:
 def _remedies(remedies: Sequence[Remedy], capacity: int | None) -> Iterator[str]:
     for remedy in remedies:
         alone = " (not enough alone)" if capacity is not None and remedy.total > capacity else ""
-        cost = "cost not known" if remedy.seconds is None else f"+{seconds(remedy.seconds)} a step"
+        cost = "unknown cost" if remedy.seconds is None else f"+{seconds(remedy.seconds)} per step"
         if remedy.chips > 1:
             cost = f"{remedy.chips} times the chips"
         yield remedy.words
@@ -94,30 +94,30 @@ def _roofline(plan: Plan) -> Iterator[str]:
     executed = sum(plan.executed.values())
     rows = (
         ("compute", line.compute, f"{count(executed / devices)}FLOP"),
-        ("memory", line.hbm, "?" if plan.hbm_traffic is None else f"{size(plan.hbm_traffic)} to and from it"),
+        ("memory", line.hbm, "?" if plan.hbm_traffic is None else f"{size(plan.hbm_traffic)} read and written"),
         ("links", line.links, _bytes_sent(plan, "link_bytes")),
         ("network", line.network, _bytes_sent(plan, "network_bytes")),
     )
     for name, time, description in rows:
         yield f"{name:8} {seconds(time):>9}  {description}"
     if line.step is None:
-        yield "step             ?  this target has no figure for its peak"
+        yield "step             ?  the peak of this target is unknown"
     else:
         per_second = f", {count(plan.tokens / line.step)}tokens/s" if plan.tokens else ""
-        yield f"step     {seconds(line.step):>9}  bound by {line.bound}{per_second}; {seconds(line.serial)} where nothing overlaps"
+        yield f"step     {seconds(line.step):>9}  bound by {line.bound}{per_second}; {seconds(line.serial)} without overlap"
     if (prediction := plan.prediction) is not None:
         within = f"{seconds(prediction.low)} to {seconds(prediction.high)}"
-        many = f"{_counted(prediction.steps, 'known step')} of {_counted(prediction.trainings, 'training')}"
+        many = f"{_count_noun(prediction.steps, 'known step')} of {_count_noun(prediction.trainings, 'training')}"
         yield f"predicted{seconds(prediction.seconds):>9}  {within}, from {many} on {plan.machine.target.name}:"
         yield from (f"           {source}" for source in prediction.sources)
     full, causal = plan.flops.full, plan.flops.causal
-    yield f"MFU      {share(plan.mfu(causal=True)):>9}  of {count(causal)}FLOP, the pairs of positions that the mask shows"
-    yield f"         {share(plan.mfu()):>9}  of {count(full)}FLOP with full attention, as most publications count"
+    yield f"MFU      {share(plan.mfu(causal=True)):>9}  of {count(causal)}FLOP, with visible pairs of positions only"
+    yield f"         {share(plan.mfu()):>9}  of {count(full)}FLOP, with full attention as in most publications"
     if (reason := plan.mfu_note) is not None:
         yield f"                    {reason}"
 
 
-def _counted(number: int, noun: str) -> str:
+def _count_noun(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' if number > 1 else ''}"
 
 
@@ -135,14 +135,12 @@ def _collectives(plan: Plan) -> Iterator[str]:
         total[1] += collective.bytes
         total[2] += 0 if collective.asynchronous else collective.bytes
     for (axes, kind), (times, num_bytes, waiting) in sorted(grouped.items(), key=lambda item: -item[1][1]):
-        blocking = (
-            "" if not num_bytes or waiting == 0 else f", {share(waiting / num_bytes)} of it while the program waits"
-        )
+        blocking = "" if not num_bytes or waiting == 0 else f", {share(waiting / num_bytes)} blocking"
         yield f"{axes:12} {kind:18} {size(num_bytes):>9} in {times:.0f}{blocking}"
 
 
 def kernel_lines(choices: Sequence[Choice]) -> Iterator[str]:
-    """For each call site who was chosen, and why the others were not."""
+    """Format each call site with its chosen kernel, and why the others were rejected."""
     for choice in choices:
         yield choice.call
         yield f"    {choice.name}"
@@ -151,7 +149,7 @@ def kernel_lines(choices: Sequence[Choice]) -> Iterator[str]:
 
 
 def rejected(choice: Choice) -> dict[str, str]:
-    """Name -> why not, for all implementations of the op but the one that was chosen."""
+    """Return name -> reason for each implementation of the op that was not chosen."""
     reasons, platform = dict(choice.rejected), choice.context.platform
     declared = installed(type(choice.op))
     best = next((k.priority for k in declared if k.name == choice.name), 0)
@@ -161,7 +159,7 @@ def rejected(choice: Choice) -> dict[str, str]:
         if other.platforms and platform not in other.platforms:
             reasons[other.name] = f"runs on {', '.join(other.platforms)}, not on {platform}"
         else:
-            reasons[other.name] = f"not asked, since its priority is {other.priority} and not {best}"
+            reasons[other.name] = f"not tried, its priority is {other.priority} and the chosen kernel has {best}"
     return reasons
 
 
@@ -171,19 +169,19 @@ def _tags(plan: Plan) -> Iterator[str]:
         return
     width = max(len(t.name) for t in plan.tags)
     for tag in plan.tags:
-        fate = {"free": "kept as the backward pass needs it"}.get(tag.kept, tag.kept)
+        fate = {"free": "saved if the backward pass needs it"}.get(tag.kept, tag.kept)
         yield f"{tag.name:{width}}  {size(tag.bytes):>9}  {count(tag.flops):>9}FLOP  {fate}"
 
 
 def _mesh(plan: Plan) -> Iterator[str]:
     yield ", ".join(f"{a}={n}" for a, n in plan.mesh.items()) or "one device"
-    yield f"by {plan.rule}" if plan.rule else "no mesh rule fits: all devices on fsdp, or what the config says"
+    yield f"by {plan.rule}" if plan.rule else "no mesh rule matches: all devices on fsdp, or the mesh of the config"
     for note in plan.notes:
         yield f"note: {note}"
 
 
 def as_json(plan: Plan, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
-    """The plan as one object. Bytes and collectives are of one chip."""
+    """Return the plan as one JSON object. Bytes and collectives are per chip."""
     per_chip = plan.machine.target.devices_per_chip
     memory, line = plan.memory, plan.roofline
     return {
@@ -275,7 +273,7 @@ def _collective(item: Any, per_chip: int) -> dict[str, Any]:
 
 
 def kernels_json(choices: Sequence[Choice]) -> list[dict[str, Any]]:
-    """Each call site as an object."""
+    """Return each call site as a JSON object."""
     return [
         {
             "name": c.op.name,

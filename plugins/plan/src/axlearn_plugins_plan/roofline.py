@@ -1,4 +1,4 @@
-"""The least time that a step can take on some hardware, by what the hardware can do at most."""
+"""Compute a lower bound on the time of a step from the peak rates of the hardware."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,13 +11,13 @@ from axlearn_plugins_plan.collectives import Collective
 
 @attrs.frozen(kw_only=True)
 class Roofline:
-    """Seconds of one step, by what limits it; None where the figure of the hardware, or of the program, is not known.
+    """Seconds of one step for each limit. None if the figure of the hardware or of the program is unknown.
 
     Attributes:
-        compute: the executed FLOPs, evenly over the devices, at the peak of their dtypes.
-        hbm: the bytes to and from the device's memory at its bandwidth.
-        links: the bytes that a device sends within its domain at the bandwidth of its links.
-        network: those that it sends out of it.
+        compute: Time of the executed FLOPs, spread evenly over the devices, at the peak rates of their dtypes.
+        hbm: Time to read and write device memory at its bandwidth.
+        links: Time to send data within the domain at the bandwidth of a device's links.
+        network: Time to send data to other domains at the network bandwidth.
     """
 
     compute: float | None
@@ -27,28 +27,29 @@ class Roofline:
 
     @property
     def step(self) -> float | None:
-        """The greatest: everything overlaps. None without a figure for the compute."""
+        """The largest limit, which assumes full overlap. None if the compute time is unknown."""
         times = [t for t in (self.compute, self.hbm, self.links, self.network) if t is not None]
         return max(times) if self.compute is not None else None
 
     @property
     def serial(self) -> float | None:
-        """Compute or memory, whichever takes longer, and then communication: nothing of it overlaps."""
+        """Time if communication does not overlap with compute and memory access. None if the compute time is unknown."""
         if self.compute is None:
             return None
         return max(self.compute, self.hbm or 0.0) + max(self.links or 0.0, self.network or 0.0)
 
     @property
     def bound(self) -> str:
-        """What the step waits for."""
+        """Name of the largest limit."""
         times: dict[str, float] = options_of(self, "compute", "hbm", "links", "network")
         return max(times, key=lambda n: times[n]) if times else "unknown"
 
 
 def peak(target: Target, dtype: str) -> float | None:
-    """FLOP/s of one device for products in a dtype; that of bfloat16 where the target has no figure for it.
+    """Return the peak FLOP/s of one device for matrix products in a dtype.
 
-    Wider types are then taken to be as fast, which they are not: it is a bound from below on the time.
+    Falls back to the bfloat16 peak if the target has no figure for the dtype. Wider dtypes are slower, so the time remains a lower
+    bound.
     """
     peak_rate = target.peak_flops.get(dtype)
     if peak_rate is None and dtype.startswith("float8"):
@@ -63,14 +64,14 @@ def roofline(
     moved: float | None,
     items: Sequence[Collective] | None,
 ) -> Roofline:
-    """The bounds of a step.
+    """Compute the limits of a step.
 
     Args:
-        target: the hardware.
-        devices: how many.
-        executed: dtype -> FLOPs of all devices.
-        moved: bytes of one device to and from its memory; None where no module tells.
-        items: the collectives; None where no module tells.
+        target: The hardware.
+        devices: Number of devices.
+        executed: dtype -> FLOPs on all devices.
+        moved: Bytes that one device reads from and writes to its memory. None if unknown.
+        items: Collectives of the step. None if unknown.
     """
     peaks = {dtype: peak(target, dtype) for dtype in executed}
     compute = None
@@ -93,6 +94,6 @@ def _seconds(size: float | None, bandwidth: float | None) -> float | None:
 
 
 def utilisation(flops: float, seconds: float | None, target: Target, devices: int) -> float | None:
-    """Model FLOPs utilisation: the share of the bfloat16 peak that model FLOPs in so many seconds are."""
+    """Return the model FLOPs utilisation, relative to the bfloat16 peak of all devices."""
     best = target.peak_flops.get("bfloat16")
     return None if not seconds or not best else flops / seconds / (best * devices)

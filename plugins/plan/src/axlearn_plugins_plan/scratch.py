@@ -1,8 +1,7 @@
-"""A temporary directory that goes with its process, also if that is killed.
+"""Create a temporary directory that is removed even if its process is killed.
 
-A compiler writes gigabytes into such a directory, and a plan that takes long is often stopped: by Ctrl-C, by a scheduler, for
-lack of memory. While a native compiler runs, no Python handler does, and SIGKILL runs none at all. So another process removes
-the directory.
+A compiler writes gigabytes into this directory, and long plans are often stopped by Ctrl-C, a scheduler or the OOM killer. Python
+handlers do not run while a native compiler runs, and never after SIGKILL. So another process removes the directory.
 """
 
 import contextlib
@@ -16,14 +15,14 @@ from pathlib import Path
 
 PREFIX = "axlearn-dump-"
 _REMOVE = 'cat > /dev/null; rm -rf -- "$1"'
-"""Waits for the end of its input, which is the end of the process that holds the other end of the pipe."""
+"""Shell command that waits until the process at the other end of the pipe exits."""
 
 
 @contextlib.contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """A directory in the temporary folder, removed afterwards and if this process is killed.
+    """Create a temporary directory. It is removed on exit, and if this process is killed.
 
-    It is locked while it is in use. Directories without a lock, such as those of a machine that lost power, are removed here.
+    The directory is locked while in use. Directories without a lock, for example after a power failure, are removed first.
     """
     _remove_abandoned()
     directory, lock = _make_locked()
@@ -37,7 +36,7 @@ def scratch_directory() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _remover(directory: Path) -> Iterator[None]:
-    """A process of its own session, which no signal to this one reaches. It removes the directory when this process ends."""
+    """Start a process that removes the directory when this process exits. Its own session shields it from our signals."""
     command = ["sh", "-c", _REMOVE, "sh", str(directory)]
     silent = subprocess.DEVNULL
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True):
@@ -45,10 +44,10 @@ def _remover(directory: Path) -> Iterator[None]:
 
 
 def _make_locked() -> tuple[Path, int]:
-    """(a new directory, the descriptor that locks it)."""
+    """Create and lock a new directory. Return its path and the file descriptor of the lock."""
     while True:
         directory = Path(tempfile.mkdtemp(prefix=PREFIX))
-        # Another process may take it for an abandoned one, and remove it, before it is locked.
+        # Another process may consider the directory abandoned and remove it before it is locked.
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(directory, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -58,7 +57,7 @@ def _make_locked() -> tuple[Path, int]:
 
 
 def _remove_abandoned() -> None:
-    """Removes this user's directories that no process has locked."""
+    """Remove this user's directories that no process has locked."""
     for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if directory.is_symlink() or directory.stat().st_uid != os.geteuid():

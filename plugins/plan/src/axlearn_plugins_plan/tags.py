@@ -1,4 +1,4 @@
-"""What each activation tag costs to keep, and to compute again."""
+"""Estimate the memory and recomputation cost of each activation tag."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,8 +18,8 @@ _HEADS = ("batch", "sequence", "activation_heads", None)
 _KEYS = ("batch", "sequence", "activation_kv", None)
 _WIDTH = ("batch", "sequence", "activation_embed")
 _HIDDEN = ("batch", "sequence", "activation_mlp")
-# The tags that `axlearn_core.nn.remat` describes. Others are taken to be split as what they are constrained to right
-# beside the tag, or else over the batch and the sequence.
+# The tags that `axlearn_core.nn.remat` describes. Other tags use the sharding constraint next to the tag, or else are assumed
+# to be sharded over the batch and the sequence.
 _AXES: Mapping[str, tuple[str | None, ...]] = {
     **dict.fromkeys(("query", "context"), _HEADS),
     **dict.fromkeys(("key", "value"), _KEYS),
@@ -30,13 +30,13 @@ _AXES: Mapping[str, tuple[str | None, ...]] = {
 
 @attrs.frozen(kw_only=True)
 class Tag:
-    """An activation tag, over all layers that have it.
+    """An activation tag, summed over all layers that have it.
 
     Attributes:
-        kept: `saved`, `offloaded` or `recomputed` by the policy around it; `free` where there is none and the backward
-            pass keeps what it needs.
-        bytes: of one device, to keep it.
-        flops: of one device, to compute it again from the layer's input and the tags before it.
+        kept: `saved`, `offloaded` or `recomputed` by the enclosing policy. `free` if there is no policy, so that the backward pass
+            saves what it needs.
+        bytes: Bytes per device to save the activation.
+        flops: FLOPs per device to recompute the activation from the layer's input and the preceding tags.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Tag:
 
 
 def tags(program: Program, batch: Mapping[str, Any]) -> list[Tag]:
-    """The tags of a model, in the order of its forward pass."""
+    """Return the activation tags of a model, in the order of its forward pass."""
     mesh, rules = program.layout.mesh, program.layout.rules
     selection = ScopedSelection(platform=program.platform, target=program.selection("train").target)
     with program.tracing("train", selection):
@@ -76,9 +76,9 @@ def _tags(
             )
             continue
         more = times * params["length"] if name == "scan" else times
-        around = params["policy"] or _NOTHING if name in ("checkpoint", "remat2", "remat") else policy
+        inner_policy = params["policy"] or _save_nothing if name in ("checkpoint", "remat2", "remat") else policy
         for inner in _jaxprs(params):
-            yield from _tags(inner, scopes, placement, more, around, local or name == "shard_map")
+            yield from _tags(inner, scopes, placement, more, inner_policy, local or name == "shard_map")
 
 
 def _jaxprs(params: Mapping[str, Any]) -> list[Any]:
@@ -88,7 +88,8 @@ def _jaxprs(params: Mapping[str, Any]) -> list[Any]:
     return [] if inner is None else [inner]
 
 
-def _NOTHING(*_: Any, **__: Any) -> bool:  # what `jax.checkpoint` does without a policy
+def _save_nothing(*_: Any, **__: Any) -> bool:
+    """Return False, as `jax.checkpoint` does without a policy."""
     return False
 
 
@@ -108,9 +109,9 @@ def _device_bytes(jaxpr: Any, producers: Mapping[Any, Any], equation: Any, place
     if local:
         return size
     operand = equation.invars[0]
-    beside = [producers.get(operand)] if not isinstance(operand, Literal) else []  # literals hash by identity only
-    beside += [e for e in jaxpr.eqns if e.invars and e.invars[0] is equation.outvars[0]]
-    for neighbour in beside:
+    neighbours = [producers.get(operand)] if not isinstance(operand, Literal) else []  # literals hash by identity
+    neighbours += [e for e in jaxpr.eqns if e.invars and e.invars[0] is equation.outvars[0]]
+    for neighbour in neighbours:
         if neighbour is not None and neighbour.primitive.name == "sharding_constraint":
             shard = neighbour.params["sharding"].shard_shape(aval.shape)
             break
@@ -120,17 +121,17 @@ def _device_bytes(jaxpr: Any, producers: Mapping[Any, Any], equation: Any, place
         axes = (*axes, *(None,) * aval.ndim)[: aval.ndim]
         spec = placement.spec(aval.shape, axes)
         shard = jax.sharding.NamedSharding(placement.mesh, spec).shard_shape(aval.shape)
-    for whole, part in zip(aval.shape, shard, strict=True):
-        size = size * part / max(whole, 1)
+    for dim, shard_dim in zip(aval.shape, shard, strict=True):
+        size = size * shard_dim / max(dim, 1)
     return size
 
 
 def _slice_flops(producers: Mapping[Any, Any], scopes: Sequence[Scope], equation: Any) -> float:
-    """Of what leads to a tag, back to the tags before it and to the arguments."""
+    """Return the FLOPs of the equations that compute a tag from the preceding tags and the arguments."""
     pending, visited, total = list(equation.invars), set(), 0.0
     while pending:
         var = pending.pop()
-        producer = producers.get(var) if not isinstance(var, Literal) else None  # literals hash by identity only
+        producer = producers.get(var) if not isinstance(var, Literal) else None  # literals hash by identity
         if producer is None or producer.primitive.name == "name" or id(producer) in visited:
             continue
         visited.add(id(producer))
@@ -140,5 +141,5 @@ def _slice_flops(producers: Mapping[Any, Any], scopes: Sequence[Scope], equation
 
 
 def matching(all_tags: list[Tag], patterns: tuple[str, ...]) -> list[Tag]:
-    """The tags that one of the patterns fits whole."""
+    """Return the tags whose full name matches one of the patterns."""
     return [t for t in all_tags if any(re.fullmatch(p, t.name) for p in patterns)]

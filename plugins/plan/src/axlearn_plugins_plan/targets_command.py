@@ -9,13 +9,13 @@ from axlearn_core.cli.common import json_option, print_json, print_table
 
 @click.group()
 def targets() -> None:
-    """List the hardware that is known."""
+    """List the hardware that plugins describe."""
 
 
 @targets.command(name="list")
 @json_option
 def list_(as_json: bool) -> None:
-    """List the hardware: how to name a machine of it, memory and peak of a device, a summary, and the source of the figures."""
+    """List each target with its memory, peak FLOP/s and source."""
     from axlearn_core.plugins.targets import targets as known
 
     rows = [_row(origin, target) for _, (origin, target) in sorted(known().items())]

@@ -1,9 +1,9 @@
-"""How many bytes a program moves to and from the memory of a device, read from its optimized module.
+"""Count the bytes that a program moves to and from device memory, from its optimized module.
 
-Each top-level instruction reads its operands and writes its results once; what happens inside a fusion stays on chip.
-Slices of an array count what they take, also in a fusion inside of a fusion; updates in place what they write. Arrays in
-other memory spaces do not count.
-It is what the module asks for: a kernel may read an operand more than once, and a compiler may keep one on chip.
+Each top-level instruction reads its operands and writes its results once. Values inside a fusion stay on chip. A slice counts the
+bytes that it reads, also inside a nested fusion. An in-place update counts the bytes that it writes. Arrays in other memory spaces
+do not count.
+The real traffic may differ: a kernel may read an operand more than once, and a compiler may keep an operand on chip.
 """
 
 from axlearn_plugins_plan.hlo import HBM, Computation, Instruction, Module
@@ -23,12 +23,12 @@ FREE = {
     "tuple",
     "while",
 }
-"""Instructions that move nothing themselves."""
-_SEEN_THROUGH = ("bitcast", "copy", "convert", "reshape")
+"""Opcodes of instructions that move no data."""
+_TRANSPARENT = ("bitcast", "copy", "convert", "reshape")
 
 
 def hbm_bytes(module: Module) -> float:
-    """Bytes that one device reads and writes in its memory in one step."""
+    """Return the bytes that one device reads from and writes to its memory in one step."""
     total = 0.0
     for computation, times in module.scheduled():
         moved = sum(_bytes_moved(module, computation, i) for i in computation.instructions.values())
@@ -47,7 +47,7 @@ def _bytes_moved(module: Module, computation: Computation, instruction: Instruct
     if opcode in ("dynamic-update-slice", "scatter"):
         return 2 * _size(computation, instruction.operands[1 if opcode == "dynamic-update-slice" else -1])
     read = sum(_size(computation, operand) for operand in dict.fromkeys(instruction.operands))
-    if opcode.endswith("-start"):  # its result holds the operand too
+    if opcode.endswith("-start"):  # the result includes the operand
         return read + max(0.0, _bytes_written(instruction) - read)
     return read + _bytes_written(instruction)
 
@@ -62,7 +62,10 @@ def _size(computation: Computation, name: str) -> float:
 
 
 def _fusion_bytes(module: Module, computation: Computation, fusion: Instruction, body: Computation) -> float:
-    """Of a fusion: an operand that is only sliced counts its slices, a result that is updated in place the update."""
+    """Return the bytes that a fusion moves.
+
+    An operand that is only sliced counts its slices. A result that is updated in place counts the update.
+    """
     total = 0.0
     updated: set[str] = set()
     for result in _results(body):
@@ -93,13 +96,13 @@ def _results(body: Computation) -> tuple[str, ...]:
 
 def _origin(body: Computation, name: str) -> Instruction:
     instruction = body.instructions[name]
-    while instruction.opcode in _SEEN_THROUGH and instruction.operands[0] in body.instructions:
+    while instruction.opcode in _TRANSPARENT and instruction.operands[0] in body.instructions:
         instruction = body.instructions[instruction.operands[0]]
     return instruction
 
 
 def _slices(module: Module, body: Computation, name: str) -> float | None:
-    """The bytes of the slices that are all that is read of a value; None where it is read whole."""
+    """Return the bytes of all slices of a value, or None if any instruction reads the whole value."""
     total = 0.0
     for user in body.users.get(name, ()):
         if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
@@ -117,7 +120,7 @@ def _slices(module: Module, body: Computation, name: str) -> float | None:
 
 
 def _slices_inside(module: Module, fusion: Instruction, name: str) -> float | None:
-    """The same of an operand of a fusion inside of a fusion."""
+    """Return the bytes of all slices of an operand inside a nested fusion, or None as in `_slices`."""
     inner, total = module.computations[fusion.called["calls"][0]], 0.0
     for index in (i for i, operand in enumerate(fusion.operands) if operand == name):
         below = _slices(module, inner, inner.parameters[index].name) if index in inner.parameters else None

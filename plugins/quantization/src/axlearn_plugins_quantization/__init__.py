@@ -1,1 +1,1 @@
-"""Quantization for axlearn, through qwix: training in int8 and fp8, weights stored as int8 or int4."""
+"""Quantization for axlearn with qwix: training in int8 and fp8, and weights stored as int8 or int4."""

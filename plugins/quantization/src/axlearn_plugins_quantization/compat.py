@@ -1,8 +1,9 @@
 """Private names of qwix that this plugin uses.
 
-`qwix._src.core.dot_general_qt` and `ragged_dot_qt`: what qwix's `QtProvider` calls. The provider tells weights from activations by
-the frames of the caller and by shapes, which errs where a batch has the shape of a weight; here it is known which is which.
-qwix 0.1.8 and later 0.1 versions; not needed once they have public names.
+qwix's `QtProvider` calls `qwix._src.core.dot_general_qt` and `ragged_dot_qt`. The provider guesses from call frames and shapes
+whether an operand is a weight or an activation, and fails if a batch has the shape of a weight. This plugin knows which operand is
+which, so it calls these functions directly. Valid for qwix 0.1.8 and later 0.1 versions. Remove this module once qwix has public
+names.
 """
 
 import importlib
@@ -10,6 +11,6 @@ from typing import Any
 
 
 def quantized_products() -> tuple[Any, Any]:
-    """(the module of `dot_general_qt`, that of `ragged_dot_qt`); raises what importing them raises."""
+    """Import the modules of `dot_general_qt` and `ragged_dot_qt`. Import errors propagate."""
     core = "qwix._src.core"
     return importlib.import_module(f"{core}.dot_general_qt"), importlib.import_module(f"{core}.ragged_dot_qt")

@@ -1,4 +1,4 @@
-"""The feature `quantization`, and the edit that stores weights as integers."""
+"""The feature `quantization`, and the config edit that stores weights as integers."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
@@ -16,22 +16,22 @@ from axlearn_plugins_quantization.weight_only import NoLearner, Storage, WeightO
 Tree = TypeVar("Tree", bound=Node[Any])
 
 FORMATS: dict[str, tuple[str, str]] = {"int8": ("int8", "int8"), "fp8": ("float8_e4m3fn", "float8_e5m2")}
-"""The format of weights and activations, and that of gradients."""
+"""Name -> (dtype of weights and activations, dtype of gradients)."""
 
 
 @node
 class Quantization(Feature):
-    """Trains with quantized matrix products, through qwix.
+    """Training with quantized matrix products, through qwix.
 
-    The products of every linear map that `target` fits (a pattern of config paths, or several; by default all of the
-    model) are taken in `format`: `int8` (the default), or `fp8`, which is e4m3 forward and e5m2 for gradients. Where layers
-    take turns with several components, those are all at the path of the slot. Parameters and optimizer stay as they are.
-    `gradients=false` leaves the products of the backward pass in floating point. `history=128` takes one scale for all activations
-    of a map and one for its weights, from their largest magnitudes in the latest 128 microbatches.
-    Embeddings and the output layer are not linear maps in this sense, and stay as they are; the experts of a mixture are.
+    The feature quantizes the products of every linear map that matches `target`, which is one or several patterns of config paths
+    (default: the whole model). `format` is `int8` (the default) or `fp8`, which uses e4m3 in the forward pass and e5m2 for
+    gradients. If layers alternate between several components, all of them match by the path of their slot. Parameters and the
+    optimizer do not change. `gradients=false` keeps the products of the backward pass in floating point. `history=128` uses one
+    scale for all activations of a map and one for its weights, from their largest magnitudes in the latest 128 microbatches.
+    Experts count as linear maps. Embeddings and the output layer do not, so they are not quantized.
 
-    Linear maps that are quantized already get the options that are given. A map that has LoRA adapters keeps them; what
-    they adapt is quantized. It comes after the features that wrap linear maps, so it is of the stage `tune`.
+    On linear maps that are already quantized, the given options are updated. A map with LoRA adapters keeps its adapters, and only
+    its base is quantized. The feature has the stage `tune` because it must come after features that wrap linear maps.
     """
 
     stage = "tune"
@@ -42,13 +42,13 @@ class Quantization(Feature):
     target: str | tuple[str, ...] = "model.**"
 
     def apply(self, cfg: Tree) -> Tree:
-        """Puts a quantized linear map in the place of each that fits."""
+        """Replace each matching linear map by a quantized one."""
         return place_nodes(cfg, self.target, self._quantize_map, subject="quantization")
 
     def _quantize_map(self, part: Linear.Config) -> Node[Any]:
         current = part if isinstance(part, QuantizedLinear.Config) else None
-        before = next((k for k, v in FORMATS.items() if current and v[0] == current.weights), "int8")
-        forward, backward = FORMATS[self.format or before]
+        current_format = next((k for k, v in FORMATS.items() if current and v[0] == current.weights), "int8")
+        forward, backward = FORMATS[self.format or current_format]
         keeps = current is None or current.gradients is not None
         options = {
             "weights": forward,
@@ -62,8 +62,10 @@ class Quantization(Feature):
         return QuantizedLinear.Config(**_fields(part), **options)
 
 
-def stored(cfg: Tree, storage: Storage, *, tile_size: int | None, target: str | tuple[str, ...] = "model.**") -> Tree:
-    """The config of the same model with weights stored as integers, which only serves."""
+def weight_only_config(
+    cfg: Tree, storage: Storage, *, tile_size: int | None, target: str | tuple[str, ...] = "model.**"
+) -> Tree:
+    """Return the config of the same model with weights stored as integers. The model cannot be trained."""
 
     def place(part: Linear.Config) -> Node[Any]:
         return WeightOnlyLinear.Config(**_fields(part), storage=storage, tile_size=tile_size)
@@ -73,10 +75,10 @@ def stored(cfg: Tree, storage: Storage, *, tile_size: int | None, target: str | 
 
 
 def place_nodes(cfg: Tree, target: str | tuple[str, ...], place: Callable[[Any], Node[Any]], *, subject: str) -> Tree:
-    """The config with `place(node)` for each of the core's linear maps, quantized or not, that a pattern fits.
+    """Replace each matching core linear map, quantized or not, by `place(node)`.
 
     Raises:
-        ConfigError: a pattern fits none.
+        ConfigError: A pattern does not match any linear map.
     """
     targets = matching_paths(cfg, target, list(_linears(cfg, "")), subject=subject)
 
@@ -93,7 +95,7 @@ def _fields(part: Linear.Config) -> dict[str, Any]:
 
 
 def _is_linear(value: Any) -> bool:
-    return type(value) in (Linear.Config, QuantizedLinear.Config)  # a subclass may compute something else
+    return type(value) in (Linear.Config, QuantizedLinear.Config)  # a subclass may override the computation
 
 
 def _linears(value: Any, path: str) -> Iterator[str]:

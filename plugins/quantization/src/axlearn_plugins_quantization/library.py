@@ -1,4 +1,4 @@
-"""All calls of qwix. It is imported when a quantized layer is first built: that takes a second."""
+"""All calls of qwix. Quantized layers import qwix when they are first built, because the import takes a second."""
 
 import dataclasses
 import functools
@@ -14,28 +14,28 @@ from axlearn_plugins_quantization.compat import quantized_products
 
 Format = Literal["int8", "int4", "float8_e4m3fn", "float8_e5m2"]
 Dimensions = Any
-"""As `jax.lax.dot_general` takes them: ((lhs contracted, rhs contracted), (lhs batch, rhs batch))."""
+"""Dimension numbers of `jax.lax.dot_general`: ((lhs contracted, rhs contracted), (lhs batch, rhs batch))."""
 
 
 @functools.cache
 def load() -> tuple[Any, Any, Any]:
-    """(the package, its module of products for training, that of products of groups).
+    """Import qwix. Return (package, module of training products, module of grouped products).
 
     Raises:
-        PluginError: qwix is missing, or does not work with the JAX and Flax that are installed.
+        PluginError: qwix is missing, or does not work with the installed versions of JAX and Flax.
     """
     try:
         import qwix
 
         dot_general_qt, ragged_dot_qt = quantized_products()
-    except (ImportError, AttributeError, TypeError) as error:  # what a library raises that meets another JAX
+    except (ImportError, AttributeError, TypeError) as error:  # typical errors of an incompatible JAX version
         import importlib_metadata
 
         versions = {d: _version(importlib_metadata, d) for d in ("qwix", "jax", "flax")}
         listed = ", ".join(f"{name} {version}" for name, version in versions.items())
         raise PluginError(
             f"quantization needs qwix, which cannot be imported: {error}\n    installed: {listed}\n"
-            '    fix: install "qwix>=0.1.8,<0.2" beside a JAX that it supports, or leave quantization out'
+            '    fix: install "qwix>=0.1.8,<0.2" and a version of JAX that it supports, or remove quantization'
         ) from error
     return qwix, dot_general_qt, ragged_dot_qt
 
@@ -49,13 +49,13 @@ def _version(metadata: Any, name: str) -> str:
 
 @attrs.frozen
 class Rule:
-    """How a product of activations and weights is computed; becomes a `qwix.QtRule`.
+    """The quantization of a product of activations and weights. Converts to a `qwix.QtRule`.
 
     Attributes:
-        weights: the format of the weights.
-        activations: of the activations; None leaves them, and the product is one of floating-point numbers.
-        gradients: of the gradients in both products of the backward pass; None leaves those products as they are.
-        tile_size: how many numbers along the last contracted dimension share a scale; None: all of them.
+        weights: Dtype of the weights.
+        activations: Dtype of the activations. None does not quantize them, so the product is in floating point.
+        gradients: Dtype of the gradients in both products of the backward pass. None does not quantize these products.
+        tile_size: Number of elements along the last contracted dimension that share a scale. None means all.
     """
 
     weights: str
@@ -63,8 +63,8 @@ class Rule:
     gradients: str | None
     tile_size: int | None = None
 
-    def of_qwix(self) -> Any:
-        """The rule in qwix's own terms."""
+    def to_qwix(self) -> Any:
+        """Convert to a `qwix.QtRule`."""
         return load()[0].QtRule(
             weight_qtype=self.weights,
             act_qtype=self.activations,
@@ -75,47 +75,51 @@ class Rule:
 
 @functools.cache
 def product(rule: Rule, dimensions: Dimensions) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """`(activations, weights) -> product` by a rule, with qwix's gradients for it."""
+    """Return a function `(activations, weights) -> product` for a rule, with qwix's gradients."""
     dot, config = load()[1], _config(rule)
 
     def plain(x: jax.Array, weight: jax.Array) -> jax.Array:
         return dot.dot_general_qt(x, weight, dimensions, config)
 
-    return _loose(plain)
+    return _with_standard_promotion(plain)
 
 
 @functools.cache
 def delayed_product(rule: Rule, dimensions: Dimensions) -> Callable[..., jax.Array]:
-    """`(activations, weights, magnitude of activations, of weights) -> product`, with one scale for all of an operand.
+    """Return a function for a rule with one scale per operand.
 
-    The magnitudes, float32 [], are those that the formats' largest numbers stand for; what is larger saturates.
+    It maps `(activations, weights, magnitude of activations, magnitude of weights) -> product`. The magnitudes, float32 [], map to
+    the largest numbers of the dtypes. Larger values saturate.
     """
     dot, config = load()[1], _config(rule)
     one_scale = {f"{side}_disable_channelwise_axes": True for side in ("lhs", "rhs", "dlhs_grad", "drhs_grad")}
 
-    def plain(x: jax.Array, weight: jax.Array, of_x: jax.Array, of_weight: jax.Array) -> jax.Array:
-        stats = {"lhs_collect_quant_stat": _calibrate_to(of_x), "rhs_collect_quant_stat": _calibrate_to(of_weight)}
+    def plain(x: jax.Array, weight: jax.Array, x_magnitude: jax.Array, weight_magnitude: jax.Array) -> jax.Array:
+        stats = {
+            "lhs_collect_quant_stat": _calibrate_to(x_magnitude),
+            "rhs_collect_quant_stat": _calibrate_to(weight_magnitude),
+        }
         return dot.dot_general_qt(x, weight, dimensions, dataclasses.replace(config, **one_scale, **stats))
 
-    return _loose(plain)
+    return _with_standard_promotion(plain)
 
 
 def _calibrate_to(magnitude: jax.Array) -> Callable[[Any], Any]:
-    """What takes qwix's own calibration of an operand, and gives one to `magnitude` in its place."""
+    """Return a function that replaces qwix's calibration of an operand by `magnitude`."""
 
     def calibrate(measured: Any) -> Any:
-        of_qwix = measured["absmax"]
-        return {"absmax": jnp.broadcast_to(magnitude, of_qwix.shape).astype(of_qwix.dtype)}
+        absmax = measured["absmax"]
+        return {"absmax": jnp.broadcast_to(magnitude, absmax.shape).astype(absmax.dtype)}
 
     return calibrate
 
 
 @jax.tree_util.register_pytree_node_class
 class _Bits:
-    """An array of e4m3 as integers, for what the backward pass keeps.
+    """An e4m3fn array stored as integers, for residuals of the backward pass.
 
-    `jax.checkpoint` rounds what it keeps by `lax.reduce_precision`, to which four bits of exponent end at 240. In e4m3fn,
-    which gives no codes to infinities, they go on to 448, and what is between became NaN.
+    `jax.checkpoint` rounds residuals with `lax.reduce_precision`, which assumes that four exponent bits end at 240. e4m3fn has no
+    codes for infinities and reaches 448, so values above 240 would become NaN.
     """
 
     def __init__(self, bits: jax.Array):
@@ -123,27 +127,27 @@ class _Bits:
 
     @classmethod
     def of(cls, array: jax.Array) -> Any:
-        """`array`, as bits where it is of that format."""
+        """Return the bits of an e4m3fn array. Return other arrays unchanged."""
         return cls(jax.lax.bitcast_convert_type(array, jnp.uint8)) if array.dtype == jnp.float8_e4m3fn else array
 
     def value(self: Any) -> jax.Array:
-        """The inverse; also of an array."""
+        """Invert `of`. Also accepts a plain array."""
         return jax.lax.bitcast_convert_type(self.bits, jnp.float8_e4m3fn) if isinstance(self, _Bits) else self
 
     def tree_flatten(self) -> tuple[tuple[jax.Array], None]:
-        """As JAX asks for it."""
+        """Flatten for JAX."""
         return (self.bits,), None
 
     @classmethod
     def tree_unflatten(cls, _: None, children: tuple[jax.Array]) -> "_Bits":
-        """As JAX asks for it."""
+        """Unflatten for JAX."""
         return cls(*children)
 
 
-def _loose(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    # qwix multiplies integers by floating-point scales, forward and backward, which strict promotion forbids.
+def _with_standard_promotion(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    # qwix multiplies integers by floating-point scales in both passes, which strict dtype promotion forbids.
     @jax.custom_vjp
-    def loose(*args: jax.Array) -> jax.Array:
+    def promoted(*args: jax.Array) -> jax.Array:
         with jax.numpy_dtype_promotion("standard"):
             return plain(*args)
 
@@ -157,28 +161,28 @@ def _loose(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         with jax.numpy_dtype_promotion("standard"):
             return pull(gradient)
 
-    loose.defvjp(forward, backward)
-    return loose
+    promoted.defvjp(forward, backward)
+    return promoted
 
 
 def grouped_product(rule: Rule, x: jax.Array, weights: jax.Array, exact: Any) -> jax.Array:
-    """The product of rows with the weights of their groups, [G, K, N], by a rule.
+    """Multiply rows with the weights of their groups, quantized by a rule.
 
     Args:
-        rule: without tiles.
-        x: [G, ..., K], or [M, K] where the rows of the groups follow one another.
-        weights: [G, K, N].
-        exact: the product in floating point; `exact.sizes` is int32 [G], the rows of each group in [M, K], or None.
+        rule: The rule, without tiles.
+        x: Rows, [G, ..., K], or [M, K] if the rows are sorted by group.
+        weights: Weights, [G, K, N].
+        exact: The floating-point product. `exact.sizes` is the number of rows of each group in [M, K], int32 [G], or None.
 
     Raises:
-        RequestError: the rule has tiles, or `exact` is to be taken by a kernel that the config names.
+        RequestError: The rule has tiles, or the config names a kernel for `exact`.
     """
     if rule.tile_size is not None or exact.kernel is not None:
         setting = "tile_size" if rule.tile_size is not None else f"the kernel {exact.kernel!r} of the dispatch"
-        raise without_experts(setting, "qwix multiplies with one scale for each output")
+        raise unsupported_for_experts(setting, "qwix uses one scale per output")
     if exact.sizes is None:
         return product(rule, (((x.ndim - 1,), (1,)), ((0,), (0,))))(x, weights)
-    # Rows behind the last group may hold anything, which must not get into the scales.
+    # Rows after the last group have arbitrary values, which must not affect the scales.
     used = jnp.arange(x.shape[0])[:, None] < jnp.sum(exact.sizes)
     x = jnp.where(used, x, 0)
     if rule.activations is None:
@@ -188,15 +192,15 @@ def grouped_product(rule: Rule, x: jax.Array, weights: jax.Array, exact: Any) ->
     elif rule.gradients is None:
         y = _exact_backward(_groups(rule))(x, weights, exact.sizes)
     else:
-        y = _loose(_groups(rule))(x, weights, exact.sizes)
+        y = _with_standard_promotion(_groups(rule))(x, weights, exact.sizes)
     return jnp.where(used, y, 0)
 
 
-def without_experts(setting: str, reason: str) -> RequestError:
-    """The error for a setting that the experts of a mixture do not have."""
+def unsupported_for_experts(setting: str, reason: str) -> RequestError:
+    """Return the error for a setting that quantized experts do not support."""
     return RequestError(
-        f"quantized experts: {setting} has no meaning for them, as {reason}\n"
-        "    fix: leave it out, or give quantization a target without the experts"
+        f"quantized experts: {setting} is not supported, because {reason}\n"
+        "    fix: remove it, or set a quantization target without the experts"
     )
 
 
@@ -218,7 +222,7 @@ def _groups(rule: Rule) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array
 
 
 def _exact_backward(forward: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`forward`, with the gradients of `jax.lax.ragged_dot`."""
+    """Return `forward` with the gradients of `jax.lax.ragged_dot`."""
 
     @jax.custom_vjp
     def product(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -234,9 +238,8 @@ def _exact_backward(forward: Callable[..., jax.Array]) -> Callable[..., jax.Arra
 
 
 def _config(rule: Rule) -> Any:
-    # As qwix's QtProvider makes it from a QtRule. The provider itself tells weights from activations by the frames of
-    # the caller and by shapes, which errs where a batch has the shape of a weight; here it is known which is which.
-    qwix_rule = rule.of_qwix()
+    # The same conversion from a QtRule as in qwix's QtProvider. See `compat` for why the provider itself is not used.
+    qwix_rule = rule.to_qwix()
     return load()[1].DotGeneralQtConfig(
         lhs_qtype=qwix_rule.act_qtype,
         rhs_qtype=qwix_rule.weight_qtype,
@@ -251,7 +254,7 @@ def _config(rule: Rule) -> Any:
 
 
 def quantized(weight: jax.Array, inputs: int, storage: str, tile_size: int | None) -> tuple[jax.Array, jax.Array]:
-    """(values, scales) of a weight [*input_dims, *output_dims]; a scale for each output, and for each tile of inputs."""
+    """Quantize a weight [*input_dims, *output_dims]. Return (values, scales), with a scale per output and tile of inputs."""
     array = load()[0].quantize(
         weight,
         storage,
@@ -263,14 +266,14 @@ def quantized(weight: jax.Array, inputs: int, storage: str, tile_size: int | Non
 
 
 def stored_product(x: jax.Array, values: jax.Array, scales: jax.Array, dimensions: Dimensions) -> jax.Array:
-    """The product of activations and a weight that `quantized` made, in the dtype of the activations."""
+    """Multiply activations with a weight from `quantized`. Return the product in the dtype of the activations."""
     package = load()[0]
     with jax.numpy_dtype_promotion("standard"):
         return package.dot_general(x, package.QArray(values, scales.astype(x.dtype)), dimensions)
 
 
 def dequantized(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
-    """A weight that `quantized` made, or a stack of such, in floating point."""
+    """Convert a weight from `quantized`, or a stack of them, to floating point."""
     package = load()[0]
     with jax.numpy_dtype_promotion("standard"):
         return package.dequantize(package.QArray(values, scales.astype(dtype))).astype(dtype)

@@ -1,4 +1,4 @@
-"""A linear map that is trained with quantized products."""
+"""A linear map with quantized products for training."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -19,54 +19,60 @@ from axlearn_plugins_quantization.library import (
     delayed_product,
     grouped_product,
     product,
-    without_experts,
+    unsupported_for_experts,
 )
 
 
 class Magnitudes(nnx.Variable):
-    """The largest magnitudes of an operand in the latest microbatches, float32 [history], newest first; 0 where there was none."""
+    """The largest magnitudes of an operand in the latest microbatches, float32 [history], newest first and initially 0."""
 
 
 class QuantizedLinear(Linear):
-    """`x @ weight + bias`, where the product is one of quantized numbers.
+    """`x @ weight + bias` with a quantized product.
 
-    The parameters are those of `Linear`, in their own dtype: weights and activations are quantized anew in each step, by
-    their largest magnitude; each token and each output has a scale of its own. Gradients pass through the rounding.
+    The parameters are the same as `Linear`'s, in their own dtype. Each step quantizes weights and activations by their largest
+    magnitude, with one scale per token and one per output. Gradients pass through the rounding unchanged.
 
-    With `history` there is one scale for all activations and one for all weights, from their largest magnitudes in the
-    latest microbatches of training (delayed scaling; Micikevicius et al., arXiv 2209.05433): what is larger than those
-    saturates. Gradients have one scale too, from their own largest magnitude, which is known only when they are.
+    With `history`, there is one scale for all activations and one for all weights, from their largest magnitudes in the latest
+    training microbatches (delayed scaling; Micikevicius et al., arXiv 2209.05433). Larger values saturate. Gradients also have one
+    scale, but from their current largest magnitude.
     """
 
     @node
     class Config(Linear.Config):
-        """The formats; see `library.Rule`."""
+        """Dtypes and scales of the product. See `library.Rule`.
+
+        Attributes:
+            history: Number of microbatches for delayed scaling. None scales each microbatch by its own magnitudes.
+        """
 
         weights: Format = "int8"
         activations: Format | None = "int8"
         gradients: Format | None = "int8"
         tile_size: int | None = setting(default=None, ge=1)
-        history: int | None = setting(default=None, ge=1, hide_default=True)  # microbatches; None: each by itself
+        history: int | None = setting(default=None, ge=1, hide_default=True)
 
         def validate(self) -> Iterable[Problem]:
-            """Gradients that are quantized where activations are not, and scales of more than one kind."""
+            """Report quantized gradients without quantized activations, and conflicting kinds of scales."""
             yield from super().validate()
             if self.gradients is not None and self.activations is None:
                 yield Problem(
-                    path="gradients", message="needs quantized activations", fix="set activations, or gradients to null"
+                    path="gradients",
+                    message="needs quantized activations",
+                    fix="set activations, or set gradients to null",
                 )
             if self.history is not None and (self.activations is None or self.tile_size is not None):
                 yield Problem(
                     path="history",
-                    message="is of one scale for all activations and one for all weights",
+                    message="needs one scale for all activations and one for all weights",
                     got="no quantized activations" if self.activations is None else f"tile_size {self.tile_size}",
-                    fix="set activations and no tile_size, or history to null",
+                    fix="set activations and remove tile_size, or set history to null",
                 )
 
     def __init__(self, cfg: Config, *, axes: Sequence[str | None], rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, axes=axes, rngs=rngs, precision=precision)
         if cfg.history is not None:
-            self.batch_dependence = "takes the largest magnitude of the batch"
+            self.batch_dependence = "uses the largest magnitude of the batch"
             self.use_running_average = False  # flax sets it in evaluation
             self.activation_magnitudes = Magnitudes(jnp.zeros(cfg.history, jnp.float32))
             self.weight_magnitudes = Magnitudes(jnp.zeros(cfg.history, jnp.float32))
@@ -80,7 +86,7 @@ class QuantizedLinear(Linear):
         quantized = delayed_product if magnitudes else product
         if is_sharded() or cfg.tile_size is not None:
             y = quantized(rule, contracted(x.ndim, count))(x, weight, *magnitudes)
-        else:  # as one matrix, see Linear
+        else:  # as one matrix, like Linear
             inner = math.prod(cfg.input_dims)
             y = quantized(rule, contracted(2, 1))(x.reshape(-1, inner), weight.reshape(inner, -1), *magnitudes)
             y = y.reshape(*x.shape[:-count], *cfg.output_dims)
@@ -91,13 +97,13 @@ class QuantizedLinear(Linear):
         return Rule(cfg.weights, cfg.activations, cfg.gradients, cfg.tile_size)
 
     def _magnitudes(self, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
-        """What activations and weights are scaled by, where there is a history, which takes note of theirs."""
+        """Return the magnitudes that scale activations and weights, and update the history. Empty without a history."""
         if self.cfg.history is None:
             return ()
         return self._largest(self.activation_magnitudes, x), self._largest(self.weight_magnitudes, weight)
 
     def _largest(self, magnitudes: Magnitudes, array: jax.Array) -> jax.Array:
-        """The magnitude that is scaled by: the largest of the history, before there is one that of `array` itself."""
+        """Return the largest magnitude of the history, or of `array` if the history is empty. Add `array` to the history."""
         history = magnitudes[...]
         newest = jax.lax.stop_gradient(jnp.max(jnp.abs(array)).astype(jnp.float32))
         if not self.use_running_average:
@@ -106,19 +112,19 @@ class QuantizedLinear(Linear):
         return jnp.where(largest > 0, largest, newest)
 
     def grouped(self, x: jax.Array, product: Any) -> jax.Array:
-        """See `Linear.grouped`; for rows in groups of any size a scale of an output serves the weights of all groups.
+        """See `Linear.grouped`. For rows in groups of any size, the weights of all groups share one scale per output.
 
         Raises:
-            RequestError: what is asked for has no quantized product of groups.
+            RequestError: There is no quantized grouped product for the config.
         """
         cfg: Any = self.cfg
         if cfg.history is not None:
-            raise without_experts(f"the history of {cfg.history} steps", "a scale for all experts would not fit each")
+            raise unsupported_for_experts(f"the history of {cfg.history} steps", "one scale would not fit all experts")
         x, weight = x.astype(self.precision.compute), self.computed(self.weight)
         y = grouped_product(self._rule(), x, weight, product)
         return y + product.spread(self.computed(self.bias), y) if cfg.bias else y
 
 
 def contracted(rank: int, count: int) -> Any:
-    """The dimension numbers of [..., *input_dims] (of `rank`) times [*input_dims, ...]."""
+    """Return the dimension numbers of [..., *input_dims] (with `rank` dimensions) times [*input_dims, ...]."""
     return (tuple(range(rank - count, rank)), tuple(range(count))), ((), ())

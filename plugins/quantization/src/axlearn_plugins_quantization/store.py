@@ -1,4 +1,4 @@
-"""Trained runs with their weights stored as integers."""
+"""Store the weights of trained runs as integers."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,15 +14,19 @@ from axlearn_core.compose.functions import array_function
 from axlearn_core.errors import RequestError
 from axlearn_core.run import Run, RunWeights
 from axlearn_core.run.derive import new_directory
-from axlearn_plugins_quantization.feature import stored
+from axlearn_plugins_quantization.feature import weight_only_config
 from axlearn_plugins_quantization.weight_only import Storage, WeightOnlyLinear
 
 
-def store(params: Mapping[str, Any], functional: Functional) -> dict[str, Any]:
-    """The parameters and variables of a dense model as `functional`, the same model with stored weights, has them.
+def quantize_params(params: Mapping[str, Any], functional: Functional) -> dict[str, Any]:
+    """Convert the parameters and variables of a dense model to those of the same model with weight-only maps.
+
+    Args:
+        params: Path -> array of the dense model.
+        functional: The model with weight-only maps.
 
     Raises:
-        RequestError: a parameter is missing, so it is not the same model.
+        RequestError: A parameter is missing, so the models differ.
     """
     model = functional.describe()
     expected = {**functional.abstract, **functional.variables}
@@ -37,7 +41,7 @@ def store(params: Mapping[str, Any], functional: Functional) -> dict[str, Any]:
             )
     wrong = [p for p, s in expected.items() if p not in params_out or params_out[p].shape != s.shape]
     if wrong:
-        raise RequestError(f"the dense model is of another shape: {', '.join(wrong[:5])}")
+        raise RequestError(f"the dense model has other parameters or shapes: {', '.join(wrong[:5])}")
     return {p: params_out[p] for p in expected}
 
 
@@ -49,7 +53,7 @@ def _quantize_weight(module: WeightOnlyLinear, weight: jax.Array) -> tuple[jax.A
 
 
 def size(params: Mapping[str, Any]) -> int:
-    """Bytes that parameters take where integers of four bits are packed, as accelerators do."""
+    """Return the bytes of parameters, with packed 4-bit integers as on accelerators."""
     return sum(x.size * jnp.iinfo(x.dtype).bits // 8 if x.dtype == jnp.int4 else x.nbytes for x in params.values())
 
 
@@ -62,24 +66,24 @@ def quantize_run(
     target: str = "model.**",
     step: int | None = None,
 ) -> tuple[int, int]:
-    """Writes the run `out`, whose model has the weights of `run_dir` (a run, or the URI of one) stored as integers.
+    """Write the run `out` with the weights of `run_dir` (a run or its URI) stored as integers.
 
     Returns:
-        The bytes of its parameters before and after.
+        Bytes of the parameters before and after.
 
     Raises:
-        RequestError: `run_dir` is not a run, `out` is taken, or nothing fits `target`.
+        RequestError: `run_dir` is not a run, `out` already exists, or `target` does not match any linear map.
     """
     new_directory(out)
     configure_devices(None)
     run = Run(run_dir)
-    # Before anything is read.
-    config: Any = stored(run.weights(step).experiment, storage, tile_size=tile_size, target=target)
+    # Validate the target before reading any weights.
+    config: Any = weight_only_config(run.weights(step).experiment, storage, tile_size=tile_size, target=target)
     sizes: list[int] = []
 
     def quantize(source: RunWeights) -> dict[str, Any]:
         dense = source.read()
-        params = store(dense, Functional.of(config.model))
+        params = quantize_params(dense, Functional.of(config.model))
         sizes.extend((size(dense), size(params)))
         return params
 

@@ -1,4 +1,4 @@
-"""Weights that are stored quantized, for serving: they take a quarter or an eighth of the memory of float32."""
+"""Quantized weight storage for serving, with a quarter (int8) or an eighth (int4) of the memory of float32."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -18,18 +18,18 @@ Storage = Literal["int8", "int4"]
 
 
 class WeightOnlyLinear(Layer):
-    """`x @ (weight * weight_scale) + bias`, where `weight` holds small integers; activations stay as they are.
+    """`x @ (weight * weight_scale) + bias` with integer weights and floating-point activations.
 
-    It has no gradients: train the dense model, and store it so afterwards (`axlearn quantize`).
+    It has no gradients. Train the dense model and convert it with `axlearn quantize`.
     """
 
     @node
     class Config(Layer.Config["WeightOnlyLinear"]):
-        """The storage; every other field is of the dense map that it stands for.
+        """Storage of the weights. All other fields are the same as the dense map's.
 
         Attributes:
-            storage: the integers.
-            tile_size: how many numbers along the last input dimension share a scale; None: all of them.
+            storage: Storage dtype.
+            tile_size: Number of elements along the last input dimension that share a scale. None means all.
         """
 
         input_dims: tuple[int, ...] = interface(default=REQUIRED)
@@ -45,20 +45,20 @@ class WeightOnlyLinear(Layer):
         if cfg.tile_size is not None and cfg.input_dims[-1] % cfg.tile_size:
             raise RequestError(
                 f"tile_size={cfg.tile_size} does not divide the input dimension {cfg.input_dims[-1]} of a linear map\n"
-                "    fix: take a divisor of it, or none"
+                "    fix: choose a divisor of the input dimension, or remove tile_size"
             )
         shape = (*cfg.input_dims, *cfg.output_dims)
         make = cfg.init.build()
         dense = make(rngs.params(), shape, jnp.float32, in_axis=tuple(range(count)), out_axis=tuple(range(count, rank)))
         values, scales = self.quantized(dense)
-        whole = (None,) * count  # a scale has few entries along the inputs: each device keeps all of them
+        replicated = (None,) * count  # scales have few entries along the inputs, so every device has all of them
         self.weight = nnx.Param(values, out_sharding=tuple(axes), eager_sharding=False)
-        self.weight_scale = nnx.Param(scales, out_sharding=(*whole, *axes[count:]), eager_sharding=False)
+        self.weight_scale = nnx.Param(scales, out_sharding=(*replicated, *axes[count:]), eager_sharding=False)
         if cfg.bias:
             self.bias = self.parameter(rngs, Constant(), cfg.output_dims, tuple(axes)[count:])
 
     def quantized(self, dense: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(weight, weight_scale) for the weight of a dense map [*input_dims, *output_dims]."""
+        """Quantize the weight [*input_dims, *output_dims] of a dense map. Return (weight, weight_scale)."""
         return quantized(dense, len(self.cfg.input_dims), self.cfg.storage, self.cfg.tile_size)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -69,55 +69,55 @@ class WeightOnlyLinear(Layer):
         return y + expand_to(self.computed(self.bias), y.ndim) if self.cfg.bias else y
 
     def grouped(self, x: jax.Array, product: Any) -> jax.Array:
-        """See `axlearn_core.nn.linear.Linear.grouped`. The weights are made floating-point for the product.
+        """See `axlearn_core.nn.linear.Linear.grouped`. The weights are converted to floating point for the product.
 
         Raises:
-            RequestError: a device has a part of the inputs, and tiles of them have scales of their own.
+            RequestError: The mesh shards the inputs, but tiles of inputs have separate scales.
         """
         values, scales = self.weight[...], self.weight_scale[...]
         inputs, tiles = values.shape[-2], scales.shape[-2]
         if tiles > 1 and tiles * (self.cfg.tile_size or 0) != inputs:
             raise RequestError(
-                f"stored experts: the mesh splits inputs ({inputs} are here) that {tiles} tiles have scales for\n"
-                "    fix: --set mesh.rules.mlp=[] keeps them whole; or quantize without --tile-size"
+                f"weight-only experts: the mesh shards the inputs ({inputs} per device), but {tiles} tiles have scales\n"
+                "    fix: add --set mesh.rules.mlp=[] to replicate the inputs, or quantize without --tile-size"
             )
         y = product(x.astype(self.precision.compute), dequantized(values, scales, self.precision.compute))
         return y + product.spread(self.computed(self.bias), y) if self.cfg.bias else y
 
 
 class NoLearner(Configurable):
-    """In the place of the learner of a model that only serves: keeps no state, and trains nothing."""
+    """A learner for models that cannot be trained. It has no state."""
 
     @node
     class Config(Configurable.Config["NoLearner"]):
-        """Nothing to set."""
+        """Config without fields."""
 
         def validate(self) -> Iterable[Problem]:
-            """Nothing to check."""
+            """Report no problems."""
             return ()
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
 
     def init(self, params: Any) -> Any:
-        """No state."""
+        """Return an empty state."""
         return {}
 
     def evaluation_params(self, state: Any, params: Any) -> Any:
-        """The parameters."""
+        """Return the parameters."""
         return params
 
     def value_and_grad(self, loss: Any, params: Any, variables: Any, batch: Any, key: Any) -> Any:
-        """Raises `RequestError`."""
-        raise self._refusal()
+        """Raise `RequestError`."""
+        raise self._error()
 
     @staticmethod
-    def _refusal() -> RequestError:
+    def _error() -> RequestError:
         return RequestError(
             "this model cannot be trained: its weights are stored as integers\n"
-            "    fix: train the run that it was made from, and quantize again"
+            "    fix: train the original run, and quantize it again"
         )
 
     def update(self, grads: Any, state: Any, params: Any, loss: jax.Array) -> Any:
-        """Raises `RequestError`."""
-        raise self._refusal()
+        """Raise `RequestError`."""
+        raise self._error()

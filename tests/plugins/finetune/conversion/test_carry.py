@@ -1,4 +1,4 @@
-"""Parameters go from one model to another one by the layer that they belong to; what is new, a bridge makes."""
+"""Parameters are transferred between models by their layer, and bridges compute new parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ SIZES = {
 
 
 def models(*with_):
-    """The toy, the toy with features, and those features."""
+    """Return the toy model, the toy model with features, and the features."""
     plain = resolve("quickstart", set=SIZES)
     resolved = resolve(plain.config, with_=with_)
     return Functional.of(plain.config.model), Functional.of(resolved.config.model), resolved.features
@@ -42,7 +42,7 @@ def params():
 
 
 def test_layers_keep_their_parameters_in_other_stacks(params):
-    """Every layer has weights of its own, so one in the wrong place would show; nine positions are in every window."""
+    """Every layer has different weights, so a misplaced layer changes the result. Nine positions are in every window."""
     plain, interleaved, features = models("interleave:window=16")
     result = transfer_params(params, plain, interleaved, *bridges(features)[:1])
     name = "attention.query.weight"
@@ -103,7 +103,7 @@ def test_what_cannot_be_carried_over_says_which_feature_is_why(params):
         transfer_params(params, plain, latent, usable, reasons=reasons)
     assert "mla: it makes keys and values of one short latent" in str(error.value)
     assert "missing: decoder.layer.0.attention.down.weight" in str(error.value)
-    assert "fix: leave mla out" in str(error.value)
+    assert "fix: remove mla" in str(error.value)
 
 
 def test_going_on_with_another_layout_names_the_feature_that_made_it(tmp_path):

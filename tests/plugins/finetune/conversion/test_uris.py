@@ -1,4 +1,4 @@
-"""What is made of a run at a URI is what is made of the run, and lies at a local path. Trains for real, at toy size."""
+"""Commands on the URI of a run give the same results as on the run, at a local path. Trains toy models."""
 
 import json
 import sys
@@ -35,7 +35,7 @@ def axlearn_checkpoint_storage(uri):
 
 
 class Shelf:
-    """A storage that gives away no directory, and remembers what was read."""
+    """A storage that does not expose a directory and records its reads."""
 
     files: set = set()  # noqa: RUF012
 
@@ -53,12 +53,12 @@ class Shelf:
         self.local.read_into(path, begin, buffer)
 
     def directory(self):
-        raise StorageError("a shelf is no directory")
+        raise StorageError("a shelf is not a directory")
 
 
 @pytest.fixture(autouse=True)
 def shelf(tmp_path, monkeypatch):
-    """The scheme `shelf`; its paths are local ones."""
+    """The scheme `shelf`, with local paths."""
     info = tmp_path / "site/shelf-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(
@@ -75,7 +75,7 @@ def shelf(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run, and one that adapts it."""
+    """Train a run and a run with adapters on it."""
     place = tmp_path_factory.mktemp("runs")
     for name, features in (("base", []), ("tuned", [f"lora:rank=2,base={place}/base"])):
         ax.train("quickstart", with_=features, set=SETTINGS, steps=1, run_dir=place / name)

@@ -26,7 +26,7 @@ def _toy():
 
 @pytest.fixture
 def toy():
-    """The quickstart at toy size, with edits by path."""
+    """Build the quickstart at toy size, with edits by path."""
     return lambda edits=None: patch(_toy(), edits or {})
 
 
@@ -43,7 +43,7 @@ def _program(config, devices):
 
 @pytest.fixture
 def program():
-    """(config, number of devices) -> the program, made once."""
+    """Return a cached function (config, number of devices) -> program."""
     return lambda config, devices=1: _program(config, devices)
 
 
@@ -63,7 +63,7 @@ def _trained(config, devices, steps):
 
 @pytest.fixture
 def trained():
-    """(config, devices, steps) -> parameters at first, the state after the steps, the losses; made once."""
+    """Return a cached function (config, devices, steps) -> (initial parameters, final state, losses)."""
     return lambda config, devices=1, steps=3: _trained(config, devices, steps)
 
 

@@ -22,7 +22,7 @@ from axlearn_plugins_moe.feature import MoE
 from axlearn_plugins_rope.feature import Rope
 
 ATTENTION = "model.decoder.layer.attention"
-QUICK = {"xla_backend_optimization_level": 0}  # most of the time of these tests would go into compiling
+QUICK = {"xla_backend_optimization_level": 0}  # compilation would dominate the time of these tests
 ALL = Lora(rank=4, alpha=8.0, target="model.**")
 
 
@@ -46,7 +46,7 @@ def test_the_map_is_its_base_plus_the_scaled_product():
 
 
 class Doubled(nnx.Module):
-    """A projection of somebody else, without a config."""
+    """A third-party projection without a config."""
 
     def __init__(self, input_dims: tuple, output_dims: tuple, *, rngs: nnx.Rngs, factor: float = 2.0):
         self.weight = nnx.Param(jnp.ones((*input_dims, *output_dims)), out_sharding=("embed", "heads", "head_dim"))
@@ -62,7 +62,7 @@ def double(input_dims: tuple, output_dims: tuple, *, rngs: nnx.Rngs):
 
 @node
 class Own(Node):
-    """Builds its module in a way of its own."""
+    """A config with a custom `build`."""
 
     input_dims: tuple[int, ...] = interface()
     output_dims: tuple[int, ...] = interface()
@@ -85,7 +85,7 @@ def test_the_class_of_a_base_stays_what_it_is_also_of_one_without_a_config():
     with nnx.use_eager_sharding(False):
         plain = ax.configure(Doubled).build(input_dims=(6,), output_dims=(2, 3), rngs=nnx.Rngs(0))
     assert type(plain) is Doubled
-    assert type(one(rank=2)) is type(one(rank=4))  # equal modules stay equal
+    assert type(one(rank=2)) is type(one(rank=4))  # equal modules compare equal
 
 
 @pytest.mark.parametrize(("base", "got"), [(ax.configure(double), "double"), (Own(), "Own")])
@@ -103,7 +103,7 @@ def test_adapters_have_dtypes_of_their_own():
 
 
 def test_at_first_it_is_the_base_exactly(toy, batch):
-    """The same parameters from the same seed, the same paths, and the same loss to the last bit."""
+    """A map with adapters has the same parameters, the same paths and a bitwise equal loss for the same seed."""
     dense, adapted = (Functional.of(c.model) for c in (toy(), ALL.apply(toy())))
     a, b = (jax.jit(f.init, compiler_options=QUICK)(jax.random.key(3)) for f in (dense, adapted))
     assert a.keys() == split(b)[0].keys()
@@ -143,7 +143,7 @@ def test_merged_weights_compute_the_same_and_come_apart_again(toy, batch, progra
     two = [logits(instance, params), logits(dense, merged)]
     assert float(jnp.abs(two[0] - two[1]).max()) < 1e-5 * float(jnp.abs(two[0]).max())
     base = logits(dense, split(params)[0])
-    assert float(jnp.abs(two[0] - base).max()) > 1e-2 * float(jnp.abs(two[0]).max())  # the adapters did learn
+    assert float(jnp.abs(two[0] - base).max()) > 1e-2 * float(jnp.abs(two[0]).max())  # the adapters were trained
 
     again = unmerge(merged, split(params)[1], scales)
     assert again.keys() == params.keys()
@@ -152,7 +152,7 @@ def test_merged_weights_compute_the_same_and_come_apart_again(toy, batch, progra
 
 
 def test_the_experts_of_a_mixture_have_adapters_of_their_own(toy, tmp_path):
-    """At first it is the base exactly; what was trained merges, and is saved alone."""
+    """An adapted map starts equal to its base, and its trained adapters merge and save separately."""
     dense = MoE(num_experts=3, shared_experts=1).apply(toy())
     config = Lora(rank=3, target="model.**.feed_forward.**").apply(dense)
     whole = Functional.of(config.model)
@@ -189,7 +189,7 @@ def test_merging_takes_adapters_of_the_right_shape_only():
     np.testing.assert_array_equal(result["x.weight"], 2 * weight)
     assert merge({**params, "x.weight": weight.astype(jnp.bfloat16)}, {"x": 0.5})["x.weight"].dtype == jnp.bfloat16
     for path, value in (("x.lora_b", b[..., :3]), ("x.lora_a", a[:2]), ("x.lora_a", a[..., :1])):
-        with pytest.raises(RequestError, match="of another base"):
+        with pytest.raises(RequestError, match="on another base"):
             merge({**params, path: value}, {"x": 0.5})
     with pytest.raises(RequestError, match="merge before the weights are quantized"):
         merge({**params, "x.weight": weight.astype(jnp.int8)}, {"x": 0.5})
@@ -243,7 +243,7 @@ def test_a_target_that_fits_nothing_names_the_nearest(toy, target, nearest):
     with pytest.raises(ConfigError) as error:
         Lora(target=target).apply(toy())
     (problem,) = error.value.problems
-    assert "fits no linear map" in problem.message
+    assert "does not match any linear map" in problem.message
     assert any(nearest in path for path in problem.nearest)
 
 
@@ -274,7 +274,7 @@ def test_rope_and_lora_give_one_tree_in_any_order():
 def test_on_the_command_line_a_wrong_target_ends_with_exit_code_2():
     result = CliRunner().invoke(cli, ["config", "check", "quickstart", "--with", "lora:target=model.**.atention.*"])
     assert result.exit_code == 2
-    assert "fits no linear map" in result.stderr
+    assert "does not match any linear map" in result.stderr
     assert "did you mean" in result.stderr
 
 
@@ -309,7 +309,7 @@ def test_adapters_alone(toy, trained, tmp_path):
     (tmp_path / adapters.WEIGHTS).write_bytes(b"torn")
     with pytest.raises(RequestError, match="are damaged"):
         adapters.load(tmp_path)
-    with pytest.raises(RequestError, match="holds no exported adapters"):
+    with pytest.raises(RequestError, match="has no exported adapters"):
         adapters.load(tmp_path / "nowhere")
 
 

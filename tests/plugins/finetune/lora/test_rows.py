@@ -1,4 +1,4 @@
-"""Adapters of rows: each row gets what the map with its own adapter gives."""
+"""Adapters for rows: each row equals the output of a map with only its adapter."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def test_each_row_has_its_own_adapter():
         y = rows(x)
     assert y.shape == (5, 1, 2, 4)
     for index, name in enumerate(choice):
-        expected = rows(x[index])  # outside of a choice: the base
+        expected = rows(x[index])  # without a choice: the base
         if name is not None:
             adapter = adapters_by_name[name]
             rank = adapter.params["map.lora_a"].shape[-1]
@@ -65,5 +65,5 @@ def test_other_rows_than_were_chosen_for_are_refused():
 def test_an_adapter_that_moved_variables_is_refused(tmp_path, monkeypatch):
     moved = Exported({}, {}, base="", variables={"norm.mean": jnp.zeros(3)})
     monkeypatch.setattr("axlearn_plugins_finetune.lora.rows.load", lambda directory: moved)
-    with pytest.raises(RequestError, match=r"(?s)adapter one: training moved variables.*norm\.mean"):
+    with pytest.raises(RequestError, match=r"(?s)adapter one: training also changed variables.*norm\.mean"):
         RowAdapters.read({"one": str(tmp_path)})

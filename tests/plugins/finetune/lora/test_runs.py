@@ -1,4 +1,4 @@
-"""What users do: fine-tune a run, merge it, hand out its adapters. Trains for real, at toy size."""
+"""Workflows of users: fine-tune a run, merge it, and export its adapters. Trains toy models."""
 
 import json
 
@@ -42,7 +42,7 @@ def train(path, steps, lora=None, **more):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run, and one that adapts it."""
+    """Train a run and a run with adapters on it."""
     place = tmp_path_factory.mktemp("runs")
     base = train(place / "base", 2, **{"learner.ema_decay": 0.5})
     return base, train(place / "tuned", 3, {"base": str(base)})
@@ -54,7 +54,7 @@ def flat(run, step=None):
 
 def test_a_run_begins_with_the_parameters_of_its_base(runs):
     base, tuned = runs
-    before, after = flat(base), flat(tuned)  # of the base, its moving average
+    before, after = flat(base), flat(tuned)  # the moving average of the base
     assert {p for p in after if not is_adapter(p)} == before.keys()
     assert all(np.array_equal(before[p], after[p]) for p in before)
     assert any(np.asarray(after[p]).any() for p in after if p.endswith("lora_b"))
@@ -63,7 +63,7 @@ def test_a_run_begins_with_the_parameters_of_its_base(runs):
 
 
 def test_a_run_with_experts_begins_with_a_dense_one(runs, tmp_path):
-    """Through the bridge of `moe`; with adapters at once through that of `lora` too."""
+    """A run starts through the bridge of `moe`, and with adapters also through the bridge of `lora`."""
     base, _ = runs
     start = {"loop": {"type": "start-from-run", "run_dir": str(base)}, "learner.rules": STILL}
     ax.train("quickstart", with_=["moe:num_experts=2"], set={**SETTINGS, **start}, steps=1, run_dir=tmp_path / "moe")
@@ -87,12 +87,12 @@ def test_what_no_bridge_carries_over_says_why(runs, tmp_path):
     base, _ = runs
     start = {"loop": {"type": "start-from-run", "run_dir": str(base)}}
     with pytest.raises(
-        CheckpointError, match=r"is of another model: [\s\S]*mla: it makes keys[\s\S]*fix: leave mla out"
+        CheckpointError, match=r"is a run of another model: [\s\S]*mla: it makes keys[\s\S]*fix: remove mla"
     ):
         ax.train("quickstart", with_=["mla"], set={**SETTINGS, **start}, steps=1, run_dir=tmp_path / "mla")
     wide = {**SETTINGS, **start, "model.decoder.layer.feed_forward.hidden_dim": 48}
     with pytest.raises(
-        CheckpointError, match=r"is of another model: [\s\S]*differs: decoder.layer.feed_forward"
+        CheckpointError, match=r"is a run of another model: [\s\S]*differs: decoder.layer.feed_forward"
     ) as error:
         ax.train("quickstart", set=wide, steps=1, run_dir=tmp_path / "wide")
     assert "mla" not in str(error.value)
@@ -113,7 +113,7 @@ def test_merged_exported_and_merged_again(runs, tmp_path):
     np.testing.assert_allclose(first, second, atol=2e-5 * np.abs(first).max())
     assert isinstance(two.generate("def ", max_tokens=2), str)
 
-    train(tmp_path / "merged", 4, **{"checkpointer.every_steps": 500})  # it is a run like any other, and goes on
+    train(tmp_path / "merged", 4, **{"checkpointer.every_steps": 500})  # an ordinary run can continue
     assert manifest.steps(tmp_path / "merged" / "checkpoints") == [3, 4]
 
     size = sum(f.stat().st_size for f in (tmp_path / "alone").iterdir())
@@ -151,7 +151,7 @@ def test_exported_adapters_are_weights(runs, tmp_path):
         assert from_option.stdout == merged_text.stdout
     finally:
         moved.rename(base)
-    with pytest.raises(RequestError, match="adapters are of another base"):
+    with pytest.raises(RequestError, match="adapters were trained on another base"):
         open_weights(f"{tmp_path / 'alone'}?base={train(tmp_path / 'other', 1, seed=5)}").read()
 
 
@@ -173,11 +173,11 @@ def test_what_does_not_fit_is_refused(runs, tmp_path):
     with pytest.raises(CheckpointError, match="has no checkpoint of step 9"):
         export_run(tuned, tmp_path / "no", step=9)
     export_run(tuned, tmp_path / "alone")
-    with pytest.raises(RequestError, match="has adapters of its own"):
+    with pytest.raises(RequestError, match="already has adapters"):
         merge_run(tuned, tmp_path / "no", exported=tmp_path / "alone")
     facts = json.loads((tmp_path / "alone" / "adapters.json").read_text())
     (tmp_path / "alone" / "adapters.json").write_text(json.dumps({**facts, "base": "0" * 64}))
-    with pytest.raises(RequestError, match="of another base"):
+    with pytest.raises(RequestError, match="on another base"):
         merge_run(base, tmp_path / "no", exported=tmp_path / "alone")
     assert not (tmp_path / "no").exists()
 
@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_refused(runs, tmp_path):
         read_like(open_weights(tuned), {p: x for p, x in params.items() if not is_adapter(p)}, name="the run")
     with pytest.raises(CheckpointError, match=r"missing: decoder\.more\.weight"):
         read_like(open_weights(base), {**params, "decoder.more.weight": params["decoder.norm.weight"]}, name="the run")
-    with pytest.raises(CheckpointError, match=r"differs: decoder.norm.weight: \(32,\) there, \(31,\) here"):
+    with pytest.raises(CheckpointError, match=r"differs: decoder.norm.weight: got \(32,\), expected \(31,\)"):
         read_like(
             open_weights(base), {**params, "decoder.norm.weight": params["decoder.norm.weight"][:31]}, name="the run"
         )

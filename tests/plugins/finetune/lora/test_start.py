@@ -1,4 +1,4 @@
-"""Data has to be in the tokens of the run whose parameters are taken."""
+"""The data must have the same tokenizer as the run that the parameters come from."""
 
 import pytest
 
@@ -15,7 +15,7 @@ class Input:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """The config of a run, as it lies in its directory."""
+    """Write the config of a run to its directory."""
     folder = tmp_path_factory.mktemp("base")
     (folder / "config.yaml").write_text(ax.resolve("quickstart").to_yaml(), "utf-8")
     return str(folder)

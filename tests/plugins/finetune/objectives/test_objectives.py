@@ -1,4 +1,4 @@
-"""DPO and distillation against their formulas, what trains and what does not, and whole runs."""
+"""DPO and distillation: formulas, frozen parameters, and complete runs."""
 
 import json
 import math
@@ -20,13 +20,13 @@ PAIRS = "dpo:data=pairs.jsonl"
 
 
 def program(*features, devices=1, shape=None, **settings):
-    """A program of the small quickstart with these features."""
+    """Compose the small quickstart with these features."""
     cfg = toy.resolve(toy.small("quickstart"), with_=features, set=settings).config
     return compose(patch(cfg, {"mesh.shape": shape or {}}), jax.devices()[:devices])
 
 
 def moved(trainer, seed=2):
-    """A state whose model is not where it began."""
+    """Return a state whose model has moved from its start."""
     state, rng = trainer.init(0), np.random.default_rng(seed)
     return state.replace(
         params={p: x + 0.1 * rng.standard_normal(x.shape).astype(np.float32) for p, x in state.params.items()}
@@ -34,13 +34,13 @@ def moved(trainer, seed=2):
 
 
 def loss(trainer, state):
-    """(loss, summaries) of the training objective, and its batch."""
+    """Return (loss, summaries) of the training objective, and its batch."""
     batch = toy.batch_for(trainer.config)
     return loss_of(trainer, state, batch), batch
 
 
 def loss_of(trainer, state, batch):
-    """(loss, summaries) of the training objective on a batch."""
+    """Return (loss, summaries) of the training objective on a batch."""
     value = trainer.compile("loss", trainer.put(batch))(
         jax.device_put(ModelWeights(state.params, state.variables), shardings(trainer)), trainer.put(batch)
     )
@@ -52,7 +52,7 @@ def shardings(trainer):
 
 
 def log_softmax(trainer, params, tokens, temperature=1.0):
-    """float64 [B, S, V] of the model with these parameters."""
+    """Return the log-probabilities of the model with these parameters, float64 [B, S, V]."""
     logits = np.asarray(trainer.functional.bind(params)(tokens), np.float64) / temperature
     logits -= logits.max(-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -70,7 +70,7 @@ def sequence_scores(trainer, params, batch, answer):
 
 @pytest.mark.parametrize("padding", [1, 3])
 def test_pairs_that_pad_a_batch_do_not_count(padding):
-    """The last batch of an evaluation has rows of zeros; loss and summaries are those of the pairs before them."""
+    """Zero rows in the last evaluation batch do not change the loss and summaries of the real pairs."""
     trainer = program(f"{PAIRS},beta=0.3,label_smoothing=0.1")
     state = moved(trainer)
     batch = toy.batch_for(trainer.config)
@@ -82,7 +82,7 @@ def test_pairs_that_pad_a_batch_do_not_count(padding):
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     rewards = {name: x for name, x in report.items() if name.startswith("reward_")}
     assert set(rewards) == {"reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"}
-    assert report["reward_accuracy"] > 0  # padding has a margin of zero
+    assert report["reward_accuracy"] > 0  # padding has a zero margin
     for name, x in rewards.items():
         np.testing.assert_allclose(x, expected_report[name], rtol=1e-5, err_msg=name)
 
@@ -120,7 +120,7 @@ def test_the_first_loss_of_dpo_is_ln_2(features):
 
 def test_with_adapters_the_reference_is_the_base():
     trainer = program(PAIRS, "lora:rank=2")
-    assert not trainer.trained.frozen, "it takes no memory of its own"
+    assert not trainer.trained.frozen, "the reference needs no extra memory"
     state = moved(trainer)
     (value, _), batch = loss(trainer, state)
     base = {p: x if not p.endswith("lora_b") else 0 * x for p, x in state.params.items()}
@@ -194,14 +194,14 @@ def test_an_objective_goes_with_a_pipeline(feature):
 def test_a_model_of_images_is_refused():
     cfg = toy.resolve("vit-b16").config
     objective = toy.resolve(toy.small("quickstart"), with_=["distill"]).config.objective
-    with pytest.raises(ConfigError, match="this objective is for language models"):
+    with pytest.raises(ConfigError, match="this objective needs a language model"):
         compose(patch(cfg, {"objective": objective}), jax.devices()[:1])
 
 
 def test_a_teacher_of_another_vocabulary_is_refused():
     cfg = toy.resolve(toy.small("quickstart"), with_=["distill"]).config
     teacher = patch(cfg.model, {"vocab_size": 128})
-    with pytest.raises(ConfigError, match="the teacher predicts other tokens"):
+    with pytest.raises(ConfigError, match="different vocabularies"):
         compose(patch(cfg, {"objective.teacher": teacher, "objective.teacher_weights": "x"}), jax.devices()[:1])
 
 
@@ -212,7 +212,7 @@ def test_a_reference_of_another_model_needs_weights():
         compose(patch(cfg, {"objective.reference": reference}), jax.devices()[:1])
 
 
-# Whole runs, as users call them.
+# Complete runs from the command line.
 
 
 def settings(*more):
@@ -224,7 +224,7 @@ TEXT = ("input.tokenizer={type: byte-tokenizer}", "model.vocab_size=264", "track
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A directory with preferences, text, and a run to begin with."""
+    """Create a directory with preferences, text, and a base run."""
     folder = tmp_path_factory.mktemp("objectives")
     rows = [{"prompt": f"{i} and ", "chosen": f"{i + 1}.", "rejected": f"{i}!"} for i in range(20)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -267,7 +267,7 @@ def test_a_run_resumes_bit_identically_and_generates_without_the_objective(kind,
                                     for p, s in base.specs().items()})  # fmt: skip
     for path, value in base.read().items():
         copied = next(x for p, x in stored.items() if p.endswith(f".{path}"))
-        np.testing.assert_array_equal(copied, value, err_msg="the frozen model is still that of the base")
+        np.testing.assert_array_equal(copied, value, err_msg="the frozen model still equals the base")
     axlearn("generate", f"{kind}-whole", "--prompt", "1 and ", "--max-tokens", "2")
     axlearn("checkpoint", "export-hf", f"{kind}-whole", f"{kind}-hf")
     exported = load_file(home / f"{kind}-hf" / "model.safetensors")

@@ -1,4 +1,4 @@
-"""The pairs of a batch: different, the same for any number of processes, and what runs of older versions go on with."""
+"""Pairs of a batch are distinct, independent of the number of processes, and compatible with older runs."""
 
 import json
 
@@ -11,7 +11,7 @@ from axlearn_plugins_transformer.text import ByteTokenizer
 
 
 def pairs(folder, count, batch_size=8, **offered):
-    """The batches of an input of `count` pairs."""
+    """Return the batches of an input with `count` pairs."""
     rows = [{"prompt": f"{i} + 1?", "chosen": f" {i + 1}", "rejected": " no"} for i in range(count)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = PreferenceFiles.Config(paths=str(folder / "pairs.jsonl"))
@@ -47,7 +47,7 @@ def test_processes_share_one_order_of_pairs(processes, tmp_path):
 
 def test_fewer_pairs_than_a_batch_are_counted(tmp_path, capfd):
     pairs(tmp_path, 5)
-    assert "has 5 pairs, and a batch takes 8: every batch repeats some" in capfd.readouterr().err
+    assert "has 5 pairs for batches of 8, so every batch repeats pairs" in capfd.readouterr().err
     pairs(tmp_path, 8)
     assert capfd.readouterr().err == ""
 

@@ -1,4 +1,4 @@
-"""Layout files: how a training lies on a machine, read beside any experiment of the same model."""
+"""Layout files apply to any experiment with the same model and machine."""
 
 import pytest
 from click.testing import CliRunner
@@ -50,18 +50,18 @@ def test_what_the_model_does_not_depend_on_may_differ(layout):
 
 @pytest.mark.parametrize("change", [{"model.decoder.num_layers": 2}, {"input.batch_size": 16}])
 def test_another_model_or_batch_is_an_error(layout, change):
-    with pytest.raises(RequestError, match="layout of another model, or of other batches"):
+    with pytest.raises(RequestError, match="layout for another model or other batches"):
         resolve("quickstart", set={**SMALL, **change}, layout=layout())
 
 
 def test_another_machine_is_an_error(layout):
-    with pytest.raises(RequestError, match="layout of another machine"):
+    with pytest.raises(RequestError, match="layout for another machine"):
         resolve("quickstart", set=SMALL, target="cpu-4", layout=layout())
 
 
 def test_mathematics_is_not_a_layout(layout):
     path = layout(settings={"learner.optimizer.learning_rate.peak": 0.5})
-    with pytest.raises(RequestError, match="changes what is computed"):
+    with pytest.raises(RequestError, match="changes the computation"):
         resolve("quickstart", set=SMALL, layout=path)
     varied = layout(settings={"learner.optimizer.learning_rate.peak": 0.5}, varies=("learner.optimizer",))
     assert resolve("quickstart", set=SMALL, layout=varied).config.learner.optimizer.learning_rate.peak == 0.5

@@ -1,4 +1,4 @@
-"""The search for layouts: what is legal, how it is ranked, and what the command prints. Compilers are stood in for by a table."""
+"""The layout search: legal layouts, their ranking, and the output of the command. A table replaces the compilers."""
 
 import json
 
@@ -16,7 +16,7 @@ from axlearn_plugins_plan.search.compiled import Cache, plan_words, resolved_req
 from axlearn_plugins_plan.search.estimate import HOST_BANDWIDTH, Host, with_host
 from axlearn_plugins_plan.search.layout_file import read_layout
 from axlearn_plugins_plan.search.machines import machine_names
-from axlearn_plugins_plan.search.space import Choice, MeshChoice, microbatches, written
+from axlearn_plugins_plan.search.space import Choice, MeshChoice, format_value, microbatches
 from axlearn_testing import CommandSuite
 
 SMALL = ("--set", "model.decoder.num_layers=2")
@@ -46,7 +46,7 @@ def ranked(space):
 
 
 def plan_of(words):
-    """What a compiler might say: half a second, less where something is kept, on a chip of 79 GiB."""
+    """Return plausible compiled figures: half a second, or less if activations are saved, on a chip with 79 GiB."""
     text = " ".join(words)
     seconds = 0.4 if "query" in text else 0.5
     return {
@@ -81,7 +81,7 @@ def test_every_layout_is_legal_and_resolves(request_, ranked):
     assert len(choices) == len(ranked) > 100
     for row in ranked[:: len(ranked) // 12]:
         config = resolve(resolved_request(request_, row)).checked().config
-        sizes = config.mesh.sizes(8)  # raises where it does not multiply to the devices
+        sizes = config.mesh.sizes(8)  # raises if the sizes do not multiply to the devices
         rows = sizes["data"] * sizes["fsdp"] * sizes["expert"]
         assert 8 % (rows * config.learner.accumulate_steps) == 0
         assert config.model.decoder.layer.attention.num_heads % sizes["tensor"] == 0
@@ -95,7 +95,7 @@ def test_tensor_parallelism_divides_the_heads(ranked):
 def test_the_ranking_is_the_same_each_time(space, ranked, monkeypatch):
     monkeypatch.setattr(rank, "remat_options", lambda *_: REMATS)
     assert [r.choice for r in space.ranked()] == [r.choice for r in ranked]
-    assert [rank.order(r) for r in ranked] == sorted(rank.order(r) for r in ranked)
+    assert [rank.sort_key(r) for r in ranked] == sorted(rank.sort_key(r) for r in ranked)
 
 
 def test_the_shipped_layout_is_one_of_them(ranked):
@@ -142,8 +142,8 @@ def test_values_are_written_as_settings_are_read():
     from axlearn_core.plugins.request import parse_setting
 
     value = {"fsdp": 4, "tensor": 2}
-    assert parse_setting(f"mesh.shape={written(value)}").value == value
-    assert parse_setting(f"mesh.rules.activation_embed={written([])}").value == []
+    assert parse_setting(f"mesh.shape={format_value(value)}").value == value
+    assert parse_setting(f"mesh.rules.activation_embed={format_value([])}").value == []
 
 
 def test_the_words_of_a_row_are_its_config(request_, ranked):
@@ -172,8 +172,8 @@ def test_what_the_request_sets_is_kept_and_every_layout_stays_legal(options, par
     messages = []
     space = rank.Space(base, ())
     rows = space.ranked(messages.append)
-    assert part in space.held
-    assert f"kept as requested: {', '.join(sorted(space.held))}" in messages[0]
+    assert part in space.fixed
+    assert f"set by the request: {', '.join(sorted(space.fixed))}" in messages[0]
     assert sum(r.choice.shipped for r in rows) == 1
     meshes = [r.choice.mesh or MeshChoice(shape={}) for r in rows]
     fixed = {
@@ -192,7 +192,7 @@ def test_what_a_run_file_sets_is_kept(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("experiment: quickstart\nfeatures:\n- remat: {policy: full}\nset:\n  learner.accumulate_steps: 2\n")
     space = rank.Space(Request.of(file, target="h100-8x1"), ())
-    assert space.held == {"remat", "gradient-accumulation"}
+    assert space.fixed == {"remat", "gradient-accumulation"}
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_what_a_run_file_sets_is_kept(tmp_path):
     [("batch", {"set": {"input.batch_size": 16}}), ("optimizer-precision", {"with_": ["optimizer-precision"]})],
 )
 def test_what_is_set_and_varied_is_an_error(vary, options):
-    with pytest.raises(RequestError, match=f"--vary {vary} and .* ask for two things"):
+    with pytest.raises(RequestError, match=f"--vary {vary} conflicts with the request"):
         rank.Space(Request.of("quickstart", target="h100-8x1", **options), (vary,))
 
 
@@ -249,13 +249,13 @@ def test_table_picture_page_and_layout_file(compiler, tmp_path):
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "shipped" in result.stdout
-    assert "the best:" in result.stdout
+    assert "best layout:" in result.stdout
     assert files["png"].read_bytes().startswith(b"\x89PNG")
     assert "<svg" in files["html"].read_text()
     layout = read_layout(files["yaml"])
     assert layout.target == "h100-8x1"
     assert resolve("quickstart", set={"model.decoder.num_layers": 2}, layout=files["yaml"]).machine.name == "h100-8x1"
-    with pytest.raises(RequestError, match="layout of another model"):
+    with pytest.raises(RequestError, match="layout for another model"):
         resolve("quickstart", layout=files["yaml"])
 
 
@@ -276,12 +276,12 @@ def test_a_damaged_cache_is_compiled_again(compiler, tmp_path, request_, ranked)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--target", "cpu-8"), "needs figures of the hardware, and the target 'cpu' has none"),
-        ((), "a search is for some hardware, and none is named"),
+        (("--target", "cpu-8"), "the target 'cpu' lacks the hardware figures"),
+        ((), "a search needs a target machine"),
         (("--target", "h100-8x1", "--budget", "0"), "--budget takes a positive number"),
         (("--target", "h100-8x1", "--budget", "soon"), "--budget takes a positive number"),
         (("--target", "h100-8x1", "--chips", "9"), "--chips takes a range A..B"),
-        (("--target", "h100-8x1", "--chips", "3..3"), "no machine has that many chips"),
+        (("--target", "h100-8x1", "--chips", "3..3"), "no machine has a size in the range"),
         (("--target", "h100-8x1", "--vary", "bacth"), "bacth"),
         (("--target", "h100-8x1", "--function", "decode"), "--function is an option of `axlearn plan`"),
         (("--target", "h100-8x64", "--set", "input.batch_size=3"), "no layout of quickstart is legal"),
@@ -365,17 +365,17 @@ def test_activations_go_to_the_host_in_the_forward_pass_and_come_back_in_the_bac
     def seconds(activations, optimizer=0.0):
         return with_host(3.0, Host(activations=activations * HOST_BANDWIDTH, optimizer=optimizer * HOST_BANDWIDTH))
 
-    assert seconds(2.0) == 3.0, "a second each way, no longer than either pass"
+    assert seconds(2.0) == 3.0, "one second each way, no longer than either pass"
     assert seconds(3.0) == 1.5 + 2.0, "the forward pass waits"
     assert seconds(8.0) == 4.0 + 4.0
-    assert seconds(0.0, 2.0) == 5.0, "the optimizer's state has nothing beside it"
+    assert seconds(0.0, 2.0) == 5.0, "the transfer of the optimizer state does not overlap"
 
 
 def test_what_the_hosts_memory_cannot_hold_is_not_proposed(request_, ranked):
     space = rank.Space(request_, ())
     offloaded = [r for r in ranked if r.choice.offload_optimizer]
     assert offloaded
-    room = max(r.estimate.host.optimizer for r in offloaded) / 4  # for half of what the largest keeps there
+    room = max(r.estimate.host.optimizer for r in offloaded) / 4  # enough for half of the largest optimizer state
     space.machine = attrs.evolve(space.machine, target=attrs.evolve(space.machine.target, host_bytes=room / 0.8))
     fewer = [r for r in space.ranked() if r.choice.offload_optimizer]
     assert 0 < len(fewer) < len(offloaded)

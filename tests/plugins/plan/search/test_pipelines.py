@@ -1,4 +1,4 @@
-"""Pipelines in the search for layouts: which schedules are proposed, and what formulas say of them beside the program."""
+"""Pipelines in the layout search: proposed schedules, and their formulas against compiled programs."""
 
 import jax
 import pytest
@@ -56,7 +56,7 @@ def test_every_one_is_legal_and_resolves(space, staged):
 def test_layers_and_rows_that_do_not_divide_are_not_proposed():
     shape = {"pipeline": 4, "fsdp": 2}
     assert list(pipelines(shape, 64, 2, {6}, ("gpipe", "1f1b"))) == []
-    assert list(pipelines(shape, 64, 2, {4}, ("interleaved",))) == [], "a stage of one layer has no two chunks"
+    assert list(pipelines(shape, 64, 2, {4}, ("interleaved",))) == [], "a stage with one layer cannot have two chunks"
     assert [p.microbatches for p in pipelines(shape, 64, 2, {8}, ("gpipe",))] == [8, 16, 32]
     assert next(pipelines({"pipeline": 3}, 12, 1, {6}, ("interleaved",))).microbatches == 6
     assert list(pipelines({"fsdp": 8}, 64, 8, {8}, ("gpipe",))) == []

@@ -1,4 +1,4 @@
-"""The memory of a step on pipeline stages: its terms by hand, and their sum beside compiled programs."""
+"""The memory of a step on pipeline stages: terms computed by hand, and sums against compiled programs."""
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,11 @@ from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_parallelism.schedule import OneForwardOneBackward, Schedule
 from axlearn_plugins_plan.search import rank
 from axlearn_plugins_plan.search.compiled import plan_words, read_plan, run_plan
-from axlearn_plugins_plan.search.on_mesh import MeshFigures
+from axlearn_plugins_plan.search.mesh_figures import MeshFigures
 from axlearn_plugins_plan.search.pipelines import Pipeline, with_pipeline
 from axlearn_plugins_plan.search.sizes import Sizes
 from axlearn_plugins_plan.search.space import Choice, MeshChoice
-from axlearn_plugins_plan.search.stages import terms, waiting
+from axlearn_plugins_plan.search.stages import peak_terms, residual_bytes
 from axlearn_plugins_plan.search.trace import repeated_outputs
 
 PLENTY = 1e12
@@ -42,77 +42,77 @@ def one_forward_one_backward(microbatches=8, stages=4):
 
 
 def test_gpipe_keeps_all_layers_of_every_tick():
-    assert waiting(gpipe(), sizes(), 5) == Schedule(4, 8).ticks * 5 * 20
+    assert residual_bytes(gpipe(), sizes(), 5) == Schedule(4, 8).ticks * 5 * 20
 
 
 def test_an_interleaved_chunk_keeps_its_input_and_what_is_saved_of_its_layers():
-    assert waiting(interleaved(), sizes(), 5) == Schedule(4, 8, 2).ticks * (8 + 5 * (20 - 8))
+    assert residual_bytes(interleaved(), sizes(), 5) == Schedule(4, 8, 2).ticks * (8 + 5 * (20 - 8))
 
 
 @pytest.mark.parametrize("microbatches", [8, 128])
 def test_1f1b_keeps_inputs_in_its_slots_and_the_layers_of_one_microbatch(microbatches):
     slots = OneForwardOneBackward(4, microbatches).slots + 1
-    assert waiting(one_forward_one_backward(microbatches), sizes(), 5) == slots * 8 + 5 * 20
+    assert residual_bytes(one_forward_one_backward(microbatches), sizes(), 5) == slots * 8 + 5 * 20
 
 
 def test_the_peak_of_1f1b_is_between_ticks_where_gradients_are_large_and_in_a_layer_where_it_is():
-    between = terms(one_forward_one_backward(), sizes(), 5, PLENTY)
+    between = peak_terms(one_forward_one_backward(), sizes(), 5, PLENTY)
     assert between["gradients"] == 3 * 1000 + 2 * 600 + 40
     assert between["sent"] == 2 * 8
-    inside = terms(one_forward_one_backward(), sizes(layer=5000.0), 5, PLENTY)
+    inside = peak_terms(one_forward_one_backward(), sizes(layer=5000.0), 5, PLENTY)
     assert inside["layer"] == 0.6 * 5000 + 8 + 2 * 30
     assert inside["gradients"] == 2 * 1000 + 2 * 600 + 40
 
 
 def test_gpipe_in_a_layer_with_room_and_without():
-    with_room, without = (terms(gpipe(), sizes(layer=9000.0), 5, room) for room in (PLENTY, 0.0))
+    with_room, without = (peak_terms(gpipe(), sizes(layer=9000.0), 5, room) for room in (PLENTY, 0.0))
     assert with_room["gradients"] == 3 * 1000
     assert without["gradients"] == 2 * 1000
-    assert with_room["ends"] == 2 * 8 * 8, "the gradients of the inputs of all microbatches and of the outputs"
-    assert with_room["tick"] == 5 * 20, "cut out of what all ticks keep"
+    assert with_room["ends"] == 2 * 8 * 8, "gradients of all microbatches' inputs and outputs"
+    assert with_room["tick"] == 5 * 20, "sliced from the saved activations of all ticks"
 
 
 def test_between_two_ticks_the_gradients_of_all_outputs_are_copied():
-    between = terms(gpipe(), sizes(stream=500.0, whole_stream=0.0, layer=0.0), 5, 0.0)
+    between = peak_terms(gpipe(), sizes(stream=500.0, whole_stream=0.0, layer=0.0), 5, 0.0)
     assert "layer" not in between
     assert between["ends"] == 3 * 8 * 500
     assert between["gradients"] == 2 * 1000
 
 
 def test_with_room_the_next_tick_begins_before_the_gradients_are_added():
-    many, two = (terms(gpipe(), sizes(layer=0.0, gathered=0.0), n, PLENTY)["gradients"] for n in (5, 2))
-    assert many == 3 * 1000 + 2 * 300, "a new sum, and its weights in another layout, of the largest parameter"
-    assert two == 3 * 1000, "two layers are no loop: in a layer there is more"
-    between = terms(interleaved(), sizes(stream=900.0, kept=1000.0, everything=5000.0, gathered=0.0), 5, PLENTY)
+    many, two = (peak_terms(gpipe(), sizes(layer=0.0, gathered=0.0), n, PLENTY)["gradients"] for n in (5, 2))
+    assert many == 3 * 1000 + 2 * 300, "a new sum, and the largest parameter's weights in another layout"
+    assert two == 3 * 1000, "two layers are not a loop: the peak is in a layer"
+    between = peak_terms(interleaved(), sizes(stream=900.0, kept=1000.0, everything=5000.0, gathered=0.0), 5, PLENTY)
     assert (between["ends"], between["tick"], between["gradients"]) == (3 * 8 * 900, 5 * 5000, 1000)
 
 
 def test_an_interleaved_chunk_has_all_that_its_layers_compute_and_copies_of_its_weights():
-    many = terms(interleaved(), sizes(everything=5000.0), 5, PLENTY)
+    many = peak_terms(interleaved(), sizes(everything=5000.0), 5, PLENTY)
     assert many["tick"] == 5 * 5000
     assert many["copies"] == 1000
     assert many["gradients"] == 1000 * (1 + 0.25 + 0.5), (
-        "the sums, and of one of two chunks bfloat16 weights and gradients"
+        "the sums, and one of two chunks' bfloat16 weights and gradients"
     )
-    one = terms(interleaved(), sizes(everything=5000.0), 1, PLENTY)
+    one = peak_terms(interleaved(), sizes(everything=5000.0), 1, PLENTY)
     assert one["gradients"] == 1000 * (1 + 0.25)
 
 
 def test_tensor_parallelism_has_whole_streams_beside_a_layer():
-    split, whole = (terms(gpipe(), sizes(layer=9000.0, tensor=t), 5, PLENTY)["layer"] for t in (True, False))
+    split, whole = (peak_terms(gpipe(), sizes(layer=9000.0, tensor=t), 5, PLENTY)["layer"] for t in (True, False))
     assert split - whole == 6 * 16
 
 
 def test_the_embedding_of_the_batch_is_a_peak_too():
-    assert "embedding" in terms(gpipe(), sizes(whole_stream=1000.0), 1, PLENTY)
-    assert "embedding" not in terms(one_forward_one_backward(), sizes(whole_stream=1000.0), 1, PLENTY)
-    in_columns = terms(gpipe(), sizes(whole_stream=1000.0, sharded=False), 1, PLENTY)
-    assert "embedding" not in in_columns, "without FSDP each device has the columns of the table that its stream has"
+    assert "embedding" in peak_terms(gpipe(), sizes(whole_stream=1000.0), 1, PLENTY)
+    assert "embedding" not in peak_terms(one_forward_one_backward(), sizes(whole_stream=1000.0), 1, PLENTY)
+    in_columns = peak_terms(gpipe(), sizes(whole_stream=1000.0, sharded=False), 1, PLENTY)
+    assert "embedding" not in in_columns, "without FSDP, each device has the table columns of its stream"
 
 
 def test_a_split_stream_is_there_once_more_in_the_loss_of_an_interleaved_schedule():
     large = {"stream": 10_000.0, "everything": 0.0, "kept": 10_000.0, "sharded": False}
-    split, whole = (terms(interleaved(), sizes(whole_stream=x, **large), 1, 0.0) for x in (20_000.0, 10_000.0))
+    split, whole = (peak_terms(interleaved(), sizes(whole_stream=x, **large), 1, 0.0) for x in (20_000.0, 10_000.0))
     assert (split["ends"], whole["ends"]) == (4 * 8 * 10_000, 3 * 8 * 10_000)
 
 
@@ -146,7 +146,7 @@ def test_the_estimate_is_within_a_twentieth_of_the_compiled_program(pipeline, sh
     mesh = MeshChoice(shape={axis: size for axis, size in shape.items() if axis != "stream"}, stream=stream)
     config = resolve(with_pipeline(request, pipeline)).config
     figures = MeshFigures(space.program, config, space.machine, mesh)
-    row = space.estimated(Choice(mesh=mesh, remat=remat, pipeline=pipeline), figures)
+    row = space.estimate_choice(Choice(mesh=mesh, remat=remat, pipeline=pipeline), figures)
     plan, error = run_plan(plan_words(request, row), 300)
     assert plan is not None, error
     assert row.estimate.total == pytest.approx(read_plan(plan, row.machine, row.estimate.host, False).bytes, rel=0.05)

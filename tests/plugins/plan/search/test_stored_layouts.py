@@ -1,4 +1,4 @@
-"""The layouts that ship against those that a search compiled and `benchmarks/layout_search.py --store` kept."""
+"""The shipped layouts against layouts that a search compiled and `benchmarks/layout_search.py --store` stored."""
 
 import importlib.util
 import json
@@ -33,11 +33,9 @@ def shipped(layout_search, model, target):
 
 
 def slower_than_the_best(layout, rows):
-    """By which factor, of what was compiled; an assertion error where the layout was not, or does not fit."""
+    """Return the slowdown against the best compiled layout. Fail if the layout was not compiled or does not fit."""
     own = [r for r in rows if r["layout"] == layout]
-    assert own, (
-        "the layout that ships was never compiled: benchmarks/layout_search.py --store, and look at what is best"
-    )
+    assert own, "the shipped layout was never compiled: run benchmarks/layout_search.py --store, and check the best"
     assert own[0]["fits"]
     return own[0]["seconds"] / min(r["seconds"] for r in rows if r["fits"])
 

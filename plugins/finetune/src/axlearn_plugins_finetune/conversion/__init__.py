@@ -1,6 +1,6 @@
-"""Parameters of a run carried over to another model."""
+"""Transfer the parameters of a run to another model."""
 
 from axlearn_plugins_finetune.conversion.carry import FRESH, ZERO, Bridge, bridges, transfer_params
-from axlearn_plugins_finetune.conversion.convert import carried
+from axlearn_plugins_finetune.conversion.convert import transfer_run
 
-__all__ = ["FRESH", "ZERO", "Bridge", "bridges", "carried", "transfer_params"]
+__all__ = ["FRESH", "ZERO", "Bridge", "bridges", "transfer_params", "transfer_run"]

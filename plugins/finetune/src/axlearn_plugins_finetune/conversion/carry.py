@@ -1,13 +1,14 @@
-"""Parameters of one model carried over to another one, which a feature made of the same config.
+"""Transfer the parameters of a model to another model that a feature built from the same config.
 
-What is said here of parameters holds for the models' other variables too, such as running statistics.
+Everything here also applies to the models' other variables, such as running statistics.
 
-What both have is taken over by its name within a layer and the layer's number, regardless of its stack. What the
-old model lacks, a feature's bridge makes, or says that it is to be initialised. A feature names its bridge as
+Parameters that both models have are matched by their name within a layer and the number of the layer, even if the layer is in
+another stack. For parameters that the old model lacks, a feature's bridge computes the value or asks for initialisation. A feature
+declares its bridge as
 
-    bridge = "axlearn_plugins_moe.upcycle:bridge"        # "module:attribute", loaded when it is needed
+    bridge = "axlearn_plugins_moe.upcycle:bridge"        # "module:attribute", loaded when needed
 
-and one whose parameters cannot be made of those of other models says why, for the error:
+A feature whose parameters cannot be computed from other models declares the reason, for the error message:
 
     no_bridge = "keys and values are made of a latent that no projection of the old attention gives"
 """
@@ -31,19 +32,19 @@ from axlearn_plugins_transformer.stacked import MixedLayers
 Params = dict[str, Any]
 
 
-class Made(enum.Enum):
-    """What a bridge says of a parameter instead of giving its value."""
+class Fill(enum.Enum):
+    """A marker that a bridge returns instead of the value of a parameter."""
 
     FRESH = "as the model initialises it"
     ZERO = "zero"
 
 
-FRESH: Literal[Made.FRESH] = Made.FRESH
-ZERO: Literal[Made.ZERO] = Made.ZERO
+FRESH: Literal[Fill.FRESH] = Fill.FRESH
+ZERO: Literal[Fill.ZERO] = Fill.ZERO
 
 
 class Bridge(Protocol):
-    """Makes what a feature adds to a model."""
+    """A function that computes the parameters that a feature adds to a model."""
 
     def __call__(
         self,
@@ -51,20 +52,20 @@ class Bridge(Protocol):
         shape: Sequence[int],
         axes: Sequence[str | None],
         old: Callable[[str], np.ndarray | None],
-    ) -> np.ndarray | Made | None:
-        """The value of a parameter of the new model; None where this feature has nothing to do with it.
+    ) -> np.ndarray | Fill | None:
+        """Return the value of a parameter of the new model, or None if the feature does not add this parameter.
 
         Args:
-            path: of the parameter; its name within the layer where the stacks of the two models differ.
-            shape: of the parameter; in one layer where the stacks differ, else in all of them.
-            axes: its logical axes.
-            old: name -> the parameter of the old model's same layer, or None where that has none.
+            path: Path of the parameter, or its name within the layer if the parameter is in a stack of mixed layers.
+            shape: Shape of the parameter. For a parameter in such a stack, the shape in one layer.
+            axes: Logical axes of the parameter.
+            old: Function from a name to the parameter of the same layer in the old model, or None if there is none.
         """
         ...
 
 
 def bridges(features: Iterable[tuple[str, Feature]]) -> tuple[list[Bridge], dict[str, str]]:
-    """The bridges of features, and why those that have none cannot have one, by their names."""
+    """Return the bridges of features, and feature name -> reason for features that cannot have a bridge."""
     usable, reasons = [], {}
     for name, feature in features:
         if feature.bridge:
@@ -83,24 +84,24 @@ def transfer_params(
     reasons: Mapping[str, str] | None = None,
     seed: int = 0,
 ) -> Params:
-    """The parameters and variables of `target`, made of those of `source`.
+    """Compute the parameters and variables of `target` from those of `source`.
 
     Args:
-        params: path -> array, of `source`: its parameters, and its variables.
-        source: the old model.
-        target: the new one.
-        by: the bridges of the features that it has more.
-        reasons: why some of those features have no bridge, by name; for the error.
-        seed: of what is initialised.
+        params: Path -> array, for the parameters and variables of `source`.
+        source: The old model.
+        target: The new model.
+        by: Bridges of the additional features of `target`.
+        reasons: Feature name -> reason why it has no bridge, for the error message.
+        seed: Seed for initialised parameters.
 
     Returns:
-        Path -> array, of `target`.
+        Path -> array, for the parameters and variables of `target`.
 
     Raises:
-        CheckpointError: a parameter of `target` comes from nowhere or has another shape in `source`, or one of `source`
-            would be lost.
+        CheckpointError: A parameter of `target` has no source or has another shape in `source`, or a parameter of `source` would
+            be lost.
     """
-    old, new = _Old(params, _Layers(source)), _Layers(target)
+    old, new = _SourceParams(params, _LayerPaths(source)), _LayerPaths(target)
     stacks = sorted({*old.layers.kinds, *new.kinds}, key=len, reverse=True)
     tensors, names = {**target.abstract, **target.variables}, {**target.axes, **target.variable_axes}
     cells: dict[str, list[Any]] = {}
@@ -114,71 +115,73 @@ def transfer_params(
             problems.append(f"missing: {path} {tensor.dtype}{list(tensor.shape)}")
         shapes = {cell.shape for cell in cells[path] if isinstance(cell, np.ndarray)} - {shape}
         problems += [f"differs: {path}: {list(s)} in the old model, expected {list(shape)}" for s in shapes]
-    problems += [f"has no place: {path}" for path in params if path not in old.used]
+    problems += [f"not in the new model: {path}" for path in params if path not in old.used]
     if problems:
         raise _transfer_error(problems, reasons or {})
-    fresh = _fresh(target, [p for p, row_cells in cells.items() if FRESH in map(_marker, row_cells)], seed)
+    fresh = _init_arrays(target, [p for p, row_cells in cells.items() if FRESH in map(_marker, row_cells)], seed)
 
-    def whole(path: str, row_cells: list[Any]) -> jax.Array:
+    def assemble(path: str, row_cells: list[Any]) -> jax.Array:
         tensor, stacked = tensors[path], new.split(path, stacks)[0]
         rows = [_fill_cell(cell, fresh.get(path), i if stacked else None, tensor) for i, cell in enumerate(row_cells)]
         return jnp.asarray(np.stack(rows) if stacked else rows[0], tensor.dtype)
 
-    return {path: whole(path, row_cells) for path, row_cells in cells.items()}
+    return {path: assemble(path, row_cells) for path, row_cells in cells.items()}
 
 
-class _Layers:
-    """Where the parameters of each layer of a model lie, whether its layers are of one kind or of several."""
+class _LayerPaths:
+    """The paths of the parameters of each layer of a model, for stacks with one or several kinds of layers."""
 
     def __init__(self, model: Functional):
         modules = nnx.iter_modules(model.describe())
         self.kinds = {".".join(map(str, path)): m.kinds for path, m in modules if isinstance(m, MixedLayers)}
 
     def split(self, path: str, stacks: Sequence[str]) -> tuple[str, str, Sequence[int] | None]:
-        """(path of the stack, path within a layer, numbers of the layers, or None for all) of a stacked parameter.
+        """Split the path of a stacked parameter.
 
-        The first two are ("", path) for a parameter in no stack among `stacks`.
+        Returns:
+            (path of the stack, path within a layer, numbers of the layers or None for all). For a parameter outside of `stacks`,
+            the first two are ("", path).
         """
         for stack in stacks:
             if not path.startswith(f"{stack}."):
                 continue
-            rest = path.removeprefix(f"{stack}.")
+            name = path.removeprefix(f"{stack}.")
             if stack not in self.kinds:
-                return stack, rest, None
-            kind, _, rest = rest.partition(".")
-            return stack, rest, [i for i, k in enumerate(self.kinds[stack]) if k == int(kind)]
+                return stack, name, None
+            kind, _, name = name.partition(".")
+            return stack, name, [i for i, k in enumerate(self.kinds[stack]) if k == int(kind)]
         return "", path, None
 
     def place(self, stack: str, name: str, index: int) -> tuple[str, int]:
-        """The path of the parameter `name` of one layer of a stack, and its row there."""
+        """Return the path of the parameter `name` of one layer of a stack, and the layer's row in it."""
         if stack not in self.kinds:
             return f"{stack}.{name}", index
         kinds = self.kinds[stack]
         return f"{stack}.{kinds[index]}.{name}", kinds[:index].count(kinds[index])
 
 
-class _Old:
-    """The parameters of the old model, and which of them were asked for."""
+class _SourceParams:
+    """The parameters of the old model, and the paths that were read."""
 
-    def __init__(self, params: Mapping[str, Any], layers: _Layers):
+    def __init__(self, params: Mapping[str, Any], layers: _LayerPaths):
         self.params, self.layers = params, layers
         self.used: set[str] = set()
 
     def get(self, stack: str, name: str, index: int | None) -> np.ndarray | None:
-        """A parameter, or its row for one layer of a stack; None where there is none."""
+        """Return a parameter, or its row for one layer of a stack. Return None if the model does not have it."""
         path, row = (name, None) if index is None else self.layers.place(stack, name, index)
         self.used.add(path)
         value = self.params.get(path)
         if value is None:
             return None
-        value = np.asarray(value)  # on the host: there are many shapes, each used once
+        value = np.asarray(value)  # slice on the host, because each of the many shapes would compile a program
         return value if row is None else value[row]
 
 
 def _value(
-    old: _Old, stack: str, name: str, index: int | None, shape: Any, axes: Any, by: Sequence[Bridge]
-) -> np.ndarray | Made | None:
-    """What a parameter becomes, in one layer where it lies in a stack; None where it comes from nowhere."""
+    old: _SourceParams, stack: str, name: str, index: int | None, shape: Any, axes: Any, by: Sequence[Bridge]
+) -> np.ndarray | Fill | None:
+    """Return the new value of a parameter, for one layer if it is stacked. Return None if it has no source."""
     same = old.get(stack, name, index)
     if same is not None and same.shape == tuple(shape):
         return same
@@ -187,10 +190,10 @@ def _value(
 
 
 def _marker(cell: Any) -> Any:
-    return cell if isinstance(cell, Made) else None
+    return cell if isinstance(cell, Fill) else None
 
 
-def _fresh(model: Functional, names: Sequence[str], seed: int) -> Params:
+def _init_arrays(model: Functional, names: Sequence[str], seed: int) -> Params:
     if not names:
         return {}
 
@@ -214,9 +217,9 @@ def _transfer_error(problems: Sequence[str], reasons: Mapping[str, str]) -> Chec
     more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
     why = [f"{name}: {reason}" for name, reason in reasons.items()]
     fix = (
-        f"leave {' and '.join(reasons)} out, or train that model from the beginning"
+        f"remove {' and '.join(reasons)}, or train the new model from scratch"
         if reasons
-        else ("keep what the features do not change as it is: sizes, and which layers there are")
+        else ("keep the sizes and layers that the features do not change")
     )
     listed = "\n".join(f"    {p}" for p in [*why, *problems[:12], *more])
-    return CheckpointError(f"the parameters cannot be carried over to this model\n{listed}\n    fix: {fix}")
+    return CheckpointError(f"the parameters cannot be transferred to this model\n{listed}\n    fix: {fix}")

@@ -1,4 +1,4 @@
-"""A run with other features, made of a trained one."""
+"""Convert a trained run to a run with other features."""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -29,17 +29,17 @@ def converted(
     set: Sequence[str] = (),
     step: int | None = None,
 ) -> None:
-    """Writes the run `out`: that of `run_dir` with more features, at step 0, with a fresh optimizer.
+    """Write the run `out`: the run `run_dir` with additional features, at step 0, with a new optimizer state.
 
     Args:
-        run_dir: a trained run, or the URI of one.
-        out: a directory that does not exist.
-        with_: features, as on the command line.
-        set: settings of the new run, as on the command line.
-        step: the checkpoint to take; by default the newest.
+        run_dir: A trained run, or its URI.
+        out: A directory that does not exist.
+        with_: Features, as on the command line.
+        set: Settings of the new run, as on the command line.
+        step: Step of the checkpoint. The default is the newest.
 
     Raises:
-        CheckpointError: `run_dir` is not a run, or its parameters cannot be carried over; it says which feature is why.
+        CheckpointError: `run_dir` is not a run, or its parameters cannot be transferred. The message names the feature.
         RequestError: `out` is taken, or a feature does not fit.
     """
     new_directory(out)
@@ -57,46 +57,46 @@ def converted(
     run.derive(out, config, transfer, step=step, new_step=0, lock=lock)
 
 
-def carried(run_dir: str | Path, config: Any, functional: Functional, *, step: int | None = None) -> Params:
-    """Transfers the parameters of a run to another config, regardless of the features that differ.
+def transfer_run(run_dir: str | Path, config: Any, functional: Functional, *, step: int | None = None) -> Params:
+    """Transfer the parameters of a run to a config with different features.
 
-    A config does not say by which features it was made. So the bridges of all that are installed are asked, and of those
-    that have none, the ones that are in effect in `config` and not in the run say why.
+    A config does not record its features. So this uses the bridges of all installed features. The error message lists the reasons
+    of features without a bridge that are in effect in `config` but not in the run.
 
     Args:
-        run_dir: a trained run, or the URI of one.
-        config: the experiment that its parameters are for.
-        functional: the model of `config`.
-        step: the checkpoint to take; by default the newest.
+        run_dir: A trained run, or its URI.
+        config: The new experiment.
+        functional: The model of `config`.
+        step: Step of the checkpoint. The default is the newest.
 
     Returns:
         Path -> array, on one device.
 
     Raises:
-        CheckpointError: `run_dir` is not a run, or its parameters cannot be carried over; it says which feature is why.
-        RequestError: there are several processes, of which each has a part of the devices only.
+        CheckpointError: `run_dir` is not a run, or its parameters cannot be transferred. The message names the feature.
+        RequestError: There are several processes, so no process has all devices.
     """
     if jax.process_count() > 1:
         run = shlex.quote(str(run_dir))
         raise RequestError(
-            f"the parameters of {run_dir} are of another model; they are carried over by one process only\n"
-            f"    fix: make the new run before, by `axlearn convert {run} NEW_RUN_DIR --with ...`, and train that"
+            f"{run_dir} is a run of another model, and only a single process can transfer its parameters\n"
+            f"    fix: run `axlearn convert {run} NEW_RUN_DIR --with ...` first, and train NEW_RUN_DIR"
         )
     source = Run(run_dir).weights(step)
     by, reasons = bridges(_installed_features(source.experiment, config))
     try:
         return transfer_params(source.read(), source.functional, functional, by, reasons=reasons, seed=config.seed)
     except CheckpointError as error:
-        raise CheckpointError(f"{run_dir} is of another model: {error}") from None
+        raise CheckpointError(f"{run_dir} is a run of another model: {error}") from None
 
 
 def _installed_features(old: Node[Any], new: Node[Any]) -> Iterator[tuple[str, Feature]]:
-    """Every installed feature that has a bridge, and those in effect in `new` only that say why they have none."""
+    """Yield the installed features that have a bridge, or that are only in effect in `new` and have a reason for no bridge."""
     names = registry()
     for name in sorted(names.claims["features"]):
         try:
             feature = names.feature(name)
-        except PluginError:  # one that cannot be loaded bridges nothing
+        except PluginError:  # a feature that cannot be loaded has no bridge
             continue
         if feature.bridge or (feature.no_bridge and _only_in(feature(), new, old)):
             yield name, feature()
@@ -109,5 +109,5 @@ def _only_in(feature: Feature, new: Node[Any], old: Node[Any]) -> bool:
 def _in_effect(feature: Feature, config: Node[Any]) -> bool:
     try:
         return feature.in_effect(config)
-    except RequestError:  # it finds nothing there that it could be in
+    except RequestError:  # the feature does not apply to this config
         return False

@@ -1,4 +1,4 @@
-"""Which parts of a config a feature's `target` means."""
+"""Match the `target` patterns of a feature against the paths of a config."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,10 +9,10 @@ from axlearn_plugins_transformer.alternate import Alternate
 
 
 def slot_path(tree: Any, path: str) -> str:
-    """The path of the slot that a part stands in, as a parent knows it.
+    """Return the path of a node's slot, without alternatives and wrappers.
 
-    What takes turns in a slot (`feed_forward.children.1.up` of an `alternate`) is at `feed_forward.up`, and what something
-    wraps (`query.base`, `attention.base.query`) is where that stands (`query`, `attention.query`).
+    A node in one alternative of an `alternate` (`feed_forward.children.1.up`) has the slot `feed_forward.up`. A wrapped node
+    (`query.base`, `attention.base.query`) has the slot of its wrapper (`query`, `attention.query`).
     """
     value, parts, slot_parts = tree, path.split("."), []
     while parts:
@@ -26,19 +26,19 @@ def slot_path(tree: Any, path: str) -> str:
 
 
 def matching_paths(tree: Any, target: str | Sequence[str], paths: Sequence[str], *, subject: str) -> set[str]:
-    """Those of the linear maps `paths` whose own path or slot fits a pattern of `target`.
+    """Return the linear maps among `paths` whose path or slot matches a pattern of `target`.
 
     Raises:
-        ConfigError: a pattern fits none; it names the nearest.
+        ConfigError: A pattern matches no linear map. The error names the nearest paths.
     """
     patterns = (target,) if isinstance(target, str) else tuple(target)
     slots = {path: slot_path(tree, path) for path in paths}
-    matches_of = {p: {path for path in paths if matches(p, path) or matches(p, slots[path])} for p in patterns}
+    matched = {p: {path for path in paths if matches(p, path) or matches(p, slots[path])} for p in patterns}
     if problems := [
-        _unmatched_target(p, list(dict.fromkeys(slots.values())), subject) for p in patterns if not matches_of[p]
+        _unmatched_target(p, list(dict.fromkeys(slots.values())), subject) for p in patterns if not matched[p]
     ]:
         raise ConfigError(problems)
-    return set().union(*matches_of.values())
+    return set().union(*matched.values())
 
 
 def _unmatched_target(pattern: str, paths: Sequence[str], subject: str) -> Problem:
@@ -48,8 +48,8 @@ def _unmatched_target(pattern: str, paths: Sequence[str], subject: str) -> Probl
     examples = [*paths[:8], *([f"and {len(paths) - 8} more"] if len(paths) > 8 else [])]
     return Problem(
         path=pattern,
-        message=f"the target of {subject} fits no linear map",
-        expected=f"a pattern that fits one of {', '.join(examples)}" if paths else "a model with linear maps",
+        message=f"the target of {subject} does not match any linear map",
+        expected=f"a pattern that matches one of {', '.join(examples)}" if paths else "a model with linear maps",
         nearest=[(tails | owners)[n] for n in nearest(plain, tails | owners)],
-        fix="`axlearn config show --flat` lists every path; `model.**` takes all linear maps",
+        fix="`axlearn config show --flat` lists all paths; `model.**` matches all linear maps",
     )

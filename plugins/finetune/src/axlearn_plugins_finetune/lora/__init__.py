@@ -1,1 +1,1 @@
-"""Low-rank adaptation for axlearn: the component `lora-linear`, the feature `lora`, the command `axlearn lora`."""
+"""Low-rank adaptation: the component `lora-linear`, the feature `lora` and the command `axlearn lora`."""

@@ -1,4 +1,4 @@
-"""Formats of other libraries that adapters can be exported in. Imports no JAX."""
+"""Export formats of other libraries for adapters. Does not import JAX."""
 
 from typing import Any, Protocol
 
@@ -6,25 +6,25 @@ from axlearn_core.plugins.registry import registry
 
 
 class AdapterFormat(Protocol):
-    """Writes adapters for another library. A plugin registers the class as the component `NAME-adapters`."""
+    """A writer of adapters for another library. A plugin registers the class as the component `NAME-adapters`."""
 
     def export(self, run_dir: str, directory: str, *, base: str | None, step: int | None) -> None:
-        """Writes the adapters of a run.
+        """Write the adapters of a run.
 
         Args:
-            run_dir: a run with adapters.
-            directory: where; files of the same names are replaced.
-            base: the base model that the files name.
-            step: the checkpoint; None takes the newest.
+            run_dir: A run with adapters.
+            directory: Output directory. Existing files are replaced.
+            base: Name of the base model in the files.
+            step: Step of the checkpoint. None means the newest.
 
         Raises:
-            RequestError: the run has no adapters, or the format has no place for them.
-            WorkError: the directory cannot be written.
+            RequestError: The run has no adapters, or the format does not support them.
+            WorkError: The directory cannot be written.
         """
         ...
 
 
 def adapter_format(name: str) -> AdapterFormat:
-    """The format that a plugin registers; raises `RequestError`, with the package that brings it, if none does."""
+    """Return a registered format. Raise `RequestError`, which names the package to install, if the format is unknown."""
     config: Any = registry().component(f"{name}-adapters")
     return config.owner()

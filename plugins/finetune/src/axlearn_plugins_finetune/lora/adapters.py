@@ -1,13 +1,13 @@
-"""Adapters as values: merged into the weights, taken out of them again, and kept in files of their own.
+"""Merge adapters into weights, unmerge them, and read and write them as separate files.
 
-Parameters are flat dicts by dotted path (`decoder.layer.attention.query.lora_a`). `scales` has alpha / rank of each adapted
-map by its path (`decoder.layer.attention.query`); `scales_of(model)` gives it.
+Parameters are flat dicts by dotted path (`decoder.layer.attention.query.lora_a`). `scales` maps the path of each adapted map
+(`decoder.layer.attention.query`) to alpha / rank. `scales_of(model)` returns it.
 
-The files of exported adapters:
+Exported adapters consist of two files:
 
-    adapters.safetensors    lora_a and lora_b of each adapted map, and the model's variables that are not parameters, as they
-                            are after the training of the adapters (`variables.<path>`)
-    adapters.json           the scales, a hash of the weights that they were trained beside, and the run that has these
+    adapters.safetensors    lora_a and lora_b of each adapted map, and the model's variables that are not parameters, with their
+                            values after training (`variables.<path>`)
+    adapters.json           the scales, a hash of the base weights from training, and the run with these weights
 """
 
 import hashlib
@@ -30,43 +30,40 @@ from axlearn_plugins_finetune.lora.lora_linear import ADAPTERS, is_adapted
 Params = Mapping[str, Any]
 WEIGHTS, FACTS = "adapters.safetensors", "adapters.json"
 VARIABLES = "variables."
-"""Before the path of a variable, in the file."""
+"""Prefix of the path of a variable in the file."""
 _FORMAT = 1
 
 
 def is_adapter(path: str) -> bool:
-    """Whether a parameter belongs to an adapter."""
+    """Return whether a parameter belongs to an adapter."""
     return path.rpartition(".")[2] in ADAPTERS
 
 
 def scales_of(model: Any) -> dict[str, float]:
-    """alpha / rank of each adapted map in a module, by path; the module may be abstract."""
+    """Return path -> alpha / rank of each adapted map in a module, which may be abstract."""
     modules: Any = nnx.iter_modules(model)
     return {".".join(map(str, path)): m.lora_scale for path, m in modules if is_adapted(m)}
 
 
 def split(params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the base's parameters, the adapters')."""
+    """Split parameters into (parameters of the base, parameters of the adapters)."""
     base = {p: x for p, x in params.items() if not is_adapter(p)}
     return base, {p: x for p, x in params.items() if is_adapter(p)}
 
 
 def merge(params: Params, scales: Mapping[str, float]) -> dict[str, Any]:
-    """The parameters of the dense model that computes what the adapted one does: W + alpha / rank * A B.
+    """Merge adapters into the parameters of an equivalent dense model: W + alpha / rank * A B.
 
-    The sum is taken in float32 and rounded once to the dtype of W.
+    The sum is computed in float32 and rounded once to the dtype of W.
 
     Raises:
-        RequestError: an adapted map has no parameter `weight` of the shape of A B, or an adapter has no scale.
+        RequestError: An adapted map has no parameter `weight` with the shape of A B, or an adapter has no scale.
     """
     return _add_adapters(params, scales, 1.0)
 
 
 def unmerge(params: Params, adapters: Params, scales: Mapping[str, float]) -> dict[str, Any]:
-    """The parameters of the adapted model again: takes the adapters out of merged weights, and puts them beside them.
-
-    Equal to what was merged but for the rounding of `merge`.
-    """
+    """Invert `merge`, up to rounding: subtract the adapters from merged weights, and return both."""
     result = _add_adapters({**params, **adapters}, scales, -1.0)
     return {**result, **adapters}
 
@@ -76,13 +73,13 @@ def _add_adapters(params: Params, scales: Mapping[str, float], sign: float) -> d
     paths = {p.rpartition(".")[0] for p in adapters}
     if paths != set(scales):
         odd = sorted(paths ^ set(scales))
-        raise RequestError(f"adapters and their scales are of different maps\n    got: {', '.join(odd[:5])}")
+        raise RequestError(f"adapters and scales belong to different maps\n    got: {', '.join(odd[:5])}")
     for path, scale in scales.items():
         name, a, b = f"{path}.weight", adapters[f"{path}.lora_a"], adapters[f"{path}.lora_b"]
         weight = merged.get(name)
         if weight is None or not jnp.issubdtype(weight.dtype, jnp.floating):
             raise RequestError(
-                f"{path}: adapters merge into a floating-point parameter `weight`, and there is none\n"
+                f"{path}: the adapted map has no floating-point parameter `weight` to merge into\n"
                 "    fix: merge before the weights are quantized"
             )
         _check_shape(path, weight, a, b)
@@ -92,7 +89,7 @@ def _add_adapters(params: Params, scales: Mapping[str, float], sign: float) -> d
 
 @array_function()
 def add_adapter(weight: jax.Array, a: jax.Array, b: jax.Array, scale: jax.Array | float) -> jax.Array:
-    """weight + scale * A B, summed in float32."""
+    """Return weight + scale * A B, summed in float32."""
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     stacked = tuple(range(_num_layer_axes(weight, a, b)))
     contracted = (a.ndim - 1,), (len(stacked),)
@@ -101,7 +98,7 @@ def add_adapter(weight: jax.Array, a: jax.Array, b: jax.Array, scale: jax.Array 
 
 
 def _num_layer_axes(weight: Any, a: Any, b: Any) -> int:
-    """How many leading dimensions number the layers: those that are in A, B and W alike."""
+    """Return the number of leading layer dimensions, which A, B and W share."""
     return a.ndim + b.ndim - 2 - weight.ndim
 
 
@@ -110,22 +107,22 @@ def _check_shape(path: str, weight: Any, a: Any, b: Any) -> None:
     shape = (*a.shape[:-1], *b.shape[count + 1 :]) if count >= 0 else ()
     if shape != weight.shape or a.shape[:count] != b.shape[:count] or a.shape[-1] != b.shape[count]:
         raise RequestError(
-            f"{path}: the adapters are of another base\n"
-            f"    got: A {tuple(a.shape)}, B {tuple(b.shape)} beside a weight {tuple(weight.shape)}\n"
-            "    fix: use the base that they were trained with"
+            f"{path}: the adapters were trained on another base\n"
+            f"    got: A {tuple(a.shape)}, B {tuple(b.shape)} for a weight {tuple(weight.shape)}\n"
+            "    fix: use the base that they were trained on"
         )
 
 
 @attrs.frozen(eq=False)
 class Exported:
-    """Adapters on their own.
+    """Exported adapters.
 
     Attributes:
-        params: their parameters by path.
-        variables: the model's variables by path, as they are beside the adapters; they replace those of the base.
-        scales: alpha / rank by the path of the adapted map.
-        base: `fingerprint` of the weights that they belong to.
-        run: the run that has these weights, as it was named in training; None where that is not known.
+        params: Path -> parameter of the adapters.
+        scales: Path of an adapted map -> alpha / rank.
+        base: `fingerprint` of the base weights from training.
+        run: Run with these weights, as named in training. None if unknown.
+        variables: Path -> variable of the model after training. These replace the variables of the base.
     """
 
     params: dict[str, Any]
@@ -135,43 +132,43 @@ class Exported:
     variables: dict[str, Any] = attrs.field(factory=dict)
 
     def check(self, params: Params) -> None:
-        """Raises `RequestError` unless `params` holds the base that the adapters were trained with."""
+        """Raise `RequestError` unless `params` are the base that the adapters were trained on."""
         self.check_shapes(params)
         self.check_values(params)
 
     def check_values(self, params: Params) -> None:
-        """Raises `RequestError` unless the weights beside the adapters have the values that they had in training."""
+        """Raise `RequestError` unless the base weights have the same values as in training."""
         if fingerprint(params, self.scales) != self.base:
             raise RequestError(
-                "the adapters are of another base: its weights have the right shapes and other values\n"
-                "    fix: use the base that they were trained with"
+                "the adapters were trained on another base: the weights have the same shapes but other values\n"
+                "    fix: use the base that they were trained on"
             )
 
     def check_shapes(self, params: Params) -> None:
-        """Raises `RequestError` unless `params`, which may be abstract, has the maps that the adapters belong to."""
+        """Raise `RequestError` unless `params` has the maps of the adapters. The parameters may be abstract."""
         for path, value in self.variables.items():
             shape = tuple(params[path].shape) if path in params else None
             if shape != tuple(value.shape):
                 raise RequestError(
-                    f"the adapters are of another base: they come with the variable {path} {list(value.shape)}\n"
-                    f"    got: {'none' if shape is None else list(shape)} in this model\n"
-                    "    fix: use the base that they were trained with"
+                    f"the adapters were trained on another base, which has the variable {path} {list(value.shape)}\n"
+                    f"    got: {'no such variable' if shape is None else list(shape)} in this model\n"
+                    "    fix: use the base that they were trained on"
                 )
         for path in self.scales:
             if f"{path}.weight" not in params:
                 maps = {p.removesuffix(".weight") for p in params if p.endswith(".weight")}
                 close = nearest(path, maps)
                 raise RequestError(
-                    f"the adapters are of another base: this model has no {path}.weight\n"
+                    f"the adapters were trained on another base: this model has no {path}.weight\n"
                     + (f"    nearest: {', '.join(close)}\n" if close else "")
-                    + "    fix: use the base that they were trained with"
+                    + "    fix: use the base that they were trained on"
                 )
             a, b = (self.params[f"{path}.{name}"] for name in ADAPTERS)
             _check_shape(path, params[f"{path}.weight"], a, b)
 
 
 def fingerprint(params: Params, scales: Mapping[str, float]) -> str:
-    """A hash of the weights that have adapters."""
+    """Return a hash of the weights that have adapters."""
     digest = hashlib.sha256()
     for path in sorted(scales):
         weight = np.ascontiguousarray(np.asarray(params[f"{path}.weight"]))
@@ -188,24 +185,24 @@ def save(
     run: str | None = None,
     variables: Collection[str] = (),
 ) -> None:
-    """Writes the adapters among `params`, and a hash of the base beside them.
+    """Write the adapters in `params` and a hash of their base.
 
     Args:
-        directory: where; files of these names in it are replaced.
-        params: the base's and the adapters'.
-        scales: alpha / rank by the path of the adapted map.
-        run: where the base is, for who opens the adapters later.
-        variables: the paths in `params` that are not parameters: training moved them, so that they are written too.
+        directory: Output directory. Existing files are replaced.
+        params: Parameters of the base and the adapters.
+        scales: Path of an adapted map -> alpha / rank.
+        run: Run of the base, for later use of the adapters.
+        variables: Paths in `params` of variables that changed during training. They are written too.
 
     Raises:
-        RequestError: there are none.
-        WorkError: the directory cannot be written.
+        RequestError: There are no adapters.
+        WorkError: The directory cannot be written.
     """
     from safetensors.flax import save_file
 
     _, adapters = split(params)
     if not adapters:
-        raise RequestError("there are no adapters to write: the model has none")
+        raise RequestError("the model has no adapters to write")
     facts = {"format": _FORMAT, "base": fingerprint(params, scales), "scales": dict(sorted(scales.items())), "run": run}
     adapters |= {f"{VARIABLES}{p}": params[p] for p in variables}
     try:
@@ -217,10 +214,10 @@ def save(
 
 
 def load(directory: Path) -> Exported:
-    """The adapters that `save` wrote.
+    """Load adapters that `save` wrote.
 
     Raises:
-        CheckpointError: a file is missing or damaged.
+        CheckpointError: A file is missing or damaged.
     """
     from safetensors import SafetensorError
     from safetensors.flax import load_file
@@ -235,7 +232,7 @@ def load(directory: Path) -> Exported:
     except OSError as error:
         reason = error.strerror or error
         raise CheckpointError(
-            f"{directory} holds no exported adapters: {reason}\n    fix: `axlearn lora export RUN_DIR DIR` writes them"
+            f"{directory} has no exported adapters: {reason}\n    fix: write them with `axlearn lora export RUN_DIR DIR`"
         ) from error
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""`axlearn lora`: adapters of a run, merged or on their own."""
+"""`axlearn lora`: merge or export the adapters of a run."""
 
 from pathlib import Path
 
@@ -7,12 +7,12 @@ import click
 from axlearn_core.cli.terminal import echo
 
 _run = click.argument("run_dir", metavar="RUN_DIR|URI")
-_step = click.option("--step", type=click.IntRange(min=0), help="The checkpoint to take; default: the newest.")
+_step = click.option("--step", type=click.IntRange(min=0), help="Checkpoint step (default: newest).")
 
 
 @click.group()
 def lora() -> None:
-    """Low-rank adapters: merge them into the weights, or export them."""
+    """Merge or export low-rank adapters."""
 
 
 @lora.command()
@@ -22,13 +22,13 @@ def lora() -> None:
     "--adapters",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Exported adapters; RUN_DIR is then the run of their base.",
+    help="Exported adapters to merge into RUN_DIR.",
 )
 @_step
 def merge(run_dir: str, out: str, adapters: Path | None, step: int | None) -> None:
-    """Write the run OUT: the model of RUN_DIR with its adapters merged into its weights.
+    """Merge the adapters of RUN_DIR and write the new run OUT.
 
-    OUT is a run like any other: it generates, and can be trained on. Its path goes to standard output.
+    OUT is an ordinary dense run, which can generate and be trained. Prints OUT.
     """
     from axlearn_plugins_finetune.lora.merge import merge_run
 
@@ -39,17 +39,25 @@ def merge(run_dir: str, out: str, adapters: Path | None, step: int | None) -> No
 @lora.command()
 @_run
 @click.argument("directory", metavar="DIR")
-@click.option("--format", "format_", type=click.Choice(["axlearn", "peft"]), default="axlearn", show_default=True)
-@click.option("--base", metavar="NAME", help="With --format peft: what the files name as the base model.")
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["axlearn", "peft"]),
+    default="axlearn",
+    show_default=True,
+    help="File format.",
+)
+@click.option("--base", metavar="NAME", help="Name of the base model (for --format peft).")
 @_step
 def export(run_dir: str, directory: str, format_: str, base: str | None, step: int | None) -> None:
     """Write the adapters of RUN_DIR, without their base, to DIR.
 
-    `--with lora:adapters=DIR` and `axlearn lora merge BASE OUT --adapters DIR` take them; with `--format peft`, the library
-    PEFT does, beside the base in Hugging Face format. The path goes to standard output.
+    Use them with `--with lora:adapters=DIR` or `axlearn lora merge BASE OUT --adapters
+    DIR`. With --format peft, the library PEFT can load them on the base in Hugging Face
+    format. Prints DIR.
     """
     if base is not None and format_ != "peft":
-        raise click.UsageError("--base goes with --format peft")
+        raise click.UsageError("--base requires --format peft")
     if format_ == "peft":
         from axlearn_plugins_finetune.lora.adapter_format import adapter_format
 

@@ -21,20 +21,20 @@ from axlearn_plugins_finetune.lora.start import CONTINUES_WITHOUT, StartFromRun
 Tree = TypeVar("Tree", bound=Node[Any])
 
 FROZEN = ParameterRule(pattern="!**.lora_*", freeze=True)
-"""Everything but the adapters stays as it is, and takes no optimizer state."""
+"""Rule that freezes everything but the adapters. Frozen parameters have no optimizer state."""
 
 
 @node
 class Lora(Feature):
-    """Low-rank adapters on linear maps; everything else is frozen (Hu et al., 2021).
+    """Low-rank adapters on linear maps, with everything else frozen (Hu et al., 2021).
 
-    `target` is a pattern of config paths, or several; every linear map that one of them fits is adapted, by default those
-    of attention (`model.**` takes all there are). Where layers take turns with several components (`alternate`), those are all
-    at the path of the slot. `rank` (16 on a new adapter) is the width of an adapter, and its update
-    is scaled by `alpha` (16) / rank. `base` is the directory of a run whose parameters a new run begins with, and
-    `adapters` that of adapters written by `axlearn lora export`.
+    `target` is one or several patterns of config paths. Every matching linear map gets adapters. The default matches the maps of
+    attention, and `model.**` matches all linear maps. If layers alternate between several components (`alternate`), all of them
+    match by the path of their slot. `rank` (16 for a new adapter) is the width of an adapter. Its update is multiplied by `alpha`
+    (16) / rank. `base` is the directory of a run, whose parameters a new run starts from. `adapters` is a directory written by
+    `axlearn lora export`.
 
-    Linear maps that have adapters already get the `rank` and `alpha` that are given, and are not adapted twice.
+    Linear maps that already have adapters are not adapted twice; the given `rank` and `alpha` replace theirs.
     """
 
     stage = "wrap"
@@ -47,12 +47,12 @@ class Lora(Feature):
     adapters: str | None = None
 
     def validate(self) -> Iterable[Problem]:
-        """Directories that hold no run and no adapters."""
+        """Report directories without a run or without adapters."""
         for name, directory, file, description in (
             ("base", self.base, "config.yaml", "run"),
             ("adapters", self.adapters, "adapters.json", "exported adapters"),
         ):
-            if directory is None or (name == "base" and "://" in directory):  # a storage is asked when the run begins
+            if directory is None or (name == "base" and "://" in directory):  # URIs are checked when the run starts
                 continue
             if not (Path(directory).expanduser() / file).is_file():
                 yield Problem(
@@ -63,9 +63,9 @@ class Lora(Feature):
                 )
 
     def apply(self, cfg: Tree) -> Tree:
-        """Adapts what `target` fits, freezes the rest, and puts the loop that loads `base` in place."""
+        """Add adapters to the maps that match `target`, freeze everything else, and set a loop that loads `base`."""
         targets = matching_paths(cfg, self.target, [path for path, _ in projections(cfg)], subject="lora")
-        result = _frozen(_place_adapters(cfg, "", targets, self._adapt))
+        result = _freeze_base(_place_adapters(cfg, "", targets, self._adapt))
         return result if self.base is None and self.adapters is None else self._start_from_adapters(result)
 
     def _adapt(self, part: Node[Any]) -> Node[Any]:
@@ -81,7 +81,9 @@ class Lora(Feature):
         loop = loop_of(cfg)
         if not isinstance(loop, Node):
             raise ConfigError(
-                Problem(path="loop", message="lora finds no loop that could load `base`", fix="leave out `base`")
+                Problem(
+                    path="loop", message="lora: the experiment has no loop that can load `base`", fix="remove `base`"
+                )
             )
         if isinstance(loop, StartFromRun.Config):
             return patch(cfg, {"loop": attrs.evolve(loop, **options)})
@@ -89,20 +91,20 @@ class Lora(Feature):
 
 
 def without_adapters(cfg: Tree) -> Tree:
-    """The config of the dense model: what `lora` made of it, undone."""
+    """Return the config of the dense model, which undoes the feature `lora`."""
 
-    def undone(part: Node[Any]) -> Node[Any]:
+    def undo(part: Node[Any]) -> Node[Any]:
         if isinstance(part, LoraLinear.Config):
             return part.base
         return part.loop if isinstance(part, StartFromRun.Config) else part
 
-    result = map(cfg, undone)
+    result = map(cfg, undo)
     rules = rules_of(result) or ()
     return patch(result, {"learner.rules": tuple(r for r in rules if r != FROZEN)}) if FROZEN in rules else result
 
 
 def projections(tree: Any, path: str = "") -> Iterator[tuple[str, Node[Any]]]:
-    """Path and node of every linear map; not those inside one that has adapters."""
+    """Yield path and node of every linear map, except maps inside a map with adapters."""
     if _is_projection(tree):
         yield path, tree
     if not isinstance(tree, LoraLinear.Config):
@@ -111,34 +113,34 @@ def projections(tree: Any, path: str = "") -> Iterator[tuple[str, Node[Any]]]:
 
 
 def _is_projection(part: Any) -> bool:
-    """Whether it takes what the core's `Projection` is built with."""
+    """Return whether a node has the interface of the core's `Projection`."""
     if not isinstance(part, Node):
         return False
-    takes = set(interface_fields(type(part)))
+    parameters = set(interface_fields(type(part)))
     owner = type(part).owner
-    if owner is not None and not {"input_dims", "output_dims"} <= takes:
-        takes |= set(inspect.signature(owner.__init__).parameters)
-    return {"input_dims", "output_dims"} <= takes
+    if owner is not None and not {"input_dims", "output_dims"} <= parameters:
+        parameters |= set(inspect.signature(owner.__init__).parameters)
+    return {"input_dims", "output_dims"} <= parameters
 
 
 def _place_adapters(value: Any, path: str, targets: set[str], adapt: Any) -> Any:
     if path in targets:
         return adapt(value)
     if isinstance(value, LoraLinear.Config):
-        return value  # what it adapts is not adapted again
+        return value  # do not adapt its base again
     return with_children(
         value, {k: _place_adapters(v, join(path, k), targets, adapt) for k, v in children(value).items()}
     )
 
 
-def _frozen(cfg: Tree) -> Tree:
+def _freeze_base(cfg: Tree) -> Tree:
     rules = rules_of(cfg)
     if rules is None:
         raise ConfigError(
             Problem(
                 path="learner.rules",
                 message="lora cannot freeze the base: the learner has no rules",
-                fix="use a learner that has them, such as the core's",
+                fix="use a learner with rules, such as the core's Learner",
             )
         )
     return cfg if FROZEN in rules else patch(cfg, {"learner.rules": (*rules, FROZEN)})

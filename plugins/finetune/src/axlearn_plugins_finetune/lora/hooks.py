@@ -1,4 +1,4 @@
-"""What the core asks of this package. It imports no JAX."""
+"""Implement the hooks of this package. Does not import JAX."""
 
 from pathlib import Path
 from urllib.parse import parse_qs
@@ -8,7 +8,7 @@ from axlearn_core.plugins.hookspecs import hookimpl
 
 @hookimpl
 def axlearn_weights(uri: str) -> object | None:
-    """The weights of exported adapters, merged into their base: `DIR`, or `DIR?base=RUN` where the base has moved."""
+    """Open exported adapters merged into their base: `DIR`, or `DIR?base=RUN` if the base has moved."""
     path, _, query = uri.partition("?")
     directory = Path(path).expanduser()
     if not (directory / "adapters.json").is_file():

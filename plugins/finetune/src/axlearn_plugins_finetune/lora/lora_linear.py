@@ -1,8 +1,8 @@
 """Low-rank adaptation of a linear map (Hu et al., 2021, arXiv 2106.09685).
 
-The adapters are attributes of the adapted map itself, not of a module around it: its own parameters keep their paths
-(`query.weight`), with `query.lora_a` and `query.lora_b` beside them. So checkpoints of the base need no translation. The map is
-built as a subclass of its own class (`with_subclass`), so that whoever looks for maps of that class finds it.
+The adapters are attributes of the adapted map, not of a wrapper module. So the map's parameters keep their paths (`query.weight`),
+the adapters are next to them (`query.lora_a`, `query.lora_b`), and checkpoints of the base need no translation. The map is built as
+a subclass of its own class (`with_subclass`), so that `isinstance` checks still find it.
 """
 
 import functools
@@ -24,25 +24,25 @@ from axlearn_core.nn.linear import Linear, Projection, linear_product
 _Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 ADAPTERS = ("lora_a", "lora_b")
-"""The names of the parameters that are trained."""
+"""Names of the adapter parameters, which are the only trained parameters."""
 
 
 class LoraLinear(Layer):
-    """`base(x) + alpha / rank * (x @ A) @ B`, where only A and B are meant to be trained.
+    """`base(x) + alpha / rank * (x @ A) @ B` with trainable A and B.
 
-    B starts at zero, so that the map is exactly its base at first. Building the config gives a module of a subclass of the base's
-    class; with the same seed, its own parameters are those that it has without them.
+    B is initialised to zero, so the map initially equals its base. The config builds a module of a subclass of the base's class.
+    With the same seed, the base has the same parameters as without adapters.
     """
 
     @node
     class Config(Layer.Config["LoraLinear"]):
-        """The map to adapt, and the adapters; the dtypes are those of the adapters alone.
+        """Config of the base and the adapters. The dtypes apply only to the adapters.
 
         Attributes:
-            base: a projection of any kind.
-            rank: the width between A and B.
-            alpha: the update is scaled by alpha / rank.
-            init: of A, scaled by the fan of all input dimensions.
+            base: Projection of any kind.
+            rank: Width between A and B.
+            alpha: Scale of the update, which is multiplied by alpha / rank.
+            init: Initializer of A, scaled by the fan of all input dimensions.
         """
 
         input_dims: tuple[int, ...] = interface(default=REQUIRED)
@@ -53,21 +53,22 @@ class LoraLinear(Layer):
         init: Node[Initializer] = setting(default=VarianceScaling(), kind="training")
 
         def build(self, **offered: Any) -> Any:
-            """The module of `base`, adapted. Offered what any projection is."""
-            cfg, rest = take(self, offered)
+            """Build `base` with adapters, from the arguments of a projection."""
+            cfg, arguments = take(self, offered)
             module = with_subclass(cfg.base, _adapted_class).build(**offered)
-            module.add_adapters(cfg, axes=rest["axes"], rngs=rest["rngs"], inherited=rest["precision"])
+            module.add_adapters(cfg, axes=arguments["axes"], rngs=arguments["rngs"], inherited=arguments["precision"])
             return module
 
 
 class LoraMap:
-    """What an adapted projection has in addition to its own class, which comes behind this one.
+    """A mixin that adds adapters to a projection. It comes before the projection's class.
 
-    lora_a       [*input_dims, rank]
-    lora_b       [rank, *output_dims]
-    lora_inputs  how many input dimensions there are
-    lora_scale   alpha / rank
-    lora_dtype   what the update is computed in
+    Attributes:
+        lora_a: A, [*input_dims, rank].
+        lora_b: B, [rank, *output_dims].
+        lora_inputs: Number of input dimensions.
+        lora_scale: alpha / rank.
+        lora_dtype: Compute dtype of the update.
     """
 
     lora_a: Any
@@ -79,7 +80,7 @@ class LoraMap:
     def add_adapters(
         self, cfg: LoraLinear.Config, *, axes: Sequence[str | None], rngs: nnx.Rngs, inherited: Precision
     ) -> None:
-        """Makes the adapters of a projection that was built with these axes."""
+        """Create the adapters of a projection that was built with these axes."""
         precision = Precision(cfg.param_dtype or inherited.params, cfg.dtype or inherited.compute)
         count = len(cfg.input_dims)
         a_shape, b_shape = (*cfg.input_dims, cfg.rank), (cfg.rank, *cfg.output_dims)
@@ -103,7 +104,7 @@ class LoraMap:
 
 
 class GroupedLoraMap(LoraMap):
-    """Of a projection that can be a stack of maps: only those can be one with adapters."""
+    """Adapters for a projection that supports stacks of maps, such as those of experts."""
 
     def grouped(self, x: jax.Array, product: Any) -> jax.Array:
         """See `axlearn_core.nn.linear.Linear.grouped`."""
@@ -112,17 +113,17 @@ class GroupedLoraMap(LoraMap):
 
 
 def is_adapted(module: object) -> bool:
-    """Whether a module is a projection with adapters."""
+    """Return whether a module is a projection with adapters."""
     return isinstance(module, LoraMap)
 
 
-@functools.cache  # one class for each kind of base, so that equal modules stay equal
+@functools.cache  # one class per kind of base, so that equal modules compare equal
 def _adapted_class(kind: type) -> type:
     return subclass_with(GroupedLoraMap if issubclass(kind, StacksMaps) else LoraMap, kind, "WithLora")
 
 
 def subclass_with(mixin: type, kind: type, suffix: str) -> type:
-    """The class of a module of `kind` with what `mixin` adds to it."""
+    """Create a subclass of `mixin` and `kind`, named `kind` plus the suffix."""
     names = {"__module__": mixin.__module__, "__qualname__": f"{kind.__qualname__}{suffix}"}
     return types.new_class(f"{kind.__name__}{suffix}", (mixin, kind), exec_body=lambda body: body.update(names))
 
@@ -132,6 +133,6 @@ def _matrix_product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _key(rngs: nnx.Rngs) -> jax.Array:
-    # Takes no key out of the stream: every other parameter gets the one that it gets without the adapter.
+    # Do not advance the stream, so that all other parameters get the same keys as without the adapter.
     stream = rngs.params
     return jax.random.fold_in(jax.random.fold_in(stream.key[...], 0x10A), stream.count[...])

@@ -1,4 +1,4 @@
-"""Adapters of whole runs: merges a run into a dense one, or exports its adapters."""
+"""Merge the adapters of a run into a dense run, or export them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,17 +17,17 @@ from axlearn_plugins_finetune.lora.start import StartFromRun
 
 
 def bridge(path: str, shape: Sequence[int], axes: Sequence[str | None], old: Callable[[str], Any]) -> Any:
-    """New adapters are initialised, which makes them add nothing; see `axlearn_plugins_finetune.conversion.Bridge`."""
+    """Initialise new adapters, so that they have no effect. See `axlearn_plugins_finetune.conversion.Bridge`."""
     return FRESH if adapters.is_adapter(path) else None
 
 
 def scales_of(run: RunWeights) -> dict[str, float]:
-    """alpha / rank of each adapted map of a run."""
+    """Return path -> alpha / rank of each adapted map of a run."""
     return adapters.scales_of(run.functional.describe())
 
 
 def moved_variables(run: RunWeights) -> list[str]:
-    """The paths of the model's variables that training changed: all but those that the run's learner froze."""
+    """Return the paths of variables that training may have changed, which are all that the learner did not freeze."""
     learned, experiment = run.functional.learned, run.experiment
     learner = experiment.learner.build(max_steps=experiment.max_steps, axes=run.functional.axes)
     frozen = learner.frozen_variables(learned) if learned and isinstance(learner, FreezesVariables) else ()
@@ -35,7 +35,7 @@ def moved_variables(run: RunWeights) -> list[str]:
 
 
 def export_run(run_dir: str | Path, directory: str | Path, *, step: int | None = None) -> None:
-    """Writes the adapters of a run on their own; see `adapters.save`."""
+    """Write the adapters of a run to a directory. See `adapters.save`."""
     directory = local_target(directory)
     configure_devices(None)
     source = Run(run_dir).weights(step)
@@ -44,18 +44,18 @@ def export_run(run_dir: str | Path, directory: str | Path, *, step: int | None =
 
 
 def merge_run(run_dir: str | Path, out: str | Path, *, exported: Path | None = None, step: int | None = None) -> None:
-    """Writes a run of the dense model, with the adapters in its weights, at the step and data position of `run_dir`.
+    """Write a run of the dense model with merged adapters, at the step and data position of `run_dir`.
 
-    It has no optimizer state yet: its moments begin at zero.
+    The new run has no optimizer state, so its moments start at zero.
 
     Args:
-        run_dir: a run with adapters, or the URI of one; with `exported`, the run that they were trained from.
-        out: the new run directory, which must not hold anything.
-        exported: a directory of exported adapters.
-        step: which checkpoint of `run_dir`; by default the newest.
+        run_dir: A run with adapters, or its URI. With `exported`, the run of their base.
+        out: The new run directory, which must be empty or missing.
+        exported: Directory of exported adapters.
+        step: Step of the checkpoint. The default is the newest.
 
     Raises:
-        RequestError: there is nothing to merge, the adapters are of another base, or `out` is taken.
+        RequestError: There are no adapters, they were trained on another base, or `out` already exists.
     """
     new_directory(out)
     configure_devices(None)
@@ -63,11 +63,9 @@ def merge_run(run_dir: str | Path, out: str | Path, *, exported: Path | None = N
     source = run.weights(step)
     scales = scales_of(source)
     if not scales and exported is None:
-        raise RequestError(f"{run_dir} has no adapters to merge\n    fix: give a run that was trained with lora")
+        raise RequestError(f"{run_dir} has no adapters to merge\n    fix: use a run that was trained with lora")
     if scales and exported is not None:
-        raise RequestError(
-            f"{run_dir} has adapters of its own\n    fix: give the run of their base, or leave --adapters out"
-        )
+        raise RequestError(f"{run_dir} already has adapters\n    fix: use the run of their base, or remove --adapters")
 
     def merge(weights: RunWeights) -> Mapping[str, Any]:
         params = weights.read()
@@ -81,7 +79,7 @@ def merge_run(run_dir: str | Path, out: str | Path, *, exported: Path | None = N
 
 
 def base_of(run: RunWeights) -> str | None:
-    """Where a run with adapters got its other parameters from."""
+    """Return the run or URI of a run's base, or None if unknown."""
     loop = loop_of(run.experiment)
     if not isinstance(loop, StartFromRun.Config) or loop.run_dir is None:
         return None

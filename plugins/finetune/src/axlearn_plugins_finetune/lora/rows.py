@@ -1,9 +1,9 @@
-"""Adapters chosen for each row of a batch, so that one server answers for many fine-tuned models (as S-LoRA, Sheng et al., 2023).
+"""Choose an adapter for each row of a batch, so that one server can serve many fine-tuned models (S-LoRA, Sheng et al., 2023).
 
-The adapters of a map stand side by side in two matrices. A product with all of them, whose results count for a row only where
-its own adapter made them, takes two dense products and gathers no matrices: it serves up to some dozens of adapters.
+All adapters of a map are concatenated into two matrices. Each row multiplies with all adapters, and a mask selects the results of
+its own adapter. This takes two dense products and no gathers of matrices. It scales to a few dozen adapters.
 
-N adapters, R their largest rank.
+Shapes: N adapters, R largest rank.
 """
 
 import contextlib
@@ -38,7 +38,11 @@ _choice: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("adap
 
 @contextlib.contextmanager
 def row_adapters(choice: jax.Array) -> Iterator[None]:
-    """Says which adapter each row takes while a model is traced: float32 [rows, N], one 1 in a row, or none for the base."""
+    """Set the adapter of each row while a model is traced.
+
+    Args:
+        choice: One-hot rows, float32 [rows, N]. A row of zeros selects the base.
+    """
     token = _choice.set(choice)
     try:
         yield
@@ -47,16 +51,16 @@ def row_adapters(choice: jax.Array) -> Iterator[None]:
 
 
 class RowLoraLinear(Layer):
-    """A linear map with several adapters, one for each row; see `row_adapters`. Outside of it, the base alone."""
+    """A linear map with several adapters, one of which `row_adapters` chooses for each row. The default is the base."""
 
     @node
     class Config(Layer.Config["RowLoraLinear"]):
-        """The map, and room for its adapters, which starts as zeros.
+        """Config of the base and its adapters, which are initialised to zero.
 
         Attributes:
-            base: a projection of any kind.
-            count: N.
-            rank: R.
+            base: Projection of any kind.
+            count: Number of adapters (N).
+            rank: Largest rank (R).
         """
 
         input_dims: tuple[int, ...] = interface(default=REQUIRED)
@@ -66,19 +70,20 @@ class RowLoraLinear(Layer):
         rank: int = setting(default=16, ge=1)
 
         def build(self, **offered: Any) -> Any:
-            """The module of `base`, with the adapters."""
-            cfg, rest = take(self, offered)
+            """Build `base` with adapters for rows."""
+            cfg, arguments = take(self, offered)
             module = with_subclass(cfg.base, _class_with_rows).build(**offered)
-            module.add_rows(cfg, rest["axes"], rest["precision"])
+            module.add_rows(cfg, arguments["axes"], arguments["precision"])
             return module
 
 
 class RowMap:
-    """What a projection with adapters for rows has in addition to its own class, which comes behind this one.
+    """A mixin that adds adapters for rows to a projection. It comes before the projection's class.
 
-    rows_a       [*input_dims, N, R]
-    rows_b       [N, R, *output_dims]
-    rows_inputs  how many input dimensions there are
+    Attributes:
+        rows_a: A of all adapters, [*input_dims, N, R].
+        rows_b: B of all adapters, [N, R, *output_dims].
+        rows_inputs: Number of input dimensions.
     """
 
     precision: Precision
@@ -87,7 +92,7 @@ class RowMap:
     rows_inputs: int
 
     def add_rows(self, cfg: RowLoraLinear.Config, axes: Sequence[str | None], precision: Precision) -> None:
-        """Makes room for the adapters of a projection that was built with these axes."""
+        """Create the adapters of a projection that was built with these axes, as zeros."""
         count, dtype = len(cfg.input_dims), jnp.dtype(precision.params)
         a, b = (*cfg.input_dims, cfg.count, cfg.rank), (cfg.count, cfg.rank, *cfg.output_dims)
         self.rows_a = nnx.Param(jnp.zeros(a, dtype), out_sharding=(*axes[:count], None, "rank"), eager_sharding=False)
@@ -98,7 +103,7 @@ class RowMap:
         """[..., *input_dims] -> [..., *output_dims].
 
         Raises:
-            RequestError: adapters are chosen for another number of rows.
+            RequestError: Adapters are chosen for another number of rows.
         """
         base: Any = super()
         y, choice = base.__call__(x), _choice.get()
@@ -108,28 +113,28 @@ class RowMap:
         shape = x.shape[: x.ndim - self.rows_inputs]
         if math.prod(shape) != choice.shape[0]:
             raise RequestError(
-                f"adapters are chosen for {choice.shape[0]} rows, and {shape} are computed\n"
-                "    fix: leave out the adapters of maps that see other rows, such as those of experts"
+                f"adapters are chosen for {choice.shape[0]} rows, but the input has the rows {shape}\n"
+                "    fix: remove the adapters of maps with other rows, such as those of experts"
             )
-        each = jnp.repeat(choice.astype(a.dtype), a.shape[-1], axis=1)
+        mask = jnp.repeat(choice.astype(a.dtype), a.shape[-1], axis=1)
         inner = math.prod(a.shape[:-2])
-        low = (x.astype(a.dtype).reshape(-1, inner) @ a.reshape(inner, -1)) * each
+        low = (x.astype(a.dtype).reshape(-1, inner) @ a.reshape(inner, -1)) * mask
         update = low @ b.reshape(low.shape[1], -1)
         return y + update.reshape(y.shape).astype(y.dtype)
 
 
 class GroupedRowMap(RowMap):
-    """Of a projection that can be a stack of maps, which cannot have adapters for rows."""
+    """Adapters for rows of a projection that supports stacks of maps. Stacks cannot use them."""
 
     def grouped(self, x: jax.Array, product: Any) -> jax.Array:
-        """Raises `RequestError`."""
+        """Raise `RequestError`."""
         raise RequestError(
-            "adapters of experts cannot be chosen by row: rows stand in the order of their experts there\n"
-            "    fix: serve such adapters alone, merged into their base"
+            "adapters of experts cannot be chosen by row, because experts sort their rows\n"
+            "    fix: serve these adapters merged into their base"
         )
 
 
-@cache  # one class for each kind of base, so that equal modules stay equal
+@cache  # one class per kind of base, so that equal modules compare equal
 def _class_with_rows(kind: type) -> type:
     return subclass_with(GroupedRowMap if issubclass(kind, StacksMaps) else RowMap, kind, "WithRows")
 
@@ -139,18 +144,21 @@ class RowAdapters:
     """Exported adapters by name, for one model.
 
     Attributes:
-        exported: name -> adapters; their order is that of the columns of a choice.
+        exported: Name -> adapters, in the order of the columns of a choice.
     """
 
     exported: Mapping[str, Exported]
 
     @classmethod
     def read(cls, directories: Mapping[str, str]) -> "RowAdapters":
-        """The adapters in directories that `axlearn lora export` wrote.
+        """Read adapters from directories that `axlearn lora export` wrote.
+
+        Args:
+            directories: Name of an adapter -> directory.
 
         Raises:
-            CheckpointError: a directory holds none.
-            RequestError: adapters cannot be chosen by row.
+            CheckpointError: A directory has no adapters.
+            RequestError: The adapters cannot be chosen by row.
         """
         exported = {}
         for name, directory in directories.items():
@@ -160,21 +168,21 @@ class RowAdapters:
                 raise CheckpointError(f"adapter {name}: {error}") from error
             if moved := sorted(exported[name].variables):
                 raise RequestError(
-                    f"adapter {name}: training moved variables of its base too, which all rows share\n"
-                    f"    got: {', '.join(moved[:3])}\n    fix: serve it alone, merged into its base"
+                    f"adapter {name}: training also changed variables of the base, which all rows share\n"
+                    f"    got: {', '.join(moved[:3])}\n    fix: serve the adapter merged into its base"
                 )
         return cls(exported)
 
     @property
     def rank(self) -> int:
-        """R."""
+        """Largest rank of all adapters (R)."""
         return max(x.params[f"{path}.lora_a"].shape[-1] for x in self.exported.values() for path in x.scales)
 
     def apply(self, model: Tree) -> Tree:
-        """The config of a model with room for the adapters.
+        """Return the config of a model with adapters for rows.
 
         Raises:
-            RequestError: it lacks a map that has adapters, or has adapters of its own.
+            RequestError: The model lacks a map that has adapters, or already has adapters.
         """
         maps = dict(projections(model))
         targets = {_config_path(path): name for name, x in self.exported.items() for path in x.scales}
@@ -182,19 +190,19 @@ class RowAdapters:
             if path not in maps:
                 close = nearest(path, maps)
                 raise RequestError(
-                    f"adapter {name} is of another base: this model has no linear map {path}\n"
+                    f"adapter {name} was trained on another base: this model has no linear map {path}\n"
                     + (f"    nearest: {', '.join(close)}\n" if close else "")
-                    + "    fix: serve the base that it was trained with"
+                    + "    fix: serve the base that it was trained on"
                 )
             if isinstance(maps[path], LoraLinear.Config):
                 raise RequestError(
-                    f"adapter {name}: the model that is served has adapters of its own at {path}\n"
-                    "    fix: serve their base, and give both as adapters"
+                    f"adapter {name}: the served model already has adapters at {path}\n"
+                    "    fix: serve the base, and pass both sets of adapters"
                 )
         return _replace_maps(model, "", set(targets), len(self.exported), self.rank)
 
     def check(self, params: Mapping[str, Any]) -> None:
-        """Raises `RequestError` unless these are the weights that all adapters were trained beside."""
+        """Raise `RequestError` unless all adapters were trained on these base weights."""
         for name, adapters in self.exported.items():
             try:
                 adapters.check(params)
@@ -202,21 +210,25 @@ class RowAdapters:
                 raise RequestError(f"adapter {name}: {error}") from error
 
     def arrays(self, specs: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """The parameters of a model that `apply` made room in: path -> array. `specs` are all its parameters."""
+        """Return path -> array for the adapter parameters of a model from `apply`.
+
+        Args:
+            specs: Path -> shape and dtype of all parameters of the model.
+        """
         arrays = {p: np.zeros(s.shape, s.dtype) for p, s in specs.items() if p.endswith((".rows_a", ".rows_b"))}
         for index, adapters in enumerate(self.exported.values()):
             for path, scale in adapters.scales.items():
                 a, b = (np.asarray(adapters.params[f"{path}.lora_{side}"], np.float32) for side in "ab")
-                room_a, room_b = arrays[f"{path}.rows_a"], arrays[f"{path}.rows_b"]
+                rows_a, rows_b = arrays[f"{path}.rows_a"], arrays[f"{path}.rows_b"]
                 lead = a.ndim + b.ndim - 2 - specs[f"{path}.weight"].ndim
                 rank = a.shape[-1]
-                room_a[..., index, :rank] = a
-                room_b[(slice(None),) * lead + (index, slice(rank))] = scale * b
+                rows_a[..., index, :rank] = a
+                rows_b[(slice(None),) * lead + (index, slice(rank))] = scale * b
         return arrays
 
 
 def _config_path(path: str) -> str:
-    """Of a module's path: layers of several kinds are numbered in it, and stand in one slot of the config."""
+    """Return the config path of a module path. Mixed layers are numbered in the module path but share a config slot."""
     return ".".join(part for part in path.split(".") if not part.isdigit())
 
 

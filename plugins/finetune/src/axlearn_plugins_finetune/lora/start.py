@@ -1,4 +1,4 @@
-"""Beginning a run with the parameters of another one."""
+"""Start a run from the parameters of another run."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,37 +18,37 @@ from axlearn_core.run.notices import log_message
 from axlearn_core.train import TrainLoop
 from axlearn_core.train.loop import Loop
 from axlearn_core.train.session import Session
-from axlearn_plugins_finetune.conversion import carried
+from axlearn_plugins_finetune.conversion import transfer_run
 from axlearn_plugins_finetune.lora import adapters
 from axlearn_plugins_finetune.lora.adapters import is_adapter
 from axlearn_plugins_transformer.text.protocols import bos_id_of, tokenizer_of
 
-CONTINUES_WITHOUT = "a run that has begun goes on without it: `axlearn train RUN/config.yaml --run-dir RUN`"
-"""For errors about a base that is gone."""
+CONTINUES_WITHOUT = "a run that has started continues without it: `axlearn train RUN/config.yaml --run-dir RUN`"
+"""Hint in errors about a missing base."""
 
 
-class OtherModel(CheckpointError):
-    """The parameters of a run are not those of the model at hand."""
+class ModelMismatchError(CheckpointError):
+    """The parameters of a run do not match the model."""
 
 
 class StartFromRun(Configurable):
-    """Loads parameters into a run that is at its beginning, then hands over to the loop inside.
+    """A training loop that loads parameters at step 0, and then runs the inner loop.
 
-    A run that continues from its own checkpoint loads nothing.
+    A run that resumes from its own checkpoint does not load them.
     """
 
     @node
     class Config(Configurable.Config["StartFromRun"]):
-        """Where the parameters come from.
+        """Source of the parameters.
 
         Attributes:
-            run_dir: a run of the same model, or other weights that `axlearn_core.open_weights` opens; adapters that they
-                lack stay as they were initialised. A run of another model is carried over where the features that this
-                model has more have bridges (a dense model to experts).
-            step: which of its checkpoints; the newest where it is None.
-            adapters: a directory written by `axlearn lora export`.
-            same_tokenizer: refuses data whose tokenizer is not that of `run_dir`.
-            loop: what trains.
+            run_dir: Run of the same model, or other weights that `axlearn_core.open_weights` opens. Missing adapters keep their
+                initial values. The parameters of a run of another model are transferred if the additional features of this model
+                have bridges (for example, from a dense model to experts).
+            step: Step of the checkpoint. None means the newest.
+            adapters: Directory written by `axlearn lora export`.
+            same_tokenizer: Whether to reject data whose tokenizer differs from `run_dir`'s.
+            loop: Loop that trains.
         """
 
         run_dir: str | None = None
@@ -76,22 +76,22 @@ class StartFromRun(Configurable):
     def run(self, session: Session) -> None:
         """See `axlearn_core.train.loop.Loop`."""
         if session.start_step == 0:
-            if not self._checked:  # this loop is inside another one
+            if not self._checked:  # nested in another loop, so the trainer did not check it
                 self.check_beginning()
-            # The learner's state begins anew: the old one is freed first.
+            # The learner gets a new state, so free the old state first.
             state, session.state = session.state.replace(learner=None), None
             session.state = self.started(state, session.program)
         self.loop.run(session)
 
     def started(self, state: Any, program: Program) -> Any:
-        """A training state of a program that begins with these weights, sharded as `state` is.
+        """Return a training state that starts from these weights, with the sharding of `state`.
 
-        The learner's state is new: moments at zero, a moving average at the parameters.
+        The learner's state is new: moments are zero, and a moving average equals the parameters.
         """
         weights = program.trained.of_model(ModelWeights(state.params, state.variables))
         tensors: dict[str, jax.Array] = {**weights.params, **weights.variables}
         if self.cfg.run_dir is not None:
-            new_tensors = _weights(self.cfg.run_dir, tensors, program, self.cfg.step)
+            new_tensors = _read_weights(self.cfg.run_dir, tensors, program, self.cfg.step)
             log_message(
                 f"starting from the parameters of {self.cfg.run_dir}: {len(new_tensors)} of {len(tensors)} arrays"
             )
@@ -108,27 +108,27 @@ class StartFromRun(Configurable):
         return begun.replace(rng=state.rng)
 
 
-def _weights(uri: str, like: Mapping[str, Any], program: Program, step: int | None) -> Mapping[str, Any]:
-    """The weights of a run of the same model; of another one, what they become in this model."""
+def _read_weights(uri: str, like: Mapping[str, Any], program: Program, step: int | None) -> Mapping[str, Any]:
+    """Read the weights of a run. Transfer them if the run has another model."""
     try:
         return read_like(open_weights(uri, step=step), like, name=uri)
-    except OtherModel:
-        carried_over = carried(uri, program.config, program.functional, step=step)
-    log_message(f"{uri} is of another model: its parameters are carried over")
-    return {p: _put_like(x, like[p]) for p, x in carried_over.items()}
+    except ModelMismatchError:
+        params = transfer_run(uri, program.config, program.functional, step=step)
+    log_message(f"{uri} is a run of another model; transferred its parameters")
+    return {p: _put_like(x, like[p]) for p, x in params.items()}
 
 
 def read_like(weights: Weights, like: Mapping[str, Any], *, name: str) -> dict[str, jax.Array]:
-    """All weights, in the dtypes and shardings of a model's tensors.
+    """Read all weights in the dtypes and shardings of a model's tensors.
 
     Args:
-        weights: of the same model; they may lack adapters.
-        like: path -> array, which may be abstract.
-        name: of the weights, for errors.
+        weights: Weights of the same model. They may lack adapters.
+        like: Path -> array, which may be abstract.
+        name: Name of the weights, for error messages.
 
     Raises:
-        OtherModel: they are of another model.
-        CheckpointError: they have adapters that the model lacks, or a file is damaged.
+        ModelMismatchError: The weights belong to another model.
+        CheckpointError: The weights have adapters that the model lacks, or a file is damaged.
     """
     specs = weights.specs()
     _check_model(name, specs, like)
@@ -136,36 +136,36 @@ def read_like(weights: Weights, like: Mapping[str, Any], *, name: str) -> dict[s
     return {p: x.astype(like[p].dtype) for p, x in tensors.items()}
 
 
-def _check_tokenizer(uri: str, own: Any) -> None:
-    """Raises `RequestError` where a run was trained with another tokenizer than the data is read with."""
+def _check_tokenizer(uri: str, tokenizer: Any) -> None:
+    """Raise `RequestError` if the tokenizer of the data differs from the tokenizer of a run."""
     try:
         config = Run(uri).config
     except CheckpointError:
         raise
-    except RequestError:  # weights of a scheme that no storage has
+    except RequestError:  # weights with a scheme that is not a storage
         return
     node = tokenizer_of_input(config)
-    if own is None or node is None:
+    if tokenizer is None or node is None:
         return
     try:
-        its = node.build()
+        run_tokenizer = node.build()
     except InputError as error:
-        log_message(f"note: the tokenizer of {uri} cannot be compared with the data's: {error}")
+        log_message(f"note: cannot compare the tokenizer of {uri} with the tokenizer of the data: {error}")
         return
-    facts = [_describe(tokenizer) for tokenizer in (its, own)]
+    facts = [_describe(t) for t in (run_tokenizer, tokenizer)]
     if facts[0] != facts[1]:
         expected, got = (", ".join(f"{k} {v}" for k, v in f.items()) for f in facts)
         raise RequestError(
-            f"input.tokenizer is not the tokenizer of {uri}, so its parameters mean other tokens\n"
+            f"input.tokenizer is not the tokenizer of {uri}, so token ids have other meanings\n"
             f"    got: {got}\n    expected: {expected}\n"
-            "    fix: set input.tokenizer to that of the run; if another one is meant, set loop.same_tokenizer to false"
+            "    fix: set input.tokenizer to the run's tokenizer, or set loop.same_tokenizer to false if this is intended"
         )
 
 
 def _check_model(name: str, weights: Mapping[str, Any], like: Mapping[str, Any]) -> None:
     problems = [f"missing: {p}" for p in like if p not in weights and not is_adapter(p)]
     problems += [
-        f"differs: {p}: {tuple(weights[p].shape)} there, {tuple(x.shape)} here"
+        f"differs: {p}: got {tuple(weights[p].shape)}, expected {tuple(x.shape)}"
         for p, x in like.items()
         if p in weights and tuple(weights[p].shape) != tuple(x.shape)
     ]
@@ -176,18 +176,18 @@ def _check_model(name: str, weights: Mapping[str, Any], like: Mapping[str, Any])
         merge = any(is_adapter(p) for p in stray)
         fix = "merge its adapters first: `axlearn lora merge`" if merge else "start from a run of the same model"
         listed = "\n".join(f"    {p}" for p in [*problems[:12], *more])
-        kind = CheckpointError if merge else OtherModel
-        raise kind(f"{name} is of another model\n{listed}\n    fix: {fix}")
+        kind = CheckpointError if merge else ModelMismatchError
+        raise kind(f"{name} has the weights of another model\n{listed}\n    fix: {fix}")
 
 
 def _check_same_maps(exported: Mapping[str, Any], params: Mapping[str, Any]) -> None:
-    own_shapes = {p: tuple(x.shape) for p, x in params.items() if is_adapter(p)}
+    model_shapes = {p: tuple(x.shape) for p, x in params.items() if is_adapter(p)}
     shapes = {p: tuple(x.shape) for p, x in exported.items()}
-    if own_shapes != shapes:
-        odd = sorted(set(own_shapes.items()) ^ set(shapes.items()))[0]
+    if model_shapes != shapes:
+        odd = sorted(set(model_shapes.items()) ^ set(shapes.items()))[0]
         raise RequestError(
-            f"the exported adapters are not those of this model: they differ at {odd[0]} {odd[1]}\n"
-            "    fix: give lora the target and rank that they were trained with"
+            f"the exported adapters do not match this model: they differ at {odd[0]} {odd[1]}\n"
+            "    fix: set lora's target and rank to the values of their training"
         )
 
 

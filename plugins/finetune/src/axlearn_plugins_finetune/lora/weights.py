@@ -1,4 +1,4 @@
-"""Exported adapters as weights: those of their base, with the adapters merged in as they are read."""
+"""Open exported adapters as weights of their base, with the adapters merged when they are read."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,21 +17,21 @@ from axlearn_plugins_finetune.lora.lora_linear import ADAPTERS
 
 
 def open_adapters(directory: Path, *, base: str | None = None) -> "AdaptedWeights":
-    """The weights of exported adapters on their base.
+    """Open the weights of exported adapters on their base.
 
     Args:
-        directory: written by `axlearn lora export`.
-        base: the run that they were trained from; by default where it was then.
+        directory: Directory written by `axlearn lora export`.
+        base: Run that the adapters were trained on. The default is its location during training.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the base is not known.
-        RequestError: the base is another model.
+        CheckpointError: A file is missing or damaged, or the base is unknown.
+        RequestError: The base is another model.
     """
     exported = adapters.load(directory)
     uri = base or exported.run
     fix = f"name it: {directory}?base=RUN_DIR"
     if uri is None:
-        raise CheckpointError(f"{directory} does not say which run its adapters were trained from\n    fix: {fix}")
+        raise CheckpointError(f"{directory} does not name the run that its adapters were trained on\n    fix: {fix}")
     try:
         weights = open_weights(uri)
     except CheckpointError as error:
@@ -43,9 +43,9 @@ def open_adapters(directory: Path, *, base: str | None = None) -> "AdaptedWeight
 
 
 class AdaptedWeights:
-    """The weights of a dense model with adapters merged in; see `axlearn_core.contracts.parts.Weights`.
+    """The weights of a dense model with merged adapters. See `axlearn_core.contracts.parts.Weights`.
 
-    The first read of an adapted weight checks that the base has the values that the adapters were trained beside.
+    The first read of an adapted weight checks that the base has the same values as in training.
     """
 
     def __init__(self, base: Weights, exported: Exported):
@@ -64,16 +64,16 @@ class AdaptedWeights:
 
     @property
     def step(self) -> int:
-        """How many training steps the base has seen."""
+        """Number of training steps of the base."""
         return self.base.step
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """That of the base."""
+        """The tokenizer of the base."""
         return self.base.tokenizer
 
     def specs(self) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Those of the base."""
+        """Return path -> shape and dtype of the base's weights."""
         return self.base.specs()
 
     def read(self, pattern: str = "**", shardings: Mapping[str, Sharding] | None = None) -> dict[str, jax.Array]:
@@ -81,7 +81,7 @@ class AdaptedWeights:
         tensors = dict(self.base.read(pattern, shardings))
         adapted = {path: scale for path, scale in self.exported.scales.items() if f"{path}.weight" in tensors}
         if adapted and not self._checked:
-            self.exported.check_values(_OneByOne(self.base))
+            self.exported.check_values(_LazyWeights(self.base))
             self._checked = True
         for path in self.exported.variables.keys() & tensors.keys():
             old = tensors[path]
@@ -93,8 +93,8 @@ class AdaptedWeights:
         return tensors
 
 
-class _OneByOne(Mapping[str, Any]):
-    """Tensors of weights, each read when it is asked for."""
+class _LazyWeights(Mapping[str, Any]):
+    """A mapping of weights that reads each tensor on access."""
 
     def __init__(self, weights: Weights):
         self.weights = weights

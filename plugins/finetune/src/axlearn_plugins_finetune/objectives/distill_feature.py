@@ -10,7 +10,7 @@ from axlearn_core.contracts.experiment import model_of, objective_of
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_finetune.objectives.distillation import Distillation
-from axlearn_plugins_finetune.objectives.edit import model_at, start_from
+from axlearn_plugins_finetune.objectives.edit import open_model_config, start_from_base
 from axlearn_plugins_transformer.layer_roles import LanguageModelRole
 
 Tree = TypeVar("Tree", bound=Node[Any])
@@ -18,13 +18,13 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 @node
 class Distill(Feature):
-    """Learns the predictions of a teacher (Hinton et al., 2015, arXiv 1503.02531).
+    """Distillation from a teacher (Hinton et al., 2015, arXiv 1503.02531).
 
-    `teacher` is a run, a directory in Hugging Face format, or other weights; without one the teacher is the model as training
-    begins, which holds a model that is tuned to what it was. The loss is `alpha` (0.5) times the divergence from the teacher
-    at `temperature`, and the rest the cross-entropy of the text. `base` is a run, or other weights, that training begins with.
+    `teacher` is a run, a directory in Hugging Face format, or other weights. Without it, the teacher is the initial model, which
+    keeps a fine-tuned model close to its starting point. The loss is `alpha` (0.5) times the divergence from the teacher at
+    `temperature`, plus 1 - `alpha` times the cross-entropy of the text. `base` is a run, or other weights, to start training from.
 
-    An experiment that has this objective already gets the options that are given.
+    On an experiment that already has this objective, the given options are updated.
     """
 
     stage = "replace"
@@ -36,19 +36,19 @@ class Distill(Feature):
     base: str | None = None
 
     def apply(self, cfg: Tree) -> Tree:
-        """Sets `objective`, and `loop` where there is a base."""
+        """Set `objective`, and also `loop` if there is a base."""
         if "objective" not in children(cfg) or not isinstance(model_of(cfg), LanguageModelRole):
             raise ConfigError(
                 Problem(
                     path="model",
-                    message="distill finds no language model that could learn from another one",
+                    message="distill needs a language model",
                     expected="a causal-lm, or another model with the role LanguageModelRole",
-                    fix="leave distill out",
+                    fix="remove distill",
                 )
             )
         options = options_of(self, "temperature", "alpha")
         if self.teacher is not None:
-            options |= {"teacher": model_at(self.teacher), "teacher_weights": self.teacher}
+            options |= {"teacher": open_model_config(self.teacher), "teacher_weights": self.teacher}
         old = objective_of(cfg)
         new = attrs.evolve(old, **options) if isinstance(old, Distillation.Config) else Distillation.Config(**options)
-        return start_from(patch(cfg, {"objective": new}), self.base, "distill")
+        return start_from_base(patch(cfg, {"objective": new}), self.base, "distill")

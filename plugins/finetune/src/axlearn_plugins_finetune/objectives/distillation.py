@@ -1,6 +1,6 @@
 """Distillation (Hinton et al., 2015, arXiv 1503.02531).
 
-Legend: B rows, S positions of a row, C positions of a chunk, V vocabulary.
+Shapes: B rows, S positions per row, C positions per chunk, V vocabulary.
 """
 
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ from axlearn_plugins_transformer.causal_lm import batch_context
 
 
 class Distillation(Configurable, nnx.Module):
-    """`alpha * T^2 * KL(teacher || model) + (1 - alpha) * cross-entropy`, the mean over the targets that count.
+    """`alpha * T^2 * KL(teacher || model) + (1 - alpha) * cross-entropy`, averaged over the weighted targets.
 
-    Both distributions of the divergence are taken at the temperature T. The auxiliary losses of the model's layers are added;
-    its z-loss is not. Evaluation measures the model's own loss.
+    Both distributions of the divergence use the temperature T. The auxiliary losses of the model's layers are added, but its z-loss
+    is not. Evaluation uses the model's own loss.
     """
 
     @node
@@ -33,11 +33,11 @@ class Distillation(Configurable, nnx.Module):
         """The loss and its teacher.
 
         Attributes:
-            temperature: T.
-            alpha: the share of the divergence; the rest is the cross-entropy of the targets.
-            teacher: the config of the teacher; None takes that of the model.
-            teacher_weights: a path or URI of its weights; None takes those that training begins with.
-            loss_chunk: positions per row that have their logits in memory at one time.
+            temperature: Temperature T.
+            alpha: Weight of the divergence. The cross-entropy of the targets has the weight 1 - alpha.
+            teacher: Config of the teacher. None uses the model's config.
+            teacher_weights: Path or URI of the teacher's weights. None uses the initial weights of training.
+            loss_chunk: Positions per row whose logits are in memory at a time.
         """
 
         temperature: float = setting(default=1.0, gt=0)
@@ -55,10 +55,10 @@ class Distillation(Configurable, nnx.Module):
             raise ConfigError(
                 Problem(
                     path="objective.teacher.vocab_size",
-                    message="the teacher predicts other tokens than the model",
+                    message="the teacher and the model have different vocabularies",
                     got=str(sizes[0]),
                     expected=f"{sizes[1]}, which is model.vocab_size",
-                    fix="train the model with the tokenizer and the vocab_size of the teacher",
+                    fix="train the model with the tokenizer and vocab_size of the teacher",
                 )
             )
         self.cfg = cfg
@@ -68,13 +68,13 @@ class Distillation(Configurable, nnx.Module):
         """See `axlearn_core.contracts.parts.Objective`.
 
         Args:
-            model: a causal language model.
-            batch: of a language model; see `contracts.parts.Batch`.
-            key: not used; the model has its own.
+            model: A causal language model.
+            batch: Batch of a language model. See `contracts.parts.Batch`.
+            key: Unused, because the model has its own random streams.
 
         Returns:
-            (loss, summaries): `teacher_kl` is the divergence without its factors, `cross_entropy` that of the targets,
-            `weight` the number of targets.
+            (loss, summaries). `teacher_kl` is the divergence without its factors, `cross_entropy` is the cross-entropy of the
+            targets, and `weight` is the number of targets.
         """
         inputs = {k: v for k, v in batch.items() if v is not None}
         context = batch_context(inputs)
@@ -84,31 +84,32 @@ class Distillation(Configurable, nnx.Module):
         teacher = self.teacher.bind()
         teacher_hidden, _ = teacher.decoder(inputs["tokens"], context)
 
-        def of_chunk(part: Any) -> tuple[jax.Array, jax.Array]:
+        def chunk_losses(part: Any) -> tuple[jax.Array, jax.Array]:
             hidden, teacher_hidden, targets, weights = part
             return tuple(
-                weights * x for x in self._of_logits(model.logits(hidden), teacher.logits(teacher_hidden), targets)
+                weights * x for x in self._token_losses(model.logits(hidden), teacher.logits(teacher_hidden), targets)
             )  # pyright: ignore[reportReturnType]
 
         arrays = (hidden, teacher_hidden, inputs["targets"], weights)
         weight = jnp.sum(weights)
         divisor = jnp.where(weight > 0, weight, 1.0)
-        divergence, entropy = (jnp.sum(x) / divisor for x in sum_over_positions(of_chunk, arrays, self.cfg.loss_chunk))
+        sums = sum_over_positions(chunk_losses, arrays, self.cfg.loss_chunk)
+        divergence, entropy = (jnp.sum(x) / divisor for x in sums)
         alpha, temperature = self.cfg.alpha, self.cfg.temperature
         loss = alpha * temperature**2 * divergence + (1 - alpha) * entropy + sum(collected.losses.values())
         report = {"weight": weight, "teacher_kl": divergence, "cross_entropy": entropy}
         return loss, {**report, **collected.summaries, **collected.losses}
 
-    def _of_logits(
+    def _token_losses(
         self, logits: jax.Array, teacher_logits: jax.Array, targets: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """[B, C, V], [B, C, V], int32 [B, C] -> float32 [B, C] divergence, float32 [B, C] cross-entropy."""
+        """Map [B, C, V], [B, C, V], int32 [B, C] to the divergence, float32 [B, C], and cross-entropy, float32 [B, C]."""
         logits, teacher_logits = logits.astype(jnp.float32), teacher_logits.astype(jnp.float32)
-        own, other = (jax.nn.log_softmax(x / self.cfg.temperature) for x in (logits, teacher_logits))
-        divergence = jnp.sum(jnp.exp(other) * (other - own), axis=-1)
+        student_log, teacher_log = (jax.nn.log_softmax(x / self.cfg.temperature) for x in (logits, teacher_logits))
+        divergence = jnp.sum(jnp.exp(teacher_log) * (teacher_log - student_log), axis=-1)
         picked = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
         return divergence, jax.nn.logsumexp(logits, axis=-1) - picked
 
     def evaluation_loss(self, model: Any, batch: Batch) -> tuple[jax.Array, Mapping[str, Any]]:
-        """The model's own loss: what held-out text costs, whoever taught it."""
+        """Return the model's own loss on held-out text, which does not depend on the teacher."""
         return model_loss(model, batch)

@@ -1,6 +1,6 @@
 """Direct preference optimization (Rafailov et al., 2023, arXiv 2305.18290).
 
-Legend: B pairs, S positions of a row.
+Shapes: B pairs, S positions per row.
 """
 
 from collections.abc import Mapping
@@ -22,11 +22,11 @@ from axlearn_plugins_finetune.objectives.sequences import check_language_model, 
 
 
 class DPO(Configurable, nnx.Module):
-    """`-log sigmoid(beta * (log-ratio of the chosen answer - log-ratio of the rejected one))`, the mean over pairs.
+    """`-log sigmoid(beta * (log-ratio of the chosen answer - log-ratio of the rejected answer))`, averaged over pairs.
 
-    A log-ratio is the log-probability of an answer under the model less that under a frozen reference. The reference begins
-    with the weights that training begins with. Where the model has LoRA adapters and no reference is named, the reference is
-    the model without its adapters, and takes no memory of its own.
+    A log-ratio is the log-probability of an answer under the model minus its log-probability under a frozen reference. By default,
+    the reference has the initial weights of training. If the model has LoRA adapters and no reference is named, the reference is
+    the model without its adapters, which needs no extra memory.
     """
 
     @node
@@ -34,11 +34,11 @@ class DPO(Configurable, nnx.Module):
         """The loss and its reference.
 
         Attributes:
-            beta: how strongly the model is held to the reference.
-            label_smoothing: the share of pairs whose labels are taken to be the wrong way round (Mitchell, 2023).
-            reference: the config of the reference; None takes that of the model.
-            reference_weights: a path or URI of the weights of the reference; None takes those that training begins with.
-            loss_chunk: positions per row that have their logits in memory at one time.
+            beta: Strength of the pull towards the reference.
+            label_smoothing: Assumed share of pairs with swapped labels (Mitchell, 2023).
+            reference: Config of the reference. None uses the model's config.
+            reference_weights: Path or URI of the reference's weights. None uses the initial weights of training.
+            loss_chunk: Positions per row whose logits are in memory at a time.
         """
 
         beta: float = setting(default=0.1, gt=0)
@@ -50,23 +50,23 @@ class DPO(Configurable, nnx.Module):
     def __init__(self, cfg: Config, *, model: Node[Any], rngs: nnx.Rngs):
         check_language_model(model, "objective")
         self.cfg = cfg
-        own = cfg.reference is not None or cfg.reference_weights is not None or not find(model, LoraLinear)
+        is_separate = cfg.reference is not None or cfg.reference_weights is not None or not find(model, LoraLinear)
         config = cfg.reference or model
         check_language_model(config, "objective.reference")
-        self.reference = FrozenModel(config, rngs=rngs, weights=cfg.reference_weights) if own else None
+        self.reference = FrozenModel(config, rngs=rngs, weights=cfg.reference_weights) if is_separate else None
 
     def loss(self, model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Mapping[str, Any]]:
         """See `axlearn_core.contracts.parts.Objective`.
 
         Args:
-            model: a causal language model.
-            batch: of a `preference-input`.
-            key: not used; the model has its own.
+            model: A causal language model.
+            batch: Batch of a `preference-input`.
+            key: Unused, because the model has its own random streams.
 
         Returns:
-            (loss, summaries), means over the pairs: `reward_chosen` and `reward_rejected` are beta times the log-ratios,
-            `reward_margin` is their difference, `reward_accuracy` the share of pairs whose margin is above zero. `weight` is
-            the number of pairs.
+            (loss, summaries), averaged over pairs. `reward_chosen` and `reward_rejected` are beta times the log-ratios,
+            `reward_margin` is their difference, and `reward_accuracy` is the share of pairs with a positive margin. `weight` is the
+            number of pairs.
         """
         rows = {name: _pairs_as_rows(batch, name) for name in ("tokens", "targets", "weights")}
         with summaries.collect() as collected:
@@ -94,19 +94,19 @@ class DPO(Configurable, nnx.Module):
         return mean(losses) + sum(collected.losses.values()), report
 
     def evaluation_loss(self, model: Any, batch: Batch) -> tuple[jax.Array, Mapping[str, Any]]:
-        """The cross-entropy of the held-out preferences in nats per pair: the loss without smoothing and auxiliary terms."""
+        """Return the loss on held-out pairs, in nats per pair, without label smoothing and auxiliary losses."""
         with summaries.held_out():
             return DPO.loss(self, model, batch, None)
 
     def _scores(self, model: Any, rows: Mapping[str, jax.Array]) -> jax.Array:
-        """float32 [B, 2]: the log-probabilities of the chosen and the rejected answers."""
+        """Return the log-probabilities of the chosen and rejected answers, float32 [B, 2]."""
         hidden, _ = model.decoder(rows["tokens"], Context(real=padding.up_to_the_last_target(rows["weights"])))
         scores = log_probabilities(model, hidden, rows["targets"], rows["weights"], self.cfg.loss_chunk)
         return scores.reshape(-1, len(ANSWERS))
 
 
 def without_adapters(model: Any) -> Any:
-    """The bound model in evaluation, without what its LoRA adapters add."""
+    """Return the bound model in evaluation mode with disabled LoRA adapters."""
     base = nnx.merge(*nnx.split(model))
     base.eval()
     for _, module in nnx.iter_modules(base):
@@ -116,6 +116,6 @@ def without_adapters(model: Any) -> Any:
 
 
 def _pairs_as_rows(batch: Batch, name: str) -> jax.Array:
-    """[2 * B, S]; the rows of a pair are neighbours, so that they stay on the device that holds the pair."""
+    """Stack pairs as rows [2 * B, S]. The rows of a pair are adjacent, so they stay on the same device."""
     pairs = jnp.stack([batch[f"{answer}_{name}"] for answer in ANSWERS], axis=1)
     return pairs.reshape(-1, pairs.shape[-1])

@@ -9,7 +9,7 @@ from axlearn_core.contracts.experiment import input_of, objective_of
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_finetune.objectives.dpo import DPO
-from axlearn_plugins_finetune.objectives.edit import model_at, start_from
+from axlearn_plugins_finetune.objectives.edit import open_model_config, start_from_base
 from axlearn_plugins_finetune.objectives.preference_input import PreferenceInput
 from axlearn_plugins_finetune.objectives.preferences import PreferenceFiles
 from axlearn_plugins_transformer.text.language_model import LanguageModelInput
@@ -20,18 +20,18 @@ HELD_OUT = 0.1
 
 @node
 class Dpo(Feature):
-    """Trains on preferences: direct preference optimization (DPO; Rafailov et al., 2023, arXiv 2305.18290).
+    """Direct preference optimization (DPO; Rafailov et al., 2023, arXiv 2305.18290).
 
-    `data` are JSONL files, as paths or globs, with rows of `{"prompt": ..., "chosen": ..., "rejected": ...}`. Held-out rows
-    are in files of their own (`validation`), or a share of `data` (`validation_fraction`, 0.1). `beta` says how strongly the
-    model is held to its reference.
+    `data` is one or several JSONL files, as paths or globs, with rows `{"prompt": ..., "chosen": ..., "rejected": ...}`. Held-out
+    rows are in separate files (`validation`), or are a share of `data` (`validation_fraction`, 0.1). `beta` sets the strength of
+    the pull towards the reference.
 
-    `base` is a run, or other weights, that training begins with. The frozen reference begins as the model does; with LoRA
-    it is the model without its adapters. `reference` names other weights for it. `too_long` says what becomes of a pair that
-    is longer than a row: `error` or `drop`.
+    `base` is a run, or other weights, to start training from. The frozen reference has the initial weights of the model. With LoRA
+    it is the model without its adapters. `reference` names other weights. `too_long` is the action for a pair that is longer than a
+    row: `error` or `drop`.
 
-    The tokenizer, the batch size (now of pairs) and the sequence length stay. An experiment that has this objective already
-    gets the options that are given.
+    The tokenizer, the batch size (which now counts pairs) and the sequence length do not change. On an experiment that already has
+    this objective, the given options are updated.
     """
 
     stage = "replace"
@@ -47,17 +47,17 @@ class Dpo(Feature):
     too_long: Literal["error", "drop"] | None = None
 
     def apply(self, cfg: Tree) -> Tree:
-        """Sets `objective` and `input`, and `loop` where there is a base."""
-        return start_from(patch(self._read(cfg), {"objective": self._objective(cfg)}), self.base, "dpo")
+        """Set `objective` and `input`, and also `loop` if there is a base."""
+        return start_from_base(patch(self._set_input(cfg), {"objective": self._objective(cfg)}), self.base, "dpo")
 
     def _objective(self, cfg: Any) -> DPO.Config:
         options = options_of(self, "beta", "label_smoothing")
         if self.reference is not None:
-            options |= {"reference": model_at(self.reference), "reference_weights": self.reference}
+            options |= {"reference": open_model_config(self.reference), "reference_weights": self.reference}
         old = objective_of(cfg)
         return attrs.evolve(old, **options) if isinstance(old, DPO.Config) else DPO.Config(**options)
 
-    def _read(self, cfg: Tree) -> Tree:
+    def _set_input(self, cfg: Tree) -> Tree:
         old = input_of(cfg)
         fraction = self.validation_fraction
         if fraction is None:
@@ -70,9 +70,9 @@ class Dpo(Feature):
             raise ConfigError(
                 Problem(
                     path="input",
-                    message="dpo finds no input of text whose tokenizer it could keep",
+                    message="dpo needs a text input with a tokenizer",
                     expected="a language-model-input",
-                    fix="leave dpo out, or set input to a preference-input",
+                    fix="remove dpo, or set input to a preference-input",
                 )
             )
         lost = [a.name for a in attrs.fields(type(old)) if a.name not in _kept_fields()]

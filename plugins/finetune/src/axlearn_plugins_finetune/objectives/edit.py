@@ -1,4 +1,4 @@
-"""What the features of this package share."""
+"""Config edits that the objective features share."""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,22 +14,24 @@ from axlearn_plugins_finetune.lora.start import CONTINUES_WITHOUT, StartFromRun
 Tree = TypeVar("Tree", bound=Node[Any])
 
 
-def model_at(uri: str) -> Node[Any]:
-    """The config of the model whose weights lie there; raises `CheckpointError` where there are none."""
+def open_model_config(uri: str) -> Node[Any]:
+    """Return the config of the model whose weights are at `uri`. Raise `CheckpointError` if there are no weights."""
     try:
         return open_weights(str(Path(uri).expanduser()) if "://" not in uri else uri).config
     except CheckpointError as error:
         raise CheckpointError(f"{error}; {CONTINUES_WITHOUT}") from error
 
 
-def start_from(cfg: Tree, base: str | None, feature: str) -> Tree:
-    """The config with a loop that begins with the weights of `base`; unchanged where that is None."""
+def start_from_base(cfg: Tree, base: str | None, feature: str) -> Tree:
+    """Return the config with a loop that starts from the weights of `base`, or unchanged if `base` is None."""
     if base is None:
         return cfg
     loop = loop_of(cfg)
     if not isinstance(loop, Node):
         raise ConfigError(
-            Problem(path="loop", message=f"{feature} finds no loop that could load `base`", fix="leave out `base`")
+            Problem(
+                path="loop", message=f"{feature}: the experiment has no loop that can load `base`", fix="remove `base`"
+            )
         )
     if isinstance(loop, StartFromRun.Config):
         return patch(cfg, {"loop": attrs.evolve(loop, run_dir=base)})

@@ -1,6 +1,6 @@
-"""The input of preference optimization: batches of pairs of answers.
+"""Input for preference optimization: batches of pairs of answers.
 
-Legend: B pairs of all processes, S sequence length.
+Shapes: B pairs of all processes, S sequence length.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,32 +29,35 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 class PreferenceInput(Configurable):
     """Batches of prompts with a chosen and a rejected answer.
 
-    Arrays are `chosen_tokens`, `chosen_targets`, `chosen_weights`, and the same of `rejected`, [B, S] each. A row is
-    `[bos, prompt..., answer...]`, its targets `[prompt..., answer..., eos]`; without a BOS token, the end-of-document token stands
-    at the start. Weights are 1 if the target belongs to the answer, its end included.
+    The arrays are `chosen_tokens`, `chosen_targets`, `chosen_weights`, and the same for `rejected`, each [B, S]. A row is
+    `[bos, prompt..., answer...]`, and its targets are `[prompt..., answer..., eos]`. Without a BOS token, rows start with the
+    end-of-document token. Weights are 1 for targets in the answer, including its end.
     """
 
     @node
     class Config(Configurable.Config["PreferenceInput"]):
-        """What to read, and the shape of a batch.
+        """Data source and batch shape.
 
         Attributes:
-            batch_size: pairs of all processes together.
-            sequence_length: of each of the two rows of a pair.
-            too_long: what becomes of a pair with a row that is longer.
+            batch_size: Pairs per batch, over all processes.
+            sequence_length: Length of each of the two rows of a pair.
+            source: Source of preferences.
+            tokenizer: Tokenizer of the prompts and answers.
+            special_tokens: Whether special tokens in the text are plain `text`, or are to `parse` as tokens.
+            shuffle: Whether to shuffle the training pairs.
+            too_long: Action for a pair with a longer row.
         """
 
         batch_size: int = setting(default=REQUIRED, gt=0, le=2**24)
         sequence_length: int = setting(default=REQUIRED, gt=0, le=2**24)
         source: Node[Source] = REQUIRED
         tokenizer: Node[Tokenizer] = REQUIRED
-        # Special tokens that a prompt or an answer spells out: text like any other, or the tokens.
         special_tokens: Literal["text", "parse"] = setting(default="text", hide_default=True)
         shuffle: bool = True
         too_long: Literal["error", "drop"] = "error"
 
         def batch_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-            """Name -> (shape, dtype) of the arrays of a global batch; needs no data."""
+            """Return name -> (shape, dtype) of the arrays of a global batch. Does not read data."""
             shape = (self.batch_size, self.sequence_length)
             return {f"{answer}_{name}": (shape, dtype) for answer in ANSWERS for name, dtype in DTYPES.items()}
 
@@ -88,7 +91,7 @@ class PreferenceInput(Configurable):
             problems.append(
                 Problem(
                     path="input.source",
-                    message="holds no preferences",
+                    message="is not a source of preferences",
                     got=type(cfg.source).__qualname__,
                     expected="preference-files",
                 )
@@ -98,15 +101,15 @@ class PreferenceInput(Configurable):
         self.kept = {split: self._fitting_pairs(split) for split in SPLITS}
 
     def train(self) -> "PreferenceBatches":
-        """Endless batches; those of all processes together are the global batch. Each pass has an order of its own.
+        """Return endless batches. The batches of all processes form the global batch, and each pass has its own order.
 
-        The pairs of a batch are different. If there are fewer than a batch takes, each batch has all of them.
+        The pairs of a batch are distinct. If there are fewer pairs than the batch size, each batch has all pairs and repeats some.
         """
         rows, cfg = self._usable("train"), self.config
         if len(rows) < cfg.batch_size and self.rows.start == 0:
             print_note(
-                f"the training data has {len(rows)} pairs, and a batch takes {cfg.batch_size}: every batch repeats some\n"
-                f"    fix: more data, or input.batch_size={len(rows)}"
+                f"the training data has {len(rows)} pairs for batches of {cfg.batch_size}, so every batch repeats pairs\n"
+                f"    fix: add data, or set input.batch_size={len(rows)}"
             )
         permutation = Permutations(len(rows), self.seed) if cfg.shuffle else None
         order = Cycle(len(rows), cfg.batch_size, self.seed, permutation)
@@ -119,12 +122,12 @@ class PreferenceInput(Configurable):
         return PreferenceBatches(self, "train", index, None)
 
     def evaluation(self) -> "PreferenceBatches":
-        """One pass over the held-out pairs in a fixed order, the last batch padded with weight 0."""
+        """Return one pass over the held-out pairs in a fixed order. The last batch is padded with weight 0."""
         rows = self._usable("validation")
         return PreferenceBatches(self, "validation", lambda position, current: int(rows[position]), len(rows))
 
     def describe(self) -> Mapping[str, Any]:
-        """Facts for the run lock: files, bytes, a hash of their names and sizes, tokenizer hash, pairs."""
+        """Return facts for the run lock: files, bytes, a hash of names and sizes, the tokenizer hash, and pairs."""
         return {
             **describe(self.source),
             "tokenizer": encoding_of(self),
@@ -132,16 +135,20 @@ class PreferenceInput(Configurable):
         }
 
     def pair(self, split: Split, index: int) -> Rows:
-        """The six arrays of one pair, [S] each."""
+        """Return the six arrays of one pair, each [S]."""
         row = self._row(split, index)
         return {f"{a}_{name}": x for a in ANSWERS for name, x in self._answer(row["prompt"], row[a]).items()}
 
     def _answer(self, prompt: str, answer: str) -> Rows:
         prompt_ids, ids = self._encode(prompt), [*self._encode(answer), self.tokenizer.eos_id]
-        if prompt_ids[:1] == [bos_id_of(self.tokenizer)]:  # the prompt spells it out
+        if prompt_ids[:1] == [bos_id_of(self.tokenizer)]:  # the prompt already contains a BOS token
             prompt_ids = prompt_ids[1:]
-        whole = [first_token(self.tokenizer), *prompt_ids, *ids]
-        columns = {"tokens": whole[:-1], "targets": whole[1:], "weights": [0.0] * len(prompt_ids) + [1.0] * len(ids)}
+        sequence = [first_token(self.tokenizer), *prompt_ids, *ids]
+        columns = {
+            "tokens": sequence[:-1],
+            "targets": sequence[1:],
+            "weights": [0.0] * len(prompt_ids) + [1.0] * len(ids),
+        }
         return {n: _pad(v, self.config.sequence_length, DTYPES[n]) for n, v in columns.items()}
 
     def _encode(self, text: str) -> list[int]:
@@ -161,7 +168,7 @@ class PreferenceInput(Configurable):
         return 1 + len(self._encode(row["prompt"])) + max(answers)
 
     def _fitting_pairs(self, split: Split) -> np.ndarray:
-        """The indices of the pairs that fit into rows; what may be too long is looked at before anything is trained."""
+        """Return the indices of pairs that fit into rows. Pairs that may be too long are tokenized before training starts."""
         records, limit = self.records[split], self.config.sequence_length
         if records is None:
             return np.zeros(0, np.int64)
@@ -172,27 +179,27 @@ class PreferenceInput(Configurable):
             if not fits[i] and self.config.too_long == "error":
                 raise InputError(
                     f"{records.name(i)}: the pair is longer than a row\n    got: {length} tokens\n"
-                    f"    expected: at most {limit}, which is input.sequence_length\n"
-                    "    fix: raise input.sequence_length, or set input.too_long to 'drop'"
+                    f"    expected: at most {limit} (input.sequence_length)\n"
+                    "    fix: increase input.sequence_length, or set input.too_long to 'drop'"
                 )
         return np.flatnonzero(fits)
 
     def _usable(self, split: Split) -> np.ndarray:
         if len(self.kept[split]):
             return self.kept[split]
-        fix = "set validation_paths or validation_fraction of the source; without evaluation: evaluators={}"
+        fix = "set validation_paths or validation_fraction of the source, or disable evaluation with evaluators={}"
         hint = f"\n    fix: {fix}" if split == "validation" else ""
         raise InputError(f"input.source has no {split} pairs{hint}")
 
 
 class PreferenceBatches:
-    """The iterator of `PreferenceInput`: this process's rows of each batch.
+    """The iterator of `PreferenceInput` over this process's rows of each batch.
 
     Args:
-        source: the input.
-        split: what is read.
-        index: (position, whether the order is that of this version) -> the pair.
-        count: how many pairs there are; None if they never end.
+        source: The input.
+        split: The split to read.
+        index: Function from (position, whether to use this version's order) to the index of a pair.
+        count: Number of pairs. None for endless iteration.
     """
 
     def __init__(self, source: PreferenceInput, split: Split, index: Callable[[int, bool], int], count: int | None):
@@ -222,25 +229,25 @@ class PreferenceBatches:
         return {f"{a}_{name}": np.zeros(length, dtype) for a in ANSWERS for name, dtype in DTYPES.items()}
 
     def describe_position(self) -> str:
-        """The rows of the batch that came last, by file and line."""
+        """Return the file and line of each row of the latest batch."""
         records = self._source.records[self._split]
         assert records is not None
-        at = [p for p in self._positions(max(self._batch - 1, 0)) if self._count is None or p < self._count]
-        names = [records.name(self._index(p, self._current)) for p in at[:3]]
-        return "; ".join(names) + (f"; and {len(at) - 3} more" if len(at) > 3 else "")
+        positions = [p for p in self._positions(max(self._batch - 1, 0)) if self._count is None or p < self._count]
+        names = [records.name(self._index(p, self._current)) for p in positions[:3]]
+        return "; ".join(names) + (f"; and {len(positions) - 3} more" if len(positions) > 3 else "")
 
     def get_state(self) -> Any:
-        """How many batches were returned."""
+        """Return the number of returned batches, and the version of the order."""
         return {"batches": self._batch, **({"order": ORDER} if self._current else {})}
 
     def set_state(self, state: Any) -> None:
-        """Goes to a position that `get_state` gave."""
+        """Restore a position from `get_state`."""
         self._batch, self._current = int(state["batches"]), is_current(state)
         if self._count is None and self._source.rows.start == 0 and not self._current:
             print_note(OLD_ORDER)
 
     def close(self) -> None:
-        """Nothing to end: batches are made when they are asked for."""
+        """Do nothing. The input has no background work."""
 
 
 def _records(source: Any, split: Split) -> Any:

@@ -1,4 +1,4 @@
-"""Preferences: what is right in a row, and the source that reads rows from JSONL files.
+"""Preferences: the check of a row, and a source that reads rows from JSONL files.
 
 {"prompt": "2 + 2?", "chosen": " 4", "rejected": " 5"}
 """
@@ -15,7 +15,7 @@ EXPECTED = '{"prompt": "2 + 2?", "chosen": " 4", "rejected": " 5"}'
 
 
 def check_preference(row: Any, location: str) -> None:
-    """Raises `InputError`, which begins with `location`, unless a row is a prompt with two different answers."""
+    """Raise `InputError` with the `location` unless a row is a prompt with two different answers."""
     for name in FIELDS:
         if name not in row:
             close = nearest(name, row)
@@ -28,11 +28,12 @@ def check_preference(row: Any, location: str) -> None:
             raise InputError(f"{location}: {name} is a {type(row[name]).__name__}\n    expected: a string")
     for name in ("chosen", "rejected"):
         if not row[name]:
-            raise InputError(f"{location}: {name} is empty\n    expected: an answer\n    fix: add it, or drop the row")
+            raise InputError(
+                f"{location}: {name} is empty\n    expected: an answer\n    fix: add an answer, or drop the row"
+            )
     if row["chosen"] == row["rejected"]:
         raise InputError(
-            f"{location}: chosen and rejected are equal, so there is nothing to learn from the row\n"
-            f"    got: {row['chosen'][:60]!r}\n    fix: drop the row"
+            f"{location}: chosen and rejected are equal\n    got: {row['chosen'][:60]!r}\n    fix: drop the row"
         )
 
 
@@ -44,9 +45,9 @@ class PreferenceRecords(ConversationRecords):
 
 
 class PreferenceFiles(ChatFiles):
-    """Preferences in JSONL files, by paths, globs and fsspec URLs; each line is one.
+    """Preferences in JSONL files (paths, globs or fsspec URLs), one per line.
 
-    Every row is read and checked when the source is built. A share of the rows can be held out by a hash of their content.
+    Building the source reads and checks every row. A share of the rows can be held out by a hash of their content.
     """
 
     records = PreferenceRecords

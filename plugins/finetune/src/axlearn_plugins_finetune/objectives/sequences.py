@@ -1,6 +1,6 @@
-"""Sums over the positions of rows, with the logits of only some positions in memory at a time.
+"""Sums over the positions of rows, with the logits of one chunk of positions in memory at a time.
 
-Legend: R rows, S positions of a row, C positions of a chunk, D width, V vocabulary.
+Shapes: R rows, S positions per row, C positions per chunk, D width, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from axlearn_plugins_transformer.layer_roles import LanguageModelRole
 
 
 def check_language_model(model: Node[Any], path: str) -> None:
-    """Raises `ConfigError` unless the config has the role `LanguageModelRole`, as that of a `causal-lm` does."""
+    """Raise `ConfigError` unless the config has the role `LanguageModelRole`, like a `causal-lm`."""
     if not isinstance(model, LanguageModelRole):
         raise ConfigError(
             Problem(
                 path=path,
-                message="this objective is for language models: it needs a decoder and its logits",
+                message="this objective needs a language model with a decoder and logits",
                 got=type(model).__qualname__,
                 expected="a causal-lm, or another model with the role LanguageModelRole",
             )
@@ -29,15 +29,15 @@ def check_language_model(model: Node[Any], path: str) -> None:
 
 
 def sum_over_positions(function: Callable[..., Any], arrays: Any, chunk: int) -> Any:
-    """The sums over S of `function`, which is computed for C positions at a time and again in the backward pass.
+    """Sum `function` over S. Computes C positions at a time, and recomputes them in the backward pass.
 
     Args:
-        function: (arrays with C positions) -> tree of [R, C].
-        arrays: a tree of [R, S, ...]. What is padded behind S is zero, and `function` gives zero for it.
-        chunk: C.
+        function: Function from arrays with C positions to a tree of [R, C]. It must return zero for zero padding.
+        arrays: Tree of [R, S, ...]. It is padded with zeros to a multiple of C.
+        chunk: Chunk size C.
 
     Returns:
-        A tree of [R].
+        Tree of [R].
     """
     length = jax.tree.leaves(arrays)[0].shape[1]
     chunk = min(chunk, length)
@@ -63,23 +63,23 @@ def sum_over_positions(function: Callable[..., Any], arrays: Any, chunk: int) ->
 
 
 def log_probabilities(model: Any, hidden: jax.Array, targets: jax.Array, weights: jax.Array, chunk: int) -> jax.Array:
-    """The summed log-probability of the targets of each row, in nats.
+    """Return the weighted sum of the targets' log-probabilities for each row, in nats.
 
     Args:
-        model: a causal language model.
-        hidden: [R, S, D], from its decoder.
-        targets: int32 [R, S].
-        weights: float32 [R, S].
-        chunk: how many positions have their logits in memory at one time.
+        model: A causal language model.
+        hidden: Output of its decoder, [R, S, D].
+        targets: Target tokens, int32 [R, S].
+        weights: Weights of the targets, float32 [R, S].
+        chunk: Number of positions whose logits are in memory at a time.
 
     Returns:
-        float32 [R].
+        Float32 [R].
     """
 
-    def of_targets(part: Any) -> jax.Array:
+    def chunk_log_probabilities(part: Any) -> jax.Array:
         hidden, targets, weights = part
         logits = model.logits(hidden).astype(jnp.float32)
         picked = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
         return weights * (picked - jax.nn.logsumexp(logits, axis=-1))
 
-    return sum_over_positions(of_targets, (hidden, targets, weights), chunk)
+    return sum_over_positions(chunk_log_probabilities, (hidden, targets, weights), chunk)

@@ -1,1 +1,1 @@
-"""The best layout of a training step, by an analytic model of thousands and the compiler's figures of the best."""
+"""Search for the best layout of a training step: rank thousands with an analytic model, and compile the best."""

@@ -17,15 +17,15 @@ from axlearn_core.plugins.request import Request
 @click.command("plan-search", cls=ExtensibleCommand)
 @experiment_argument
 @request_options
-@click.option("--budget", metavar="MINUTES", help="Time for compiling (default: 10).")
-@click.option("--chips", metavar="A..B", help="Every size of the target's machines between A and B chips.")
-@click.option("--vary", metavar="batch,...", help="What else may change: batch, optimizer-precision.")
-@click.option("--front", metavar="N", help="Stop after N compiled layouts.")
-@click.option("--layout-out", metavar="FILE", help="Write the best layout, for `axlearn train --layout FILE`.")
-@click.option("--png", metavar="FILE", help="Draw memory against time. Needs matplotlib.")
-@click.option("--html", metavar="FILE", help="Write table and picture as one page.")
-@click.option("--cache", metavar="DIR", help="Keep compiled figures there (default: the user's cache directory).")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; bytes are of one chip.")
+@click.option("--budget", metavar="MINUTES", help="Time limit for compilation (default: 10).")
+@click.option("--chips", metavar="A..B", help="Search all machine sizes from A to B chips.")
+@click.option("--vary", metavar="batch,...", help="Also vary: batch, optimizer-precision.")
+@click.option("--front", metavar="N", help="Layouts to compile (default: 12).")
+@click.option("--layout-out", metavar="FILE", help="Write the best layout, for `train --layout`.")
+@click.option("--png", metavar="FILE", help="Plot memory against time (needs matplotlib).")
+@click.option("--html", metavar="FILE", help="Write the table and the plot as HTML.")
+@click.option("--cache", metavar="DIR", help="Cache (default: ~/.cache/axlearn/layouts).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with bytes per chip.")
 def search(
     request: Request,
     budget: str | None,
@@ -40,27 +40,28 @@ def search(
 ) -> None:
     """Rank the layouts of a training step, and compile the best.
 
-    The layouts are those of the machine that --target names, or of several (--target A,B). Exit code 1 if none fits.
+    Searches the --target machine, or several (--target A,B). Exits with code 1 if no
+    layout fits.
     """
     no_devices()
     from axlearn_plugins_plan.search import report
     from axlearn_plugins_plan.search.compiled import Cache, Clock
     from axlearn_plugins_plan.search.machines import machine_names
     from axlearn_plugins_plan.search.rank import spaces, varied
-    from axlearn_plugins_plan.search.search import MOST
+    from axlearn_plugins_plan.search.search import MAX_COMPILED
     from axlearn_plugins_plan.search.search import search as run
     from axlearn_plugins_plan.search.space import VARIED
 
     if not isinstance(request.experiment, (str, Path)):
-        raise RequestError("a search takes an experiment by name, or a file")
+        raise RequestError("a search needs an experiment name or a file")
     if png is not None:
         report.require_matplotlib("--png")
     minutes = positive("--budget", budget, 10.0)
-    most = int(positive("--front", front, MOST))
+    most = int(positive("--front", front, MAX_COMPILED))
     names = machine_names(request.target, chips)
     clock = Clock(budget=60 * minutes)
     folder = Path(cache) if cache else default_cache()
-    echo(f"compiled figures are kept in {folder}", err=True)
+    echo(f"caching compiled figures in {folder}", err=True)
     all_spaces = spaces(request, names, varied(vary, VARIED))
     result = run(request, all_spaces, Cache(folder), clock, most, lambda line: echo(line, err=True))
     if as_json:
@@ -79,7 +80,7 @@ def search(
 
 
 def default_cache() -> Path:
-    """`axlearn/layouts` in the user's cache directory."""
+    """Return the path of `axlearn/layouts` in the user's cache directory."""
     import os
 
     root = os.environ.get("XDG_CACHE_HOME")
@@ -87,7 +88,7 @@ def default_cache() -> Path:
 
 
 def positive(option: str, text: str | None, default: float) -> float:
-    """The number of an option, or `default` where it is not given; raises `RequestError` for what is not positive."""
+    """Parse a positive number. Return `default` if the option is unset; raise `RequestError` if the text is invalid."""
     if text is None:
         return default
     try:

@@ -1,4 +1,4 @@
-"""Layouts compiled in processes of their own, by the command that a user would type, with a cache of what they said."""
+"""Compile layouts with `axlearn plan` in separate processes, and cache the plans."""
 
 import hashlib
 import json
@@ -21,27 +21,28 @@ from axlearn_plugins_plan.roofline import Roofline
 from axlearn_plugins_plan.scratch import scratch_directory
 from axlearn_plugins_plan.search.estimate import Host, with_host
 from axlearn_plugins_plan.search.rank import Ranked, step_seconds
-from axlearn_plugins_plan.search.space import written
+from axlearn_plugins_plan.search.space import format_value
 
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "axlearn-core", "axlearn-plugins-plan")
-"""The distributions whose versions tell whether a figure is still right; of axlearn's plugins, all that are installed too."""
+"""Distributions whose versions are part of the cache key, in addition to all installed axlearn plugins."""
 
 FIGURES_VERSION = 2
-"""Of where a plan's figures come from. A higher one discards the plans that are cached."""
+"""Version of the figures of a plan. Increase it to discard cached plans."""
 
 
 @attrs.frozen(kw_only=True)
 class Compiled:
-    """What the plan of a layout says. Bytes are of one device.
+    """The plan of a layout. Bytes are per device.
 
     Attributes:
-        fits: whether the memory does.
-        bytes: of memory, everything.
-        roofline: of the compiled program.
-        seconds: of a step, by the same formula as the estimate.
-        compile_seconds: what the compiler took.
-        cached: whether an earlier search compiled it.
-        error: why there is no plan; empty where there is one.
+        fits: Whether the program fits in memory.
+        bytes: Total memory.
+        arguments: Memory of the training state and the batch.
+        roofline: Roofline of the compiled program.
+        seconds: Time of a step, from the same formula as the estimate.
+        compile_seconds: Time to compile.
+        cached: Whether the plan came from the cache.
+        error: Reason why there is no plan. Empty if there is one.
     """
 
     fits: bool = False
@@ -55,24 +56,24 @@ class Compiled:
 
 
 def request_words(request: Request) -> list[str]:
-    """A request as the words of a command line, without its target."""
+    """Return a request as command-line arguments, without its target."""
     words = [str(request.experiment)]
     for use in request.features:
         words += ["--with", use.text]
     for name in request.without:
         words += ["--without", name]
     for setting in request.settings:
-        words += ["--set", f"{setting.path}={written(setting.value)}"]
+        words += ["--set", f"{setting.path}={format_value(setting.value)}"]
     return words
 
 
 def plan_words(request: Request, row: Ranked) -> list[str]:
-    """The words behind `axlearn plan` for one layout of a request."""
+    """Return the arguments of `axlearn plan` for one layout of a request."""
     return [*request_words(request), "--target", row.machine.name, *row.choice.words]
 
 
 def resolved_request(request: Request, row: Ranked) -> Request:
-    """The request of one layout: what `plan_words` says."""
+    """Return the request of one layout, equivalent to `plan_words`."""
     more = Request.of(request.experiment, with_=list(row.choice.features), set=row.choice.settings)
     return attrs.evolve(
         request,
@@ -83,7 +84,7 @@ def resolved_request(request: Request, row: Ranked) -> Request:
 
 
 def versions() -> dict[str, str]:
-    """Distribution -> version, of all that decides what is compiled."""
+    """Return distribution -> version for all distributions that affect the compiled program."""
     by_name = {}
     for dist in metadata.distributions():
         name = dist.metadata["Name"].lower().replace("_", "-")
@@ -93,27 +94,27 @@ def versions() -> dict[str, str]:
 
 
 class Cache:
-    """Plans by the hash of the config, machine and versions: one JSON file for each."""
+    """A directory of plans, one JSON file each, named by a hash of the config, the machine and the versions."""
 
     def __init__(self, directory: Path):
         self.directory = directory
         self._versions = json.dumps(versions())
 
     def path(self, request: Request, row: Ranked) -> Path:
-        """The file of one layout."""
+        """Return the path of one layout's plan."""
         config = resolve(resolved_request(request, row)).to_yaml()
         text = f"{config}\n{row.machine.name}\n{self._versions}\n{FIGURES_VERSION}"
         return self.directory / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
     def read(self, path: Path) -> Mapping[str, Any] | None:
-        """The plan; None where there is none, or what is there is damaged."""
+        """Read a plan. Return None if the file is missing or damaged."""
         try:
             return json.loads(path.read_text("utf-8"))
         except (OSError, ValueError):
             return None
 
     def write(self, path: Path, plan: Mapping[str, Any]) -> None:
-        """Keeps it; readers see all of it or nothing."""
+        """Write a plan atomically."""
         self.directory.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.part")
         part.write_text(json.dumps(plan), "utf-8")
@@ -121,9 +122,17 @@ class Cache:
 
 
 def run_plan(words: Sequence[str], seconds: float) -> tuple[Mapping[str, Any] | None, str]:
-    """(the plan as `axlearn plan --json` prints it, or None, and why)."""
+    """Run `axlearn plan --json` in a subprocess.
+
+    Args:
+        words: Arguments of `axlearn plan`.
+        seconds: Timeout.
+
+    Returns:
+        (plan, reason). The plan is None after a timeout or an error, and the reason says why.
+    """
     command = [sys.executable, "-m", "axlearn_core", "plan", *words, "--json"]
-    with scratch_directory() as temporary:  # a process that runs out of time leaves its files there
+    with scratch_directory() as temporary:  # removes the files of a process that times out
         environment = _environment() | {"TMPDIR": str(temporary)}
         try:
             process = subprocess.run(
@@ -133,7 +142,7 @@ def run_plan(words: Sequence[str], seconds: float) -> tuple[Mapping[str, Any] | 
             return None, TIMEOUT
     if process.returncode not in (0, 1) or not process.stdout.startswith("{"):
         lines = process.stderr.strip().splitlines()
-        return None, lines[0] if lines else f"the compiler ended with {process.returncode}"
+        return None, lines[0] if lines else f"the compiler exited with code {process.returncode}"
     return json.loads(process.stdout), ""
 
 
@@ -145,7 +154,7 @@ def _environment() -> dict[str, str]:
 
 
 def read_plan(plan: Mapping[str, Any], machine: Machine, host: Host, cached: bool) -> Compiled:
-    """The figures of a plan that `axlearn plan --json` printed, and what goes to the host's memory, which no plan times."""
+    """Read the output of `axlearn plan --json`, and add the time of host transfers, which a plan does not include."""
     per_chip = machine.target.devices_per_chip
     total = plan["argument_bytes"] + plan["temporary_bytes"] + plan["code_bytes"]
     bound = Roofline(**{n: plan["roofline_seconds"][n] for n in ("compute", "hbm", "links", "network")})
@@ -164,7 +173,7 @@ def read_plan(plan: Mapping[str, Any], machine: Machine, host: Host, cached: boo
 
 @attrs.define
 class Clock:
-    """What is left of a budget in seconds."""
+    """The time budget of a search, in seconds."""
 
     budget: float
     started: float = attrs.field(factory=time.monotonic)
@@ -172,21 +181,21 @@ class Clock:
 
     @property
     def remaining_seconds(self) -> float:
-        """Seconds; negative once it is used up."""
+        """Seconds left. Negative after the budget is used up."""
         return self.budget - (time.monotonic() - self.started)
 
     @property
     def allows_another(self) -> bool:
-        """Whether a compilation as long as the longest so far would end in time."""
+        """True if there is time for a compilation as long as the longest so far."""
         return self.remaining_seconds > self.longest
 
 
 def compile_layouts(
     request: Request, rows: Sequence[Ranked], cache: Cache, clock: Clock, progress: Callable[[str], None]
 ) -> list[Compiled]:
-    """The plans of some layouts, as many at a time as is useful; those that the budget leaves out have an error."""
+    """Compile layouts in parallel. Layouts that exceed the budget have an error."""
 
-    def one(row: Ranked) -> Compiled:
+    def compile_layout(row: Ranked) -> Compiled:
         words = plan_words(request, row)
         path = cache.path(request, row)
         plan = cache.read(path)
@@ -204,10 +213,10 @@ def compile_layouts(
         verdict = "fits" if result.fits else "does not fit"
         time_text = "?" if result.seconds is None else f"{result.seconds:.3g} s"
         how = "from the cache" if cached else f"compiled in {result.compile_seconds:.0f} s"
-        progress(f"{row.machine.name} {' '.join(row.choice.words) or 'as it ships'}: {time_text}, {verdict}, {how}")
+        progress(f"{row.machine.name} {' '.join(row.choice.words) or 'as shipped'}: {time_text}, {verdict}, {how}")
         return result
 
-    # libtpu's compiler keeps all cores busy by itself.
-    beside = 1 if any(r.machine.target.platform == "tpu" for r in rows) else max(1, min(4, os.cpu_count() or 1))
-    with ThreadPoolExecutor(beside) as pool:
-        return list(pool.map(one, rows))
+    # One libtpu compilation already uses all cores.
+    workers = 1 if any(r.machine.target.platform == "tpu" for r in rows) else max(1, min(4, os.cpu_count() or 1))
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(compile_layout, rows))

@@ -1,10 +1,10 @@
-"""Memory and time of a layout by formulas, from one trace of the step: thousands in seconds, nothing compiled.
+"""Estimate the memory and time of a layout with formulas from one trace of the step.
 
-The work of a step is told in the same terms as that of a compiled program (FLOPs, bytes to and from memory, collectives by mesh
-axes), so that one roofline and one prediction serve both. What formulas cannot know, the compiler's own buffers and passes over
-memory, has a few coefficients for each platform (`figures.toml`), chosen by hand beside compiled layouts. The memory of TPUs, and
-of pipelines on GPUs, is that of phases (`tpus.py`, `stages.py`). Trainium's coefficients are copies of the GPUs', which no compiled
-layout has checked.
+This ranks thousands of layouts in seconds without compiling any. An estimate has the same terms as a compiled program (FLOPs, bytes
+to and from memory, collectives by mesh axes), so both share one roofline and one prediction. A few coefficients per platform model
+the compiler's buffers and passes over memory (`figures.toml`). They were chosen by hand to match compiled layouts. The memory of
+TPUs, and of pipelines on GPUs, follows the phases of a step (`tpus.py`, `stages.py`). Trainium uses the GPU coefficients, which
+have not been checked against compiled layouts.
 """
 
 import math
@@ -16,12 +16,12 @@ from axlearn_core.contracts.target import Target
 from axlearn_plugins_plan.collectives import Collective, bytes_sent
 from axlearn_plugins_plan.roofline import Roofline, roofline
 from axlearn_plugins_plan.search.figures import Coefficients
-from axlearn_plugins_plan.search.on_mesh import MeshFigures, whole_stream
+from axlearn_plugins_plan.search.mesh_figures import MeshFigures, whole_stream
 from axlearn_plugins_plan.search.pipelines import Pipeline
 from axlearn_plugins_plan.search.sizes import layers_of, sizes_of
 from axlearn_plugins_plan.search.space import Choice
-from axlearn_plugins_plan.search.stages import terms, waiting
-from axlearn_plugins_plan.search.tpus import on_one_stage, on_stages
+from axlearn_plugins_plan.search.stages import peak_terms, residual_bytes
+from axlearn_plugins_plan.search.tpus import pipeline_peak, single_stage_peak
 from axlearn_plugins_plan.search.trace import StepTrace
 
 COLUMNS = ("layer", "stream", "whole_stream", "weights", "vocabulary", "gradients", "accumulated", "offloaded")
@@ -29,16 +29,16 @@ COLUMNS = ("layer", "stream", "whole_stream", "weights", "vocabulary", "gradient
 
 @attrs.frozen(kw_only=True)
 class Estimate:
-    """What formulas say of one layout, of one device.
+    """The estimated figures of one layout, per device.
 
     Attributes:
-        arguments: bytes of the training state and the batch; exact.
-        kept: bytes of what the forward pass leaves for the backward pass.
-        columns: bytes of each of `COLUMNS`, whose coefficients stand in `figures.toml`; of phases those that add up to
+        arguments: Bytes of the training state and the batch. Exact.
+        kept: Bytes that the forward pass saves for the backward pass.
+        columns: Bytes of each of `COLUMNS`; `figures.toml` has their coefficients. For platforms with phases, bytes that add up to
             `temporaries`.
-        temporaries: bytes of everything that exists during the step only.
-        roofline: of the step.
-        host: what goes to the host's memory and back.
+        temporaries: Bytes of buffers that exist only during the step.
+        roofline: Roofline of the step.
+        host: Transfers to and from host memory.
     """
 
     arguments: float
@@ -50,12 +50,12 @@ class Estimate:
 
     @property
     def total(self) -> float:
-        """Bytes."""
+        """Total bytes."""
         return self.arguments + self.temporaries
 
 
 def collective(kind: str, axes: Sequence[str], figures: MeshFigures, operand: float, times: float) -> Collective | None:
-    """A collective as the plan tells those of a compiled program; None over one device."""
+    """Build a collective in the form of a compiled program's, or return None for a group of one device."""
     members, domains, within = figures.spread(axes)
     if members < 2:
         return None
@@ -63,8 +63,8 @@ def collective(kind: str, axes: Sequence[str], figures: MeshFigures, operand: fl
         link, network = bytes_sent(kind, operand, members), 0.0
     else:
         link = bytes_sent(kind, operand, members) if within > 1 else 0.0
-        whole = operand * within if kind == "all-gather" else operand
-        network = bytes_sent(kind, whole, domains) / within
+        domain_operand = operand * within if kind == "all-gather" else operand
+        network = bytes_sent(kind, domain_operand, domains) / within
     return Collective(
         name="estimate",
         kind=kind,
@@ -81,11 +81,18 @@ def collective(kind: str, axes: Sequence[str], figures: MeshFigures, operand: fl
 def communication(
     figures: MeshFigures, trace: StepTrace, steps: int, coefficients: Coefficients, pipeline: Pipeline | None = None
 ) -> list[Collective]:
-    """What one device sends in a step of so many microbatches.
+    """Return the collectives of one device in a step.
 
-    Parameters are gathered for each pass of each microbatch, and their gradients summed where they live; over axes that hold
-    copies, gradients are summed whole. Tensor parallelism exchanges the residual stream of each layer. In a pipeline stages do
-    so at every tick, and send the residual stream on.
+    Each pass of each microbatch gathers the parameters, and a reduce-scatter sums their gradients. Axes with copies of the
+    parameters all-reduce the gradients. Tensor parallelism exchanges the residual stream of each layer. In a pipeline, the stages
+    do this at every tick and send the residual stream to the next stage.
+
+    Args:
+        figures: Figures of the mesh.
+        trace: Trace of the step on the whole batch.
+        steps: Microbatches per step.
+        coefficients: Coefficients of the platform.
+        pipeline: The schedule, or None on one stage.
     """
     passes = 3.0 if pipeline is not None and pipeline.recomputes else 2.0
     steps = steps if pipeline is None else pipeline.ticks
@@ -99,15 +106,15 @@ def communication(
         items.append(collective(kind, axes, figures, operand, passes * steps))
         kind = "all-reduce" if coefficients.gathers_by_sums else "reduce-scatter"
         items.append(collective(kind, axes, figures, local * group, 1.0 * steps))
-        rest = [a for a in split if a not in axes]
-        items.append(collective("all-reduce", rest, figures, local, 1.0 * steps))
+        replicated = [a for a in split if a not in axes]
+        items.append(collective("all-reduce", replicated, figures, local, 1.0 * steps))
     items += _tensor(figures, trace, coefficients, pipeline)
     items += _between_stages(figures, trace, pipeline)
     return [c for c in items if c is not None]
 
 
 def _between_stages(figures: MeshFigures, trace: StepTrace, pipeline: Pipeline | None) -> Iterator[Collective | None]:
-    """The residual stream, and its gradient, from each stage to the next at every tick."""
+    """Yield the transfers of the residual stream and its gradient between stages at every tick."""
     if pipeline is not None and trace.stream:
         size = figures.local(trace.stream) / trace.stream[0].layers / pipeline.microbatches
         yield collective("collective-permute", ["pipeline"], figures, size, 2.0 * pipeline.ticks)
@@ -138,16 +145,16 @@ def estimate(
     coefficients: Coefficients,
     work: "Work",
 ) -> Estimate:
-    """Memory and roofline of one layout.
+    """Estimate the memory and roofline of one layout.
 
     Args:
-        choice: the layout.
-        figures: of its mesh.
-        trace: of the step with its rematerialisation, on the whole batch.
-        steps: microbatches.
-        batch_bytes: of the whole batch of integers.
-        coefficients: of the platform.
-        work: of the step.
+        choice: The layout.
+        figures: Figures of its mesh.
+        trace: Trace of the step with the layout's rematerialisation, on the whole batch.
+        steps: Microbatches per step.
+        batch_bytes: Bytes of the whole batch, which holds integers.
+        coefficients: Coefficients of the platform.
+        work: Effect of the pipeline on the work of a step.
     """
     pipeline = work.pipeline
     state, learner = figures.state_bytes
@@ -156,25 +163,25 @@ def estimate(
     offloaded = learner if choice.offload_optimizer or figures.offloads_optimizer else 0.0
     arguments = state + learner - offloaded + batch_bytes / figures.batch_shards
     if pipeline is not None:
-        activations, columns = _on_stages(
+        activations, columns = _pipeline_columns(
             figures, trace, coefficients, work, pipeline, state + learner - offloaded, offloaded
         )
         temporaries = sum(columns.values())
     elif coefficients.phases:
         activations = figures.local(trace.kept) / steps
         sizes = sizes_of(figures, trace, work.everything, steps)
-        columns = on_one_stage(sizes, layers_of(trace), steps > 1, offloaded)
+        columns = single_stage_peak(sizes, layers_of(trace), steps > 1, offloaded)
         temporaries = sum(columns.values())
     else:
         activations = figures.local(trace.kept) / steps
         columns = _columns(figures, trace, steps) | {
             "offloaded": 2 * offloaded
-        }  # as it is read, and as it is written back
+        }  # one buffer for reading and one for writing back
         factors = coefficients.memory
         temporaries = activations + sum(factors.get(name, 0.0) * size for name, size in columns.items())
-    of_layers, rest, _ = figures.parameter_bytes
-    weights = of_layers + rest
-    traffic = coefficients.traffic_activations * figures.local(trace.layer) * work.of_layers
+    layer_bytes, other_bytes, _ = figures.parameter_bytes
+    weights = layer_bytes + other_bytes
+    traffic = coefficients.traffic_activations * figures.local(trace.layer) * work.layer_share
     traffic += coefficients.traffic_weights * weights * (steps if pipeline is None else pipeline.ticks) + 2 * arguments
     sends = communication(figures, trace, steps, coefficients, pipeline)
     bound = roofline(figures.machine.target, figures.machine.devices, work.executed(trace), traffic, sends)
@@ -189,13 +196,13 @@ def estimate(
 
 @attrs.frozen(kw_only=True)
 class Work:
-    """What a pipeline makes of the work of a step.
+    """The effect of a pipeline on the work of a step.
 
     Attributes:
-        pipeline: None without stages.
-        layer_flops: of the layers in a step that keeps nothing of them, dtype -> FLOPs of all devices.
-        forward_flops: of the layers' forward pass alone, likewise.
-        everything: of the step whose layers compute nothing again.
+        pipeline: The schedule, or None without stages.
+        everything: Trace of the step without recomputation in the layers.
+        layer_flops: dtype -> FLOPs of the layers on all devices, in a step that recomputes all of them.
+        forward_flops: dtype -> FLOPs of the layers' forward pass on all devices.
     """
 
     pipeline: Pipeline | None = None
@@ -204,12 +211,15 @@ class Work:
     forward_flops: Mapping[str, float] = {}
 
     @property
-    def of_layers(self) -> float:
-        """The layers' share of one device, of all layers."""
+    def layer_share(self) -> float:
+        """Share of all layers that one device computes, including idle ticks."""
         return 1.0 if self.pipeline is None else self.pipeline.stretch / self.pipeline.stages
 
     def executed(self, trace: StepTrace) -> dict[str, float]:
-        """dtype -> FLOPs of all devices, as a plan counts them: idle stages compute too, what is outside of stages counts once."""
+        """Return dtype -> FLOPs on all devices, as a plan counts them.
+
+        Idle stages compute too. Work outside of the stages counts once.
+        """
         if self.pipeline is None:
             return dict(trace.executed)
         executed = {}
@@ -222,33 +232,33 @@ class Work:
 
 @attrs.frozen(kw_only=True)
 class Host:
-    """Bytes of one device to its host's memory and back, in a step."""
+    """Bytes that one device moves to and from host memory in a step."""
 
     activations: float
     optimizer: float
 
     def fits(self, target: Target) -> bool:
-        """Whether the host's memory holds it; where that is not known, nothing says that it does not."""
+        """Return whether the data fits in host memory. True if the size of the host memory is unknown."""
         return target.host_bytes is None or (self.activations + self.optimizer) / 2 <= HOST_SHARE * target.host_bytes
 
 
 def with_host(seconds: float, host: Host) -> float:
-    """A step with what goes to the host and back.
+    """Return the time of a step including host transfers.
 
-    Activations go during the forward pass and come back during the backward pass, which takes twice as long; the optimizer's state
-    goes when gradients are there.
+    Activations move to the host during the forward pass and return during the backward pass, which takes twice as long. The
+    optimizer state moves after the gradients are ready, so its transfer does not overlap.
     """
     one_way = host.activations / 2 / HOST_BANDWIDTH
     return max(seconds / 3, one_way) + max(seconds * 2 / 3, one_way) + host.optimizer / HOST_BANDWIDTH
 
 
 HOST_SHARE = 0.8
-"""Of a host's memory, for what devices keep there; the rest is for the program, its input and checkpoints."""
+"""Share of host memory for offloaded data. The remainder is for the program, its input and checkpoints."""
 HOST_BANDWIDTH = 25e9
-"""Bytes/s of one device to its host's memory: half of a PCIe 4 slot of 16 lanes, in one direction."""
+"""Bytes/s between one device and host memory: half of a PCIe 4 x16 slot, in one direction."""
 
 
-def _on_stages(
+def _pipeline_columns(
     figures: MeshFigures,
     trace: StepTrace,
     coefficients: Coefficients,
@@ -257,28 +267,28 @@ def _on_stages(
     state: float,
     offloaded: float,
 ) -> tuple[float, dict[str, float]]:
-    """(bytes that wait for the backward pass, those of all temporaries at the peak by name)."""
+    """Return (bytes saved for the backward pass, name -> bytes of all temporaries at the peak)."""
     sizes = sizes_of(figures, trace, work.everything, pipeline.microbatches, pipeline)
     chunk = layers_of(trace) / pipeline.chunks
-    activations = waiting(pipeline, sizes, chunk)
+    activations = residual_bytes(pipeline, sizes, chunk)
     if coefficients.phases:
-        return activations, on_stages(pipeline, sizes, chunk, activations, offloaded)
-    # XLA schedules and rematerialises for this share of a GPU's memory: 80%, of which 95%.
+        return activations, pipeline_peak(pipeline, sizes, chunk, activations, offloaded)
+    # XLA schedules and rematerialises for 95% of 80% of a GPU's memory.
     room = 0.95 * 0.8 * (figures.machine.target.hbm_bytes or math.inf) - state
-    peak = terms(pipeline, sizes, chunk, room)
+    peak = peak_terms(pipeline, sizes, chunk, room)
     return activations, peak | ({"offloaded": 2 * offloaded} if offloaded else {})
 
 
 def _columns(figures: MeshFigures, trace: StepTrace, steps: int) -> dict[str, float]:
-    of_layers, rest, stored = figures.parameter_bytes
+    layer_bytes, other_bytes, stored = figures.parameter_bytes
     count = max((a.layers for a in trace.kept), default=1.0)
-    tensor = figures.choice.shape.get("tensor", 1) > 1  # which gathers the stream
+    tensor = figures.choice.shape.get("tensor", 1) > 1  # tensor parallelism gathers the stream
     return {
         "layer": figures.local(trace.layer) / count / steps,
         "stream": figures.local(trace.stream) / count / steps,
         "whole_stream": whole_stream(figures, trace) / steps if tensor else 0.0,
-        "weights": of_layers / count,
-        "vocabulary": rest,
+        "weights": layer_bytes / count,
+        "vocabulary": other_bytes,
         "gradients": stored,
         "accumulated": stored if steps > 1 else 0.0,
     }

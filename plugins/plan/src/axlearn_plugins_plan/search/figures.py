@@ -1,4 +1,4 @@
-"""Coefficients of the analytic model by platform: data in `figures.toml`, with where they come from."""
+"""Load the coefficients of the analytic model for each platform, with their sources, from `figures.toml`."""
 
 import tomllib
 from collections.abc import Mapping
@@ -14,20 +14,20 @@ from axlearn_core.errors import RequestError
 
 @attrs.frozen(kw_only=True)
 class Coefficients:
-    """What formulas cannot know of a platform's compiler.
+    """Coefficients that describe the compiler of a platform.
 
     Attributes:
-        phases: whether temporaries are those of a TPU's phases (`tpus.py`). Else they are what waits for the backward pass
-            and columns, and on stages those of a GPU's phases (`stages.py`).
-        memory: column of `estimate.COLUMNS` -> bytes of temporaries for each of its bytes.
-        traffic_activations: bytes to and from memory for a byte that layers compute.
-        traffic_weights: the same for a byte of gathered parameters, for each microbatch.
-        stream_gathers: all-gathers of the residual stream in each layer of a step where tensor parallelism splits it.
-        stream_scatters: reduce-scatters, likewise.
-        stream_sums: all-reduces in each layer of a step where every device holds it whole.
-        gathers_by_sums: whether the compiler writes gathers and scatters as sums, which send twice as much.
-        error: the relative error of the memory, that nine of ten compiled layouts keep.
-        source: where they come from.
+        phases: Whether temporaries follow the phases of a TPU step (`tpus.py`). If not, they are the saved activations plus the
+            columns, and on pipeline stages they follow the phases of a GPU step (`stages.py`).
+        memory: Column of `estimate.COLUMNS` -> bytes of temporaries per byte of the column.
+        traffic_activations: Bytes of memory traffic per byte of activations that layers compute.
+        traffic_weights: Bytes of memory traffic per byte of gathered parameters, for each microbatch.
+        stream_gathers: All-gathers of the residual stream per layer and step if tensor parallelism shards the stream.
+        stream_scatters: Reduce-scatters of the residual stream per layer and step if tensor parallelism shards the stream.
+        stream_sums: All-reduces per layer and step if the residual stream is replicated.
+        gathers_by_sums: Whether the compiler replaces gathers and scatters by all-reduces, which send twice as much.
+        error: Relative error of the estimated memory that nine of ten compiled layouts stay within.
+        source: Source of the coefficients.
     """
 
     phases: bool = False
@@ -49,19 +49,19 @@ def _tables() -> Mapping[str, Coefficients]:
 
 
 def coefficients(target: Target) -> Coefficients:
-    """Those of a target's platform.
+    """Return the coefficients of a target's platform.
 
     Raises:
-        RequestError: the target has no figures for its speed or memory, or its platform has no coefficients.
+        RequestError: The target has no figures for its speed or memory, or its platform has no coefficients.
     """
-    needed = ("peak_flops", "hbm_bytes", "hbm_bandwidth", "link_bandwidth")
-    lacks = [name for name in needed if not fields_of(target)[name]]
+    required = ("peak_flops", "hbm_bytes", "hbm_bandwidth", "link_bandwidth")
+    missing = [name for name in required if not fields_of(target)[name]]
     tables = _tables()
-    if lacks or target.platform not in tables:
-        got = f"no {', '.join(lacks)}" if lacks else f"the platform {target.platform}"
+    if missing or target.platform not in tables:
+        got = f"no {', '.join(missing)}" if missing else f"the platform {target.platform}"
         raise RequestError(
-            f"a search needs figures of the hardware, and the target {target.name!r} has none that suffice\n"
-            f"    got: {got}\n    expected: a target of {', '.join(tables)} with its peak, memory and bandwidths\n"
-            "    fix: take another --target; `axlearn targets list` prints the figures of each"
+            f"the target {target.name!r} lacks the hardware figures that a search needs\n"
+            f"    got: {got}\n    expected: a target for {', '.join(tables)} with a peak, memory and bandwidths\n"
+            "    fix: choose another --target; `axlearn targets list` prints the figures of each"
         )
     return tables[target.platform]

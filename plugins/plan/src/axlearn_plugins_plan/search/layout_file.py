@@ -1,12 +1,12 @@
-"""Layout files: how a training is laid over a machine, apart from what it computes. `--layout FILE` reads one.
+"""Layout files, which set how a training runs on a machine but not what it computes. `--layout FILE` reads one.
 
 layout: 1
 experiment: llama2-70b
-model: 5f0c...        # a hash of what the model computes, and of the shape of its batches
+model: 5f0c...        # hash of the model's mathematics and the shapes of its batches
 target: h100-8x64
 with: ["remat:save=[query,key,value]"]
 set: {mesh.shape: {fsdp: 64, tensor: 8}}
-varies: []            # what of the mathematics it changes, where a search was asked for that
+varies: []            # parts of the mathematics that the layout changes, from a search with --vary
 """
 
 import hashlib
@@ -32,16 +32,16 @@ _KEYS = {
 
 @attrs.frozen(kw_only=True)
 class LayoutFile:
-    """A layout of one model on one machine; see `axlearn_core.contracts.request_layout.RequestLayout`.
+    """A layout of one model on one machine. See `axlearn_core.contracts.request_layout.RequestLayout`.
 
     Attributes:
-        experiment: what it was found for, for people.
+        experiment: Experiment that the layout was found for. For information only.
         model: `model_hash` of the config with the layout.
-        target: the machine.
-        features: as `--with` takes them.
-        settings: path -> value, as `--set` takes them.
-        varies: paths of the mathematics that it may change.
-        source: the file, for errors.
+        target: The machine.
+        features: Values of `--with`.
+        settings: Path -> value of `--set`.
+        varies: Config paths whose mathematics the layout may change.
+        source: The file, for error messages.
     """
 
     experiment: str
@@ -53,7 +53,7 @@ class LayoutFile:
     source: str = "layout"
 
     def write(self, path: Path) -> None:
-        """Writes the file."""
+        """Write the file."""
         data = {
             "layout": FORMAT,
             "experiment": self.experiment,
@@ -66,11 +66,11 @@ class LayoutFile:
         path.write_text(dump(data), encoding="utf-8")
 
     def apply(self, request: Any) -> Any:
-        """See `RequestLayout`."""
+        """Apply the layout to a request. See `RequestLayout`."""
         if request.target is not None and request.target != self.target:
             raise RequestError(
-                f"{self.source} is a layout of another machine\n    got: --target {request.target}\n"
-                f"    expected: {self.target}\n    fix: leave --target out, or search again: "
+                f"{self.source} is a layout for another machine\n    got: --target {request.target}\n"
+                f"    expected: {self.target}\n    fix: remove --target, or search again: "
                 f"axlearn plan search {self.experiment} --target {request.target}"
             )
         features = [attrs.evolve(parse_feature(text), location=self.source) for text in self.features]
@@ -84,19 +84,19 @@ class LayoutFile:
         )
 
     def check(self, before: Node[Any], after: Node[Any]) -> None:
-        """See `RequestLayout`."""
+        """Raise `RequestError` if the layout does not fit the model. See `RequestLayout`."""
         if (digest := model_hash(after)) != self.model:
             raise RequestError(
-                f"{self.source} is a layout of another model, or of other batches\n    got: {digest}\n"
-                f"    expected: {self.model}, of {self.experiment} with the options that it was searched with\n"
-                f"    fix: search for this one: axlearn plan search ... --target {self.target} --layout-out FILE"
+                f"{self.source} is a layout for another model or other batches\n    got: {digest}\n"
+                f"    expected: {self.model}, for {self.experiment} with the options of the search\n"
+                f"    fix: search for this model: axlearn plan search ... --target {self.target} --layout-out FILE"
             )
         kinds = change_kinds(diff(before, after), before, after)
         wrong = [c.path for c, kind in kinds if kind not in ("execution", "microbatches") and not self._varies(c.path)]
         if wrong:
             raise RequestError(
-                f"{self.source} changes what is computed, which a layout may not\n    got: {', '.join(wrong[:4])}\n"
-                "    fix: take those lines out, and set them on the command line or in a run file"
+                f"{self.source} changes the computation, but a layout must not\n    got: {', '.join(wrong[:4])}\n"
+                "    fix: remove these lines, and set the values on the command line or in a run file"
             )
 
     def _varies(self, path: str) -> bool:
@@ -104,20 +104,20 @@ class LayoutFile:
 
 
 def model_hash(config: Any) -> str:
-    """Twelve hex digits of what the model computes, and of the shapes of its batches."""
-    decisive = mathematics(config.model)
+    """Return a hash of the model's mathematics and the shapes of its batches, as twelve hex digits."""
+    settings = mathematics(config.model)
     batches = config.input.batch_shapes() if isinstance(config.input, DeclaresBatches) else {}
     shapes = {name: list(shape) for name, (shape, _) in batches.items()}
-    text = json.dumps([{path: show(value) for path, value in decisive.items()}, shapes], sort_keys=True)
+    text = json.dumps([{path: show(value) for path, value in settings.items()}, shapes], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def read_layout(path: str | Path) -> LayoutFile:
-    """A layout file.
+    """Read a layout file.
 
     Raises:
-        RequestError: it cannot be read.
-        ConfigError: it is not a layout file, with the line of every problem.
+        RequestError: The file cannot be read.
+        ConfigError: The file is not a valid layout file. The error has the line of every problem.
     """
     file = Path(path)
     try:
@@ -131,7 +131,7 @@ def read_layout(path: str | Path) -> LayoutFile:
                 path="",
                 message="is not a layout file",
                 got=show(data),
-                expected="`layout: 1` and what `axlearn plan search --layout-out` writes",
+                expected="`layout: 1` and the other keys that `axlearn plan search --layout-out` writes",
                 location=str(path),
             )
         )

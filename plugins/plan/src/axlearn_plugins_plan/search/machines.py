@@ -1,4 +1,4 @@
-"""The machines that a search looks at: those that --target names, and with --chips their other sizes. Imports no JAX."""
+"""List the machines of a search from `--target` and `--chips`. Does not import JAX."""
 
 import re
 
@@ -6,25 +6,24 @@ from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.targets import find_machine, targets
 
-MOST_MACHINES = 16
+MAX_MACHINES = 16
 
 
 def machine_names(target: str | None, chips: str | None) -> list[str]:
-    """The names of machines, in the order of the command line, each once.
+    """Return the names of the machines, without duplicates, in the order of the command line.
 
     Args:
-        target: names joined by commas.
-        chips: `A..B`, to take every power of two of chips in this range instead of the sizes that the names have.
+        target: Machine names, separated by commas.
+        chips: Range `A..B`. If set, search all powers of two of chips in this range instead of the sizes in the names.
 
     Raises:
-        RequestError: no machine is named, one is not known, or none has so many chips.
+        RequestError: The target is missing or unknown, or no machine has a size in the range.
     """
     names = [t.strip() for t in (target or "").split(",") if t.strip()]
     if not names:
         examples = sorted({e for _, t in targets().values() if t.peak_flops for e in t.examples})
         raise RequestError(
-            "a search is for some hardware, and none is named\n"
-            f"    fix: add --target NAME[,NAME...], such as {', '.join(examples[:6])}"
+            f"a search needs a target machine\n    fix: add --target NAME[,NAME...], such as {', '.join(examples[:6])}"
         )
     machines = [find_machine(t) for t in names]
     if chips is None:
@@ -33,14 +32,14 @@ def machine_names(target: str | None, chips: str | None) -> list[str]:
     size_names = [s.name for m in machines for s in sizes(m, low, high)]
     if not size_names:
         raise RequestError(
-            f"no machine has that many chips\n    got: --chips {chips} of {', '.join(names)}\n"
-            "    expected: a range with a power of two in it that the target has"
+            f"no machine has a size in the range of --chips\n    got: --chips {chips} for {', '.join(names)}\n"
+            "    expected: a range that contains a size of the target (a power of two)"
         )
-    return list(dict.fromkeys(size_names))[:MOST_MACHINES]
+    return list(dict.fromkeys(size_names))[:MAX_MACHINES]
 
 
 def chip_range(text: str) -> tuple[int, int]:
-    """`64..512` as numbers; raises `RequestError` where it is not a range."""
+    """Parse a range such as `64..512`. Raise `RequestError` if it is invalid."""
     match = re.fullmatch(r"(\d+)\.\.(\d+)", text)
     low, high = (int(n) for n in match.groups()) if match else (0, 0)
     if not match or not 0 < low <= high:
@@ -49,7 +48,10 @@ def chip_range(text: str) -> tuple[int, int]:
 
 
 def sizes(machine: Machine, low: int, high: int) -> list[Machine]:
-    """The machines of the same target whose chips are a power of two from `low` to `high`; GPUs on hosts of as many."""
+    """Return the machines of the same target with a power of two of chips from `low` to `high`.
+
+    GPU machines keep the number of chips per host.
+    """
     target, names = machine.target, []
     chips = 1
     while chips <= high:

@@ -1,4 +1,4 @@
-"""Pipelines as a part of a layout: which schedules are legal, and what a schedule adds to a step."""
+"""Enumerate the legal pipeline schedules of a layout, and model their cost."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,20 +15,20 @@ from axlearn_core.plugins.request import Request, parse_feature
 from axlearn_core.plugins.resolve import resolve
 
 SCHEDULES = ("gpipe", "interleaved", "1f1b")
-MOST_STAGES = 32
-MOST_MICROBATCHES = 128
+MAX_STAGES = 32
+MAX_MICROBATCHES = 128
 ROUNDS = 2
 
 
 @attrs.frozen(kw_only=True)
 class Pipeline:
-    """A schedule, as the feature `pipeline` takes it.
+    """A pipeline schedule, with the options of the feature `pipeline`.
 
     Attributes:
-        stages: devices on the mesh axis `pipeline`.
-        microbatches: of a step.
-        schedule: of `SCHEDULES`.
-        rounds: chunks of layers for each stage, where the schedule is interleaved.
+        stages: Size of the mesh axis `pipeline`.
+        microbatches: Microbatches per step.
+        schedule: One of `SCHEDULES`.
+        rounds: Chunks of layers per stage. Only interleaved schedules have more than one.
     """
 
     stages: int
@@ -38,33 +38,33 @@ class Pipeline:
 
     @property
     def feature(self) -> str:
-        """The option of `--with`."""
+        """Value of `--with`."""
         rounds = f",rounds={self.rounds}" if self.schedule == "interleaved" else ""
         return f"pipeline:microbatches={self.microbatches},schedule={self.schedule}{rounds}"
 
     @property
     def chunks(self) -> int:
-        """Chunks of layers of all stages together."""
+        """Number of chunks of layers on all stages."""
         return self.stages * self.rounds
 
     @property
     def ticks(self) -> int:
-        """How long one pass takes, in times that one chunk takes for one microbatch."""
+        """Length of one pass, in units of the time of one chunk for one microbatch."""
         return self.rounds * self.microbatches + self.stages - 1
 
     @property
     def stretch(self) -> float:
-        """How many times as long as without idle stages: `ticks` over those with work (Narayanan et al., 2021)."""
+        """Slowdown from idle stages: `ticks` over the ticks with work (Narayanan et al., 2021)."""
         return self.ticks / (self.rounds * self.microbatches)
 
     @property
     def recomputes(self) -> bool:
-        """Whether the layers run once more, from the inputs of stages."""
+        """True if the backward pass recomputes the layers from the inputs of stages."""
         return self.schedule == "1f1b"
 
 
 def schedules(request: Request) -> tuple[str, ...]:
-    """The schedules that a request can be given: those with which it resolves, and passes the checks that it passes now."""
+    """Return the schedules that resolve with a request and add no new config problems."""
     if "pipeline" not in registry().claims["features"]:
         return ()
     base_paths = _problem_paths(request)
@@ -80,7 +80,7 @@ def schedules(request: Request) -> tuple[str, ...]:
 
 
 def _problem_paths(request: Request) -> set[str]:
-    """The paths that the config's checks report, such as those of data that are not here."""
+    """Return the config paths with problems, such as missing data."""
     resolved = resolve(request)
     try:
         resolved.checked()
@@ -90,13 +90,13 @@ def _problem_paths(request: Request) -> set[str]:
 
 
 def with_pipeline(request: Request, pipeline: Pipeline) -> Request:
-    """A request with another schedule."""
+    """Return the request with another schedule."""
     features = tuple(f for f in request.features if f.name != "pipeline")
     return attrs.evolve(request, features=(*features, parse_feature(pipeline.feature)))
 
 
 def layer_counts(program: Program) -> set[int]:
-    """The sizes of the stacks of layers."""
+    """Return the numbers of layers of all stacks."""
     trained = program.trained
     return {
         size
@@ -107,7 +107,7 @@ def layer_counts(program: Program) -> set[int]:
 
 
 def pipeline_of(config: Node[Any], stages: int) -> Pipeline | None:
-    """The schedule that a config has; None on one stage, and where it has none."""
+    """Return the schedule of a config. Return None if there is one stage or no schedule."""
     for _, part in walk(config):
         fields = children(part)
         schedule, count = fields.get("schedule"), fields.get("microbatches")
@@ -120,25 +120,25 @@ def pipeline_of(config: Node[Any], stages: int) -> Pipeline | None:
 def pipelines(
     shape: Mapping[str, int], rows: int, shards: int, layers: set[int], names: Sequence[str]
 ) -> Iterator[Pipeline]:
-    """The schedules of a mesh: every stage has equally many layers, and every device a row of each microbatch.
+    """Yield the schedules of a mesh with equally many layers per stage and a row of each microbatch per device.
 
-    There are at least twice as many microbatches as stages: with fewer, stages are idle for more than a third of the time.
+    There are at least twice as many microbatches as stages. With fewer, stages are idle for more than a third of the time.
 
     Args:
-        shape: of the mesh.
-        rows: of a step's batch.
-        shards: over how many devices the rows are split.
-        layers: the sizes of the stacks of layers.
-        names: of the schedules.
+        shape: Shape of the mesh.
+        rows: Rows per step.
+        shards: Number of devices that the rows are sharded over.
+        layers: Numbers of layers of all stacks.
+        names: Names of the schedules.
     """
     stages = shape.get("pipeline", 1)
-    if stages == 1 or stages > MOST_STAGES or not layers:
+    if stages == 1 or stages > MAX_STAGES or not layers:
         return
     for name in names:
         rounds = ROUNDS if name == "interleaved" else 1
         if any(count % (stages * rounds) for count in layers):
             continue
         count = 2 * stages if rounds > 1 else 2 ** math.ceil(math.log2(2 * stages))
-        while count <= MOST_MICROBATCHES and rows % (count * shards) == 0:
+        while count <= MAX_MICROBATCHES and rows % (count * shards) == 0:
             yield Pipeline(stages=stages, microbatches=count, schedule=name, rounds=rounds)
             count *= 2

@@ -1,4 +1,4 @@
-"""The result of a search as a table, as JSON, as a picture, as a page, and its best layout as a file."""
+"""Report the result of a search as a table, JSON, a plot or an HTML page, and write its best layout to a file."""
 
 import html
 import shlex
@@ -18,13 +18,13 @@ COLUMNS = ("", "step", "memory", "estimated", "tokens/s/chip", "target", "layout
 
 
 def marks(row: Row, result: Result) -> str:
-    """`*` on the Pareto front, `shipped` for the layout as it ships."""
+    """Return `*` for a row on the Pareto front, and `shipped` for the shipped layout."""
     labels = ["*"] if row in result.front else []
     return " ".join([*labels, *(["shipped"] if row.choice.shipped else [])])
 
 
 def cells(row: Row, result: Result) -> tuple[str, ...]:
-    """A row of the table."""
+    """Format a row of the table."""
     error = row.memory_error
     tokens, chips = row.ranked.tokens, row.ranked.machine.chips
     rate = tokens / row.seconds / chips if tokens else None
@@ -37,39 +37,39 @@ def cells(row: Row, result: Result) -> tuple[str, ...]:
         + (f" ({100 * error:+.0f}%)" if error is not None else ""),
         "?" if rate is None else f"{rate:,.0f}",
         row.ranked.machine.name,
-        shlex.join(row.choice.words) or "as it ships",
+        shlex.join(row.choice.words) or "as shipped",
     )
 
 
 def text(request: Request, result: Result) -> str:
-    """The table and what stands behind it."""
+    """Format the table, the notes and the command of the best layout."""
     table = [COLUMNS, *(cells(r, result) for r in result.rows)]
     widths = [max(len(line[i]) for line in table) for i in range(len(COLUMNS))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table]
     lines += ["", *notes(result)]
     if result.rows:
-        lines += ["", "the best:", f"  axlearn plan {shlex.join(plan_words(request, result.rows[0].ranked))}"]
+        lines += ["", "best layout:", f"  axlearn plan {shlex.join(plan_words(request, result.rows[0].ranked))}"]
     return "\n".join(lines)
 
 
 def notes(result: Result) -> list[str]:
-    """What was ranked, pruned and compiled, and how far formulas and compiler are apart."""
+    """Return notes on the ranked, pruned and compiled layouts, and on the errors of the estimates."""
     errors = [abs(r.memory_error) for r in result.rows if r.memory_error is not None]
     lines = [
-        f"{result.ranked:,} legal layouts, {result.left_out:,} left out by memory; {len(result.rows)} compiled; "
+        f"{result.ranked:,} legal layouts, {result.left_out:,} pruned by memory, {len(result.rows)} compiled; "
         f"ended because {result.ended}",
-        f"memory estimated within {share(max(errors))} of the compiled figures here; layouts are left out beyond "
-        f"{share(result.bound)} over the device's memory"
+        f"memory estimates are within {share(max(errors))} of the compiled figures; layouts are pruned if they exceed "
+        f"the device's memory by {share(result.bound)}"
         if errors
         else "",
-        "* no other is better in both time and memory. Steps are predicted (docs/plan.md), memory is the compiler's",
+        "* Pareto front of time and memory. Times are predictions (docs/plan.md), memory is from the compiler",
     ]
     lines += [f"not compiled: {words}: {why}" for words, why in result.failures]
     return [line for line in lines if line]
 
 
 def layout_json(row: Row, result: Result) -> dict[str, Any]:
-    """A row for `--json`. Bytes are of one chip."""
+    """Return a row as a JSON object. Bytes are per chip."""
     per_chip = row.ranked.machine.target.devices_per_chip
     return {
         "target": row.ranked.machine.name,
@@ -88,7 +88,7 @@ def layout_json(row: Row, result: Result) -> dict[str, Any]:
 
 
 def as_json(request: Request, result: Result) -> dict[str, Any]:
-    """The result as one object, the best layout first."""
+    """Return the result as one JSON object, best layout first."""
     return {
         "name": str(request.experiment),
         "layouts": [layout_json(r, result) for r in result.rows],
@@ -101,17 +101,17 @@ def as_json(request: Request, result: Result) -> dict[str, Any]:
 
 
 def require_matplotlib(option: str) -> None:
-    """Raises `RequestError` where matplotlib is not installed."""
+    """Raise `RequestError` if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise RequestError(
-            f"{option} draws with matplotlib, which is not installed\n    fix: pip install 'axlearn-plugins-plan[plot]'"
+            f"{option} needs matplotlib, which is not installed\n    fix: pip install 'axlearn-plugins-plan[plot]'"
         ) from None
 
 
 def draw(result: Result, path: Path) -> None:
-    """Memory against step time of everything that was compiled, the front as a line."""
+    """Plot memory against step time for all compiled layouts, with the Pareto front as a line."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -128,17 +128,17 @@ def draw(result: Result, path: Path) -> None:
     shipped = [r for r in result.rows if r.choice.shipped]
     axes.scatter(
         [r.seconds for r in shipped], [r.bytes / gib for r in shipped],
-        s=90, facecolors="none", edgecolors="black", label="as it ships",
+        s=90, facecolors="none", edgecolors="black", label="as shipped",
     )  # fmt: skip
-    axes.set_xlabel("predicted seconds of a step")
-    axes.set_ylabel("GiB of a device, compiled")
+    axes.set_xlabel("predicted seconds per step")
+    axes.set_ylabel("GiB per device, compiled")
     axes.legend()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
 
 def page(request: Request, result: Result) -> str:
-    """The table and the picture as one HTML page without anything outside of it."""
+    """Return the table and the plot as one self-contained HTML page."""
     head = "".join(f"<th>{html.escape(c)}</th>" for c in COLUMNS)
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in cells(r, result)) + "</tr>" for r in result.rows
@@ -161,7 +161,7 @@ STYLE = (
 
 
 def picture(result: Result, width: int = 760, height: int = 380) -> str:
-    """Memory against step time as SVG; the line is the front, the ring the layout as it ships."""
+    """Plot memory against step time as SVG. The line is the Pareto front, the ring is the shipped layout."""
     if not result.rows:
         return ""
     left, right, top, bottom = 64, width - 40, 24, height - 52
@@ -181,7 +181,7 @@ def picture(result: Result, width: int = 760, height: int = 380) -> str:
         fill = "none" if row.choice.shipped else "#1f6feb"
         radius = 8 if row.choice.shipped else 4
         label = html.escape(
-            f"{seconds(row.seconds)}, {size(row.bytes)}: {shlex.join(row.choice.words) or 'as it ships'}"
+            f"{seconds(row.seconds)}, {size(row.bytes)}: {shlex.join(row.choice.words) or 'as shipped'}"
         )
         dots += f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{fill}" stroke="#333"><title>{label}</title></circle>'
     return (
@@ -192,18 +192,18 @@ def picture(result: Result, width: int = 760, height: int = 380) -> str:
 
 
 def _axis_labels(xs: Sequence[float], ys: Sequence[float], left: int, right: int, top: int, bottom: int) -> str:
-    """The ends of both axes, each once where they are one, and what the axes are."""
+    """Return the SVG labels of both axes: their names and their limits, or one value if the limits are equal."""
     labels = [(left + 16, bottom + 18, "middle", seconds(min(xs))), (left - 8, bottom - 12, "end", f"{min(ys):.1f}")]
     labels += [(right, bottom + 18, "middle", seconds(max(xs)))] if max(xs) > min(xs) else []
     labels += [(left - 8, top + 4, "end", f"{max(ys):.1f}")] if max(ys) > min(ys) else []
-    labels += [((left + right) // 2, bottom + 40, "middle", "predicted time of a step")]
+    labels += [((left + right) // 2, bottom + 40, "middle", "predicted time per step")]
     texts = "".join(f'<text x="{x}" y="{y}" text-anchor="{anchor}">{text}</text>' for x, y, anchor, text in labels)
     middle = (top + bottom) // 2
-    return f'{texts}<text transform="translate(14,{middle}) rotate(-90)" text-anchor="middle">GiB of a device</text>'
+    return f'{texts}<text transform="translate(14,{middle}) rotate(-90)" text-anchor="middle">GiB per device</text>'
 
 
 def write_layout(request: Request, row: Row, path: Path) -> None:
-    """The layout as a file for `axlearn train --layout`. The request's own options stay on the command line."""
+    """Write a layout file for `axlearn train --layout`. The request's own options stay on the command line."""
     resolved = resolve(resolved_request(request, row.ranked))
     varies = [path for path in ("input.batch_size", "learner") if _varies(row, path)]
     LayoutFile(

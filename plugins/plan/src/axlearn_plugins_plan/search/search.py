@@ -1,4 +1,4 @@
-"""The search: formulas rank every legal layout, the compiler has the last word on the best."""
+"""Rank every legal layout with formulas, and compile the best ones."""
 
 import itertools
 import statistics
@@ -10,12 +10,12 @@ from axlearn_core.errors import RequestError
 from axlearn_core.plugins.request import Request
 from axlearn_plugins_plan.search.compiled import TIMEOUT, Cache, Clock, Compiled, compile_layouts
 from axlearn_plugins_plan.search.figures import Coefficients
-from axlearn_plugins_plan.search.rank import Ranked, Space, order
+from axlearn_plugins_plan.search.rank import Ranked, Space, sort_key
 from axlearn_plugins_plan.search.space import Choice
 
 CHUNK = 2
-"""Layouts that are compiled before the rest are looked at again with the errors seen so far."""
-MOST = 12
+"""Number of layouts to compile before the candidates are selected again with the latest errors."""
+MAX_COMPILED = 12
 
 
 @attrs.frozen(kw_only=True)
@@ -23,8 +23,8 @@ class Row:
     """A layout of the result.
 
     Attributes:
-        ranked: the layout and its estimate.
-        compiled: its plan; None where it was only estimated.
+        ranked: The layout and its estimate.
+        compiled: The plan of the layout. None if the layout was only estimated.
     """
 
     ranked: Ranked
@@ -37,37 +37,37 @@ class Row:
 
     @property
     def seconds(self) -> float:
-        """Of a step, by the compiled figures where there are some."""
+        """Seconds per step, from the compiled figures if known, else from the estimate."""
         return self.ranked.seconds if self.compiled is None or self.compiled.seconds is None else self.compiled.seconds
 
     @property
     def row_seconds(self) -> float:
-        """Of a row of the batch, which compares layouts of several batches."""
+        """Seconds per row of the batch, which compares layouts with different batch sizes."""
         return self.seconds / max(self.ranked.rows, 1)
 
     @property
     def bytes(self) -> float:
-        """Of one device, likewise."""
+        """Bytes per device, from the compiled figures if known, else from the estimate."""
         return self.ranked.estimate.total if self.compiled is None else self.compiled.bytes
 
     @property
     def memory_error(self) -> float | None:
-        """Estimated over compiled bytes, less 1."""
+        """Relative error of the estimated memory, or None if the layout was not compiled."""
         return None if self.compiled is None else self.ranked.estimate.total / self.compiled.bytes - 1
 
 
 @attrs.frozen(kw_only=True)
 class Result:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        rows: what was compiled and fits, the best first, the layout as it ships among them whether it fits or not.
-        front: of `rows`, those that none is better than in both time and memory.
-        ranked: how many layouts were legal.
-        left_out: how many were pruned because their estimated memory is too large by more than the error bound.
-        bound: that bound: the greatest relative error of the estimate among what was compiled, or that of the platform.
-        failures: words of a layout -> why it was not compiled.
-        ended: why the search ended.
+        rows: Compiled layouts that fit, best first, and the shipped layout even if it does not fit.
+        front: The rows on the Pareto front of time and memory.
+        ranked: Number of legal layouts.
+        left_out: Number of layouts pruned because their estimated memory exceeds the device's by more than `bound`.
+        bound: The largest relative error of the memory estimate among the compiled layouts, but at least the platform's error.
+        failures: Pairs of a layout's options and the reason why it was not compiled.
+        ended: Reason for the end of the search.
     """
 
     rows: tuple[Row, ...]
@@ -84,13 +84,21 @@ def search(
     spaces: Sequence[Space],
     cache: Cache,
     clock: Clock,
-    most: int = MOST,
+    most: int = MAX_COMPILED,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Result:
-    """Ranks the layouts of all spaces and compiles the best of them within the budget.
+    """Rank the layouts of all spaces, and compile the best within the budget.
+
+    Args:
+        request: The request for one experiment.
+        spaces: One space of layouts per machine.
+        cache: Cache of compiled plans.
+        clock: Time budget of the search.
+        most: Maximum number of compiled layouts, in addition to the shipped layouts.
+        progress: Called with a line of text for each stage.
 
     Raises:
-        RequestError: no layout is legal, or the budget is too small for one compilation.
+        RequestError: No layout is legal, or the budget is too small for one compilation.
     """
     layouts = [r for space in spaces for r in space.ranked(progress)]
     shipped = [r for r in layouts if r.choice.shipped]
@@ -98,23 +106,23 @@ def search(
     progress(f"{len(layouts):,} layouts ranked; compiling the best, up to {clock.budget / 60:.3g} minutes")
     results: dict[int, Compiled] = {}
     _compile(request, shipped, cache, clock, progress, results)
-    first = [results[id(r)] for r in shipped]
-    if shipped and all(c.error == TIMEOUT for c in first):
+    shipped_results = [results[id(r)] for r in shipped]
+    if shipped and all(c.error == TIMEOUT for c in shipped_results):
         raise RequestError(
             f"the budget is too small to compile one layout\n    got: {clock.budget / 60:.3g} minutes\n"
-            "    fix: give more (--budget MINUTES), or compile it by itself: `axlearn plan` without a search"
+            "    fix: set a larger --budget MINUTES, or compile one layout with `axlearn plan`"
         )
-    rest = [r for r in layouts if not r.choice.shipped]
+    others = [r for r in layouts if not r.choice.shipped]
     ended = f"{most} layouts are compiled"
     while len(results) < most + len(shipped):
-        waiting = candidates(rest, results, layouts, fitted)
-        if not waiting:
+        queue = candidates(others, results, layouts, fitted)
+        if not queue:
             ended = "every layout that may be better is compiled"
             break
         if not clock.allows_another:
             ended = TIMEOUT
             break
-        _compile(request, waiting[:CHUNK], cache, clock, progress, results)
+        _compile(request, queue[:CHUNK], cache, clock, progress, results)
     return _result(layouts, results, fitted, ended)
 
 
@@ -131,7 +139,7 @@ def _compile(
 
 
 def correction(layouts: Sequence[Ranked], results: dict[int, Compiled]) -> float:
-    """Compiled over estimated temporaries, the median of what was compiled so far; 1 before."""
+    """Return the median ratio of compiled to estimated temporaries so far, or 1 if nothing is compiled."""
     ratios = [
         (c.bytes - c.arguments) / r.estimate.temporaries
         for r in layouts
@@ -141,7 +149,7 @@ def correction(layouts: Sequence[Ranked], results: dict[int, Compiled]) -> float
 
 
 def error_bound(layouts: Sequence[Ranked], results: dict[int, Compiled], fitted: dict[str, Coefficients]) -> float:
-    """The greatest relative error of the estimated memory so far, and no less than that of the platform."""
+    """Return the largest relative error of the estimated memory so far, but at least the platform's error."""
     errors = [
         abs(r.estimate.total / c.bytes - 1) for r in layouts if (c := results.get(id(r))) is not None and not c.error
     ]
@@ -149,16 +157,17 @@ def error_bound(layouts: Sequence[Ranked], results: dict[int, Compiled], fitted:
 
 
 def candidates(
-    rest: Sequence[Ranked], results: dict[int, Compiled], layouts: Sequence[Ranked], fitted: dict[str, Coefficients]
+    pending: Sequence[Ranked], results: dict[int, Compiled], layouts: Sequence[Ranked], fitted: dict[str, Coefficients]
 ) -> list[Ranked]:
-    """What to compile next, in order: what may fit, the fastest first, and every third from the estimated front.
+    """Return the layouts to compile next, in order.
 
-    Of layouts that take the same time to a thousandth, only the one of least memory is asked for.
+    Takes layouts that may fit, fastest first. Every third layout comes from the estimated Pareto front. Among layouts whose times
+    agree to a thousandth, only the one with the least memory is compiled.
     """
     bound = error_bound(layouts, results, fitted)
     ratio = correction(layouts, results)
     fits = []
-    for r in rest:
+    for r in pending:
         capacity = r.machine.target.hbm_bytes or float("inf")
         total = r.estimate.arguments + r.estimate.temporaries * ratio
         if id(r) not in results and total <= capacity * (1 + bound):
@@ -169,7 +178,7 @@ def candidates(
 
 
 def _queue(fits: Sequence[Ranked], layouts: Sequence[Ranked], results: dict[int, Compiled]) -> list[Ranked]:
-    """Of one machine."""
+    """Return the candidates on one machine, in the order of `candidates`."""
     measured = {_layout_key(r) for r in layouts if id(r) in results}
     fastest = []
     for r in fits:
@@ -187,14 +196,14 @@ def _queue(fits: Sequence[Ranked], layouts: Sequence[Ranked], results: dict[int,
 
 
 def _layout_key(row: Ranked) -> tuple[str, str]:
-    """Layouts of one machine that differ by less than a thousandth in time are one to the search."""
+    """Return a key that is equal for layouts of one machine whose times agree to a thousandth."""
     return row.machine.name, f"{row.seconds / max(row.rows, 1):.3e}"
 
 
 def _estimated_front(rows: Sequence[Ranked]) -> list[Ranked]:
-    """From the fastest on; each takes at most nine tenths of the memory of the one before."""
+    """Return the estimated Pareto front, fastest first. Each layout needs at least 10% less memory than the one before."""
     front: list[Ranked] = []
-    for row in sorted(rows, key=order):
+    for row in sorted(rows, key=sort_key):
         if not front or row.estimate.total < 0.9 * front[-1].estimate.total:
             front.append(row)
     return front
@@ -204,7 +213,7 @@ def _result(
     layouts: Sequence[Ranked], results: dict[int, Compiled], fitted: dict[str, Coefficients], ended: str
 ) -> Result:
     compiled = [Row(ranked=r, compiled=results[id(r)]) for r in layouts if id(r) in results]
-    failures = [(" ".join(r.choice.words) or "as it ships", r.compiled.error) for r in compiled if r.compiled.error]  # type: ignore[union-attr]
+    failures = [(" ".join(r.choice.words) or "as shipped", r.compiled.error) for r in compiled if r.compiled.error]  # type: ignore[union-attr]
     good = [r for r in compiled if not r.compiled.error]  # type: ignore[union-attr]
     good.sort(key=lambda r: (not r.compiled.fits, r.row_seconds, r.bytes))  # type: ignore[union-attr]
     rows = [r for r in good if r.compiled.fits or r.choice.shipped]  # type: ignore[union-attr]
@@ -222,7 +231,7 @@ def _result(
 
 
 def pareto(rows: Sequence[Row]) -> list[Row]:
-    """The rows that fit and that none is as good as in both time and memory, the fastest first."""
+    """Return the rows that fit and lie on the Pareto front of time and memory, fastest first."""
     front: list[Row] = []
     for row in sorted(rows, key=lambda r: (r.row_seconds, r.bytes)):
         if row.compiled is not None and row.compiled.fits and (not front or row.bytes < front[-1].bytes):

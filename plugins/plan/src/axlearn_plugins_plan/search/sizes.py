@@ -1,38 +1,38 @@
-"""Bytes of one device that the phases of a step's memory are computed from."""
+"""Compute the buffer sizes per device that the memory formulas use."""
 
 import attrs
 
-from axlearn_plugins_plan.search.on_mesh import COMPUTED_ITEMSIZE, MeshFigures, whole_stream
+from axlearn_plugins_plan.search.mesh_figures import COMPUTED_ITEMSIZE, MeshFigures, whole_stream
 from axlearn_plugins_plan.search.pipelines import Pipeline
 from axlearn_plugins_plan.search.trace import StepTrace
 
 
 @attrs.frozen(kw_only=True)
 class Sizes:
-    """Bytes on one device, of one microbatch where it is of activations.
+    """Bytes on one device. Activations are for one microbatch.
 
     Attributes:
-        stream: the residual stream between two layers: x.
-        whole_stream: the same over the whole width and length.
-        kept: what a layer keeps for its backward pass, its input among it: k.
-        everything: what a layer keeps where nothing is computed again.
-        layer: what it computes under a tag.
-        hidden: of that the largest between the products of a feed-forward network.
-        heads: of that the largest with heads of attention.
-        routed: the stream as experts take it, a row for each that is chosen; 0 without experts.
-        offloaded: what a layer keeps in the host's memory.
-        layers: parameters of the layers as they are stored: S.
-        rounded: copies of these in the precision that layers compute in; 0 where they are stored in it.
-        shapes: of the layers' parameters one of each shape: Z.
-        largest: the largest of them, of all layers; where it is gathered, it stands there in another layout too.
-        alike: all parameters that are as large.
-        sharded: whether parameters are gathered to compute.
-        rest: all other parameters.
-        gathered: parameters of one layer as they compute.
-        vocabulary: all other parameters, likewise.
-        head: of these the largest, by which the stream becomes logits.
-        logits: of a microbatch.
-        tensor: whether tensor parallelism splits products.
+        stream: Residual stream between two layers (x).
+        whole_stream: Residual stream over the full width, with the length that context parallelism leaves.
+        kept: Activations that a layer saves for its backward pass, including its input (k).
+        everything: Activations that a layer saves without recomputation.
+        layer: Tagged activations of a layer.
+        hidden: Largest tagged activation between the matmuls of a feed-forward network.
+        heads: Largest tagged activation with attention heads.
+        routed: Residual stream with one row per chosen expert. 0 without experts.
+        offloaded: Activations that a layer saves in host memory.
+        layers: Stored parameters of the layers (S).
+        rounded: Copies of these in the compute precision. 0 if they are stored in that precision.
+        shapes: One parameter of the layers for each shape (Z).
+        largest: Largest parameter, over all layers. If it is gathered, there is a second copy in another layout.
+        alike: All parameters as large as `largest`.
+        sharded: Whether parameters are gathered for compute.
+        rest: All other stored parameters.
+        gathered: Gathered parameters of one layer.
+        vocabulary: All other gathered parameters.
+        head: Largest of these, which maps the stream to logits.
+        logits: Logits.
+        tensor: Whether tensor parallelism shards matmuls.
     """
 
     stream: float
@@ -59,12 +59,12 @@ class Sizes:
 
     @property
     def stored(self) -> float:
-        """All parameters, or their gradients."""
+        """All stored parameters. Their gradients have the same size."""
         return self.layers + self.rest
 
 
 def layers_of(trace: StepTrace) -> float:
-    """How many layers the model has, of those that keep something."""
+    """Return the number of layers that save activations."""
     return max((a.layers for a in trace.kept), default=1.0)
 
 
@@ -75,50 +75,50 @@ def sizes_of(
     microbatches: int,
     pipeline: Pipeline | None = None,
 ) -> Sizes:
-    """The sizes of a layout.
+    """Compute the sizes of a layout.
 
     Args:
-        figures: of the mesh.
-        trace: of the step on the whole batch.
-        recomputing_nothing: of the same step without rematerialisation.
-        microbatches: of the batch.
-        pipeline: the schedule; None on one stage.
+        figures: Figures of the mesh.
+        trace: Trace of the step on the whole batch.
+        recomputing_nothing: Trace of the same step without rematerialisation.
+        microbatches: Microbatches per step.
+        pipeline: The schedule, or None on one stage.
     """
     count = layers_of(trace)
-    one = count * microbatches
+    divisor = count * microbatches
     activations = trace.kept
     if pipeline is not None and pipeline.rounds > 1 and trace.kept == recomputing_nothing.kept:
-        activations = trace.tagged  # which a chunk keeps where nothing says what to
+        activations = trace.tagged  # a chunk without a policy saves the tagged activations
     elif pipeline is not None and pipeline.rounds > 1 and count > pipeline.chunks:
-        activations = trace.distinct  # JAX rounds only what the chunk as a whole saves
-    # What is repeated is merged where it is saved; what is computed again has it in the layouts of both of its users.
+        activations = trace.distinct  # JAX rounds only the residuals of the whole chunk
+    # Saved duplicates are merged. Recomputed duplicates have one copy in the layout of each user.
     everything = recomputing_nothing.distinct if any(a.repeated for a in trace.kept) else recomputing_nothing.kept
-    of_layers, vocabulary, stored = figures.parameter_bytes
-    of_stack = figures.stacked
-    whole = whole_stream(figures, trace) / microbatches
+    layer_bytes, vocabulary, stored = figures.parameter_bytes
+    stacked = figures.stacked
+    full_stream = whole_stream(figures, trace) / microbatches
     head = max((p.gathered for p in figures.parameters if not p.stacked), default=0.0)
     width = trace.stream[0].shape[-1] if trace.stream else 0
     return Sizes(
-        stream=figures.local(trace.stream) / one,
-        whole_stream=whole,
-        kept=figures.local(activations) / one,
-        everything=figures.local(everything) / one,
-        layer=figures.local(trace.layer) / one,
-        hidden=figures.local(trace.hidden) / one,
-        heads=figures.local(trace.heads) / one,
-        routed=figures.local(trace.routed_stream) / one,
-        offloaded=figures.local(trace.kept, offloaded=True) / one,
-        layers=of_stack.stored,
-        rounded=of_stack.rounded,
-        shapes=of_stack.shapes,
-        largest=of_stack.largest,
-        alike=of_stack.alike,
-        sharded=of_stack.sharded,
-        rest=stored - of_stack.stored,
-        gathered=of_layers / (count / (pipeline.stages if pipeline is not None else 1)),
+        stream=figures.local(trace.stream) / divisor,
+        whole_stream=full_stream,
+        kept=figures.local(activations) / divisor,
+        everything=figures.local(everything) / divisor,
+        layer=figures.local(trace.layer) / divisor,
+        hidden=figures.local(trace.hidden) / divisor,
+        heads=figures.local(trace.heads) / divisor,
+        routed=figures.local(trace.routed_stream) / divisor,
+        offloaded=figures.local(trace.kept, offloaded=True) / divisor,
+        layers=stacked.stored,
+        rounded=stacked.rounded,
+        shapes=stacked.shapes,
+        largest=stacked.largest,
+        alike=stacked.alike,
+        sharded=stacked.sharded,
+        rest=stored - stacked.stored,
+        gathered=layer_bytes / (count / (pipeline.stages if pipeline is not None else 1)),
         vocabulary=vocabulary,
         head=head,
-        # (tokens, width) times (width, vocabulary), both of which have this itemsize, as their product has
-        logits=whole * head / (COMPUTED_ITEMSIZE * width**2) if width else 0.0,
+        # (tokens, width) times (width, vocabulary); operands and product have the same itemsize
+        logits=full_stream * head / (COMPUTED_ITEMSIZE * width**2) if width else 0.0,
         tensor=figures.choice.shape.get("tensor", 1) > 1,
     )

@@ -1,4 +1,4 @@
-"""The layouts that are legal on a machine: meshes, what the backward pass keeps, microbatches, where the optimizer's state is."""
+"""Enumerate the legal layouts on a machine: meshes, rematerialisation, microbatches and offloading."""
 
 import itertools
 import json
@@ -19,19 +19,19 @@ from axlearn_core.errors import ConfigError
 from axlearn_plugins_plan.search.pipelines import Pipeline
 from axlearn_plugins_plan.tags import Tag
 
-MOST_MICROBATCHES = 32
+MAX_MICROBATCHES = 32
 VARIED = ("batch", "optimizer-precision")
-"""What changes the mathematics, and is searched only when asked for."""
+"""Parts of a layout that change the mathematics. They are searched only with `--vary`."""
 
 
 @attrs.frozen(kw_only=True)
 class MeshChoice:
-    """A mesh, and how the residual stream lies on it.
+    """A mesh, and the sharding of the residual stream on it.
 
     Attributes:
-        shape: axis -> size, axes of one device left out.
-        stream: mesh axes of the logical axes `activation_embed` and `residual_sequence` where they are not as in the base.
-        requested: whether the request sets the shape, which then is not set a second time.
+        shape: Axis -> size, without axes of size 1.
+        stream: Logical axis (`activation_embed`, `residual_sequence`) -> mesh axes, for rules that differ from the base config.
+        requested: Whether the request already sets the shape, so that the layout must not set it again.
     """
 
     shape: Mapping[str, int]
@@ -41,16 +41,16 @@ class MeshChoice:
 
 @attrs.frozen(kw_only=True)
 class Choice:
-    """One layout, as the words of the command line that make it.
+    """One layout, as changes to the request. None keeps the value of the request.
 
     Attributes:
-        mesh: the mesh; None keeps what the request says.
-        remat: the option of `--with` for rematerialisation; None keeps it.
-        microbatches: of a step; None keeps it.
-        offload_optimizer: whether the optimizer's state waits in the host's memory.
-        batch: rows of a step; None keeps it.
-        optimizer_dtype: of the optimizer's state; None keeps it.
-        pipeline: the schedule of a mesh with stages; None keeps it.
+        mesh: The mesh.
+        remat: Value of `--with` for rematerialisation.
+        microbatches: Microbatches per step.
+        offload_optimizer: Whether the optimizer state is in host memory.
+        batch: Rows per step.
+        optimizer_dtype: Dtype of the optimizer state.
+        pipeline: Pipeline schedule of a mesh with stages.
     """
 
     mesh: MeshChoice | None = None
@@ -63,12 +63,12 @@ class Choice:
 
     @property
     def shipped(self) -> bool:
-        """Whether it is the request as it is, with the mesh rule that ships."""
+        """True if the layout is the unchanged request with its shipped mesh rule."""
         return self == Choice()
 
     @property
     def features(self) -> tuple[str, ...]:
-        """For `--with`."""
+        """Values of `--with`."""
         words = [self.remat] if self.remat is not None else []
         if self.microbatches is not None:
             words.append(f"gradient-accumulation:steps={self.microbatches}")
@@ -82,7 +82,7 @@ class Choice:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """For `--set`."""
+        """Config path -> value, for `--set`."""
         values: dict[str, Any] = {}
         if self.mesh is not None:
             if not self.mesh.requested:
@@ -95,29 +95,29 @@ class Choice:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Of the command line."""
+        """Options for the command line."""
         with_ = [w for text in self.features for w in ("--with", text)]
-        set_ = [w for path, value in self.settings.items() for w in ("--set", f"{path}={written(value)}")]
+        set_ = [w for path, value in self.settings.items() for w in ("--set", f"{path}={format_value(value)}")]
         return (*with_, *set_)
 
 
-def written(value: Any) -> str:
-    """A value as `--set` takes it."""
+def format_value(value: Any) -> str:
+    """Format a value for `--set`."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{k}: {written(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{k}: {format_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):
-        return f"[{', '.join(map(written, value))}]"
+        return f"[{', '.join(map(format_value, value))}]"
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def meshes(program: Program, config: Any, machine: Machine, free: Sequence[str]) -> list[MeshChoice]:
-    """Every mesh of the machine's devices on which all parameters can be laid, in a fixed order.
+    """Return every mesh of the machine's devices that can shard all parameters, in a fixed order.
 
     Args:
-        program: of the config, for the logical axes of its parameters.
-        config: the experiment with its mesh rule; axes that are not free stay as it has them.
-        machine: how many devices there are, in which domains.
-        free: the axes whose sizes may change.
+        program: Program of the config, for the logical axes of its parameters.
+        config: The experiment with its mesh rule, which sets the sizes of all other axes.
+        machine: The machine, with its devices and domains.
+        free: Mesh axes whose sizes may change.
     """
     on_torus = topology_devices(machine) if machine.target.platform == "tpu" else None
     sizes = config.mesh.sizes(machine.devices)
@@ -143,12 +143,12 @@ def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
         yield (number,)
         return
     for first in (n for n in range(1, number + 1) if number % n == 0):
-        for rest in _factors(number // first, count - 1):
-            yield (first, *rest)
+        for tail in _factors(number // first, count - 1):
+            yield (first, *tail)
 
 
 def _crosses(shape: Mapping[str, int], machine: Machine) -> bool:
-    """Whether the outer axes alone go across the slices of a TPU."""
+    """Return whether only outer axes cross the slices of a TPU."""
     if machine.target.platform != "tpu":
         return True
     domains = machine.domains
@@ -158,7 +158,7 @@ def _crosses(shape: Mapping[str, int], machine: Machine) -> bool:
 
 
 def _fits_torus(shape: Mapping[str, int], machine: Machine, devices: Sequence[Any]) -> bool:
-    """Whether the mesh can be laid over the slices of a TPU."""
+    """Return whether JAX can build the mesh on the slices of a TPU."""
     try:
         make_mesh(Mesh(shape=shape), devices, machine.domains)
     except (ConfigError, NotImplementedError, ValueError):
@@ -167,16 +167,19 @@ def _fits_torus(shape: Mapping[str, int], machine: Machine, devices: Sequence[An
 
 
 def _streams(tensor: int, mesh: Mesh) -> list[Mapping[str, tuple[str, ...]]]:
-    """The ways to lay the residual stream: as the base has it, and with tensor parallelism also whole and split by width."""
+    """Return the shardings of the residual stream to try.
+
+    These are the base config's, and with tensor parallelism also the alternative: replicated, or sharded by width.
+    """
     if tensor == 1:
         return [{}]
-    by_width = "tensor" in mesh.rules.get("activation_embed", ())
-    other = () if by_width else ("tensor",)
-    return [{}, {"activation_embed": other}]
+    sharded = "tensor" in mesh.rules.get("activation_embed", ())
+    alternative = () if sharded else ("tensor",)
+    return [{}, {"activation_embed": alternative}]
 
 
-def laid(mesh: Mesh, shape: Mapping[str, int], stream: Mapping[str, tuple[str, ...]]) -> Layout:
-    """The logical axes on a mesh without devices; raises `ConfigError` where the shape is wrong."""
+def abstract_layout(mesh: Mesh, shape: Mapping[str, int], stream: Mapping[str, tuple[str, ...]]) -> Layout:
+    """Build the layout on a mesh without devices. Raise `ConfigError` if the shape is invalid."""
     config = patch(mesh, {"shape": dict(shape), "rules": {**mesh.rules, **stream}})
     sizes = {a: shape.get(a, 1) for a in MESH_AXES}
     return Layout(jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)), config)
@@ -184,7 +187,7 @@ def laid(mesh: Mesh, shape: Mapping[str, int], stream: Mapping[str, tuple[str, .
 
 def _legal(program: Program, mesh: Mesh, shape: Mapping[str, int], stream: Mapping[str, tuple[str, ...]]) -> bool:
     try:
-        layout = laid(mesh, shape, stream)
+        layout = abstract_layout(mesh, shape, stream)
         axes = {**program.trained.axes, **program.trained.variable_axes}
         for path, array in {**program.trained.abstract, **program.trained.variables}.items():
             layout.spec(axes[path], array.shape, path)
@@ -194,20 +197,21 @@ def _legal(program: Program, mesh: Mesh, shape: Mapping[str, int], stream: Mappi
 
 
 def microbatches(rows: int, shards: int) -> list[int]:
-    """Into how many microbatches so many rows can be cut, each with as many rows for every device."""
-    powers = itertools.takewhile(lambda n: n <= MOST_MICROBATCHES, (2**i for i in itertools.count()))
+    """Return the numbers of microbatches (powers of two) that give each of `shards` devices equally many rows."""
+    powers = itertools.takewhile(lambda n: n <= MAX_MICROBATCHES, (2**i for i in itertools.count()))
     return [n for n in powers if rows % (n * shards) == 0]
 
 
 def remat_options(tags: Sequence[Tag], offload: bool = False) -> list[str]:
-    """Values of `--with` for rematerialisation, from nothing but the inputs of layers to every tag of the list.
+    """Return the values of `--with` for rematerialisation to try.
 
-    Projections that are computed together are kept together. There is each group alone, and the groups one after the other,
-    those first whose bytes save most FLOPs, whole and without one of them. With `offload` whole ones also in the host's
-    memory. Those that keep as much as another and compute more are sorted out by their trace.
+    They range from saving only the inputs of layers to saving every tag in `GROUPS`. Projections that are computed together are
+    saved together. The options are each group alone, the prefixes of the groups sorted by saved FLOPs per byte, and each prefix
+    without one group. With `offload`, each prefix is also offloaded to host memory. The caller drops options that save as much as
+    another option but recompute more.
     """
     sizes = {t.name: (t.flops, max(t.bytes, 1.0)) for t in tags}
-    if "attention_residuals" in sizes:  # what a kernel keeps for its backward pass: the context is among it
+    if "attention_residuals" in sizes:  # the residuals of the attention kernel, which include the context
         sizes.pop("context", None)
     groups = [tuple(t for t in group if t in sizes) for group in GROUPS]
     groups = [g for g in groups if g]
@@ -217,8 +221,8 @@ def remat_options(tags: Sequence[Tag], offload: bool = False) -> list[str]:
 
     groups.sort(key=lambda g: (-worth(g), g))
     chains = [groups[:n] for n in range(1, len(groups) + 1)]
-    sets = [*chains, *([g] for g in groups), *([o for o in chain if o != g] for chain in chains for g in chain)]
-    options = ["remat:policy=full", *(f"remat:save=[{_list_tags(s)}]" for s in sets if s)]
+    subsets = [*chains, *([g] for g in groups), *([o for o in chain if o != g] for chain in chains for g in chain)]
+    options = ["remat:policy=full", *(f"remat:save=[{_list_tags(s)}]" for s in subsets if s)]
     if offload:
         options += [f"remat:offload=[{_list_tags(s)}]" for s in chains]
     return list(dict.fromkeys(options))
@@ -236,4 +240,4 @@ GROUPS = (
     ("mlp_gate", "mlp_up"),
     ("mlp_hidden",),
 )
-"""Activation tags that are worth keeping, and those that only make sense together. (`mlp_out` is needed by nothing.)"""
+"""Groups of activation tags that are worth saving together. The backward pass does not need `mlp_out`."""

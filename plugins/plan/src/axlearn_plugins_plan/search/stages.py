@@ -1,8 +1,8 @@
-"""What a step on pipeline stages takes of memory beside its arguments: what waits for its backward pass, and on GPUs the peak.
+"""Estimate the temporaries of a step on pipeline stages: the saved residuals, and the peak on GPUs.
 
-Written from the schedules as they run (axlearn_plugins_parallelism) and from what XLA keeps alive around their loops. S are the
-float32 parameters of a device's layers, L the layers of a chunk, T the ticks, M the microbatches, P the stages, x the residual
-stream of one microbatch, k what a layer keeps of one microbatch (x among it), Z one of the parameters of each shape.
+The formulas follow the schedules (axlearn_plugins_parallelism) and the buffers that XLA keeps alive around their loops. S denotes
+the float32 parameters of a device's layers, L the layers of a chunk, T the ticks, M the microbatches, P the stages, x the residual
+stream of one microbatch, k the activations that a layer saves for one microbatch (including x), and Z one parameter of each shape.
 """
 
 from collections.abc import Iterator
@@ -11,55 +11,60 @@ from axlearn_plugins_plan.search.pipelines import Pipeline
 from axlearn_plugins_plan.search.sizes import Sizes
 
 
-def waiting(pipeline: Pipeline, sizes: Sizes, chunk: float) -> float:
-    """Bytes that wait for the backward pass of the batch.
+def residual_bytes(pipeline: Pipeline, sizes: Sizes, chunk: float) -> float:
+    """Return the bytes that are saved for the backward pass of the batch.
 
     Args:
-        pipeline: the schedule.
-        sizes: of its microbatches.
-        chunk: layers of a chunk.
+        pipeline: The schedule.
+        sizes: Sizes for one of its microbatches.
+        chunk: Layers per chunk.
     """
     if pipeline.schedule == "1f1b":
-        # Inputs of stages in 2 P - 1 slots and one for what nobody needs; the layers of one microbatch, computed again.
+        # 2 P - 1 slots for the inputs of stages, one slot for unneeded values, and the recomputed layers of one microbatch.
         return 2 * pipeline.stages * sizes.stream + chunk * sizes.kept
     if pipeline.rounds == 1:
         return pipeline.ticks * chunk * sizes.kept
-    # A chunk is rematerialised as a whole: of each tick its input stays, and of its layers what has the tags to save.
+    # A chunk is rematerialised as a whole. Each tick saves its input and the tagged activations of its layers.
     return pipeline.ticks * (sizes.stream + chunk * (sizes.kept - sizes.stream))
 
 
-def terms(pipeline: Pipeline, sizes: Sizes, chunk: float, room: float) -> dict[str, float]:
-    """Name -> bytes of all that is alive at the peak: in the loss, the backward loop, or the embedding's gradient.
+def peak_terms(pipeline: Pipeline, sizes: Sizes, chunk: float, room: float) -> dict[str, float]:
+    """Return name -> bytes of the live buffers at the peak.
 
-    The update is none: XLA changes the state in place.
+    The peak is in the loss, the backward loop, or the gradient of the embedding. The update needs no temporaries because XLA
+    changes the state in place.
 
     Args:
-        pipeline: the schedule.
-        sizes: of its microbatches.
-        chunk: layers of a chunk.
-        room: bytes for temporaries below which XLA keeps zeros in memory instead of computing them where they are needed.
+        pipeline: The schedule.
+        sizes: Sizes for one of its microbatches.
+        chunk: Layers per chunk.
+        room: Bytes available for temporaries. If they fit, XLA keeps zeros in memory instead of computing them on use.
     """
-    residuals = waiting(pipeline, sizes, chunk)
+    residuals = residual_bytes(pipeline, sizes, chunk)
     if pipeline.schedule == "1f1b":
         phases = _one_forward_one_backward(sizes, residuals)
     else:
         phases = [*_after_forward(pipeline, sizes, chunk, residuals, room)]
         if sizes.sharded:
-            # The gradient of the stream is gathered over tensor parallelism, and transposed, for the scatter into the table. Where
-            # the table's width is not split over FSDP, each device scatters into the columns that its part of the stream has.
+            # The gradient of the stream is gathered over the tensor axis and transposed, then scattered into the table. If FSDP
+            # does not shard the table by width, each device scatters into the columns of its own shard instead.
             embedding = 2 * pipeline.microbatches * sizes.whole_stream
             phases.append({"embedding": embedding, "gradients": sizes.layers + sizes.rest})
     return max(phases, key=lambda phase: sum(phase.values()))
 
 
 def _one_forward_one_backward(sizes: Sizes, residuals: float) -> list[dict[str, float]]:
-    """In a layer's backward pass, and between two ticks.
+    """Return the live buffers in a layer's backward pass and between two ticks.
 
-    There are the sums of the gradients, those of the tick, and the zeros where a tick's begin, one of each shape. XLA unrolls the
-    loop by two: both halves have such zeros, and between them stands a copy as large as the gradients.
+    They include the gradient sums, the tick's gradients, and the zeros that a tick's gradients start from, one per shape. XLA
+    unrolls the loop by two. Both halves have zeros, and between them there is a copy of the gradients.
     """
     sums = sizes.layers + sizes.rest
-    inside = {"kept": residuals, "layer": _one_layer(sizes), "gradients": sums + sizes.layers + 2 * sizes.shapes}
+    inside = {
+        "kept": residuals,
+        "layer": _layer_backward_bytes(sizes),
+        "gradients": sums + sizes.layers + 2 * sizes.shapes,
+    }
     between = {"kept": residuals, "sent": 2 * sizes.stream, "gradients": sums + 2 * sizes.layers + 2 * sizes.shapes}
     return [inside, between]
 
@@ -67,34 +72,39 @@ def _one_forward_one_backward(sizes: Sizes, residuals: float) -> list[dict[str, 
 def _after_forward(
     pipeline: Pipeline, sizes: Sizes, chunk: float, residuals: float, room: float
 ) -> Iterator[dict[str, float]]:
-    """In the loss, in a layer's backward pass, and between two ticks, where all microbatches have gone forward before."""
+    """Yield the live buffers in the loss, in a layer's backward pass, and between two ticks.
+
+    This applies to schedules that run all forward passes first.
+    """
     batch = pipeline.microbatches * sizes.stream
-    # Chunks are cut from layers in another order than stages store them: a second float32 copy.
+    # Chunks slice the layers in a different order than stages store them, which needs a second float32 copy.
     copies = sizes.layers if pipeline.rounds > 1 else 0.0
-    # What comes out of the stages, what the loss computes with, and its gradient; the head, with float32 gradients and their sum.
-    # Of an interleaved schedule one more, where tensor parallelism splits it: it is gathered in another layout than it is stored.
+    # `ends` counts the outputs of the stages, the inputs of the loss and their gradient. An interleaved schedule gathers a sharded
+    # stream in a different layout, which needs one more. `head` includes float32 gradients and their sum.
     ends = 4 if pipeline.rounds > 1 and sizes.stream < sizes.whole_stream else 3
     yield {"kept": residuals, "ends": ends * batch, "head": 2.5 * sizes.vocabulary, "copies": copies}
-    # The gradients of what comes in and goes out of the stages, and of the head. What a tick needs is cut out of what all keep.
+    # The gradients of the inputs and outputs of the stages, and of the head. A tick slices its activations from the saved ones.
     loop = {"kept": residuals, "ends": 2 * batch, "head": sizes.rest / 4, "tick": chunk * sizes.kept, "copies": copies}
-    room_left = 2 * residuals < room  # XLA counts what a loop fills twice
-    # Between two ticks the outputs' gradients are copied, as a tick reads and changes them.
+    room_left = 2 * residuals < room  # XLA counts the buffers that a loop fills twice
+    # The gradients of the outputs are copied between two ticks because a tick reads and changes them.
     yield loop | _between_ticks(pipeline, sizes, chunk, room_left) | {"ends": 3 * batch}
-    if pipeline.rounds == 1:  # the sums, those of the tick, and where there is room the next tick's zeros
-        yield loop | {"layer": _one_layer(sizes), "gradients": (2 + float(room_left)) * sizes.layers}
+    if pipeline.rounds == 1:  # the sums, the gradients of the tick and, if there is room, the zeros of the next tick
+        yield loop | {"layer": _layer_backward_bytes(sizes), "gradients": (2 + float(room_left)) * sizes.layers}
         return
-    # The layers of a chunk run without rematerialisation of their own: all that they compute is there together. Beside the sums
-    # are the chunk's weights in bfloat16, and its gradients: where it is one layer, these go straight into the sums.
+    # The layers inside a chunk are not rematerialised separately, so all their activations are live together. In addition to the
+    # sums there are the chunk's bfloat16 weights and its gradients. For a chunk of one layer, the gradients go straight into the
+    # sums.
     chunk_share = (0.5 if chunk == 1 else 1.5) / pipeline.rounds
-    layer = _products(sizes) if chunk == 1 else _one_layer(sizes)
+    layer = _matmul_bytes(sizes) if chunk == 1 else _layer_backward_bytes(sizes)
     yield loop | {"tick": chunk * sizes.everything, "layer": layer, "gradients": (1 + chunk_share) * sizes.layers}
 
 
 def _between_ticks(pipeline: Pipeline, sizes: Sizes, chunk: float, room_left: bool) -> dict[str, float]:
-    """The sums, and zeros where the next tick's gradients begin.
+    """Return the bytes of the gradient sums, and of the zeros that the next tick's gradients start from.
 
-    Where there is room, the next tick's zeros are made early: of all that the layers of an interleaved chunk compute, or beside
-    the gradients of the tick, which are added one by one to new sums. Two layers are no loop: theirs are added as they are made.
+    If there is room, XLA creates the zeros of the next tick early. They cover all activations of an interleaved chunk. In other
+    schedules they coexist with the tick's gradients, which XLA adds to new sums one by one. A chunk of one or two layers is not a
+    loop, so its gradients are added immediately.
     """
     if pipeline.rounds > 1:
         tick = sizes.everything if room_left and chunk > 1 else sizes.kept
@@ -104,14 +114,18 @@ def _between_ticks(pipeline: Pipeline, sizes: Sizes, chunk: float, room_left: bo
     return {"tick": 0.0, "gradients": 3 * sizes.layers + (1 + float(sizes.sharded)) * sizes.largest}
 
 
-def _one_layer(sizes: Sizes) -> float:
-    """The backward pass of one layer, beside what is kept of it; 0.6 and 2 are those of steps without stages (`figures.toml`)."""
-    return 0.6 * sizes.layer + sizes.stream + _products(sizes)
+def _layer_backward_bytes(sizes: Sizes) -> float:
+    """Return the bytes of one layer's backward pass, without its saved activations.
+
+    The factors 0.6 and 2 are the same as without stages (`figures.toml`).
+    """
+    return 0.6 * sizes.layer + sizes.stream + _matmul_bytes(sizes)
 
 
-def _products(sizes: Sizes) -> float:
-    """Weights gathered for this and the next product, and what tensor parallelism gathers and has not scattered yet.
+def _matmul_bytes(sizes: Sizes) -> float:
+    """Return the bytes of the gathered weights of this and the next matmul, and of the buffers of tensor parallelism.
 
-    It gathers the stream's gradients of the two blocks and the input of a product, and has the sums of three products to scatter.
+    Tensor parallelism gathers the stream's gradients of both blocks and the input of a matmul. It also has the sums of three
+    matmuls that are not scattered yet.
     """
     return 2 * sizes.gathered + (6 * sizes.whole_stream if sizes.tensor else 0.0)

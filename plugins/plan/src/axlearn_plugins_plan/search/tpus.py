@@ -1,7 +1,7 @@
-"""What a step on TPUs takes of a device's memory beside its arguments: the most that is alive at one time.
+"""Estimate the peak of the temporaries of a step on TPUs.
 
-Written from the buffers that libtpu 0.0.42 lays out for the layouts of `benchmarks/results/2026-11-26-tpu-memory.md`: how many
-of each size are there when they take most. Where memory is short libtpu makes do with less.
+The formulas count the buffers of each size that libtpu 0.0.42 assigns at the peak, for the layouts of
+`benchmarks/results/2026-11-26-tpu-memory.md`. libtpu uses less memory if memory is short.
 """
 
 from collections.abc import Sequence
@@ -10,75 +10,82 @@ from axlearn_plugins_plan.search.pipelines import Pipeline
 from axlearn_plugins_plan.search.sizes import Sizes
 
 
-def on_one_stage(sizes: Sizes, layers: float, accumulates: bool, learner: float) -> dict[str, float]:
-    """Name -> bytes of all that is alive at the peak of a step without stages: in a layer's backward pass, the loss or the update.
+def single_stage_peak(sizes: Sizes, layers: float, accumulates: bool, learner: float) -> dict[str, float]:
+    """Return name -> bytes of the live buffers at the peak of a step without stages.
+
+    The peak is in a layer's backward pass, the loss or the update.
 
     Args:
-        sizes: of a microbatch.
-        layers: of the model.
-        accumulates: whether gradients are summed over microbatches.
-        learner: bytes of the optimizer's state that come from the host's memory, 0 where they stay on the device.
+        sizes: Sizes for one microbatch.
+        layers: Layers of the model.
+        accumulates: Whether gradients are summed over microbatches.
+        learner: Bytes of the optimizer state that are loaded from host memory. 0 if the state stays on the device.
     """
-    both = {
+    common = {
         "kept": layers * sizes.kept,
         "accumulated": sizes.stored if accumulates else 0.0,
-        "rounded": sizes.rounded,  # before the loop over layers, all at once
+        "rounded": sizes.rounded,  # all copies are made before the loop over layers
     }
-    # The logits' gradients, and the head: gathered, its gradient, and that as it is summed.
-    phases = [both | {"ends": sizes.stream, "head": 3 * sizes.head, "logits": sizes.logits}]
-    backward = both | {"gradients": sizes.layers, "layer": one_layer(sizes)}
-    if learner:  # of which that of the largest parameter comes early
+    # The gradients of the logits, the gathered head, its gradient and the sum of that gradient.
+    phases = [common | {"ends": sizes.stream, "head": 3 * sizes.head, "logits": sizes.logits}]
+    backward = common | {"gradients": sizes.layers, "layer": layer_backward_bytes(sizes)}
+    if learner:  # the state of the largest parameter is loaded early
         backward["optimizer"] = sizes.largest * learner / sizes.stored
         phases.append(_update(sizes, learner))
     return max([*phases, backward], key=lambda phase: sum(phase.values()))
 
 
-def on_stages(pipeline: Pipeline, sizes: Sizes, chunk: float, waiting: float, learner: float = 0.0) -> dict[str, float]:
-    """The same on pipeline stages: in a layer's backward pass, the loss or the update.
+def pipeline_peak(
+    pipeline: Pipeline, sizes: Sizes, chunk: float, residuals: float, learner: float = 0.0
+) -> dict[str, float]:
+    """Return name -> bytes of the live buffers at the peak of a step on pipeline stages.
+
+    The peak is in a layer's backward pass, the loss or the update.
 
     Args:
-        pipeline: the schedule.
-        sizes: of its microbatches.
-        chunk: layers of a chunk.
-        waiting: bytes that wait for the backward pass of the batch.
-        learner: as on one stage.
+        pipeline: The schedule.
+        sizes: Sizes for one of its microbatches.
+        chunk: Layers per chunk.
+        residuals: Bytes that are saved for the backward pass of the batch.
+        learner: See `single_stage_peak`.
     """
-    phases = [*_passes(pipeline, sizes, chunk, waiting), *([_update(sizes, learner)] if learner else ())]
+    phases = [*_passes(pipeline, sizes, chunk, residuals), *([_update(sizes, learner)] if learner else ())]
     return max(phases, key=lambda phase: sum(phase.values()))
 
 
 def _update(sizes: Sizes, learner: float) -> dict[str, float]:
-    """All of an offloaded optimizer's state comes, and goes back as it is done.
+    """Return the live buffers during the update with an offloaded optimizer state.
 
-    Of the largest parameters both are there, of the others a part is gone. A state on the device is changed in place.
+    The whole state is loaded and then written back. The largest parameters have both the old and the new state in memory. Part of
+    the state of the other parameters is already written back. A state on the device is updated in place.
     """
     share = sizes.alike / sizes.stored
     return {"gradients": sizes.stored, "optimizer": learner * (2 * share + 1.5 * (1 - share))}
 
 
-def _passes(pipeline: Pipeline, sizes: Sizes, chunk: float, waiting: float) -> Sequence[dict[str, float]]:
-    both = {"kept": waiting, "rounded": sizes.rounded}
-    layer = one_layer(sizes)
-    if pipeline.schedule == "1f1b":  # the sums of the gradients and those of the tick; the loss is a part of a tick
+def _passes(pipeline: Pipeline, sizes: Sizes, chunk: float, residuals: float) -> Sequence[dict[str, float]]:
+    common = {"kept": residuals, "rounded": sizes.rounded}
+    layer = layer_backward_bytes(sizes)
+    if pipeline.schedule == "1f1b":  # the gradient sums and the tick's gradients; the loss is part of a tick
         layer += sizes.stream + 2 * sizes.whole_stream
-        return [both | {"layer": layer, "head": sizes.vocabulary, "gradients": 2 * sizes.layers + sizes.rest}]
-    # The stream of the batch as it goes into the stages and comes out, and the gradients of both; in the loss once more.
+        return [common | {"layer": layer, "head": sizes.vocabulary, "gradients": 2 * sizes.layers + sizes.rest}]
+    # `ends` counts the batch's stream at the inputs and outputs of the stages, the gradients of both, and one more in the loss.
     batch = pipeline.microbatches * sizes.stream
-    loss = both | {"ends": 5 * batch, "head": 2.5 * sizes.vocabulary}
-    loop = both | {"ends": 4 * batch, "layer": layer}
+    loss = common | {"ends": 5 * batch, "head": 2.5 * sizes.vocabulary}
+    loop = common | {"ends": 4 * batch, "layer": layer}
     if pipeline.rounds == 1:
         loop |= {"tick": chunk * sizes.kept, "gradients": 2 * sizes.layers}
-    else:  # the layers of a chunk run without rematerialisation of their own; a tick has the gradients of one chunk
+    else:  # the layers inside a chunk are not rematerialised separately; a tick has the gradients of one chunk
         gradients = (1 + 1 / pipeline.rounds) * sizes.layers
         loop |= {"tick": chunk * sizes.everything, "head": 2 * sizes.vocabulary, "gradients": gradients}
     return [loss, loop]
 
 
-def one_layer(sizes: Sizes) -> float:
-    """The backward pass of one layer, beside what is kept of it.
+def layer_backward_bytes(sizes: Sizes) -> float:
+    """Return the bytes of one layer's backward pass, without its saved activations.
 
-    The stream is there in several places, over the whole width too where tensor parallelism gathers it, and once more for each
-    expert. What comes from the host's memory is there twice: in use, and under way.
+    There are several buffers of the stream, both sharded and gathered over the tensor axis, and more for the routed rows of
+    experts. Offloaded activations need two buffers: one in use, and one in transfer.
     """
     streams = 4 * sizes.whole_stream + 1.5 * sizes.stream + 3 * sizes.routed
     return streams + 3 * sizes.hidden + 0.5 * sizes.heads + sizes.gathered + 2 * sizes.offloaded

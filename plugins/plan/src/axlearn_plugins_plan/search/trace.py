@@ -1,4 +1,4 @@
-"""One training step traced without devices: its FLOPs, and what its backward pass keeps of each layer."""
+"""Trace one training step without devices: its FLOPs, and the activations that each layer saves."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,20 +25,20 @@ ROUTED = ("batch", "activation_embed")
 ROUTED_HIDDEN = ("batch", "activation_mlp")
 STATISTICS = ("batch", "activation_heads", "sequence")
 UNCHANGED = ("name", "sharding_constraint", "reduce_precision")
-"""Primitives that do not change the numbers, but for how JAX rounds what it saves to the precision that it has."""
+"""Primitives that do not change the values, except that JAX rounds saved values to their own precision."""
 
 
 @attrs.frozen(kw_only=True)
 class Activation:
-    """An array of one layer that has the batch as its first dimension.
+    """An array of one layer, with the batch as its first dimension.
 
     Attributes:
-        shape: of the whole batch, on all devices together.
-        itemsize: bytes of a number.
-        axes: one logical axis for each dimension.
-        layers: how many layers have one.
-        offloaded: whether it waits in the host's memory.
-        repeated: whether another one has the same numbers: a kernel's result, and what has a tag after it.
+        shape: Global shape for the whole batch.
+        itemsize: Bytes per element.
+        axes: Logical axis of each dimension.
+        layers: Number of layers with this activation.
+        offloaded: Whether it is in host memory.
+        repeated: Whether another activation has the same values, such as a kernel's result and its tagged copy.
     """
 
     shape: tuple[int, ...]
@@ -51,13 +51,13 @@ class Activation:
 
 @attrs.frozen(kw_only=True, slots=False)
 class StepTrace:
-    """What a training step does on any mesh.
+    """The work and the activations of a training step, independent of the mesh.
 
     Attributes:
-        executed: dtype -> FLOPs of all devices, recomputation included.
-        kept: what the forward pass leaves for the backward pass, of the whole batch.
-        layer: what a layer computes under a tag.
-        routed: the rows that a layer's experts take and give, one of each width; empty without experts.
+        executed: dtype -> FLOPs on all devices, including recomputation.
+        kept: Activations that the forward pass saves for the backward pass, for the whole batch.
+        layer: Tagged activations of a layer.
+        routed: Input and output rows of a layer's experts, one activation per width. Empty without experts.
     """
 
     executed: Mapping[str, float]
@@ -66,60 +66,60 @@ class StepTrace:
     routed: tuple[Activation, ...] = ()
 
     def scaled(self, factor: float) -> "StepTrace":
-        """The same of a batch of so many times the rows."""
+        """Return the trace for a batch with `factor` times as many rows."""
         if factor == 1:
             return self
 
-        def more(activations: tuple[Activation, ...]) -> tuple[Activation, ...]:
+        def scale(activations: tuple[Activation, ...]) -> tuple[Activation, ...]:
             return tuple(attrs.evolve(a, shape=(round(a.shape[0] * factor), *a.shape[1:])) for a in activations)
 
         executed = {dtype: flops * factor for dtype, flops in self.executed.items()}
-        activations = {"kept": more(self.kept), "layer": more(self.layer), "routed": more(self.routed)}
+        activations = {"kept": scale(self.kept), "layer": scale(self.layer), "routed": scale(self.routed)}
         return attrs.evolve(self, executed=executed, **activations)
 
     @property
     def grouped(self) -> bool:
-        """Whether it has products of groups of rows (experts)."""
+        """True if the step has grouped matmuls (experts)."""
         return bool(self.routed)
 
     @cached_property
     def stream(self) -> tuple[Activation, ...]:
-        """The residual stream, as it comes into each layer; empty where no layer keeps it on the device."""
+        """Residual stream at the input of each layer. Empty if no layer saves it on the device."""
         return tuple(a for a in self.kept if a.axes == STREAM and not a.offloaded)[:1]
 
     @cached_property
     def distinct(self) -> tuple[Activation, ...]:
-        """What is kept, without what is repeated: as XLA keeps it where JAX does not round what a policy saves."""
+        """Saved activations without repeated ones. XLA merges these if JAX does not round the saved values."""
         return tuple(a for a in self.kept if not a.repeated)
 
     @cached_property
     def tagged(self) -> tuple[Activation, ...]:
-        """The residual stream, and all that has a tag."""
+        """The residual stream and all tagged activations."""
         return (*self.stream, *self.layer)
 
     @cached_property
     def hidden(self) -> tuple[Activation, ...]:
-        """The largest between the products of a layer's feed-forward network; empty where nothing there is known."""
+        """Largest activation between the matmuls of a layer's feed-forward network. Empty if no activation matches."""
         return _largest(a for a in (*self.layer, *self.routed) if a.axes in (HIDDEN, ROUTED_HIDDEN))
 
     @cached_property
     def heads(self) -> tuple[Activation, ...]:
-        """The largest with heads of attention, likewise."""
+        """Largest activation with attention heads. Empty if no activation matches."""
         return _largest(a for a in self.layer if a.axes == HEADS)
 
     @cached_property
     def routed_stream(self) -> tuple[Activation, ...]:
-        """The rows of the residual stream as experts take them, one for each that is chosen; empty without experts."""
+        """Residual stream at the input of experts, with one row per chosen expert. Empty without experts."""
         return tuple(a for a in self.routed if a.axes == ROUTED)
 
     @property
     def flops(self) -> float:
-        """Of all dtypes."""
+        """FLOPs of all dtypes."""
         return sum(self.executed.values())
 
 
-def alone(config: Node[Any]) -> Node[Any]:
-    """The config for one device, whole batches and a loop over layers, whose trace shows what each layer keeps."""
+def single_device_config(config: Node[Any]) -> Node[Any]:
+    """Return the config for one device without microbatches, with a scan over layers that exposes the saved activations."""
     edits: dict[str, Any] = {"mesh.shape": {"fsdp": 1}}
     if accumulate_steps(config) != 1:
         edits["learner.accumulate_steps"] = 1
@@ -129,14 +129,17 @@ def alone(config: Node[Any]) -> Node[Any]:
     return patch(config, edits)
 
 
-def program_alone(config: Node[Any], machine: Machine) -> Program:
-    """The program of `alone` with the kernels of the machine. Its one device is the CPU, since it is traced and never run."""
-    one = attrs.evolve(machine, chips=1, domains=1, chips_per_host=1)
-    return compose(alone(config), jax.devices("cpu")[:1], machine=one)  # type: ignore[arg-type]
+def single_device_program(config: Node[Any], machine: Machine) -> Program:
+    """Compose the single-device config with the kernels of the machine.
+
+    The device is a CPU because the program is only traced.
+    """
+    single = attrs.evolve(machine, chips=1, domains=1, chips_per_host=1)
+    return compose(single_device_config(config), jax.devices("cpu")[:1], machine=single)  # type: ignore[arg-type]
 
 
 def trace_step(program: Program, batch: Mapping[str, Any]) -> StepTrace:
-    """Traces the training step of a program on one device."""
+    """Trace the training step of a program on one device."""
     selection = ScopedSelection(platform=program.platform, target=program.selection("train").target)
     with program.tracing("train", selection):
         step = program.function("train").call
@@ -150,7 +153,7 @@ def trace_step(program: Program, batch: Mapping[str, Any]) -> StepTrace:
     layer: list[Activation] = []
     for scan, times in _stacks(jaxpr, 1.0):
         body = scan.params["jaxpr"].jaxpr
-        # What is stacked has one more axis outside than in the body; JAX's name for their number differs by version.
+        # Stacked outputs have one more axis outside of the body. JAX's name for the number of carries varies by version.
         carries = sum(o.aval.ndim == b.aval.ndim for o, b in zip(scan.outvars, body.outvars, strict=True))
         carried = [v.aval.shape for v in body.outvars[:carries] if v.aval.ndim == 3]
         length, width = (max((shape[axis] for shape in carried), default=0) for axis in (1, 2))
@@ -163,7 +166,7 @@ def trace_step(program: Program, batch: Mapping[str, Any]) -> StepTrace:
 
 
 def _routed(products: Sequence[Any], saved: Sequence[Activation]) -> Iterator[Activation]:
-    """One activation for each width of the rows of products by groups."""
+    """Yield one activation for each row width of the grouped matmuls."""
     widths = {a.shape[-1] for a in saved if a.axes == STREAM}
     layers = max((a.layers for a in saved), default=1.0)
     shapes = {
@@ -175,12 +178,12 @@ def _routed(products: Sequence[Any], saved: Sequence[Activation]) -> Iterator[Ac
 
 
 def _largest(activations: Iterable[Activation]) -> tuple[Activation, ...]:
-    """The one of most bytes; empty where there is none."""
+    """Return the activation with the most bytes, as a tuple. Empty if no activation matches."""
     return tuple(sorted(activations, key=lambda a: math.prod(a.shape) * a.itemsize)[-1:])
 
 
 def _stacks(jaxpr: Any, times: float) -> Iterator[tuple[Any, float]]:
-    """The forward loops over layers, which have tags in them, and how often each runs."""
+    """Yield the forward scans over layers (recognised by their tags) with their number of executions."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan" and not equation.params["reverse"]:
             body = equation.params["jaxpr"].jaxpr
@@ -203,7 +206,7 @@ def _names(jaxpr: Any) -> Iterator[Any]:
 
 
 def repeated_outputs(stacked: Sequence[Any], equations: Sequence[Any]) -> set[Any]:
-    """Of what the body of a loop stacks, that which has the numbers of something before it in the stack."""
+    """Return the stacked outputs of a loop body that repeat the values of an earlier output."""
     unchanged = {e.outvars[0]: e.invars[0] for e in equations if e.primitive.name in UNCHANGED}
     origins, repeated = set(), set()
     for variable in stacked:
@@ -236,12 +239,12 @@ def _activations(
 
 
 def logical_axes(shape: Sequence[int], length: int, width: int) -> tuple[str | None, ...]:
-    """The logical axes of an activation by its shape, where nothing names them.
+    """Guess the logical axes of an activation from its shape.
 
     Args:
-        shape: batch first.
-        length: of the sequence.
-        width: of the residual stream.
+        shape: Shape with the batch first.
+        length: Length of the sequence.
+        width: Width of the residual stream.
     """
     if len(shape) == 4:
         return HEADS
@@ -252,6 +255,6 @@ def logical_axes(shape: Sequence[int], length: int, width: int) -> tuple[str | N
     return ("batch", *(None,) * (len(shape) - 1))
 
 
-def whole_bytes(activations: Sequence[Activation]) -> float:
-    """Of all layers and all devices."""
+def total_bytes(activations: Sequence[Activation]) -> float:
+    """Return the bytes of activations over all layers and all devices."""
     return sum(math.prod(a.shape) * a.itemsize * a.layers for a in activations)

@@ -1,4 +1,4 @@
-"""The parts of a layout that a request sets itself, which a search keeps."""
+"""Find the parts of a layout that a request already sets. A search does not change them."""
 
 from collections.abc import Sequence
 
@@ -16,14 +16,13 @@ PATHS = {
     "optimizer-precision": "learner.state_dtype",
     "batch": "input.batch_size",
 }
-"""Part of a layout -> the path of its value. Parts that a feature sets have the feature's name; `pipeline` has no path."""
+"""Part of a layout -> config path. Parts that a feature sets have the feature's name. `pipeline` has no path."""
 
 
-def held_parts(request: Request) -> frozenset[str]:
-    """The parts that the command line or the run file sets: by a feature, by `without`, or by a value.
+def fixed_parts(request: Request) -> frozenset[str]:
+    """Return the parts that the command line or the run file sets: by a feature, by `without`, or by a value.
 
-    A layout that set them a second time could not be reproduced beside the request: one feature would get two values, or the
-    request's value would win.
+    A layout must not set them again. Its command line would give one feature two values, or the request's value would win.
     """
     request = with_file(request, registry())
     features = {use.name for use in request.features} | {*request.without}
@@ -34,17 +33,17 @@ def held_parts(request: Request) -> frozenset[str]:
 
 
 def check_varied(vary: Sequence[str], kept_parts: frozenset[str]) -> None:
-    """Raises `RequestError` where `--vary` names a part that the request sets."""
+    """Raise `RequestError` if `--vary` names a part that the request sets."""
     for name in vary:
         if name in kept_parts:
-            source = f"what the request sets ({PATHS[name]}, or the feature {name})"
             raise RequestError(
-                f"--vary {name} and {source} ask for two things\n    fix: leave one of them out",
+                f"--vary {name} conflicts with the request, which sets {PATHS[name]} or the feature {name}\n"
+                "    fix: remove one of them",
             )
 
 
 def _overlap(setting: str, path: str) -> bool:
-    """Whether a setting reaches the path, something above it, or something below it; both may be patterns."""
-    parts, own = path.split("."), setting.split(".")
-    above = any(matches(setting, ".".join(parts[:n])) for n in range(1, len(parts) + 1))
-    return above or any(matches(path, ".".join(own[:n])) for n in range(1, len(own) + 1))
+    """Return whether a setting reaches the path, an ancestor, or a descendant. Both may be patterns."""
+    path_parts, setting_parts = path.split("."), setting.split(".")
+    above = any(matches(setting, ".".join(path_parts[:n])) for n in range(1, len(path_parts) + 1))
+    return above or any(matches(path, ".".join(setting_parts[:n])) for n in range(1, len(setting_parts) + 1))

@@ -1,4 +1,4 @@
-"""What is the same for all layouts on one mesh, of one device: its state, its parameters, and its part of activations."""
+"""Compute figures per device that all layouts on one mesh share: the state, the parameters and the shards of activations."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,17 +11,24 @@ import jax
 from axlearn_core.compose import Program
 from axlearn_core.contracts.experiment import offloads_optimizer
 from axlearn_core.contracts.target import Machine
-from axlearn_plugins_plan.search.space import MeshChoice, laid
+from axlearn_plugins_plan.search.space import MeshChoice, abstract_layout
 from axlearn_plugins_plan.search.trace import Activation, StepTrace
 
 COMPUTED_ITEMSIZE = 2
-"""Bytes of a parameter as it is gathered: layers compute in bfloat16 on every target that has figures."""
+"""Bytes per element of a gathered parameter. Layers compute in bfloat16 on every target that has figures."""
 
 
 @attrs.frozen
 class Parameter:
-    """One parameter on one device: its shape, its bytes as stored, its numbers, over how many devices it is gathered to compute,
-    and whether it has a dimension for the layers."""
+    """One parameter on one device.
+
+    Attributes:
+        shape: Shape of the shard.
+        stored: Bytes of the stored shard.
+        numbers: Elements of the shard.
+        group: Number of devices that it is gathered over for compute.
+        stacked: Whether it has a dimension for the layers.
+    """
 
     shape: tuple[int, ...]
     stored: float
@@ -40,12 +47,12 @@ class Stacked:
     """The parameters of the layers on one device, in bytes.
 
     Attributes:
-        stored: all of them.
-        rounded: copies of all in the precision that layers compute in; 0 where they are stored in it.
-        shapes: one of each shape.
-        largest: the largest, of all layers.
-        alike: all that are as large.
-        sharded: whether any is gathered to compute.
+        stored: All stored parameters.
+        rounded: Copies in the compute precision. 0 if the parameters are stored in that precision.
+        shapes: One parameter for each shape.
+        largest: Largest parameter, over all layers.
+        alike: All parameters as large as `largest`.
+        sharded: Whether any parameter is gathered for compute.
     """
 
     stored: float
@@ -58,7 +65,7 @@ class Stacked:
 
 @attrs.define(eq=False, slots=False)
 class MeshFigures:
-    """What is the same for all layouts on one mesh, of one device."""
+    """Figures per device that all layouts on one mesh share."""
 
     program: Program
     config: Any
@@ -69,12 +76,12 @@ class MeshFigures:
     _local: dict[Any, tuple[Any, float]] = attrs.field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
-        self.layout = laid(self.config.mesh, self.choice.shape, self.choice.stream)
+        self.layout = abstract_layout(self.config.mesh, self.choice.shape, self.choice.stream)
         self.rules = self.layout.rules
 
     @cached_property
     def shardings(self) -> dict[str, Any]:
-        """Path -> where a parameter or variable lives."""
+        """Path -> sharding of a parameter or variable."""
         trained = self.program.trained
         axes = {**trained.axes, **trained.variable_axes}
         specs = {**trained.abstract, **trained.variables}
@@ -82,7 +89,7 @@ class MeshFigures:
 
     @cached_property
     def state_bytes(self) -> tuple[float, float]:
-        """(the state without the optimizer's, the optimizer's)."""
+        """(bytes of the state without the optimizer state, bytes of the optimizer state)."""
         trained = self.program.trained
         places = self.layout.place_like(self.program.state, self.shardings, {**trained.abstract, **trained.variables})
         learner = _bytes(self.program.state.learner, places.learner)
@@ -90,19 +97,19 @@ class MeshFigures:
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether the config keeps the optimizer's state in the host's memory."""
+        """True if the config offloads the optimizer state to host memory."""
         return offloads_optimizer(self.config)
 
     @cached_property
     def batch_shards(self) -> int:
-        """Over how many devices the rows are split."""
+        """Number of devices that the rows are sharded over."""
         return self._size(self.rules["batch"])
 
     @cached_property
     def parameters(self) -> list[Parameter]:
         """Every parameter of the model and its objective.
 
-        One is gathered over the axes that split rows too; what tensor parallelism splits stays split.
+        A parameter is gathered over the axes that also shard rows. Dimensions that tensor parallelism shards stay sharded.
         """
         split = set(self.rules["batch"])
         parameters = []
@@ -121,10 +128,11 @@ class MeshFigures:
         return math.prod(self.choice.shape.get(a, 1) for a in axes)
 
     def local(self, activations: Sequence[Activation], offloaded: bool = False) -> float:
-        """Bytes of one device, of all layers."""
+        """Return the bytes of activations on one device, over all layers."""
         key = id(activations), offloaded
         if key not in self._local:
-            self._local[key] = activations, self._local_bytes(activations, offloaded)  # what is held keeps its id
+            # Storing the activations keeps them alive, so that no other object can reuse their id.
+            self._local[key] = activations, self._local_bytes(activations, offloaded)
         return self._local[key][1]
 
     def _local_bytes(self, activations: Sequence[Activation], offloaded: bool) -> float:
@@ -145,7 +153,7 @@ class MeshFigures:
 
     @cached_property
     def gathered(self) -> Mapping[int, float]:
-        """Over how many devices parameters are gathered -> bytes of one device of those, as they are sent."""
+        """Number of devices that parameters are gathered over -> bytes of their shards in the compute precision."""
         by_group: dict[int, float] = {}
         for p in self.parameters:
             by_group[p.group] = by_group.get(p.group, 0.0) + p.numbers * COMPUTED_ITEMSIZE
@@ -153,10 +161,10 @@ class MeshFigures:
 
     @cached_property
     def parameter_bytes(self) -> tuple[float, float, float]:
-        """(gathered, of the layers; gathered, of all else; as one device stores them)."""
-        of_layers = sum(p.gathered for p in self.parameters if p.stacked)
-        rest = sum(p.gathered for p in self.parameters if not p.stacked)
-        return of_layers, rest, sum(p.stored for p in self.parameters)
+        """(gathered bytes of the layers, gathered bytes of all other parameters, stored bytes of all parameters)."""
+        layer_bytes = sum(p.gathered for p in self.parameters if p.stacked)
+        other_bytes = sum(p.gathered for p in self.parameters if not p.stacked)
+        return layer_bytes, other_bytes, sum(p.stored for p in self.parameters)
 
     @cached_property
     def stacked(self) -> Stacked:
@@ -173,7 +181,7 @@ class MeshFigures:
         )
 
     def spread(self, axes: Sequence[str]) -> tuple[int, int, int]:
-        """(members, domains, most members in one domain) of a group over some mesh axes."""
+        """Return (members, domains, maximum members in one domain) of a group over some mesh axes."""
         members = self._size(axes)
         inner, within = 1, 1
         per = self.machine.devices_per_domain
@@ -193,7 +201,7 @@ def _bytes(tree: Any, places: Any) -> float:
 
 
 def whole_stream(figures: MeshFigures, trace: StepTrace) -> float:
-    """Bytes of the residual stream of a device's rows over its whole width, and the length that context parallelism leaves."""
+    """Return the bytes of a device's residual stream over the full width, with the length that context parallelism leaves."""
     if not trace.stream:
         return 0.0
     devices = figures.batch_shards * figures.choice.shape.get("seq", 1)
