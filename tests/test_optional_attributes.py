@@ -12,7 +12,7 @@ ALLOWED = {
     "axlearn_core/src/axlearn_core/config/node.py": "type parameters of any class",
     "axlearn_core/src/axlearn_core/config/tree.py": "the Config of any class",
     "axlearn_core/src/axlearn_core/contracts/arrays.py": "the home of what an array is",
-    "axlearn_core/src/axlearn_core/nn/held.py": "attributes of any object",
+    "axlearn_core/src/axlearn_core/nn/module_checks.py": "attributes of any object",
     "axlearn_plugins_gpu/src/axlearn_plugins_gpu/compat.py": LIBRARY,
     "axlearn_plugins_tpu/src/axlearn_plugins_tpu/kernels/cross_entropy.py": LIBRARY,
     "plugins/cloud/src/axlearn_plugins_cloud/filesystem.py": "errors of any file system of fsspec",

@@ -28,7 +28,7 @@ from axlearn_core.errors import CheckpointError, MissingFileError, StorageError
 from axlearn_core.plugins.migrations import migrate_arrays
 
 MANIFEST, EXTRA, STATE = MARKER, "extra.json", "state"
-WEIGHTS, OTHERS = f"{STATE}/weights/", f"{STATE}/others/"
+WEIGHTS, NON_WEIGHTS = f"{STATE}/weights/", f"{STATE}/others/"
 """Folders of arrays."""
 FORMAT = 3
 LAST_READER = "5eb2bae"
@@ -96,7 +96,7 @@ class Manifest:
             return self
         renamed = migrate_arrays(self.arrays, expected)
         paths = {path: renamed.get(path, path) for path in self.arrays}
-        arrays = {to: self.arrays[path] for path, to in paths.items() if to is not None}
+        arrays = {new: self.arrays[path] for path, new in paths.items() if new is not None}
         return attrs.evolve(self, arrays=arrays)
 
 
@@ -291,7 +291,7 @@ def _piece_checks(storage: Storage, root: str, names: Iterable[str]) -> list[tup
     checks = []
     for name in names:
         folder = name.rpartition("/")[0] + "/"
-        if folder in (WEIGHTS, OTHERS) and name.endswith(".json"):
+        if folder in (WEIGHTS, NON_WEIGHTS) and name.endswith(".json"):
             for array in parse_index(storage.read(f"{root}{name}")).values():
                 checks += [(f"{folder}{p.file}", p.offset, array.piece_bytes(p), p.sha256) for p in array.pieces]
     return checks

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import Sharding
 
 from axlearn_core.checkpoint import stream
-from axlearn_core.checkpoint.manifest import OTHERS, WEIGHTS, Checkpoints, Manifest
+from axlearn_core.checkpoint.manifest import NON_WEIGHTS, WEIGHTS, Checkpoints, Manifest
 from axlearn_core.checkpoint.shards import StoredArray
 from axlearn_core.checkpoint.state import agree
 from axlearn_core.errors import CheckpointError
@@ -38,7 +38,7 @@ class CheckpointReader:
         loaded: dict[str, jax.Array] = {}
         paths = {path: self.manifest.arrays[path].path for path in shardings}
         try:
-            for folder in (WEIGHTS, OTHERS):
+            for folder in (WEIGHTS, NON_WEIGHTS):
                 if missing := [path for path in shardings if path not in loaded]:
                     index = self._index(folder)
                     arrays = {path: index[paths[path]] for path in missing if paths[path] in index}

@@ -19,7 +19,7 @@ from axlearn_core.config import node, setting
 class ShardedCheckpointer(StorageCheckpointer):
     """The default checkpointer. Every process hashes and writes its own shards."""
 
-    layout_file = f"{manifest.OTHERS}0.json"
+    layout_file = f"{manifest.NON_WEIGHTS}0.json"
 
     @node
     class Config(StorageCheckpointer.Config):

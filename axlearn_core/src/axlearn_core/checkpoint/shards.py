@@ -176,7 +176,10 @@ def parse_index(data: bytes) -> dict[str, StoredArray]:
             path,
             tuple(info["shape"]),
             info["dtype"],
-            tuple(Piece(names[n], at, tuple(start), tuple(shape), sha) for n, at, start, shape, sha in info["pieces"]),
+            tuple(
+                Piece(names[n], offset, tuple(start), tuple(shape), sha)
+                for n, offset, start, shape, sha in info["pieces"]
+            ),
         )
         for path, info in body["arrays"].items()
     }

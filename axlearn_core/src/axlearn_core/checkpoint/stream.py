@@ -35,7 +35,7 @@ def read_index(
         storage: Storage of the checkpoint.
         root: Folder of the checkpoint, with a trailing `/`.
         files: Files in its manifest.
-        folder: `WEIGHTS` or `OTHERS`.
+        folder: `WEIGHTS` or `NON_WEIGHTS`.
 
     Raises:
         DamagedError: If an index is damaged.

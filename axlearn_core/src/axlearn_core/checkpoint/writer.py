@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from axlearn_core.checkpoint.barrier import PEER_SECONDS
-from axlearn_core.checkpoint.manifest import OTHERS, STATE, WEIGHTS, describe
+from axlearn_core.checkpoint.manifest import NON_WEIGHTS, STATE, WEIGHTS, describe
 from axlearn_core.checkpoint.shards import (
     FILE,
     BinaryFile,
@@ -113,8 +113,8 @@ class PartWriter:
         self.storage, self.folder, self.buffers, self.pool = storage, folder, buffers, pool
         self.rate = rate or RateLimit()
         self.process, self.shards = (0, held_shards) if alone else (jax.process_index(), own_shards)
-        self.files: dict[str, list[BinaryFile]] = {WEIGHTS: [], OTHERS: []}
-        self.described: dict[str, dict[str, Any]] = {WEIGHTS: {}, OTHERS: {}}
+        self.files: dict[str, list[BinaryFile]] = {WEIGHTS: [], NON_WEIGHTS: []}
+        self.described: dict[str, dict[str, Any]] = {WEIGHTS: {}, NON_WEIGHTS: {}}
         self._open: dict[str, BinaryFile] = {}
         self._full: list[tuple[str, BinaryFile]] = []
         self._futures: list[Future[None]] = []
@@ -205,7 +205,7 @@ class PartWriter:
             errors = [e for f in self._futures if (e := f.exception()) is not None]
             if errors:
                 raise errors[0]
-            for kind in (WEIGHTS, OTHERS):
+            for kind in (WEIGHTS, NON_WEIGHTS):
                 index = render_index(self.described[kind], self.files[kind])
                 self.storage.write(f"{self.folder}{kind}{process}.json", [index])
         except BaseException as error:
@@ -215,7 +215,7 @@ class PartWriter:
 
 
 def _kind(path: str) -> str:
-    return WEIGHTS if is_weight(path) else OTHERS
+    return WEIGHTS if is_weight(path) else NON_WEIGHTS
 
 
 def collect_parts(storage: Storage, folder: str, processes: int, seconds: float = PEER_SECONDS) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def collect_parts(storage: Storage, folder: str, processes: int, seconds: float 
         StorageError: If a process failed or did not finish in time. The message names the process.
     """
     deadline, pause = time.monotonic() + seconds, 0.02
-    expected_files = {f"{folder}{OTHERS}{p}.json" for p in range(processes)}
+    expected_files = {f"{folder}{NON_WEIGHTS}{p}.json" for p in range(processes)}
     while processes > 1:
         paths = {f.path for f in storage.list(f"{folder}{STATE}/")}
         if failed := sorted(p for p in paths if p.endswith(".failed")):
@@ -234,12 +234,12 @@ def collect_parts(storage: Storage, folder: str, processes: int, seconds: float 
         if expected_files <= paths:
             break
         if time.monotonic() > deadline:
-            late = sorted(p for p in range(processes) if f"{folder}{OTHERS}{p}.json" not in paths)
+            late = sorted(p for p in range(processes) if f"{folder}{NON_WEIGHTS}{p}.json" not in paths)
             raise StorageError(f"process {', '.join(map(str, late))} wrote no part within {seconds:g} s")
         time.sleep(pause)
         pause = min(2 * pause, 1.0)
     files: dict[str, Any] = {}
-    for kind in (WEIGHTS, OTHERS):
+    for kind in (WEIGHTS, NON_WEIGHTS):
         for process in range(processes):
             data = storage.read(f"{folder}{kind}{process}.json")
             files[f"{kind}{process}.json"] = describe(data)

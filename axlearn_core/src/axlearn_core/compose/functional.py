@@ -18,7 +18,7 @@ from axlearn_core.config import Node
 from axlearn_core.contracts.arrays import is_array
 from axlearn_core.contracts.capabilities import DependsOnBatch, EndsStep
 from axlearn_core.errors import ConfigError, Problem, RequestError, nearest
-from axlearn_core.nn import held, randomness
+from axlearn_core.nn import module_checks, randomness
 from axlearn_core.nn.axis_names import declared_names, is_unnamed
 from axlearn_core.nn.variables import LearnedVariable, StepTotal
 
@@ -81,14 +81,14 @@ class Functional:
             # Parameters have a separate stream, so that modules that draw other random numbers do not change their values.
             rngs = nnx.Rngs(params=key, default=jax.random.fold_in(key, 1))
             with nnx.use_eager_sharding(False):  # axis names are logical, so the program shards instead of flax
-                return held.check_part(config.build(rngs=rngs, **offered), config)
+                return module_checks.check_part(config.build(rngs=rngs, **offered), config)
 
         try:
             model = nnx.eval_shape(lambda: build(jax.random.key(0)))
-        except held.UnfitPart as error:
-            raise held.at_path(error, config) from None
+        except module_checks.UnfitPart as error:
+            raise module_checks.at_path(error, config) from None
         except ValueError as error:
-            refused = held.refused_by_flax(error, config)
+            refused = module_checks.refused_by_flax(error, config)
             if refused is None:
                 raise
             raise refused from error
@@ -121,7 +121,7 @@ class Functional:
                 axes[kind][path] = (None,) * len(value.shape) if names is None else names
                 if kind == "params" and is_unnamed(variable) and value.shape:
                     unnamed.append(path)
-        held.check_seeds(model, draws=bool(arrays["streams"]))
+        module_checks.check_seeds(model, draws=bool(arrays["streams"]))
         reasons = _batch_dependence(model, arrays["streams"])
         model.eval()
         inference, _ = nnx.split(model)

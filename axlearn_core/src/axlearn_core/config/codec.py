@@ -291,8 +291,8 @@ def _problems(error: BaseException, path: str) -> list[Problem]:
     if isinstance(error, ConfigError):
         return [attrs.evolve(p, path=join(path, p.path) if p.path else path) for p in error.problems]
     if isinstance(error, Mismatch):
-        at = ".".join((path, *error.at)) if path else ".".join(error.at)
-        return [Problem(path=at, message="wrong type", got=show(error.got), expected=error.expected)]
+        path = ".".join((path, *error.path)) if path else ".".join(error.path)
+        return [Problem(path=path, message="wrong type", got=show(error.got), expected=error.expected)]
     return [Problem(path=path, message=str(error))]
 
 

@@ -147,7 +147,7 @@ class Node(Generic[T_co]):
             try:
                 canonical = check_type(value, hints[attribute.name], is_node)
             except Mismatch as error:
-                path = ".".join((attribute.name, *error.at))
+                path = ".".join((attribute.name, *error.path))
                 problems.append(
                     Problem(
                         path=path,

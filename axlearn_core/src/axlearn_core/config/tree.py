@@ -124,17 +124,17 @@ def get(tree: object, path: str, *, hint: bool = True) -> Any:
     return value
 
 
-def no_such_path(path: str, at: str, name: str, value: object, *, hint: bool = True) -> Problem:
-    """Describe a path that fails at `at` because `value` has no child `name`."""
+def no_such_path(path: str, parent: str, name: str, value: object, *, hint: bool = True) -> Problem:
+    """Describe a path that fails at `parent` because `value` has no child `name`."""
     below = children(value)
     kind = type(value).__qualname__ if isinstance(value, Node) else f"a {type(value).__name__}"
-    names = ", ".join(join(at, k) for k in below)
+    names = ", ".join(join(parent, k) for k in below)
     return Problem(
         path=path,
-        message=f"no {name!r} in {at or 'the root'} ({kind})",
-        expected=f"one of {names}" if below else f"a path that ends at {at!r}, which is the value {show(value)}",
-        nearest=[join(at, n) for n in nearest(name, below)] if hint else (),
-        fix=f"to use another component: '{at}={{type: NAME}}'" if name == "type" and at else None,
+        message=f"no {name!r} in {parent or 'the root'} ({kind})",
+        expected=f"one of {names}" if below else f"a path that ends at {parent!r}, which is the value {show(value)}",
+        nearest=[join(parent, n) for n in nearest(name, below)] if hint else (),
+        fix=f"to use another component: '{parent}={{type: NAME}}'" if name == "type" and parent else None,
     )
 
 
@@ -198,11 +198,11 @@ def _name_component(problem: Problem, value: object) -> Problem:
     return attrs.evolve(problem, fix=problem.fix.replace("NAME", value))
 
 
-def _set(tree: object, parts: list[str], value: object, at: str) -> Any:
+def _set(tree: object, parts: list[str], value: object, parent: str) -> Any:
     if not parts:
         return value
     name, rest = parts[0], parts[1:]
-    full_path = join(at, name)
+    full_path = join(parent, name)
     if isinstance(tree, Node) and name in interface_fields(type(tree)):
         raise ConfigError(
             Problem(
@@ -226,7 +226,7 @@ def _set(tree: object, parts: list[str], value: object, at: str) -> Any:
     except ConfigError as error:
         if all(p.path.startswith(full_path) for p in error.problems):
             raise
-        raise ConfigError(attrs.evolve(p, path=join(at, p.path)) for p in error.problems) from None
+        raise ConfigError(attrs.evolve(p, path=join(parent, p.path)) for p in error.problems) from None
 
 
 def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str, ...] = ()) -> Any:

@@ -17,11 +17,11 @@ from immutabledict import immutabledict
 
 
 class Mismatch(Exception):
-    """A value does not match its annotation. `at` is the path inside the value."""
+    """A value does not match its annotation. `path` is the path inside the value."""
 
-    def __init__(self, expected: str, got: object, at: tuple[str, ...] = ()):
+    def __init__(self, expected: str, got: object, path: tuple[str, ...] = ()):
         super().__init__(expected)
-        self.expected, self.got, self.at = expected, got, at
+        self.expected, self.got, self.path = expected, got, path
 
 
 def describe(annotation: object) -> str:
@@ -112,7 +112,7 @@ def _check_union(value: object, annotation: object, args: tuple[Any, ...], is_no
         try:
             return check_type(value, arg, is_node)
         except Mismatch as error:
-            if error.at and (deepest is None or len(error.at) > len(deepest.at)):
+            if error.path and (deepest is None or len(error.path) > len(deepest.path)):
                 deepest = error
     raise deepest or Mismatch(describe(annotation), value)
 
@@ -143,7 +143,7 @@ def _inside(name: str, value: object, annotation: object, is_node: Callable[[Any
     try:
         return check_type(value, annotation, is_node)
     except Mismatch as error:
-        raise Mismatch(error.expected, error.got, (name, *error.at)) from None
+        raise Mismatch(error.expected, error.got, (name, *error.path)) from None
 
 
 def freeze(value: object) -> Any:

@@ -18,8 +18,8 @@ from flax import nnx
 
 from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.errors import Problem, nearest
-from axlearn_core.nn.held import check_part
 from axlearn_core.nn.initializers import Initializer
+from axlearn_core.nn.module_checks import check_part
 
 T_co = TypeVar("T_co", covariant=True)
 

@@ -11,7 +11,7 @@ from axlearn_core.compose import Function, Functional, ModelAndObjective, ModelW
 from axlearn_core.compose.functions import batch_inputs, model_functions
 from axlearn_core.contracts.capabilities import FreezesVariables, PlacesState
 from axlearn_core.contracts.parts import Learner
-from axlearn_core.nn.held import unseeded
+from axlearn_core.nn.module_checks import unseeded
 from axlearn_core.nn.summaries import Summary, is_summary, values_of
 from axlearn_core.train.held_out import evaluation_loss
 

@@ -42,7 +42,7 @@ from axlearn_core.contracts.target import Machine
 from axlearn_core.contracts.text import TextFacts
 from axlearn_core.errors import AxlearnError, RequestError, WorkError
 from axlearn_core.learn import Learner
-from axlearn_core.nn.held import check_stateless
+from axlearn_core.nn.module_checks import check_stateless
 from axlearn_core.plugins.decisions import Decision
 from axlearn_core.plugins.registry import Entry
 from axlearn_core.run.asset_copies import write_assets

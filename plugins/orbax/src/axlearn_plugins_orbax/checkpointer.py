@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from axlearn_core.checkpoint.base import WEIGHTS_ONLY, StorageCheckpointer
-from axlearn_core.checkpoint.manifest import OTHERS, STATE, WEIGHTS, ArrayInfo, Checkpoints, Manifest
+from axlearn_core.checkpoint.manifest import NON_WEIGHTS, STATE, WEIGHTS, ArrayInfo, Checkpoints, Manifest
 from axlearn_core.checkpoint.retention import BEGUN, rank_steps
 from axlearn_core.checkpoint.shards import is_weight
 from axlearn_core.checkpoint.state import agree
@@ -32,7 +32,7 @@ from axlearn_plugins_orbax.trees import OrbaxTrees
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-ITEMS = {folder: folder.removeprefix(f"{STATE}/").rstrip("/") for folder in (WEIGHTS, OTHERS)}
+ITEMS = {folder: folder.removeprefix(f"{STATE}/").rstrip("/") for folder in (WEIGHTS, NON_WEIGHTS)}
 """Folder in a checkpoint -> name of Orbax's item in it."""
 DATABASE = "manifest.ocdbt"
 """The file of an item by which Orbax finds the arrays of all processes."""
@@ -293,7 +293,7 @@ def _special_characters(path: str) -> list[str]:
 
 
 def _folder(path: str) -> str:
-    return WEIGHTS if is_weight(path) else OTHERS
+    return WEIGHTS if is_weight(path) else NON_WEIGHTS
 
 
 def _global(array: jax.Array) -> jax.Array:

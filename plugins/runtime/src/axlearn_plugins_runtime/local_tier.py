@@ -101,7 +101,7 @@ class LocalParts:
         arrays: dict[str, StoredArray] = {}
         for part in parts:
             part_manifest = self.inspect(part)
-            for folder in (manifest.WEIGHTS, manifest.OTHERS):
+            for folder in (manifest.WEIGHTS, manifest.NON_WEIGHTS):
                 try:
                     index = stream.read_index(self.storage, f"{part.folder}/", part_manifest.files, folder)
                 except stream.DamagedError as error:
