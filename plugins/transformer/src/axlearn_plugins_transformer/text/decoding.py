@@ -109,8 +109,8 @@ class StreamDecoder:
         return text
 
     def _difference(self, tokens: Sequence[int]) -> str:
-        known = self._tokenizer.decode(self._known, skip_special_tokens=True)
-        return self._tokenizer.decode([*self._known, *tokens], skip_special_tokens=True)[len(known) :]
+        prefix = self._tokenizer.decode(self._known, skip_special_tokens=True)
+        return self._tokenizer.decode([*self._known, *tokens], skip_special_tokens=True)[len(prefix) :]
 
 
 class WindowDecoder:
