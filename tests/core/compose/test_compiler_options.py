@@ -125,7 +125,7 @@ def test_a_kernel_s_options_hold_for_its_program():
 
 def test_a_kernel_s_options_reach_the_compiler():
     instance = with_kernels({"wrong": {"cpu": {"xla_of_another_version": 3}}})
-    with pytest.raises(PluginError, match=r"the twice kernel 'wrong' needs an option that .* refuses: No such compile"):
+    with pytest.raises(PluginError, match=r"the twice kernel 'wrong' needs an option that .* rejects: No such compile"):
         instance.compile("train", X)
     instance = with_kernels({"elsewhere": {"gpu": {"xla_of_another_version": 3}}})
     assert instance.compile("train", X)(jnp.ones(3)).tolist() == [2, 2, 2]

@@ -58,7 +58,7 @@ def test_what_asks_for_more_is_named_with_its_slot():
     actual = problems(Home.Config(store=Greedy.Config(), many=(Plain.Config(), Greedy.Config())))
     assert set(actual) == {"store", "many.1"}
     assert "Greedy.Config requires dim, volume" in str(actual["store"])
-    assert "a Store, which is offered directory" in str(actual["store"])
+    assert "Store, which is offered directory" in str(actual["store"])
 
 
 def test_configured_callables_by_the_names_that_they_are_filled_from():

@@ -48,9 +48,9 @@ def test_versions_are_compared_if_both_locks_have_them():
 @pytest.mark.parametrize(
     ("name", "got", "fix"),
     [
-        ("x", "x", "give a"),
+        ("x", "x", "use a"),
         (".run.12.partial", r"\.run\.12\.partial", "delete the files of a killed process"),
-        (None, "a file", "give a"),
+        (None, "a file", "use a"),
     ],
 )
 def test_a_directory_that_is_not_empty_is_refused_with_what_is_there(tmp_path, name, got, fix):
