@@ -116,5 +116,5 @@ def test_what_the_tpu_compiler_refuses_is_a_plan_too():
     assert not actual["fits"]
     assert actual["collective_bytes"] is None
     assert actual["temporary_bytes"] > 0
-    assert any("the compiler stopped" in note for note in actual["notes"])
+    assert any("the compiler ran out of memory" in note for note in actual["notes"])
     assert actual["remedies"]
