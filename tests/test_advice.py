@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-from axlearn_core.cli.commands import family
+from axlearn_core.cli.commands import related_commands
 from axlearn_core.cli.extensible import ExtensibleCommand, load_command
 from axlearn_core.cli.main import cli
 
@@ -133,7 +133,7 @@ def wrong_commands(text: str) -> list[str]:
         else:
             options = {o for p in command.get_params(click.Context(command)) for o in (*p.opts, *p.secondary_opts)}
             if isinstance(command, ExtensibleCommand):  # its subcommands are flags, with options of their own
-                names = family(command.entry_name)
+                names = related_commands(command.entry_name)
                 options |= {f"--{name.rpartition('-')[2]}" for name in names}
                 options |= {o for name in names for p in load_command(name).params for o in p.opts}
             spellings = {w for word in words if (w := re.match(r"-{1,2}[a-z][a-z-]*", word.strip("[]()'\",.:")))}

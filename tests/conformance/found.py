@@ -103,7 +103,7 @@ def of(protocol: Any) -> dict[str, Node[Any]]:
 def kernels() -> dict[type[Op[Any]], list[KernelImplementation]]:
     """Return op -> its declared kernels and its reference."""
     by_op: dict[type[Op[Any]], list[KernelImplementation]] = {}
-    for _, declared in host().answers("axlearn_kernels"):
+    for _, declared in host().call("axlearn_kernels"):
         for implementation in declared:
             module, _, name = implementation.op.partition(":")
             op = getattr(importlib.import_module(module), name)

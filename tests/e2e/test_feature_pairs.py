@@ -100,7 +100,7 @@ def test_a_pair_of_one_stage_gives_the_same_tree_applied_in_either_order(experim
         result = outcome(experiment, *both(first, second))
         if isinstance(result, str) or len({feature.stage for _, feature in result[1]}) > 1:
             continue
-        if any(Order.of(dict(result[1]), NAMES).below.values()):
+        if any(Order.from_features(dict(result[1]), NAMES).predecessors.values()):
             continue
         swapped = resolve(experiment).config
         try:

@@ -78,7 +78,7 @@ def test_interrupting_saves_and_says_how_to_go_on(whole, tmp_path):
     assert tiny.kill_when(process, lambda: len(tiny.logged(run)) >= 4, signal.SIGINT)
     message = process.communicate(timeout=120)[1]
     assert process.returncode == 130
-    assert "to go on: axlearn train quickstart" in message
+    assert "to resume: axlearn train quickstart" in message
     result = len(tiny.losses(run))
     tiny.axlearn(*tiny.arguments(run, steps=result + 2, settings=("checkpointer.every_steps=100000",)))
     assert [s for s, _ in tiny.losses(run)] == list(range(1, result + 3))

@@ -22,7 +22,7 @@ FEATURES = [e.name for e in registry().entries("features")]
 def experiment(name: str) -> str:
     """The flat config, then the path, dtype, shape and axes of each parameter."""
     tree = registry().experiment(name)
-    lines = [f"{path} = {value!r}" for path, value in flatten(tree, registry().shown_name).items()]
+    lines = [f"{path} = {value!r}" for path, value in flatten(tree, registry().display_name).items()]
     functional = Functional.of(tree.model)
     for path, array in sorted(functional.abstract.items()):
         axes = ", ".join(str(a) for a in functional.axes[path])
@@ -35,7 +35,7 @@ def feature(name: str) -> str:
     tree, options = registry().experiment("quickstart"), registry().feature(name).example
     text = f"{name}:{options}" if options else name
     try:
-        changes = diff(tree, resolve(tree, with_=[text]).config, registry().shown_name)
+        changes = diff(tree, resolve(tree, with_=[text]).config, registry().display_name)
     except AxlearnError as error:
         return f"quickstart --with {text} is refused:\n{error}\n"
     signs = {"added": "+", "removed": "-", "changed": "~"}

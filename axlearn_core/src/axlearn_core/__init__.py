@@ -1,6 +1,6 @@
-"""axlearn-core: train and serve large models, with every feature a plugin.
+"""axlearn-core: train and serve large models. Every feature is a plugin.
 
-Importing this package imports nothing else; each name is loaded when it is first used.
+Importing this package does not import its modules. Names are imported on first use.
 """
 
 import importlib
@@ -26,7 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 _CONFIG = ("REQUIRED", "Node", "configure", "diff", "interface", "node", "patch", "replace_config")
-_HOMES = dict.fromkeys(_CONFIG, "config") | {
+_MODULE_NAMES = dict.fromkeys(_CONFIG, "config") | {
     "Feature": "plugins.feature",
     "Layer": "nn.layer",
     "compose": "compose",
@@ -39,17 +39,17 @@ _HOMES = dict.fromkeys(_CONFIG, "config") | {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        return _function(name)
-    home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
-    if name == _HOMES[name]:
-        return home  # a package that is called by the name of its function
-    value = globals()[name] = getattr(home, name)
+    if name not in _MODULE_NAMES:
+        return _load_function(name)
+    module = importlib.import_module(f"{__name__}.{_MODULE_NAMES[name]}")
+    if name == _MODULE_NAMES[name]:
+        return module  # the module has the same name as its function and is callable
+    value = globals()[name] = getattr(module, name)
     return value
 
 
-def _function(name: str) -> Any:
-    """A function that an installed package registers."""
+def _load_function(name: str) -> Any:
+    """Load a function that an installed plugin registers."""
     from axlearn_core.plugins.index import package_of
     from axlearn_core.plugins.registry import registry
 

@@ -1,4 +1,4 @@
-"""`python -m axlearn_core` is the command `axlearn`."""
+"""Run the command `axlearn` with `python -m axlearn_core`."""
 
 from axlearn_core.cli.main import main
 

@@ -1,9 +1,9 @@
-"""The names that plugins use, in one place.
+"""The public API for plugins.
 
     from axlearn_core.extend import Configurable, Feature, Layer, node, setting
 
-Everything here is documented and keeps its name and meaning within a minor version; see "What is stable" in the documentation.
-Each name is loaded when it is first used, so that a module with hooks imports no JAX.
+These names are documented and do not change within a minor version; see "What is stable" in the documentation. Names are imported
+on first use, so modules that implement hooks need not import JAX.
 """
 
 # ruff: noqa: F401
@@ -139,16 +139,16 @@ _MODULES = {
     "train.session": ("Session",),
     "train.trackers": ("JsonlTracker", "LinesTracker", "printable", "writing"),
 }  # fmt: skip
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+_MODULE_NAMES = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted(_MODULE_NAMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = importlib.import_module(f"axlearn_core.{_HOMES[name]}")
-    value = globals()[name] = getattr(home, name)
+    module = importlib.import_module(f"axlearn_core.{_MODULE_NAMES[name]}")
+    value = globals()[name] = getattr(module, name)
     return value
 
 

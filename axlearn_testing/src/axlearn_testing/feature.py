@@ -117,7 +117,8 @@ class FeatureSuite:
         """Check that features of one stage commute if no order is declared; they would be ordered by name."""
         features = resolve(tree, with_=[*self.needs(), self.text(), other]).features
         names = (self.name, other.partition(":")[0])
-        pair, stated = [f for name, f in features if name in names], Order.of(dict(features), registry()).below
+        pair = [f for name, f in features if name in names]
+        stated = Order.from_features(dict(features), registry()).predecessors
         if len(pair) == 2 and pair[0].stage == pair[1].stage and not any(stated.values()):
             try:
                 reversed_result: Any = pair[0].apply(pair[1].apply(tree))

@@ -233,7 +233,7 @@ SMALL = {
 )
 def test_features_find_the_attention_by_its_roles_and_slots(feature, path, value):
     config = ax.resolve(ax.resolve("quickstart", set=SMALL).config, with_=[feature]).config
-    assert flatten(config, registry().shown_name)[f"{ATTENTION}.{path}"] == value
+    assert flatten(config, registry().display_name)[f"{ATTENTION}.{path}"] == value
 
 
 def test_attention_generates_from_pages_what_it_generates_without():

@@ -6,7 +6,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from axlearn_core.cli.commands import children, command_line, family, parent
+from axlearn_core.cli.commands import children, command_line, parent, related_commands
 from axlearn_core.cli.main import cli
 from axlearn_testing import CommandOptionSuite, CommandSuite
 
@@ -77,7 +77,7 @@ def test_a_name_says_where_a_command_stands(with_commands):
     assert children("plan-cores") == {"wide": "plan-cores-wide"}
     assert "cores" in children("plan")
     assert "cores-wide" not in children("plan")
-    assert {"plan", "plan-cores", "plan-cores-wide"} <= set(family("plan-cores-wide"))
+    assert {"plan", "plan-cores", "plan-cores-wide"} <= set(related_commands("plan-cores-wide"))
     assert command_line("plan-cores-wide") == "axlearn plan cores wide"
 
 
@@ -129,13 +129,13 @@ def test_each_has_its_own_help(with_commands):
     [
         (
             ["plan", "quickstart", "--slack", "3"],
-            "--slack is an option of `axlearn plan cores`, and not of `axlearn plan`",
+            "--slack is an option of `axlearn plan cores`, not of `axlearn plan`",
         ),
         (["plan", "quickstart", "--cores", "--width", "3"], "--width is an option of `axlearn plan cores wide`"),
-        (["plan", "cores", "quickstart", "--function", "x"], "--function is an option of `axlearn plan`, and not"),
+        (["plan", "cores", "quickstart", "--function", "x"], "--function is an option of `axlearn plan`, not"),
         (
             ["plan", "quickstart", "--cores", "--search"],
-            "--search cannot be given to `axlearn plan cores`: it stands for",
+            "--search cannot be used with `axlearn plan cores`: it selects",
         ),
         (["plan", "quickstart", "cores"], "Did you mean: axlearn plan cores ...?"),
         (["plan", "corse", "quickstart"], "Did you mean: axlearn plan cores ...?"),
@@ -161,7 +161,7 @@ def test_an_experiment_with_the_name_of_a_subcommand(with_commands, tmp_path):
     with_commands(experiments={"cores": "axlearn_plugins_models.llama.experiments:quickstart"})
     word = run("plan", "cores", "quickstart")
     assert word.stdout.startswith("cores for quickstart")
-    assert "note: cores is a command; for the experiment of this name: axlearn plan -- cores" in word.stderr
+    assert "note: cores is a subcommand; to use the experiment of this name: axlearn plan -- cores" in word.stderr
     assert "--target NAME" in run("plan", "--", "cores").stderr, "it plans the experiment, which needs a target"
     file = tmp_path / "cores"
     file.write_text("experiment: quickstart\nset: {seed: 4}\n")
@@ -216,9 +216,9 @@ def test_two_options_of_one_name_name_both_distributions(with_commands):
     [
         (
             {"plan--target": "my_options:SEED"},
-            "--target is an option of `axlearn plan` itself and of axlearn-plugins-my 1.0",
+            "axlearn-plugins-my 1.0 registers --target, which is already an option of `axlearn plan`",
         ),
-        ({"plan--seed": "my_options:seed"}, "is not a CommandOption"),
+        ({"plan--seed": "my_options:seed"}, "not a CommandOption"),
         ({"plan--seed": "my_options:SEEDS"}, "cannot be loaded"),
     ],
 )
@@ -250,12 +250,12 @@ def only_mine(monkeypatch):
     ("points", "name", "message"),
     [
         ({"options": {"seed": "my_options:SEED"}}, "seed", "expected: COMMAND--OPTION"),
-        ({"options": {"nope--seed": "my_options:SEED"}}, "nope--seed", "there is no command 'nope'"),
-        ({"options": {"targets--seed": "my_options:SEED"}}, "targets--seed", "which takes no options of plugins"),
-        ({"options": {"plan--json": "my_options:SEED"}}, "plan--json", "is an option of `axlearn plan` itself"),
-        ({"commands": {"bench-step-cores": "my_commands:plain"}}, "bench-step-cores", "which has no subcommands"),
-        ({"commands": {"plan-core": "my_commands:cores"}}, "plan-core", "is called 'plan-cores' in its code"),
-        ({"commands": {"cores": "my_commands:no_command"}}, "cores", "is not a click command"),
+        ({"options": {"nope--seed": "my_options:SEED"}}, "nope--seed", "the command 'nope' does not exist"),
+        ({"options": {"targets--seed": "my_options:SEED"}}, "targets--seed", "which does not accept plugin options"),
+        ({"options": {"plan--json": "my_options:SEED"}}, "plan--json", "which is already an option of `axlearn plan`"),
+        ({"commands": {"bench-step-cores": "my_commands:plain"}}, "bench-step-cores", "which cannot have subcommands"),
+        ({"commands": {"plan-core": "my_commands:cores"}}, "plan-core", "has the click name 'plan-cores'"),
+        ({"commands": {"cores": "my_commands:no_command"}}, "cores", "not a click command"),
     ],
 )
 def test_the_doctor_finds_what_cannot_be_reached(with_commands, only_mine, points, name, message):

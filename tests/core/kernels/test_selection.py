@@ -101,7 +101,7 @@ def test_platforms_priorities_and_what_cannot_be_loaded():
 
 def host_of(*claims):
     class Host:
-        def answers(self, hook):
+        def call(self, hook):
             return [(origin, [KernelImplementation(name=name, op=PATH, load="m:a")]) for origin, name in claims]
 
     return Host
@@ -119,7 +119,7 @@ def test_two_plugins_with_one_kernel_name_are_an_error(monkeypatch):
 
 def test_kernels_of_a_compiled_program_are_imported(monkeypatch):
     class Host:
-        def answers(self, hook):
+        def call(self, hook):
             fast = KernelImplementation(name="fast", op=PATH, load="colorsys:rgb_to_hsv")
             gone = KernelImplementation(name="gone", op=PATH, load="no_such_module:KERNEL")
             return [("one 1.0", [fast, gone])]

@@ -60,7 +60,7 @@ def test_what_its_rule_changes_of_the_mathematics_is_left_out_and_how_to_ask_for
     assert set(left_out) == {"precision:dtype=bfloat16", "quantization:format=int8"}
     assert left_out["precision:dtype=bfloat16"] == (
         "changes more than execution: model.dtype: 'float32' -> 'bfloat16'; "
-        "--with precision:dtype=bfloat16 or --target tpu-v5e-8 brings it"
+        "--with precision:dtype=bfloat16 or --target tpu-v5e-8 applies it"
     )
     with_rule = resolve("quickstart", target="tpu-v5e-8")
     assert with_rule.config.model.dtype == "bfloat16"
@@ -76,7 +76,7 @@ def test_what_the_user_asks_for_of_it_is_there():
     assert resolved.config.model.decoder.stack.remat is None
     left_out = dict(decided(resolved, "left out"))
     assert left_out["remat:policy=full"] == "--without remat"
-    assert left_out["scan"] == "as you ask for it"
+    assert left_out["scan"] == "you request it yourself"
 
 
 def test_settings_come_last():
@@ -105,7 +105,7 @@ def test_the_configs_own_rule_holds_whole_or_not_at_all():
     resolved = detected(set=setting)
     assert [str(d) for d in resolved.decisions][1:3] == [
         "    left out: mesh.targets.h100-8x1 (changes more than execution: learner.accumulate_steps: 1 -> 2; "
-        "--target h100-8x1 brings it)",
+        "--target h100-8x1 applies it)",
         "mesh rule: 'h100-*' (gpu of axlearn-plugins-gpu 0.1.0)",
     ]
     plain = detected()
@@ -125,7 +125,7 @@ def test_a_rule_of_the_config_that_a_cpu_does_not_bring_is_named():
     own = {"mesh.targets": {"cpu-*": {"features": ["gradient-accumulation:steps=2"]}}}
     resolved = detected(machine="cpu-8", set=own)
     assert resolved.config.learner.accumulate_steps == 1
-    assert decided(resolved, "mesh rule") == [("none", "--target cpu-8 brings mesh.targets.cpu-*")]
+    assert decided(resolved, "mesh rule") == [("none", "--target cpu-8 applies mesh.targets.cpu-*")]
 
 
 def test_the_mesh_of_an_experiment_stays_on_a_detected_machine():
@@ -143,7 +143,7 @@ def test_a_whole_config_stays_as_it_is(tmp_path):
     assert resolved.machine is None
     ((subject, reason),) = decided(resolved, "mesh rule")
     assert subject == "none"
-    assert reason.startswith("the request is a whole config; --target h100-8x1 brings 'h100-*'")
+    assert reason.startswith("the request is a complete config; --target h100-8x1 applies 'h100-*'")
 
 
 @pytest.mark.parametrize("machine", ["cpu", "cpu-8"])
@@ -154,14 +154,16 @@ def test_a_cpu_changes_nothing(machine):
     assert resolved.config == resolve("llama2-7b", set=data).config
     assert [str(d) for d in resolved.decisions] == [
         f"machine: {machine}, 8 x Toy",
-        f"mesh rule: none (--target {machine} brings 'cpu*' (core of axlearn-core 0.1.0))",
+        f"mesh rule: none (--target {machine} applies 'cpu*' (core of axlearn-core 0.1.0))",
     ]
 
 
 def test_an_unknown_device_gets_no_rule_and_a_line():
     resolved = resolve("quickstart", detect=lambda config: Detected(description="4 x Abacus", machine=None))
     assert resolved.config == resolve("quickstart").config
-    assert [str(d) for d in resolved.decisions] == ["machine: 4 x Abacus (no installed package knows it: no mesh rule)"]
+    assert [str(d) for d in resolved.decisions] == [
+        "machine: 4 x Abacus (no installed package supports it: no mesh rule)"
+    ]
 
 
 def test_no_target_is_no_rule():
@@ -195,8 +197,8 @@ def test_a_feature_of_the_rule_that_is_not_installed_is_an_error(rule, options):
     assert error.value.exit_code == 2
     assert str(error.value) == (
         "mesh rule 'toy*' (toy of axlearn-plugins-toy 1.0) applies 'warp', 'weft', which are not installed\n"
-        "    fix: pip install axlearn-plugins-loom; or leave it out: --without warp --without weft; "
-        "or take no mesh rule: --target none"
+        "    fix: pip install axlearn-plugins-loom, skip it with --without warp --without weft, "
+        "or disable mesh rules with --target none"
     )
     resolved = resolve("quickstart", without=["warp", "weft"], **options)
     assert [s for s, _ in decided(resolved, "applied")] == ["remat"]
@@ -204,7 +206,7 @@ def test_a_feature_of_the_rule_that_is_not_installed_is_an_error(rule, options):
 
 def test_a_feature_whose_package_the_rule_does_not_name(rule):
     rule("warp")
-    with pytest.raises(RequestError, match="fix: install the package that has it; or leave it out: --without warp"):
+    with pytest.raises(RequestError, match="fix: install the package that provides it, skip it with --without warp"):
         resolve("quickstart", target="h100-8x1")
 
 
@@ -219,7 +221,7 @@ def test_every_shipped_rule_names_the_packages_of_its_features():
     from axlearn_core.plugins.registry import registry
     from axlearn_core.plugins.request import parse_feature
 
-    for origin, rules in host().answers("axlearn_mesh_rules"):
+    for origin, rules in host().call("axlearn_mesh_rules"):
         for mesh_rule in rules:
             for name in (parse_feature(f).name for f in mesh_rule.features):
                 package = registry().entry("features", name).distribution
@@ -232,7 +234,7 @@ def test_a_feature_that_changes_nothing_is_named(rule):
     assert decided(plain, "unchanged") == []
     again = resolve(plain.config, with_=["remat:policy=full"])
     assert again.config == plain.config
-    assert [str(d) for d in again.decisions] == ["unchanged: the feature 'remat' (the config is already as it asks)"]
+    assert [str(d) for d in again.decisions] == ["unchanged: the feature 'remat' (the config already has it)"]
     rule("remat:policy=full")
     assert decided(resolve(plain.config, target="h100-8x1"), "unchanged") == []
 
@@ -248,9 +250,7 @@ def test_weights_that_cpus_cannot_split_are_replicated():
     assert dict(resolved.config.mesh.shape) == {"data": -1}
     ((subject, reason),) = decided(resolved, "applied")
     assert subject == "mesh"
-    assert reason.startswith(
-        "data=-1: every device holds all weights, since the default mesh cannot split them: model ("
-    )
+    assert reason.startswith("data=-1: weights are replicated because the default mesh cannot shard them: model (")
     assert reason.endswith("dimension 1 (embed) is not divisible by the mesh axes fsdp (128 over 3 devices)")
     assert [s.set_by.split(" (")[0] for s in resolved.provenance["mesh.shape.data"]] == ["mesh rule 'cpu*'"]
     assert mathematics(resolved.config) == mathematics(on_cpus(4).config)

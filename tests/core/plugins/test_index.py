@@ -1,4 +1,4 @@
-"""The index of which package brings a name, and the errors where that package is not installed."""
+"""The index of packages and names, and the errors for packages that are not installed."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import axlearn_index
 from axlearn_core.checkpoint import open_storage
 from axlearn_core.cli.main import cli
 from axlearn_core.errors import RequestError
-from axlearn_core.plugins.index import indexes, not_installed, package_of
+from axlearn_core.plugins.index import indexes, not_installed_error, package_of
 from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.targets import find_machine
@@ -46,7 +46,7 @@ def test_the_index_has_what_is_registered(names):
 
 def test_the_index_has_the_targets_and_schemes_of_hooks(names):
     answered = {}
-    for origin, targets in host().answers("axlearn_targets"):
+    for origin, targets in host().call("axlearn_targets"):
         answered |= {t.name: origin.split()[-2] for t in targets}  # "gpu of axlearn-plugins-gpu 0.1.0"
     own = {package for group in names.values() for package in group.values()}
     assert {name: package for name, package in answered.items() if package in own} == names["targets"]
@@ -109,7 +109,7 @@ def test_an_index_of_a_third_party(install):
     assert package_of("targets", "chip-8") == "their-chip"
     assert package_of("features", "rope") == "axlearn-plugins-rope"
     with pytest.raises(
-        RequestError, match=r"'sparkle' is not installed: their-plugins brings it\n.*pip install their-pl"
+        RequestError, match=r"'sparkle' is not installed: their-plugins provides it\n.*pip install their-pl"
     ):
         registry().feature("sparkle")
     assert [(i.name, i.origin, i.problem) for i in indexes()][1] == ("theirs", ("theirs-index", "1.0"), None)
@@ -194,7 +194,7 @@ def test_help_and_an_error_import_no_index():
 )
 def test_a_name_has_a_package(group, name, package):
     assert package_of(group, name) == package
-    error = not_installed(group, name)
+    error = not_installed_error(group, name)
     assert (error is None) == (package is None)
     assert error is None or f"pip install {package}" in str(error)
 
@@ -221,8 +221,8 @@ def command(*words):
 
 def test_commands_that_are_not_installed(monkeypatch):
     without(monkeypatch, "axlearn-plugins-plan", "axlearn-plugins-models")
-    assert "'plan' is not installed: axlearn-plugins-plan brings it (pip install" in command("plan", "quickstart")
-    assert "'import-hf' is not installed: axlearn-plugins-models brings it" in command("checkpoint", "import-hf")
+    assert "'plan' is not installed: axlearn-plugins-plan provides it (pip install" in command("plan", "quickstart")
+    assert "'import-hf' is not installed: axlearn-plugins-models provides it" in command("checkpoint", "import-hf")
     assert "Did you mean: train" in command("trian", "quickstart")
     assert "Did you mean: list" in command("checkpoint", "lits")
 
@@ -232,16 +232,14 @@ def test_commands_that_are_not_installed(monkeypatch):
 )
 def test_a_subcommand_that_is_not_installed(monkeypatch, words):
     without(monkeypatch, "axlearn-plugins-serving")
-    error = (
-        "`axlearn plan serve` is not installed: axlearn-plugins-serving brings it (pip install axlearn-plugins-serving)"
-    )
+    error = "`axlearn plan serve` is not installed: axlearn-plugins-serving provides it (pip install axlearn-plugins-serving)"
     assert error in command("plan", *words)
     assert "serve" not in CliRunner().invoke(cli, ["plan", "--help"]).stdout.partition("Commands:")[2]
 
 
 def test_a_subcommand_whose_command_is_not_installed(monkeypatch):
     without(monkeypatch, "axlearn-plugins-plan")
-    assert "'plan' is not installed: axlearn-plugins-plan brings it" in command("plan", "serve", "quickstart")
+    assert "'plan' is not installed: axlearn-plugins-plan provides it" in command("plan", "serve", "quickstart")
     listed = CliRunner().invoke(cli, ["--help"]).stdout
     assert "plan-serve" not in listed
     assert "serve " in listed
@@ -249,7 +247,7 @@ def test_a_subcommand_whose_command_is_not_installed(monkeypatch):
 
 def test_an_option_that_is_not_installed(monkeypatch):
     without(monkeypatch, "axlearn-plugins-runtime")
-    error = "--shadow is not installed: axlearn-plugins-runtime brings it (pip install axlearn-plugins-runtime)"
+    error = "--shadow is not installed: axlearn-plugins-runtime provides it (pip install axlearn-plugins-runtime)"
     assert error in command("train", "quickstart", "--shadow", "remat")
 
 
@@ -257,17 +255,19 @@ def test_features_experiments_and_targets_that_are_not_installed(monkeypatch):
     without(monkeypatch, "axlearn-plugins-rope", "axlearn-plugins-models", "axlearn-plugins-gpu")
     assert "the feature 'rope' is not installed: axlearn-plugins-rope" in command("features", "show", "rope")
     assert "the experiment 'vit-tiny' is not installed: axlearn-plugins-models" in command("config", "show", "vit-tiny")
-    with pytest.raises(RequestError, match="the target 'h100-8x4' is not installed: axlearn-plugins-gpu brings it"):
+    with pytest.raises(RequestError, match="the target 'h100-8x4' is not installed: axlearn-plugins-gpu provides it"):
         find_machine("h100-8x4")
 
 
 def test_a_function_that_is_not_installed(monkeypatch):
     without(monkeypatch, "axlearn-plugins-serving")
-    with pytest.raises(RequestError, match="the function 'serve' is not installed: axlearn-plugins-serving brings it"):
+    with pytest.raises(
+        RequestError, match="the function 'serve' is not installed: axlearn-plugins-serving provides it"
+    ):
         _ = ax.serve
 
 
 def test_a_storage_that_is_not_installed(monkeypatch):
     without(monkeypatch, "axlearn-plugins-cloud")
-    with pytest.raises(RequestError, match="axlearn-plugins-cloud has s3://"):
+    with pytest.raises(RequestError, match="axlearn-plugins-cloud supports s3://"):
         open_storage("s3://bucket/run")

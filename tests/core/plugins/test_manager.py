@@ -69,7 +69,7 @@ def test_targets_of_a_plugin(install):
     assert host().target("Chip 1") == Target(
         name="chip-1", device_kinds=("Chip", "Chip 1"), peak_flops={"bfloat16": 1e15}
     )
-    titles = [title for title, _ in host().answers("axlearn_targets")]
+    titles = [title for title, _ in host().call("axlearn_targets")]
     assert "chip1 of axlearn-plugins-chip1 1.0" in titles
 
 
@@ -83,10 +83,10 @@ def test_two_plugins_that_know_one_device(install):
 def test_storage_has_one_owner(install):
     install_chip(install, 1)
     install_chip(install, 2)
-    assert host().only("axlearn_checkpoint_storage", uri="mem2://x") == "storage 2"
-    assert host().only("axlearn_checkpoint_storage", uri="nobody://x") is None
+    assert host().call_single("axlearn_checkpoint_storage", uri="mem2://x") == "storage 2"
+    assert host().call_single("axlearn_checkpoint_storage", uri="nobody://x") is None
     with pytest.raises(PluginError, match=r"uri='both://x'\) is claimed by chip1 of .* and by chip2 of"):
-        host().only("axlearn_checkpoint_storage", uri="both://x")
+        host().call_single("axlearn_checkpoint_storage", uri="both://x")
 
 
 def test_kernels_come_from_every_plugin(install):
@@ -95,13 +95,13 @@ def test_kernels_come_from_every_plugin(install):
     actual = [k for kernels in host().hook.axlearn_kernels() for k in kernels]
     assert "kernel 1" in actual
     assert len(actual) == sum(map(len, before)) + 1
-    assert dict(host().answers("axlearn_kernels"))["chip1 of axlearn-plugins-chip1 1.0"] == ["kernel 1"]
+    assert dict(host().call("axlearn_kernels"))["chip1 of axlearn-plugins-chip1 1.0"] == ["kernel 1"]
 
 
 def test_the_order_of_sys_path_changes_nothing(install):
     install_chip(install, 2)
     install_chip(install, 1)
-    names = [title for title, _ in host().answers("axlearn_kernels") if "chip" in title]
+    names = [title for title, _ in host().call("axlearn_kernels") if "chip" in title]
     assert names == ["chip1 of axlearn-plugins-chip1 1.0", "chip2 of axlearn-plugins-chip2 1.0"]
     assert list(host().entries) == sorted(host().entries)
 
@@ -110,7 +110,7 @@ def test_the_order_of_sys_path_changes_nothing(install):
     ("source", "expected"),
     [
         ("def axlearn_target(): pass", ["'axlearn_target', which does not exist", "did you mean: axlearn_targets"]),
-        ("def axlearn_kernels(opp): pass", ["does not fit", "opp"]),
+        ("def axlearn_kernels(opp): pass", ["wrong signature", "opp"]),
         ("raise OSError('no driver')", ["OSError: no driver"]),
     ],
 )

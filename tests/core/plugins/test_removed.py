@@ -11,7 +11,7 @@ from axlearn_core.errors import PluginError
 from axlearn_core.plugins import hookspecs
 from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.registry import registry
-from axlearn_core.plugins.removed import HOOKS, NAMES, replacement
+from axlearn_core.plugins.removed import HOOKS, NAMES, find_replacement
 
 HOOK = """
 from axlearn_core.plugins.hookspecs import hookimpl
@@ -28,7 +28,7 @@ def test_what_is_in_the_table_is_gone(name):
     """Else a plugin would be told to leave what it may use."""
     with pytest.raises((ImportError, AttributeError)) as caught:
         load_name(name)
-    assert replacement(caught.value) == (name, NAMES[name])
+    assert find_replacement(caught.value) == (name, NAMES[name])
 
 
 def load_name(name):
@@ -78,8 +78,8 @@ def test_another_error_of_an_import_names_nothing_removed(install):
     with pytest.raises(PluginError) as caught:
         registry().component("old")
     assert "removed" not in str(caught.value)
-    assert replacement(ValueError("x")) is None
-    assert replacement(AttributeError("x")) is None
+    assert find_replacement(ValueError("x")) is None
+    assert find_replacement(AttributeError("x")) is None
 
 
 @pytest.mark.parametrize("marker", ["@hookimpl", ""])

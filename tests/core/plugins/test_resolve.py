@@ -79,7 +79,7 @@ def test_provenance_covers_exactly_the_tree_and_what_was_removed():
     from axlearn_core.config import flatten
 
     resolved = resolve("toy", with_=["toy-rope"], set=["tags=[a, b]"])
-    flat = flatten(resolved.config, registry().shown_name)
+    flat = flatten(resolved.config, registry().display_name)
     last_values = {path: steps[-1].new for path, steps in resolved.provenance.items() if steps[-1].new is not ABSENT}
     assert last_values == flat
 
@@ -176,7 +176,7 @@ def test_features_of_one_stage_wrap_one_path_in_a_stated_order(install):
 
 def test_an_order_through_a_feature_that_is_not_asked_for_orders_nothing(install):
     install_wrappers(install, ("a", {"after": ("b",)}), ("b", {}), ("c", {"before": ("b",)}))
-    with pytest.raises(RequestError, match="two features of the stage 'wrap' change tags"):
+    with pytest.raises(RequestError, match="two features of stage 'wrap' change tags"):
         resolve("toy", with_=["a", "c"])
 
 
@@ -196,7 +196,7 @@ def test_features_that_come_before_one_another(install):
         resolve("toy", with_=["d", "c", "b", "a"])
     message = str(caught.value)
     for first, second in ("ab", "bc", "ca"):
-        assert f"{first} before {second}, says {first} (axlearn-plugins-wrappers 2.0)" in message
+        assert f"{first} before {second}, required by {first} (axlearn-plugins-wrappers 2.0)" in message
     assert "d before" not in message
     assert "before d" not in message
     assert caught.value.exit_code == 2
@@ -205,11 +205,11 @@ def test_features_that_come_before_one_another(install):
 
 def test_an_order_against_the_stages(install):
     install_wrappers(install, ("a", {"stage": "tune"}), ("b", {"after": ("a",)}))
-    with pytest.raises(PluginError, match="says that 'a' comes before 'b', against the order of their stages"):
+    with pytest.raises(PluginError, match="puts 'a' before 'b', which contradicts the order of their stages"):
         resolve("toy", with_=["a", "b"])
     install_wrappers_of_a_rule = 'MeshRule(target="chip-*", features=("b", "a"))'
     install_chip(install, install_wrappers_of_a_rule)
-    with pytest.raises(PluginError, match="against the order of their stages"):
+    with pytest.raises(PluginError, match="contradicts the order of their stages"):
         resolve("toy", target="chip-1x1")
 
 
@@ -222,10 +222,10 @@ def test_features_of_a_mesh_rule_keep_their_stated_order(install):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"before": "b"}, r"A.before is 'b'; it has to be a tuple of names of features"),
-        ({"after": (1,)}, r"A.after is \(1,\); it has to be a tuple"),
-        ({"before": ("b",), "after": ("b",)}, "A comes both before and after 'b'"),
-        ({"before": ("a",)}, r"a before a, says a"),
+        ({"before": "b"}, r"A.before is 'b'; it must be a tuple of feature names"),
+        ({"after": (1,)}, r"A.after is \(1,\); it must be a tuple"),
+        ({"before": ("b",), "after": ("b",)}, "A is both before and after 'b'"),
+        ({"before": ("a",)}, r"a before a, required by a"),
     ],
 )
 def test_orders_that_are_wrong_in_themselves(install, more, message):
@@ -243,9 +243,9 @@ def test_the_doctor_names_a_feature_that_a_stated_order_misspells(install):
 
 
 def test_needs_and_excludes():
-    with pytest.raises(RequestError, match=r"'toy-needy' \(--with toy-needy\) needs 'toy-rope'"):
+    with pytest.raises(RequestError, match=r"'toy-needy' \(--with toy-needy\) requires 'toy-rope'"):
         resolve("toy", with_=["toy-needy"])
-    with pytest.raises(RequestError, match=r"'toy-moe' .* and 'toy-wide' .* cannot be used together"):
+    with pytest.raises(RequestError, match=r"'toy-moe' .* and 'toy-wide' .* cannot be combined"):
         resolve("toy", with_=["toy-wide", "toy-moe:num_experts=2"])
 
 
@@ -261,10 +261,10 @@ def test_a_feature_of_the_stage_execute_changes_no_mathematics(install):
     source = OTHER.replace("    def apply", '    stage = "execute"\n\n    def apply')
     install("axlearn-plugins-other", modules={"other_part": source}, points={"features": {"other": "other_part:Other"}})
     with pytest.raises(
-        PluginError, match=r"'other' .* stage 'execute' and changes model.hidden_dim, which is mathematics"
+        PluginError, match=r"'other' .* stage 'execute' but changes model.hidden_dim, which is mathematics"
     ) as e:
         resolve("toy", with_=["other"])
-    assert "fix: give it another stage, or mark the field" in str(e.value)
+    assert "fix: change its stage, or mark the field" in str(e.value)
     assert e.value.exit_code == 2
 
 
@@ -325,7 +325,7 @@ def test_a_feature_of_the_mesh_rule_that_does_not_fit_is_left_out_with_a_note(in
     assert [n for n, _ in resolved.features] == ["toy-wide"]
     (misfit,) = resolved.notes
     assert (
-        "the feature 'toy-misfit' is left out: the feature 'toy-misfit' (axlearn-plugins-toy 0.3) does not fit"
+        "the feature 'toy-misfit' was skipped: the feature 'toy-misfit' (axlearn-plugins-toy 0.3) does not fit"
         in misfit
     )
     assert [(d.kind, d.subject) for d in resolved.decisions] == [
@@ -370,7 +370,7 @@ def test_two_rules_that_are_equally_specific_are_both_named(install):
         ("cpu-", "is not a size of"),
         (
             "chip-8x999999999999",
-            "'chip-8x999999999999' is larger than any machine\n    expected: at most 1,048,576 of them",
+            "'chip-8x999999999999' is larger than any machine\n    expected: at most 1,048,576 devices",
         ),
         ("cpu-2x2", "'cpu-2x2' is not a size of the target 'cpu'\n    expected: cpu-DEVICES"),
         ("chop-8x4", r"unknown target 'chop-8x4'\n    did you mean: chip-8x4"),

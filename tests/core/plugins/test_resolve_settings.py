@@ -18,7 +18,7 @@ def test_without():
     request = Request.of("toy", with_=["toy-wide", "toy-rope"], without=["toy-wide"])
     assert [n for n, _ in resolve(request).features] == ["toy-rope"]
     with pytest.raises(
-        RequestError, match=r"--without toy-wide: that feature is not asked for\n    asked for: toy-rope"
+        RequestError, match=r"--without toy-wide: this feature is not requested\n    requested: toy-rope"
     ):
         resolve("toy", with_=["toy-rope"], without=["toy-wide"])
 
@@ -56,7 +56,9 @@ def test_all_problems_at_once_with_their_lines(tmp_path):
 
 
 def test_one_path_set_to_two_values():
-    with pytest.raises(ConfigError, match=r"max_steps: is set to two values[\s\S]*--set max_steps=3[\s\S]*--steps 4"):
+    with pytest.raises(
+        ConfigError, match=r"max_steps: is set to two different values[\s\S]*--set max_steps=3[\s\S]*--steps 4"
+    ):
         resolve("toy", set=["max_steps=3"], steps=4)
     assert resolve("toy", set=["max_steps=4"], steps=4).config.max_steps == 4
 
@@ -102,7 +104,7 @@ def test_a_run_file_stands_on_another_file(tmp_path):
     assert [name for name, _ in result.features] == ["ema"]
     assert result.setter("max_steps") == f"set by {run}:3"
     loop.write_text(f"experiment: {loop}\n")
-    with pytest.raises(RequestError, match="begin with one another"):
+    with pytest.raises(RequestError, match="refer to each other in a cycle"):
         resolve(loop)
 
 

@@ -74,7 +74,7 @@ def test_the_name_of_a_run_does_not_depend_on_the_machine(tmp_path, monkeypatch,
 def test_a_machine_that_nobody_knows_trains_without_a_rule(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(devices, "detect", lambda: Detected(description="8 x Abacus", machine=None))
     train("quickstart", steps=1, set=TINY, run_dir=tmp_path / "run")
-    assert "machine: 8 x Abacus (no installed package knows it: no mesh rule)\n" in capfd.readouterr().err
+    assert "machine: 8 x Abacus (no installed package supports it: no mesh rule)\n" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("toy")

@@ -19,7 +19,7 @@ from axlearn_core.nn.layer import Layer
 from axlearn_core.plugins import unregistered
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import read_text, write
-from axlearn_core.plugins.unregistered import CodeNames, with_values
+from axlearn_core.plugins.unregistered import CodeNames, restore_values
 from axlearn_core.run.record import short_hash
 from axlearn_core.run.stored_config import read_run_config
 
@@ -97,14 +97,14 @@ def test_without_the_code_it_is_refused_by_name(tmp_path, monkeypatch):
 def test_values_of_code_are_refused_by_path_in_another_process(tmp_path, monkeypatch):
     cfg = patch(ax.resolve("quickstart").config, {"learner.optimizer": small()["learner.optimizer"]})
     write_run(tmp_path / "run", cfg, monkeypatch, "")
-    with pytest.raises(CheckpointError, match=r"learner.optimizer.mu_dtype: is a value of Python code(.|\n)*bfloat16"):
+    with pytest.raises(CheckpointError, match=r"learner.optimizer.mu_dtype: is a Python value(.|\n)*bfloat16"):
         read_run_config(LocalStorage(tmp_path / "run"), "run")
 
 
 def test_there_and_back_in_one_process():
     cfg = patch(ax.resolve("quickstart").config, small())
     names = CodeNames(registry())
-    assert with_values(read_text(write(cfg, names), "f.yaml", names).experiment) == cfg  # type: ignore[arg-type]
+    assert restore_values(read_text(write(cfg, names), "f.yaml", names).experiment) == cfg  # type: ignore[arg-type]
     registered = CodeNames(registry())
     write(ax.resolve("quickstart").config, registered)
     assert registered.decisions(cfg) == ()
@@ -148,14 +148,14 @@ def test_a_run_does_not_go_on_with_a_layer_that_was_defined_again(tmp_path, monk
     text = write(ax.resolve("quickstart", set=settings(0.5), steps=3).config, CodeNames(registry()))
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_text(text if remembered else re.sub("Scale#[0-9a-f]+", "Scale#01234567", text))
-    expected = "feed_forward.type" if remembered else "has defined it otherwise"
+    expected = "feed_forward.type" if remembered else "its definition has changed"
     with pytest.raises(RequestError, match=expected):
         ax.train("quickstart", set=settings(0.25), steps=3, run_dir=tmp_path / "run")
 
 
 def test_text_that_begins_like_a_language_is_text():
     prompts = patch(ax.resolve("quickstart").config, {"model.decoder.layer.attention.kernel": "python:def f"})
-    assert with_values(prompts) == prompts
+    assert restore_values(prompts) == prompts
 
 
 def test_a_file_names_no_code_that_was_not_made_a_node():

@@ -83,7 +83,7 @@ def test_the_options_are_the_feature(changes):
     assert resolve(request).config == resolve("quickstart", with_=[feature]).config
     with_feature = Request.of("quickstart", with_=['shadow:feature="precision:dtype=bfloat16"'])
     assert resolve(EVERY.change("7", with_feature)).config == resolve(request).config
-    with pytest.raises(RequestError, match="gets two values for 'every_steps'"):
+    with pytest.raises(RequestError, match="has two values for 'every_steps'"):
         resolve(EVERY.change("8", request))
 
 

@@ -122,7 +122,7 @@ def test_programs_for_devices_that_are_not_here(tmp_path):
         (["quickstart"], "none is named"),
         (
             ["quickstart", "--target", "cpu-8", "--function", "decode"],
-            "--function is an option of `axlearn plan`, and not of `axlearn plan serve`",
+            "--function is an option of `axlearn plan`, not of `axlearn plan serve`",
         ),
         (["quickstart", "--target", "cpu-8", "--set", "serving.runner.max_row=2"], "max_rows"),
         (["quickstart", "--target", "cpu-8", *SMALL], "is not divisible by the mesh axes tensor"),

@@ -183,7 +183,7 @@ def open_storage(uri: str | Path, plugins: Host | None = None) -> Storage:
     if "://" not in text:
         return LocalStorage(Path(text).expanduser())
     plugins = plugins or host()
-    storage = plugins.only("axlearn_checkpoint_storage", uri=text)
+    storage = plugins.call_single("axlearn_checkpoint_storage", uri=text)
     if storage is None:
         implementations = plugins.hook.axlearn_checkpoint_storage.get_hookimpls()
         names = [f"{o.plugin_name} ({plugins.entries[o.plugin_name].origin})" for o in implementations]

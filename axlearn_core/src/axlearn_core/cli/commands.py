@@ -1,6 +1,6 @@
-"""The commands by name: those of the core, and those that plugins register. Imports none of them.
+"""Names of the commands of the core and of plugins. This module does not import the commands.
 
-A name says where a command stands: `checkpoint-list` is `axlearn checkpoint list`, because `checkpoint` is a command.
+The name of a command defines its parent: `checkpoint-list` is `axlearn checkpoint list`, because `checkpoint` is a command.
 """
 
 import functools
@@ -8,20 +8,20 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-# A built-in command: where it is, and its line in `axlearn --help`.
+# Name of each built-in command -> (location, line in `axlearn --help`).
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("axlearn_core.cli.train:train", "Train an experiment, or resume its run."),
-    "bench": ("axlearn_core.cli.groups:bench", "Measure a training step on this machine, or a server at an address."),
+    "bench": ("axlearn_core.cli.groups:bench", "Measure training steps, or a running server."),
     "checkpoint": ("axlearn_core.cli.groups:checkpoint", "List, inspect and convert checkpoints."),
     "config": ("axlearn_core.cli.config:config", "Show, compare, explain and check configs."),
-    "experiments": ("axlearn_core.cli.listing:experiments", "List the experiments that are installed."),
-    "features": ("axlearn_core.cli.listing:features", "List features, and show what one does."),
-    "plugins": ("axlearn_core.cli.listing:plugins", "List and examine what is installed."),
+    "experiments": ("axlearn_core.cli.listing:experiments", "List the installed experiments."),
+    "features": ("axlearn_core.cli.listing:features", "List the installed features, or describe one."),
+    "plugins": ("axlearn_core.cli.listing:plugins", "List, check and create plugins."),
 }
 
 
 def plugin_commands() -> Mapping[str, tuple[str, str]]:
-    """Name -> (what the entry point names, its distribution and version), of each command of a plugin."""
+    """Return (value of the entry point, distribution and version) of each plugin command, by name."""
     return _plugin_commands(tuple(sys.path), os.environ.get("AXLEARN_PLUGINS", ""))
 
 
@@ -32,7 +32,7 @@ def _plugin_commands(path: Sequence[str], block: str) -> Mapping[str, tuple[str,
 
         entries = {name: claims[0] for name, claims in registry().claims["commands"].items()}
         return {name: (entry.value, entry.origin) for name, entry in entries.items()}
-    # Not from the registry, whose imports would take as long again as all of `--help`.
+    # Do not import the registry: it would double the time of `--help`.
     from axlearn_core.plugins.index import entry_points
 
     points = entry_points().select(group="axlearn.commands")
@@ -40,29 +40,32 @@ def _plugin_commands(path: Sequence[str], block: str) -> Mapping[str, tuple[str,
 
 
 def parent(name: str) -> str | None:
-    """The command that a command is below: the longest beginning of its name that is a command; None at the top."""
+    """Return the parent of a command, or None for a top-level command.
+
+    The parent is the longest prefix of the name that is a command.
+    """
     from axlearn_core.plugins.index import packages_of
 
-    names = {*COMMANDS, *plugin_commands(), *packages_of("commands")}  # also those of packages that are not installed
+    names = {*COMMANDS, *plugin_commands(), *packages_of("commands")}  # includes commands that are not installed
     parts = name.split("-")
     prefixes = ("-".join(parts[:size]) for size in range(len(parts) - 1, 0, -1))
     return next((prefix for prefix in prefixes if prefix in names), None)
 
 
 def children(name: str) -> dict[str, str]:
-    """Word -> name of each command of a plugin right below a command, by word."""
+    """Return the direct subcommands of plugins: the full name of each, by its last word."""
     names = sorted(n for n in plugin_commands() if n.startswith(f"{name}-") and parent(n) == name)
     return {n.removeprefix(f"{name}-"): n for n in names}
 
 
-def family(name: str) -> list[str]:
-    """The command at the top of a command, and all that are below that one."""
-    while above := parent(name):
-        name = above
+def related_commands(name: str) -> list[str]:
+    """Return the top-level ancestor of a command and all plugin commands below it."""
+    while ancestor := parent(name):
+        name = ancestor
     return [name, *sorted(n for n in plugin_commands() if n.startswith(f"{name}-") and parent(n))]
 
 
 def command_line(name: str) -> str:
-    """How the command line spells a command: `axlearn checkpoint list`."""
-    above = parent(name)
-    return f"{command_line(above)} {name.removeprefix(f'{above}-')}" if above else f"axlearn {name}"
+    """Return the command line of a command, such as `axlearn checkpoint list`."""
+    prefix = parent(name)
+    return f"{command_line(prefix)} {name.removeprefix(f'{prefix}-')}" if prefix else f"axlearn {name}"

@@ -1,4 +1,4 @@
-"""What commands share: the options of a request with what a shell completes, and how results are printed."""
+"""Shared helpers of commands: request options, shell completion, and printing of results."""
 
 import functools
 import json
@@ -17,16 +17,16 @@ from axlearn_core.cli.terminal import echo
 from axlearn_core.compat import only_cpu
 from axlearn_core.plugins.registry import Group, registry
 
-_NARROWEST = 20
-"""A column of fewer characters is not wrapped: it would be hard to read."""
+_MIN_WIDTH = 20
+"""Minimum width of a wrapped column, in characters. Narrower columns would be hard to read."""
 
-json_option = click.option("--json", "as_json", is_flag=True, help='Print JSON: a list of objects with "name".')
+json_option = click.option("--json", "as_json", is_flag=True, help='Print a JSON list of objects with "name".')
 
 
 def complete_experiments(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Installed experiments, and as the first word the subcommands of a command; or files if no name begins so.
+    """Complete the names of experiments and subcommands, or files if no name matches.
 
-    Names come from the metadata of installed packages, so that Tab imports nothing of theirs.
+    Names are read from package metadata, so completion does not import plugins.
     """
     if isinstance(ctx.command, ExtensibleCommand):
         words = [CompletionItem(word) for word in ctx.command.list_commands(ctx) if word.startswith(incomplete)]
@@ -35,7 +35,7 @@ def complete_experiments(ctx: click.Context, param: click.Parameter, incomplete:
 
 
 def complete_features(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Installed features."""
+    """Complete the names of installed features."""
     return _names("features", incomplete)
 
 
@@ -44,7 +44,7 @@ def _names(group: Group, incomplete: str) -> list[CompletionItem]:
 
 
 experiment_argument = click.argument("experiment", metavar="EXPERIMENT|FILE.yaml", shell_complete=complete_experiments)
-"""The argument of a command that takes `request_options`."""
+"""Argument for commands with `request_options`."""
 
 REQUEST_OPTIONS = (
     click.option(
@@ -52,28 +52,28 @@ REQUEST_OPTIONS = (
         "with_",
         multiple=True,
         metavar="FEATURE[:key=value,...]",
-        help="Add a feature.",
+        help="Add a feature; repeatable.",
         shell_complete=complete_features,
     ),
     click.option(
         "--without",
         multiple=True,
         metavar="FEATURE",
-        help="Leave out a feature that the file asks for.",
+        help="Remove a feature of the file; repeatable.",
         shell_complete=complete_features,
     ),
-    click.option("--set", "set_", multiple=True, metavar="PATH=VALUE", help="Set a value; the path may hold * and **."),
+    click.option("--set", "set_", multiple=True, metavar="PATH=VALUE", help="Set a value; PATH may contain * and **."),
     click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Short for --set max_steps=N."),
-    click.option("--target", metavar="NAME", help="The hardware to run on; `none` for no mesh rule."),
-    click.option("--layout", metavar="FILE", help="A layout that `axlearn plan search --layout-out` wrote."),
+    click.option("--target", metavar="NAME", help="Target hardware; `none` disables mesh rules."),
+    click.option("--layout", metavar="FILE", help="Layout from `plan search --layout-out`."),
 )
-"""The options that say what to train, for a command that passes them on."""
+"""Options that define the request. Commands that forward the options use them directly."""
 
 
 def request_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds --with, --without, --set, --target, --layout and --steps to a command with an argument `experiment`.
+    """Add --with, --without, --set, --target, --layout and --steps to a command with an argument `experiment`.
 
-    The command gets a `request` (`axlearn_core.plugins.request.Request`) in their place.
+    The command receives a `request` (`axlearn_core.plugins.request.Request`) in place of these options and the argument.
     """
 
     command = with_request(function)
@@ -83,7 +83,7 @@ def request_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_request(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` called with a `request` in place of the options of `request_options`."""
+    """Convert the options of `request_options` to a `request` argument of `function`."""
 
     @functools.wraps(function)
     def command(
@@ -107,48 +107,48 @@ def with_request(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def no_devices() -> None:
-    """For a command that imports experiments and computes nothing: keeps JAX from looking for accelerators."""
+    """Restrict JAX to the CPU. Call this in commands that import experiments but do not compute."""
     only_cpu()
 
 
-def plain(value: object) -> Any:
-    """A config value as something that JSON can hold."""
+def to_json_value(value: object) -> Any:
+    """Convert a config value to a JSON-serializable value."""
     if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
+        return {str(k): to_json_value(v) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
-        return [plain(v) for v in value]
+        return [to_json_value(v) for v in value]
     exact = value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
     return value if exact else repr(value)
 
 
 def print_json(rows: Sequence[Mapping[str, Any]]) -> None:
-    """A list of objects."""
-    echo(json.dumps([plain(row) for row in rows], indent=2, ensure_ascii=False))
+    """Print rows as a JSON list of objects."""
+    echo(json.dumps([to_json_value(row) for row in rows], indent=2, ensure_ascii=False))
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Aligned columns under a heading; nothing but a note on standard error if there are no rows.
+    """Print aligned columns with a header. If there are no rows, print a note to standard error.
 
-    A terminal gets the last column wrapped to its width.
+    On a terminal, the last column is wrapped.
     """
     if not rows:
-        echo("none is installed", err=True)
+        echo("none are installed", err=True)
         return
     texts = [[c.upper() for c in columns], *([str(row[c]) for c in columns] for row in rows)]
     widths = [max(len(line[i]) for line in texts) for i in range(len(columns))]
     indent = sum(widths[:-1]) + 2 * (len(columns) - 1)
     for number, line in enumerate(texts):
-        first, *more = _wrapped(line[-1], indent)
+        first, *continuation = _wrap_text(line[-1], indent)
         cells = zip([*line[:-1], first], widths, strict=True)
         text = "  ".join(cell.ljust(width) for cell, width in cells).rstrip()
         echo(click.style(text, dim=True) if number == 0 else text)
-        for rest in more:
-            echo(" " * indent + rest)
+        for text in continuation:
+            echo(" " * indent + text)
 
 
-def _wrapped(text: str, indent: int) -> list[str]:
-    """The lines of a table's last cell: broken to the width of a terminal, and whole for a file or a pipe."""
+def _wrap_text(text: str, indent: int) -> list[str]:
+    """Wrap the last cell of a row to the width of the terminal. Do not wrap text for files and pipes."""
     room = shutil.get_terminal_size().columns - indent
-    if not sys.stdout.isatty() or len(text) <= room or room < _NARROWEST:
+    if not sys.stdout.isatty() or len(text) <= room or room < _MIN_WIDTH:
         return [text]
     return textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)

@@ -1,4 +1,4 @@
-"""`axlearn config`: what a request resolves to, and why."""
+"""The command `axlearn config`: show, compare, explain, and check configs."""
 
 import re
 from collections.abc import Mapping
@@ -7,7 +7,14 @@ from typing import Any
 
 import click
 
-from axlearn_core.cli.common import experiment_argument, json_option, no_devices, plain, print_json, request_options
+from axlearn_core.cli.common import (
+    experiment_argument,
+    json_option,
+    no_devices,
+    print_json,
+    request_options,
+    to_json_value,
+)
 from axlearn_core.cli.main import Group
 from axlearn_core.cli.terminal import echo
 from axlearn_core.config import ABSENT, diff, fields_of, flatten, missing
@@ -21,23 +28,26 @@ from axlearn_core.plugins.resolve import resolve
 @click.group(cls=Group)
 @click.pass_context
 def config(context: click.Context) -> None:
-    """Configs: what an experiment or a run file stands for.
+    """Show, compare, explain and check configs.
 
-    Further commands come from plugins: `bisect` from axlearn-plugins-tools.
+    axlearn-plugins-tools adds `bisect`.
     """
-    if context.invoked_subcommand in config.commands:  # those of plugins may compute
+    if context.invoked_subcommand in config.commands:  # commands of plugins may compute
         no_devices()
 
 
 @config.command()
 @experiment_argument
 @request_options
-@click.option("--flat", is_flag=True, help="One line per value, as the paths that --set takes.")
+@click.option("--flat", is_flag=True, help="Print one `path: value` line per value.")
 @json_option
 def show(request: Request, flat: bool, as_json: bool) -> None:
-    """Print the resolved config as a YAML file that every command takes in an experiment's place."""
+    """Print the resolved config as YAML.
+
+    Commands accept the output as a file in place of an experiment.
+    """
     resolved = resolve(request)
-    values = flatten(resolved.config, resolved.names.shown_name)
+    values = flatten(resolved.config, resolved.names.display_name)
     if as_json:
         print_json([{"name": path, "value": value} for path, value in values.items()])
     elif flat:
@@ -47,29 +57,32 @@ def show(request: Request, flat: bool, as_json: bool) -> None:
         for line in resolved.to_yaml().splitlines():
             echo(re.sub(r"^([ -]*)([^\s:]+:)", lambda m: m[1] + click.style(m[2], fg="cyan"), line))
     for problem in missing(resolved.config):
-        echo(f"still to be set: {problem.path}", err=True)
+        echo(f"not set: {problem.path}", err=True)
 
 
 @config.command("diff")
 @click.argument("first", metavar="A")
 @click.argument("experiment", metavar="B")
 @request_options
-@click.option("--html", type=click.Path(path_type=Path), help="Draw the tree of B, what differs in green, to a file.")
+@click.option("--html", type=click.Path(path_type=Path), help="Draw B as a tree, with changes in green.")
 @json_option
 def diff_(first: str, request: Request, html: Path | None, as_json: bool) -> None:
-    """Print what differs from A to B. The options apply to B."""
+    """Print the differences from A to B. The options apply to B."""
     old, new = resolve(first), resolve(request)
-    changes = diff(old.config, with_equal_names(new.config, old.config), new.names.shown_name)
+    changes = diff(old.config, with_equal_names(new.config, old.config), new.names.display_name)
     if html is not None:
         draw = new.names.entry("components", "config-tree-picture").load()
         title = " ".join([first, "->", new.title, *(f"+ {name}" for name, _ in new.features)])
         try:
-            html.write_text(draw(title, new.config, changes, new.names.shown_name, text), encoding="utf-8")
+            html.write_text(draw(title, new.config, changes, new.names.display_name, text), encoding="utf-8")
         except OSError as error:
-            raise RequestError(f"cannot write {html}: {error.strerror}\n    fix: name another file") from error
+            raise RequestError(f"cannot write {html}: {error.strerror}\n    fix: use another path") from error
     if as_json:
         print_json(
-            [{"name": c.path, "kind": c.kind, "old": json_value(c.old), "new": json_value(c.new)} for c in changes]
+            [
+                {"name": c.path, "kind": c.kind, "old": absent_to_none(c.old), "new": absent_to_none(c.new)}
+                for c in changes
+            ]
         )
         return
     for change in changes:
@@ -89,11 +102,17 @@ def diff_(first: str, request: Request, html: Path | None, as_json: bool) -> Non
 @request_options
 @json_option
 def explain(request: Request, path: str, as_json: bool) -> None:
-    """Print who set the value at PATH, step by step; for a node, of everything below it."""
+    """Print the source of the value at PATH: each step that set it.
+
+    For a node, print all values below it. The default is the whole config.
+    """
     provenance = resolve(request).explain(path)
     if as_json:
         rows = [
-            {"name": p, "steps": [{"who": s.set_by, "old": json_value(s.old), "new": json_value(s.new)} for s in steps]}
+            {
+                "name": p,
+                "steps": [{"who": s.set_by, "old": absent_to_none(s.old), "new": absent_to_none(s.new)} for s in steps],
+            }
             for p, steps in provenance.items()
         ]
         print_json(rows)
@@ -110,9 +129,10 @@ def explain(request: Request, path: str, as_json: bool) -> None:
 @request_options
 @json_option
 def check(request: Request, as_json: bool) -> None:
-    """Check that nothing is missing, that all values fit together and the mesh, and that the model can be built and called.
+    """Check a config without allocating arrays.
 
-    Builds it without arrays. Exit code 2 where something does not fit.
+    Checks that all values are set and consistent, that they fit the mesh, and that the model can be built and traced. The
+    exit code is 2 if a check fails.
     """
     try:
         resolved = resolve(request).checked()
@@ -136,7 +156,7 @@ def check(request: Request, as_json: bool) -> None:
         for decision in decisions:
             echo(str(decision), err=True)
         count = len(flatten(resolved.config))
-        echo(f"{resolved.title}: nothing is missing, and its {count} values fit together")
+        echo(f"{resolved.title}: all {count} values are set and consistent")
 
 
 def _problem_fields(problem: object) -> dict[str, Any]:
@@ -146,7 +166,7 @@ def _problem_fields(problem: object) -> dict[str, Any]:
 
 
 def text(value: object) -> str:
-    """A value on one line, as in YAML where it is plain."""
+    """Format a value on one line. Plain values are formatted as in YAML."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if value is ABSENT:
@@ -154,10 +174,10 @@ def text(value: object) -> str:
     return (
         value
         if isinstance(value, str) and value
-        else repr(plain(value) if isinstance(value, (tuple, Mapping)) else value)
+        else repr(to_json_value(value) if isinstance(value, (tuple, Mapping)) else value)
     )
 
 
-def json_value(value: object) -> Any:
-    """A value for JSON; absent is null."""
+def absent_to_none(value: object) -> Any:
+    """Return the value, or None if it is `ABSENT`."""
     return None if value is ABSENT else value

@@ -1,4 +1,4 @@
-"""`axlearn bench` and `axlearn checkpoint`: plugins register their commands as `bench-NAME` and `checkpoint-NAME`."""
+"""The groups `axlearn bench` and `axlearn checkpoint`. Plugins register their commands as `GROUP-NAME`."""
 
 import click
 
@@ -7,16 +7,16 @@ from axlearn_core.cli.main import Group
 
 @click.group(cls=Group)
 def bench() -> None:
-    """Measurements.
+    """Measure training steps, or a running server.
 
-    The commands come from plugins: `step` from axlearn-plugins-plan, `serve` from axlearn-plugins-serving.
+    Plugins add the commands: axlearn-plugins-plan adds `step`, and axlearn-plugins-serving adds `serve`.
     """
 
 
 @click.group(cls=Group)
 def checkpoint() -> None:
-    """Checkpoints: what a run has saved, and other formats.
+    """List, inspect and convert checkpoints.
 
-    The commands come from plugins: `list` and `inspect` from axlearn-plugins-tools, `import-hf` and `export-hf` from
-    axlearn-plugins-models.
+    Plugins add the commands: axlearn-plugins-tools adds `list` and `inspect`, and axlearn-plugins-models adds `import-hf` and
+    `export-hf`.
     """

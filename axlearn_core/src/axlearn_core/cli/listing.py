@@ -1,4 +1,4 @@
-"""Commands that list what is installed: `axlearn experiments`, `axlearn features` and `axlearn plugins`."""
+"""The commands `axlearn experiments`, `axlearn features` and `axlearn plugins`, which list installed plugins."""
 
 from typing import Any
 
@@ -12,25 +12,25 @@ from axlearn_core.plugins.registry import GROUPS, Entry, registry
 
 @click.group()
 def experiments() -> None:
-    """Experiments: complete configs, ready to train."""
+    """List experiments, which are complete configs."""
 
 
 @experiments.command("list")
 @json_option
 def list_experiments(as_json: bool) -> None:
-    """List the experiments that are installed."""
+    """List the installed experiments."""
     _print_entries("experiments", as_json)
 
 
 @click.group()
 def features() -> None:
-    """Features: what `--with` adds to an experiment."""
+    """List features, which `--with` adds to an experiment, or describe one."""
 
 
 @features.command("list")
 @json_option
 def list_features(as_json: bool) -> None:
-    """List the features that are installed; none is imported."""
+    """List the installed features, without importing them."""
     _print_entries("features", as_json)
 
 
@@ -38,7 +38,7 @@ def list_features(as_json: bool) -> None:
 @click.argument("name")
 @json_option
 def show_feature(name: str, as_json: bool) -> None:
-    """Show what the feature NAME does, and its options."""
+    """Describe the feature NAME and its options."""
     no_devices()
     row = _feature_row(name)
     if as_json:
@@ -53,25 +53,26 @@ def show_feature(name: str, as_json: bool) -> None:
         echo("options:")
     for option in row["options"]:
         default = (
-            "has to be given"
-            if option["default"] == "REQUIRED"
-            else f"default: {option['default'].replace('None', 'null')}"
+            "required" if option["default"] == "REQUIRED" else f"default: {option['default'].replace('None', 'null')}"
         )
         echo(f"    {option['name']}: {option['type']}  ({default})")
 
 
 @click.group(cls=Group)
 def plugins() -> None:
-    """Distributions that add something to axlearn.
+    """List, check and create plugins.
 
-    `doctor` and `new` come from axlearn-plugins-tools.
+    axlearn-plugins-tools adds `doctor` and `new`.
     """
 
 
 @plugins.command("list")
 @json_option
 def list_plugins(as_json: bool) -> None:
-    """List the distributions, and how much each registers; none is imported."""
+    """List installed distributions, without importing them.
+
+    Prints how many entry points of each kind a distribution registers.
+    """
     rows = _distributions()
     if as_json:
         print_json(rows)
@@ -87,7 +88,10 @@ def list_plugins(as_json: bool) -> None:
 @click.argument("name")
 @json_option
 def show_plugin(name: str, as_json: bool) -> None:
-    """Show all that the distribution NAME registers, or everything that is registered as NAME; none is imported."""
+    """List entry points by distribution or by name.
+
+    Prints the entry points of the distribution NAME, and entry points called NAME, without importing them.
+    """
     claims = [e for group in GROUPS for es in registry().claims[group].values() for e in es]
     entries = [e for e in claims if name in (e.distribution, e.name)]
     if not entries:
@@ -100,10 +104,10 @@ def show_plugin(name: str, as_json: bool) -> None:
 
 
 def _print_entries(group: Any, as_json: bool) -> None:
-    """Prints the features or experiments with a line about each; marks those that cannot be used."""
+    """Print the features or experiments with a summary of each. Mark those that cannot be used."""
     from axlearn_core.cli.summaries import parameter_count, summary
 
-    listed = registry().listed(group)
+    listed = registry().list_entries(group)
     rows = []
     for entry, problem in listed:
         row = _entry_row(entry) | {"summary": summary(entry.value)}
@@ -122,11 +126,11 @@ def _print_entries(group: Any, as_json: bool) -> None:
     ]
     print_table([{"problem": ""} | {k: "-" if v is None else v for k, v in row.items()} for row in rows], columns)
     if problems:
-        echo("`axlearn plugins doctor` says more", err=True)
+        echo("for details, run `axlearn plugins doctor`", err=True)
 
 
 def _entry_row(entry: Entry) -> dict[str, Any]:
-    """The row of an entry point for `list`."""
+    """Return the row of an entry point for `list`."""
     return {
         "name": entry.name,
         "distribution": entry.distribution,
@@ -153,7 +157,7 @@ def _feature_row(name: str) -> dict[str, Any]:
         "excludes": cls.excludes,
         "before": cls.before,
         "after": cls.after,
-        "description": inspect.getdoc(cls) or "(it has no description)",
+        "description": inspect.getdoc(cls) or "(no description)",
         "options": options,
     }
 

@@ -1,4 +1,4 @@
-"""The command `axlearn`. A command is imported when it is called: `--help` imports no JAX, no configs, no plugins."""
+"""The command `axlearn`. Subcommands are imported on use, so `--help` imports neither JAX nor configs nor plugins."""
 
 import difflib
 import importlib
@@ -12,19 +12,19 @@ from click.shell_completion import CompletionItem
 
 from axlearn_core.cli.commands import COMMANDS, children, command_line, parent, plugin_commands
 
-TRAINING = ("train", "bench")  # for these the process starts anew with other settings of the C library
+_TRAINING_COMMANDS = ("train", "bench")  # these restart the process with other settings of the C library
 
 
 class Commands(click.Group):
-    """The commands of the table above, then those that plugins register; also where errors become exit codes."""
+    """The top-level group: commands of the core and of plugins. It converts errors to exit codes."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """All names, the core's first."""
+        """Return all names, starting with the commands of the core."""
         names = {n for n in plugin_commands() if parent(n) is None}
         return [*COMMANDS, *sorted(names - COMMANDS.keys())]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports the one command."""
+        """Import and return a command."""
         _, plugin = plugin_commands().get(cmd_name, ("", ""))
         if cmd_name in COMMANDS and not plugin:
             module, _, name = COMMANDS[cmd_name][0].partition(":")
@@ -35,7 +35,7 @@ class Commands(click.Group):
         from axlearn_core.plugins.registry import registry
 
         if cmd_name in COMMANDS:
-            raise PluginError(f"the command {cmd_name!r} is one of axlearn-core, and {plugin} registers it too")
+            raise PluginError(f"{plugin} registers the command {cmd_name!r}, which is a command of axlearn-core")
         entry = registry().entry("commands", cmd_name)
         command = entry.load()
         if not isinstance(command, click.Command):
@@ -45,17 +45,17 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Adds the nearest names to the error for an unknown command."""
+        """Add the nearest names to the error for an unknown command."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
             lines = {n: command_line(n).removeprefix("axlearn ") for n in plugin_commands()}
-            below = {line.split()[-1]: line for line in lines.values() if " " in line}
-            names = below | {n: n for n in self.list_commands(ctx)}
-            raise _unknown(args[0], args[0], names, error, ctx) from None
+            subcommands = {line.split()[-1]: line for line in lines.values() if " " in line}
+            names = subcommands | {n: n for n in self.list_commands(ctx)}
+            raise _unknown_command_error(args[0], args[0], names, error, ctx) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The commands with the lines of the table, none of them imported."""
+        """Format a summary of each command, without importing the commands."""
         from axlearn_core.cli.summaries import summary
 
         plugins = plugin_commands()
@@ -64,88 +64,95 @@ class Commands(click.Group):
             formatter.write_dl([(name, line or f"({plugins[name][1]})") for name, line in lines.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """The names of commands and options, without importing any command."""
+        """Complete the names of commands and options, without importing the commands."""
         names = [CompletionItem(name) for name in self.list_commands(ctx) if name.startswith(incomplete)]
         return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """Reads the arguments; prints help where that is asked for."""
-        with _errors():
+        """Parse the arguments. Print the help if requested."""
+        with _exit_on_error():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command."""
-        with _errors():
+        """Run the command."""
+        with _exit_on_error():
             return super().invoke(ctx)
 
 
 class Group(click.Group):
-    """Commands below a word: those of the core, and what plugins register as `WORD-NAME`."""
+    """A group of subcommands of the core and of plugins, which register them as `GROUP-NAME`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """All names."""
+        """Return all names."""
         return [*super().list_commands(ctx), *children(self.name or "")]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports the command of a plugin."""
+        """Return a subcommand. Import it if it belongs to a plugin."""
         return super().get_command(ctx, cmd_name) or cli.get_command(ctx, f"{self.name}-{cmd_name}")
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Adds the nearest names to the error for an unknown command."""
+        """Add the nearest names to the error for an unknown command."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
             names = {n: n for n in self.list_commands(ctx)}
-            raise _unknown(f"{self.name}-{args[0]}", args[0], names, error, ctx) from None
+            raise _unknown_command_error(f"{self.name}-{args[0]}", args[0], names, error, ctx) from None
 
 
-def _unknown(
+def _unknown_command_error(
     name: str, word: str, names: Mapping[str, str], error: click.UsageError, ctx: click.Context
 ) -> click.UsageError:
-    """The error for a word that is not a command: with the package that brings it, or the nearest names.
+    """Return the error for an unknown command. It suggests the package that provides the command, or the nearest names.
 
-    `names`: word -> what to type, which also has the words of the group that the command is below.
+    Args:
+        name: Full name of the command, such as `checkpoint-list`.
+        word: The word that the user typed.
+        names: Known words, with the text to type for each.
+        error: The error of click.
+        ctx: The context of the error.
     """
     from axlearn_core.plugins.index import package_of
 
     if package := package_of("commands", name):
-        return click.UsageError(f"{word!r} is not installed: {package} brings it (pip install {package}).", ctx)
+        return click.UsageError(f"{word!r} is not installed: {package} provides it (pip install {package}).", ctx)
     close = [names[n] for n in difflib.get_close_matches(word, names)]
     hint = f" Did you mean: {', '.join(close)}?" if close and "mean" not in error.message else ""
     return click.UsageError(error.message + hint, ctx)
 
 
-def _translate(error: Exception) -> Exception:
-    """An error of ours for what JAX and NumPy say about devices and memory, whichever command asks first."""
+def _translate_error(error: Exception) -> Exception:
+    """Convert errors of JAX and NumPy about devices and memory to errors with advice. Return other errors unchanged."""
     from axlearn_core.errors import RequestError, WorkError
 
     text = str(error)
     if text.startswith("Unable to initialize backend"):
-        return RequestError(f"JAX has no devices: {text}\n    fix: see what JAX_PLATFORMS says, or unset it")
+        return RequestError(
+            f"JAX has no devices: {text}\n    fix: check the environment variable JAX_PLATFORMS, or unset it"
+        )
     if isinstance(error, MemoryError) or text.startswith("RESOURCE_EXHAUSTED"):
-        reason = text.partition("\n")[0] or "the system has none left"
+        reason = text.partition("\n")[0] or "the system has no memory left"
         return WorkError(
             f"out of memory: {reason}\n"
-            "    fix: `axlearn plan` says what a step takes; a smaller batch, or `--with remat`, takes less"
+            "    fix: reduce the batch size, or use `--with remat`; `axlearn plan` estimates the memory of a step"
         )
     return error
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
-    """Errors as exit codes: 1 when the work failed, 2 when the request was wrong, 130 after Ctrl-C."""
+def _exit_on_error() -> Iterator[None]:
+    """Exit with code 1 if the work failed, 2 if the request was invalid, and 130 after Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:
         raise click.exceptions.Exit(130) from None
     except (click.exceptions.Exit, click.ClickException, click.Abort):
-        raise  # of click itself, as after `--help`: imports nothing
-    except Exception as error:  # raised again below unless it is ours; our classes are not imported at every start
+        raise  # from click, for example after `--help`; imports nothing
+    except Exception as error:  # import the error classes only on errors, to start fast
         from axlearn_core.errors import AxlearnError, escape_controls
 
-        error = _translate(error)
+        error = _translate_error(error)
         if not isinstance(error, AxlearnError):
             raise
         click.echo(f"{click.style('error:', fg='red', bold=True)} {escape_controls(str(error))}", err=True)
@@ -155,15 +162,15 @@ def _errors() -> Iterator[None]:
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="axlearn-core", prog_name="axlearn")
 def cli() -> None:
-    """Train large models from a small core and installable plugins.
+    """Train and serve large models with a small core and plugins.
 
-    Start with `axlearn train quickstart`. Results go to standard output, messages to standard error.
+    Start with `axlearn train quickstart`. Results are printed to standard output, messages to standard error.
     """
 
 
 def main() -> None:
-    """The console script."""
-    if sys.argv[1:2] and sys.argv[1] in TRAINING and "jax" not in sys.modules:
+    """Run the console script."""
+    if sys.argv[1:2] and sys.argv[1] in _TRAINING_COMMANDS and "jax" not in sys.modules:
         from axlearn_core.compat import restart_with_tunables
 
         restart_with_tunables()

@@ -1,4 +1,4 @@
-"""Descriptions of commands, features and experiments, read from their source: listing them imports none of them."""
+"""Read the summaries of commands, features, and experiments from their source code, without importing them."""
 
 import ast
 import functools
@@ -11,26 +11,26 @@ _PARAMETERS = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?[MB]) parameters\b")
 
 
 def summary(value: str) -> str | None:
-    """The first line of the docstring of the object that an entry point names.
+    """Return the first line of the docstring of an entry point.
 
     Args:
-        value: `"package.module:attribute"`.
+        value: Value of the entry point, `"package.module:attribute"`.
 
     Returns:
-        The line; None if the source cannot be found, or if it does not define the object with a docstring.
+        The line. None if the source is not found, or if it does not define the object with a docstring.
     """
     text = _docstring(value)
     return text.splitlines()[0] if text else None
 
 
 def parameter_count(value: str) -> str | None:
-    """The number of parameters that the docstring of an experiment gives.
+    """Return the number of parameters in the docstring of an experiment.
 
     Args:
-        value: `"package.module:attribute"`.
+        value: Value of the entry point, `"package.module:attribute"`.
 
     Returns:
-        `6.74B` for a docstring with `6.74B parameters`, the first such number; None without one.
+        The first number, such as `6.74B` for a docstring with `6.74B parameters`, or None.
     """
     match = _PARAMETERS.search(_docstring(value) or "")
     return match[1] if match else None
@@ -44,7 +44,7 @@ def _docstring(value: str) -> str | None:
 
 @functools.cache
 def _definitions(module: str) -> Mapping[str, ast.FunctionDef | ast.ClassDef]:
-    """The functions and classes that a module defines; empty if its source cannot be read."""
+    """Return the functions and classes that a module defines. Empty if the source cannot be read."""
     file = _source(module)
     if file is None:
         return {}
@@ -56,7 +56,7 @@ def _definitions(module: str) -> Mapping[str, ast.FunctionDef | ast.ClassDef]:
 
 
 def _source(module: str) -> Path | None:
-    """The file of a module, found as an import finds it but with none of its parents run."""
+    """Return the source file of a module without importing its parent packages, or None."""
     path: list[str] | None = None
     parts = module.split(".")
     for depth in range(1, len(parts) + 1):

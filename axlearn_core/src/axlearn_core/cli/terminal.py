@@ -1,4 +1,4 @@
-"""What commands print: values of configs, names of files and texts of models may hold what steers a terminal."""
+"""Print safely to terminals. Config values, file names, and generated text may contain control characters."""
 
 import re
 import sys
@@ -6,20 +6,21 @@ import sys
 import click
 
 _STYLE = re.compile(r"(\x1b\[(?:[012]|3[1-7]|9[0-7])m)")
-"""What `click.style` writes: colours, bold, dim, and their end."""
+"""Escape sequences of `click.style`: colors, bold, dim, and reset."""
 
 
 def echo(text: object = "", *, err: bool = False) -> None:
-    """Prints a line. A terminal gets control characters as escapes such as `\\x1b`; a file or a pipe gets them as they are,
-    without colours.
+    """Print a line.
+
+    On terminals, escape control characters, for example as `\\x1b`. In files and pipes, keep them but remove colors.
     """
     stream = sys.stderr if err else sys.stdout
     shown = visible(str(text)) if stream.isatty() else _STYLE.sub("", str(text))
-    click.echo(shown, err=err, color=True)  # else click removes every escape sequence from what goes to a pipe
+    click.echo(shown, err=err, color=True)  # otherwise click removes all escape sequences in pipes
 
 
 def visible(text: str) -> str:
-    """`text` with control characters as escapes, but for colours."""
+    """Escape control characters in a text, except colors."""
     from axlearn_core.errors import escape_controls
 
     parts = _STYLE.split(text)

@@ -28,7 +28,7 @@ from axlearn_core.contracts.arrays import is_array
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Target
 from axlearn_core.plugins.index import GROUP as INDEX_GROUP
-from axlearn_core.plugins.registry import normalized
+from axlearn_core.plugins.registry import normalize_name
 
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NEURON_CC_FLAGS")
 """Environment variables that compilers read."""
@@ -174,10 +174,10 @@ def dependency_versions(packages: frozenset[str] = frozenset()) -> Mapping[str, 
     """
     points = importlib.metadata.entry_points()
     groups = [group for group in points.groups if group.startswith("axlearn.")]
-    roots = {normalized(p.dist.name) for group in groups for p in points.select(group=group) if p.dist}
+    roots = {normalize_name(p.dist.name) for group in groups for p in points.select(group=group) if p.dist}
     versions: dict[str, str] = {}
     _add_versions(versions, {*roots, "axlearn-core"}, roots)
-    if more := {p for p in packages - {*plugin_packages()} if normalized(p) not in versions}:
+    if more := {p for p in packages - {*plugin_packages()} if normalize_name(p) not in versions}:
         named = importlib.metadata.packages_distributions()
         _add_versions(versions, {name for package in more for name in named.get(package, ())}, roots)
     return dict(sorted(versions.items()))
@@ -187,7 +187,7 @@ def _add_versions(versions: dict[str, str], names: Iterable[str], roots: Collect
     """Add the versions of distributions and their requirements. For `roots`, include the requirements of extras."""
     pending = [*names]
     while pending:
-        name = normalized(pending.pop())
+        name = normalize_name(pending.pop())
         if name in versions:
             continue
         try:

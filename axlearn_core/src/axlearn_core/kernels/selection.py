@@ -53,7 +53,7 @@ def installed(op: OpClass) -> Sequence[KernelImplementation]:
 
     path = op.path()
     claims = {REFERENCE: ("the op", reference(op))}
-    for origin, declared in host().answers("axlearn_kernels"):
+    for origin, declared in host().call("axlearn_kernels"):
         for implementation in declared:
             if implementation.op != path:
                 continue
@@ -74,7 +74,7 @@ def import_kernels(kernels: Iterable[tuple[str, str]]) -> None:
     """
     from axlearn_core.plugins.manager import host  # as above
 
-    declared = {(k.op, k.name): k for _, answer in host().answers("axlearn_kernels") for k in answer}
+    declared = {(k.op, k.name): k for _, answer in host().call("axlearn_kernels") for k in answer}
     for op, name in kernels:
         if name == REFERENCE:
             continue
@@ -90,7 +90,7 @@ def kernel_tags() -> set[str]:
     """Return the activation tags of all installed kernels."""
     from axlearn_core.plugins.manager import host  # as above
 
-    return {tag for _, declared in host().answers("axlearn_kernels") for kernel in declared for tag in kernel.tags}
+    return {tag for _, declared in host().call("axlearn_kernels") for kernel in declared for tag in kernel.tags}
 
 
 @attrs.frozen(kw_only=True)
@@ -204,7 +204,7 @@ def _names_kernel(name: str) -> bool:
     """Return True if an installed plugin provides a kernel with this name for any op."""
     from axlearn_core.plugins.manager import host  # as above
 
-    return any(kernel.name == name for _, declared in host().answers("axlearn_kernels") for kernel in declared)
+    return any(kernel.name == name for _, declared in host().call("axlearn_kernels") for kernel in declared)
 
 
 def _names(implementations: Sequence[KernelImplementation]) -> str:

@@ -1,1 +1,1 @@
-"""The plugin host: what is installed, what it says, and how a request becomes a config. Imports no JAX."""
+"""Find installed plugins, call their hooks, and resolve requests to configs. This package does not import JAX."""

@@ -1,4 +1,4 @@
-"""What the core itself says through hooks."""
+"""The hooks of the core: the CPU target and its mesh rule."""
 
 from axlearn_core.contracts.mesh import MeshRule
 from axlearn_core.contracts.target import Target
@@ -7,11 +7,11 @@ from axlearn_core.plugins.hookspecs import hookimpl
 
 @hookimpl
 def axlearn_targets() -> list[Target]:
-    """The CPU, which has no peak that holds for all of them: no MFU is shown on it."""
+    """Return the CPU target. It has no peak FLOP/s, which differ between CPUs, so MFU is not reported."""
     return [
         Target(
             name="cpu",
-            summary="The CPU of this machine, or a number of virtual devices",
+            summary="CPU of this machine, or several virtual devices",
             device_kinds=("cpu",),
             examples=("cpu", "cpu-8"),
             topology="axlearn_core.compose.devices:cpu",
@@ -21,10 +21,11 @@ def axlearn_targets() -> list[Target]:
 
 @hookimpl
 def axlearn_mesh_rules() -> list[MeshRule]:
-    """The rule of CPUs.
+    """Return the mesh rule for CPUs.
 
-    XLA:CPU compiles unrolled layers to a faster program than a scan of them, in more time: a named target brings that.
-    Weights that the processes cannot split between them, such as a width of 128 on three machines, are replicated.
+    XLA:CPU compiles unrolled layers to a faster program than a scan, but compiling takes longer. The rule therefore unrolls
+    layers only if the user names a CPU target. Weights are replicated if the processes cannot shard them evenly, such as a
+    width of 128 on three machines.
     """
     packages = {"scan": "axlearn-plugins-tools"}
     return [

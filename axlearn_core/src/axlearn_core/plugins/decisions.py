@@ -1,4 +1,4 @@
-"""What is decided for the user: shown when a run starts, kept in its lock."""
+"""Decisions made on behalf of the user. They are logged when a run starts and stored in its lock file."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -10,15 +10,18 @@ from axlearn_core.config import Change
 
 @attrs.frozen
 class Decision:
-    """One decision.
+    """A decision made on behalf of the user.
 
     Attributes:
-        kind: `machine` and `mesh rule` say what holds; `applied` and `left out` what the rule changed and did not change;
-            `unchanged` names a feature that was asked for and changed nothing, `replicated` parameters without axis names,
-            `not registered` code that the config file cannot name, `kernel` a function that cannot use the kernel that the
-            config names.
-        subject: the machine, the rule, the feature, the path, the code, or the function and its op.
-        reason: why, or what it changed, and what to ask for to have it otherwise.
+        kind: Kind of the decision:
+            `machine` and `mesh rule`: the chosen machine and mesh rule.
+            `applied` and `left out`: parts of the mesh rule that were applied or skipped.
+            `unchanged`: a requested feature that changed nothing.
+            `replicated`: parameters without axis names.
+            `not registered`: code that the config file cannot refer to.
+            `kernel`: a function that cannot use the kernel selected by the config.
+        subject: The machine, rule, feature, path, code, or function and op.
+        reason: The reason or the changes, and how to override the decision.
     """
 
     kind: Literal["machine", "mesh rule", "applied", "left out", "unchanged", "replicated", "not registered", "kernel"]
@@ -31,6 +34,6 @@ class Decision:
 
 
 def show_changes(changes: Sequence[Change], limit: int = 2) -> str:
-    """The first few changes on one line."""
+    """Format the first `limit` changes on one line."""
     texts = [f"{c.path}: {c.old!r} -> {c.new!r}" for c in changes[:limit]]
     return "; ".join(texts) + (f"; and {len(changes) - limit} more" if len(changes) > limit else "")

@@ -1,6 +1,6 @@
-"""All hooks, on one screen. A plugin module implements some of them with `@hookimpl`; docs/hooks.md has examples.
+"""Specifications of all hooks. Plugin modules implement hooks with `@hookimpl`; docs/hooks.md has examples.
 
-Modules with hooks import no JAX: they say what there is, and name what to load as `"module:attribute"`.
+Modules that implement hooks must not import JAX. They refer to objects as `"module:attribute"`, which are imported on use.
 """
 
 from __future__ import annotations
@@ -26,54 +26,63 @@ hookimpl = pluggy.HookimplMarker("axlearn")
 
 @hookspec
 def axlearn_kernels() -> Iterable[KernelImplementation]:  # type: ignore[empty-body]
-    """The kernels that this plugin has; each names its op's class and what to load as `"module:name"`."""
+    """Return the kernels of this plugin. Each one refers to the class of its op and to its function as `"module:name"`."""
 
 
 @hookspec
 def axlearn_targets() -> Iterable[Target]:  # type: ignore[empty-body]
-    """The hardware that this plugin knows."""
+    """Return the hardware targets that this plugin supports."""
 
 
 @hookspec
 def axlearn_before_devices() -> None:
-    """Called before JAX looks for devices, by commands and runs: to tell a library of some hardware that there is none here."""
+    """Run before JAX initializes its backends.
+
+    Commands and runs call this. For example, a plugin can prevent a hardware library from searching for devices.
+    """
 
 
 @hookspec
 def axlearn_mesh_rules() -> Iterable[MeshRule]:  # type: ignore[empty-body]
-    """How programs are laid out on some machines."""
+    """Return mesh rules, which define the mesh, sharding rules, and features for some machines."""
 
 
 @hookspec
 def axlearn_remat_policies() -> Iterable[RematPolicy]:  # type: ignore[empty-body]
-    """Named choices of what the backward pass keeps (`--with remat:policy=NAME`)."""
+    """Return named policies that choose the activations to save for the backward pass (`--with remat:policy=NAME`)."""
 
 
 @hookspec
 def axlearn_migrations() -> Iterable[Migration]:  # type: ignore[empty-body]
-    """How configs and checkpoints that earlier versions of this plugin wrote are read."""
+    """Return migrations for configs and checkpoints that earlier versions of this plugin wrote."""
 
 
 @hookspec
 def axlearn_checkpoint_storage(uri: str) -> Storage | None:
-    """The storage of a URI (`"s3://bucket/run"`), or None where its scheme is not this plugin's."""
+    """Return the storage for a URI (`"s3://bucket/run"`), or None if this plugin does not support its scheme."""
 
 
 @hookspec
 def axlearn_weights(uri: str) -> Weights | None:
-    """The weights at a URI or path that is not a run directory, or None where this plugin does not know them."""
+    """Return the weights at a URI or path that is not a run directory, or None if this plugin cannot read them."""
 
 
 @hookspec
 def axlearn_foreign_checkpoints(storage: Storage, folder: str, uri: str) -> ForeignCheckpoints | None:
-    """The checkpoints that another library wrote in a folder of a storage (`uri` is the folder's), or None."""
+    """Return the checkpoints that another library wrote to a folder, or None. `uri` is the URI of the folder."""
 
 
 @hookspec
 def axlearn_doctor_checks() -> Iterable[str]:  # type: ignore[empty-body]
-    """Checks of `axlearn plugins doctor`, as `"module:function"`: each returns `Finding`s and takes no arguments."""
+    """Return the checks of this plugin for `axlearn plugins doctor`, as `"module:function"`.
+
+    Each check is a function without arguments that returns a list of `Finding`.
+    """
 
 
 @hookspec
 def axlearn_run_listeners() -> Iterable[str]:  # type: ignore[empty-body]
-    """Functions that give a run a listener, as `"module:function"`: from the session to a `RunListener`, or to None."""
+    """Return factories of run listeners, as `"module:function"`.
+
+    Each factory takes the session and returns a `RunListener` or None.
+    """

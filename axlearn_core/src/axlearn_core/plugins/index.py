@@ -1,8 +1,8 @@
-"""Which package brings a name, for the error about a name that is not installed.
+"""Find the package that provides a name, for errors about names that are not installed.
 
-The names are not in the core. A distribution publishes an index with an entry point in the group `axlearn.index` that names a
-package; the package holds `index.json`: group -> name -> distribution. axlearn-core requires axlearn-index, which lists the
-plugins of this project. Reading an index imports nothing of its package.
+The core does not list the names itself. A distribution publishes an index with an entry point in the group `axlearn.index`. The
+entry point refers to a package that contains `index.json`, a mapping group -> name -> distribution. axlearn-core depends on
+axlearn-index, which lists the plugins of this project. Reading an index does not import its package.
 """
 
 import functools
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 GROUP = "axlearn.index"
 FILE = "index.json"
-NO_INDEX = "pip install axlearn-index, whose errors then say which package brings a name"
+NO_INDEX = "pip install axlearn-index, so that errors name the package to install"
 
 Names = Mapping[str, Mapping[str, str]]
 
 
 class Index(NamedTuple):
-    """One published index.
+    """A published index.
 
     Attributes:
-        name: of its entry point.
-        origin: its distribution and version.
-        names: group -> name -> distribution; empty if the index is broken.
-        problem: why it cannot be read, or None.
+        name: Name of the entry point.
+        origin: Distribution and version.
+        names: Distributions by group and name. Empty if the index is broken.
+        problem: Reason why the index cannot be read, or None.
     """
 
     name: str
@@ -42,9 +42,9 @@ class Index(NamedTuple):
 
 
 def entry_points() -> "EntryPoints":
-    """The entry points of everything that is installed. Read again when `sys.path` changes.
+    """Return the entry points of all installed distributions.
 
-    Reading them takes as long as all else that `axlearn --help` does.
+    They are cached until `sys.path` changes, because reading them takes half of the time of `axlearn --help`.
     """
     return _entry_points(tuple(sys.path))
 
@@ -57,7 +57,7 @@ def _entry_points(path: Sequence[str]) -> "EntryPoints":
 
 
 def indexes() -> Sequence[Index]:
-    """The indexes that are installed, by the name of their entry point. Read again when `sys.path` changes."""
+    """Return the installed indexes, sorted by the name of their entry point. They are cached until `sys.path` changes."""
     return _indexes(tuple(sys.path))
 
 
@@ -70,14 +70,14 @@ def _indexes(path: Sequence[str]) -> Sequence[Index]:
 
 def _read_index(name: str, package: str, origin: tuple[str, str]) -> Index:
     try:
-        top, *below = package.split(".")  # to find the package below imports the one above it
+        top, *subpackages = package.split(".")  # find_spec for a subpackage would import its parent
         spec = importlib.util.find_spec(top)
         folders = (spec.submodule_search_locations if spec else None) or ()
-        file = next((f for folder in folders if (f := Path(folder, *below, FILE)).is_file()), None)
+        file = next((f for folder in folders if (f := Path(folder, *subpackages, FILE)).is_file()), None)
         if file is None:
             return Index(name, origin, {}, f"the package {package!r} has no {FILE}")
         names = json.loads(file.read_text("utf-8"))
-    except Exception as error:  # a broken index costs a hint in errors, and must break nothing else
+    except Exception as error:  # a broken index must only cost a hint in errors
         return Index(name, origin, {}, f"{FILE} of {package!r} cannot be read: {type(error).__name__}: {error}")
     if not _is_index(names):
         return Index(name, origin, {}, f"{file} is not an index\n    expected: {{group: {{name: distribution}}}}")
@@ -92,7 +92,7 @@ def _is_index(content: Any) -> bool:
 
 
 def packages_of(group: str) -> dict[str, str]:
-    """Name -> distribution of all indexes; the first index by name wins."""
+    """Return the distributions by name from all indexes. The first index takes precedence."""
     names: dict[str, str] = {}
     for index in reversed(indexes()):
         names |= index.names.get(group, {})
@@ -100,14 +100,14 @@ def packages_of(group: str) -> dict[str, str]:
 
 
 def has_index() -> bool:
-    """Whether an index that can be read is installed."""
+    """Return True if a readable index is installed."""
     return any(index.problem is None for index in indexes())
 
 
 def package_of(group: str, name: str) -> str | None:
-    """The distribution that brings a name, or None if no index has it.
+    """Return the distribution that provides a name, or None if no index lists it.
 
-    A target is also found by the size behind its name: `tpu-v5p-512` comes with what brings `tpu-v5p`.
+    Targets may include a size. For example, `tpu-v5p-512` is provided by the distribution that provides `tpu-v5p`.
     """
     names = packages_of(group)
     if name in names or group != "targets":
@@ -116,30 +116,30 @@ def package_of(group: str, name: str) -> str | None:
     return names[max(fits, key=len)] if fits else None
 
 
-def not_installed(group: str, name: str) -> "RequestError | None":
-    """The error for a name whose package is not installed, or None if no index has that name."""
-    from axlearn_core.errors import RequestError  # the index is read for `axlearn --help`, which imports no attrs
+def not_installed_error(group: str, name: str) -> "RequestError | None":
+    """Return the error for a name whose package is not installed, or None if no index lists the name."""
+    from axlearn_core.errors import RequestError  # `axlearn --help` reads the index and must not import attrs
 
     package = package_of(group, name)
     if package is None:
         return None
     kind = group.removesuffix("s")
-    return RequestError(f"the {kind} {name!r} is not installed: {package} brings it\n    fix: pip install {package}")
+    return RequestError(f"the {kind} {name!r} is not installed: {package} provides it\n    fix: pip install {package}")
 
 
-def not_known(kind: str, group: str, name: str, candidates: Sequence[str], listing: str) -> "RequestError":
-    """The error for a name that nothing installed has: the package that brings it, or else the nearest names.
+def unknown_name_error(kind: str, group: str, name: str, candidates: Sequence[str], listing: str) -> "RequestError":
+    """Return the error for an unknown name. It suggests the package that provides the name, or the nearest names.
 
     Args:
-        kind: what to call the name, such as `feature`.
-        group: where to look in the indexes.
-        name: what was asked for.
-        candidates: the names that are installed.
-        listing: the command that lists them.
+        kind: Kind of the name for the message, such as `feature`.
+        group: Group of the name in the indexes.
+        name: The unknown name.
+        candidates: The installed names.
+        listing: Command that lists the installed names.
     """
     from axlearn_core.errors import RequestError, unknown
 
-    if error := not_installed(group, name):
+    if error := not_installed_error(group, name):
         return error
     error = unknown(kind, name, candidates, listing=listing)
     return error if has_index() else RequestError(f"{error}\n    or: {NO_INDEX}")

@@ -1,4 +1,4 @@
-"""The hooks of what is installed (pluggy)."""
+"""Load the installed plugins and call their hooks, with pluggy."""
 
 import functools
 from typing import Any
@@ -13,10 +13,12 @@ from axlearn_core.plugins.removed import HOOKS
 
 
 class Host:
-    """The plugins of a registry, loaded by name, so that nothing depends on the order of installation.
+    """The loaded plugins of a registry.
+
+    Plugins are loaded in the order of their names, so the order of installation does not matter.
 
     Raises:
-        PluginError: a module cannot be loaded, or has a hook that does not exist.
+        PluginError: If a module cannot be loaded or implements an unknown hook.
     """
 
     def __init__(self, registry: Registry):
@@ -29,40 +31,45 @@ class Host:
 
     @property
     def hook(self) -> pluggy.HookRelay:
-        """The hooks, to call by name: `host().hook.axlearn_targets()` is a list of what the plugins returned."""
+        """Hooks by name. `host().hook.axlearn_targets()` returns the list of results of all plugins."""
         return self.manager.hook
 
-    def replies(self, hook: str, **arguments: object) -> list[tuple[Entry, Any]]:
-        """(the plugin, what it returned) for each plugin that returns something, by the plugin's name."""
+    def call_with_entries(self, hook: str, **arguments: object) -> list[tuple[Entry, Any]]:
+        """Call a hook and return (plugin, result) pairs, sorted by plugin name. None results are skipped."""
         results = []
         for implementation in getattr(self.hook, hook).get_hookimpls():
             kwargs = {name: arguments[name] for name in implementation.argnames}
             if (result := implementation.function(**kwargs)) is not None:
                 results.append((self.entries[implementation.plugin_name], result))
-        return sorted(results, key=lambda reply: reply[0].name)
+        return sorted(results, key=lambda pair: pair[0].name)
 
-    def answers(self, hook: str, **arguments: object) -> list[tuple[str, Any]]:
-        """As `replies`, with a title of each plugin: its name, distribution and version."""
-        return [(f"{entry.name} of {entry.origin}", result) for entry, result in self.replies(hook, **arguments)]
+    def call(self, hook: str, **arguments: object) -> list[tuple[str, Any]]:
+        """Call a hook like `call_with_entries`, but return titles: the name, distribution, and version of each plugin."""
+        pairs = self.call_with_entries(hook, **arguments)
+        return [(f"{entry.name} of {entry.origin}", result) for entry, result in pairs]
 
-    def only(self, hook: str, **arguments: object) -> Any | None:
-        """What the one plugin that answers returns; None where none does.
+    def call_single(self, hook: str, **arguments: object) -> Any | None:
+        """Call a hook that at most one plugin may answer, and return its result or None.
 
         Raises:
-            PluginError: more than one plugin answers.
+            PluginError: If more than one plugin returns a result.
         """
-        answers = self.answers(hook, **arguments)
-        if len(answers) > 1:
+        results = self.call(hook, **arguments)
+        if len(results) > 1:
             raise _claim_error(
-                f"{hook}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})", [t for t, _ in answers]
+                f"{hook}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})", [t for t, _ in results]
             )
-        return answers[0][1] if answers else None
+        return results[0][1] if results else None
 
     def target(self, device_kind: str) -> Target | None:
-        """What is known of a device by its `jax.Device.device_kind`."""
+        """Return the target of a `jax.Device.device_kind`, or None if no plugin supports it.
+
+        Raises:
+            PluginError: If more than one plugin claims the device kind.
+        """
         matches = [
             (title, target)
-            for title, targets in self.answers("axlearn_targets")
+            for title, targets in self.call("axlearn_targets")
             for target in targets
             if device_kind in target.device_kinds
         ]
@@ -72,24 +79,24 @@ class Host:
 
 
 def register(manager: pluggy.PluginManager, entry: Entry) -> None:
-    """Loads one module and registers its hooks; raises `PluginError` for hooks that do not exist or do not fit."""
+    """Load a plugin module and register its hooks. Raise `PluginError` if a hook is unknown or has a wrong signature."""
     module = entry.load()
     try:
         manager.register(module, name=entry.name)
     except pluggy.PluginValidationError as error:
-        raise entry.failed("has a hook that does not fit", error) from error
+        raise entry.wrap_error("has a hook with a wrong signature", error) from error
     hooks = [n for n in vars(hookspecs) if n.startswith("axlearn_")]
-    wrong = [c.name for c in manager.get_hookcallers(module) or () if c.name not in hooks]
-    if wrong:
+    unknown = [c.name for c in manager.get_hookcallers(module) or () if c.name not in hooks]
+    if unknown:
         manager.unregister(module)
-        if wrong[0] in HOOKS:
+        if unknown[0] in HOOKS:
             raise PluginError(
-                f"the {entry} implements the hook {wrong[0]!r}, which was removed\n    instead: {HOOKS[wrong[0]]}\n"
+                f"the {entry} implements the hook {unknown[0]!r}, which was removed\n    instead: {HOOKS[unknown[0]]}\n"
                 f"    fix: {entry.remedy}"
             )
-        close = nearest(wrong[0], hooks)
+        close = nearest(unknown[0], hooks)
         raise PluginError(
-            f"the {entry} implements the hook {wrong[0]!r}, which does not exist\n"
+            f"the {entry} implements the hook {unknown[0]!r}, which does not exist\n"
             + (f"    did you mean: {', '.join(close)}?\n" if close else "")
             + f"    known: {', '.join(hooks)}\n    fix: {entry.remedy}"
         )
@@ -103,7 +110,7 @@ def _claim_error(claim: str, titles: list[str]) -> PluginError:
 
 
 def host(names: Registry | None = None) -> Host:
-    """The plugins of this process (or of the given registry), loaded once."""
+    """Return the loaded plugins of this process, or of the given registry. The result is cached."""
     return _host(names or registry())
 
 

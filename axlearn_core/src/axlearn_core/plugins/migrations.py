@@ -1,4 +1,4 @@
-"""Configs and checkpoints of earlier versions, by the migrations of the installed plugins."""
+"""Apply the migrations of installed plugins to configs and checkpoints of earlier versions."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -11,37 +11,44 @@ from axlearn_core.plugins.targets import load
 
 
 def migrate_config(config: Mapping[str, Any], names: Names | None = None) -> Mapping[str, Any]:
-    """A resolved config, as plain data, brought up to date; see `axlearn_core.contracts.migration`.
+    """Migrate a resolved config to the current version. See `axlearn_core.contracts.migration`.
 
     Args:
-        config: as in `config.yaml`.
-        names: the registry whose plugins are asked; by default that of this process.
+        config: Config as plain data, with the contents of `config.yaml`.
+        names: Registry of the plugins (default: the registry of this process).
 
     Raises:
-        ConfigError: it says something that this version cannot do.
-        PluginError: a plugin cannot be loaded.
+        ConfigError: If this version does not support the config.
+        PluginError: If a plugin cannot be loaded.
     """
-    for migrate in _functions("config", names):
+    for migrate in _load_functions("config", names):
         config = migrate(config)
     return config
 
 
 def migrate_arrays(stored: Collection[str], expected: Collection[str]) -> dict[str, str | None]:
-    """Stored path -> path of this version, for the arrays of a checkpoint that have another one or are left out (None).
+    """Return the new paths of arrays that were renamed since a checkpoint was written.
+
+    Args:
+        stored: Paths of the arrays in the checkpoint.
+        expected: Paths of the arrays in this version.
+
+    Returns:
+        New path by stored path. The value is None if the array is dropped. Unchanged arrays are omitted.
 
     Raises:
-        PluginError: a plugin cannot be loaded.
+        PluginError: If a plugin cannot be loaded.
     """
-    renamed: dict[str, str | None] = {}
-    for migrate in _functions("arrays"):
-        renamed.update(migrate([path for path in stored if path not in renamed], expected))
-    return renamed
+    new_paths: dict[str, str | None] = {}
+    for migrate in _load_functions("arrays"):
+        new_paths.update(migrate([path for path in stored if path not in new_paths], expected))
+    return new_paths
 
 
-def _functions(field: str, names: Names | None = None) -> Iterator[Any]:
-    """The functions that the plugins' migrations name in a field."""
+def _load_functions(field: str, names: Names | None = None) -> Iterator[Any]:
+    """Load the functions in the given field of all migrations."""
     plugins = host(names if isinstance(names, Registry) else None)
-    for title, migrations in plugins.answers("axlearn_migrations"):
+    for title, migrations in plugins.call("axlearn_migrations"):
         for migration in migrations:
             if location := fields_of(migration)[field]:
                 try:

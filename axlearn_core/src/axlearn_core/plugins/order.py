@@ -1,4 +1,4 @@
-"""The order of features: by stage; within a stage as `before` and `after` say, and by name where they say nothing."""
+"""Order features by stage, then by `before` and `after`, then by name."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -13,76 +13,78 @@ from axlearn_core.plugins.registry import Registry
 
 @attrs.frozen
 class Order:
-    """Features in the order of their application.
+    """The order in which to apply features.
 
     Attributes:
-        names: the features, first to last.
-        below: feature -> those of its stage that have a stated place before it, directly or through others.
+        names: Names of the features, first to last.
+        predecessors: For each feature, the features of its stage that `before` and `after` put before it, directly or
+            transitively.
     """
 
     names: tuple[str, ...]
-    below: Mapping[str, frozenset[str]]
+    predecessors: Mapping[str, frozenset[str]]
 
     @classmethod
-    def of(cls, features: Mapping[str, Feature | type[Feature]], registry: Registry) -> "Order":
-        """The order of these features, which does not depend on the order of the arguments.
+    def from_features(cls, features: Mapping[str, Feature | type[Feature]], registry: Registry) -> "Order":
+        """Return the order of the given features. It does not depend on the order of the argument.
 
-        A name in `before` or `after` that is not among `features` orders nothing.
+        Names in `before` and `after` that are not in `features` are ignored.
 
         Raises:
-            PluginError: the features say that they come before one another, or against the order of their stages.
+            PluginError: If the constraints have a cycle or contradict the order of the stages.
         """
-        stated = _stated_order(features, registry)
+        constraints = _collect_constraints(features, registry)
         names: list[str] = []
-        below: dict[str, frozenset[str]] = {}
+        predecessors: dict[str, frozenset[str]] = {}
         for stage in STAGES:
             remaining = sorted(n for n, feature in features.items() if feature.stage == stage)
             while remaining:
-                following = next((n for n in remaining if not stated[n].keys() & {*remaining}), None)
+                following = next((n for n in remaining if not constraints[n].keys() & {*remaining}), None)
                 if following is None:
-                    raise _cycle(remaining, stated)
+                    raise _cycle_error(remaining, constraints)
                 remaining.remove(following)
-                direct = {n for n in stated[following] if features[n].stage == stage}
-                below[following] = frozenset(direct).union(*(below[n] for n in direct))
+                direct = {n for n in constraints[following] if features[n].stage == stage}
+                predecessors[following] = frozenset(direct).union(*(predecessors[n] for n in direct))
                 names.append(following)
-        return cls(tuple(names), below)
+        return cls(tuple(names), predecessors)
 
 
-def _stated_order(features: Mapping[str, Feature | type[Feature]], registry: Registry) -> dict[str, dict[str, str]]:
-    """Feature -> those that come before it, each with who says so."""
-    stated: dict[str, dict[str, str]] = {name: {} for name in features}
-    for first, second, by in sorted(_statements(features)):
-        title = f"{by} ({registry.entry('features', by).origin})"
+def _collect_constraints(
+    features: Mapping[str, Feature | type[Feature]], registry: Registry
+) -> dict[str, dict[str, str]]:
+    """Return, for each feature, the features that must precede it. The values name the feature that requires this."""
+    constraints: dict[str, dict[str, str]] = {name: {} for name in features}
+    for first, second, source in sorted(_iterate_constraints(features)):
+        title = f"{source} ({registry.entry('features', source).origin})"
         if STAGES.index(features[first].stage) > STAGES.index(features[second].stage):
             raise PluginError(
-                f"the feature {title} says that {first!r} comes before {second!r}, against the order of their stages\n"
-                f"    got: {first} of the stage {features[first].stage!r}, {second} of {features[second].stage!r}\n"
+                f"the feature {title} puts {first!r} before {second!r}, which contradicts the order of their stages\n"
+                f"    got: {first} in stage {features[first].stage!r}, {second} in stage {features[second].stage!r}\n"
                 f"    expected: stages in the order {', '.join(STAGES)}\n"
-                "    fix: leave one of them out, or give one of them another stage"
+                "    fix: remove one of them, or change the stage of one of them"
             )
-        stated[second].setdefault(first, title)
-    return stated
+        constraints[second].setdefault(first, title)
+    return constraints
 
 
-def _statements(features: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """(the earlier feature, the later one, the one that says so)."""
+def _iterate_constraints(features: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield (earlier feature, later feature, feature that defines the constraint)."""
     for name, feature in features.items():
         yield from ((name, other, name) for other in feature.before if other in features)
         yield from ((other, name, name) for other in feature.after if other in features)
 
 
-def _cycle(remaining: list[str], stated: Mapping[str, Mapping[str, str]]) -> PluginError:
-    """The error for features whose order has a cycle."""
+def _cycle_error(remaining: list[str], constraints: Mapping[str, Mapping[str, str]]) -> PluginError:
+    """Return the error for features whose order has a cycle."""
     path = [remaining[0]]
-    while True:  # each has another before it, so going back comes to one that was there
-        earlier = min(stated[path[-1]].keys() & {*remaining})
+    while True:  # every remaining feature has a predecessor, so this ends in a cycle
+        earlier = min(constraints[path[-1]].keys() & {*remaining})
         if earlier in path:
             cycle = [earlier, *reversed(path[path.index(earlier) :])]
             break
         path.append(earlier)
     lines = [
-        f"    {first} before {second}, says {stated[second][first]}" for first, second in itertools.pairwise(cycle)
+        f"    {first} before {second}, required by {constraints[second][first]}"
+        for first, second in itertools.pairwise(cycle)
     ]
-    return PluginError(
-        "the features say that they come before one another\n" + "\n".join(lines) + "\n    fix: leave one of them out"
-    )
+    return PluginError("the order of the features has a cycle\n" + "\n".join(lines) + "\n    fix: remove one of them")

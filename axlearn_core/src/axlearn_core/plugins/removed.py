@@ -1,6 +1,6 @@
-"""Hooks and names that earlier versions had, with what replaces them: for the errors of plugins that still use them.
+"""Removed hooks and names with their replacements, for the error messages of plugins that still use them.
 
-Add an entry here when a hook, a module or a name that plugins may use goes. `axlearn plugins doctor` then says what to use.
+Add an entry when you remove a hook, module, or name that plugins may use. `axlearn plugins doctor` prints the replacement.
 """
 
 import re
@@ -9,9 +9,9 @@ from types import ModuleType
 
 HOOKS: Mapping[str, str] = {
     "axlearn_command_options": "register an option that changes the request as `COMMAND--OPTION` in the entry-point group "
-    "`axlearn.options`, and an option that does a job of its own as the subcommand `COMMAND-WORD` in `axlearn.commands`",
+    "`axlearn.options`, and an option that performs a separate action as the subcommand `COMMAND-WORD` in `axlearn.commands`",
 }
-"""Hook -> what to do instead."""
+"""Replacement of each removed hook."""
 
 _TEXT = (
     "HasAddedTokens", "HasBosId", "HasFolder", "HasSpecialTokens", "SpellsBos", "SpellsEos", "bos_id_of", "bos_token_of",
@@ -20,7 +20,7 @@ _TEXT = (
 NAMES: Mapping[str, str] = {
     "axlearn_core.checkpoint.assets": "axlearn_core.run.asset_copies",
     "axlearn_core.checkpoint.orbax": "axlearn_core.checkpoint.sharded, or axlearn_plugins_orbax.checkpointer for Orbax",
-    "axlearn_core.checkpoint.run": "axlearn_core.run, whose Run opens a run",
+    "axlearn_core.checkpoint.run": "axlearn_core.run.Run, which opens a run",
     "axlearn_core.checkpoint.weights": "axlearn_core.run, which has open_weights and RunWeights",
     **{f"axlearn_core.contracts.text.{name}": f"axlearn_plugins_transformer.text.protocols.{name}" for name in _TEXT},
     "axlearn_core.contracts.capabilities.HasEndTokens": "axlearn_plugins_transformer.generate.HasEndTokens",
@@ -39,6 +39,11 @@ NAMES: Mapping[str, str] = {
     "axlearn_core.train.trackers.jsonl": "axlearn_core.train.trackers",
     "axlearn_core.train.trackers.lines": "axlearn_core.train.trackers",
     "axlearn_core.plugins.doctor": "axlearn_core.extend, which has Finding; axlearn_plugins_tools.doctor.examine",
+    "axlearn_core.cli.common.plain": "axlearn_core.cli.common.to_json_value",
+    "axlearn_core.plugins.indivisible": "axlearn_core.plugins.mesh_replacement",
+    "axlearn_core.plugins.registry.normalized": "axlearn_core.plugins.registry.normalize_name",
+    "axlearn_core.plugins.request.with_file": "axlearn_core.plugins.request.merge_file",
+    "axlearn_core.plugins.unregistered.with_values": "axlearn_core.plugins.unregistered.restore_values",
     "axlearn_core.plugins.application": "axlearn_core.plugins.resolve",
     "axlearn_core.plugins.layout_file": "axlearn_plugins_plan.search.layout_file",
     "axlearn_core.plugins.resolved": "axlearn_core.plugins.resolve",
@@ -55,7 +60,7 @@ NAMES: Mapping[str, str] = {
     "axlearn_core.train.listeners.MirrorListener": "axlearn_plugins_runtime.job.mirror.MirrorListener",
     "axlearn_core.train.lock": "axlearn_core.run.lock",
     "axlearn_core.train.mirror": "axlearn_core.run.working_copy, or axlearn_plugins_runtime.job.mirror for RunMirror",
-    "axlearn_core.train.open_run": "axlearn_core.train.session, whose Session is the run while it is trained",
+    "axlearn_core.train.open_run": "axlearn_core.train.session.Session, which represents a run during training",
     "axlearn_core.train.peers": "axlearn_plugins_runtime.job.peers",
     "axlearn_core.train.ownership.Ownership": "axlearn_plugins_runtime.job.holder.HolderListener",
     "axlearn_core.train.phases": "axlearn_plugins_runtime.job.phases",
@@ -64,22 +69,22 @@ NAMES: Mapping[str, str] = {
     "axlearn_core.train.trainer.run_listeners": "axlearn_core.train.listeners.plugin_listeners",
     "axlearn_plugins_finetune.runs": "axlearn_core.run.Run.derive to write a run; axlearn_plugins_finetune.conversion",
     "axlearn_core.nn.linear.WEIGHT_FIRST_ROWS": "axlearn_plugins_serving.serving_linear.WEIGHT_FIRST_ROWS",
-    "axlearn_plugins_serving.runner_program": "axlearn_plugins_serving.runner, whose RunnerProgram has the functions of a runner",
+    "axlearn_plugins_serving.runner_program": "axlearn_plugins_serving.runner.RunnerProgram, which has the functions of a runner",
     "axlearn_plugins_serving.weight_layout": "axlearn_plugins_serving.serving_linear for layouts of weights, and "
-    "axlearn_plugins_serving.parity for what the mode parity needs",
+    "axlearn_plugins_serving.parity for the parity mode",
     "axlearn_plugins_transformer.transformer.TwoHalves": "axlearn_plugins_transformer.layer_roles.TwoHalvesRole, a base of the "
     "layer's Config",
-    "axlearn_core.testing": "axlearn_testing, of the distribution axlearn-testing",
-    "axlearn_core.cli.open_command": "axlearn_core.cli.extensible, whose ExtensibleCommand replaces OpenCommand",
+    "axlearn_core.testing": "axlearn_testing, from the distribution axlearn-testing",
+    "axlearn_core.cli.open_command": "axlearn_core.cli.extensible.ExtensibleCommand, which replaces OpenCommand",
 }
-"""Module, or `module.name` -> what to use instead. A module stands for all that is below it."""
+"""Replacement of each removed module or `module.name`. The entry of a module covers all names below it."""
 
 
-def replacement(error: BaseException) -> tuple[str, str] | None:
-    """The removed name that an import or an attribute access failed for.
+def find_replacement(error: BaseException) -> tuple[str, str] | None:
+    """Look up the removed name that caused an import error or attribute error.
 
     Returns:
-        (the key in `NAMES`, what replaces it); None if the error has another cause.
+        (key in `NAMES`, replacement), or None if the error has another cause.
     """
     name = _missing_name(error)
     parts = name.split(".")

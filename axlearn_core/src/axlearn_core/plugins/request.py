@@ -1,6 +1,6 @@
-"""What a user asks for: an experiment, features, settings; from the command line, a run file, or Python.
+"""Requests: an experiment with features and settings, from the command line, a run file, or Python.
 
-A run file (YAML 1.2):
+Example of a run file (YAML 1.2):
 
     experiment: llama2-7b
     features:
@@ -10,7 +10,7 @@ A run file (YAML 1.2):
     set:
       max_steps: 2000
 
-A file with `resolved: true` at the top is a whole config instead, as `axlearn config show` and every run write it.
+A file with `resolved: true` at the top level contains a complete config. `axlearn config show` and runs write such files.
 """
 
 import json
@@ -32,7 +32,13 @@ from axlearn_core.plugins.migrations import migrate_config
 
 @attrs.frozen(kw_only=True)
 class FeatureUse:
-    """A feature that is asked for, with its options as plain data, and where that was said."""
+    """A requested feature.
+
+    Attributes:
+        name: Name of the feature.
+        options: Options as plain data.
+        location: Source of the request, for messages.
+    """
 
     name: str
     options: Mapping[str, Any] = immutabledict()
@@ -40,14 +46,20 @@ class FeatureUse:
 
     @property
     def text(self) -> str:
-        """As `--with` takes it."""
+        """Feature and options in the syntax of `--with`."""
         options = ",".join(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in self.options.items())
         return f"{self.name}:{options}" if options else self.name
 
 
 @attrs.frozen(kw_only=True)
 class Setting:
-    """A value for a path or pattern, as plain data, and where that was said."""
+    """A requested value.
+
+    Attributes:
+        path: Path or pattern of the value.
+        value: Value as plain data.
+        location: Source of the request, for messages.
+    """
 
     path: str
     value: Any
@@ -56,18 +68,19 @@ class Setting:
 
 @attrs.frozen(kw_only=True)
 class Request:
-    """All that a user asked for.
+    """A request for a config.
 
     Attributes:
-        experiment: the name of an experiment, a YAML file, or a config.
-        features: the features to add to it.
-        without: features that the file or the target's mesh rule asks for, and that are to be left out.
-        settings: values set on the command line or from Python; they come last.
-        file_settings: values set by the run file.
-        base_settings: those of the files that the run file stands on, the innermost first; a later one overrides.
-        target: the hardware to run on; `none` for no mesh rule.
-        title: what the run is called; by default the experiment's name.
-        layout: a file of settings that lay the training over a machine (`contracts.request_layout`).
+        experiment: Name of an experiment, path of a YAML file, or config.
+        features: Features to add to the experiment.
+        without: Features of the file or of the mesh rule to remove.
+        settings: Values set on the command line or in Python. They are applied last.
+        file_settings: Values set by the run file.
+        base_settings: Values set by the files that the run file is based on, innermost first. Later values take precedence.
+        target: Hardware to run on, or `none` to apply no mesh rule.
+        title: Title of the run (default: name of the experiment).
+        document: Parsed YAML of a complete config, for the locations of its values.
+        layout: File with the parallel layout of the training (see `contracts.request_layout`).
     """
 
     experiment: str | Path | Node[Any]
@@ -88,12 +101,12 @@ class Request:
         *,
         with_: Iterable[str] | Mapping[str, Mapping[str, Any] | None] = (),
         without: Iterable[str] = (),
-        set: Iterable[str] | Mapping[str, Any] = (),  # what it is called on the command line
+        set: Iterable[str] | Mapping[str, Any] = (),  # shadows the builtin to match --set
         steps: int | None = None,
         target: str | None = None,
         layout: str | Path | None = None,
     ) -> "Request":
-        """A request from the forms of the command line (`"moe:top_k=2"`, `"max_steps=10"`) or from mappings."""
+        """Create a request from strings in command-line syntax (`"moe:top_k=2"`, `"max_steps=10"`) or from mappings."""
         if isinstance(with_, str) or isinstance(set, str):
             raise RequestError("with_ and set take a list of strings or a mapping, not one string")
         features = (
@@ -117,30 +130,31 @@ class Request:
             layout=layout,
         )
 
-    def without_rule(self) -> "Request":
-        """The request, without what is for a mesh rule."""
+    def remove_rule(self) -> "Request":
+        """Return the request without its target and without the features to remove from the mesh rule."""
         names = {use.name for use in self.features}
         return attrs.evolve(self, target=None, without=tuple(n for n in self.without if n in names))
 
     def settings_of(self, path: str, existing: Collection[str]) -> Iterator[tuple[Setting, ...]]:
-        """The settings of a path and of what is below it, the later ones last.
+        """Yield the settings of a path and of the paths below it. Later settings take precedence.
 
         Args:
-            path: a path.
-            existing: the paths whose settings count, by name or by pattern; what is new below `path` counts too.
+            path: A path.
+            existing: Existing paths. Settings of these paths are included, by name or by pattern, and settings of new paths
+                below `path`.
         """
         for settings in (*self.base_settings, self.file_settings, self.settings):
             fits = (s for s in settings if s.path.startswith(f"{path}.") or any(matches(s.path, p) for p in existing))
-            if chosen := tuple(fits):
-                yield chosen
+            if selection := tuple(fits):
+                yield selection
 
 
 def parse_feature(text: str) -> FeatureUse:
-    """`moe:num_experts=8,top_k=2` as a feature with options; values are YAML (`sizes=[1, 2]`, `name="a, b"`)."""
-    name, _, rest = text.partition(":")
+    """Parse a feature with options: `moe:num_experts=8,top_k=2`. Values are YAML (`sizes=[1, 2]`, `name="a, b"`)."""
+    name, _, arguments = text.partition(":")
     location = f"--with {text}"
     options: dict[str, Any] = {}
-    for part in _split(rest) if rest.strip() else ():
+    for part in _split_options(arguments) if arguments.strip() else ():
         key, equals, value = part.partition("=")
         key = key.strip()
         if not equals or not key:
@@ -148,15 +162,15 @@ def parse_feature(text: str) -> FeatureUse:
                 f"{location}: {part.strip()!r} is not an option\n    expected: {name}:key=value,key=value"
             )
         if key in options:
-            raise RequestError(f"{location}: the option {key!r} is given twice")
+            raise RequestError(f"{location}: the option {key!r} is set twice")
         options[key] = parse_value(value, location)
     if not name.strip():
-        raise RequestError(f"{location}: names no feature\n    expected: --with FEATURE[:key=value,...]")
+        raise RequestError(f"{location}: the feature name is missing\n    expected: --with FEATURE[:key=value,...]")
     return FeatureUse(name=name.strip(), options=options, location=location)
 
 
 def parse_setting(text: str) -> Setting:
-    """`model.decoder.num_layers=4` as a setting; the value is YAML."""
+    """Parse a setting: `model.decoder.num_layers=4`. The value is YAML."""
     path, equals, value = text.partition("=")
     location = f"--set {text}"
     if not equals or not path.strip():
@@ -165,23 +179,23 @@ def parse_setting(text: str) -> Setting:
 
 
 def parse_value(text: str, location: str) -> Any:
-    """One YAML 1.2 value; a pattern such as `**.attention` needs no quotes."""
-    if text.strip().startswith("*"):  # in YAML an alias, which means nothing here
+    """Parse a YAML 1.2 value. Patterns such as `**.attention` do not need quotes."""
+    if text.strip().startswith("*"):  # YAML would parse it as an alias, which is not supported here
         return text.strip()
     try:
         return parse(text, location).data
     except ConfigError as error:
-        fix = "quote a value that has a special character: 'key=\"a: b\"'"
+        fix = "quote values that contain special characters: 'key=\"a: b\"'"
         raise ConfigError(attrs.evolve(p, location=location, fix=fix) for p in error.problems) from None
 
 
-def _split(text: str) -> list[str]:
-    """Splits at commas that are in no bracket and no quote."""
+def _split_options(text: str) -> list[str]:
+    """Split at commas, except inside brackets and quotes."""
     parts, depth, quote, last = [""], 0, "", "="
     for character in text:
         if quote:
             quote = "" if character == quote and last != "\\" else quote
-        elif character in "'\"" and last in "=,[{: ":  # elsewhere it is an apostrophe
+        elif character in "'\"" and last in "=,[{: ":  # anywhere else it is an apostrophe
             quote = character
         elif character in "[{":
             depth += 1
@@ -196,7 +210,7 @@ def _split(text: str) -> list[str]:
 
 
 def is_file(experiment: str | Path) -> bool:
-    """Whether the name of an experiment means a file: by its ending, or because it has a folder in it."""
+    """Return True if an experiment is a file: a `Path`, a name ending in `.yaml` or `.yml`, or a name with a slash."""
     return isinstance(experiment, Path) or experiment.endswith((".yaml", ".yml")) or "/" in experiment
 
 
@@ -205,7 +219,12 @@ _EXPECTED = {str: "a string", list: "a list", Mapping: "a mapping"}
 
 
 def read(path: str | Path, names: Names) -> Request:
-    """A run file or a resolved config as a request; raises `ConfigError` with the line of every problem."""
+    """Read a run file or a resolved config.
+
+    Raises:
+        ConfigError: If the contents are invalid. The error has the line of every problem.
+        RequestError: If the file cannot be read.
+    """
     file = Path(path)
     try:
         text = read_regular(file).decode("utf-8")
@@ -219,12 +238,12 @@ def read(path: str | Path, names: Names) -> Request:
     if not isinstance(request.experiment, Node):
         return request
     run = LocalRun.of_config(file)
-    config, _ = attach(request.experiment, run, earlier=run.has_lock)  # settings may replace what is lost
+    config, _ = attach(request.experiment, run, earlier=run.has_lock)  # settings may replace lost assets
     return attrs.evolve(request, experiment=config)
 
 
 def read_text(text: str, source: str, names: Names, title: str = "run") -> Request:
-    """`read` for text that is already here; `source` is what errors call it."""
+    """Parse the text of a run file or a resolved config. `source` is the name of the text in errors."""
     document = parse(text, source)
     data = document.data
     if not isinstance(data, Mapping):
@@ -233,25 +252,25 @@ def read_text(text: str, source: str, names: Names, title: str = "run") -> Reque
         )
     try:
         if "resolved" in data:
-            return _resolved_request(data, document, names, title)
-        return _run(data, document)
+            return _parse_resolved_config(data, document, names, title)
+        return _parse_run_file(data, document)
     except ConfigError as error:
         raise ConfigError(p if p.location else document.locate(p) for p in error.problems) from None
 
 
-def _resolved_request(data: Mapping[str, Any], document: Document, names: Names, title: str) -> Request:
+def _parse_resolved_config(data: Mapping[str, Any], document: Document, names: Names, title: str) -> Request:
     if data["resolved"] is not True:
-        raise ConfigError(Problem(path="resolved", message="can only be true", got=show(data["resolved"])))
+        raise ConfigError(Problem(path="resolved", message="must be true", got=show(data["resolved"])))
     config = migrate_config({k: v for k, v in data.items() if k != "resolved"}, names)
     tree = Decoder(names).decode(config, Node)
     return Request(experiment=tree, title=title, document=document)
 
 
-def _run(data: Mapping[str, Any], document: Document) -> Request:
+def _parse_run_file(data: Mapping[str, Any], document: Document) -> Request:
     problems = []
     for key, value in data.items():
         if key not in _KEYS:
-            fix = "a whole config needs `resolved: true`; values of the config go below `set:`"
+            fix = "put values of the config under `set:`, or add `resolved: true` to a complete config"
             problems.append(
                 Problem(
                     path=str(key),
@@ -264,18 +283,18 @@ def _run(data: Mapping[str, Any], document: Document) -> Request:
         elif not isinstance(value, _KEYS[key]):
             problems.append(Problem(path=key, message="wrong type", got=show(value), expected=_EXPECTED[_KEYS[key]]))
     if any(not str(path).strip() for path in data.get("set", {}) if isinstance(data.get("set"), Mapping)):
-        problems.append(Problem(path="set", message="has a key that names nothing", fix="give the path of a value"))
+        problems.append(Problem(path="set", message="has an empty key", fix="use the path of a value as the key"))
     if "experiment" not in data:
-        problems.append(Problem(path="", message="names no experiment", fix="add `experiment: NAME`"))
+        problems.append(Problem(path="", message="the experiment is missing", fix="add `experiment: NAME`"))
     if problems:
         raise ConfigError(problems)
-    features = [_feature(f, f"features.{i}", document) for i, f in enumerate(data.get("features", ()))]
+    features = [_parse_feature_entry(f, f"features.{i}", document) for i, f in enumerate(data.get("features", ()))]
     settings = [
-        Setting(path=str(p), value=v, location=_line(document, f"set.{p}")) for p, v in data.get("set", {}).items()
+        Setting(path=str(p), value=v, location=_locate(document, f"set.{p}")) for p, v in data.get("set", {}).items()
     ]
     for i, name in enumerate(data.get("without", ())):
         if not isinstance(name, str):
-            raise ConfigError(Problem(path=f"without.{i}", message="is not the name of a feature", got=show(name)))
+            raise ConfigError(Problem(path=f"without.{i}", message="is not a feature name", got=show(name)))
     return Request(
         experiment=data["experiment"],
         features=tuple(features),
@@ -285,8 +304,8 @@ def _run(data: Mapping[str, Any], document: Document) -> Request:
     )
 
 
-def _feature(data: object, path: str, document: Document) -> FeatureUse:
-    location = _line(document, path)
+def _parse_feature_entry(data: object, path: str, document: Document) -> FeatureUse:
+    location = _locate(document, path)
     if isinstance(data, str):
         return FeatureUse(name=data, location=location)
     if isinstance(data, Mapping) and len(data) == 1:
@@ -297,44 +316,44 @@ def _feature(data: object, path: str, document: Document) -> FeatureUse:
     raise ConfigError(Problem(path=path, message="is not a feature", got=show(data), expected=expected))
 
 
-def _line(document: Document, path: str) -> str:
+def _locate(document: Document, path: str) -> str:
     return document.locate(Problem(path=path, message="")).location or document.source
 
 
 def write(config: Node[Any], names: Names) -> str:
-    """A config as the text of a file that `read` takes back.
+    """Return the text of a config file, which `read` can read.
 
     Raises:
-        RequestError: a node in it is not registered as a component, or holds a value that is not plain.
+        RequestError: If a node is not registered as a component, or if a value cannot be serialized.
     """
     return dump({"resolved": True, **encode(config, names)})
 
 
-def with_file(request: Request, names: Names) -> Request:
-    """With what the file says, and the files that it stands on."""
+def merge_file(request: Request, names: Names) -> Request:
+    """Merge a request with its run file and the files that the run file is based on."""
     if isinstance(request.experiment, Node) or not is_file(request.experiment):
         return request
     file = _read_chain(str(request.experiment), names)
-    both = {
+    merged = {
         "features": file.features + request.features,
         "without": file.without + request.without,
         "file_settings": file.file_settings + request.file_settings,
     }
     target = request.target or file.target
-    return attrs.evolve(file, **both, settings=request.settings, target=target, layout=request.layout)
+    return attrs.evolve(file, **merged, settings=request.settings, target=target, layout=request.layout)
 
 
 def _read_chain(name: str, names: Names, visited: tuple[str, ...] = ()) -> Request:
-    """A run file over the one that it stands on, whose options and values it may override; or over the config of a run."""
+    """Read a run file and merge it with the file that it is based on, which may be the config of a run."""
     if name in visited:
-        raise RequestError(f"run files that begin with one another: {' -> '.join((*visited, name))}")
+        raise RequestError(f"run files refer to each other in a cycle: {' -> '.join((*visited, name))}")
     file = read(name, names)
     if isinstance(file.experiment, Node) or not is_file(file.experiment):
         return file
     base = _read_chain(str(file.experiment), names, (*visited, name))
     return attrs.evolve(
         base,
-        features=_overridden(base.features, file.features),
+        features=_override_features(base.features, file.features),
         without=(*base.without, *file.without),
         base_settings=(*base.base_settings, base.file_settings),
         file_settings=file.file_settings,
@@ -342,12 +361,12 @@ def _read_chain(name: str, names: Names, visited: tuple[str, ...] = ()) -> Reque
     )
 
 
-def _overridden(base: Sequence[FeatureUse], over: Sequence[FeatureUse]) -> tuple[FeatureUse, ...]:
-    """The uses of two files, where the second stands on the first: its options hold, the first's others stay."""
-    later = {use.name: use for use in over}
-    remaining = [
+def _override_features(base: Sequence[FeatureUse], overrides: Sequence[FeatureUse]) -> tuple[FeatureUse, ...]:
+    """Merge the features of a base file and a file that overrides it. Options of the second file take precedence."""
+    later = {use.name: use for use in overrides}
+    merged = [
         attrs.evolve(use, options={**use.options, **later[use.name].options}) if use.name in later else use
         for use in base
     ]
-    changed = [use.name for use in base]
-    return (*remaining, *(attrs.evolve(use, options={}) if use.name in changed else use for use in over))
+    base_names = [use.name for use in base]
+    return (*merged, *(attrs.evolve(use, options={}) if use.name in base_names else use for use in overrides))

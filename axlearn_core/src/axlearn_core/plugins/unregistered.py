@@ -1,11 +1,11 @@
-"""Configs with code that is not registered, such as a layer that is defined in a notebook.
+"""Write and read configs that use code that is not registered, such as a layer defined in a notebook.
 
-In a file such a class or function is called `module:Class`, and `module:Class(param=offered name)` where `configure` was told
-what its parent offers; a value that no file can hold is `<python code> module:name`. A file loads no code by such names: they
-stand for what this process made a node of, or wrote, before.
+Config files refer to such a class or function as `module:Class`. If `configure` was called with an interface, the name is
+`module:Class(param=offered name)`. A value that cannot be serialized is written as `<python code> module:name`. Reading a file
+never imports code by these names. They only refer to classes and values that this process has already defined or written.
 
-Code of a notebook, and code within functions, can be defined again under the same name. Its name ends with a digest of it, so
-that a run does not go on with other code.
+Code in a notebook or inside a function can be redefined under the same name. Its name therefore ends with a digest of the code,
+so that a run does not resume with different code.
 """
 
 import hashlib
@@ -20,65 +20,65 @@ from axlearn_core.errors import ConfigError, PluginError, Problem, RequestError
 from axlearn_core.plugins.decisions import Decision
 
 MARK = "<python code> "
-_VALUES: dict[str, Any] = {}  # what this process wrote
+_VALUES: dict[str, Any] = {}  # values that this process wrote, by name
 
 
 class CodeNames:
-    """Registered names, and `module:Class` for what is not registered.
+    """Names for configs: registered names, and `module:Class` for code that is not registered.
 
     Attributes:
-        used: the names of code that were given out, in their order.
+        code_names: Names of code that were returned so far, as ordered keys.
     """
 
     def __init__(self, names: Names):
         self.names = names
-        self.used: dict[str, None] = {}
+        self.code_names: dict[str, None] = {}
 
     def name_of(self, cls: type) -> str:
-        """The registered name of a config class, else the name of its code."""
+        """Return the registered name of a config class, or else the name of its code."""
         try:
             return self.names.name_of(cls)
         except PluginError:
             raise
         except RequestError:
-            self.used[code_name(cls)] = None
+            self.code_names[code_name(cls)] = None
             return code_name(cls)
 
     def component(self, name: str) -> type[Node[Any]]:
-        """The config class of a name; raises `RequestError` where nothing is registered or defined by it."""
+        """Return a config class by name. Raise `RequestError` if no such class is registered or defined."""
         classes = [cls for cls in _node_classes(Node) if code_name(cls) == name] if ":" in name else []
-        return classes[-1] if classes else self.names.component(name)  # a notebook's cell may have run twice
+        return classes[-1] if classes else self.names.component(name)  # a notebook cell may have run twice
 
     def text_of(self, value: object) -> str:
-        """How a value that no file can hold is written: by its code, or by what it prints."""
+        """Return the text for a value that cannot be serialized: the name of its code, or its repr."""
         text = MARK + (qualified_name(value) + _suffix(value) if is_named(value) else stable_repr(value))
         _VALUES[text] = value
-        self.used[text] = None
+        self.code_names[text] = None
         return text
 
     def decisions(self, config: Node[Any]) -> tuple[Decision, ...]:
-        """The decision to write the config with names of code; empty where all that was written is registered."""
-        if not self.used:
+        """Return the decision to write the config with names of code. Empty if all written names are registered."""
+        if not self.code_names:
             return ()
         paths = {code_name(type(value)): path for path, value in reversed([*walk(config)]) if isinstance(value, Node)}
-        subjects = ", ".join(f"{name} at {paths[name]}" if name in paths else name for name in self.used)
-        reason = "the run's config file cannot be read without this code; register it as a component to load the run elsewhere"
+        subjects = ", ".join(f"{name} at {paths[name]}" if name in paths else name for name in self.code_names)
+        reason = "the config file of the run cannot be read without this code; register it as a component to load the run elsewhere"
         return (Decision("not registered", subjects, reason),)
 
 
 def stable_repr(value: object) -> str:
-    """`repr` without addresses in memory, which differ from process to process."""
+    """Return `repr(value)` without memory addresses, which differ between processes."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def code_name(cls: type[Node[Any]]) -> str:
-    """`module:Class` of a config class, with what `configure` was told that its parent offers."""
+    """Return `module:Class` for a config class, followed by the interface that was passed to `configure`."""
     interface = ", ".join(cls.__interface__)
     return qualified_name(cls) + _suffix(cls.owner or cls) + (f"({interface})" if interface else "")
 
 
 def _suffix(value: object) -> str:
-    """`#` and a digest of a class or function that can be defined again under its name; empty for others."""
+    """Return `#` and a digest if a class or function can be redefined under its name, or an empty string."""
     module, _, name = qualified_name(value).partition(":")
     if not is_named(value) or (module != "__main__" and "<" not in name):
         return ""
@@ -89,7 +89,7 @@ def _suffix(value: object) -> str:
 
 
 def _source(name: str, member: object) -> str:
-    """What a function, a method, a property or a constant computes with, as text that is equal in other processes."""
+    """Serialize the code of a function, method, property, or constant. The result is the same in all processes."""
     function = member
     if isinstance(member, classmethod | staticmethod):
         function = member.__func__
@@ -114,23 +114,23 @@ def _constant(value: object) -> str:
 def _cell(cell: Any) -> str:
     try:
         return stable_repr(cell.cell_contents)
-    except ValueError:  # a name that is bound later
+    except ValueError:  # an empty cell: the variable is bound later
         return ""
 
 
-def with_values(config: Node[Any]) -> Node[Any]:
-    """A config that was read from a file, with the values that the file only names.
+def restore_values(config: Node[Any]) -> Node[Any]:
+    """Replace the names of values by the values in a config that was read from a file.
 
     Raises:
-        ConfigError: this process did not write such a value.
+        ConfigError: If this process did not write one of the values.
     """
     texts = {path: text for path, text in walk(config) if isinstance(text, str) and text.startswith(MARK)}
     problems = [
         Problem(
             path=path,
-            message="is a value of Python code, which the config file names and does not hold",
+            message="is a Python value that the config file refers to but does not contain",
             got=text,
-            fix="run the Python code that began the run, and read the config in the same process",
+            fix="execute the Python code that started the run, and read the config in the same process",
         )
         for path, text in texts.items()
         if text not in _VALUES
@@ -142,6 +142,6 @@ def with_values(config: Node[Any]) -> Node[Any]:
 
 def _node_classes(base: type) -> Iterator[Any]:
     for cls in base.__subclasses__():
-        if "__attrs_attrs__" in vars(cls):  # attrs makes each class twice
+        if "__attrs_attrs__" in vars(cls):  # attrs creates each class twice
             yield cls
         yield from _node_classes(cls)

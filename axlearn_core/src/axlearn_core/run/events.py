@@ -141,7 +141,7 @@ def name_failures(method: Callable[..., None], plugin: Entry | None) -> Callable
             log_message(f"note: {title} raises the next error, at the event {event}", from_all=True)
             raise
         except Exception as error:  # listeners may raise any error
-            problem = str(plugin.failed(f"has a run listener that failed at the event {event}", error))
+            problem = str(plugin.wrap_error(f"has a run listener that failed at the event {event}", error))
             raise WorkError(problem) from error
 
     return call

@@ -193,7 +193,7 @@ class Run:
 
 def find_foreign(place: Checkpoints) -> ForeignCheckpoints | None:
     """Return the checkpoints of another library in a folder, or None if no plugin recognizes any."""
-    return host().only("axlearn_foreign_checkpoints", storage=place.storage, folder=place.folder, uri=place.name)
+    return host().call_single("axlearn_foreign_checkpoints", storage=place.storage, folder=place.folder, uri=place.name)
 
 
 def open_weights(uri: str | Path, *, step: int | None = None, storage: Storage | None = None) -> Weights:
@@ -218,6 +218,6 @@ def open_weights(uri: str | Path, *, step: int | None = None, storage: Storage |
         raise
     except RequestError as unknown:  # a plugin may still support the URI
         error = unknown
-    if step is None and (weights := host().only("axlearn_weights", uri=str(uri))) is not None:
+    if step is None and (weights := host().call_single("axlearn_weights", uri=str(uri))) is not None:
         return weights
     raise error

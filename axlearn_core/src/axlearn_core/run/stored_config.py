@@ -11,7 +11,7 @@ from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import CheckpointError, ConfigError, MissingFileError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import read_text
-from axlearn_core.plugins.unregistered import CodeNames, with_values
+from axlearn_core.plugins.unregistered import CodeNames, restore_values
 from axlearn_core.run.asset_copies import Place, attach_assets
 from axlearn_core.run.record import CONFIG
 
@@ -45,7 +45,7 @@ def read_run_config(
     if not isinstance(request.experiment, Node):
         raise CheckpointError(f"{file} is a run file, not the resolved config of a run (it lacks `resolved: true`)")
     try:
-        config = with_values(request.experiment)
+        config = restore_values(request.experiment)
     except ConfigError as error:
         raise CheckpointError(f"{file} cannot be read by this process:\n{error}") from error
     return attach_assets(config, file, places or [(storage, path.removesuffix(CONFIG))])

@@ -123,7 +123,7 @@ def plugin_listeners(session: Any) -> list[tuple[RunListener, Entry | None]]:
         PluginError: a plugin's function fails, or returns something else.
     """
     listeners: list[tuple[RunListener, Entry | None]] = []
-    for plugin, locations in host().replies("axlearn_run_listeners"):
+    for plugin, locations in host().call_with_entries("axlearn_run_listeners"):
         for location in locations:
             try:
                 make: Any = load(location)
@@ -133,7 +133,7 @@ def plugin_listeners(session: Any) -> list[tuple[RunListener, Entry | None]]:
             except AxlearnError:
                 raise
             except Exception as error:  # a plugin may raise anything
-                raise plugin.failed(f"has a run listener that cannot be made: {location}", error) from error
+                raise plugin.wrap_error(f"has a run listener that cannot be made: {location}", error) from error
             if listener is not None:
                 listeners.append((listener, plugin if listener.errors_name_plugin else None))
     return sorted(listeners, key=lambda entry: POSITIONS.index(entry[0].position))

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from axlearn_core.cli.common import plain, request_options
+from axlearn_core.cli.common import request_options, to_json_value
 from axlearn_core.cli.terminal import echo
 
 
@@ -38,5 +38,5 @@ def step(request: Any, measure: int, warmup: int, trace: str | None, as_json: bo
     import jax
 
     if jax.process_index() == 0:
-        output = json.dumps(plain(bench.as_json(measured)), indent=2) if as_json else bench.text(measured)
+        output = json.dumps(to_json_value(bench.as_json(measured)), indent=2) if as_json else bench.text(measured)
         echo(output)

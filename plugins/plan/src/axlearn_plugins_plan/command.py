@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from axlearn_core.cli.common import experiment_argument, no_devices, plain, request_options
+from axlearn_core.cli.common import experiment_argument, no_devices, request_options, to_json_value
 from axlearn_core.cli.extensible import ExtensibleCommand
 from axlearn_core.cli.terminal import echo
 
@@ -34,7 +34,7 @@ def plan(request: Any, function: str, as_json: bool) -> None:
     result = make_plan(resolve(request), function)
     fixes = remedies(result, frozenset(registry().claims["features"]))
     if as_json:
-        echo(json.dumps(plain(render.as_json(result, fixes)), indent=2, ensure_ascii=False))
+        echo(json.dumps(to_json_value(render.as_json(result, fixes)), indent=2, ensure_ascii=False))
     else:
         for line in render.text(result, fixes).splitlines():
             echo(styled(line))

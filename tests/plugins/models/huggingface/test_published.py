@@ -42,7 +42,7 @@ def test_the_parameters_are_those_of_the_published_weights(name):
 
 def test_a_config_json_that_is_not_understood():
     sizes = {"vocab_size": 9, "n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 4}
-    with pytest.raises(ValueError, match="does not read n_heads of this config"):
+    with pytest.raises(ValueError, match=r"does not read these keys of config\.json: n_heads"):
         published("gpt2", sizes | {"n_heads": 3})
     with pytest.raises(ConfigError, match=r"config\.json.*n_positions"):
         published("gpt2", {k: v for k, v in sizes.items() if k != "n_positions"})

@@ -38,7 +38,7 @@ def test_doctor_goes_on_and_lists_everything(install, monkeypatch):
     for key, part in {
         ("features", "ill", "axlearn-plugins-ill"): "OSError: no driver",
         ("plugins", "ill", "axlearn-plugins-ill"): "did you mean: axlearn_targets",
-        ("experiments", "next", "axlearn-plugins-future"): "works with axlearn-core >=99",
+        ("experiments", "next", "axlearn-plugins-future"): "requires axlearn-core >=99",
         ("features", "twice", "axlearn-plugins-ill"): "2 distributions register the feature 'twice'",
         ("features", "twice", "axlearn-plugins-well"): "2 distributions register the feature 'twice'",
     }.items():

@@ -54,7 +54,7 @@ def test_it_resolves_and_twice_is_once(experiment, use):
 
 def changes(experiment, *features):
     before = resolve(experiment).config
-    return {c.path: (c.old, c.new) for c in diff(before, resolved(experiment, *features), NAMES.shown_name)}
+    return {c.path: (c.old, c.new) for c in diff(before, resolved(experiment, *features), NAMES.display_name)}
 
 
 def test_what_each_changes_and_nothing_else():

@@ -8,8 +8,8 @@ from axlearn_plugins_tools.reporting.tree_picture import render_diff
 
 def picture(**changes):
     old, new = resolve("quickstart"), resolve("quickstart", **changes)
-    actual = diff(old.config, new.config, new.names.shown_name)
-    return render_diff("a < b", new.config, actual, new.names.shown_name, text)
+    actual = diff(old.config, new.config, new.names.display_name)
+    return render_diff("a < b", new.config, actual, new.names.display_name, text)
 
 
 def boxes(page, kind):

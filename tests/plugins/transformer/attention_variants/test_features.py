@@ -48,7 +48,7 @@ def test_it_resolves_and_twice_is_once(experiment, use):
 
 
 def changed(before, after):
-    return {c.path: (c.old, c.new) for c in diff(before, after, NAMES.shown_name) if c.kind == "changed"}
+    return {c.path: (c.old, c.new) for c in diff(before, after, NAMES.display_name) if c.kind == "changed"}
 
 
 def test_mla_takes_over_what_both_have():
@@ -75,7 +75,7 @@ def test_alibi_takes_the_place_of_any_position_encoding():
     for position in (None, RotaryEmbedding.Config(), Alibi.Config()):
         after = UseAlibi().apply(patch(before, {f"{ATTENTION}.position": position}))
         assert after == patch(before, {f"{ATTENTION}.position": Alibi.Config()})
-    with pytest.raises(RequestError, match=r"'alibi' .* and 'rope' .* cannot be used together"):
+    with pytest.raises(RequestError, match=r"'alibi' .* and 'rope' .* cannot be combined"):
         resolve("quickstart", with_=["rope", "alibi"])
 
 

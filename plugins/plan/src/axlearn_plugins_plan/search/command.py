@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from axlearn_core.cli.common import experiment_argument, no_devices, plain, request_options
+from axlearn_core.cli.common import experiment_argument, no_devices, request_options, to_json_value
 from axlearn_core.cli.extensible import ExtensibleCommand
 from axlearn_core.cli.terminal import echo
 from axlearn_core.errors import RequestError
@@ -65,7 +65,7 @@ def search(
     all_spaces = spaces(request, names, varied(vary, VARIED))
     result = run(request, all_spaces, Cache(folder), clock, most, lambda line: echo(line, err=True))
     if as_json:
-        echo(json.dumps(plain(report.as_json(request, result)), indent=2, ensure_ascii=False))
+        echo(json.dumps(to_json_value(report.as_json(request, result)), indent=2, ensure_ascii=False))
     else:
         echo(report.text(request, result))
     if png is not None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from axlearn_core.config.tree import matches
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.registry import registry
-from axlearn_core.plugins.request import Request, with_file
+from axlearn_core.plugins.request import Request, merge_file
 
 PATHS = {
     "mesh": "mesh.shape",
@@ -24,7 +24,7 @@ def fixed_parts(request: Request) -> frozenset[str]:
 
     A layout must not set them again. Its command line would give one feature two values, or the request's value would win.
     """
-    request = with_file(request, registry())
+    request = merge_file(request, registry())
     features = {use.name for use in request.features} | {*request.without}
     levels = (request.settings, request.file_settings, *request.base_settings)
     paths = [setting.path for level in levels for setting in level]

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import click
 
-from axlearn_core.cli.common import experiment_argument, no_devices, plain, request_options
+from axlearn_core.cli.common import experiment_argument, no_devices, request_options, to_json_value
 from axlearn_core.cli.extensible import ExtensibleCommand
 from axlearn_core.cli.terminal import echo
 from axlearn_core.errors import RequestError
@@ -44,7 +44,7 @@ def plan_serving(request: Any, export: str | None, as_json: bool) -> None:
 
     plan = planned(request, config, None if export is None else Path(export))
     if as_json:
-        echo(json.dumps(plain(render.as_json(plan)), indent=2, ensure_ascii=False))
+        echo(json.dumps(to_json_value(render.as_json(plan)), indent=2, ensure_ascii=False))
     else:
         for line in render.text(plan).splitlines():
             echo(styled(line))

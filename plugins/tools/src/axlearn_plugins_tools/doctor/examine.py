@@ -138,7 +138,7 @@ def _find_missing_listeners(manager: pluggy.PluginManager, entry: Entry) -> Iter
             load(location)
         except (Exception, SystemExit) as error:  # a plugin's module may raise anything
             yield _finding(
-                entry, "error", str(entry.failed(f"has a run listener that cannot be made: {location}", error))
+                entry, "error", str(entry.wrap_error(f"has a run listener that cannot be made: {location}", error))
             )
 
 
@@ -155,7 +155,7 @@ def _run_checks(manager: pluggy.PluginManager, entry: Entry) -> Iterator[Finding
                 owner = {} if finding.distribution else {"distribution": entry.distribution, "version": entry.version}
                 yield attrs.evolve(finding, **owner)
         except (Exception, SystemExit) as error:  # a plugin's check may raise anything
-            message = str(entry.failed(f"has a check that failed: {location}", error))
+            message = str(entry.wrap_error(f"has a check that failed: {location}", error))
             yield attrs.evolve(_finding(entry, "error", message), name=str(location), group="check")
 
 
@@ -168,7 +168,7 @@ def _hook_answers(caller: pluggy.HookCaller, entry: Entry) -> tuple[list[Any], l
             try:
                 answers += cast("Iterable[Any]", implementation.function())
             except (Exception, SystemExit) as error:  # a plugin's hook may raise anything
-                problem = str(entry.failed(f"has a hook that failed: {caller.name}", error))
+                problem = str(entry.wrap_error(f"has a hook that failed: {caller.name}", error))
                 failures.append(_finding(entry, "error", problem))
     return answers, failures
 

@@ -22,7 +22,7 @@ PLAIN = ("full", "none", "dots", "everything")
 def policies() -> dict[str, RematPolicy]:
     """The policies of plugins, by name; raises `PluginError` where two plugins claim one."""
     by_name: dict[str, tuple[str, RematPolicy]] = {}
-    for origin, declared in host().answers("axlearn_remat_policies"):
+    for origin, declared in host().call("axlearn_remat_policies"):
         for policy in declared:
             if policy.name in PLAIN or policy.name in by_name:
                 other = by_name[policy.name][0] if policy.name in by_name else "the feature remat itself"

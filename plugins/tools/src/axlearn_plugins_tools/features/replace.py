@@ -68,7 +68,7 @@ class Replace(Feature):
         return edit_nodes(cfg, swap, nothing=nothing, outermost=True)
 
     def _nothing(self, cfg: Node[Any]) -> Problem:
-        kinds = ", ".join(sorted({registry().shown_name(type(n)) for n in find(cfg, Node).values()}))
+        kinds = ", ".join(sorted({registry().display_name(type(n)) for n in find(cfg, Node).values()}))
         place = f" at {self.path}" if self.path else ""
         return Problem(
             path=self.path or "",

@@ -23,7 +23,7 @@ def bisect(first: Path, second: Path, metric: str, steps: int, seeds: int, most:
     Trains configs between those of RUN_A and RUN_B for a few steps each, on the devices that are here, with several seeds. Exit
     code 1 where the runs do not differ by more than their seeds.
     """
-    from axlearn_core.cli.common import plain
+    from axlearn_core.cli.common import to_json_value
     from axlearn_core.errors import RequestError
     from axlearn_plugins_tools.reporting import bisect as search
 
@@ -42,6 +42,10 @@ def bisect(first: Path, second: Path, metric: str, steps: int, seeds: int, most:
     def shown(value: Any) -> str:
         return value if isinstance(value, str) else repr(value)
 
-    echo(json.dumps(plain(search.as_json(result, shown)), indent=2) if as_json else search.text(result, metric, shown))
+    echo(
+        json.dumps(to_json_value(search.as_json(result, shown)), indent=2)
+        if as_json
+        else search.text(result, metric, shown)
+    )
     if not result.moving:
         raise SystemExit(1)

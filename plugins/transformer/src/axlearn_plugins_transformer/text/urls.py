@@ -28,6 +28,6 @@ def check_url(url: str) -> None:
 def _is_stored(url: str) -> bool:
     """Return whether an installed plugin stores checkpoints at this URL."""
     try:
-        return host().only("axlearn_checkpoint_storage", uri=url) is not None
+        return host().call_single("axlearn_checkpoint_storage", uri=url) is not None
     except RequestError:
         return False

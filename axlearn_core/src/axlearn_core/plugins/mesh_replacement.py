@@ -1,0 +1,54 @@
+"""Replace the default mesh if it cannot shard the parameters of a config."""
+
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from axlearn_core.config import Node, check
+from axlearn_core.contracts.experiment import input_of, mesh_of, model_of, objective_of
+from axlearn_core.contracts.mesh import MeshRule, sizes_on
+from axlearn_core.contracts.target import Machine
+from axlearn_core.errors import RequestError
+from axlearn_core.plugins.targets import load
+
+
+@attrs.frozen
+class MeshReplacement:
+    """A mesh shape that replaces the default shape.
+
+    Attributes:
+        shape: Size of each mesh axis.
+        reason: Description of the change and its reason.
+    """
+
+    shape: Mapping[str, int]
+    reason: str
+
+
+def find_mesh_replacement(tree: Node[Any], rule: MeshRule, machine: Machine) -> MeshReplacement | None:
+    """Return the mesh shape from `rule.indivisible` if the default mesh cannot shard the parameters.
+
+    Returns:
+        The replacement. None if the config has a mesh shape, is invalid, or works with the default mesh, or if the
+        replacement would not help.
+    """
+    mesh = mesh_of(tree)
+    if mesh is None or mesh.shape or machine.devices == 1:
+        return None
+    try:
+        check(tree)
+    except RequestError:
+        return None  # reported later with all other problems
+    # This imports JAX, which programs for several devices need anyway.
+    find_problem: Any = load("axlearn_core.compose.program:refusal_of_layout")
+    parts = types.SimpleNamespace(model=model_of(tree), objective=objective_of(tree), input=input_of(tree))
+    problem = find_problem(parts, mesh, machine.devices)
+    shape = sizes_on(machine, rule.indivisible)
+    if problem is None or find_problem(parts, attrs.evolve(mesh, shape=shape), machine.devices) is not None:
+        return None
+    sizes = ", ".join(f"{axis}={size}" for axis, size in shape.items())
+    return MeshReplacement(
+        shape, f"{sizes}: weights are replicated because the default mesh cannot shard them: {problem}"
+    )
