@@ -77,7 +77,7 @@ def test_a_preempted_process_stops_all_of_them_at_the_next_step(tmp_path, rank):
     assert tiny.kill_when(processes[rank], lambda: any((run / "checkpoints").glob("[0-9]*")), signal.SIGTERM)
     errors = [process.communicate(timeout=300)[1] for process in processes]
     assert [process.returncode for process in processes] == [128 + signal.SIGTERM] * 2, errors
-    assert "was sent SIGTERM: stopping here, then saving" in errors[0]
+    assert "received SIGTERM: saving and stopping" in errors[0]
     steps = sorted(int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit())
     assert steps[-1] < 1000
     together(tiny.arguments(run, steps=steps[-1] + 2, settings=settings))
@@ -95,7 +95,7 @@ def test_processes_with_another_config_are_all_refused(tmp_path, setting, differ
     run = tmp_path / "run"
     processes = start(tiny.arguments(run, steps=4), other=tiny.arguments(run, steps=4, settings=(setting,)))
     for text in finish(processes, 2):
-        assert "1 of 2 processes of this job have another config and versions than process 0" in text
+        assert "1 of 2 processes of this job differ from process 0 in their config and versions" in text
         assert difference in text
         assert "fix: start every process with the same command" in text
     assert not run.exists()
@@ -109,7 +109,7 @@ def test_processes_with_another_version_are_all_refused(tmp_path):
     (older / "optax-0.0.1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: optax\nVersion: 0.0.1\n")
     processes = start(tiny.arguments(run, steps=4), other_env={"PYTHONPATH": str(older)})
     for text in finish(processes, 2):
-        assert "1 of 2 processes of this job have another config and versions than process 0" in text
+        assert "1 of 2 processes of this job differ from process 0 in their config and versions" in text
         assert f"versions.optax: {version('optax')} on process 0, 0.0.1 on process 1" in text
     assert not run.exists()
 
@@ -131,7 +131,7 @@ def test_processes_with_other_data_are_all_refused(tmp_path, change):
     arguments = tiny.arguments(run, steps=4, settings=settings)
     processes = start(arguments, folders=folders)
     for text in finish(processes, 2):
-        assert "1 of 2 processes of this job have another data than process 0" in text
+        assert "1 of 2 processes of this job differ from process 0 in their data" in text
         assert "data." in text
     assert not (run / "checkpoints").exists()
     finish(start(arguments, folders=[folders[0]] * 2))
@@ -165,9 +165,9 @@ def test_processes_that_do_not_all_come_end_with_one_line(tmp_path, rank):
     errors = processes[rank].communicate(timeout=120)[1]
     assert processes[rank].returncode == 74, errors
     assert re.search(
-        r"error: not all processes of this job came to 127.0.0.1:\d+ within 2 s \(distributed.join_seconds\)", errors
+        r"error: not all processes of this job joined 127.0.0.1:\d+ within 2 s \(distributed.join_seconds\)", errors
     )
-    assert "fix: see why one of them ended" in errors
+    assert "fix: find out why a process ended" in errors
     assert "Traceback" not in errors
     assert "Check failure" not in errors
     assert not (tmp_path / "run").exists()
@@ -187,7 +187,7 @@ def test_a_lost_process_is_one_line(tmp_path, rank):
     errors = processes[1 - rank].communicate(timeout=300)[1]
     (line,) = [text for text in errors.splitlines() if text.startswith("error: process ")]
     assert f"process {rank} " in line
-    says = "gives no sign of life since" if rank else "process 1 lost process 0 at 127.0.0.1:"
+    says = "has sent no heartbeat since" if rank else "process 1 lost process 0 at 127.0.0.1:"
     assert says in line
     assert re.search(r"\d\d:\d\d:\d\d UTC", line)
-    assert re.search(rf"newest checkpoint: step \d+ of {run}; to go on: `axlearn train quickstart ", line)
+    assert re.search(rf"newest checkpoint: step \d+ of {run}; to resume: `axlearn train quickstart ", line)

@@ -37,7 +37,7 @@ def test_a_second_call_continues_bit_for_bit(whole, tmp_path):
     tiny.axlearn(*tiny.arguments(run, steps=5))
     assert [s for s, _ in tiny.losses(run)] == list(range(1, 6))
     result = tiny.axlearn(*tiny.arguments(run, steps=8))
-    assert "continuing from the checkpoint of step 5" in result.stderr
+    assert "resuming from the checkpoint of step 5" in result.stderr
     assert tiny.losses(run) == tiny.losses(whole[0])
 
 

@@ -149,4 +149,4 @@ def test_a_second_ctrl_c_ends_what_swallows_it():
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "swallowed" in out
-    assert "asked twice" in err
+    assert "stopped by the second signal" in err

@@ -83,7 +83,7 @@ def test_batches_that_nobody_can_measure_are_refused():
     with pytest.raises(ConfigError) as error:
         evaluation_loss(Around(), Mean(), {"pairs": np.ones(2)})
     message = str(error.value)
-    assert "objective: does not say how held-out batches are measured" in message
+    assert "objective: has no `evaluation_loss`, and the model's own loss cannot read" in message
     assert "Around without `evaluation_loss`, and batches of pairs" in message
     assert "expected: 'x' in the batches" in message
     assert "fix: add `evaluation_loss(model, batch)`" in message

@@ -136,7 +136,7 @@ BY = "listening' = listening_hooks of axlearn-plugins-listening 0.1 has a run li
 
 def test_an_object_without_the_methods_is_refused_with_its_plugin(listening, tmp_path, monkeypatch):
     monkeypatch.setattr(listening, "FAIL", "make")
-    with pytest.raises(PluginError, match=f"{BY}cannot be made: listening:recorder\\n.*not a RunListener"):
+    with pytest.raises(PluginError, match=f"{BY}cannot be built: listening:recorder\\n.*not a RunListener"):
         train(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -226,7 +226,7 @@ def test_the_core_trains_without_the_parts_of_jobs_and_says_what_is_missing(plai
     names = {p.name for p in (tmp_path / "run").iterdir()}
     assert {"config.yaml", "checkpoints", "metrics.jsonl"} <= names
     assert not names & {"phases.jsonl", "compiled"}
-    message = "Ctrl-C and SIGTERM end this run without a save, and a second trainer is not kept out of its directory"
+    message = "Ctrl-C and SIGTERM end this run without saving, and its directory is not locked against a second trainer"
     assert f"note: {message}\n    fix: pip install axlearn-plugins-runtime" in capfd.readouterr().err
 
 

@@ -36,7 +36,7 @@ def train(run, *, steps=4, settings=(), **more):
 def test_a_name_that_is_not_utf8_is_refused_and_others_work(tmp_path):
     with pytest.raises(RequestError, match=r"the scheme 'nfs' is unknown"):
         train("nfs://bucket/run")
-    with pytest.raises(RequestError, match="not UTF-8"):
+    with pytest.raises(RequestError, match="not valid UTF-8"):
         train(f"{tmp_path}/run\udcff")
     result = train(tmp_path / "a [1]*?", steps=3)
     assert manifest.steps(result.run_dir / "checkpoints") == [2, 3]
@@ -69,7 +69,7 @@ def test_metrics_without_a_checkpoint_are_asked_about(tmp_path):
     before = (run / "metrics.jsonl").read_text()
     for step in manifest.steps(run / "checkpoints"):
         LocalStorage(run / "checkpoints").delete(str(step))
-    with pytest.raises(CheckpointError, match=r"metrics up to step 4, and no checkpoint[^$]*--restart"):
+    with pytest.raises(CheckpointError, match=r"metrics up to step 4, but no checkpoint[^$]*--restart"):
         train(run)
     assert (run / "metrics.jsonl").read_text() == before
     assert train(run, restart=True).step == 4

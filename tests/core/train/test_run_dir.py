@@ -128,7 +128,7 @@ def test_a_run_that_an_earlier_version_named_is_continued(runs):
     runs("quickstart-mine", config())  # somebody's own name
     path, (note,) = api.default_run_dir("quickstart", config("remat"))
     assert path == old
-    assert f"today it would be runs/quickstart-{short_hash(config())}" in note
+    assert f"this version would name it runs/quickstart-{short_hash(config())}" in note
     assert api.default_run_dir("quickstart", config(seed=2)) == (
         old.parent / f"quickstart-{short_hash(config(seed=2))}",
         (),

@@ -45,8 +45,8 @@ def test_a_run_in_a_bucket_goes_on_on_another_machine(s3, tmp_path, capsys):
     capsys.readouterr()
     train(uri, steps=8)
     err = capsys.readouterr().err
-    assert "continuing from the checkpoint of step 4" in err
-    assert "are worked on in runs/s3/" in err
+    assert "resuming from the checkpoint of step 4" in err
+    assert "is the working copy of s3:" in err
     whole = tmp_path / "whole"
     train(whole, steps=8)
     assert losses(storage) == losses(open_storage(whole))
@@ -120,7 +120,7 @@ def test_a_storage_that_goes_away_is_said_and_made_up_for(s3, capsys, monkeypatc
         patched.setattr(retries, "ATTEMPTS", 1)
         broken = RunMirror(uri)
         broken.push()
-        assert f"{uri} was not brought up to date" in capsys.readouterr().err
+        assert f"cannot update {uri}" in capsys.readouterr().err
         with pytest.raises(RequestError, match=r"--run-dir: .* cannot be read"):
             train(uri, steps=2)
     mirror.push()
@@ -145,5 +145,5 @@ class Folder(Configurable):
 
 def test_a_checkpointer_of_directories_is_refused(s3):
     config = patch(ax.resolve("quickstart").config, {"checkpointer": Folder.Config()})
-    with pytest.raises(RequestError, match="this checkpointer keeps checkpoints in a directory"):
+    with pytest.raises(RequestError, match="this checkpointer writes checkpoints to a local directory"):
         ax.train(config, run_dir=f"{s3[0]}/run")

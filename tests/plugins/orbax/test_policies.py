@@ -109,7 +109,7 @@ def test_the_field_is_named_by_a_check_of_the_config():
     from axlearn_core.plugins.resolve import resolve
 
     request = Request.of("quickstart", set=["checkpointer={type: orbax, uri: 's3://bucket/run'}"])
-    with pytest.raises(ConfigError, match=r"checkpointer\.uri: Orbax keeps checkpoints at paths and gs:// only"):
+    with pytest.raises(ConfigError, match=r"checkpointer\.uri: Orbax supports only local paths and gs://"):
         resolve(request).checked()
 
 

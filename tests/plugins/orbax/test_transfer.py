@@ -156,7 +156,7 @@ def test_what_plain_orbax_wrote_is_imported(run, weights, write, tmp_path):
 def test_another_dtype_is_said(run, weights, tmp_path):
     ocp.save(tmp_path / "plain", nested({p: jnp.asarray(x, jnp.bfloat16) for p, x in weights.items()}))
     result = succeed("import-orbax", tmp_path / "plain", tmp_path / "run", "--config", run)
-    assert "arrays of bfloat16 become float32" in result.stderr
+    assert "converting bfloat16 arrays to float32" in result.stderr
 
 
 def test_every_difference_is_in_one_error(run, weights, tmp_path):
@@ -180,13 +180,13 @@ def test_what_is_no_checkpoint_is_refused(run, tmp_path):
         (tmp_path / "empty", (), "has no Orbax checkpoint"),
         (run / "checkpoints", (), "is a checkpoint of an axlearn run"),
         (tmp_path / "out", ("--step", 9), "of step 9\n    got: steps: 2"),
-        (tmp_path / "out/2", ("--step", 2), "leave --step out"),
+        (tmp_path / "out/2", ("--step", 2), "remove --step"),
         (
             tmp_path / "out",
             ("--item", "itemz"),
-            "there is no item 'itemz'\n    items: items\n    fix: give --item items",
+            "item 'itemz' does not exist\n    items: items\n    fix: set --item items",
         ),
-        (tmp_path / "several", (), "which item has the parameters?\n    items: a, b"),
+        (tmp_path / "several", (), "which item has the parameters\n    items: a, b"),
     ):
         assert expected in refused("import-orbax", directory, tmp_path / "run", "--config", run, *options)
     assert "already exists" in refused("export-orbax", run, tmp_path / "out")
@@ -203,7 +203,7 @@ def test_a_damaged_file_of_plain_orbax_is_one_error(run, tmp_path):
 
 
 def test_paths_that_nested_dicts_cannot_hold_are_refused():
-    with pytest.raises(RequestError, match=r"a\.b is both an array and the beginning"):
+    with pytest.raises(RequestError, match=r"a\.b is both an array and a prefix"):
         nest({"a": 1, "a.b": 2})
-    with pytest.raises(RequestError, match=r"a is both an array and the beginning"):
+    with pytest.raises(RequestError, match=r"a is both an array and a prefix"):
         nest({"a.b": 2, "a": 1})

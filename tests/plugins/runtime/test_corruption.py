@@ -63,9 +63,10 @@ def test_a_flip_that_comes_once_is_found_by_computing_twice(tmp_path, monkeypatc
     with pytest.raises(WorkError) as error:
         train(tmp_path / "run", "sdc-check:every_steps=4,replicas=false")
     text = str(error.value)
-    assert "step 4 was not computed right: silent data corruption" in text
+    assert "step 4 was computed incorrectly: silent data corruption" in text
     assert (
-        f"process 0 on {socket.gethostname()}: device {jax.devices()[5]}: params.{leaves[0]} came out otherwise" in text
+        f"process 0 on {socket.gethostname()}: device {jax.devices()[5]}: params.{leaves[0]} differed in the second run"
+        in text
     )
     assert text.count("device ") == 1  # no other device is accused
     assert error.value.exit_code == 1
@@ -110,5 +111,5 @@ def test_another_loop_is_refused():
     config = ax.resolve("quickstart").config
     assert isinstance(config, Trainer.Config)
     other = ax.patch(config, {"loop": RuleWatchdog.Config()})
-    with pytest.raises(RequestError, match="sdc-check is a part of the core's loop"):
+    with pytest.raises(RequestError, match="sdc-check requires the core's training loop"):
         ax.resolve(other, with_=["sdc-check"])

@@ -53,7 +53,7 @@ def test_distances_are_relative_by_parameter_and_layer():
 
 
 def test_another_model_is_refused(tmp_path):
-    with pytest.raises(RequestError, match="the model has other parameters with it"):
+    with pytest.raises(RequestError, match="the feature changes the model's parameters"):
         train(tmp_path, 'shadow:feature="moe:num_experts=4"')
     with pytest.raises(RequestError, match="train-loop without a check"):
         train(tmp_path, "shadow:feature=remat", "sdc-check")

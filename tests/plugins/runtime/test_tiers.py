@@ -87,7 +87,7 @@ def test_a_run_goes_on_from_the_newest_local_state(whole, tmp_path, capsys):
     interrupted(run, tmp_path, at=12)
     assert local_steps(tmp_path) == [4, 8, 10]  # two that are known to be whole, and the newest; step 6 is a checkpoint
     train(run, tmp_path, steps=14)
-    assert "continuing from the checkpoint of step 10" in capsys.readouterr().err
+    assert "resuming from the checkpoint of step 10" in capsys.readouterr().err
     assert losses(run) == whole
     place = Checkpoints.of(next(tmp_path.glob("local/*/process-0")))
     for step in place.steps():
@@ -102,7 +102,7 @@ def test_a_flipped_bit_is_set_aside_and_the_next_state_taken(whole, tmp_path, ca
     whole_file[len(whole_file) // 2] ^= 1
     data.write_bytes(whole_file)
     train(run, tmp_path, steps=14)
-    assert "continuing from the checkpoint of step 8" in capsys.readouterr().err
+    assert "resuming from the checkpoint of step 8" in capsys.readouterr().err
     assert "local state of step 10: " in caplog.text
     assert "got sha256" in caplog.text
     assert "set aside as " in caplog.text
@@ -119,7 +119,7 @@ def test_every_file_counts(damage, whole, tmp_path, capsys):
         file = next(tmp_path.glob(f"local/*/process-0/{step}/{damage}"))
         file.write_bytes(file.read_bytes()[:-1] + b"~")
     train(run, tmp_path, steps=14)
-    assert "continuing from the checkpoint of step 6" in capsys.readouterr().err
+    assert "resuming from the checkpoint of step 6" in capsys.readouterr().err
     assert losses(run) == whole
 
 
@@ -131,7 +131,7 @@ def test_a_damaged_checkpoint_is_set_aside_too(whole, tmp_path, capsys, caplog):
     newest = run / "checkpoints/12/state/weights/0-0.bin"
     newest.write_bytes(newest.read_bytes()[:-1])
     train(run, tmp_path, steps=14)
-    assert "continuing from the checkpoint of step 6" in capsys.readouterr().err
+    assert "resuming from the checkpoint of step 6" in capsys.readouterr().err
     assert "set aside as 12.damaged-" in caplog.text
     assert len(list((run / "checkpoints").glob("12.damaged-*/manifest.json"))) == 1
     assert losses(run) == whole
@@ -143,7 +143,7 @@ def test_what_is_ahead_of_a_rollback_does_not_count(whole, tmp_path, capsys):
     train(run, tmp_path, steps=7, restore_step=6)
     capsys.readouterr()
     train(run, tmp_path, steps=14)
-    assert "continuing from the checkpoint of step 7" in capsys.readouterr().err
+    assert "resuming from the checkpoint of step 7" in capsys.readouterr().err
     assert losses(run) == whole
 
 
@@ -164,8 +164,8 @@ def test_a_step_that_is_not_finite_goes_back_once(whole, tmp_path, capsys, monke
     monkeypatch.setattr(Program, "train_step", train_step)
     train(run, tmp_path, steps=14)
     err = capsys.readouterr().err
-    assert "continuing from the checkpoint of step 10" in err
-    assert "going back to the checkpoint of step 6" in err
+    assert "resuming from the checkpoint of step 10" in err
+    assert "rolling back to the checkpoint of step 6" in err
     assert losses(run) == whole
     assert local_steps(tmp_path)[0] > 6
 
@@ -174,7 +174,7 @@ def test_a_run_without_the_feature_goes_on_from_checkpoints(whole, tmp_path, cap
     run = tmp_path / "run"
     interrupted(run, tmp_path, at=12)
     ax.train("quickstart", set=SETTINGS, steps=14, run_dir=run)
-    assert "continuing from the checkpoint of step 6" in capsys.readouterr().err
+    assert "resuming from the checkpoint of step 6" in capsys.readouterr().err
     assert losses(run) == whole
 
 
@@ -212,7 +212,7 @@ def test_a_tier_that_cannot_be_written_does_not_stop_training(tmp_path, caplog):
     assert one.save_local(1, {"x": jnp.ones(3)}, extra={}, metrics={})
     assert one.save_local(2, {"x": jnp.ones(3)}, extra={}, metrics={})
     one.close()
-    assert "the local tier could not be written" in caplog.text
+    assert "cannot write the local tier" in caplog.text
 
 
 def test_wrong_directories_are_refused(tmp_path):
@@ -234,5 +234,5 @@ def test_wrong_directories_are_refused(tmp_path):
 
 def test_another_checkpointer_is_refused():
     other = ax.patch(ax.resolve("quickstart").config, {"checkpointer": LocalTier.Config()})
-    with pytest.raises(RequestError, match="local-tier stands beside the core's checkpointer"):
+    with pytest.raises(RequestError, match="local-tier requires the core's checkpointer"):
         ax.resolve(other, with_=["local-tier"])

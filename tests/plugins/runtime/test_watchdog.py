@@ -125,7 +125,7 @@ def test_a_webhook_that_is_gone_is_said_and_hurts_nobody(tmp_path, monkeypatch, 
     assert "the webhook cannot be reached" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("url", "says"), [(None, "is not set"), ("file:///etc/passwd", "no http or https URL")])
+@pytest.mark.parametrize(("url", "says"), [(None, "is not set"), ("file:///etc/passwd", "is not an http or https URL")])
 def test_a_webhook_needs_a_url(monkeypatch, url, says):
     monkeypatch.delenv("AXLEARN_WEBHOOK", raising=False)
     if url:

@@ -1,4 +1,4 @@
-"""The trainer: state, step, loop, run directory, trackers. Names are loaded when they are first used."""
+"""The trainer: training step, loop, session, evaluators, and trackers. Names are imported on first use."""
 
 from typing import TYPE_CHECKING
 
@@ -24,4 +24,4 @@ _HOMES = {
 make_callable(__name__)
 
 
-__getattr__ = lazy_names(__name__, _HOMES)  # reading a run's files, as the report does, needs no JAX
+__getattr__ = lazy_names(__name__, _HOMES)  # so that code that only reads a run's files does not import JAX

@@ -1,4 +1,4 @@
-"""`train`: from a request to a finished run, in one call."""
+"""`train`: resolve a request and train it, in one call."""
 
 import glob
 from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ def train(
     request: Request | str | Path | Node[Any],
     *,
     with_: Iterable[str] | Mapping[str, Mapping[str, Any] | None] = (),
-    set: Iterable[str] | Mapping[str, Any] = (),  # what it is called on the command line
+    set: Iterable[str] | Mapping[str, Any] = (),  # the name of the command-line option
     steps: int | None = None,
     target: str | None = None,
     run_dir: str | Path | None = None,
@@ -40,26 +40,27 @@ def train(
     restore_step: int | None = None,
     restart: bool = False,
 ) -> Result:
-    """Trains, and continues by itself where the run directory has a checkpoint.
+    """Train an experiment. Resume if the run directory has a checkpoint.
 
     Args:
-        request: an experiment's name, a YAML file, or a config.
-        with_: features, as on the command line (`"rope:theta=500000"`) or as name -> options.
-        set: settings, as on the command line (`"seed=1"`) or as path -> value.
-        steps: sets `max_steps`.
-        target: the machine to run on, whose mesh rule holds: `cpu-8` (eight virtual devices), `h100-8x64`; `none` for no
-            mesh rule. By default what JAX finds, with what is execution in its mesh rule.
-        run_dir: a path, or the URI of a storage; by default `runs/<experiment>-<hash of the config>`.
-        allow_drift: continue a run although what it computes changed.
-        restore_step: continue from this checkpoint instead of the newest.
-        restart: begin at step 0 although the run has metrics or checkpoints, which are set aside.
+        request: The name of an experiment, a YAML file, or a config.
+        with_: Features, as on the command line (`"rope:theta=500000"`) or as a map from name to options.
+        set: Settings, as on the command line (`"seed=1"`) or as a map from path to value.
+        steps: Value of `max_steps`.
+        target: Machine to run on, such as `cpu-8` (eight virtual devices) or `h100-8x64`. Its mesh rule applies; `none`
+            applies no mesh rule. The default is the machine that JAX detects, with only the execution settings of its mesh
+            rule.
+        run_dir: A path or a storage URI. The default is `runs/<experiment>-<hash of the config>`.
+        allow_drift: Resume a run even if its config or data changed.
+        restore_step: Step of the checkpoint to resume from (default: the newest).
+        restart: Start at step 0 and set existing metrics and checkpoints aside.
 
-    A config may hold code that is not registered as a component, such as a layer of a notebook. The run says so: its config
-    file is read back only by a process that has defined the same code.
+    A config may use code that is not registered as a component, such as a layer defined in a notebook. The run then logs a
+    note: only a process that defines the same code can read its config file.
 
     Raises:
-        RequestError: anything that is wrong with the request; nothing was written.
-        WorkError: what failed later, such as a full disk.
+        RequestError: The request is invalid. Nothing was written.
+        WorkError: Something failed later, such as a full disk.
     """
     from_python = not isinstance(request, Request)
     if not isinstance(request, Request):
@@ -67,7 +68,7 @@ def train(
     resolved, destination = prepare(request, run_dir, restore_step)
     names = CodeNames(resolved.names)
     writer = names if from_python else resolved.names
-    encode(resolved.config, writer)  # the run's config may name the same values of code
+    encode(resolved.config, writer)  # records unregistered code, which the stored config may also use
     stored_config, assets = collect_assets(resolved.config)
     facts: dict[str, Any] = {
         "experiment": resolved.title,
@@ -81,20 +82,20 @@ def train(
     trainer = resolved.config.build()
     try:
         return trainer.run(checked, restore_step=restore_step, restart=restart, **facts)
-    except RollBack as back:  # once: what is asked for by its step is not gone back from
-        log_message(f"going back to the checkpoint of step {back.step}")
+    except RollBack as back:  # once: a run that restores a given step does not roll back
+        log_message(f"rolling back to the checkpoint of step {back.step}")
         return trainer.run(attrs.evolve(checked, resumes=True), restore_step=back.step, **facts)
 
 
 @attrs.frozen
 class Destination:
-    """The place of a run, and the run that is there already.
+    """The location of a run, and the run that already exists there.
 
     Attributes:
-        path: the local directory.
-        uri: of the run, if the directory is a working copy.
-        old: the config of the run that is continued; None for a new one.
-        notes: for the user.
+        path: Local directory.
+        uri: URI of the run if the directory is a working copy, else None.
+        old: Config of the run to resume, or None for a new run.
+        notes: Notes for the user.
     """
 
     path: Path
@@ -103,7 +104,7 @@ class Destination:
     notes: tuple[str, ...]
 
     def check(self, resolved: Resolved, *, allow_drift: bool) -> RunDir:
-        """The run directory, if the config may be trained there. Raises as `RunDir.check`; nothing is written."""
+        """Return the run directory if the config can be trained there. Write nothing. Raise the errors of `RunDir.check`."""
         options: Any = {"allow_drift": allow_drift, "set_by": resolved.setter}
         config: Any = resolved.config
         elsewhere = None if self.old else stored_beside(checkpoint_uri(config))
@@ -114,15 +115,15 @@ class Destination:
 
 
 def prepare(request: Request, run_dir: str | Path | None, restore_step: int | None) -> tuple[Resolved, Destination]:
-    """The config that a request to train stands for, and where it goes. Nothing is written.
+    """Resolve a training request and its destination. Write nothing.
 
     Args:
-        request: an experiment that trains.
-        run_dir: see `train`.
-        restore_step: of the checkpoint to continue from; None is the newest.
+        request: A request for an experiment that trains.
+        run_dir: See `train`.
+        restore_step: Step of the checkpoint to resume from, or None for the newest.
 
     Raises:
-        RequestError: the request is wrong, or its run directory cannot be read.
+        RequestError: The request is invalid, or its run directory cannot be read.
     """
     resolved = resolve_for_devices(request)
     config = resolved.config
@@ -135,56 +136,56 @@ def prepare(request: Request, run_dir: str | Path | None, restore_step: int | No
 
 
 def place_of_run(run_dir: str | Path | None, experiment: str, config: Any) -> tuple[Path, str | None, tuple[str, ...]]:
-    """(the local directory, the URI where it is a copy of one, notes for the user) of a run.
+    """Return (local directory, URI if the directory is a working copy, notes for the user) of a run.
 
     Raises:
-        RequestError: the URI cannot be read, or this run cannot be kept at one; or several earlier runs compute the same.
+        RequestError: The URI cannot be read, the run cannot be stored at a URI, or several earlier runs match the config.
     """
     if run_dir and is_remote(run_dir):
         uri = str(run_dir).rstrip("/")
         _check_remote(uri, config)
-        return working_copy(uri), uri, (f"the files of {uri} are worked on in {working_copy(uri)}",)
+        return working_copy(uri), uri, (f"{working_copy(uri)} is the working copy of {uri}",)
     path, notes = (Path(run_dir), ()) if run_dir else default_run_dir(experiment, config)
     return path, None, notes
 
 
 def _check_remote(uri: str, config: Any) -> None:
-    """Raises `RequestError` where a run cannot be kept at a URI."""
+    """Raise `RequestError` if a run cannot be stored at a URI."""
     if not isinstance(config.checkpointer, StorageCheckpointer.Config):
         raise RequestError(
-            f"--run-dir {uri}: this checkpointer keeps checkpoints in a directory\n"
+            f"--run-dir {uri}: this checkpointer writes checkpoints to a local directory\n"
             f"    got: checkpointer {type(config.checkpointer).__qualname__}\n"
-            "    expected: a checkpointer over a storage, such as sharded\n"
-            "    fix: give a path as run directory"
+            "    expected: a checkpointer that writes to a storage, such as sharded\n"
+            "    fix: use a local path as the run directory"
         )
     try:
         open_storage(uri).list("config.yaml")
     except StorageError as error:
         raise RequestError(
-            f"--run-dir: {uri} cannot be read: {error}\n    fix: make it reachable, or give another place"
+            f"--run-dir: {uri} cannot be read: {error}\n    fix: make it reachable, or use another location"
         ) from error
 
 
 def stored_beside(uri: str | None) -> RunCheckpoint | None:
-    """The newest checkpoint that is at a `checkpointer.uri` already; None if there is none."""
+    """Return the newest checkpoint that already exists at a `checkpointer.uri`, or None."""
     if uri is None:
         return None
     try:
         return open_folder(uri, open_storage(uri))
     except StorageError as error:
         raise RequestError(
-            f"checkpointer.uri: {uri} cannot be read: {error}\n    fix: make it reachable, or give another place"
+            f"checkpointer.uri: {uri} cannot be read: {error}\n    fix: make it reachable, or use another location"
         ) from error
 
 
 def default_run_dir(experiment: str, config: Node[Any]) -> tuple[Path, tuple[str, ...]]:
-    """`runs/<experiment>-<hash>`; where there is none, the run of the same mathematics that an earlier version named.
+    """Return `runs/<experiment>-<hash>`, or an equivalent run that an earlier version named differently.
 
     Returns:
-        The directory, and notes about it for the user.
+        (directory, notes for the user).
 
     Raises:
-        RequestError: several earlier runs compute what this one does.
+        RequestError: Several earlier runs compute the same result.
     """
     path = Path("runs") / f"{experiment}-{short_hash(config)}"
     if path.exists():
@@ -193,11 +194,11 @@ def default_run_dir(experiment: str, config: Node[Any]) -> tuple[Path, tuple[str
     earlier = [p for p in sorted(path.parent.glob(pattern)) if _computes_the_same(p, config)]
     if len(earlier) > 1:
         raise RequestError(
-            f"several runs of earlier versions compute what this one does: {', '.join(map(str, earlier))}\n"
-            "    fix: say which one to continue with --run-dir, or name a new directory; nothing was written"
+            f"several runs of earlier versions match this config: {', '.join(map(str, earlier))}\n"
+            "    fix: choose the run to resume with --run-dir, or choose a new directory; nothing was written"
         )
     if earlier:
-        return earlier[0], (f"{earlier[0]} was named by an earlier version; today it would be {path}",)
+        return earlier[0], (f"{earlier[0]} was named by an earlier version; this version would name it {path}",)
     return path, ()
 
 
@@ -206,7 +207,7 @@ def _computes_the_same(run_dir: Path, config: Node[Any]) -> bool:
         return True
     try:  # an earlier version hashed other fields
         old = Run(run_dir).config
-    except CheckpointError:  # of components that are not installed now
+    except CheckpointError:  # it uses components that are not installed
         return False
     if old is None:
         return False
@@ -215,18 +216,21 @@ def _computes_the_same(run_dir: Path, config: Node[Any]) -> bool:
 
 
 def trained_config(run_dir: Path | str, step: int | None) -> Node[Any] | None:
-    """What a run was trained with: the config in the checkpoint that it goes on from, else that of the run directory."""
+    """Return the config in the checkpoint to resume from, or else the config in the run directory."""
     config: Any = Run(run_dir).config
     if config is None or not isinstance(checkpointer_of(config), StorageCheckpointer.Config):
         return config
     try:
         return open_checkpoint(run_dir, open_storage(run_dir), config, step).config
     except (CheckpointError, StorageError):
-        return config  # there is none, or it is damaged, which is said where it is restored
+        return config  # the checkpoint is missing or damaged; restoring it reports the error
 
 
 def provenance(resolved: Resolved) -> dict[str, list[dict[str, str]]]:
-    """Path -> who set it to what, first to last, as JSON. Assets have the values that the run's config has."""
+    """Return the history of each config path as JSON: who set which value, in order.
+
+    An asset has its value in the run's config file.
+    """
     stored = {asset.path: asset.value for asset in assets_of(portable(resolved.config)[0])}
     sources = {asset.path: asset.value for asset in assets_of(resolved.config)}
 

@@ -1,4 +1,4 @@
-"""What an input says of its data, and whether it is the data that a checkpoint was written with."""
+"""Facts about the input's data, and their comparison with the facts in a checkpoint."""
 
 import json
 from collections.abc import Mapping
@@ -14,31 +14,31 @@ SHOWN = 12
 
 
 def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of `Input.describe` as JSON keeps them."""
+    """Return the facts of `Input.describe` as JSON represents them."""
     return json.loads(json.dumps(dict(facts), default=str))
 
 
 def log_context(config: Any) -> None:
-    """Log a note if the rows of an experiment's input are longer than its model was made for."""
+    """Log a note if the input's sequences are longer than the model's context length."""
     limit, length = context_length(config), sequence_length(config)
     if limit is not None and length is not None and length > limit:
-        log_message(f"note: input.sequence_length is {length}, and the model was made for {limit} tokens")
+        log_message(f"note: input.sequence_length is {length}, but the model's context length is {limit}")
 
 
 def check_facts(run_dir: Path, old: object, new: Mapping[str, Any], *, allow_drift: bool) -> list[str]:
-    """Compares the data of a checkpoint with the data that is there. Every process calls it.
+    """Compare the data facts of a checkpoint with the current ones. Every process must call it.
 
     Args:
-        run_dir: for the message.
-        old: the facts of the checkpoint. What only one side has is not compared: another version said it.
-        new: the facts now.
-        allow_drift: go on all the same.
+        run_dir: Run directory, for the message.
+        old: Facts in the checkpoint. Facts on one side only are ignored; another version may have written them.
+        new: Current facts.
+        allow_drift: Return the differences instead of raising.
 
     Returns:
-        What differs, one line each, where that is allowed.
+        One line for each difference.
 
     Raises:
-        CheckpointError: the data is another one; it names what differs, on every process where it differs on one.
+        CheckpointError: The data changed. Raised on every process if the data of one process changed.
     """
     before, now = _flat(old, "data"), _flat(new, "data")
     changes = [f"{path}: {before[path]} -> {now[path]}" for path in before if path in now and before[path] != now[path]]
@@ -53,8 +53,8 @@ def check_facts(run_dir: Path, old: object, new: Mapping[str, Any], *, allow_dri
         lines = "\n".join([*(f"    {change}" for change in changes[:SHOWN]), *more])
         error = CheckpointError(
             f"the data of {run_dir} changed since its checkpoint; nothing was written\n{lines}\n"
-            "    fix: bring the data back as it was; to go on at the same position in other data: --allow-drift; to begin "
-            "at step 0: --restart"
+            "    fix: restore the original data, pass --allow-drift to resume at the same position in the new data, or pass "
+            "--restart to start at step 0"
         )
     agree(error, error)
     return [f"the data changed: {change}" for change in changes]

@@ -1,4 +1,4 @@
-"""Several processes as one job, through `jax.distributed`."""
+"""Multi-process jobs, through `jax.distributed`."""
 
 import functools
 import json
@@ -14,43 +14,47 @@ from jax.experimental import multihost_utils
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.errors import escape_controls
 
-# What the launchers that `jax.distributed` recognises set for more than one process.
+# Environment variables in which launchers give the number of processes.
 _COUNTS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "JAX_NUM_PROCESSES")
 
 
 class Distributed(Configurable):
-    """The processes of a job, joined by `jax.distributed`."""
+    """The process group of a job, initialized by `jax.distributed`."""
 
     @node
     class Config(Configurable.Config["Distributed"]):
-        """`auto` joins where a launcher says that there is more than one process; `on` always; `off` never.
+        """Settings for joining the job.
 
-        With all of `coordinator_address`, `num_processes` and `process_id` (or `JAX_COORDINATOR_ADDRESS`,
-        `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` in the environment) nothing has to be detected.
+        If `coordinator_address`, `num_processes` and `process_id` (or the environment variables
+        `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`) are all set, JAX detects nothing.
+
+        Attributes:
+            mode: `auto` joins if a launcher started more than one process, `on` always joins, and `off` never joins.
+            heartbeat_seconds: Seconds without a heartbeat after which JAX ends the job. `axlearn launch` notices an
+                exit at once.
+            join_seconds: Seconds to wait for all processes to join.
         """
 
         mode: Literal["auto", "on", "off"] = "auto"
         coordinator_address: str | None = None
         num_processes: int | None = None
         process_id: int | None = None
-        # Without a word from a process for so long, the others end. A supervisor (`axlearn launch`) sees it at once.
         heartbeat_seconds: int = setting(default=100, hide_default=True, ge=1)
-        # At the start, processes wait so long for each other.
         join_seconds: int = setting(default=300, hide_default=True, ge=1)
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
 
     def initialize(self) -> None:
-        """Joins the job, once."""
+        """Join the job. Do nothing if this process has already joined."""
         cfg, env = self.cfg, os.environ
         many = any(env.get(name, "1").isdigit() and int(env.get(name, "1")) > 1 for name in _COUNTS)
         coordinator = cfg.coordinator_address or env.get("JAX_COORDINATOR_ADDRESS")
         if cfg.mode == "off" or (cfg.mode == "auto" and not (many or coordinator)) or jax.distributed.is_initialized():
             return
 
-        def number(own: int | None, name: str) -> int | None:
-            return own if own is not None else int(env[name]) if name in env else None
+        def number(setting: int | None, name: str) -> int | None:
+            return setting if setting is not None else int(env[name]) if name in env else None
 
         timer = threading.Timer(cfg.join_seconds, _give_up, (coordinator or "the coordinator", cfg.join_seconds))
         timer.daemon = True
@@ -61,24 +65,24 @@ class Distributed(Configurable):
                 num_processes=number(cfg.num_processes, "JAX_NUM_PROCESSES"),
                 process_id=number(cfg.process_id, "JAX_PROCESS_ID"),
                 heartbeat_timeout_seconds=cfg.heartbeat_seconds,
-                initialization_timeout=cfg.join_seconds + 60,  # then XLA aborts, with the stack of its own code
+                initialization_timeout=cfg.join_seconds + 60,  # longer, because XLA aborts at its timeout
             )
         finally:
             timer.cancel()
 
 
 def _give_up(coordinator: str, seconds: int) -> None:
-    """Ends this process, which waits in XLA and cannot be interrupted."""
+    """End this process. It is blocked in XLA and cannot be interrupted."""
     text = (
-        f"error: not all processes of this job came to {coordinator} within {seconds} s (distributed.join_seconds)\n"
-        "    fix: see why one of them ended or did not begin, and start all of them again"
+        f"error: not all processes of this job joined {coordinator} within {seconds} s (distributed.join_seconds)\n"
+        "    fix: find out why a process ended or did not start, and start all of them again"
     )
     print(escape_controls(text), file=sys.stderr, flush=True)
     os._exit(os.EX_IOERR)
 
 
 def allgather_data_state(state: object) -> Any:
-    """The states of all processes as one: mappings are united key by key, other values are the first process's."""
+    """Merge the states of all processes. Mappings are merged by key; other values come from process 0."""
     if jax.process_count() == 1:
         return state
     text = np.frombuffer(json.dumps(state).encode(), np.uint8)

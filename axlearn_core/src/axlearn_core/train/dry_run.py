@@ -1,4 +1,4 @@
-"""What `axlearn train` would do: everything is resolved and checked, and nothing is written, read or compiled."""
+"""Dry run: resolve and check a training request without writing, reading data or compiling."""
 
 import math
 from pathlib import Path
@@ -18,7 +18,7 @@ from axlearn_core.train.api import prepare
 
 @attrs.frozen
 class Fact:
-    """One line of the answer."""
+    """One line of a dry run's report."""
 
     name: str
     value: str
@@ -32,13 +32,13 @@ def dry_run(
     restore_step: int | None = None,
     restart: bool = False,
 ) -> list[Fact]:
-    """What `train` with these arguments would run.
+    """Describe what `train` would run with these arguments.
 
     Returns:
-        The experiment, target, mesh, parameters, memory of the state on each device, batch, steps, and checkpoints.
+        The experiment, target, mesh, parameter count, state size on each device, batch, steps, and checkpoints.
 
     Raises:
-        RequestError: as `train` does, before anything is written.
+        RequestError: The request is invalid, as in `train`.
     """
     resolved, destination = prepare(request, run_dir, restore_step)
     config: Any = resolved.config
@@ -83,7 +83,7 @@ def _steps(config: Any, run_dir: RunDir, restore_step: int | None, restart: bool
 
 
 def _state_bytes(state: object) -> int:
-    """Bytes of the training state on one device."""
+    """Return the size of the training state on one device, in bytes."""
     total = 0
     for leaf in jax.tree.leaves(state):
         shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)

@@ -1,4 +1,4 @@
-"""What is measured during training: the loss on held-out data, and samples of generated text."""
+"""Evaluators that run during training, such as the loss on held-out data."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -14,11 +14,15 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Periodic(Configurable):
-    """An evaluator that runs every so many steps, and at the end."""
+    """An evaluator that runs at fixed intervals and at the end of training."""
 
     @node
     class Config(Configurable.Config[T_co]):
-        """`every_steps`: 0 runs it at the end only."""
+        """Interval of a periodic evaluator.
+
+        Attributes:
+            every_steps: Steps between evaluations. 0 evaluates at the end only.
+        """
 
         every_steps: int = setting(default=0, ge=0)
 
@@ -26,22 +30,27 @@ class Periodic(Configurable):
         self.cfg, self.name = cfg, name
 
     def due(self, step: int, last: bool) -> bool:
-        """After every `every_steps` steps, and after the last one."""
+        """Return True every `every_steps` steps and after the last step."""
         return last or (self.cfg.every_steps > 0 and step % self.cfg.every_steps == 0)
 
 
 class LossEvaluator(Periodic):
     """The mean loss over held-out batches: `<name>_loss`, and `<name>_nats_per_byte` if the input counts bytes.
 
-    The loss is what the model itself scores, such as the cross-entropy of the targets. Auxiliary losses, penalties and label
-    smoothing are no part of it. What the model or its layers report beside it is logged as `<name>_<what>`.
+    The loss is the model's own, such as the cross-entropy of the targets. It excludes auxiliary losses, penalties and label
+    smoothing. Other summaries of the model and its layers are logged as `<name>_<summary>`.
 
-    Nats per byte compare models with different tokenizers: the summed loss over the summed bytes of the targets.
+    Nats per byte is the summed loss divided by the summed bytes of the targets. It compares models with different tokenizers.
     """
 
     @node
     class Config(Periodic.Config["LossEvaluator"]):
-        """`input`: where batches come from, the trainer's own input by default. `max_batches`: None takes all."""
+        """Source and number of the evaluation batches.
+
+        Attributes:
+            input: Source of the batches, or None for the trainer's input.
+            max_batches: Maximum number of batches, or None for all.
+        """
 
         input: Node[Input] | None = None
         max_batches: int | None = setting(default=None, ge=1)
@@ -50,10 +59,10 @@ class LossEvaluator(Periodic):
         super().__init__(cfg, name=name)
         self.limit = cfg.max_batches
         self.input = input if cfg.input is None else build_input(cfg.input)
-        self.input.evaluation().close()  # says now if there is nothing to evaluate on
+        self.input.evaluation().close()  # raises now if the input has no evaluation data
 
     def run(self, session: Session) -> Mapping[str, float]:
-        """Runs over the batches; sums stay on the device until the end."""
+        """Evaluate all batches. The sums stay on the device until the end."""
         batches = self.input.evaluation()
         totals: Any = None
         try:
@@ -71,5 +80,5 @@ class LossEvaluator(Periodic):
         values = {f"{self.name}_loss": sums["loss_sum"] / max(sums["weight"], 1.0)}
         if sums.get("bytes"):
             values[f"{self.name}_nats_per_byte"] = sums["loss_sum"] / sums["bytes"]
-        beside = {f"{self.name}_{k}": float(v) for k, v in reported.items()}
-        return {**values, **{k: v for k, v in beside.items() if k not in values}}
+        others = {f"{self.name}_{k}": float(v) for k, v in reported.items()}
+        return {**values, **{k: v for k, v in others.items() if k not in values}}

@@ -1,4 +1,4 @@
-"""The loss of held-out data by the scores of the model itself, without the terms that training adds."""
+"""The evaluation loss of held-out batches, without the terms that training adds."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,24 +15,24 @@ Measured = tuple[jax.Array, Mapping[str, Any]]
 
 
 def model_loss(model: Any, batch: Batch) -> Measured:
-    """(mean loss, summaries) of a held-out batch by the model's own scores, without auxiliary terms."""
+    """Return the model's own (mean loss, summaries) of a held-out batch, without auxiliary terms."""
     with summaries.held_out():
         return model.held_out_loss(batch) if isinstance(model, HasHeldOutLoss) else model.loss(batch)
 
 
 def evaluation_loss(objective: Any, model: Any, batch: Batch) -> Measured:
-    """(mean loss, summaries) of a held-out batch.
+    """Return (mean loss, summaries) of a held-out batch.
 
-    An objective may regularise, so its training loss is never the measure: `evaluation_loss` is, of the objective or of the
-    one that it is put around, and otherwise the loss of the model itself.
+    The training loss of an objective may include regularisation, so it is not used. Use `evaluation_loss` of the objective
+    or of the objective that it wraps. If neither has one, use the model's own loss.
 
     Args:
-        objective: bound, in evaluation; None if the model trains by its own loss.
-        model: bound, in evaluation.
-        batch: arrays [B, ...].
+        objective: The bound objective in evaluation mode, or None if the model trains with its own loss.
+        model: The bound model in evaluation mode.
+        batch: Arrays of shape [B, ...].
 
     Raises:
-        ConfigError: the batches are not the model's, and no objective says how they are measured.
+        ConfigError: The model's own loss cannot read the batch, and the objective has no `evaluation_loss`.
     """
     if objective is None:
         return model_loss(model, batch)
@@ -47,7 +47,7 @@ def evaluation_loss(objective: Any, model: Any, batch: Batch) -> Measured:
         raise ConfigError(
             Problem(
                 path="objective",
-                message="does not say how held-out batches are measured, and the model's own loss cannot read them",
+                message="has no `evaluation_loss`, and the model's own loss cannot read the held-out batches",
                 got=f"{type(objective).__qualname__} without `evaluation_loss`, and batches of {', '.join(sorted(batch))}",
                 expected=f"{error} in the batches, for the loss of {type(model).__qualname__}",
                 fix="add `evaluation_loss(model, batch)` to the objective, or set evaluators={}",

@@ -1,4 +1,4 @@
-"""A trained model, ready for use: its config, its tokenizer, and the model with its weights."""
+"""Load a trained model for inference, with its config and tokenizer."""
 
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,11 @@ class Loaded:
     """A trained model.
 
     Attributes:
-        model: the `nnx.Module` with its weights: for a run that keeps moving averages, these.
-        tokenizer: the input's tokenizer, or None where the input has none.
-        step: the checkpoint's step.
+        config: Config of the run.
+        program: Compiled functions of the model.
+        model: The `nnx.Module` with its weights, or with their moving averages if the run keeps them.
+        tokenizer: Tokenizer of the input, or None.
+        step: Step of the checkpoint.
     """
 
     config: Trainer.Config
@@ -38,50 +40,50 @@ class Loaded:
         """Generate the text that follows `prompt`.
 
         Args:
-            prompt: text for the model to continue.
-            max_tokens: at most this many.
-            temperature: 0 is greedy. None takes the model's default, which is 0 if its files name none.
-            seed: equal seeds draw equal tokens.
+            prompt: Text for the model to continue.
+            max_tokens: Maximum number of tokens to generate.
+            temperature: Sampling temperature. 0 is greedy. None uses the default in the model's files, or else 0.
+            seed: Random seed. The same seed draws the same tokens.
 
         Raises:
-            RequestError: the model has no tokenizer, does not generate, or no installed package generates text.
+            RequestError: The model has no tokenizer or cannot generate, or no installed package generates text.
         """
         if "stream_text" not in registry().claims["functions"]:
-            raise RequestError("generating text needs axlearn-plugins-transformer\n    fix: install it")
+            raise RequestError("generating text requires axlearn-plugins-transformer\n    fix: install it")
         stream = registry().entry("functions", "stream_text").load()
         return "".join(stream(self, prompt, max_tokens=max_tokens, temperature=temperature, seed=seed))
 
 
 def load(uri: str | Path, *, step: int | None = None) -> Loaded:
-    """The model at a path or URI, on one device: of a run, or of anything that `open_weights` opens.
+    """Load the model of a run, or of any source that `open_weights` opens, on one device.
 
     Args:
-        uri: a run directory, or another source of weights.
-        step: which checkpoint of a run; by default the newest.
+        uri: A run directory, or the path or URI of another source of weights.
+        step: Step of the checkpoint (default: the newest).
 
     Raises:
-        CheckpointError: no weights lie there, no such checkpoint, or it is damaged.
+        CheckpointError: There are no weights at `uri`, or the checkpoint is missing or damaged.
     """
     configure_devices(None)
     weights = open_weights(uri, step=step)
     config = weights.experiment
     if not isinstance(config, Trainer.Config):
-        raise CheckpointError(f"{uri}: its config is not a trainer's\n    got: {type(config).__qualname__}")
+        raise CheckpointError(f"{uri}: its config is not a Trainer.Config\n    got: {type(config).__qualname__}")
     tokenizer = weights.tokenizer
     program = compose(_choose_kernels(config), jax.devices()[:1])
     model = {**program.weights_spec.params, **program.weights_spec.variables}
     tensors = weights.read("**", {path: spec.sharding for path, spec in model.items()})
     bound = bind_weights(program.functional, tensors)
     if ends := end_tokens(config):
-        bound.end_tokens = ends  # so that the model's own `generate` ends at each of them too
+        bound.end_tokens = ends  # so that the model's `generate` method stops at each of them
     return Loaded(config, program, bound, tokenizer, weights.step)
 
 
 def _choose_kernels(config: Trainer.Config) -> Trainer.Config:
-    """The config without the kernels that it names: those were named for the machine that it was trained on."""
+    """Return the config without explicit kernels. They were chosen for the training machine."""
     kernels = {path: value for path, value in find(config, "model.**.kernel").items() if isinstance(value, str)}
     if not kernels:
         return config
     listing = ", ".join(f"{path}={value}" for path, value in kernels.items())
-    log_message(f"note: kernels named for training are not asked for here: {listing}")
+    log_message(f"note: ignoring the kernels that were chosen for training: {listing}")
     return patch(config, dict.fromkeys(kernels))

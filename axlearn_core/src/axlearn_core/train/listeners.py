@@ -1,4 +1,4 @@
-"""The listeners of a run: trackers, watchdog and profiler of the config, and those of installed packages."""
+"""Listeners of a run: the config's trackers, watchdog and profiler, and the listeners of installed packages."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -18,11 +18,11 @@ INSTALL = "pip install axlearn-plugins-runtime"
 
 
 class TrackerListener(RunListener):
-    """Hands what is logged to a tracker; see `axlearn_core.contracts.parts.Tracker`.
+    """Forwards logged values to a tracker. See `axlearn_core.contracts.parts.Tracker`.
 
     Args:
-        build: builds the tracker of the first process, which may write to the run directory.
-        info: the facts of the run, less its step and directory.
+        build: Builds the tracker. Called on process 0 only. The tracker may write to the run directory.
+        info: Facts about the run, without its step and directory.
     """
 
     def __init__(self, build: Callable[[], Tracker], info: Mapping[str, Any]):
@@ -31,12 +31,12 @@ class TrackerListener(RunListener):
 
     @property
     def tracker(self) -> Tracker:
-        """The tracker, once the run is restored."""
+        """The tracker. It exists once the run is restored."""
         assert self._tracker is not None
         return self._tracker
 
     def restored(self, run: Any) -> None:
-        """Builds the tracker and starts it at the step of the run."""
+        """Build the tracker and start it at the step of the run."""
         self._tracker = self._build()
         self._tracker.start({**self.info, "start_step": run.step, "run_dir": str(run.path)})
 
@@ -55,7 +55,7 @@ class TrackerListener(RunListener):
 
 
 class WatchdogListener(RunListener):
-    """Tells a watchdog that the run lives; see `axlearn_core.contracts.parts.Watchdog`."""
+    """Sends heartbeats to a watchdog. See `axlearn_core.contracts.parts.Watchdog`."""
 
     def __init__(self, watchdog: Watchdog):
         self.watchdog = watchdog
@@ -74,7 +74,7 @@ class WatchdogListener(RunListener):
 
 
 class ObservingWatchdogListener(WatchdogListener):
-    """Also shows the scalars of finished steps to the watchdog."""
+    """Also passes the scalars of finished steps to the watchdog."""
 
     watchdog: Any
 
@@ -83,20 +83,20 @@ class ObservingWatchdogListener(WatchdogListener):
         self.watchdog.observe(step, values)
 
 
-def listen_with(watchdog: Watchdog) -> WatchdogListener:
-    """The listener of a watchdog, with the scalars of steps if it observes them."""
+def watchdog_listener(watchdog: Watchdog) -> WatchdogListener:
+    """Return the listener of a watchdog. It passes the scalars of steps if the watchdog observes them."""
     return (ObservingWatchdogListener if isinstance(watchdog, ObservesSteps) else WatchdogListener)(watchdog)
 
 
 class ProfilerListener(RunListener):
-    """Calls a profiler around each step; see `axlearn_core.contracts.parts.Profiler`."""
+    """Calls a profiler before and after each step. See `axlearn_core.contracts.parts.Profiler`."""
 
     def __init__(self, build: Callable[[], Profiler]):
         self._build = build
         self.profiler: Any = None
 
     def restored(self, run: Any) -> None:
-        """Builds the profiler, which may write to the run directory."""
+        """Build the profiler, which may write to the run directory."""
         self.profiler = self._build()
 
     def step_begins(self, step: int) -> None:
@@ -114,13 +114,13 @@ class ProfilerListener(RunListener):
 
 
 def plugin_listeners(session: Any) -> list[tuple[RunListener, Entry | None]]:
-    """The listeners that installed packages give a run, ordered by `RunListener.position`.
+    """Return the listeners of installed packages, ordered by `RunListener.position`.
 
     Returns:
-        Each listener with the plugin that its errors name, or None if they name none.
+        Each listener with the plugin to name in its errors, or None.
 
     Raises:
-        PluginError: a plugin's function fails, or returns something else.
+        PluginError: The function of a plugin fails, or does not return a `RunListener` or None.
     """
     listeners: list[tuple[RunListener, Entry | None]] = []
     for plugin, locations in host().call_with_entries("axlearn_run_listeners"):
@@ -133,17 +133,17 @@ def plugin_listeners(session: Any) -> list[tuple[RunListener, Entry | None]]:
             except AxlearnError:
                 raise
             except Exception as error:  # a plugin may raise anything
-                raise plugin.wrap_error(f"has a run listener that cannot be made: {location}", error) from error
+                raise plugin.wrap_error(f"has a run listener that cannot be built: {location}", error) from error
             if listener is not None:
                 listeners.append((listener, plugin if listener.errors_name_plugin else None))
     return sorted(listeners, key=lambda entry: POSITIONS.index(entry[0].position))
 
 
 def check_job(session: Any, listeners: Iterable[RunListener]) -> None:
-    """Logs what the run goes without if no plugin brings the parts of jobs.
+    """Log a note if no installed plugin handles signals and locks the run directory.
 
     Raises:
-        RequestError: the run is at a URI, and nothing would copy its files there.
+        RequestError: The run is at a URI, but no installed plugin copies its files there.
     """
     listeners = list(listeners)
     if session.uri is not None and not any(isinstance(listener, MirrorsRun) for listener in listeners):
@@ -152,6 +152,6 @@ def check_job(session: Any, listeners: Iterable[RunListener]) -> None:
         )
     if not any(isinstance(listener, StopsEarly) for listener in listeners):
         log_message(
-            "note: Ctrl-C and SIGTERM end this run without a save, and a second trainer is not kept out of its directory\n"
+            "note: Ctrl-C and SIGTERM end this run without saving, and its directory is not locked against a second trainer\n"
             f"    fix: {INSTALL}"
         )

@@ -17,41 +17,42 @@ from axlearn_core.train.session import Session, StepTimer, batch_tokens
 
 @offers("input", "build_input")
 class Loop(Protocol):
-    """Takes a session from its step to `max_steps`. It is built before anything is written.
+    """A training loop, which takes a session from its step to `max_steps`.
 
-    `input` is the trainer's; `build_input` builds another one.
+    Its constructor runs before anything is written. It may take the trainer's `input`, and `build_input`, which builds another
+    input.
     """
 
     def run(self, session: Session) -> None:
-        """Returns when done or when `session.stops()` says so; saves what is to be kept."""
+        """Train until `max_steps` or until `session.stops()` returns True. Save checkpoints."""
         ...
 
 
 class StepCheck(Protocol):
-    """Takes some steps in the place of the loop, to look at what they compute. All processes do."""
+    """Takes some steps instead of the loop, to check what they compute. Runs on all processes."""
 
     def due(self, step: int) -> bool:
-        """Whether it takes the step after `step` finished ones."""
+        """Return True if this check takes the next step, after `step` finished steps."""
         ...
 
     def take_step(self, session: Session, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
-        """(state, scalars) of the step, as `session.program.train_step(session.state, batch)` gives them."""
+        """Return (state, scalars), as `session.program.train_step(session.state, batch)` does."""
         ...
 
 
 class TrainLoop(Configurable):
-    """Steps, logs, evaluates and saves.
+    """The default training loop. It trains, logs, evaluates and saves.
 
-    The host stays one step ahead of the devices: the scalars of a step are fetched once the next one is on its way.
+    The host runs one step ahead of the devices. It fetches the scalars of a step after it has dispatched the next step.
     """
 
     @node
     class Config(Configurable.Config["TrainLoop"]):
-        """How steps are watched; nothing here changes an update.
+        """Checks on training steps. They do not change an update.
 
         Attributes:
-            max_nonfinite_steps: consecutive non-finite steps allowed before the run stops.
-            check: takes some steps in another way, to see whether they are computed right.
+            max_nonfinite_steps: Number of consecutive non-finite steps that do not stop the run.
+            check: Takes some steps instead of the loop, to verify their results.
         """
 
         max_nonfinite_steps: int = setting(default=10, kind="execution", ge=0)
@@ -63,13 +64,13 @@ class TrainLoop(Configurable):
 
     def run(self, session: Session) -> None:
         """See `Loop`."""
-        record = _Record(session, self.max_nonfinite_steps)
+        record = _StepScalars(session, self.max_nonfinite_steps)
         with session:
             while session.step < session.max_steps and not session.stops():
                 session.beat("input")
                 if (batch := self._next_batch(session, record)) is None:
                     break
-                # While the devices compute the step before, waiting for a batch costs nothing.
+                # Waiting for a batch costs nothing while the devices still compute the previous step.
                 session.beat("step", count_as=None if record.devices_idle() else "step")
                 session.first_batch(batch)
                 session.events.notify("step_begins", session.step)
@@ -84,7 +85,7 @@ class TrainLoop(Configurable):
                     self._evaluate_and_save(session, last=False)
                     record.timer.pause(since)
             record.flush()
-            if session.step > session.start_step:  # a run that was finished before has nothing to add
+            if session.step > session.start_step:  # skip this if the run had already finished
                 self._evaluate_and_save(session, last=True)
 
     def _step(self, session: Session, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
@@ -93,10 +94,10 @@ class TrainLoop(Configurable):
         return session.program.train_step(session.state, batch)
 
     @staticmethod
-    def _next_batch(session: Session, record: "_Record") -> Any:
+    def _next_batch(session: Session, record: "_StepScalars") -> Any:
         try:
             return session.next_batch()
-        except Exception:  # any failure of the input: the steps so far are saved
+        except Exception:  # save the finished steps after any failure
             if session.step > session.start_step and jax.process_count() == 1:
                 record.flush()
                 session.save(force=True)
@@ -109,49 +110,49 @@ class TrainLoop(Configurable):
         try:
             if not session.stops():
                 session.evaluate(last=last)
-        finally:  # an evaluation that fails loses no training
+        finally:  # save even if the evaluation fails
             session.save(force=last)
 
     @staticmethod
     def _anything_due(session: Session) -> bool:
         if session.step >= session.max_steps:
-            return False  # the end evaluates and saves by itself
+            return False  # `run` evaluates and saves at the end
         return session.save_due() or any(e.due(session.step, last=False) for e in session.evaluators.values())
 
 
-class _Record:
-    """Fetches the scalars of each step, watches them, and logs every so many."""
+class _StepScalars:
+    """Fetches the scalars of each step, checks them, and logs them every `log_every_steps` steps."""
 
     def __init__(self, session: Session, max_nonfinite: int):
         self.session, self.max_nonfinite = session, max_nonfinite
         self.timer: Any = None
-        self.held: tuple[int, dict[str, jax.Array], int | None, Callable[[], str]] | None = None
+        self.pending: tuple[int, dict[str, jax.Array], int | None, Callable[[], str]] | None = None
         self.since_log = 0
         self.nonfinite = 0
         self.first = session.start_step == 0
         self.copies = session.program.layout.mesh.devices.flat[0].platform != "cpu"
 
     def hold(self, scalars: dict[str, jax.Array], batch: Any) -> None:
-        """Keeps the scalars of the step that was just started."""
+        """Store the scalars of the step that was just dispatched."""
         if self.timer is None:
             self.timer = StepTimer()
         for value in scalars.values() if self.copies else ():
-            value.copy_to_host_async()  # queued behind the step, so that nothing waits for the way to the host
-        self.held = (self.session.step, scalars, batch_tokens(batch), self.session.describe_batch())
+            value.copy_to_host_async()  # start the copy now, so that `flush` does not wait for it
+        self.pending = (self.session.step, scalars, batch_tokens(batch), self.session.describe_batch())
 
     def devices_idle(self) -> bool:
-        """Whether no step is under way on the devices."""
-        # A step gives all of its scalars at once.
-        scalars: Any = () if self.held is None else self.held[1].values()
+        """Return True if no step is running on the devices."""
+        # All scalars of a step become ready at once, so one is enough.
+        scalars: Any = () if self.pending is None else self.pending[1].values()
         return all(value.is_ready() for value in itertools.islice(scalars, 1))
 
     def flush(self) -> None:
-        """Waits for the held step and handles its scalars."""
-        if self.held is None:
+        """Wait for the pending step, then check and log its scalars."""
+        if self.pending is None:
             return
-        step, scalars, tokens, position = self.held
-        self.held = None
-        values = {k: float(np.asarray(v)) for k, v in scalars.items()}  # on CPUs a tenth of the time of float(v)
+        step, scalars, tokens, position = self.pending
+        self.pending = None
+        values = {k: float(np.asarray(v)) for k, v in scalars.items()}  # ten times faster than float(v) on CPUs
         self.session.observe(step, values)
         self.since_log += 1
         bad = [k for k in ("loss", "grad_norm") if not math.isfinite(values.get(k, 0.0))]
@@ -183,9 +184,9 @@ class _Record:
             self.session.save(force=True)
             self.session.checkpointer.wait()
             raise WorkError(
-                f"{self.nonfinite} steps in a row had a {' and '.join(bad)} that is not finite, the last of them step "
-                f"{step}; their updates were skipped, and the state before them is in the checkpoint\n"
+                f"{self.nonfinite} consecutive steps had a non-finite {' and '.join(bad)}, the last at step "
+                f"{step}; their updates were skipped, and the checkpoint has the state before them\n"
                 f"    batch: {position}\n"
-                "    fix: lower the learning rate, clip harder, or look at the data there; "
+                "    fix: lower the learning rate, clip gradients more, or inspect the data there; "
                 "`loop.max_nonfinite_steps` sets the limit"
             )

@@ -1,4 +1,4 @@
-"""The objective of a run: the model's own loss as one, and the weights that frozen models begin with."""
+"""The model's own loss as an objective, and the initial weights of frozen models."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from axlearn_core.run import open_weights
 
 
 class ModelLoss(Configurable, nnx.Module):
-    """The loss of the model itself: what an objective that adds something to it begins with."""
+    """The model's own loss. Objectives that add terms to it wrap this one."""
 
     @node
     class Config(Configurable.Config["ModelLoss"]):
@@ -31,41 +31,46 @@ class ModelLoss(Configurable, nnx.Module):
 
 @attrs.frozen(eq=False)
 class FrozenWeights:
-    """The weights that the frozen models of an objective begin with, where they come from elsewhere."""
+    """External weights of the frozen models of an objective.
+
+    Attributes:
+        program: Program of the run.
+        sources: Opened weights of each frozen model, by path.
+    """
 
     program: Program
     sources: Mapping[str, Weights]
 
     @classmethod
     def of(cls, program: Program) -> "FrozenWeights":
-        """Opens what the objective names; reads no tensor.
+        """Open the weights that the objective names, without reading tensors.
 
         Raises:
-            CheckpointError: no weights there, or it is of another model.
+            CheckpointError: There are no weights, or they belong to another model.
         """
         sources = {}
-        for at, frozen in program.trained.frozen.items():
+        for path, frozen in program.trained.frozen.items():
             if frozen.weights is not None:
-                sources[at] = open_weights(frozen.weights)
-                _check_specs(at, frozen, sources[at].specs())
+                sources[path] = open_weights(frozen.weights)
+                _check_specs(path, frozen, sources[path].specs())
         return cls(program, sources)
 
     def load(self, state: Any) -> Any:
-        """A training state with these weights, in the dtypes and shardings of the program."""
+        """Return the training state with these weights, in the dtypes and shardings of the program."""
         variables = dict(state.variables)
-        for at, weights in self.sources.items():
+        for path, weights in self.sources.items():
             like = self.program.state.variables
-            tensors = weights.read("**", {p: like[f"{at}.{p}"].sharding for p in weights.specs()})
-            variables |= {f"{at}.{p}": x.astype(like[f"{at}.{p}"].dtype) for p, x in tensors.items()}
+            tensors = weights.read("**", {p: like[f"{path}.{p}"].sharding for p in weights.specs()})
+            variables |= {f"{path}.{p}": x.astype(like[f"{path}.{p}"].dtype) for p, x in tensors.items()}
         return state.replace(variables=variables)
 
 
-def _check_specs(at: str, frozen: Any, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+def _check_specs(path: str, frozen: Any, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None:
     expected = {**frozen.functional.abstract, **frozen.functional.variables}
     problems = [f"missing: {p}" for p in expected if p not in specs]
     problems += [f"not in this model: {p}" for p in specs if p not in expected]
     problems += [
-        f"differs: {p}: {specs[p].shape} there, {x.shape} here"
+        f"differs: {p}: got {specs[p].shape}, expected {x.shape}"
         for p, x in expected.items()
         if p in specs and specs[p].shape != x.shape
     ]
@@ -73,5 +78,5 @@ def _check_specs(at: str, frozen: Any, specs: Mapping[str, jax.ShapeDtypeStruct]
         more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
         listed = "\n".join(f"    {p}" for p in [*problems[:12], *more])
         raise CheckpointError(
-            f"{frozen.weights} does not have the weights of {at}\n{listed}\n    fix: give {at} the config of that model"
+            f"{frozen.weights} does not have the weights of {path}\n{listed}\n    fix: give {path} the config of that model"
         )

@@ -1,4 +1,4 @@
-"""Whether all processes of a job were started with the same config, versions and data."""
+"""Checks that all processes of a job have the same config, versions and data."""
 
 import hashlib
 import json
@@ -18,30 +18,30 @@ from axlearn_core.plugins.unregistered import code_name, stable_repr
 from axlearn_core.run.lock import versions
 
 JOIN_SECONDS = 300.0
-"""For processes that have just joined the job."""
+"""Seconds to wait for processes that have just joined the job."""
 SHOWN = 12
 SENDERS = 8
-OWN = "config.distributed."
-"""Where a process joins the job: each may have another value."""
+PER_PROCESS = "config.distributed."
+"""Prefix of the settings that may differ between processes."""
 
 
 def check_same_config(config: Node[Any]) -> None:
-    """Compares config and versions of all processes. Every process calls it, before the first collective.
+    """Compare the config and versions of all processes. Every process must call it before the first collective.
 
     Raises:
-        RequestError: they differ; each process names what, and where.
-        WorkError: a process does not answer; names which.
+        RequestError: They differ. The error lists the differences by process. Raised on every process.
+        WorkError: A process does not respond. The error names it.
     """
     if jax.process_count() == 1:
         return
     flat = {f"config.{path}": stable_repr(value) for path, value in flatten(portable(config)[0], code_name).items()}
-    facts = {path: text for path, text in flat.items() if not path.startswith(OWN)}
+    facts = {path: text for path, text in flat.items() if not path.startswith(PER_PROCESS)}
     facts |= {f"versions.{name}": text for name, text in versions().items()}
     _compare(facts | {"versions.python": platform.python_version()}, "config and versions", JOIN_SECONDS)
 
 
 def check_same_data(facts: Mapping[str, Any]) -> None:
-    """Compares what the input of each process says of its data; see `check_same_config`."""
+    """Compare the data facts of all processes. See `check_same_config`."""
     if jax.process_count() > 1:
         _compare({f"data.{name}": json.dumps(value, sort_keys=True) for name, value in facts.items()}, "data")
 
@@ -52,10 +52,10 @@ def _compare(facts: Mapping[str, str], name: str, seconds: float = PEER_SECONDS)
     counts = Counter(digests)
     if len(counts) == 1:
         return
-    # One of those that agree, and some of the others: thousands of whole configs would be too much for one message.
-    usual = digests.index(counts.most_common(1)[0][0])
-    others = [rank for rank, other in enumerate(digests) if other != digests[usual]]
-    senders = [usual, *others[:SENDERS]]
+    # Only one process of the majority and a few others send their configs: thousands would be too much to gather.
+    majority = digests.index(counts.most_common(1)[0][0])
+    others = [rank for rank, other in enumerate(digests) if other != digests[majority]]
+    senders = [majority, *others[:SENDERS]]
     rows = gather_objects(dict(facts) if jax.process_index() in senders else None, f"differences of {name}", seconds)
     paths = sorted({path for rank in senders for path in rows[rank]})
     lines = []
@@ -66,7 +66,7 @@ def _compare(facts: Mapping[str, str], name: str, seconds: float = PEER_SECONDS)
             lines.append(f"    {path}: {', '.join(texts)}")
     more = [f"    and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     raise RequestError(
-        f"{len(others)} of {len(digests)} processes of this job have another {name} than process {usual}\n"
+        f"{len(others)} of {len(digests)} processes of this job differ from process {majority} in their {name}\n"
         + "\n".join([*lines[:SHOWN], *more])
         + "\n    fix: start every process with the same command, versions and data; nothing was written"
     )

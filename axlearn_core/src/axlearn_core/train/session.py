@@ -1,4 +1,4 @@
-"""A running training job: everything that the loop and the evaluators work on."""
+"""The training session: the state and services that the loop and the evaluators use."""
 
 import functools
 import math
@@ -24,10 +24,10 @@ from axlearn_core.train.ownership import SAVED
 
 
 class RollBack(Exception):
-    """The run goes back to a checkpoint.
+    """Raised to roll the run back to a checkpoint.
 
     Args:
-        step: of the checkpoint.
+        step: Step of the checkpoint.
     """
 
     def __init__(self, step: int):
@@ -37,40 +37,42 @@ class RollBack(Exception):
 
 @offers("name", "input", "build_input")
 class Evaluator(Protocol):
-    """One entry of `evaluators`: `name` is its key there, `input` the trainer's, `build_input` builds another one.
+    """An evaluator that runs during training.
 
-    Its constructor checks what it can: nothing has been written or trained then.
+    The constructor should check as much as it can, because it runs before anything is written or trained. It may take `name` (the
+    key in `evaluators`), the trainer's `input`, and `build_input`, which builds another input.
     """
 
     def due(self, step: int, last: bool) -> bool:
-        """Whether it runs after `step`; `last` is true at the end of the run."""
+        """Return True if the evaluator runs after `step`. `last` is True at the end of the run."""
         ...
 
     def run(self, session: "Session") -> Mapping[str, float]:
-        """Scalars for the trackers; texts go to `session.text`."""
+        """Evaluate. Return the scalars to log. Send text to `session.text`."""
         ...
 
 
-@attrs.define(kw_only=True, eq=False, repr=False)  # a representation would fetch the state
+@attrs.define(kw_only=True, eq=False, repr=False)  # a repr would fetch the state
 class Session:
-    """A run while it is trained: its parts, its state, and what the loop asks of them.
+    """A training run in progress: its parts, its state, and the operations that the loop calls.
 
     The trainer opens it before anything is written. `state` is None until it is restored or initialized.
 
     Attributes:
-        program: the compiled functions.
-        state: the training state after `step` steps.
-        batches: the training stream.
-        events: the listeners: trackers, watchdog, profiler, clock, and the parts of jobs.
-        run_dir: the run directory, checked.
-        lock: the lock of the run that is continued; empty for a new one.
-        run_id: of the run; its checkpoints carry it.
-        begins: whether the state is not restored: the run is new, or it begins with weights alone.
-        peak_flops: of all devices together for the dtype in use, in FLOP/s; None if the hardware's peak is not known.
-        metrics: the latest values.
-        facts: what the input said of its data (`Input.describe`), kept in each checkpoint.
-        stop_signal: what asked the job to stop, once `stops` has said so.
-        since: when the attempt began, in seconds of the monotonic clock.
+        program: Compiled functions.
+        state: Training state after `step` steps.
+        batches: Training data stream.
+        events: Listeners: trackers, watchdog, profiler, clock, and those of installed packages.
+        run_dir: The checked run directory.
+        lock: Lock of the resumed run, or empty for a new run.
+        run_id: Id of the run, which its checkpoints store.
+        begins: False if the training state was restored. True if the run is new or starts from weights only.
+        kept_step: Step of the newest checkpoint that is known to be complete.
+        peak_flops: Peak of all devices together for the dtype in use, in FLOP/s. None if it is unknown.
+        metrics: Latest value of each metric.
+        facts: Facts about the data from `Input.describe`. Each checkpoint stores them.
+        stop_signal: Signal that stopped the job, set once `stops` has returned True.
+        since: Start of this attempt, in seconds of the monotonic clock.
     """
 
     program: Program
@@ -104,7 +106,7 @@ class Session:
 
     def __attrs_post_init__(self) -> None:
         self.begin_at(self.step)
-        # Asked once and not at each step: to compare a part with a protocol takes longer than the loop's other work.
+        # Check once instead of at each step: a protocol check takes longer than the rest of the loop.
         self._local_tier = self.checkpointer if isinstance(self.checkpointer, KeepsLocalTier) else None
         self._find_positions()
 
@@ -113,8 +115,8 @@ class Session:
 
     @functools.cached_property
     def _stopping(self) -> StopsEarly | None:
-        """The listener that stops the run early. Ask for it once the listeners are registered."""
-        return next((one for one in self.events.listeners if isinstance(one, StopsEarly)), None)
+        """The listener that can stop the run early, or None. Cached, so read it only after listeners are registered."""
+        return next((listener for listener in self.events.listeners if isinstance(listener, StopsEarly)), None)
 
     @property
     def path(self) -> Path:
@@ -123,21 +125,21 @@ class Session:
 
     @property
     def uri(self) -> str | None:
-        """Of a run that is kept in a storage; None for a local one."""
+        """URI of the run, or None for a local run."""
         return self.run_dir.uri
 
     def begin_at(self, step: int) -> None:
-        """Sets the step that this attempt begins at."""
+        """Set the step at which this attempt starts."""
         self.step = self.start_step = self.kept_step = step
         self._saved_step = step or -1
 
     def next_batch(self) -> Any:
-        """The next batch, on the devices; None if a signal ended the wait for it. Raises what the input raises."""
+        """Return the next batch on the devices, or None if a signal ended the wait. Raise errors of the input."""
         batch = next(self.batches) if self._stopping is None else self._stopping.next_batch()
         return None if batch is None else self.program.put(batch)
 
     def first_batch(self, batch: Mapping[str, Any]) -> None:
-        """Compiles the step for this batch and counts its FLOPs, once."""
+        """Compile the step for this batch and count its FLOPs. Later calls do nothing."""
         if self.flops_per_step is None:
             self.beat("compile")
             facts = self.load_step(batch)
@@ -147,19 +149,19 @@ class Session:
             self.beat("step")
 
     def load_step(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Loads the compiled step of an earlier attempt, if a listener keeps it.
+        """Load the compiled step of an earlier attempt, if a listener cached it.
 
         Returns:
-            What was known of the step when it was compiled (`flops`, `kernels`, `fingerprint`); empty if it is not loaded.
+            Facts about the compiled step (`flops`, `kernels`, `fingerprint`), or an empty mapping if it was not loaded.
         """
         keeper = self._executables()
         return keeper.load_step(batch) if keeper else {}
 
     def _executables(self) -> KeepsExecutables | None:
-        return next((one for one in self.events.listeners if isinstance(one, KeepsExecutables)), None)
+        return next((listener for listener in self.events.listeners if isinstance(listener, KeepsExecutables)), None)
 
     def _record_compilation(self, batch: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Notes kernels and fingerprint of the step in the lock, and hands a new step to the listener that keeps it."""
+        """Record the step's kernels and fingerprint in the lock. Pass a new step to the listener that caches it."""
         if jax.process_index() != 0:
             return
         if not facts:
@@ -174,38 +176,38 @@ class Session:
         self.run_dir.write_fact("hlo_fingerprint", now)
 
     def model(self) -> Any:
-        """The model with the current parameters (their moving average if the learner keeps one)."""
+        """Return the model with the current parameters, or their moving average if the learner keeps one."""
         return self.program.model(self.state)
 
     def beat(self, phase: str, count_as: str | None = None) -> None:
-        """Tells the listeners what begins now; see `RunListener.phase`."""
+        """Notify the listeners that a phase begins. See `RunListener.phase`."""
         self.events.phase(phase, self.step, count_as)
 
     def observe(self, step: int, values: Mapping[str, float]) -> None:
-        """Shows the scalars of a finished step to the listeners."""
+        """Notify the listeners of the scalars of a finished step."""
         self.events.notify("step", step, values)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Sends scalars to every tracker."""
+        """Send scalars to every tracker."""
         self.events.notify("log", step, values)
 
     def text(self, name: str, value: str) -> None:
-        """Sends a text to every tracker."""
+        """Send text to every tracker."""
         self.events.notify("text", self.step, name, value)
 
     def evaluate(self, *, last: bool = False) -> None:
-        """Runs every evaluator that is due."""
+        """Run every evaluator that is due."""
         for evaluator in self.evaluators.values():
             if evaluator.due(self.step, last):
                 self.beat("evaluate")
-                values = {name: float(value) for name, value in evaluator.run(self).items()}  # also of JAX's scalars
+                values = {name: float(value) for name, value in evaluator.run(self).items()}  # may be JAX scalars
                 if values:
                     self.metrics.update(values)
                     self._measured.update(dict.fromkeys(values, self.step))
                     self.log(self.step, values)
 
     def save(self, *, force: bool = False) -> None:
-        """Starts a checkpoint of this step where one is due (or `force`)."""
+        """Start saving a checkpoint of this step if one is due or `force` is True."""
         if self.step == self._saved_step:
             return
         save = self.checkpointer.save
@@ -222,17 +224,17 @@ class Session:
         extra = {"data": allgather_data_state(self.batches.get_state()), "step": self.step, "facts": dict(self.facts)}
         save(self.step, self.state, extra=extra, metrics=metrics)
         if save == self.checkpointer.save:
-            self.kept_step = max(self.kept_step, self._saved_step)  # it was waited for, before this one began
+            self.kept_step = max(self.kept_step, self._saved_step)  # a save waits for the previous one
             self._saved_step = self.step
 
     def finish(self) -> None:
-        """Waits for the last save."""
+        """Wait for the last save."""
         self.beat("save")
         self.checkpointer.wait()
         self._ask_to_save()
 
     def _ask_to_save(self) -> None:
-        """Raises on every process if a listener of one of them refuses the save."""
+        """Notify the listeners of a save. Raise on every process if a listener refuses it on any process."""
         refusal: AxlearnError | None = None
         try:
             self.events.notify("saving", self.step)
@@ -242,7 +244,7 @@ class Session:
         self.note_checkpoint()
 
     def note_checkpoint(self) -> None:
-        """Notes the first complete checkpoint in the lock. A listener calls it before it copies the lock elsewhere."""
+        """Record in the lock that the run has a checkpoint. Listeners call this before they copy the lock elsewhere."""
         if self._is_noted or jax.process_index() != 0 or self.checkpointer.latest_step() is None:
             return
         self._is_noted = True
@@ -250,29 +252,32 @@ class Session:
             self.run_dir.write_fact(SAVED, True)
 
     def save_due(self) -> bool:
-        """Whether a checkpoint of this step is due."""
+        """Return True if a checkpoint of this step is due."""
         tier = self._local_tier
         return self.checkpointer.due(self.step) or (tier is not None and tier.local_due(self.step))
 
     def distrust(self, step: int) -> None:
-        """Raises `RollBack` where a step that is not finite says that what was restored is not to be trusted."""
+        """Raise `RollBack` if a non-finite step casts doubt on the restored local checkpoint."""
         behind = None if self._local_tier is None else self._local_tier.step_behind(step)
         if behind is not None:
             raise RollBack(behind)
 
     def describe_batch(self) -> Callable[[], str]:
-        """Which batch was just taken, to be asked when a message about it is written: by the input, else by its number."""
+        """Return a function that describes the latest batch: as the input does, or else by its number.
+
+        It is called only if a message needs the description.
+        """
         position = "" if self._positions is None else self._positions.describe_position()
         step = self.step
         return lambda: str(position) or f"number {step} of the stream"
 
     def raise_failure(self) -> None:
-        """Raises the error that stopped the run on all processes, if there is one."""
+        """Raise the error that stopped the run on all processes, if any."""
         if self._stopping is not None:
             self._stopping.raise_failure()
 
     def stops(self) -> bool:
-        """Whether to stop now, before `max_steps`. All processes get the same answer."""
+        """Return True if the run must stop now, before `max_steps`. All processes get the same answer."""
         return self._stopping is not None and self._stopping.stops()
 
     def __enter__(self) -> "Session":
@@ -287,25 +292,25 @@ class Session:
 
 
 class StepTimer:
-    """Seconds per step between log lines, without the time that evaluation and saving took."""
+    """Measures seconds per step between log lines, without the time of evaluation and saving."""
 
     def __init__(self) -> None:
         self.last = time.perf_counter()
         self.paused = 0.0
 
     def lap(self, steps: int) -> float:
-        """Seconds per step since the last lap."""
+        """Return the seconds per step since the last lap."""
         now = time.perf_counter()
         seconds = (now - self.last - self.paused) / max(steps, 1)
         self.last, self.paused = now, 0.0
         return seconds
 
     def pause(self, since: float) -> None:
-        """Takes the time since `since` out of the current lap."""
+        """Exclude the time since `since` from the current lap."""
         self.paused += time.perf_counter() - since
 
 
 def batch_tokens(batch: Mapping[str, Any]) -> int | None:
-    """Tokens of the global batch, or None where the batch has none."""
+    """Return the number of tokens in the global batch, or None if it has no `tokens`."""
     tokens = batch.get("tokens")
     return math.prod(tokens.shape) if tokens is not None else None

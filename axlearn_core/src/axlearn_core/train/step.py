@@ -1,4 +1,4 @@
-"""The functions of a training run: pure functions over the training state."""
+"""Pure functions of a training run over the training state."""
 
 import zlib
 from collections.abc import Collection, Mapping
@@ -18,19 +18,19 @@ from axlearn_core.train.held_out import evaluation_loss
 Scalars = dict[str, jax.Array]
 
 OBJECTIVE_STREAM = zlib.crc32(b"objective")
-"""Folded into the key of a step for what an objective draws by itself."""
+"""Folded into the key of a step to derive the objective's own key."""
 
 
 class TrainingFunctions:
-    """`init`, `weights`, `loss`, `train` and `evaluate` of a model and a learner, and what the model itself declares."""
+    """`init`, `begin`, `weights`, `loss`, `train` and `evaluate` of a model and a learner, and the model's own functions."""
 
     def __init__(self, functional: Functional, learner: Learner, trained: ModelAndObjective | None = None):
-        """`trained`: the model and its objective; None trains the model by its own loss."""
+        """Create the functions. If `trained` is None, the model is trained with its own loss."""
         self.functional, self.learner = functional, learner
         self.trained = trained or ModelAndObjective(functional)
 
     def declare(self) -> dict[str, Function]:
-        """The functions by name."""
+        """Return the functions by name."""
         return {
             **model_functions(self.functional),
             "init": Function(
@@ -47,10 +47,10 @@ class TrainingFunctions:
                 outputs=lambda _: Part.STATE,
                 donate=(1,),
                 runs_once=True,
-                describe="the state of a run that begins with given weights",
+                describe="the state of step 0 with given weights",
             ),
             "weights": Function(
-                call=self.weights, inputs=lambda _: (Part.STATE,), describe="what to evaluate and generate with"
+                call=self.weights, inputs=lambda _: (Part.STATE,), describe="the weights for evaluation and generation"
             ),
             "loss": Function(
                 call=self.loss,
@@ -75,17 +75,17 @@ class TrainingFunctions:
         }
 
     def init(self, key: jax.Array) -> TrainState:
-        """The state of step 0."""
+        """Return the state of step 0."""
         model_key, root = jax.random.split(key)
         weights = ModelWeights(*self.functional.init_arrays(model_key))
-        return self._state_of(self.trained.init_objective(model_key, weights), root)
+        return self._make_state(self.trained.init_objective(model_key, weights), root)
 
     def begin(self, key: jax.Array, weights: ModelWeights) -> TrainState:
-        """The state of step 0 with these weights."""
+        """Return the state of step 0 with these weights."""
         model_key, root = jax.random.split(key)
-        return self._state_of(self.trained.init_objective(model_key, weights), root)
+        return self._make_state(self.trained.init_objective(model_key, weights), root)
 
-    def _state_of(self, weights: ModelWeights, root: jax.Array) -> TrainState:
+    def _make_state(self, weights: ModelWeights, root: jax.Array) -> TrainState:
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=weights.params,
@@ -95,14 +95,14 @@ class TrainingFunctions:
         )
 
     def weights(self, state: TrainState) -> ModelWeights:
-        """The model's parameters to evaluate with (an average where the learner keeps one), and its newest variables."""
+        """Return the parameters for evaluation (an average if the learner keeps one) and the newest variables."""
         return self.trained.of_model(self._evaluation_weights(state))
 
     def _evaluation_weights(self, state: TrainState) -> ModelWeights:
         return ModelWeights(self.learner.evaluation_params(state.learner, state.params), state.variables)
 
     def loss(self, weights: ModelWeights, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Scalars]:
-        """(loss, summaries) as in training. Where the model draws, from a fixed key."""
+        """Return the training (loss, summaries). A stateful model draws from a fixed key."""
         key = jax.random.key(0) if self.trained.is_stateful else None
         value, (summaries, _) = self.training_loss(weights.params, weights.variables, batch, key)
         return value, values_of(summaries)
@@ -110,19 +110,19 @@ class TrainingFunctions:
     def training_loss(
         self, params: Any, variables: Any, batch: Mapping[str, jax.Array], key: jax.Array | None
     ) -> tuple[jax.Array, tuple[dict[str, Any], Any]]:
-        """(loss, (summaries, variables after this microbatch)); see `axlearn_core.contracts.parts.Loss`.
+        """Return (loss, (summaries, variables after this microbatch)). See `axlearn_core.contracts.parts.Loss`.
 
         Raises:
-            ConfigError: the model draws from a random stream without a seed.
+            ConfigError: The model draws from a random stream without a seed.
         """
         model, objective = self.functional.bind(params, variables, key), None
         try:
             if self.trained.objective is None:
                 value, summaries = model.loss(batch)
             else:
-                own_key = None if key is None else jax.random.fold_in(key, OBJECTIVE_STREAM)
-                objective = self.trained.bind_objective(params, variables, own_key)
-                value, summaries = objective.loss(model, batch, own_key)
+                objective_key = None if key is None else jax.random.fold_in(key, OBJECTIVE_STREAM)
+                objective = self.trained.bind_objective(params, variables, objective_key)
+                value, summaries = objective.loss(model, batch, objective_key)
         except ValueError as error:
             if problem := unseeded(error, model):
                 raise problem from error
@@ -130,7 +130,7 @@ class TrainingFunctions:
         return value, (dict(summaries), self.trained.variables_of(model, objective))
 
     def train(self, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Scalars]:
-        """(the state after one step, scalars). A step that the learner skips leaves the variables as they were."""
+        """Return (state after one step, scalars). A step that the learner skips does not change the variables."""
         key = None
         if self.trained.is_stateful:
             key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
@@ -143,7 +143,7 @@ class TrainingFunctions:
         skipped = reported.pop("skipped", None)
         if skipped is not None:
             variables = jax.tree.map(lambda new, old: jnp.where(skipped, old, new), variables, state.variables)
-        # Frozen arrays stay in place, whatever loops over microbatches they were read in.
+        # Return the input arrays for frozen variables, not their copies from the loop over microbatches.
         variables = {**variables, **{path: state.variables[path] for path in (*self.trained.fixed, *self._frozen())}}
         new = state.replace(step=state.step + 1, params=params, variables=variables, learner=learner_state)
         return new, {"loss": value, **values_of(summaries), **reported}
@@ -153,7 +153,7 @@ class TrainingFunctions:
         return self.learner.frozen_variables(learned) if learned and isinstance(self.learner, FreezesVariables) else ()
 
     def evaluate(self, state: TrainState, batch: Mapping[str, jax.Array]) -> dict[str, Any]:
-        """`loss_sum` and `weight`, `bytes` if the batch has them, and what is reported: `summaries`, name -> `Summary`."""
+        """Return `loss_sum`, `weight`, `bytes` if the batch has them, and `summaries` by name if there are any."""
         weights, objective = self._evaluation_weights(state), None
         model = self.functional.bind(weights.params, weights.variables)
         if self.trained.objective is not None:
@@ -168,7 +168,7 @@ class TrainingFunctions:
         return {**sums, "summaries": reported} if reported else sums
 
     def place(self, shardings: TrainState, state: TrainState) -> TrainState:
-        """The shardings of the state; a learner may keep its part elsewhere than the parameters are."""
+        """Return the shardings of the state. A learner may place its part in another memory."""
         if not isinstance(self.learner, PlacesState):
             return shardings
         return shardings.replace(learner=self.learner.place(shardings.learner, state.learner))

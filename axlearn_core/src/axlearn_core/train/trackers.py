@@ -1,4 +1,4 @@
-"""Trackers: where a run's scalars and samples go. Each meets `axlearn_core.contracts.parts.Tracker`."""
+"""Trackers, which write the scalars and samples of a run. See `axlearn_core.contracts.parts.Tracker`."""
 
 import contextlib
 import json
@@ -17,21 +17,21 @@ from axlearn_core.run.metric_files import METRICS, SAMPLES, cut_back
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns what the system says against writing `path` (a full disk, no permission) into a `WorkError`."""
+    """Convert an `OSError` while writing `path`, such as a full disk, to a `WorkError`."""
     try:
         yield
     except OSError as error:
         raise WorkError(
             f"cannot write {path}: {error.strerror or error}\n"
-            "    fix: make room, or make the directory writable, and run the same command again; it resumes from the "
+            "    fix: free disk space, or make the directory writable, and run the same command again; it resumes from the "
             "last checkpoint"
         ) from error
 
 
 def printable(text: str) -> str:
-    """`text` with control characters and lone surrogates shown as `\N{REPLACEMENT CHARACTER}`.
+    """Replace control characters and lone surrogates in `text` with `\N{REPLACEMENT CHARACTER}`.
 
-    A model may sample any bytes; those that steer a terminal, or that UTF-8 cannot encode, must not get there.
+    A model may sample any bytes, including terminal control sequences and characters that UTF-8 cannot encode.
     """
     text = text.replace("\r\n", "\n")
     return "".join(
@@ -40,22 +40,22 @@ def printable(text: str) -> str:
 
 
 class JsonlTracker(Configurable):
-    """Appends to `metrics.jsonl` (one object per call of `log`) and `samples.jsonl` (`step`, `name`, `text`) in the run directory.
+    """Appends scalars to `metrics.jsonl` and samples to `samples.jsonl` in the run directory.
 
-    `axlearn_core.run.metric_files` reads them.
+    `axlearn_core.run.metric_files` reads both files.
 
-    Each metrics line has `step`, the values, and `elapsed_seconds`: time spent in this run, downtime between a stop and
-    its resumption left out. A value that is not finite is `null`, with what it was under `nonfinite`:
-    `{"step": 7, "loss": null, "nonfinite": {"loss": "nan"}}`.
+    Each line of `metrics.jsonl` is one call of `log`: the `step`, the values, and `elapsed_seconds`, the time spent in this
+    run without the downtime between attempts. A value that is not finite is `null`, and `nonfinite` has the value as text:
+    `{"step": 7, "loss": null, "nonfinite": {"loss": "nan"}}`. Each line of `samples.jsonl` has `step`, `name` and `text`.
 
-    Every line is handed to the system whole, so that killing the process loses no complete line. Starting at step k
-    cuts both files back to what was logged up to k: a resumed run leaves the files that an uninterrupted one would. Starting at
-    0 sets files that are there aside, as `metrics.superseded-TIME.jsonl`.
+    Every line is flushed, so that a killed process loses no complete line. Starting at step k removes the lines after
+    step k from both files, so that a resumed run writes the same files as an uninterrupted one. Starting at step 0 sets
+    existing files aside as `metrics.superseded-TIME.jsonl` and `samples.superseded-TIME.jsonl`.
     """
 
     @node
     class Config(Configurable.Config["JsonlTracker"]):
-        """Nothing to set."""
+        """No settings."""
 
     def __init__(self, cfg: Config, *, run_dir: Path):
         self._run_dir = Path(run_dir)
@@ -63,10 +63,10 @@ class JsonlTracker(Configurable):
         self._begin = 0.0
 
     def start(self, info: Mapping[str, Any]) -> None:
-        """Cuts both files back to `info["start_step"]` and opens them.
+        """Remove the lines after `info["start_step"]` from both files and open them.
 
         Raises:
-            WorkError: they cannot be written.
+            WorkError: The files cannot be written.
         """
         self.close()
         start_step = int(info.get("start_step", 0))
@@ -83,27 +83,27 @@ class JsonlTracker(Configurable):
                 self._begin = time.monotonic() - spent
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes one line."""
+        """Append one line to `metrics.jsonl`."""
         record: dict[str, Any] = {"step": int(step)}
-        odd: dict[str, str] = {}
+        nonfinite: dict[str, str] = {}
         for name, value in values.items():
             number = value if isinstance(value, int) else float(value)
             if math.isfinite(number):
                 record[name] = number
             else:
                 record[name] = None
-                odd[name] = str(number)
+                nonfinite[name] = str(number)
         record.setdefault("elapsed_seconds", round(time.monotonic() - self._begin, 3))
-        if odd:
-            record["nonfinite"] = odd
+        if nonfinite:
+            record["nonfinite"] = nonfinite
         self._write(METRICS, record)
 
     def text(self, step: int, name: str, value: str) -> None:
-        """Writes one sample."""
+        """Append one sample to `samples.jsonl`."""
         self._write(SAMPLES, {"step": int(step), "name": name, "text": value})
 
     def close(self) -> None:
-        """Closes both files."""
+        """Close both files."""
         files, self._files = self._files, {}
         for name, file in files.items():
             with writing(self._run_dir / name):
@@ -117,30 +117,30 @@ class JsonlTracker(Configurable):
 
 
 class LinesTracker(Configurable):
-    """A line per call on standard error, with every value: what a run shows if it has no other tracker.
+    """Prints one line with every value per call to standard error. Part of the default trackers.
 
-    `console`, of axlearn-plugins-tools, has a bar and the remaining time.
+    The `console` tracker of axlearn-plugins-tools adds a progress bar and the remaining time.
     """
 
     @node
     class Config(Configurable.Config["LinesTracker"]):
-        """Nothing to set."""
+        """No settings."""
 
     def __init__(self, cfg: Config):
         self._max_steps = 0
 
     def start(self, info: Mapping[str, Any]) -> None:
-        """Takes note of where the run ends."""
+        """Store the number of steps of the run."""
         self._max_steps = int(info.get("max_steps", 0))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Prints the values to four digits."""
+        """Print the values with four significant digits."""
         parts = (f"{name} {value:.4g}" for name, value in values.items())
         print(f"step {step}/{self._max_steps}", *parts, sep="  ", file=sys.stderr, flush=True)
 
     def text(self, step: int, name: str, value: str) -> None:
-        """Prints a sample, its control characters made harmless."""
+        """Print a sample with control characters replaced."""
         print(f"{printable(name)} at step {step}:\n{printable(value)}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""

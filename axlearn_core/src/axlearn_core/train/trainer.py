@@ -1,4 +1,4 @@
-"""The root of every experiment, and how its parts become a running job."""
+"""The trainer: the root of every experiment."""
 
 import contextlib
 import functools
@@ -54,7 +54,13 @@ from axlearn_core.run.run import Run
 from axlearn_core.train.data_facts import check_facts, log_context, plain_facts
 from axlearn_core.train.distributed import Distributed
 from axlearn_core.train.evaluators import Evaluator, LossEvaluator
-from axlearn_core.train.listeners import ProfilerListener, TrackerListener, check_job, listen_with, plugin_listeners
+from axlearn_core.train.listeners import (
+    ProfilerListener,
+    TrackerListener,
+    check_job,
+    plugin_listeners,
+    watchdog_listener,
+)
 from axlearn_core.train.loop import Loop, TrainLoop
 from axlearn_core.train.objective import FrozenWeights
 from axlearn_core.train.ownership import SAVED, check_metrics, claim_checkpoints, was_saved
@@ -66,13 +72,14 @@ from axlearn_core.train.trackers import JsonlTracker, LinesTracker
 
 @attrs.frozen
 class Result:
-    """What a run came to.
+    """The outcome of a run.
 
     Attributes:
-        step: how many steps the state has seen.
-        metrics: the latest loss and evaluation results.
-        stop_signal: the signal that ended it early, or None.
-        uri: of the run, where it is kept in a storage; `run_dir` is a working copy then.
+        run_dir: Local run directory.
+        step: Number of steps that the state has been trained for.
+        metrics: Latest loss and evaluation results.
+        stop_signal: Signal that stopped the run early, or None.
+        uri: URI of the run, or None for a local run. If set, `run_dir` is its working copy.
     """
 
     run_dir: Path
@@ -83,23 +90,26 @@ class Result:
 
     @property
     def name(self) -> str:
-        """What other commands take: the URI or the directory."""
+        """The URI or directory of the run, as other commands expect it."""
         return self.uri or str(self.run_dir)
 
 
 class Trainer(Configurable):
-    """Trains a model. Every field is a part that another component can replace."""
+    """Trains a model. Another component can replace any part of its config."""
 
     @node
     class Config(Configurable.Config["Trainer"]):
-        """The root config: paths such as `model.decoder.num_layers` start here.
+        """The root config. Paths such as `model.decoder.num_layers` start here.
 
-        What is marked as execution measures the run, keeps it or lays it out: no update depends on it. Schedules take
-        their horizon from `max_steps`, so that another one is another computation; a run may still be extended.
+        Execution settings measure, store or lay out the run. They do not change an update. Schedules end at `max_steps`,
+        so changing it changes the updates. A run may still be extended.
+
+        Attributes:
+            objective: Training objective, or None for the model's own loss.
+            keep_compiled_step: Cache the compiled step in the run directory, for processes that resume the run.
         """
 
         model: Node[Model] = REQUIRED
-        # None: the model's own loss.
         objective: Node[Objective] | None = setting(default=None, hide_default=True)
         learner: Node[LearnerProtocol] = Learner.Config()
         input: Node[Input] = REQUIRED
@@ -116,20 +126,19 @@ class Trainer(Configurable):
         watchdog: Node[Watchdog] | None = setting(default=None, kind="execution")
         max_steps: int = setting(default=REQUIRED, kind="duration", ge=1, le=2**31 - 1)  # steps are int32
         log_every_steps: int = setting(default=10, kind="execution", ge=1)
-        # In the run directory, for the processes that continue it.
         keep_compiled_step: bool = setting(default=True, kind="execution", hide_default=True)
         seed: int = setting(default=0, ge=0, le=2**63 - 1)
 
         def functions(self, functional: Functional) -> Mapping[str, Function]:
-            """The pure functions of this experiment by name; see `axlearn_core.compose`."""
+            """Return the pure functions of this experiment by name. See `axlearn_core.compose`."""
             trained = ModelAndObjective.of(self, functional)
             learner = check_stateless(self.learner.build(max_steps=self.max_steps, axes=trained.axes), "learner")
             return TrainingFunctions(functional, learner, trained).declare()
 
-        def build_input(self, own: Node[Input], vocab_size: int | None) -> Input:
-            """An input for this process."""
+        def build_input(self, input_config: Node[Input], vocab_size: int | None) -> Input:
+            """Build an input for this process."""
             tokens = {} if vocab_size is None else {"vocab_size": vocab_size}
-            source = own.build(
+            source = input_config.build(
                 seed=self.seed,
                 process_index=jax.process_index(),
                 process_count=jax.process_count(),
@@ -153,20 +162,20 @@ class Trainer(Configurable):
         machine: Machine | None = None,
         decisions: Sequence[Decision] = (),
     ) -> Result:
-        """Trains to `max_steps` in a run directory that was checked, from its newest checkpoint where it has one.
+        """Train to `max_steps` in a checked run directory. Resume from the newest checkpoint if there is one.
 
-        Everything is built, and the checkpoint verified, before anything is written.
+        Everything is built, and the checkpoint is verified, before anything is written.
 
         Args:
-            run_dir: from `RunDir.check`.
-            experiment: a name for people.
-            config_text: the resolved config as YAML, to be kept in the directory.
-            assets: path in the run -> content of the files that this config names.
-            provenance: path -> who set it, for the lock.
-            restore_step: a step to go back to; the default is the newest.
-            restart: begin at step 0 and set existing checkpoints aside.
-            machine: what it has to run on; None is what JAX finds.
-            decisions: what was decided for the user, to be shown and kept in the lock.
+            run_dir: Run directory from `RunDir.check`.
+            experiment: Name of the experiment, for display.
+            config_text: Resolved config as YAML, to write to the run directory.
+            assets: Contents of the files that the config names, by path in the run.
+            provenance: Who set each config path, for the lock.
+            restore_step: Step of the checkpoint to restore (default: the newest).
+            restart: Start at step 0 and set existing checkpoints aside.
+            machine: Machine to run on, or None for the machine that JAX detects.
+            decisions: Decisions made for the user, to log and to record in the lock.
         """
         self.config.distributed.build().initialize()
         check_same_config(self.config)
@@ -187,7 +196,7 @@ class Trainer(Configurable):
             session.events.notify("restored", session)
             session.beat("compile")
             if session.state is None:
-                session.state = _ready(session)
+                session.state = _initialize_state(session)
             if frozen:
                 session.state = frozen.load(session.state)
             self._run_loop(loop, session)
@@ -195,7 +204,7 @@ class Trainer(Configurable):
         return Result(run_dir.path, session.step, dict(session.metrics), session.stop_signal, run_dir.uri)
 
     def _open(self, program: Program, run_dir: RunDir, closing: ExitStack, experiment: str) -> tuple[Session, Loop]:
-        """Builds the parts and takes hold of the run; nothing is written."""
+        """Build the parts, claim the checkpoints and register the listeners. Write nothing."""
         cfg, since = self.config, time.monotonic()
         vocab_size = vocabulary_size(program.functional.describe())
         source = cfg.build_input(cfg.input, vocab_size)
@@ -204,7 +213,7 @@ class Trainer(Configurable):
         facts = plain_facts(source.describe())
         log_context(cfg)
         check_same_data(facts)
-        offered = {"input": source, "build_input": lambda own: cfg.build_input(own, vocab_size)}
+        offered = {"input": source, "build_input": lambda input_config: cfg.build_input(input_config, vocab_size)}
         evaluators = {name: e.build(name=name, **offered) for name, e in cfg.evaluators.items()}
         for name, evaluator in evaluators.items():
             check_stateless(evaluator, f"evaluators.{name}")
@@ -252,10 +261,10 @@ class Trainer(Configurable):
         name_failures(listener.opened, plugin)(session)
 
     def _listeners(self, program: Program, run_dir: RunDir, experiment: str) -> Iterator[RunListener]:
-        """The listeners that the config names."""
+        """Yield the listeners that the config defines."""
         cfg = self.config
         if cfg.watchdog:
-            yield listen_with(cfg.watchdog.build(run_dir=run_dir.path))
+            yield watchdog_listener(cfg.watchdog.build(run_dir=run_dir.path))
         info = {
             "experiment": experiment,
             "parameters": program.functional.num_parameters,
@@ -275,14 +284,14 @@ class Trainer(Configurable):
         assets: Mapping[str, bytes],
         decisions: Sequence[Decision],
     ) -> None:
-        """Logs what was decided and what changed, and writes the run directory."""
+        """Log decisions and drift, and write the run directory."""
         run_dir, old = session.run_dir, session.lock
         for decision in decisions:
             log_message(str(decision))
         for note in (*run_dir.notes, *(lock_drift(old, lock) if old else ())):
             log_message(f"note: {note}")
-        if jax.process_index() == 0 or run_dir.uri:  # machines do not share a working copy
-            # What the new lock does not say, such as where a derived run comes from, stays true only if its state goes on.
+        if jax.process_index() == 0 or run_dir.uri:  # each machine has its own working copy
+            # Keep other keys of the old lock, such as the source of a derived run, only if the state was restored.
             earlier = (
                 old if session.state is not None else {k: old[k] for k in ("kernels", "hlo_fingerprint") if k in old}
             )
@@ -290,7 +299,7 @@ class Trainer(Configurable):
         if jax.process_index() == 0:
             config: Any = session.program.config
             if (elsewhere := checkpoint_uri(config)) is not None:
-                write_assets(open_storage(elsewhere), assets)  # its checkpoints can be used without the run directory
+                write_assets(open_storage(elsewhere), assets)  # for use without the run directory
         session.checkpointer.files = {
             "config.yaml": config_text,
             "run.lock.json": (run_dir.path / "run.lock.json").read_text,
@@ -301,15 +310,15 @@ class Trainer(Configurable):
         try:
             loop.run(session)
             session.raise_failure()
-        except RequestError as error:  # such as data that went bad: not the request's fault any more
+        except RequestError as error:  # such as damaged data: the request itself was valid
             if session.step == session.start_step:
                 raise
             raise WorkError(f"after step {session.step}: {error}") from error
 
     def _restore(self, session: Session, target_step: int | None, *, restart: bool) -> None:
-        """Fills in the state and step of a checkpoint; leaves them as they are where there is none.
+        """Restore the state, step and data position from a checkpoint. Do nothing if the run has no checkpoint.
 
-        The position in the data is one in the data that the checkpoint was written with: other data is refused.
+        The data position is valid only in the checkpoint's own data, so different data is refused.
         """
         program, checkpointer, run_dir = session.program, session.checkpointer, session.run_dir
         if restart:
@@ -329,7 +338,7 @@ class Trainer(Configurable):
                 steps = ", ".join(map(str, checkpointer.steps())) or "none"
                 raise RequestError(f"there is no checkpoint of step {step}\n    checkpoints: {steps}")
             state, extra = checkpointer.restore(step, program.state)
-        if "data" in extra:  # not where the run was made of a model from elsewhere
+        if "data" in extra:  # absent if the run was derived from an external model
             before = extra.get("facts") or session.lock.get("data") or {}
             for note in check_facts(run_dir.path, before, session.facts, allow_drift=run_dir.allow_drift):
                 log_message(f"note: {note}")
@@ -337,15 +346,15 @@ class Trainer(Configurable):
         session.begin_at(step)
         session.state, session.begins = state, bool(extra.get(WEIGHTS_ONLY))
         if session.begins:
-            log_message(f"starting from the weights of step {step}: the optimizer's state is new")
+            log_message(f"starting from the weights of step {step} with a new optimizer state")
             session.state = program.begin(self.config.seed, state)
         else:
-            log_message(f"continuing from the checkpoint of step {step}")
+            log_message(f"resuming from the checkpoint of step {step}")
 
 
 @contextlib.contextmanager
 def _agreed_refusal() -> Iterator[None]:
-    """Raises on every process if the block refuses the run on one of them."""
+    """Raise on every process if the block raises an `AxlearnError` on any process."""
     refusal: AxlearnError | None = None
     try:
         yield
@@ -355,7 +364,7 @@ def _agreed_refusal() -> Iterator[None]:
 
 
 def _close(closed: Callable[..., None], kind: object, error: BaseException | None, _: object) -> None:
-    """Closes a listener. While another error ends the run, an error here is logged, so that it does not hide that one."""
+    """Close a listener. If another error is ending the run, log an error of the listener instead of raising it."""
     try:
         closed()
     except Exception as failure:
@@ -365,14 +374,14 @@ def _close(closed: Callable[..., None], kind: object, error: BaseException | Non
 
 
 def record_decision(session: Session, decision: Decision) -> None:
-    """Shows a decision that a function's compilation took, and keeps it in the lock."""
+    """Log a decision that was made while compiling a function, and record it in the lock."""
     log_message(str(decision))
     if jax.process_index() == 0 or session.uri:
         session.run_dir.add_decision(decision)
 
 
-def _ready(session: Session) -> Any:
-    """A fresh state; while its initialization compiles, so does the step."""
+def _initialize_state(session: Session) -> Any:
+    """Initialize a new state. Compile the step in parallel with the initialization."""
     program, batches = session.program, session.batches
     start = batches.get_state()
     batch = program.put(next(batches))

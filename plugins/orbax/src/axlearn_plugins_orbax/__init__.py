@@ -1,1 +1,1 @@
-"""Orbax as a checkpointer, and checkpoints of MaxText and Tunix in and out."""
+"""An Orbax checkpointer, and import and export of MaxText and Tunix checkpoints."""

@@ -1,4 +1,4 @@
-"""The component `orbax`: a checkpointer that leaves arrays to Orbax, with the core's manifest and hashes beside them."""
+"""The component `orbax`: a checkpointer that stores arrays with Orbax, and adds the core's manifest and hashes."""
 
 import json
 import logging
@@ -33,20 +33,20 @@ from axlearn_plugins_orbax.trees import OrbaxTrees
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 ITEMS = {folder: folder.removeprefix(f"{STATE}/").rstrip("/") for folder in (WEIGHTS, NON_WEIGHTS)}
-"""Folder in a checkpoint -> name of Orbax's item in it."""
+"""Name of Orbax's item by folder in a checkpoint."""
 DATABASE = "manifest.ocdbt"
-"""The file of an item by which Orbax finds the arrays of all processes."""
-SPECIAL = "Orbax loses or misplaces arrays if a path has a character of patterns or of URLs"
+"""File of an item that Orbax uses to find the arrays of all processes."""
+SPECIAL = "Orbax loses or misplaces arrays if a path contains glob or URL characters"
 
 
 class OrbaxCheckpointer(StorageCheckpointer):
-    """A checkpointer whose arrays Orbax writes and reads, on local paths and `gs://`.
+    """A checkpointer that writes and reads arrays with Orbax, on local paths and `gs://`.
 
-    A step has Orbax's checkpoint in `state/`: an item `weights` with the arrays of the model, and an item `others`. Once Orbax
-    is done, the processes hash its files together, and the manifest is written over all of them. A restore compares the hashes
-    first. Steps that plain Orbax wrote are readable too; nothing can verify their files.
+    Each step has an Orbax checkpoint in `state/`, with an item `weights` for the arrays of the model and an item `others`. When
+    Orbax has finished, each process hashes a share of the files, and the manifest records all hashes. A restore first compares
+    the hashes. Steps that plain Orbax wrote are also readable, but their files cannot be verified.
 
-    Orbax's policies decide what is due and what is preserved.
+    Orbax's policies decide which steps to save and which to preserve.
     """
 
     layout_file = f"{STATE}/{METADATA}"
@@ -56,11 +56,12 @@ class OrbaxCheckpointer(StorageCheckpointer):
         """The fields of `StorageCheckpointer`, and how Orbax stores arrays.
 
         Attributes:
-            ocdbt: keeps all arrays in one database. Otherwise each array has a folder.
-            zarr3: writes version 3 of the zarr format, otherwise version 2.
-            compression: compresses with zstd. Trained weights barely shrink, and a save takes several times as long.
-            max_host_bytes: limit on copies of arrays in host memory. `save` waits for room. None copies everything at once.
-            timeout_seconds: limit on a save. One that takes longer fails.
+            ocdbt: Store all arrays in one database. If False, store each array in a folder.
+            zarr3: Use version 3 of the zarr format. If False, use version 2.
+            compression: Compress with zstd. Trained weights barely shrink, and a save takes several times as long.
+            max_host_bytes: Limit on copies of arrays in host memory, in bytes. `save` waits for memory. None copies everything at
+                once.
+            timeout_seconds: Limit on a save. A save that takes longer fails.
         """
 
         ocdbt: bool = True
@@ -70,31 +71,31 @@ class OrbaxCheckpointer(StorageCheckpointer):
         timeout_seconds: int = setting(default=1200, ge=1, hide_default=True)
 
         def validate(self) -> Iterable[Problem]:
-            """Refuses a `uri` that Orbax cannot reach."""
+            """Yield a problem if Orbax does not support `uri`."""
             scheme, separator, _ = (self.uri or "").partition("://")
-            fix = "set checkpointer.type=sharded, which takes every storage"
+            fix = "set checkpointer.type=sharded, which supports every storage"
             if separator and scheme not in ("gs", "file"):
                 yield Problem(
                     path="uri",
-                    message="Orbax keeps checkpoints at paths and gs:// only",
+                    message="Orbax supports only local paths and gs://",
                     got=f"{scheme}://",
                     expected="a path, file:// or gs://",
                     fix=fix,
                 )
-            elif wrong := _special_characters(self.uri or ""):
+            elif characters := _special_characters(self.uri or ""):
                 yield Problem(
                     path="uri",
                     message=SPECIAL,
-                    got=", ".join(wrong),
-                    expected="a name without them",
+                    got=", ".join(characters),
+                    expected="a name without these characters",
                     fix=f"rename it, or {fix}",
                 )
 
     def __init__(self, cfg: Config, *, directory: Path | str):
         super().__init__(cfg, directory=directory)
-        if wrong := _special_characters(locate(self.place, self.place.folder)):
+        if characters := _special_characters(locate(self.place, self.place.folder)):
             raise RequestError(
-                f"{self.place.name}: {SPECIAL}\n    got: {', '.join(wrong)}\n    fix: give a name without them"
+                f"{self.place.name}: {SPECIAL}\n    got: {', '.join(characters)}\n    fix: use a name without these characters"
             )
         from axlearn_plugins_orbax import compat
 
@@ -107,33 +108,33 @@ class OrbaxCheckpointer(StorageCheckpointer):
             timeout_seconds=cfg.timeout_seconds,
         )
         self._foreign = ForeignSteps(self.place)
-        # The last save that failed, as (step, what waits for it): Orbax may still be busy with it.
-        self._left: tuple[int, Callable[[Callable[[], object]], None]] | None = None
+        # The last failed save as (step, function that waits for it), because Orbax may still be writing.
+        self._failed_save: tuple[int, Callable[[Callable[[], object]], None]] | None = None
 
     def due(self, step: int) -> bool:
-        """Says whether Orbax's policy of fixed intervals saves this step."""
+        """Return True if Orbax's fixed-interval policy saves this step."""
         return step > 0 and self._compat.is_due(self.cfg.every_steps, step)
 
     def steps(self) -> list[int]:
-        """All complete steps, oldest first; those that plain Orbax wrote are among them."""
+        """Return all complete steps, oldest first, including those that plain Orbax wrote."""
         return sorted({*self.place.steps(), *self._foreign.steps()})
 
     def inspect(self, step: int) -> Manifest:
-        """Reads the manifest of a checkpoint, and no arrays. That of a step of plain Orbax lists no files."""
+        """Read the manifest of a checkpoint, without arrays. The manifest of a plain Orbax step lists no files."""
         return self._foreign.describe(step) if self._foreign.has(step) else self.place.inspect(step)
 
     def read_extra(self, step: int) -> dict[str, Any]:
-        """See `StorageCheckpointer.read_extra`. For a step of plain Orbax, says at most that it has weights only."""
+        """See `StorageCheckpointer.read_extra`. A plain Orbax step has at most the key `WEIGHTS_ONLY`."""
         if not self._foreign.has(step):
             return super().read_extra(step)
         parts = {path.partition(".")[0] for path in self.inspect(step).arrays}
         return {WEIGHTS_ONLY: True} if parts <= {"step", "params", "variables"} else {}
 
     def reader(self, checkpoint: Manifest) -> "OrbaxReader":
-        """Opens a checkpoint to read its arrays. A step of plain Orbax works too, with a note."""
+        """Open a checkpoint to read its arrays. Log a note for a plain Orbax step."""
         if not checkpoint.files:
             log.warning(
-                "note: step %d in %s has no manifest, so its files cannot be verified, and the position in the data is unknown",
+                "note: step %d in %s has no manifest: its files cannot be verified, and its data position is unknown",
                 *(checkpoint.step, self.place.name),
             )
         return OrbaxReader(self.place, checkpoint)
@@ -153,9 +154,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
             finish = self._compat.start_save(
                 locate(self.place, folder + STATE), {name: tree for name, tree in trees.items() if tree}, self._format
             ).finish
-        except (
-            Exception
-        ) as error:  # of the file system, of Orbax or of TensorStore: the save fails like one that failed later
+        except Exception as error:  # any error of Orbax: report it like an error during the save
             finish = _raiser(error)
 
         def write() -> None:
@@ -164,7 +163,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
                 finish((lambda: list_hashes(storage, folder)) if jax.process_count() > 1 else (lambda: None))
                 hashes = hash_share(storage, folder)
             except BaseException as error:
-                self._left = step, finish
+                self._failed_save = step, finish
                 mark_failure(storage, folder, error)
                 raise
             storage.write(f"{folder}{HASHES}/{jax.process_index()}.json", [json.dumps(hashes).encode()])
@@ -172,18 +171,18 @@ class OrbaxCheckpointer(StorageCheckpointer):
         return write
 
     def _begin(self, step: int) -> bool:
-        left, self._left = self._left, None
-        if left is not None and left[0] == step:  # both would write to the same folder
-            with suppress(Exception):  # was reported already
-                left[1](lambda: None)
-        agree(None, None)  # the first process empties the folder next
+        failed_save, self._failed_save = self._failed_save, None
+        if failed_save is not None and failed_save[0] == step:  # both saves would write to the same folder
+            with suppress(Exception):  # already reported
+                failed_save[1](lambda: None)
+        agree(None, None)  # wait for all processes before process 0 empties the folder
         return super()._begin(step)
 
     def _discard(self, folder: str) -> None:
-        """Deletes the files of a save that failed, except those that say whose it was and why it failed.
+        """Delete the files of a failed save, except the files that name its owner and the error.
 
-        Those are needed if Orbax still writes there, on this process or on another one, which has yet to learn of the failure.
-        They stay until the step is saved again, or the run is opened again.
+        They are needed if Orbax is still writing on this process, or on a process that does not know about the failure yet. They
+        remain until the step is saved again or the run is opened again.
         """
         storage, marks = self.place.storage, {}
         try:
@@ -193,7 +192,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
             for path, content in marks.items():
                 storage.write(path, [content])
         except StorageError as error:
-            log.warning("a save that failed could not be marked: %s", error)
+            log.warning("cannot mark a failed save: %s", error)
 
     def _collect_files(self, folder: str) -> dict[str, dict[str, Any]]:
         files = collect_hashes(self.place.storage, folder, jax.process_count())
@@ -207,7 +206,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
         return files
 
     def _verify_step(self, step: int) -> Manifest:
-        """Compares the files that are not of arrays with the manifest, on the first process. All processes agree."""
+        """Verify the files other than arrays on process 0. All processes raise if they are damaged."""
         error: CheckpointError | None = None
         checkpoint: Manifest | None = None
         try:
@@ -225,28 +224,28 @@ class OrbaxCheckpointer(StorageCheckpointer):
 
 
 class OrbaxReader:
-    """The arrays of one checkpoint; see `axlearn_core.checkpoint.base.ArrayReader`.
+    """Reads the arrays of one checkpoint. See `axlearn_core.checkpoint.base.ArrayReader`.
 
     Args:
-        place: the folder of checkpoints.
-        manifest: of the checkpoint; without files for a step of plain Orbax.
+        place: Folder of the checkpoints.
+        manifest: Manifest of the checkpoint. It has no files for a plain Orbax step.
     """
 
     def __init__(self, place: Checkpoints, manifest: Manifest):
         self.place, self.manifest = place, manifest
 
     def read(self, shardings: Mapping[str, Sharding | None]) -> dict[str, jax.Array]:
-        """The arrays at some paths of the manifest, in their shardings (None: the default device).
+        """Read arrays by their paths in the manifest. A sharding of None uses the default device.
 
-        Compares first the hashes of all files that the arrays may lie in, each process a share of them.
+        First the processes compare the hashes of all files that may contain the arrays. Each process hashes a share of the files.
 
         Raises:
-            CheckpointError: a file is damaged, on this process or on another one.
+            CheckpointError: A file is damaged. Raised on every process.
         """
         infos = {path: self.manifest.arrays[path] for path in shardings}
         folders = {_folder(info.path) for info in infos.values()}
-        self._together(lambda: self._verify(folders))
-        return self._together(lambda: self._load(infos, shardings))
+        self._call_on_all(lambda: self._verify(folders))
+        return self._call_on_all(lambda: self._load(infos, shardings))
 
     def _verify(self, folders: Collection[str]) -> None:
         sizes = {n: f["bytes"] for n, f in self.manifest.files.items() if n.startswith(tuple(folders))}
@@ -263,8 +262,8 @@ class OrbaxReader:
         else:
             trees = OrbaxTrees.open(locate(self.place, root))
         stored = trees.arrays()
-        if lacking := [info.path for info in infos.values() if info.path not in stored]:
-            raise CheckpointError(f"Orbax finds no array {lacking[0]} in {trees.path}")
+        if missing := [info.path for info in infos.values() if info.path not in stored]:
+            raise CheckpointError(f"Orbax cannot find the array {missing[0]} in {trees.path}")
         like = {
             info.path: jax.ShapeDtypeStruct(
                 stored[info.path].shape, stored[info.path].dtype, sharding=shardings[path] or default
@@ -274,8 +273,8 @@ class OrbaxReader:
         loaded = trees.read(like)
         return {path: loaded[info.path] for path, info in infos.items()}
 
-    def _together(self, call: Callable[[], T]) -> T:
-        """Calls a function; if it fails on one process, all of them raise."""
+    def _call_on_all(self, call: Callable[[], T]) -> T:
+        """Call a function. If it raises `CheckpointError` on one process, raise on all processes."""
         error: CheckpointError | None = None
         result: Any = None
         try:
@@ -287,7 +286,7 @@ class OrbaxReader:
 
 
 def _special_characters(path: str) -> list[str]:
-    """The characters of a path or URI that Orbax takes for parts of a pattern or of a URL."""
+    """Return the characters of a path or URI that Orbax interprets as glob or URL syntax."""
     special = "[]*?#;" if path.startswith("gs://") else "[]*?"
     return sorted(set(special) & set(path))
 
@@ -297,11 +296,11 @@ def _folder(path: str) -> str:
 
 
 def _global(array: jax.Array) -> jax.Array:
-    """The array on all devices of the job, as Orbax wants it; each process holds a copy of what is not split."""
+    """Replicate an array over all devices of the job, as Orbax requires, if each process has its own copy."""
     if jax.process_count() == 1 or not array.is_fully_addressable:
         return array
-    everywhere = NamedSharding(jax.make_mesh((jax.device_count(),), ("all",)), PartitionSpec())
-    return jax.make_array_from_process_local_data(everywhere, jax.device_get(array), array.shape)
+    replicated = NamedSharding(jax.make_mesh((jax.device_count(),), ("all",)), PartitionSpec())
+    return jax.make_array_from_process_local_data(replicated, jax.device_get(array), array.shape)
 
 
 def _raiser(error: Exception) -> Callable[[Callable[[], object]], None]:

@@ -1,6 +1,6 @@
-"""Everything that this plugin calls of Orbax. No other module imports it, since the import takes most of a second.
+"""All calls of Orbax. No other module imports Orbax, because the import takes most of a second.
 
-The API is version 1, which Orbax 0.12 has under `experimental`.
+It uses version 1 of the API, which is under `experimental` in Orbax 0.12.
 """
 
 import logging
@@ -14,26 +14,26 @@ import orbax.checkpoint.experimental.v1 as ocp
 from axlearn_plugins_orbax.file_names import TREE_METADATA
 
 FILE_BYTES, CHUNK_BYTES = 64 * 2**20, 32 * 2**20
-"""Sizes of files and of chunks of arrays in OCDBT: several threads can hash files of this size."""
+"""Sizes of files and array chunks in OCDBT. Files of this size can be hashed by several threads."""
 FIRST_CHECK, LAST_CHECK = 0.25, 4.0
-"""Seconds between two looks at whether another process failed, which grow during a save."""
+"""Shortest and longest interval of the checks for failures of other processes, in seconds. It grows during a save."""
 PLACEHOLDER: Any = ocp.PLACEHOLDER
-"""Stands for a leaf that is not to be read."""
+"""Placeholder for a leaf that is not read."""
 
-# A tree without OCDBT has nothing to merge, which Orbax warns of at each save.
+# Without OCDBT, Orbax warns at each save that there is nothing to merge.
 logging.getLogger("absl").addFilter(lambda record: "Skipping merge of OCDBT" not in record.getMessage())
 
 
 @attrs.frozen
 class ArrayFormat:
-    """How Orbax stores arrays.
+    """Storage format of arrays.
 
     Attributes:
-        ocdbt: keeps all arrays of a tree in one database. Otherwise each array has a folder.
-        zarr3: writes version 3 of the zarr format, otherwise version 2.
-        compression: compresses with zstd.
-        max_host_bytes: limit on copies in host memory; None copies everything at once.
-        timeout_seconds: limit on a save; None takes Orbax's, which is 20 minutes.
+        ocdbt: Store all arrays of a tree in one database. If False, store each array in a folder.
+        zarr3: Use version 3 of the zarr format. If False, use version 2.
+        compression: Compress with zstd.
+        max_host_bytes: Limit on copies in host memory, in bytes. None copies everything at once.
+        timeout_seconds: Limit on a save. None uses Orbax's limit of 20 minutes.
     """
 
     ocdbt: bool = True
@@ -43,7 +43,7 @@ class ArrayFormat:
     timeout_seconds: int | None = None
 
     def context(self) -> ocp.Context:
-        """Options of Orbax for saving in this format."""
+        """Return the Orbax context to save in this format."""
         context = ocp.Context()
         saving = context.array.saving
         saving.use_ocdbt, saving.use_zarr3, saving.use_compression = self.ocdbt, self.zarr3, self.compression
@@ -58,25 +58,25 @@ class ArrayFormat:
 
 @attrs.frozen
 class SaveInProgress:
-    """A save that Orbax's threads are busy with.
+    """A save that is running in Orbax's threads.
 
     Attributes:
-        response: of Orbax.
-        timeout_seconds: limit on the save, for the error.
+        response: Orbax's response object.
+        timeout_seconds: Limit on the save, for the error message.
     """
 
     response: Any
     timeout_seconds: int | None
 
     def finish(self, check: Callable[[], object] = lambda: None) -> None:
-        """Waits until the checkpoint is complete.
+        """Wait until the checkpoint is complete.
 
         Args:
-            check: called every few seconds meanwhile. If it raises, the wait ends with its error; Orbax's threads go on.
+            check: Called every few seconds. If it raises, the wait ends with its error, and Orbax's threads continue.
 
         Raises:
-            TimeoutError: the save takes longer than its limit.
-            Exception: whatever else went wrong in Orbax, in TensorStore or in `check`.
+            TimeoutError: The save takes longer than its limit.
+            Exception: Any other error of Orbax, TensorStore or `check`.
         """
         pause, previous = FIRST_CHECK, None
         while True:
@@ -84,7 +84,7 @@ class SaveInProgress:
                 self.response.result(timeout=pause)
                 return
             except TimeoutError as error:
-                if error is previous:  # Orbax's own, which it raises again
+                if error is previous:  # Orbax's own timeout: it raises the same error object again
                     limit = (
                         f"{self.timeout_seconds} s (checkpointer.timeout_seconds)"
                         if self.timeout_seconds
@@ -97,12 +97,12 @@ class SaveInProgress:
 
 
 def start_save(path: str, trees: Mapping[str, Any], array_format: ArrayFormat) -> SaveInProgress:
-    """Starts to write trees of arrays, each as an item of one checkpoint.
+    """Start to write trees of arrays as the items of one checkpoint.
 
     Args:
-        path: of the checkpoint, absolute or a URI; it must not exist.
-        trees: item name -> pytree. The arrays may be donated once this returns.
-        array_format: how to store them.
+        path: Absolute path or URI of the checkpoint. It must not exist.
+        trees: Pytrees by item name. The arrays may be donated after this returns.
+        array_format: Storage format.
     """
     _find_emulator()
     with array_format.context():
@@ -110,29 +110,29 @@ def start_save(path: str, trees: Mapping[str, Any], array_format: ArrayFormat) -
 
 
 def load_tree(path: str, item: str | None, tree: Any) -> Any:
-    """Reads the arrays of one item, in the shardings of `tree`.
+    """Read the arrays of one item into the shardings of `tree`.
 
     Args:
-        path: of the checkpoint.
-        item: the item's name; None if the checkpoint is one tree without items.
-        tree: has a `jax.ShapeDtypeStruct` for each array to read, and `PLACEHOLDER` for all others.
+        path: Path of the checkpoint.
+        item: Name of the item, or None if the checkpoint is one tree without items.
+        tree: Pytree with a `jax.ShapeDtypeStruct` for each array to read, and `PLACEHOLDER` for all others.
     """
     _find_emulator()
     return ocp.load(path, tree, checkpointable_name=item)
 
 
 def read_tree(path: str, item: str) -> Any:
-    """Describes the tree of one item without reading arrays: objects with `shape` and `dtype`."""
+    """Return the tree of one item as objects with `shape` and `dtype`, without reading arrays."""
     _find_emulator()
     return ocp.metadata(path, checkpointable_name=item).metadata
 
 
 def read_trees(path: str) -> dict[str | None, Any]:
-    """Describes the trees of a checkpoint without reading arrays.
+    """Return the trees of a checkpoint without reading arrays.
 
     Returns:
-        Item name -> pytree of objects with `shape` and `dtype`. Items that are not trees of arrays are left out. The name
-        is None if the checkpoint is one tree without items.
+        Pytrees of objects with `shape` and `dtype` by item name, without items that are not trees of arrays. The name is None if
+        the checkpoint is one tree without items.
     """
     _find_emulator()
     try:
@@ -140,26 +140,26 @@ def read_trees(path: str) -> dict[str | None, Any]:
     except ocp.errors.InvalidLayoutError:
         return {None: ocp.metadata(path, checkpointable_name=None).metadata}
     root = open_path(path)
-    if lost := [
+    if missing := [
         n for n, tree in items.items() if tree is None and (root / n / TREE_METADATA).exists()
     ]:  # Orbax logs why
-        raise ValueError(f"the arrays of item {lost[0]} are missing or damaged")
+        raise ValueError(f"the arrays of item {missing[0]} are missing or damaged")
     return {name: tree for name, tree in sorted(items.items()) if isinstance(tree, (Mapping, Sequence))}
 
 
 def _find_emulator() -> None:
-    """Points TensorStore to an emulator of Google's store. It has a variable of its own for that."""
+    """Point TensorStore to an emulator of Google Cloud Storage, for which it reads a separate variable."""
     if (emulator := os.environ.get("STORAGE_EMULATOR_HOST")) is not None:
         os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", emulator)
 
 
 def open_path(path: str) -> Any:
-    """A local path, absolute, or a URI of Google's store; with the methods of `pathlib.Path`."""
+    """Return a path object, with the methods of `pathlib.Path`, for a local path or a `gs://` URI."""
     return ocp.options.FileOptions().path_class(path if "://" in path else os.path.abspath(path))
 
 
 def is_due(every_steps: int, step: int) -> bool:
-    """Whether Orbax's policy of fixed intervals saves a step."""
+    """Return True if Orbax's fixed-interval policy saves a step."""
     policies = ocp.training.save_decision_policies
     context = policies.DecisionContext(
         is_saving_in_progress=False,
@@ -171,18 +171,18 @@ def is_due(every_steps: int, step: int) -> bool:
 
 @attrs.frozen
 class BestSteps:
-    """Orbax's `BestN` over those checkpoints alone that have a score.
+    """Orbax's `BestN` policy, applied only to checkpoints with a score.
 
-    `BestN` keeps every checkpoint while there are at most `count` of them, whether they have a score or not.
+    Orbax's `BestN` keeps every checkpoint while there are at most `count` of them, with or without a score.
 
     Attributes:
-        count: how many to preserve.
+        count: Number of checkpoints to preserve.
     """
 
     count: int
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
-        """See `ocp.training.preservation_policies.PreservationPolicy`. `metrics` is a tuple that grows with the quality."""
+        """See `ocp.training.preservation_policies.PreservationPolicy`. `metrics` is a tuple; larger is better."""
         scored = [c for c in checkpoints if c.metrics is not None]
         best = ocp.training.preservation_policies.BestN(get_metric_fn=lambda rank: rank, n=self.count)
         preserved = {
@@ -194,23 +194,23 @@ class BestSteps:
 def preserved_steps(
     steps: Sequence[int], ranks: Mapping[int, tuple[float, ...]], *, last: int, every: int | None, best: int
 ) -> set[int]:
-    """The steps that any of Orbax's preservation policies keeps.
+    """Return the steps that any of Orbax's preservation policies keeps.
 
     Args:
-        steps: of all checkpoints.
-        ranks: of the steps that have a metric; larger is better.
-        last: how many of the newest to keep.
-        every: keep the steps that this divides.
-        best: how many of those with the largest rank to keep.
+        steps: Steps of all checkpoints.
+        ranks: Ranks of the steps that have a metric. Larger is better.
+        last: Number of newest steps to keep.
+        every: Keep the steps that are multiples of this number.
+        best: Number of steps with the largest ranks to keep.
     """
     policies = ocp.training.preservation_policies
-    chosen: list[Any] = [policies.LatestN(last)]
+    selected: list[Any] = [policies.LatestN(last)]
     if every is not None:
-        chosen.append(policies.EveryNSteps(every))
+        selected.append(policies.EveryNSteps(every))
     if best:
-        chosen.append(BestSteps(best))
+        selected.append(BestSteps(best))
     checkpoints = [_describe(step, ranks.get(step)) for step in sorted(steps)]
-    preserved = policies.AnyPreservationPolicy(chosen).should_preserve(
+    preserved = policies.AnyPreservationPolicy(selected).should_preserve(
         checkpoints, context=policies.PreservationContext()
     )
     return {c.step for c, keep in zip(checkpoints, preserved, strict=True) if keep}

@@ -1,8 +1,8 @@
-"""The names of files that Orbax writes."""
+"""Names of files that Orbax writes."""
 
 METADATA = "_CHECKPOINT_METADATA"
-"""In a checkpoint."""
+"""Metadata file of a checkpoint."""
 TREE_METADATA = "_METADATA"
-"""Beside the arrays of each tree."""
+"""Metadata file of a tree, next to its arrays."""
 COMMITTED = "commit_success.txt"
-"""The last file of a checkpoint in an object store."""
+"""File that Orbax writes last in an object store, when a checkpoint is complete."""

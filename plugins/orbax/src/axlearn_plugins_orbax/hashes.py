@@ -1,4 +1,4 @@
-"""Hashes of what Orbax wrote, each process a share of the files; and which process failed meanwhile."""
+"""Distributed hashing of Orbax's files, and reports of processes that failed during a save."""
 
 import json
 import logging
@@ -18,17 +18,17 @@ from axlearn_core.errors import StorageError
 
 log = logging.getLogger(__name__)
 HASHES = "hashes"
-"""The folder for what each process hashed, until the first one collects it."""
+"""Folder with the hashes of each process, until process 0 collects them."""
 FAILED = ".failed"
-"""Ends the name of the file there that a process writes if its save fails."""
+"""Suffix of the file in this folder that a process writes if its save fails."""
 
 
 class PeerError(StorageError):
-    """A save failed on another process."""
+    """Raised if a save failed on another process."""
 
 
 def split_files(sizes: Mapping[str, int]) -> list[str]:
-    """The files that this process hashes: every process takes as many bytes, to within one file."""
+    """Return the files that this process hashes. The bytes per process differ by at most one file."""
     loads = [0] * jax.process_count()
     shares: list[list[str]] = [[] for _ in loads]
     for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
@@ -39,12 +39,12 @@ def split_files(sizes: Mapping[str, int]) -> list[str]:
 
 
 def hash_share(storage: Storage, folder: str) -> dict[str, dict[str, Any]]:
-    """Size and hash of this process's share of Orbax's files below a folder, by their paths in it."""
+    """Return the sizes and hashes of this process's share of Orbax's files, by path in a folder."""
     files = storage.list(f"{folder}{STATE}/")
     sizes = {f.path.removeprefix(folder): f.bytes for f in files}
 
     def describe(name: str) -> dict[str, Any]:
-        if isinstance(storage, LocalStorage):  # Orbax leaves its own files, though not TensorStore's, to the page cache
+        if isinstance(storage, LocalStorage):  # TensorStore syncs its files, but Orbax does not
             sync_path(storage.root / folder / name)
         return {"bytes": sizes[name], "sha256": hash_file(storage, f"{folder}{name}", sizes[name])}
 
@@ -56,10 +56,10 @@ def hash_share(storage: Storage, folder: str) -> dict[str, dict[str, Any]]:
 def collect_hashes(
     storage: Storage, folder: str, processes: int, seconds: float = PEER_SECONDS
 ) -> dict[str, dict[str, Any]]:
-    """Waits until every process has hashed its share. Returns the files of all, and deletes what the processes wrote for that.
+    """Wait until every process has hashed its share. Return the hashes of all files, and delete the folder of hashes.
 
     Raises:
-        StorageError: a process failed, or did not finish in time; it names which.
+        StorageError: A process failed or did not finish in time. The error names it.
     """
     deadline, pause = time.monotonic() + seconds, 0.02
     expected = {f"{folder}{HASHES}/{p}.json": p for p in range(processes)}
@@ -79,14 +79,14 @@ def collect_hashes(
 
 
 def list_hashes(storage: Storage, folder: str) -> set[str]:
-    """The files of hashes that the processes of a save have written so far.
+    """Return the files of hashes that the processes of a save have written so far.
 
     Args:
-        storage: of the save.
-        folder: its staging folder, with a `/` at its end.
+        storage: Storage of the save.
+        folder: Staging folder of the save, with a trailing `/`.
 
     Raises:
-        PeerError: a process failed; says which, and why.
+        PeerError: A process failed. The error names it and has the reason.
     """
     paths = {f.path for f in storage.list(f"{folder}{HASHES}/")}
     if failed := sorted(p for p in paths if p.endswith(FAILED)):
@@ -96,10 +96,10 @@ def list_hashes(storage: Storage, folder: str) -> set[str]:
 
 
 def mark_failure(storage: Storage, folder: str, error: BaseException) -> None:
-    """Tells the other processes of a save that it failed here, or that Orbax was still writing when its time was over."""
+    """Report a failure or timeout of the save on this process to the other processes."""
     if isinstance(error, PeerError) or (jax.process_count() == 1 and not isinstance(error, TimeoutError)):
         return
     try:
         storage.write(f"{folder}{HASHES}/{jax.process_index()}{FAILED}", [str(error).encode() or b"?"])
-    except StorageError as unwritten:  # the others wait until Orbax gives up
-        log.warning("the other processes could not be told that a save failed: %s", unwritten)
+    except StorageError as unwritten:  # the others wait for Orbax's timeout
+        log.warning("cannot report a failed save to the other processes: %s", unwritten)

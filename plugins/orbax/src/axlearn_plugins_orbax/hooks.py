@@ -1,4 +1,4 @@
-"""Finds the checkpoints of plain Orbax."""
+"""Hooks of this plugin."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from axlearn_plugins_orbax.foreign import ForeignSteps
 
 @hookimpl
 def axlearn_foreign_checkpoints(storage: Storage, folder: str, uri: str) -> ForeignSteps | None:
-    """The steps of plain Orbax in a folder."""
+    """Return the plain Orbax steps in a folder, or None."""
     foreign = ForeignSteps(Checkpoints(storage, uri, folder))
     return foreign if foreign.steps() else None

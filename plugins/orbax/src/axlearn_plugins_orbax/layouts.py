@@ -1,4 +1,4 @@
-"""How MaxText and Tunix lay out parameters in an Orbax checkpoint, and which arrays of one are parameters."""
+"""Parameter tree layouts of MaxText, Tunix and plain Orbax checkpoints."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,14 +11,14 @@ from axlearn_core.errors import RequestError
 
 @attrs.frozen
 class TreeLayout:
-    """Where a project keeps parameters in a checkpoint.
+    """The layout of parameters in a project's checkpoints.
 
     Attributes:
-        name: of the project, as the command line takes it.
-        item: the name of Orbax's item.
-        pack: (nested parameters, step) -> the tree of the item.
-        prefix: what the dotted path of each parameter begins with.
-        suffix: what it ends with.
+        name: Name of the project on the command line.
+        item: Name of the Orbax item.
+        pack: Maps (nested parameters, step) to the tree of the item.
+        prefix: Prefix of the dotted path of each parameter.
+        suffix: Suffix of the dotted path of each parameter.
     """
 
     name: str
@@ -28,20 +28,20 @@ class TreeLayout:
     suffix: str = ""
 
     def params(self, paths: Iterable[str]) -> dict[str, str]:
-        """Path of a parameter in the model -> path in the checkpoint; leaves out what is not a parameter."""
+        """Map the paths of parameters in the model to their paths in the checkpoint. Ignore other arrays."""
         fitting = (p for p in paths if p.startswith(self.prefix) and p.endswith(self.suffix))
         return {p[len(self.prefix) : len(p) - len(self.suffix)]: p for p in fitting}
 
 
 def nest(arrays: Mapping[str, Any], leaf: str | None = None) -> dict[str, Any]:
-    """Nested dicts of arrays by dotted path.
+    """Return nested dicts of arrays.
 
     Args:
-        arrays: by dotted path.
-        leaf: wraps each array in a dict with this key.
+        arrays: Arrays by dotted path.
+        leaf: Key of a dict that wraps each array, or None.
 
     Raises:
-        RequestError: one path is the beginning of another one.
+        RequestError: A path is a prefix of another path.
     """
     tree: dict[str, Any] = {}
     for path, array in arrays.items():
@@ -62,18 +62,18 @@ def _wrap(tree: Any, leaf: str) -> Any:
 
 def _nesting_error(path: str) -> RequestError:
     return RequestError(
-        f"{path} is both an array and the beginning of another array's path: nested dicts cannot hold both\n"
+        f"{path} is both an array and a prefix of another array's path, which nested dicts cannot represent\n"
         "    fix: rename one of the two variables in the model"
     )
 
 
 def _train_state(params: dict[str, Any], step: int) -> dict[str, Any]:
-    # MaxText reads the collection `params` of Flax below the field `params` of its training state.
+    # MaxText expects Flax's collection `params` in the field `params` of its training state.
     return {"step": jnp.asarray(step, jnp.int32), "params": {"params": params}}
 
 
 def _nnx_state(params: dict[str, Any], step: int) -> dict[str, Any]:
-    # In an `nnx.State`, as Tunix saves it, each variable is a node with its array at `value`.
+    # Tunix saves an `nnx.State`, in which each variable is a node with its array in `value`.
     return _wrap(params, "value")
 
 
@@ -85,11 +85,11 @@ LAYOUTS = {
         TreeLayout("plain", "state", lambda params, step: params),
     )
 }
-"""Layouts by name; the first one that a checkpoint fits is the one that it has."""
+"""Layouts by name."""
 
 
 def find_layout(item: str | None, paths: Iterable[str]) -> TreeLayout:
-    """The layout of a checkpoint, by the paths of its arrays."""
+    """Detect the layout of a checkpoint from the name of its item and the paths of its arrays."""
     paths = list(paths)
     if any(p.startswith(LAYOUTS["maxtext"].prefix) for p in paths):
         return LAYOUTS["maxtext"]

@@ -1,4 +1,4 @@
-"""Parameters of a run as a checkpoint that MaxText, Tunix or plain Orbax reads, and the other way round."""
+"""Export of a run's parameters to MaxText, Tunix or plain Orbax checkpoints, and import from them."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -30,34 +30,34 @@ def export_run(
     item: str | None = None,
     array_format: compat.ArrayFormat = compat.ArrayFormat(),
 ) -> Path:
-    """Writes the parameters of a run to `OUT/STEP/ITEM`; the step appears in one piece.
+    """Write the parameters of a run to `OUT/STEP/ITEM`. The step is committed atomically.
 
     Args:
-        run_dir: the run, or the URI of one.
-        out: the directory of checkpoints, which may have other steps.
-        step: the checkpoint to take; None takes the newest.
-        layout: one of `LAYOUTS`.
-        item: the name of the item, instead of the layout's.
-        array_format: how Orbax stores the arrays.
+        run_dir: Directory or URI of the run.
+        out: Directory of checkpoints, which may have other steps.
+        step: Step of the checkpoint, or None for the newest.
+        layout: One of `LAYOUTS`.
+        item: Name of the item (default: the item of the layout).
+        array_format: Storage format of the arrays.
 
     Returns:
         The directory of the step.
 
     Raises:
-        CheckpointError: it is not a run, or has no such checkpoint.
-        RequestError: `out` has the step.
-        WorkError: the checkpoint cannot be written.
+        CheckpointError: `run_dir` is not a run, or has no such checkpoint.
+        RequestError: `out` already has the step.
+        WorkError: The checkpoint cannot be written.
     """
-    target, chosen = local_target(out), LAYOUTS[layout]
+    target, selected = local_target(out), LAYOUTS[layout]
     configure_devices(None)
     source = Run(run_dir).weights(step)
     folder = target.absolute() / str(source.step)
     if folder.exists():
-        raise RequestError(f"{folder} already exists; nothing was written\n    fix: give another OUT or --step")
-    tree = chosen.pack(nest(source.read()), source.step)
+        raise RequestError(f"{folder} already exists; nothing was written\n    fix: use another OUT or --step")
+    tree = selected.pack(nest(source.read()), source.step)
     try:
         target.mkdir(parents=True, exist_ok=True)
-        compat.start_save(str(folder), {item or chosen.item: tree}, array_format).finish()
+        compat.start_save(str(folder), {item or selected.item: tree}, array_format).finish()
     except (OSError, ValueError) as error:
         for partial in target.glob(f"{folder.name}.orbax-checkpoint-tmp*"):
             shutil.rmtree(partial, ignore_errors=True)
@@ -77,30 +77,30 @@ def import_checkpoint(
     with_: Sequence[str] = (),
     set: Sequence[str] = (),
 ) -> OrbaxWeights:
-    """Writes a run at step 0 whose model has the parameters of an Orbax checkpoint.
+    """Create a run at step 0 with the parameters of an Orbax checkpoint.
 
     Args:
-        directory: of one checkpoint, or of checkpoints by step; a path or gs://.
-        out: the new run.
-        config: whose parameters they are: an experiment, a run file or a run.
-        step: which checkpoint of `directory`; None takes the newest.
-        layout: one of `LAYOUTS`; None goes by the arrays.
-        item: the item with the parameters; None goes by the names of items.
-        with_: features to add to the experiment, as on the command line.
-        set: settings to make in it.
+        directory: Path or `gs://` URI of one checkpoint, or of a folder of checkpoints by step.
+        out: Directory of the new run.
+        config: Experiment, run file or run with the same parameters.
+        step: Step of the checkpoint in `directory`, or None for the newest.
+        layout: One of `LAYOUTS`, or None to detect it.
+        item: Item with the parameters, or None to detect it.
+        with_: Features to add to the experiment, as on the command line.
+        set: Settings of the experiment, as on the command line.
 
     Raises:
-        CheckpointError: Orbax cannot read it, or its arrays are not those of the model; lists every difference.
-        RequestError: `out` is taken, or the experiment does not fit.
-        WorkError: the run cannot be written.
+        CheckpointError: Orbax cannot read the checkpoint, or its arrays do not match the model. The error lists every difference.
+        RequestError: `out` already exists, or the experiment is invalid.
+        WorkError: The run cannot be written.
     """
     new_directory(out)
-    path, own_item = find_checkpoint(str(directory), step)
+    path, found_item = find_checkpoint(str(directory), step)
     configure_devices(None)
     resolved = resolve(Request.of(Run(config).config or config, with_=with_, set=set)).checked()
     experiment: Any = resolved.config
-    weights = OrbaxWeights(path, experiment, item=item or own_item, layout=layout)
-    log_message(f"note: {path} has no manifest of axlearn, so its files cannot be verified")
+    weights = OrbaxWeights(path, experiment, item=item or found_item, layout=layout)
+    log_message(f"note: {path} has no axlearn manifest, so its files cannot be verified")
 
     def read(source: OrbaxWeights) -> Mapping[str, Any]:
         state = compose(experiment).state
@@ -111,13 +111,13 @@ def import_checkpoint(
 
 
 def find_checkpoint(directory: str, step: int | None) -> tuple[str, str | None]:
-    """Finds one checkpoint in a directory, which has its files, its items or its steps.
+    """Find a checkpoint in a directory, which is an item, a checkpoint, or a folder of checkpoints by step.
 
     Returns:
-        (path of the checkpoint, name of the item if `directory` is that of an item)
+        (path of the checkpoint, name of the item if `directory` is an item, else None)
 
     Raises:
-        RequestError: there is no checkpoint, or not of this step; or axlearn wrote it.
+        RequestError: There is no checkpoint, or none of this step, or an axlearn run wrote it.
     """
     root = compat.open_path(directory)
     names = sorted(p.name for p in root.iterdir()) if root.is_dir() else []
@@ -130,13 +130,13 @@ def find_checkpoint(directory: str, step: int | None) -> tuple[str, str | None]:
             listed = f"steps: {', '.join(map(str, steps))}" if steps else f"files: {', '.join(names[:8]) or 'none'}"
             raise RequestError(
                 f"{directory} has no Orbax checkpoint{'' if step is None else f' of step {step}'}\n    got: {listed}\n"
-                "    expected: the directory of a checkpoint, or of checkpoints in folders named by their steps"
+                "    expected: a checkpoint, or a folder of checkpoints named by their steps"
             )
         root, step = root / str(steps[-1] if step is None else step), None
     if step is not None:
-        raise RequestError(f"{directory} is one checkpoint\n    got: --step {step}\n    fix: leave --step out")
+        raise RequestError(f"{directory} is a single checkpoint\n    got: --step {step}\n    fix: remove --step")
     if (root / MANIFEST).exists():
         raise RequestError(
-            f"{root} is a checkpoint of an axlearn run\n    fix: give its run directory to the command that needs the weights"
+            f"{root} is a checkpoint of an axlearn run\n    fix: pass its run directory to the command that needs the weights"
         )
     return str(root), item

@@ -1,4 +1,4 @@
-"""The trees of arrays in one Orbax checkpoint, by dotted path."""
+"""Trees of arrays in an Orbax checkpoint, by dotted path."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -15,9 +15,9 @@ class OrbaxTrees:
     """The trees of arrays in one Orbax checkpoint.
 
     Attributes:
-        path: of the checkpoint, absolute or a URI.
-        items: item name -> pytree of objects with `shape` and `dtype`; the name is None if there are no items.
-        prefixed: whether dotted paths begin with the name of the item.
+        path: Absolute path or URI of the checkpoint.
+        items: Pytrees of objects with `shape` and `dtype`, by item name. The name is None if there are no items.
+        prefixed: True if dotted paths start with the name of the item.
     """
 
     path: str
@@ -26,14 +26,14 @@ class OrbaxTrees:
 
     @classmethod
     def open(cls, path: str, items: Collection[str] | None = None) -> "OrbaxTrees":
-        """Describes a checkpoint without reading its arrays.
+        """Open a checkpoint without reading its arrays.
 
         Args:
-            path: of the checkpoint.
-            items: the items to look at, whose paths are not prefixed. None takes all; several are prefixed then.
+            path: Absolute path or URI of the checkpoint.
+            items: Items to open, with unprefixed paths. None opens all items and prefixes their paths if there are several.
 
         Raises:
-            CheckpointError: Orbax cannot read it, or it has no arrays.
+            CheckpointError: Orbax cannot read the checkpoint, or it has no arrays.
         """
         from axlearn_plugins_orbax import compat
 
@@ -41,14 +41,14 @@ class OrbaxTrees:
             trees: dict[str | None, Any] = (
                 compat.read_trees(path) if items is None else {item: compat.read_tree(path, item) for item in items}
             )
-        except Exception as error:  # Orbax raises many kinds of errors for a directory that is not a checkpoint
+        except Exception as error:  # Orbax raises many error types if a directory is not a checkpoint
             raise _unreadable(path, error) from error
         if not trees:
             raise CheckpointError(f"the Orbax checkpoint {path} has no tree of arrays")
         return cls(path, trees, prefixed=items is None and len(trees) > 1)
 
     def arrays(self) -> dict[str, Any]:
-        """Dotted path -> object with `shape` and `dtype`."""
+        """Return an object with `shape` and `dtype` for each array, by dotted path."""
         return {
             self._prefix(item) + path: leaf
             for item, tree in self.items.items()
@@ -57,7 +57,7 @@ class OrbaxTrees:
         }
 
     def read(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """Reads arrays by the paths of `arrays`, in the shardings of `like`.
+        """Read arrays by the paths of `arrays` into the shardings of `like`.
 
         Raises:
             CheckpointError: Orbax cannot read the files.
@@ -75,7 +75,7 @@ class OrbaxTrees:
             if paths:
                 try:
                     arrays = flatten(compat.load_tree(self.path, item, jax.tree_util.tree_map_with_path(choose, tree)))
-                except Exception as error:  # of TensorStore too
+                except Exception as error:  # including errors of TensorStore
                     raise _unreadable(self.path, error) from error
                 loaded |= {prefix + p: arrays[p] for p in paths}
         return loaded

@@ -1,4 +1,4 @@
-"""The parameters in a checkpoint of plain Orbax as the weights of an experiment's model."""
+"""Parameters of a plain Orbax checkpoint as the weights of an experiment's model."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -19,29 +19,30 @@ from axlearn_plugins_orbax.trees import OrbaxTrees
 
 
 class OrbaxWeights:
-    """See `axlearn_core.contracts.parts.Weights`.
+    """Weights in an Orbax checkpoint. See `axlearn_core.contracts.parts.Weights`.
 
     Attributes:
-        trees: the checkpoint, with the one item that has the parameters.
-        experiment: the root config that the model belongs to.
-        layout: how the parameters are laid out.
-        step: 0, as the checkpoint of an import begins with.
+        trees: The checkpoint, restricted to the item with the parameters.
+        experiment: Root config of the experiment with the model.
+        layout: Layout of the parameters.
+        step: Always 0, the step of an imported run.
     """
 
     step = 0
 
     def __init__(self, path: str, experiment: Any, *, item: str | None = None, layout: str | None = None):
-        """Compares the arrays of a checkpoint with those of a model.
+        """Open a checkpoint and compare its arrays with those of the model.
 
         Args:
-            path: of the checkpoint.
-            experiment: a root config.
-            item: the item with the parameters; None goes by the names of items.
-            layout: one of `LAYOUTS`; None goes by the arrays.
+            path: Path of the checkpoint.
+            experiment: Root config of the experiment.
+            item: Item with the parameters, or None to detect it.
+            layout: One of `LAYOUTS`, or None to detect it.
 
         Raises:
-            CheckpointError: Orbax cannot read it, or its arrays are not those of the model; lists every difference.
-            RequestError: it is not clear which item has the parameters.
+            CheckpointError: Orbax cannot read the checkpoint, or its arrays do not match the model. The error lists every
+                difference.
+            RequestError: The item with the parameters cannot be detected, or does not exist.
         """
         self.experiment = experiment
         self.trees = choose_item(OrbaxTrees.open(path), item)
@@ -52,8 +53,8 @@ class OrbaxWeights:
         check_tensors(
             f"{path} (item {name}, layout {self.layout.name})",
             self.specs(),
-            {p: self._stored[of] for p, of in self._paths.items()},
-            fix="give the experiment whose parameters these are, with its features and sizes, or another layout",
+            {p: self._stored[stored] for p, stored in self._paths.items()},
+            fix="use the experiment of these parameters, with its features and sizes, or another layout",
         )
 
     @cached_property
@@ -78,11 +79,11 @@ class OrbaxWeights:
         return sorted(self._stored.keys() - self._paths.values())
 
     def specs(self) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """See `Weights.specs`; in the dtypes of the model, not of the files."""
+        """See `Weights.specs`. The dtypes are those of the model, not of the files."""
         return {**self.functional.abstract, **self.functional.variables}
 
     def read(self, pattern: str = "**", shardings: Mapping[str, Sharding] | None = None) -> dict[str, jax.Array]:
-        """See `Weights.read`. Says which dtypes change."""
+        """See `Weights.read`. Log the dtypes that change."""
         specs, default = self.specs(), SingleDeviceSharding(jax.local_devices()[0])
         places = select_tensors(pattern, shardings, specs, self.trees.path)
         stored = {path: self._stored[self._paths[path]] for path in places}
@@ -93,15 +94,15 @@ class OrbaxWeights:
         loaded = self.trees.read(like)
         changes = {(str(stored[p].dtype), str(specs[p].dtype)) for p in places if stored[p].dtype != specs[p].dtype}
         for old, new in sorted(changes):
-            log_message(f"note: arrays of {old} become {new}, which the model has")
+            log_message(f"note: converting {old} arrays to {new}, the dtype of the model")
         return {path: loaded[self._paths[path]].astype(specs[path].dtype) for path in places}
 
 
 def choose_item(trees: OrbaxTrees, item: str | None) -> OrbaxTrees:
-    """The checkpoint with the one item that has the parameters.
+    """Return the checkpoint restricted to the item with the parameters.
 
     Raises:
-        RequestError: several may be meant, or there is no item of this name.
+        RequestError: Several items may have the parameters, or there is no item of this name.
     """
     names = list(trees.items)
     usual_names = [layout.item for layout in LAYOUTS.values()]
@@ -111,7 +112,7 @@ def choose_item(trees: OrbaxTrees, item: str | None) -> OrbaxTrees:
     if not candidates or candidates[0] not in names:
         close = nearest(item or "", [str(n) for n in names], limit=1)
         raise RequestError(
-            f"{trees.path}: {'which item has the parameters?' if item is None else f'there is no item {item!r}'}\n"
-            f"    items: {', '.join(map(str, names))}\n    fix: give --item {close[0] if close else names[0]}"
+            f"{trees.path}: {'cannot tell which item has the parameters' if item is None else f'item {item!r} does not exist'}\n"
+            f"    items: {', '.join(map(str, names))}\n    fix: set --item {close[0] if close else names[0]}"
         )
     return attrs.evolve(trees, items={candidates[0]: trees.items[candidates[0]]}, prefixed=False)

@@ -1,1 +1,1 @@
-"""What keeps a training run going: a watchdog of rules and actions."""
+"""Resilience of training runs: a watchdog, local checkpoints, corruption checks, run listeners and launchers."""

@@ -1,4 +1,4 @@
-"""What a watchdog does where a rule is broken."""
+"""Actions of a watchdog when a rule is broken."""
 
 import faulthandler
 import json
@@ -20,26 +20,31 @@ from axlearn_core.config import Configurable, node, setting
 from axlearn_core.errors import RequestError
 
 RESTART = 75
-"""Exit code of a process that wants to be started again: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of a process that asks to be restarted: EX_TEMPFAIL in sysexits.h."""
 
 
 class Action(Protocol):
-    """Acts on an incident. It never raises, and returns soon."""
+    """Handles an incident. It must not raise or block."""
 
     def __call__(self, incident: Mapping[str, Any], run_dir: Path) -> None:
-        """`incident`: what `watchdog.jsonl` holds of it: time, rule, message, phase, step, rank, host, pid."""
+        """Handle an incident.
+
+        Args:
+            incident: The line of `watchdog.jsonl`: time, rule, message, phase, step, rank, host and pid.
+            run_dir: Run directory.
+        """
         ...
 
 
 class DumpStacks(Configurable):
-    """Writes what every thread of this process does to `<run>/stacks-RANK.txt`, and which child processes it has.
+    """Writes the stacks of all threads of this process, and its child processes, to `<run>/stacks-RANK.txt`.
 
-    The stacks of children (data workers) are there too where the program `py-spy` is installed.
+    The stacks of child processes (data workers) are included if the program `py-spy` is installed.
     """
 
     @node
     class Config(Configurable.Config["DumpStacks"]):
-        """Nothing to set."""
+        """No settings."""
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -57,11 +62,11 @@ class DumpStacks(Configurable):
 
 
 class StopRun(Configurable):
-    """Asks the run to save and stop, as SIGTERM does. Where it hangs, it does not."""
+    """Asks the run to save and stop, as SIGTERM does. Has no effect on a run that hangs."""
 
     @node
     class Config(Configurable.Config["StopRun"]):
-        """Nothing to set."""
+        """No settings."""
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -72,14 +77,14 @@ class StopRun(Configurable):
 
 
 class RestartProcess(Configurable):
-    """Ends this process at once with exit code 75, without saving, for a supervisor that starts it again.
+    """Ends this process at once with exit code 75, without saving. A supervisor then restarts it.
 
-    Steps since the last checkpoint are lost. Without a supervisor the run ends.
+    The steps since the last checkpoint are lost. Without a supervisor the run ends.
     """
 
     @node
     class Config(Configurable.Config["RestartProcess"]):
-        """Nothing to set."""
+        """No settings."""
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -91,15 +96,20 @@ class RestartProcess(Configurable):
 
 
 class Webhook(Configurable):
-    """Posts the incident as JSON to a URL, which an environment variable holds: it often is a secret.
+    """Posts the incident as JSON to a URL. An environment variable holds the URL because it is often a secret.
 
     Raises:
-        RequestError: the variable is not set, or holds no http or https URL.
+        RequestError: The variable is not set, or is not an http or https URL.
     """
 
     @node
     class Config(Configurable.Config["Webhook"]):
-        """`variable`: the environment variable. `seconds`: the time limit of a request."""
+        """Source of the URL, and the time limit.
+
+        Attributes:
+            variable: Environment variable with the URL.
+            seconds: Time limit of a request.
+        """
 
         variable: str = "AXLEARN_WEBHOOK"
         seconds: float = setting(default=10.0, gt=0)
@@ -110,8 +120,8 @@ class Webhook(Configurable):
         if urlsplit(self.url).scheme not in ("http", "https"):
             raise RequestError(
                 f"the webhook of the watchdog has no URL: the environment variable {cfg.variable} "
-                f"{'holds no http or https URL' if self.url else 'is not set'}\n"
-                f"    fix: set {cfg.variable}, or leave out the action `webhook`"
+                f"{'is not an http or https URL' if self.url else 'is not set'}\n"
+                f"    fix: set {cfg.variable}, or remove the action `webhook`"
             )
 
     def __call__(self, incident: Mapping[str, Any], run_dir: Path) -> None:
@@ -130,17 +140,17 @@ class Webhook(Configurable):
 
 
 def stacks_path(run_dir: Path, rank: int) -> Path:
-    """The file that stacks of a process are written to."""
+    """Return the path of a process's stack traces."""
     return run_dir / f"stacks-{rank}.txt"
 
 
 def timestamp() -> str:
-    """The time now, UTC, ISO 8601."""
+    """Return the current UTC time in ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def _children(pid: int) -> list[int]:
-    """Child processes, on Linux; elsewhere none are known."""
+    """Return the child processes of `pid`. Returns an empty list on systems other than Linux."""
     paths = Path(f"/proc/{pid}/task").glob("*/children")
     try:
         return sorted({int(child) for path in paths for child in path.read_text().split()})

@@ -1,4 +1,4 @@
-"""The component `sdc-check`: silent data corruption, found by computing a step twice and by comparing replicas."""
+"""The component `sdc-check`: detect silent data corruption by repeating a step and comparing replicas."""
 
 import socket
 import zlib
@@ -16,27 +16,27 @@ from axlearn_core.config import Configurable, node, setting
 from axlearn_core.errors import WorkError
 from axlearn_core.learn.paths import flatten
 
-_ODD = 2654435761
+_MULTIPLIER = 2654435761
 Row = tuple[str, str, str, int]
-"""(path, place in the array, device, checksum)."""
+"""(path, index ranges of the shard, device, checksum)."""
 
 
 class CorruptionCheck(Configurable):
-    """Every so many steps: computes the step twice and compares the results bit by bit, then the replicas of all devices.
+    """Computes every N-th step twice, compares the results bit by bit, and compares the replicas on all devices.
 
-    A chip that computes wrongly now and then gives two results; one that always does differs from its replicas. Checksums are
-    computed on the devices. While a step is computed twice, a second copy of the training state lies on them.
+    A device with intermittent errors gives two different results. A device with permanent errors differs from its replicas.
+    Checksums are computed on the devices. Computing a step twice needs memory for a second training state.
     """
 
     @node
     class Config(Configurable.Config["CorruptionCheck"]):
-        """When, and what.
+        """Interval and kinds of checks.
 
         Attributes:
-            every_steps: a step is checked after each such number.
-            rerun: compute it twice. The program has to be deterministic, as XLA's are but for flags that say otherwise.
-            replicas: compare the arrays that several devices hold.
-            wait_seconds: how long processes wait for each other's checksums.
+            every_steps: Steps between checks.
+            rerun: Compute the checked step twice. The program must be deterministic, as XLA programs are by default.
+            replicas: Compare the shards that several devices hold.
+            wait_seconds: Seconds that processes wait for each other's checksums.
         """
 
         every_steps: int = setting(default=100, ge=1)
@@ -55,7 +55,7 @@ class CorruptionCheck(Configurable):
         """See `axlearn_core.train.loop.StepCheck`.
 
         Raises:
-            WorkError: results or replicas differ. Names process, host, device and array; nothing of the step is saved.
+            WorkError: Results or replicas differ. The error names the process, host, device and array. The step is not saved.
         """
         step = session.step + 1
         state_copy = jax.tree.map(jnp.copy, session.state) if self.cfg.rerun else session.state
@@ -68,27 +68,27 @@ class CorruptionCheck(Configurable):
         state, scalars = session.program.train_step(state_copy, batch)
         rows = checksums(state)
         if self.cfg.rerun:
-            problems += _reruns_that_differ(first, rows)
+            problems += _compare_reruns(first, rows)
         replicas = [list(row) for row in rows] if self.cfg.replicas else []
         facts = gather_objects([socket.gethostname(), problems, replicas], "sdc-check", self.cfg.wait_seconds)
         differences = [f"process {p} on {host}: {line}" for p, (host, lines, _) in enumerate(facts) for line in lines]
-        differences += compare_replicas([(p, host, own) for p, (host, _, own) in enumerate(facts)])
+        differences += compare_replicas([(p, host, row_list) for p, (host, _, row_list) in enumerate(facts)])
         if differences:
             report_lines = [
                 *differences[:12],
                 *([f"and {len(differences) - 12} more"] if len(differences) > 12 else []),
             ]
             raise WorkError(
-                f"step {step} was not computed right: silent data corruption\n"
+                f"step {step} was computed incorrectly: silent data corruption\n"
                 + "\n".join(f"    {line}" for line in report_lines)
-                + "\n    fix: take the machine named here out and run the same command again, which goes on from the newest "
-                "checkpoint; with `--restore-step`, from an earlier one"
+                + "\n    fix: remove the machine named here and run the same command again to resume from the newest "
+                "checkpoint, or add `--restore-step` to resume from an earlier one"
             )
         return state, scalars
 
 
 def checksums(state: Any) -> list[Row]:
-    """A checksum of each shard on the devices of this process. One bit that differs gives another one."""
+    """Return a checksum of each shard on the devices of this process. Any change of one bit changes the checksum."""
     rows: list[tuple[str, str, str, jax.Array | int]] = []
     for path, array in flatten(state).items():
         for shard in array.addressable_shards:
@@ -100,7 +100,7 @@ def checksums(state: Any) -> list[Row]:
 
 
 def compare_replicas(processes: Sequence[tuple[int, str, Sequence[Any]]]) -> list[str]:
-    """What differs between devices that hold the same part of an array; where most agree, the others are named."""
+    """Return a line for each device with a shard that differs from its replicas. If most agree, report only the others."""
     groups: defaultdict[tuple[str, str], list[tuple[str, int]]] = defaultdict(list)
     for process, host, rows in processes:
         for path, place, device, value in rows:
@@ -112,20 +112,22 @@ def compare_replicas(processes: Sequence[tuple[int, str, Sequence[Any]]]) -> lis
             continue
         (common, most), *rarer = counts.most_common()
         clear = most > rarer[0][1]
-        odd = [name for name, value in holders if not clear or value != common]
+        names = [name for name, value in holders if not clear or value != common]
         among = "" if clear else " (no majority)"
-        problems += [f"{name}: {path}{f'[{place}]' if place else ''} differs from its replicas{among}" for name in odd]
+        problems += [
+            f"{name}: {path}{f'[{place}]' if place else ''} differs from its replicas{among}" for name in names
+        ]
     return problems
 
 
-def _reruns_that_differ(first: Sequence[Row], second: Sequence[Row]) -> list[str]:
-    """A line for each device: which arrays came out otherwise the second time."""
+def _compare_reruns(first: Sequence[Row], second: Sequence[Row]) -> list[str]:
+    """Return a line for each device with arrays that differed in the second run."""
     by_device: defaultdict[str, list[str]] = defaultdict(list)
     for (path, _, device, one), (*_, two) in zip(first, second, strict=True):
         if one != two:
             by_device[device].append(path)
     return [
-        f"device {device}: {paths[0]}{f' and {len(paths) - 1} more arrays' if paths[1:] else ''} came out otherwise the second time"
+        f"device {device}: {paths[0]}{f' and {len(paths) - 1} more arrays' if paths[1:] else ''} differed in the second run"
         for device, paths in by_device.items()
     ]
 
@@ -134,7 +136,10 @@ _BITS: Mapping[int, Any] = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def _checksum(data: jax.Array) -> jax.Array | int:
-    """The sum of all elements' bits, each times an odd number of its own, modulo 2**32. Runs on the device of `data`."""
+    """Return the sum of all elements' bits, each multiplied by a different odd number, modulo 2**32.
+
+    Runs on the device of `data`.
+    """
     size = data.dtype.itemsize
     if not data.size:
         return 0
@@ -142,5 +147,5 @@ def _checksum(data: jax.Array) -> jax.Array | int:
         return zlib.crc32(np.asarray(data).tobytes())
     bits = lax.bitcast_convert_type(data, _BITS[size]).reshape(-1).astype(jnp.uint32)
     with jax.default_device(next(iter(data.devices()))):
-        odd = lax.iota(jnp.uint32, bits.size) * np.uint32(_ODD) | np.uint32(1)
-    return jnp.sum(bits * odd, dtype=jnp.uint32)
+        factors = lax.iota(jnp.uint32, bits.size) * np.uint32(_MULTIPLIER) | np.uint32(1)
+    return jnp.sum(bits * factors, dtype=jnp.uint32)

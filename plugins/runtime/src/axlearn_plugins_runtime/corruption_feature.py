@@ -14,10 +14,10 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 @node
 class CorruptionFeature(Feature):
-    """Looks for silent data corruption: computes every so many steps twice, and compares the replicas of all devices.
+    """Detects silent data corruption: computes every N-th step twice and compares the replicas on all devices.
 
-    A checked step costs about two, and room for a second training state on the devices; `rerun=false` compares replicas only.
-    Needs the loop of the core.
+    A checked step takes about as long as two steps, and needs memory for a second training state on the devices.
+    `rerun=false` only compares replicas. Requires the core's training loop.
     """
 
     stage = "execute"
@@ -28,12 +28,12 @@ class CorruptionFeature(Feature):
     replicas: bool = True
 
     def apply(self, cfg: Tree) -> Tree:
-        """Puts the check into the loop."""
+        """Add the check to the loop."""
         loop = loop_of(cfg)
         if not isinstance(loop, TrainLoop.Config):
             raise RequestError(
-                f"sdc-check is a part of the core's loop\n    got: loop {type(loop).__qualname__}\n    expected: train-loop\n"
-                "    fix: leave the feature out, or set loop={type: train-loop}"
+                f"sdc-check requires the core's training loop\n    got: loop {type(loop).__qualname__}\n    expected: train-loop\n"
+                "    fix: remove the feature, or set loop={type: train-loop}"
             )
         check = CorruptionCheck.Config(every_steps=self.every_steps, rerun=self.rerun, replicas=self.replicas)
         return patch(cfg, {"loop.check": check})

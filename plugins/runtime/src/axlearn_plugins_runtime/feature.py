@@ -20,11 +20,12 @@ ON_HANG = {
 
 @node
 class WatchdogFeature(Feature):
-    """Watches for hangs, slow steps, starved input and loss spikes, and reports them in `<run>/watchdog.jsonl`.
+    """Detects hangs, slow steps, starved input and loss spikes, and reports them in `<run>/watchdog.jsonl`.
 
-    `hang_seconds` is the least limit of a phase, `save_seconds` that of a save; restoring and compiling have an hour. `on_hang`:
-    `stacks` writes the stacks of all threads, `stop` saves and stops too, `restart` exits with code 75 for a supervisor. For other
-    rules and actions set `watchdog.rules` in a run file. An experiment's own watchdog is replaced.
+    `hang_seconds` is the minimum limit of a phase and `save_seconds` that of a save. Restoring and compiling may take an hour.
+    `on_hang`: `report` only logs the hang, `stacks` also writes the stacks of all threads, `stop` also saves and stops, and
+    `restart` writes the stacks and exits with code 75 for a supervisor. To use other rules and actions, set `watchdog.rules` in
+    a run file. The feature replaces an experiment's own watchdog.
     """
 
     stage = "execute"
@@ -34,7 +35,7 @@ class WatchdogFeature(Feature):
     on_hang: Literal["report", "stacks", "stop", "restart"] = "stacks"
 
     def apply(self, cfg: Tree) -> Tree:
-        """Puts the watchdog into its slot."""
+        """Set the watchdog."""
         watchdog = RuleWatchdog.Config()
         hang = Hang.Config(seconds=self.hang_seconds, save_seconds=self.save_seconds, actions=ON_HANG[self.on_hang])
         return patch(cfg, {"watchdog": RuleWatchdog.Config(rules={**watchdog.rules, "hang": hang})})

@@ -1,11 +1,14 @@
-"""The hooks of this plugin. Imports no JAX."""
+"""Hooks of this plugin. Does not import JAX."""
 
 from axlearn_core.plugins.hookspecs import hookimpl
 
 
 @hookimpl
 def axlearn_run_listeners() -> list[str]:
-    """The parts of jobs. Listeners of one position open in this order: the lock is taken before the working copy is fetched."""
+    """Return the listeners of this plugin.
+
+    Listeners of the same position open in this order, so the lock is taken before the working copy is fetched.
+    """
     job = "axlearn_plugins_runtime.job"
     return [
         f"{job}.holder:lock_holder",

@@ -1,10 +1,10 @@
-"""The node-local tier: what this process keeps of the training state on its own machine, every few steps.
+"""The node-local tier: frequent checkpoints of the training state on the local machine.
 
-DIRECTORY/RUN/process-0/120/      an ordinary checkpoint, of every shard on the devices of process 0
-    part.json                     whose it is: process, attempt, timeline
+DIRECTORY/RUN/process-0/120/      checkpoint of all shards on the devices of process 0, at step 120
+    part.json                     its process, attempt and timeline
     manifest.json, state/, ...    as in every checkpoint
-DIRECTORY/RUN/process-3/120/      copied here from another machine
-DIRECTORY/RUN/process-0/.120.damaged-TIME/   set aside: a hash did not hold
+DIRECTORY/RUN/process-3/120/      copy from another machine
+DIRECTORY/RUN/process-0/.120.damaged-TIME/   set aside because a hash did not match
 """
 
 import contextlib
@@ -28,17 +28,18 @@ from axlearn_core.errors import CheckpointError, RequestError, StorageError
 
 PART = "part.json"
 Need = tuple[str, Box]
-"""(path, box of the array) that a process has to read."""
+"""(path, box of the array) that a process must read."""
 
 
 @attrs.frozen(order=True)
 class Part:
-    """The shards of one process at one step, on this machine.
+    """The shards of one process at one step, stored on this machine.
 
     Attributes:
-        attempt: of the job; parts of one step belong together where they have the same.
-        process: that wrote it, in its attempt.
-        timeline: changes where a run is told to go back to an earlier step: what is ahead then does not count.
+        step: Step of the training state.
+        attempt: Id of the attempt that wrote the part. Parts of a step belong together if their attempts are equal.
+        process: Index of the process that wrote the part.
+        timeline: Id of the timeline. It changes when a run rolls back to an earlier step, which invalidates later parts.
     """
 
     step: int
@@ -48,15 +49,15 @@ class Part:
 
     @property
     def folder(self) -> str:
-        """Below the tier's root."""
+        """Folder below the root of the tier."""
         return f"process-{self.process}/{self.step}"
 
 
 class LocalParts:
-    """The parts of one run that lie on this machine.
+    """The parts of one run on this machine.
 
     Raises:
-        RequestError: the directory cannot be used, or belongs to somebody else.
+        RequestError: The directory cannot be used, or belongs to another user.
     """
 
     def __init__(self, directory: str, run: str):
@@ -65,11 +66,11 @@ class LocalParts:
         self.excluded: set[Part] = set()
 
     def place(self, process: int) -> Checkpoints:
-        """The checkpoints of one process's parts."""
+        """Return the parts of one process as checkpoints."""
         return Checkpoints(self.storage, str(self.root / f"process-{process}"), f"process-{process}/")
 
     def find(self) -> list[Part]:
-        """Every complete part, oldest first."""
+        """Return every complete part, oldest first."""
         parts = []
         for path in self.root.glob(f"process-*/*/{PART}"):
             step, process = path.parent.name, path.parent.parent.name.removeprefix("process-")
@@ -79,23 +80,23 @@ class LocalParts:
                 facts = json.loads(path.read_text())
                 parts.append(Part(int(step), facts["attempt"], int(process), facts["timeline"]))
             except (OSError, ValueError, KeyError, TypeError):
-                continue  # damaged, or deleted meanwhile
+                continue  # damaged, or deleted by another process
         return sorted(set(parts) - self.excluded)
 
     def describe(self, part: Part) -> list[tuple[str, int]]:
-        """(name, bytes) of each file of a part."""
+        """Return (name, bytes) of each file of a part."""
         folder = f"{part.folder}/"
         return [(f.path.removeprefix(folder), f.bytes) for f in self.storage.list(folder)]
 
     def inspect(self, part: Part) -> Manifest:
-        """What a part holds. Raises `CheckpointError` where it is damaged."""
+        """Return the manifest of a part. Raise `CheckpointError` if it is damaged."""
         return self.place(part.process).inspect(part.step)
 
     def index(self, parts: Iterable[Part]) -> dict[str, StoredArray]:
-        """The arrays of some parts, each box once; the files of pieces are below the root.
+        """Merge the array indices of some parts. Each box appears once, and file paths are relative to the root.
 
         Raises:
-            CheckpointError: an index or manifest is damaged.
+            CheckpointError: An index or manifest is damaged.
         """
         pieces: dict[str, dict[Any, Any]] = {}
         arrays: dict[str, StoredArray] = {}
@@ -116,23 +117,23 @@ class LocalParts:
     def read(
         self, arrays: Mapping[str, StoredArray], abstract: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, jax.Array]:
-        """The arrays, in the shardings of `abstract`. Raises `DamagedError` where a hash does not hold."""
+        """Read arrays into the shardings of `abstract`. Raise `DamagedError` if a hash does not match."""
         shardings = {p: x.sharding for p, x in abstract.items()}
         return dict(stream.read_arrays(self.storage, "", {p: arrays[p] for p in abstract}, shardings))
 
     def read_extra(self, part: Part) -> dict[str, Any]:
-        """What was saved in addition to arrays. Raises `CheckpointError` where it is damaged."""
+        """Return the extra data of a part. Raise `CheckpointError` if it is damaged."""
         name = f"{part.folder}/{manifest.EXTRA}"
         try:
             data = self.storage.read(name)
         except StorageError as error:
             raise CheckpointError(str(error)) from error
         if self.inspect(part).files.get(manifest.EXTRA) != manifest.describe(data):
-            raise CheckpointError(f"{self.root / name} is not what was written")
+            raise CheckpointError(f"{self.root / name} is damaged: its hash does not match")
         return json.loads(data)
 
     def is_damaged(self, part: Part) -> bool:
-        """Reads a part and compares every hash."""
+        """Return True if any hash of a part does not match."""
         try:
             self.place(part.process).verify(part.step)
         except CheckpointError:
@@ -140,7 +141,7 @@ class LocalParts:
         return False
 
     def quarantine(self, part: Part) -> Path | None:
-        """Sets a part aside, where it stays; None where another process of this machine did."""
+        """Set a damaged part aside. Return its new path, or None if another process of this machine moved it."""
         self.excluded.add(part)
         source = self.root / part.folder
         target = source.with_name(f".{part.step}.damaged-{time.time_ns()}")
@@ -151,17 +152,17 @@ class LocalParts:
         return target
 
     def delete(self, parts: Iterable[Part]) -> None:
-        """Deletes parts. What another process of this machine deletes meanwhile is deleted."""
+        """Delete parts. Another process of this machine may delete them at the same time."""
         for part in parts:
             self.remove(part.folder)
 
     def remove(self, folder: str) -> None:
-        """Deletes a folder below the root as far as it can be."""
+        """Delete a folder below the root. Ignore errors."""
         with contextlib.suppress(StorageError):
             self.storage.delete(folder)
 
     def clean(self) -> None:
-        """Removes what a killed attempt left half-written, and all but the newest of what was set aside."""
+        """Remove partial files of killed attempts, and all damaged parts except the newest of each process."""
         for folder in self.root.glob("process-*"):
             for path in folder.glob(".*"):
                 if re.fullmatch(r"\.\d+\.(partial|deleted|from-\d+)", path.name):
@@ -171,15 +172,15 @@ class LocalParts:
 
 
 def open_directory(directory: str) -> Path:
-    """The directory of a tier, made if need be, for this user alone. Environment variables in it are filled in.
+    """Create the directory of a tier if it does not exist, with mode 700. Expand environment variables in its path.
 
     Raises:
-        RequestError: a variable is not set, it cannot be made or written, or others may write to it.
+        RequestError: A variable is not set, the directory cannot be created or written, or others may write to it.
     """
     path = Path(os.path.expandvars(directory)).expanduser()
-    fix = "give another checkpointer.local.directory: a disk of this machine, or /dev/shm"
+    fix = "set checkpointer.local.directory to a directory on a local disk or in /dev/shm"
     if "$" in str(path):
-        raise RequestError(f"checkpointer.local.directory: a variable in {directory!r} is not set here\n    fix: {fix}")
+        raise RequestError(f"checkpointer.local.directory: a variable in {directory!r} is not set\n    fix: {fix}")
     if "://" in directory:
         raise RequestError(
             f"checkpointer.local.directory: {directory!r} is a URI\n    expected: a local path\n    fix: {fix}"
@@ -191,17 +192,17 @@ def open_directory(directory: str) -> Path:
         raise RequestError(f"checkpointer.local.directory: {path}: {error.strerror}\n    fix: {fix}") from error
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise RequestError(
-            f"checkpointer.local.directory: others may write to {path}, and what lies there is trained on\n"
+            f"checkpointer.local.directory: others may write to {path}, and training would resume from their files\n"
             f"    got: mode {status.st_mode & 0o777:o}, user {status.st_uid}\n    expected: 700, user {os.geteuid()}\n"
-            "    fix: chmod 700 it, or give a directory in it, which is made"
+            "    fix: run chmod 700 on it, or set a subdirectory, which is created"
         )
     if not os.access(path, os.W_OK | os.X_OK):
         raise RequestError(f"checkpointer.local.directory: {path} cannot be written\n    fix: {fix}")
     return path.absolute()
 
 
-def needs_of(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> list[Need]:
-    """What this process's devices hold of some arrays."""
+def list_needs(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> list[Need]:
+    """Return the boxes of arrays that the devices of this process hold."""
     needs = {}
     for path, spec in abstract.items():
         sharding: Any = spec.sharding
@@ -211,8 +212,8 @@ def needs_of(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> list[Need]:
     return list(needs)
 
 
-def overlaps_of(need: Need, arrays: Mapping[str, StoredArray]) -> list[Box]:
-    """The parts of a need that some arrays hold."""
+def find_overlaps(need: Need, arrays: Mapping[str, StoredArray]) -> list[Box]:
+    """Return the boxes of a need that the arrays contain."""
     path, box = need
     if path not in arrays:
         return []
@@ -221,16 +222,16 @@ def overlaps_of(need: Need, arrays: Mapping[str, StoredArray]) -> list[Box]:
 
 
 def is_covered(need: Need, boxes: Sequence[Box]) -> bool:
-    """Whether the boxes, which do not overlap, cover a need."""
+    """Return True if boxes, which must not overlap, cover a need."""
     return sum(map(volume, boxes)) >= volume(need[1])
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """The box in both; None where there is none."""
+    """Return the intersection of two boxes, or None if they do not overlap."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return None if any(a >= b for a, b in both) else both
 
 
 def volume(box: Box) -> int:
-    """The number of elements of a box."""
+    """Return the number of elements in a box."""
     return math.prod(end - begin for begin, end in box)

@@ -1,4 +1,4 @@
-"""Parts of a local tier that go from machine to machine, over the links of the devices."""
+"""Transfers of local-tier parts between machines, over the links of the devices."""
 
 import functools
 import os
@@ -12,18 +12,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axlearn_core.checkpoint.shards import Box
 from axlearn_core.compose.functions import array_function
-from axlearn_plugins_runtime.local_tier import LocalParts, Need, Part, is_covered, overlaps_of
+from axlearn_plugins_runtime.local_tier import LocalParts, Need, Part, find_overlaps, is_covered
 
 CHUNK = 16 * 2**20
 Pairs = tuple[tuple[int, int], ...]
-"""(source, destination) process indices; a process is the source of one pair at most, and the destination of one."""
+"""(source, destination) process indices. A process is the source and the destination of at most one pair each."""
 
 
 @attrs.frozen
 class Transfer:
-    """A part that goes from one process to another; every process knows all of them.
+    """The transfer of a part from one process to another. Every process knows all transfers.
 
     Attributes:
+        source: Index of the sending process.
+        target: Index of the receiving process.
+        part: The part to send.
         files: (name, bytes) of each file of the part.
     """
 
@@ -34,11 +37,11 @@ class Transfer:
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """Total size of all files."""
         return sum(size for _, size in self.files)
 
     def spans(self, begin: int, end: int) -> Iterator[tuple[str, int, int, int]]:
-        """(file, offset in it, offset in the chunk, bytes) of what a chunk of the stream holds."""
+        """Yield (file, offset in the file, offset in the chunk, bytes) of each piece of a chunk of the stream."""
         start = 0
         for name, size in self.files:
             low, high = max(begin, start), min(end, start + size)
@@ -48,31 +51,31 @@ class Transfer:
 
 
 def offer_parts(parts: LocalParts, candidates: Sequence[Part], missing: Sequence[Sequence[Need]]) -> list[Any]:
-    """What this machine has of what processes miss, as JSON: [process, part, files, [[need, box], ...]]."""
+    """Return the parts on this machine that other processes need, as JSON: [process, part, files, [[need, box], ...]]."""
     offers = []
     for part in candidates:
         arrays = parts.index([part])
         for process, needs in enumerate(missing):
-            overlaps = [[i, box] for i, need in enumerate(needs) for box in overlaps_of(need, arrays)]
+            overlaps = [[i, box] for i, need in enumerate(needs) for box in find_overlaps(need, arrays)]
             if overlaps:
                 offers.append([process, attrs.astuple(part), parts.describe(part), overlaps])
     return offers
 
 
 def plan_transfers(missing: Sequence[Sequence[Need]], offers: Sequence[Sequence[Any]]) -> list[Transfer] | None:
-    """Which parts go where, so that nobody misses anything; None where nobody has what is missing.
+    """Plan transfers that give every process its missing boxes. Returns None if a box is not offered.
 
     Args:
-        missing: by process.
-        offers: by process that offers.
+        missing: Missing needs of each process.
+        offers: Offers of each process, from `offer_parts`.
     """
     transfers = []
     load: dict[int, int] = {}
     for process, needs in enumerate(missing):
         covered: list[dict[Box, None]] = [{} for _ in needs]
-        meant = [(len(o[3]), source, o) for source, own in enumerate(offers) for o in own if o[0] == process]
-        # The part that helps most first; of equal ones, from whoever sends least.
-        for _, source, (_, part, files, overlaps) in sorted(meant, key=lambda m: (-m[0], load.get(m[1], 0), m[1])):
+        relevant = [(len(o[3]), source, o) for source, rows in enumerate(offers) for o in rows if o[0] == process]
+        # Prefer the part that covers most boxes, then the process that sends the fewest bytes.
+        for _, source, (_, part, files, overlaps) in sorted(relevant, key=lambda m: (-m[0], load.get(m[1], 0), m[1])):
             boxes = [(i, tuple(map(tuple, box))) for i, box in overlaps]
             if all(box in covered[i] for i, box in boxes):
                 continue
@@ -86,8 +89,8 @@ def plan_transfers(missing: Sequence[Sequence[Need]], offers: Sequence[Sequence[
     return transfers
 
 
-def rounds_of(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
-    """Transfers that go at once: in each round a process sends one and receives one."""
+def group_rounds(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
+    """Group transfers into rounds. In each round a process sends and receives at most one part."""
     pending = list(transfers)
     while pending:
         senders: set[int] = set()
@@ -103,15 +106,15 @@ def rounds_of(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
 
 
 def send_parts(transfers: Sequence[Transfer], parts: LocalParts) -> int:
-    """Runs transfers; all processes have the same list. Returns the bytes that this process received.
+    """Run transfers and return the bytes that this process received. All processes must pass the same list.
 
-    What arrives damaged, or cannot be written, is not a complete part: hashes are compared when it is read.
+    A part that arrives damaged or cannot be written is incomplete. Its hashes are compared when it is read.
     """
-    own, received = jax.process_index(), 0
-    for group in rounds_of(transfers):
+    process, received = jax.process_index(), 0
+    for group in group_rounds(transfers):
         pairs: Pairs = tuple((t.source, t.target) for t in group)
-        outgoing = next((t for t in group if t.source == own), None)
-        incoming = next((t for t in group if t.target == own), None)
+        outgoing = next((t for t in group if t.source == process), None)
+        incoming = next((t for t in group if t.target == process), None)
         longest = max(t.bytes for t in group)
         size = min(CHUNK, longest)
         receiver = _Receiver(parts, incoming) if incoming else None
@@ -129,16 +132,16 @@ def send_parts(transfers: Sequence[Transfer], parts: LocalParts) -> int:
 
 
 def _read_chunk(parts: LocalParts, transfer: Transfer, begin: int, chunk: np.ndarray) -> None:
-    for name, offset, at, count in transfer.spans(begin, begin + chunk.size):
+    for name, offset, position, count in transfer.spans(begin, begin + chunk.size):
         try:
-            parts.storage.read_into(f"{transfer.part.folder}/{name}", offset, chunk[at : at + count].data)
-        except Exception:  # gone meanwhile: zeros, whose hash the receiver compares
+            parts.storage.read_into(f"{transfer.part.folder}/{name}", offset, chunk[position : position + count].data)
+        except Exception:  # the part was deleted: send zeros, and the receiver's hash check fails
             parts.excluded.add(transfer.part)
             return
 
 
 class _Receiver:
-    """Writes one part beside its place, then renames it."""
+    """Writes a part to a temporary folder, then renames it."""
 
     def __init__(self, parts: LocalParts, transfer: Transfer):
         self.transfer = transfer
@@ -147,15 +150,15 @@ class _Receiver:
         self.error: OSError | None = None
 
     def write(self, begin: int, chunk: np.ndarray) -> None:
-        if self.error is not None:  # the others send on all the same
+        if self.error is not None:  # the exchange is collective, so keep receiving
             return
         try:
-            for name, offset, at, count in self.transfer.spans(begin, begin + chunk.size):
+            for name, offset, position, count in self.transfer.spans(begin, begin + chunk.size):
                 path = self.folder / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
                     file.seek(offset)
-                    file.write(chunk[at : at + count].data)
+                    file.write(chunk[position : position + count].data)
         except OSError as error:
             self.error = error
 
@@ -167,27 +170,30 @@ class _Receiver:
                         (self.folder / name).touch()
                 self.folder.rename(self.target)
         except OSError:
-            return  # another process of this machine was sent it too
+            return  # another process of this machine received the same part
 
 
 def as_json(needs: Sequence[Need]) -> list[Any]:
-    """Needs for other processes."""
+    """Encode needs as JSON."""
     return [[path, box] for path, box in needs]
 
 
 def from_json(rows: Sequence[Any]) -> list[Need]:
-    """Needs of another process."""
+    """Decode needs from JSON."""
     return [(path, tuple(map(tuple, box))) for path, box in rows]
 
 
 def exchange_bytes(chunk: np.ndarray, pairs: Pairs) -> np.ndarray:
-    """Passes bytes from process to process over the links of the devices: no network service, nothing to authenticate.
+    """Send bytes between processes over the links of the devices. This needs no network service or authentication.
 
-    Returns what the source paired with this process passed; zeros where there is none. All processes call it together.
+    All processes must call it together.
 
     Args:
-        chunk: uint8 [n], with the same n on every process.
-        pairs: the same on every process.
+        chunk: uint8 array of shape [n], with the same n on every process.
+        pairs: Pairs of processes. Equal on every process.
+
+    Returns:
+        The chunk of the process paired with this one as its source, or zeros if there is none.
     """
     mesh, permute = _permutation(pairs)
     sharding = NamedSharding(mesh, PartitionSpec("process"))
@@ -197,7 +203,7 @@ def exchange_bytes(chunk: np.ndarray, pairs: Pairs) -> np.ndarray:
 
 @functools.cache
 def _permutation(pairs: Pairs) -> tuple[Mesh, jax.stages.Wrapped]:
-    """A device of each process, and the program that passes a row of each along the pairs."""
+    """Return a mesh of one device per process, and a compiled function that permutes rows along the pairs."""
     first = {d.process_index: d for d in reversed(jax.devices())}
     mesh = Mesh(np.array([first[p] for p in range(jax.process_count())]), ("process",))
     spec = PartitionSpec("process")

@@ -1,4 +1,4 @@
-"""The component `shadow-check`: the same step in another execution beside the real one, and how far the two part."""
+"""The component `shadow-check`: compare training steps with a second execution of the same steps."""
 
 import json
 from collections.abc import Mapping
@@ -21,23 +21,23 @@ _LAYERS = "layers"
 
 
 class ShadowCheck(Configurable):
-    """Every so many steps: loss and gradients of the step, also as another feature would have them computed.
+    """Compares the loss and gradients of every N-th step with those computed with another feature.
 
-    Both are computed from the same parameters, batch and random key, by programs of their own, before the real step, which is
-    computed by the run's program as always. While they are, two copies of the gradients lie on the devices.
+    Both are computed before the real step from the same parameters, batch and random key, by two separate programs. The run's
+    own program then computes the real step as usual. The comparison needs device memory for two copies of the gradients.
 
-    A distance is that of the gradients relative to the norm of the real ones. Logged are `shadow_loss`, `shadow_gradients` (of all
-    together), `shadow_gradient/PATH` of each parameter and `shadow_layer/N` of each layer of a stack; `shadow.jsonl` in the run
-    directory has each parameter in each layer.
+    A distance is the norm of the difference of the gradients, relative to the norm of the real ones. The check logs
+    `shadow_loss`, `shadow_gradients` (all parameters together), `shadow_gradient/PATH` (each parameter) and `shadow_layer/N`
+    (each layer of a stack). `shadow.jsonl` in the run directory has the distance of each parameter in each layer.
     """
 
     @node
     class Config(Configurable.Config["ShadowCheck"]):
-        """What is compared, and when.
+        """Feature and interval of the comparison.
 
         Attributes:
-            feature: as `--with` takes it; the model has to have the same parameters with it.
-            every_steps: a step is compared after each such number, and the first one.
+            feature: Feature of the second execution, as for `--with`. It must not change the model's parameters.
+            every_steps: Steps between comparisons. The first step is always compared.
         """
 
         feature: str = REQUIRED
@@ -55,7 +55,7 @@ class ShadowCheck(Configurable):
         """See `axlearn_core.train.loop.StepCheck`.
 
         Raises:
-            RequestError: the feature cannot be had, or the model has other parameters with it.
+            RequestError: The feature cannot be applied, or it changes the model's parameters.
         """
         if self._programs is None:
             config = session.program.config
@@ -71,58 +71,59 @@ class ShadowCheck(Configurable):
 
 
 class Comparison:
-    """Loss and gradients of two executions of a step.
+    """Losses and gradient distances of two executions of a step.
 
     Attributes:
-        loss, shadow_loss: of either.
-        parted, norms: path -> norm of the difference, and of the real gradient: of each layer where parameters are stacked.
+        loss, shadow_loss: Losses of the real and the second execution.
+        differences, norms: Norms of the gradient differences and of the real gradients, by path. Stacked parameters have one
+            value per layer.
     """
 
-    def __init__(self, loss: float, shadow_loss: float, parted: Mapping[str, Any], norms: Mapping[str, Any]):
+    def __init__(self, loss: float, shadow_loss: float, differences: Mapping[str, Any], norms: Mapping[str, Any]):
         self.loss, self.shadow_loss = loss, shadow_loss
-        self.parted = {p: np.asarray(v, np.float64) for p, v in parted.items()}
+        self.differences = {p: np.asarray(v, np.float64) for p, v in differences.items()}
         self.norms = {p: np.asarray(v, np.float64) for p, v in norms.items()}
 
     def scalars(self) -> dict[str, float]:
-        """For trackers."""
+        """Return the values to log."""
         values = {
             "shadow_loss": self.shadow_loss,
-            "shadow_gradients": _ratio(self.parted.values(), self.norms.values()),
+            "shadow_gradients": _ratio(self.differences.values(), self.norms.values()),
         }
-        for path, parted in self.parted.items():
-            values[f"shadow_gradient/{path}"] = _ratio([parted], [self.norms[path]])
-        stacked = [path for path, parted in self.parted.items() if parted.ndim]
-        depth = max((len(self.parted[p]) for p in stacked), default=0)
+        for path, differences in self.differences.items():
+            values[f"shadow_gradient/{path}"] = _ratio([differences], [self.norms[path]])
+        stacked = [path for path, differences in self.differences.items() if differences.ndim]
+        depth = max((len(self.differences[p]) for p in stacked), default=0)
         for index in range(depth):
-            own = [p for p in stacked if index < len(self.parted[p])]
+            paths = [p for p in stacked if index < len(self.differences[p])]
             values[f"shadow_layer/{index}"] = _ratio(
-                [self.parted[p][index] for p in own], [self.norms[p][index] for p in own]
+                [self.differences[p][index] for p in paths], [self.norms[p][index] for p in paths]
             )
         return values
 
     def as_json(self) -> dict[str, Any]:
-        """The losses, and path -> the relative distance, or one of each layer."""
+        """Return the losses and the relative distance of each path, or of each of its layers."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            each = {p: np.nan_to_num(parted / self.norms[p]).tolist() for p, parted in self.parted.items()}
+            each = {p: np.nan_to_num(value / self.norms[p]).tolist() for p, value in self.differences.items()}
         return {"loss": self.loss, "shadow_loss": self.shadow_loss, "gradients": each}
 
 
 def gradient_program(config: Any) -> Program:
-    """A program of the config with the functions that a comparison needs."""
+    """Compose the program of a config with the functions that a comparison needs."""
     program = compose(config, jax.devices())
     learner = config.learner.build(max_steps=config.max_steps, axes=program.trained.axes)
     functions = TrainingFunctions(program.functional, learner, program.trained)
     stacked = {path: axes.index(_LAYERS) for path, axes in program.trained.axes.items() if _LAYERS in axes}
 
     def gradients(weights: ModelWeights, batch: Any, key: jax.Array) -> Any:
-        own = key if program.trained.is_stateful else None
+        step_key = key if program.trained.is_stateful else None
         variables = program.trained.begin_step(weights.variables)
-        (loss, *_), grads = learner.value_and_grad(functions.training_loss, weights.params, variables, batch, own)
+        (loss, *_), grads = learner.value_and_grad(functions.training_loss, weights.params, variables, batch, step_key)
         return loss, ModelWeights(grads, weights.variables)
 
     def distances(real: ModelWeights, shadow: ModelWeights) -> Any:
-        parted = {p: shadow.params[p].astype(jnp.float32) - g.astype(jnp.float32) for p, g in real.params.items()}
-        return tuple({p: _norm(g, stacked.get(p)) for p, g in one.items()} for one in (parted, real.params))
+        differences = {p: shadow.params[p].astype(jnp.float32) - g.astype(jnp.float32) for p, g in real.params.items()}
+        return tuple({p: _norm(g, stacked.get(p)) for p, g in tree.items()} for tree in (differences, real.params))
 
     program.functions["gradients"] = Function(
         call=gradients,
@@ -135,27 +136,27 @@ def gradient_program(config: Any) -> Program:
         call=distances,
         inputs=lambda _: (Part.TRAINED, Part.TRAINED),
         outputs=lambda _: Part.REPLICATED,
-        describe="how far two gradients are apart",
+        describe="the distance between two gradients",
     )
     return program
 
 
 def compare(real: Program, shadow: Program, state: Any, batch: Any) -> Comparison:
-    """Both executions of the step that comes after `state`, which stays as it is."""
+    """Compare both executions of the step that follows `state`. The state is not changed."""
     key = jax.random.fold_in(jax.random.wrap_key_data(jax.device_get(state.rng)), jax.device_get(state.step))
     weights = ModelWeights(state.params, state.variables)
     results = []
     for program in (real, shadow):
-        own = jax.tree.map(lambda x, spec: jax.device_put(x, spec.sharding), weights, program.trained_spec)
+        placed = jax.tree.map(lambda x, spec: jax.device_put(x, spec.sharding), weights, program.trained_spec)
         rows = {n: jax.device_put(x, s.sharding) for (n, x), s in zip(
             batch.items(), program.arguments("gradients", batch)[1].values(), strict=True
         )}  # fmt: skip
-        loss, grads = program.compile("gradients", batch)(own, rows, key)
+        loss, grads = program.compile("gradients", batch)(placed, rows, key)
         grads = jax.tree.map(lambda x, spec: jax.device_put(x, spec.sharding), grads, real.trained_spec)
         results.append((float(loss), grads))
     (loss, grads), (shadow_loss, shadow_grads) = results
-    parted, norms = jax.device_get(real.compile("distances")(grads, shadow_grads))
-    return Comparison(loss, shadow_loss, parted, norms)
+    differences, norms = jax.device_get(real.compile("distances")(grads, shadow_grads))
+    return Comparison(loss, shadow_loss, differences, norms)
 
 
 def _check_parameters(real: Program, shadow: Program, feature: str) -> None:
@@ -163,14 +164,14 @@ def _check_parameters(real: Program, shadow: Program, feature: str) -> None:
         trained = program.trained
         return {p: (s.shape, s.dtype) for p, s in {**trained.abstract, **trained.variables}.items()}
 
-    own, other = shapes(real), shapes(shadow)
-    if own != other:
-        path = next(p for p in {**own, **other} if own.get(p) != other.get(p))
-        other_spec, own_spec = (f"{t[0]} {t[1]}" if (t := s.get(path)) else "absent" for s in (other, own))
+    expected, actual = shapes(real), shapes(shadow)
+    if expected != actual:
+        path = next(p for p in {**expected, **actual} if expected.get(p) != actual.get(p))
+        actual_spec, expected_spec = (f"{t[0]} {t[1]}" if (t := s.get(path)) else "absent" for s in (actual, expected))
         raise RequestError(
-            f"--shadow {feature}: the model has other parameters with it, so that one state cannot serve both\n"
-            f"    got: {path} {other_spec}\n    expected: {own_spec}, as in the run\n"
-            "    fix: name a feature that changes how the step is computed, such as precision:dtype=bfloat16"
+            f"--shadow {feature}: the feature changes the model's parameters, so both executions cannot share one state\n"
+            f"    got: {path} {actual_spec}\n    expected: {expected_spec}, as in the run\n"
+            "    fix: use a feature that only changes how the step is computed, such as precision:dtype=bfloat16"
         )
 
 
@@ -179,11 +180,11 @@ def _norm(gradient: jax.Array, axis: int | None) -> jax.Array:
     return jnp.sqrt(jnp.sum(jnp.square(gradient.astype(jnp.float32)), axis=others))
 
 
-def _ratio(parted: Any, norms: Any) -> float:
-    difference, norm = (float(np.sqrt(sum(float(np.sum(v**2)) for v in part))) for part in (parted, norms))
+def _ratio(differences: Any, norms: Any) -> float:
+    difference, norm = (float(np.sqrt(sum(float(np.sum(v**2)) for v in part))) for part in (differences, norms))
     return difference / norm if norm else 0.0
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of `shadow.jsonl`."""
+    """Return the lines of `shadow.jsonl`."""
     return [json.loads(line) for line in (run_dir / FILE).read_text("utf-8").splitlines()]

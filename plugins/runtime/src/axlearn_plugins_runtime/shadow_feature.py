@@ -1,4 +1,4 @@
-"""The feature `shadow`; `axlearn train --shadow FEATURE` is short for it."""
+"""The feature `shadow`, also available as `axlearn train --shadow FEATURE`."""
 
 from typing import Any, TypeVar
 
@@ -16,10 +16,11 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 @node
 class ShadowFeature(Feature):
-    """Computes some steps in another execution as well, and logs how far loss and gradients part, by layer and parameter.
+    """Computes every N-th step a second time with another feature, and logs the divergence of loss and gradients.
 
-    `feature` is what the other execution has besides, as `--with` takes it: `precision:dtype=bfloat16`. The run itself stays as it
-    is, bit by bit. A compared step costs about three. Needs the loop of the core.
+    `feature` is the feature of the second execution, as for `--with`: `precision:dtype=bfloat16`. The divergence is logged by
+    layer and parameter. The run itself does not change, bit by bit. A compared step takes about as long as three steps. Requires
+    the core's training loop.
     """
 
     stage = "execute"
@@ -29,22 +30,22 @@ class ShadowFeature(Feature):
     every_steps: int = setting(default=100, ge=1)
 
     def apply(self, cfg: Tree) -> Tree:
-        """Puts the check into the loop.
+        """Add the check to the loop.
 
         Raises:
-            RequestError: the loop has another check, or the config cannot have the other execution's feature.
+            RequestError: The loop already has another check, or the feature cannot be applied to the config.
         """
         loop = loop_of(cfg)
         if not isinstance(loop, TrainLoop.Config) or not isinstance(loop.check, ShadowCheck.Config | None):
             check = type(children(loop).get("check")).__qualname__
             got = f"loop {type(loop).__qualname__}, check {check}"
             raise RequestError(
-                f"shadow is the check of the core's loop\n    got: {got}\n    expected: train-loop without a check, such as "
-                "that of sdc-check\n    fix: leave one of them out"
+                f"shadow requires the core's training loop without another check\n    got: {got}\n"
+                "    expected: train-loop without a check, such as that of sdc-check\n    fix: remove one of them"
             )
-        resolve(cfg, with_=[self.feature])  # an unknown feature is an error before the run begins
+        resolve(cfg, with_=[self.feature])  # raises before the run starts if the feature is unknown
         return patch(cfg, {"loop.check": ShadowCheck.Config(feature=self.feature, every_steps=self.every_steps)})
 
     def in_effect(self, cfg: Node[Any]) -> bool:
-        """The loop has this check."""
+        """Return True if the loop has this check."""
         return self.apply(cfg) == cfg

@@ -14,10 +14,10 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 @node
 class LocalTierFeature(Feature):
-    """Keeps states on the machines of the job every few steps, beside the checkpoints.
+    """Saves the training state on the machines of the job every few steps, in addition to checkpoints.
 
-    A restart goes on from the newest state whose hashes hold. `directory` is a disk of each machine, or `/dev/shm`; `copies` is on
-    how many other machines each part is kept too. Refused where the checkpointer is another than the core's.
+    A restart resumes from the newest intact state. `directory` is on a local disk of each machine or in `/dev/shm`. `copies` is
+    the number of other machines that keep a copy of each part. Requires the core's checkpointer.
     """
 
     stage = "execute"
@@ -29,13 +29,13 @@ class LocalTierFeature(Feature):
     copies: int = setting(default=0, ge=0)
 
     def apply(self, cfg: Tree) -> Tree:
-        """Puts the tier beside the checkpoints."""
+        """Replace the checkpointer with `tiered`."""
         checkpointer = checkpointer_of(cfg)
         if not isinstance(checkpointer, ShardedCheckpointer.Config):
             raise RequestError(
-                "local-tier stands beside the core's checkpointer\n"
+                "local-tier requires the core's checkpointer\n"
                 f"    got: checkpointer {type(checkpointer).__qualname__}\n    expected: sharded or tiered\n"
-                "    fix: leave the feature out, or set checkpointer={type: tiered}"
+                "    fix: remove the feature, or set checkpointer={type: tiered}"
             )
         local = checkpointer.local if isinstance(checkpointer, TieredCheckpointer.Config) else LocalTier.Config()
         local = patch(

@@ -1,4 +1,4 @@
-"""The component `tiered`: checkpoints, and states kept on the machines of the job every few steps."""
+"""The component `tiered`: checkpoints, and frequent local states on the machines of the job."""
 
 import json
 import logging
@@ -23,29 +23,31 @@ from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.errors import AxlearnError, CheckpointError, MissingFileError, WorkError, reason
 from axlearn_core.learn.paths import flatten
 from axlearn_plugins_runtime import part_transfers
-from axlearn_plugins_runtime.local_tier import PART, LocalParts, Part, is_covered, needs_of, overlaps_of
+from axlearn_plugins_runtime.local_tier import PART, LocalParts, Part, find_overlaps, is_covered, list_needs
 
 log = logging.getLogger(__name__)
 TRIES = 5
-"""How often a local state is tried again after parts of it were set aside, or did not arrive."""
+"""Number of retries of a local state after parts of it were set aside or did not arrive."""
 TIMELINE = ".timeline.json"
-"""Beside the checkpoints: which local parts count. It changes where a run is told to go back."""
+"""File next to the checkpoints with the id of the current timeline. Only local parts of this timeline are valid."""
 
 
 class LocalTier(Configurable):
-    """States on the disks (or in `/dev/shm`) of the machines that train, for `tiered`."""
+    """Local states on the disks or in `/dev/shm` of the training machines, for `tiered`."""
 
     @node
     class Config(Configurable.Config["LocalTier"]):
-        """How often, where, and how long.
+        """Interval, location and retention of local states.
 
         Attributes:
-            every_steps: a state is kept after each such number of steps.
-            directory: on every machine, of this user alone. Environment variables are filled in.
-            keep: how many of the newest complete states stay.
-            copies: on how many other machines each part is copied too. Needed where no two processes hold the same shards.
-            suspect_steps: a step that is not finite within so many after a local restore goes back to the checkpoint before.
-            wait_seconds: how long processes wait for each other in a restore.
+            every_steps: Steps between local states.
+            directory: Directory on every machine, writable only by this user. Environment variables are expanded.
+            keep: Number of complete states to keep.
+            copies: Number of other machines that keep a copy of each part. Required to survive the loss of a machine if no two
+                processes hold the same shards.
+            suspect_steps: Roll back to the previous checkpoint if a non-finite step occurs within this many steps after a local
+                restore.
+            wait_seconds: Seconds that processes wait for each other in a restore.
         """
 
         every_steps: int = setting(default=10, ge=1)
@@ -60,15 +62,20 @@ class LocalTier(Configurable):
 
 
 class TieredCheckpointer(ShardedCheckpointer):
-    """The checkpointer of the core, and a tier on the machines of the job.
+    """The core's checkpointer with a local tier on the machines of the job.
 
-    Each process writes the shards on its devices, replicas too, as a checkpoint of its own. A restore takes the newest step whose
-    hashes hold: from this machine, else from another process's machine, else from the checkpoints. What is damaged is set aside.
+    Each process writes all shards on its devices, including replicas, as a separate local checkpoint. A restore uses the newest
+    intact step: from this machine, from the machine of another process, or from the checkpoints, in this order. Damaged parts
+    and checkpoints are set aside.
     """
 
     @node
     class Config(ShardedCheckpointer.Config):
-        """The fields of the core's checkpointer, and `local`."""
+        """The fields of the core's checkpointer, and the local tier.
+
+        Attributes:
+            local: Settings of the local tier.
+        """
 
         local: Node[LocalTier] = LocalTier.Config()
 
@@ -79,13 +86,13 @@ class TieredCheckpointer(ShardedCheckpointer):
         self._parts: LocalParts | None = None
         self._attempt, self._timeline = "", ""
         self._saving: Future[Part] | None = None
-        self._whole: list[tuple[int, str]] = []
+        self._complete: list[tuple[int, str]] = []
         self._trusted_until: int | None = None
-        LocalParts(self.local.directory, "")  # what is wrong with it is said before training
+        LocalParts(self.local.directory, "")  # raises before training if the directory cannot be used
 
     @property
     def parts(self) -> LocalParts:
-        """What lies on this machine."""
+        """The local parts on this machine."""
         if self._parts is None:
             self._parts = LocalParts(self.local.directory, self.run)
             self._join(self._read_timeline() if jax.process_index() == 0 else "")
@@ -138,9 +145,9 @@ class TieredCheckpointer(ShardedCheckpointer):
         return part
 
     def _finish_saves(self, *, wait: bool) -> None:
-        """Ends the local save under way, copies it to other machines, and deletes what is older than enough whole ones.
+        """Finish the pending local save, copy it to other machines, and delete states beyond `keep` complete ones.
 
-        All processes agree on what is whole before anything is deleted.
+        All processes agree on the complete states before anything is deleted.
         """
         if self._saving is None:
             return
@@ -150,7 +157,7 @@ class TieredCheckpointer(ShardedCheckpointer):
             part = saving.result()
         except Exception as error:
             log.warning(
-                "the local tier could not be written: %s\n    training goes on; checkpoints are not affected",
+                "cannot write the local tier: %s\n    training continues; checkpoints are not affected",
                 reason(error),
             )
         step = -1 if part is None else part.step
@@ -159,9 +166,9 @@ class TieredCheckpointer(ShardedCheckpointer):
             steps = np.asarray(multihost_utils.process_allgather(steps)).reshape(-1)
         if wait and part is not None and (steps == step).all():
             self._copy_out(part)
-            self._whole = [*self._whole, (part.step, part.attempt)][-self.local.keep :]
-            oldest = min(s for s, _ in self._whole)
-            if len(self._whole) == self.local.keep:
+            self._complete = [*self._complete, (part.step, part.attempt)][-self.local.keep :]
+            oldest = min(s for s, _ in self._complete)
+            if len(self._complete) == self.local.keep:
                 self.parts.delete(p for p in self.parts.find() if p.step < oldest)
 
     def _copy_out(self, part: Part) -> None:
@@ -175,20 +182,20 @@ class TieredCheckpointer(ShardedCheckpointer):
         for source, (machine, files) in enumerate(rows):
             candidates = [p % count for p in range(source + 1, source + count) if rows[p % count][0] != machine]
             for target in candidates[: self.local.copies]:
-                own = Part(part.step, part.attempt, source, part.timeline)
-                transfers.append(part_transfers.Transfer(source, target, own, tuple((n, s) for n, s in files)))
+                source_part = Part(part.step, part.attempt, source, part.timeline)
+                transfers.append(part_transfers.Transfer(source, target, source_part, tuple((n, s) for n, s in files)))
         part_transfers.send_parts(transfers, self.parts)
 
     def _machine(self) -> str:
-        """What shares a directory: a machine; where one stands for several, as in tests, a directory."""
+        """Return an id that processes with a shared directory have in common."""
         return f"{socket.gethostname()}:{self.parts.root}"
 
     def restore_newest(self, like: Any) -> tuple[Any, dict[str, Any], int] | None:
         """See `axlearn_core.contracts.capabilities.KeepsLocalTier`.
 
         Raises:
-            CheckpointError: nothing that is there can be restored.
-            WorkError: a process is missing for `local.wait_seconds`; names which.
+            CheckpointError: No checkpoint can be restored.
+            WorkError: A process does not respond for `local.wait_seconds`. The error names it.
         """
         self.parts.clean()
         newest = self._gather(self.latest_step() if jax.process_index() == 0 else None, "restore")[0]
@@ -212,17 +219,18 @@ class TieredCheckpointer(ShardedCheckpointer):
         steps = self.steps() if jax.process_index() == 0 else []
         behind = [s for s in self._gather(steps, "going back")[0] if s <= restored]
         if not behind:
-            log.warning(
-                "step %d is not finite, %d after a local restore; no checkpoint is behind it", step, step - restored
-            )
+            log.warning("step %d is not finite, %d after a local restore; no earlier checkpoint", step, step - restored)
             return None
         log.warning(
-            "step %d is not finite, %d after a local restore: back to step %d", step, step - restored, behind[-1]
+            "step %d is not finite, %d after a local restore: rolling back to step %d",
+            step,
+            step - restored,
+            behind[-1],
         )
         return behind[-1]
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        """As of the core's checkpointer. Local states do not count any more: they may be ahead."""
+        """Restore a checkpoint as the core's checkpointer does. Discard local states, which may be newer."""
         state, extra = super().restore(step, like)
         self._begin_timeline()
         return state, extra
@@ -233,7 +241,7 @@ class TieredCheckpointer(ShardedCheckpointer):
         self._begin_timeline()
 
     def close(self) -> None:
-        """Waits, then ends the threads."""
+        """Wait for the pending save and end the threads."""
         try:
             self._finish_saves(wait=False) if jax.process_count() == 1 else self._abandon()
         finally:
@@ -241,17 +249,17 @@ class TieredCheckpointer(ShardedCheckpointer):
             super().close()
 
     def _abandon(self) -> None:
-        """Waits for the local save without asking the others, who may not be there any more."""
+        """Wait for the local save without the other processes, which may have ended."""
         if self._saving is not None:
             self._saving.exception()
 
     def _restore_checkpoint(self, like: Any) -> tuple[Any, dict[str, Any], int]:
-        """The newest checkpoint whose hashes hold; what is newer and damaged is set aside."""
+        """Restore the newest intact checkpoint. Set newer, damaged ones aside."""
         while True:
             steps = self._gather(self.steps() if jax.process_index() == 0 else [], "restore")[0]
             if not steps:
                 raise CheckpointError(
-                    f"{self.place.name} has no checkpoint whose hashes hold\n    fix: bring one back, or begin with --restart"
+                    f"{self.place.name} has no intact checkpoint\n    fix: restore one from a backup, or start over with --restart"
                 )
             problem: AxlearnError | None = None
             try:
@@ -266,7 +274,7 @@ class TieredCheckpointer(ShardedCheckpointer):
                 aside = f"{steps[-1]}.damaged-{uuid.uuid4().hex[:8]}"
                 folder = self.place.folder
                 self.place.storage.commit(f"{folder}{steps[-1]}", f"{folder}{aside}")
-                log.warning("%s\n    set aside as %s; going on from the checkpoint before it", problem, aside)
+                log.warning("%s\n    set aside as %s; falling back to the previous checkpoint", problem, aside)
 
     def _restore_local(self, like: Any, newer_than: int) -> tuple[Any, dict[str, Any], int] | None:
         names = list(flatten(like))
@@ -274,9 +282,9 @@ class TieredCheckpointer(ShardedCheckpointer):
         refused: set[tuple[int, str]] = set()
         tries: dict[tuple[int, str], int] = {}
         while True:
-            own = [(p.step, p.attempt) for p in self.parts.find() if p.timeline == self._timeline]
-            everywhere = {tuple(c) for row in self._gather(sorted(set(own)), "local restore") for c in row}
-            candidates = sorted(c for c in everywhere - refused if c[0] > newer_than)
+            local = [(p.step, p.attempt) for p in self.parts.find() if p.timeline == self._timeline]
+            available = {tuple(c) for row in self._gather(sorted(set(local)), "local restore") for c in row}
+            candidates = sorted(c for c in available - refused if c[0] > newer_than)
             if not candidates:
                 return None
             step, attempt = candidates[-1]
@@ -306,11 +314,13 @@ class TieredCheckpointer(ShardedCheckpointer):
                 return rebuild_state(like, names, loaded), extra, step
 
     def _cover(self, parts: list[Part], like: Any, abstract: Mapping[str, Any]) -> tuple[str, Any]:
-        """(`whole`, arrays) where this machine has what its process needs, from others where need be.
+        """Make sure that this machine has all parts that its process needs. Fetch missing parts from other machines.
 
-        (`missing`, None) where nobody has it, and (`again`, None) where parts were set aside meanwhile.
+        Returns:
+            (`whole`, arrays) on success, (`missing`, None) if no machine has a needed part, or (`again`, None) if parts were set
+            aside.
         """
-        needs = needs_of(abstract)
+        needs = list_needs(abstract)
         for _ in range(2):
             arrays: dict[str, Any] = {}
             problem = ""
@@ -323,21 +333,21 @@ class TieredCheckpointer(ShardedCheckpointer):
                 self._set_aside(parts, problem)
             if any(self._gather(problem, "local restore")):
                 return "again", None
-            missing = [n for n in needs if not is_covered(n, overlaps_of(n, arrays))]
+            missing = [n for n in needs if not is_covered(n, find_overlaps(n, arrays))]
             rows = self._gather(part_transfers.as_json(missing), "local restore")
             if not any(rows):
                 return "whole", arrays
-            missing_of = [part_transfers.from_json(row) for row in rows]
-            offers = self._gather(part_transfers.offer_parts(self.parts, parts, missing_of), "local restore")
-            transfers = part_transfers.plan_transfers(missing_of, offers)
+            missing_needs = [part_transfers.from_json(row) for row in rows]
+            offers = self._gather(part_transfers.offer_parts(self.parts, parts, missing_needs), "local restore")
+            transfers = part_transfers.plan_transfers(missing_needs, offers)
             if transfers is None:
                 return "missing", None
-            got = part_transfers.send_parts(transfers, self.parts)
-            if got:
+            received = part_transfers.send_parts(transfers, self.parts)
+            if received:
                 log.warning(
-                    "process %d got %d bytes of step %d from other machines",
+                    "process %d received %d bytes of step %d from other machines",
                     jax.process_index(),
-                    got,
+                    received,
                     transfers[0].part.step,
                 )
             step = transfers[0].part
@@ -355,7 +365,7 @@ class TieredCheckpointer(ShardedCheckpointer):
         return gather_objects(value, name, self.local.wait_seconds)
 
     def _join(self, timeline: str) -> None:
-        """All processes take the attempt and timeline of the first one."""
+        """Take the attempt and timeline ids of process 0 on all processes."""
         self._attempt, self._timeline = self._gather([uuid.uuid4().hex[:12], timeline], "local tier")[0]
 
     def _begin_timeline(self) -> None:
@@ -373,4 +383,4 @@ class TieredCheckpointer(ShardedCheckpointer):
         except MissingFileError:
             return ""
         except (ValueError, KeyError, TypeError):
-            return "damaged"  # no part has it
+            return "damaged"  # matches no part

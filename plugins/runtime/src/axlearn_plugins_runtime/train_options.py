@@ -1,4 +1,4 @@
-"""Options of `axlearn train` that stand for the feature `shadow` and its settings. Imports no JAX."""
+"""Options of `axlearn train` for the feature `shadow`. Does not import JAX."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from axlearn_core.plugins.request import FeatureUse, Request, parse_value
 
 
 def _with_shadow(request: Request, location: str, **options: Any) -> Request:
-    """The request with options of the feature `shadow`; the resolver merges them with others of the same feature."""
+    """Add options of the feature `shadow` to a request. The resolver merges all options of the feature."""
     use = FeatureUse(name="shadow", options=options, location=location)
     return attrs.evolve(request, features=(*request.features, use))
 
@@ -24,11 +24,11 @@ def _compare_every(steps: str, request: Request) -> Request:
 
 SHADOW = CommandOption(
     metavar="FEATURE[:OPTIONS]",
-    help="Compute some steps with this feature too, and log the divergence. Short for --with shadow:feature=...",
+    help="Also run some steps with this feature and log the divergence.",
     change=_compare_with,
 )
 EVERY = CommandOption(
     metavar="STEPS",
-    help="Steps between two comparisons of --shadow (default: 100). Short for --with shadow:every_steps=STEPS.",
+    help="Steps between comparisons of --shadow (default: 100).",
     change=_compare_every,
 )

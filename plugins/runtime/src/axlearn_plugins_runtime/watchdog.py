@@ -1,4 +1,4 @@
-"""The component `watchdog`: rules, each with actions, checked from a thread of its own."""
+"""The component `watchdog`: rules with actions, checked by a separate thread."""
 
 import faulthandler
 import json
@@ -19,16 +19,20 @@ from axlearn_plugins_runtime.watchdog_rules import Hang, LossSpike, Rule, SlowSt
 
 
 class RuleWatchdog(Configurable):
-    """Checks rules from before the first compile until the run ends, and acts on those that are broken.
+    """Checks rules until the run ends, starting before the first compilation. Runs the actions of broken rules.
 
-    Incidents go to standard error and to `<run>/watchdog.jsonl`, one object per line. Where not even this thread gets to run
-    (something holds the interpreter's lock), faulthandler's timer writes the stacks after twice the limit of the phase, and
-    ends the process where the rule's action says so.
+    Incidents are logged to standard error and to `<run>/watchdog.jsonl`, one object per line. If native code holds the
+    interpreter lock, this thread cannot run. A faulthandler timer then writes the stacks after twice the limit of the phase,
+    and ends the process if the action of the rule is `restart-process`.
     """
 
     @node
     class Config(Configurable.Config["RuleWatchdog"]):
-        """`rules`: name -> rule; the names are those of the incidents."""
+        """Rules of the watchdog.
+
+        Attributes:
+            rules: Rules by name. Incidents carry the name.
+        """
 
         rules: Mapping[str, Node[Rule]] = {
             "hang": Hang.Config(),
@@ -109,7 +113,7 @@ class RuleWatchdog(Configurable):
 
     @staticmethod
     def _attempt(act: Any) -> None:
-        """A disk that is full must not end the watch."""
+        """Run an action and print its error. A full disk, for example, must not end the watchdog."""
         try:
             act()
         except Exception as error:
@@ -117,7 +121,7 @@ class RuleWatchdog(Configurable):
 
 
 class _LastResort:
-    """faulthandler's timer, which needs no interpreter. A process has one of them."""
+    """The faulthandler timer, which works without the interpreter lock. A process has only one."""
 
     def __init__(self, rules: Any):
         self.hangs = [rule for rule in rules if isinstance(rule, Hang)]
@@ -125,7 +129,7 @@ class _LastResort:
         self.file: IO[str] | None = None
 
     def arm(self, phase: str, run_dir: Path, rank: int) -> None:
-        """Starts the timer anew."""
+        """Restart the timer."""
         if not self.hangs:
             return
         if self.file is None:
@@ -138,7 +142,7 @@ class _LastResort:
         faulthandler.dump_traceback_later(seconds, file=self.file, exit=self.ends)
 
     def close(self) -> None:
-        """Ends the timer, and removes a file that nothing was written to."""
+        """Cancel the timer, and remove the file if it is empty."""
         if self.file is None:
             return
         faulthandler.cancel_dump_traceback_later()

@@ -1,4 +1,4 @@
-"""What a watchdog watches for. A rule sees phases begin and steps end, and says what is wrong."""
+"""Rules of a watchdog. A rule follows phases and steps, and reports problems."""
 
 import math
 import statistics
@@ -13,43 +13,48 @@ OUTSIDE_STEPS = ("restore", "compile", "evaluate", "save")
 """Phases that are not part of a step."""
 
 
-_ROOM = 1.6
-"""How far a limit goes beyond the configured one where phases usually end before that: with the time between two checks, a hang is
-found within twice the configured time."""
+_LIMIT_FACTOR = 1.6
+"""Maximum factor on a configured limit while phases usually end within the limit.
+
+With the interval between two checks, a hang is reported within twice the configured time."""
 
 
 class Rule(Protocol):
-    """Watches for one thing. Times are of `time.monotonic`, in seconds; calls never overlap.
+    """A condition that the watchdog checks. Times are seconds of `time.monotonic`. Calls never overlap.
 
     Attributes:
-        bound: how soon a call of `check` may find something, in seconds; None for a rule that only follows events.
-        actions: what to do when it is broken, in this order.
+        bound: Shortest time after which `check` can report a problem, in seconds. None if the rule only follows events.
+        actions: Actions to run when the rule is broken, in order.
     """
 
     bound: float | None
     actions: tuple[Action, ...]
 
     def begin(self, phase: str, step: int, now: float) -> str | None:
-        """A phase begins, and the one before it ends; what is wrong with that, or None."""
+        """Handle the start of a phase, which ends the previous one. Return a problem or None."""
         ...
 
     def observe(self, step: int, values: Mapping[str, float]) -> str | None:
-        """A step's scalars; what is wrong with them, or None."""
+        """Handle the scalars of a step. Return a problem or None."""
         ...
 
     def check(self, now: float) -> str | None:
-        """Called every now and then; what is wrong, or None."""
+        """Check periodically. Return a problem or None."""
         ...
 
 
-class _Quiet(Configurable):
-    """A rule that sees nothing wrong."""
+class _BaseRule(Configurable):
+    """A rule that never reports a problem."""
 
     bound: float | None = None
 
     @node
     class Config(Configurable.Config[Any]):
-        """`actions`: what to do in addition to reporting."""
+        """Actions of the rule.
+
+        Attributes:
+            actions: Actions to run in addition to the report.
+        """
 
         actions: tuple[Node[Action], ...] = ()
 
@@ -70,24 +75,25 @@ class _Quiet(Configurable):
         return None
 
 
-class Hang(_Quiet):
-    """A phase that takes too long.
+class Hang(_BaseRule):
+    """A phase that takes too long. Reported once per phase.
 
-    Its limit is the larger of `seconds` and `factor` times the median of the phase's last 100 durations, but at most 1.6 times
-    `seconds` where that median is below `seconds`: a hang is found within twice what is configured. Saves have a limit of their
-    own: the last one of a run waits until everything is written, where the others only copy. Reported once per phase.
+    The limit is the larger of `seconds` and `factor` times the median of the phase's last 100 durations. If the median is below
+    `seconds`, the limit is at most 1.6 times `seconds`, so that a hang is reported within twice the configured time. Saves have a
+    separate limit, because the last save of a run waits until everything is written. Other saves only copy.
     """
 
     @node
-    class Config(_Quiet.Config):
-        """The least limit of each phase, and what raises it.
+    class Config(_BaseRule.Config):
+        """Limits of each phase.
 
         Attributes:
-            seconds: of input, steps and evaluation.
-            start_seconds: of restoring, compiling, and the first step and evaluation.
-            save_seconds: of saving. Processes wait for one another for half an hour in a save, and then say who is missing.
-            factor: times the usual duration of the phase, where that is more.
-            actions: what to do in addition to reporting.
+            seconds: Minimum limit of input, steps and evaluation.
+            start_seconds: Limit of restoring, compiling, and the first step and evaluation.
+            save_seconds: Minimum limit of a save. In a save, processes wait for each other for up to half an hour and then
+                report the missing process.
+            factor: Multiple of the usual duration of a phase that raises its limit.
+            actions: Actions to run in addition to the report.
         """
 
         seconds: float = setting(default=600.0, gt=0)
@@ -104,14 +110,14 @@ class Hang(_Quiet):
         self._reported = False
 
     def limit(self, phase: str) -> float:
-        """Seconds that a phase may take now."""
+        """Return the current limit of a phase in seconds."""
         durations = self._durations.get(phase)
         if phase in ("restore", "compile") or (phase in ("step", "evaluate") and not durations):
             return self.cfg.start_seconds
-        least = self.cfg.save_seconds if phase == "save" else self.cfg.seconds
+        minimum = self.cfg.save_seconds if phase == "save" else self.cfg.seconds
         usual = statistics.median(durations or [0.0])
-        longest = _ROOM * least if usual <= least else math.inf
-        return min(longest, max(least, self.cfg.factor * usual))
+        maximum = _LIMIT_FACTOR * minimum if usual <= minimum else math.inf
+        return min(maximum, max(minimum, self.cfg.factor * usual))
 
     def begin(self, phase: str, step: int, now: float) -> str | None:
         """See `Rule`."""
@@ -134,12 +140,18 @@ class Hang(_Quiet):
         )
 
 
-class SlowSteps(_Quiet):
-    """Steps in a row that are slower than the run's own history: `factor` times the median of the last `window` steps."""
+class SlowSteps(_BaseRule):
+    """Consecutive steps that take more than `factor` times the median of the last `window` steps."""
 
     @node
-    class Config(_Quiet.Config):
-        """`steps`: how many in a row."""
+    class Config(_BaseRule.Config):
+        """Threshold and history of the rule.
+
+        Attributes:
+            factor: Multiple of the median duration above which a step is slow.
+            steps: Number of consecutive slow steps that are reported.
+            window: Number of steps in the history.
+        """
 
         factor: float = setting(default=3.0, gt=1)
         steps: int = setting(default=3, ge=1)
@@ -166,20 +178,25 @@ class SlowSteps(_Quiet):
         if len(self._slow) < self.cfg.steps:
             return None
         slow, self._slow = self._slow, []
-        history.extend(slow)  # what stays slow becomes usual
-        return f"{len(slow)} steps up to step {step} took {max(slow):.3g} s; usual are {usual:.3g} s"
+        history.extend(slow)  # a permanently slower step becomes the new normal
+        return f"{len(slow)} steps up to step {step} took {max(slow):.3g} s; the usual time is {usual:.3g} s"
 
 
-class StarvedInput(_Quiet):
+class StarvedInput(_BaseRule):
     """Devices that wait for data: the loop spends more than `share` of its time in the phase `input`.
 
-    The loop asks for a batch while the devices compute the step before. With input that is fast enough it waits for the
-    devices, and not for the batch.
+    The loop requests a batch while the devices compute the previous step. If the input is fast enough, the loop waits for the
+    devices and not for the batch.
     """
 
     @node
-    class Config(_Quiet.Config):
-        """`steps`: over how many steps the share is taken."""
+    class Config(_BaseRule.Config):
+        """Threshold of the rule.
+
+        Attributes:
+            share: Fraction of the time above which the rule is broken.
+            steps: Number of steps over which the fraction is measured.
+        """
 
         share: float = setting(default=0.8, gt=0, le=1)
         steps: int = setting(default=50, ge=2)
@@ -208,16 +225,22 @@ class StarvedInput(_Quiet):
         )
 
 
-class LossSpike(_Quiet):
-    """A loss far above the run's own history, for `steps` steps in a row.
+class LossSpike(_BaseRule):
+    """A loss far above the run's own history, for `steps` consecutive steps.
 
-    Far: above the median of the last `window` losses by `deviations` times their median absolute deviation, scaled to a
+    The limit is the median of the last `window` losses plus `deviations` times their median absolute deviation, scaled to a
     standard deviation (1.4826).
     """
 
     @node
-    class Config(_Quiet.Config):
-        """`steps`: how many in a row."""
+    class Config(_BaseRule.Config):
+        """Threshold and history of the rule.
+
+        Attributes:
+            deviations: Number of deviations above the median.
+            steps: Number of consecutive high losses that are reported.
+            window: Number of losses in the history.
+        """
 
         deviations: float = setting(default=10.0, gt=0)
         steps: int = setting(default=3, ge=1)
@@ -231,7 +254,7 @@ class LossSpike(_Quiet):
     def observe(self, step: int, values: Mapping[str, float]) -> str | None:
         """See `Rule`."""
         loss = values.get("loss", math.nan)
-        if not math.isfinite(loss):  # the loop reports those itself
+        if not math.isfinite(loss):  # the loop reports non-finite losses itself
             return None
         limit, usual = math.inf, math.nan
         if len(self._history) >= 20:
@@ -247,17 +270,17 @@ class LossSpike(_Quiet):
             return None
         high, self._high = self._high, []
         self._history.extend(high)
-        return f"the loss is {high[-1]:.4g} at step {step}, {len(high)} steps above {limit:.4g}; usual is {usual:.4g}"
+        return f"the loss is {high[-1]:.4g} at step {step}, {len(high)} steps above {limit:.4g}; the usual loss is {usual:.4g}"
 
 
 class _StepClock:
-    """Seconds from one step's begin to the next one's, where nothing else came between."""
+    """Measures the time between the starts of consecutive steps, if no other phase is between them."""
 
     def __init__(self) -> None:
         self._begin: float | None = None
 
     def begin(self, phase: str, now: float) -> float | None:
-        """The duration of the step that ends where this phase begins."""
+        """Return the duration of the step that ends when this phase begins, or None."""
         if phase in OUTSIDE_STEPS:
             self._begin = None
             return None

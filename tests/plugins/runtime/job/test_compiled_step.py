@@ -91,9 +91,9 @@ def test_what_is_wrong_with_the_files_is_said_and_compiled(run, what, monkeypatc
     text = train(run, 3, "--restart")
     reasons = {
         "damaged": f"{file} is damaged: its hash does not match executables.json",
-        "writable": f"{file} is not yours alone: owner 0, mode 666",
-        "tries": "3 attempts began with it and finished no step; it is removed",
-        "foreign": "it has no signature of this user or of this job's supervisor",
+        "writable": f"{file} may be written by other users: owner 0, mode 666",
+        "tries": "3 attempts loaded it without finishing a step, so it was removed",
+        "foreign": "it is not signed by this user or by this job's supervisor",
         "unsigned": "its signature cannot be read: ",
     }
     assert f"note: the compiled step in {folder} is not loaded: {reasons[what]}" in text
@@ -140,11 +140,11 @@ def test_a_seal_is_of_the_user_or_of_a_supervisor(tmp_path, monkeypatch):
     check_seal(folder)  # the supervisor's
     for job in ("1" * 32, "", "slurm-7"):
         keep("theirs", job)
-        with pytest.raises(RequestError, match="no signature of this user"):
+        with pytest.raises(RequestError, match="not signed by this user"):
             check_seal(folder)
     keep("mine", "")
     (folder / "executables.json").write_text("{ }")
-    with pytest.raises(RequestError, match="no signature of this user"):
+    with pytest.raises(RequestError, match="not signed by this user"):
         check_seal(folder)
     assert (tmp_path / "mine/axlearn/key").stat().st_mode & 0o777 == 0o600
 
@@ -188,7 +188,7 @@ def test_files_without_a_seal_are_never_loaded(seal, tmp_path, monkeypatch, capf
     assert step.load({}) is False
     assert program.discarded == 1
     assert step.facts == {}
-    reason = "signature cannot be read" if seal == "missing" else "no signature of this user"
+    reason = "signature cannot be read" if seal == "missing" else "not signed by this user"
     assert re.search(f"is not loaded: .*{reason}", capfd.readouterr().err)
 
 

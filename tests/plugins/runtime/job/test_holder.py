@@ -123,7 +123,7 @@ def test_a_holder_that_was_taken_for_dead_hears_of_it(tmp_path, fast):
     first.check()
     LocalStorage(tmp_path).create(".trainer-2.json", json.dumps({"pid": 9, "host": "far", "since": 0.0}).encode())
     first._thread.join(timeout=10)
-    with pytest.raises(WorkError, match=r"another trainer took run[^$]*process 9 on far"):
+    with pytest.raises(WorkError, match=r"another trainer took over run[^$]*process 9 on far"):
         first.check()
     first.release()
 

@@ -70,9 +70,9 @@ def test_one_without_beats_is_said_once_by_all(job):
     second.close()
     first.close()
     (line,) = lines
-    assert line.startswith("error: process 2 on node-2 (process 99) gives no sign of life since ")
+    assert line.startswith("error: process 2 on node-2 (process 99) has sent no heartbeat since ")
     assert line.endswith(
-        " UTC; newest checkpoint: step 24 of runs/a b; to go on: `axlearn train quickstart --run-dir 'runs/a b'` on every host"
+        " UTC; newest checkpoint: step 24 of runs/a b; to resume: `axlearn train quickstart --run-dir 'runs/a b'` on every host"
     )
     assert heard == lines
 
@@ -90,11 +90,11 @@ def test_one_that_ended_is_not_lost_and_one_that_is_back_is_said(job):
     store.values["axlearn/beats/2"] = "ended"
     time.sleep(1.0)
     first.close()
-    assert lines[1:] == ["process 2 gives signs of life again"]
+    assert lines[1:] == ["process 2 sends heartbeats again"]
 
 
 def test_a_process_that_is_aborted_leaves_its_line(job):
-    line = 'process 1 lost process 0 at 10.0.0.1:4321, or was killed; newest checkpoint: step 24 of run\'s; to go on: `a "b"`'
+    line = 'process 1 lost process 0 at 10.0.0.1:4321, or was killed; newest checkpoint: step 24 of run\'s; to resume: `a "b"`'
     words = ["sh", "-c", peers._NOTICE]
     for text, expected in ((f"an older line\n{line}\n", f"error: {line}; noticed at "), (f"{line}\n\n", "")):
         shell = subprocess.run(words, input=text, capture_output=True, text=True)

@@ -60,4 +60,4 @@ def test_a_signal_ends_the_wait_for_a_batch(session, monkeypatch, capsys):
         assert session.next_batch() is None
         assert session.stops()
     assert session.stop_signal == signal.SIGTERM
-    assert "the input gives no batch; stopping without it" in capsys.readouterr().err
+    assert "the input returned no batch in time; stopping without it" in capsys.readouterr().err

@@ -133,10 +133,7 @@ def test_a_place_that_cannot_be_written_is_named_before_ray_starts(tmp_path):
     (tmp_path / "file").write_text("")
     words = ("--run-dir", str(tmp_path / "file" / "run"), "--on", "local")
     result = tiny.axlearn("launch", "quickstart", *words, code=2)
-    assert (
-        "--run-dir: the run cannot be launched there: processes.jsonl cannot be written: Not a directory"
-        in result.stderr
-    )
+    assert "--run-dir: cannot launch the run: processes.jsonl cannot be written: Not a directory" in result.stderr
     with pytest.raises(RequestError, match="no such bucket"):
         Journal(Unwritable()).check()
 
@@ -162,7 +159,7 @@ def test_a_ray_that_is_too_old_is_refused(monkeypatch):
     monkeypatch.setattr("axlearn_plugins_runtime.launch.ray.find_spec", lambda name: name)
     monkeypatch.setattr("axlearn_plugins_runtime.launch.ray.version", lambda name: "2.54.1")
     with pytest.raises(
-        RequestError, match=r"need Ray 2.55 or newer\n    got: Ray 2.54.1\n    fix: pip install --upgrade"
+        RequestError, match=r"require Ray 2.55 or newer\n    got: Ray 2.54.1\n    fix: pip install --upgrade"
     ):
         RayLauncher().check()
     monkeypatch.setattr("axlearn_plugins_runtime.launch.ray.version", lambda name: "2.55.0rc1")
@@ -195,7 +192,7 @@ This process on node 127.0.0.1:6399 was started with:
     message = str(error.value)
     assert "got: 2.60.0, 3.11.8 here" in message
     assert "expected: 2.56.0, 3.11.7" in message
-    with pytest.raises(RequestError, match=r"'127.0.0.1:6399' cannot be joined: no answer\n    fix: start one"):
+    with pytest.raises(RequestError, match=r"at '127.0.0.1:6399': no answer\n    fix: start one"):
         RayLauncher()._connect(Refusing("no answer\nat all"), job)
 
 
@@ -205,7 +202,9 @@ def test_a_ray_that_does_not_start_is_one_error():
             raise Exception("The current node timed out during startup.")  # as Ray does
 
     job = Job(name="toy", experiment="quickstart", run_dir="/run", options=LocalOptions())
-    with pytest.raises(RequestError, match=r"Ray cannot be started here: The current node timed out during startup"):
+    with pytest.raises(
+        RequestError, match=r"cannot start Ray on this machine: The current node timed out during startup"
+    ):
         LocalLauncher()._connect(Slow(), job)
 
 

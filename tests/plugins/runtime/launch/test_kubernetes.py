@@ -196,15 +196,15 @@ def test_the_probes_see_a_trainer_that_began_and_one_that_hangs(tmp_path):
 @pytest.mark.parametrize(
     ("one", "message"),
     [
-        (job({"image": None}), "needs an image"),
-        (job(run_dir="/home/me/run"), "pods cannot keep /home/me/run"),
-        (job({"claim": "runs", "mount": "/runs"}, run_dir="/run/toy"), "expected: a URI, or a path below"),
+        (job({"image": None}), "requires an image"),
+        (job(run_dir="/home/me/run"), "pods would lose /home/me/run"),
+        (job({"claim": "runs", "mount": "/runs"}, run_dir="/run/toy"), "expected: a URI, or a path on"),
         (job(processes_per_host=2), "a pod of a JobSet runs one process"),
         (job(name="x" * 52), r"too long: pods would be called .* at most 48 characters"),
         (job(spares=1, machine=V5P.machine("tpu-v5p-128")), "whole slices"),
         (job({"node_selector": "big"}), "expected: KEY=VALUE"),
         (job(machine=Machine(name="x-8", target=Target(name="x", platform="gpu"), chips=8, domains=1, chips_per_host=8)),
-         "node labels of GKE for 'x' are not known"),
+         "unknown GKE node labels for 'x'"),
     ],
 )  # fmt: skip
 def test_what_kubernetes_cannot_do_is_refused_with_the_remedy(one, message):

@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 from axlearn_core.errors import RequestError
 from axlearn_plugins_gpu.gpus import H100
 from axlearn_plugins_runtime.launch.job import Job
-from axlearn_plugins_runtime.launch.sky import COMMAND, SkyLauncher, SkyOptions, find_sky, task_of, to_yaml
+from axlearn_plugins_runtime.launch.sky import COMMAND, SkyLauncher, SkyOptions, find_sky, make_task, to_yaml
 from axlearn_plugins_tpu.generations import V5E, V5P
 
 DOCUMENT = "experiment: quickstart\nset:\n  # 'quotes' and $dollars\n  max_steps: 3\n"
@@ -37,7 +37,7 @@ JOBS = {
     [("aws", "H100:8", 4), ("gcp", "tpu-v5litepod-16", 1), ("azure", None, 2), ("kubernetes", "H100:8", 2)],
 )
 def test_hardware_comes_by_the_name_of_the_target(name, accelerators, nodes):
-    task = task_of(JOBS[name])
+    task = make_task(JOBS[name])
     assert task["resources"].get("accelerators") == accelerators
     assert task["num_nodes"] == nodes, "a TPU slice is one node"
 
@@ -46,7 +46,7 @@ def test_the_run_file_is_carried_word_for_word(tmp_path):
     """The script runs here, with a trainer that prints what it is given."""
     (tmp_path / "python").write_text('#!/bin/sh\necho "$@"; cat "$5"; echo "pid $$"\n')
     (tmp_path / "python").chmod(0o755)
-    task = YAML(typ="safe").load(to_yaml(task_of(JOBS["aws"])))
+    task = YAML(typ="safe").load(to_yaml(make_task(JOBS["aws"])))
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     with subprocess.Popen(
         ["bash", "-c", task["run"]], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True
@@ -64,8 +64,8 @@ def test_the_run_file_is_carried_word_for_word(tmp_path):
 @pytest.mark.parametrize(
     ("one", "message"),
     [
-        (job(run_dir="/home/me/run"), "is on this machine"),
-        (job(spares=1), "holds no spare machines"),
+        (job(run_dir="/home/me/run"), "is a local path"),
+        (job(spares=1), "has no spare machines"),
         (job(processes_per_host=4), "one process"),
         (job(machine=V5P.machine("tpu-v5p-128x2")), "no name for the target 'tpu-v5p-128x2'"),
         (job(document="experiment: a\nAXLEARN_RUN_FILE\n"), "ends it in the script"),
@@ -73,7 +73,7 @@ def test_the_run_file_is_carried_word_for_word(tmp_path):
 )
 def test_what_skypilot_cannot_do_is_refused_with_the_remedy(one, message):
     with pytest.raises(RequestError, match=f"(?s){message}.*fix: "):
-        task_of(one)
+        make_task(one)
 
 
 def test_sky_is_found_by_its_variable(monkeypatch, tmp_path, capfd):
@@ -81,7 +81,7 @@ def test_sky_is_found_by_its_variable(monkeypatch, tmp_path, capfd):
     with pytest.raises(RequestError, match=r"the command `sky` is not on the PATH\n.*uv tool install"):
         SkyLauncher().check()
     monkeypatch.setenv(COMMAND, str(tmp_path / "sky"))
-    with pytest.raises(RequestError, match=f"{COMMAND} names .* is not a command"):
+    with pytest.raises(RequestError, match=f"{COMMAND} is .* which is not a command"):
         find_sky()
     (tmp_path / "sky").write_text('#!/bin/sh\necho "$1 $2 $3 $4"; cat "$5"; exit 3\n')
     (tmp_path / "sky").chmod(0o755)
@@ -126,7 +126,7 @@ def sky_python(tmp_path_factory):
 @pytest.mark.slow
 def test_skypilots_own_parser_reads_the_tasks(sky_python, tmp_path):
     for name, one in JOBS.items():
-        (tmp_path / f"{name}.yaml").write_text(to_yaml(task_of(one)))
+        (tmp_path / f"{name}.yaml").write_text(to_yaml(make_task(one)))
     paths = [str(tmp_path / f"{name}.yaml") for name in JOBS]
     env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
     process = subprocess.run([sky_python, "-c", PARSER, *paths], capture_output=True, text=True, env=env, timeout=300)
@@ -136,7 +136,7 @@ def test_skypilots_own_parser_reads_the_tasks(sky_python, tmp_path):
     assert " True " in lines[0]
     assert lines[1].startswith("toy 1 {'tpu-v5litepod-16': 1")
     assert len(lines) == len(JOBS)
-    (tmp_path / "wrong.yaml").write_text(to_yaml(task_of(JOBS["aws"]) | {"nodes": 3}))
+    (tmp_path / "wrong.yaml").write_text(to_yaml(make_task(JOBS["aws"]) | {"nodes": 3}))
     process = subprocess.run(
         [sky_python, "-c", PARSER, str(tmp_path / "wrong.yaml")], capture_output=True, text=True, env=env
     )

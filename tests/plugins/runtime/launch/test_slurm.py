@@ -9,7 +9,13 @@ from axlearn_plugins_gpu.gpus import H100
 from axlearn_plugins_runtime.launch.exits import Exit
 from axlearn_plugins_runtime.launch.job import Job, parse_options
 from axlearn_plugins_runtime.launch.slurm import SlurmLauncher, SlurmOptions, render_script
-from axlearn_plugins_runtime.launch.task import coordinator_port, exit_code, kubernetes_place, sky_place, slurm_place
+from axlearn_plugins_runtime.launch.task import (
+    coordinator_port,
+    exit_code,
+    kubernetes_environment,
+    sky_environment,
+    slurm_environment,
+)
 from axlearn_plugins_tpu.generations import V5P
 
 DOCUMENT = "experiment: quickstart\nset:\n  # 'quotes', $dollars and @HOSTS@\n  max_steps: 3\n"
@@ -57,9 +63,9 @@ def test_variables_of_another_job_are_unset(tmp_path):
 @pytest.mark.parametrize(
     ("one", "message"),
     [
-        (job(machine=V5P.machine("tpu-v5p-128")), "no TPUs"),
-        (job(run_dir="/a\nb"), "cannot stand in a batch script"),
-        (job(run_dir="/a%j"), "cannot stand in a batch script"),
+        (job(machine=V5P.machine("tpu-v5p-128")), "does not support TPUs"),
+        (job(run_dir="/a\nb"), "cannot be used in a batch script"),
+        (job(run_dir="/a%j"), "cannot be used in a batch script"),
         (job(document="experiment: a\nAXLEARN_RUN_FILE\n"), "ends it in the batch script"),
         (job(processes_per_host=3, machine=H100.machine("h100-8x1")), "8 chips of a host cannot be shared equally"),
     ],
@@ -111,10 +117,10 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "9", "SLURM_
 
 
 def test_a_task_of_slurm_finds_its_place():
-    place = slurm_place(SLURM | {"AXLEARN_LOCAL_CHIPS": "8"})
+    place = slurm_environment(SLURM | {"AXLEARN_LOCAL_CHIPS": "8"})
     assert place["JAX_COORDINATOR_ADDRESS"] == f"n7:{coordinator_port(873)}"
     assert (place["JAX_PROCESS_ID"], place["JAX_NUM_PROCESSES"], place["JAX_LOCAL_DEVICE_IDS"]) == ("5", "8", "2,3")
-    assert "JAX_LOCAL_DEVICE_IDS" not in slurm_place(SLURM)
+    assert "JAX_LOCAL_DEVICE_IDS" not in slurm_environment(SLURM)
 
 
 def test_an_attempt_has_a_port_of_its_own():
@@ -131,18 +137,19 @@ def test_an_attempt_has_a_port_of_its_own():
 def test_a_pod_of_a_second_slice_finds_its_place():
     pod = {"AXLEARN_ATTEMPT": "2", "AXLEARN_COORDINATOR": "toy-host-0-0.toy", "AXLEARN_PROCESSES": "32", "AXLEARN_SLICES": "2",
            "AXLEARN_SLICE": "1", "JOB_COMPLETION_INDEX": "3", "AXLEARN_JOBSET": "toy"}  # fmt: skip
-    place = kubernetes_place(pod)
+    place = kubernetes_environment(pod)
     assert (place["JAX_PROCESS_ID"], place["MEGASCALE_SLICE_ID"], place["MEGASCALE_NUM_SLICES"]) == ("19", "1", "2")
     assert place["MEGASCALE_COORDINATOR_ADDRESS"] == "toy-host-0-0.toy"
     assert (
-        place["JAX_COORDINATOR_ADDRESS"] != kubernetes_place(pod | {"AXLEARN_ATTEMPT": "3"})["JAX_COORDINATOR_ADDRESS"]
+        place["JAX_COORDINATOR_ADDRESS"]
+        != kubernetes_environment(pod | {"AXLEARN_ATTEMPT": "3"})["JAX_COORDINATOR_ADDRESS"]
     )
 
 
 def test_a_node_of_skypilot_finds_its_place():
     node = {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.9\n", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1",
             "SKYPILOT_TASK_ID": "managed-2026-11-22_1"}  # fmt: skip
-    place = sky_place(node)
+    place = sky_environment(node)
     assert place["JAX_COORDINATOR_ADDRESS"].startswith("10.0.0.4:")
     assert (place["JAX_PROCESS_ID"], place["JAX_NUM_PROCESSES"]) == ("1", "2")
 

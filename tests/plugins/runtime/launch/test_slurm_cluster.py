@@ -238,5 +238,5 @@ def test_a_run_near_its_time_limit_saves_and_goes_back_to_the_queue(cluster, und
     state = cluster.wait_for_end(job, 500)
     assert state["JobState"] == "COMPLETED", cluster.logs()
     assert state["Restarts"] == "1"
-    assert "was saved: back to the queue" in (run / "launch" / f"slurm-{job}.txt").read_text()
+    assert "was saved: requeueing the job" in (run / "launch" / f"slurm-{job}.txt").read_text()
     assert tiny.losses(run) == undisturbed

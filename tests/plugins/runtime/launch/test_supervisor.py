@@ -210,7 +210,7 @@ def test_what_comes_back_is_used_again(tmp_path):
 
 def test_an_error_of_the_code_is_not_tried_beyond_its_budget(tmp_path):
     pool = FakePool(3, {n: [killed(0, "user", "ValueError: no")] for n in range(1, 9)})
-    with pytest.raises(WorkError, match=r"error of the training code ended the run 3 times; its budget is 2") as error:
+    with pytest.raises(WorkError, match=r"error in the training code ended the run 3 times; the budget is 2") as error:
         supervisor(tmp_path, pool, 2, budgets={"user": 2}).run()
     assert "ValueError: no" in str(error.value)
     assert len(pool.starts) == 3
@@ -226,7 +226,7 @@ def test_a_wrong_request_is_not_tried_again(tmp_path):
 
 def test_deaths_without_a_newer_checkpoint_are_a_crash_loop(tmp_path):
     pool = FakePool(9, {n: [killed(n % 2)] for n in range(1, 99)}, saved=lambda attempt: 10 if attempt < 3 else 20)
-    with pytest.raises(WorkError, match=r"4 deaths without a newer checkpoint between them \(all from step 20\)"):
+    with pytest.raises(WorkError, match=r"4 deaths in a row without a newer checkpoint \(all from step 20\)"):
         supervisor(tmp_path, pool, 2, crash_loop=4, host_deaths=99).run()
     assert len(pool.starts) == 6  # two from step 10, four from step 20
 

@@ -16,7 +16,7 @@ def test_a_death_says_what_took_the_place_and_what_it_cost():
         record(10, "exited", 1, "b", 2, "killed by SIGKILL"),
         record(10, "exited", 0, "a", 1, "SIGABRT: it lost another process"),  # follows from the first
         record(10, "killed", 0, "a", 1, "rank 1 ended"),
-        record(11, "replaced", 1, "c", reason="takes the place of b"),
+        record(11, "replaced", 1, "c", reason="replaces b"),
         record(18, "stepping", reason="from step 40", attempt=2),
         record(20, "exited", 0, "a", 3, "finished", 2),
     ]

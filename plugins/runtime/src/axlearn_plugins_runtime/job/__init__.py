@@ -1,1 +1,1 @@
-"""What only jobs need of a run: lock, mirror, signals, lost processes, the compiled step, the record of phases."""
+"""Run listeners for jobs: lock, mirror, signals, lost processes, the compiled step, and time by phase."""

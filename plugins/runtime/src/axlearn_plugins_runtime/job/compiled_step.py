@@ -1,12 +1,12 @@
-"""The compiled step of a run as files in its directory: a process that continues the run loads it, and traces nothing.
+"""A cache of the compiled step in the run directory. A process that resumes the run loads it instead of tracing.
 
-    compiled/<identity>/executables.json    what it was compiled from and for; see `axlearn_core.compose.executables`
-    compiled/<identity>/train-0.executable  the program
-    compiled/<identity>.seal                who wrote it: signatures of the index
-    compiled/<identity>.tries               one byte for each attempt that began with it and finished no step
+    compiled/<identity>/executables.json    index with the source and target; see `axlearn_core.compose.executables`
+    compiled/<identity>/train-0.executable  the compiled program
+    compiled/<identity>.seal                signatures of the index
+    compiled/<identity>.tries               one byte for each attempt that loaded it and has not finished a step
 
-An executable is code, and a run directory may come from somebody else. One is loaded only with the signature of this user, whose
-key is in the cache folder of the home directory, or of the supervisor of this job, and only where nobody else can write it.
+An executable is code, and a run directory may come from another user. An executable is loaded only if no other user can write
+it, and if it is signed by this user or by the supervisor of this job. The user's key is in the cache folder of the home directory.
 """
 
 import contextlib
@@ -38,24 +38,24 @@ from axlearn_plugins_runtime.job.holder import JOB
 
 FOLDER = "compiled"
 KEEP = 2
-"""How many compiled steps stay: that of the whole job, and that of fewer hosts."""
+"""Number of compiled steps to keep: one for the full job and one for fewer hosts."""
 TRIES = 3
-"""An executable that so many attempts loaded, and none of them finished a step with, is removed."""
+"""Number of attempts that may load an executable without finishing a step. It is then removed."""
 LOAD_SECONDS = 300.0
-"""One that takes longer to load never will: XLA was seen to wait for a thread of its own that had long answered."""
+"""Give up after this many seconds. XLA can deadlock while loading."""
 RESTART = 75
-"""Exit code of a process that wants to be started again: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of a process that asks to be restarted: EX_TEMPFAIL in sysexits.h."""
 
 
 class CompiledStep(RunListener):
-    """Keeps and loads the function `train` of a program; see `axlearn_core.contracts.capabilities.KeepsExecutables`.
+    """Saves and loads the function `train` of a program. See `axlearn_core.contracts.capabilities.KeepsExecutables`.
 
     Args:
-        run_dir: of the run, which every process reaches.
-        program: of the run.
+        run_dir: Run directory, which every process must be able to read.
+        program: Program of the run.
 
     Attributes:
-        facts: what was known of the step when it was compiled (`flops`, `kernels`, `fingerprint`), once it was loaded.
+        facts: Facts about the loaded step (`flops`, `kernels`, `fingerprint`). Empty if no step was loaded.
     """
 
     def __init__(self, run_dir: Path, program: Program):
@@ -70,13 +70,13 @@ class CompiledStep(RunListener):
         self._is_proven = False
 
     def load_step(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Loads the step for a batch; returns what was known of it when it was compiled, or nothing if it is not loaded."""
+        """Load the step for a batch. Return the facts about it, or an empty mapping if it was not loaded."""
         return self.facts if self.load(batch) else {}
 
     def load(self, batch: Mapping[str, Any]) -> bool:
-        """Takes the step for a batch from the files of an earlier attempt, if all processes can; returns whether they did.
+        """Load the step for a batch from the files of an earlier attempt. Return True if all processes loaded it.
 
-        Without such files, or with files of another config, code, version, flag or machine, the step is compiled as usual.
+        Otherwise the step is compiled as usual. The files must have the same config, code, versions, flags and machine.
         """
         if self._loaded is not None:
             return self._loaded
@@ -90,7 +90,7 @@ class CompiledStep(RunListener):
                 with time_limit(LOAD_SECONDS, f"the compiled step in {self._folder} is not loaded after"):
                     self._load_files(self._folder, batch)
                 name = self._folder.name
-            except Exception as error:  # any fault of the files: the step can be compiled instead
+            except Exception as error:  # for any error, compile the step instead
                 self._is_unfit = True
                 reason = (str(error) or type(error).__name__).splitlines()[0]
                 _log_note(f"the compiled step in {self._folder} is not loaded: {reason}")
@@ -110,7 +110,7 @@ class CompiledStep(RunListener):
             self._count_try(folder)
         self.program.load(folder, self._identity)
         if not self.program.exported("train", batch):
-            raise RequestError("it is for batches of another shape")
+            raise RequestError("it has a different batch shape")
         self.program.compile("train", batch)
         self.facts = read_facts(folder)
 
@@ -121,10 +121,10 @@ class CompiledStep(RunListener):
         if count > TRIES:
             shutil.rmtree(folder)
             tries.unlink()
-            raise RequestError(f"{TRIES} attempts began with it and finished no step; it is removed")
+            raise RequestError(f"{TRIES} attempts loaded it without finishing a step, so it was removed")
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Forgets the attempts that began with what was loaded: it finished a step."""
+        """Reset the count of attempts, because the loaded executable finished a step."""
         if self._is_proven:
             return
         self._is_proven = True
@@ -132,7 +132,7 @@ class CompiledStep(RunListener):
             self._folder.with_suffix(".tries").unlink(missing_ok=True)
 
     def keep_step(self, batch: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Keeps the step that the first process compiled, from a thread. A step that cannot be kept is compiled each time."""
+        """Save the step that process 0 compiled, in a thread. If this fails, each attempt compiles the step."""
         if self._folder is None or self.facts or jax.process_index():
             return
         if self._folder.exists() and not self._is_unfit:
@@ -146,7 +146,7 @@ class CompiledStep(RunListener):
         if self._is_unfit:
             shutil.rmtree(folder, ignore_errors=True)
         if self.program.was_cached("train", batch):
-            return  # JAX's compilation cache has it, and XLA cannot write what it has read
+            return  # it came from JAX's compilation cache, and XLA cannot serialize such programs
         try:
             self.program.export(folder, {"train": [batch]}, self._identity, facts=facts)
             write_whole(folder.with_suffix(".seal"), json.dumps(_seals(folder)) + "\n")
@@ -155,25 +155,25 @@ class CompiledStep(RunListener):
                 shutil.rmtree(old)
                 old.with_suffix(".seal").unlink(missing_ok=True)
         except (AxlearnError, OSError, NotImplementedError, ValueError, jax.errors.JaxRuntimeError) as error:
-            _log_note(f"the compiled step is not kept: {(str(error) or type(error).__name__).splitlines()[0]}")
+            _log_note(f"the compiled step is not cached: {(str(error) or type(error).__name__).splitlines()[0]}")
 
     def closed(self) -> None:
-        """Waits until it is written."""
+        """Wait until the step is written."""
         if self._thread is not None:
             self._thread.join()
 
 
 def compiled_step(session: Any) -> CompiledStep | None:
-    """The listener of a run in a directory; None if the config keeps no compiled step, or the run is at a URI."""
+    """Return the listener of a run, or None if the run is at a URI or `keep_compiled_step` is False."""
     keeps = session.program.config.keep_compiled_step and session.uri is None
     return CompiledStep(session.path, session.program) if keeps else None
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float, description: str) -> Iterator[None]:
-    """Ends this process with exit code 75 and its stacks, for a supervisor, where the block takes longer.
+    """End this process with exit code 75 and its stacks if the block takes longer than `seconds`.
 
-    A call into XLA cannot be given up: other processes would wait for this one until their own limits.
+    A call into XLA cannot be interrupted, and other processes would wait for this one until they time out.
     """
 
     def end() -> None:
@@ -191,45 +191,50 @@ def time_limit(seconds: float, description: str) -> Iterator[None]:
 
 
 def identity(program: Program) -> dict[str, str] | None:
-    """Everything that a step is made from, by name: equal identities are equal programs.
+    """Return everything that determines the compiled step, by name. Equal identities mean equal programs.
 
     Returns:
-        None if the config has code that only this process knows; see `program_identity`.
+        The identity, or None if the config has code that only this process defines. See `program_identity`.
     """
     config: Any = program.config
     return program_identity(program, {"config": portable(config)[0]}, ["train"])
 
 
 def check_private(folder: Path) -> None:
-    """Raises `RequestError` where a folder, or a file in it, is another user's or can be written by others."""
+    """Raise `RequestError` if a folder or a file in it belongs to another user or is writable by others."""
     for path in (folder, *folder.iterdir()):
         status = path.stat()
         if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
-            raise RequestError(f"{path} is not yours alone: owner {status.st_uid}, mode {status.st_mode & 0o777:o}")
+            raise RequestError(
+                f"{path} may be written by other users: owner {status.st_uid}, mode {status.st_mode & 0o777:o}"
+            )
 
 
 def check_seal(folder: Path) -> None:
-    """Raises `RequestError` where neither this user nor the supervisor of this job wrote the executables of a folder."""
+    """Raise `RequestError` unless this user or the supervisor of this job signed the executables of a folder."""
     try:
         seals = json.loads(folder.with_suffix(".seal").read_text())
         expected = _seals(folder)
     except (OSError, ValueError) as error:
         raise RequestError(f"its signature cannot be read: {error}") from error
     if not any(hmac.compare_digest(str(seals.get(name, "")), seal) for name, seal in expected.items()):
-        raise RequestError("it has no signature of this user or of this job's supervisor")
+        raise RequestError("it is not signed by this user or by this job's supervisor")
 
 
 def _seals(folder: Path) -> dict[str, str]:
-    """Signatures of an index, which has the hashes of the executables: the user's, and the supervisor's where there is one."""
+    """Return the signatures of an index by this user and, if there is one, by the supervisor.
+
+    The index contains the hashes of the executables.
+    """
     job = os.environ.get(JOB, "")
-    # A supervisor's id is random. Those that are made of a scheduler's numbers can be guessed.
+    # Only a supervisor's id is random. Ids from a scheduler's job number can be guessed.
     keys = {"user": _user_key(), "job": job.encode() if re.fullmatch("[0-9a-f]{32}", job) else b""}
     content = (folder / INDEX).read_bytes()
     return {name: hmac.new(key, content, hashlib.sha256).hexdigest() for name, key in keys.items() if key}
 
 
 def _user_key() -> bytes:
-    """A secret of this user on this machine; empty where the home directory cannot be written."""
+    """Return the secret of this user on this machine, or b"" if the home directory cannot be written."""
     file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "axlearn" / "key"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""One trainer for each place: a file names the trainer, which renews it as long as it lives."""
+"""A lock that allows one trainer per location: a file that the trainer renews while it runs."""
 
 import json
 import os
@@ -20,62 +20,63 @@ from axlearn_core.errors import AxlearnError, CheckpointError, RequestError, Sto
 from axlearn_core.run.events import RunListener
 
 PREFIX = ".trainer-"
-"""The file is `.trainer-N.json`. The highest N holds the place. A trainer that finds the holder dead creates N + 1."""
+"""Prefix of the file `.trainer-N.json`. The highest N is the holder. A trainer that finds the holder dead creates N + 1."""
 JOB = "AXLEARN_JOB"
-"""Environment variable: the id of a supervisor, which starts processes only when those before them are dead."""
+"""Environment variable with the id of a supervisor. A supervisor starts processes only after the earlier ones are dead."""
 BEAT_SECONDS = 10.0
 STALE_SECONDS = 6 * BEAT_SECONDS
 
 
 class Holder:
-    """Holds a run directory, or a place of checkpoints, against other trainers. Call `release` at the end.
+    """A lock on a run directory or a checkpoint location. Call `release` at the end.
 
-    A holder on this machine is dead when its process is. One elsewhere is dead when its file is old by this machine's clock and
-    stays as it is for two beats: clocks may differ. One of the same supervisor (`AXLEARN_JOB`) was ended before this one began.
+    A holder on this machine is dead if its process is. A holder on another machine is dead if its file is old by this machine's
+    clock and does not change for two beats, because clocks may differ. A holder of the same supervisor (`AXLEARN_JOB`) is dead,
+    because the supervisor ended it before it started this process.
 
     Args:
-        storage: of the place.
-        name: of the place, for people.
-        run: the id of the run.
+        storage: Storage of the location.
+        name: Name of the location, for messages.
+        run: Id of the run.
 
     Raises:
-        CheckpointError: another trainer holds it.
-        RequestError: the place cannot be reached or written.
+        CheckpointError: Another trainer holds the lock.
+        RequestError: The location cannot be reached or written.
     """
 
     def __init__(self, storage: Storage, name: str, run: str):
         self.storage, self.name = storage, name
         self.info = {"run": run, **_identity()}
         self._ended = threading.Event()
-        self._lost: dict[str, Any] | None = None
+        self._successor: dict[str, Any] | None = None
         try:
             self.number = self._acquire()
         except StorageError as error:
             raise RequestError(
-                f"cannot train in {name}: {error}\n    fix: make it reachable and writable, or give another place"
+                f"cannot train in {name}: {error}\n    fix: make it reachable and writable, or use another location"
             ) from error
         self._thread = threading.Thread(target=self._beat, name="holder", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Raises `WorkError` if another trainer has taken the place, for example after a long freeze."""
-        if self._lost is not None:
+        """Raise `WorkError` if another trainer has taken the lock, for example after a long freeze."""
+        if self._successor is not None:
             raise WorkError(
-                f"another trainer took {self.name} while this one did not answer: {_describe_holder(self._lost)}\n"
-                "    fix: nothing more is written here; the other one goes on"
+                f"another trainer took over {self.name} while this one did not respond: {_describe_holder(self._successor)}\n"
+                "    fix: none needed; this trainer stops writing, and the other one continues"
             )
 
     def release(self) -> None:
-        """Lets the next trainer in."""
+        """Release the lock."""
         self._ended.set()
         self._thread.join()
         try:
             self.storage.delete(self._path(self.number))
         except StorageError:
-            return  # the file goes stale
+            return  # the file becomes stale
         if isinstance(self.storage, LocalStorage):
             try:
-                self.storage.root.rmdir()  # only if nothing else was ever written
+                self.storage.root.rmdir()  # succeeds only if nothing else was written
             except OSError:
                 return
 
@@ -87,7 +88,7 @@ class Holder:
         if not self.storage.create(self._path(newest + 1), self._text()):
             raise self._in_use_error(self._read(newest + 1) or {})
         later = [n for n in self._holders() if n not in numbers and n != newest + 1]
-        if later:  # two found different holders dead at once: neither goes on
+        if later:  # two trainers found a holder dead at the same time: both give up
             self.storage.delete(self._path(newest + 1))
             raise self._in_use_error(self._read(later[-1]) or {})
         for number in numbers:
@@ -95,7 +96,7 @@ class Holder:
         return newest + 1
 
     def _alive(self, number: int) -> dict[str, Any] | None:
-        """The record of the holder, or None if the holder is dead."""
+        """Return the record of the holder, or None if the holder is dead."""
         record = self._read(number)
         if record is None or (self.info["job"] and record.get("job") == self.info["job"]):
             return None
@@ -122,11 +123,11 @@ class Holder:
             try:
                 higher = [n for n in self._holders() if n > self.number]
                 if higher:
-                    self._lost = self._read(higher[-1]) or {}
+                    self._successor = self._read(higher[-1]) or {}
                     return
                 self.storage.write(self._path(self.number), [self._text()])
             except StorageError:
-                continue  # the next beat may work; until then the file ages
+                continue  # the next beat may succeed
 
     def _text(self) -> bytes:
         return json.dumps({**self.info, "beat": time.time()}).encode()
@@ -137,12 +138,12 @@ class Holder:
     def _in_use_error(self, record: dict[str, Any]) -> CheckpointError:
         return CheckpointError(
             f"{self.name} is in use by another trainer: {_describe_holder(record)}\n"
-            "    fix: wait for it or stop it, or give another place; nothing was written"
+            "    fix: wait for it, stop it, or use another location; nothing was written"
         )
 
 
 class HolderListener(RunListener):
-    """Keeps other trainers out of the places of a run until the run is closed, from the first process."""
+    """Locks the locations of a run until it is closed. Runs on process 0."""
 
     position = "first"
     errors_name_plugin = False
@@ -151,23 +152,23 @@ class HolderListener(RunListener):
         self._holders: list[Holder] = []
 
     def opened(self, run: Any) -> None:
-        """Takes hold of every place that the run writes to.
+        """Lock every location that the run writes to.
 
         Raises:
-            CheckpointError: another trainer holds a place.
-            RequestError: a place cannot be reached.
+            CheckpointError: Another trainer holds a location.
+            RequestError: A location cannot be reached.
         """
         error: AxlearnError | None = None
         if jax.process_index() == 0:
             try:
-                for name, storage in _places(run).items():
+                for name, storage in _locations(run).items():
                     self._holders.append(Holder(storage, name, run.run_id))
             except AxlearnError as caught:
                 error = caught
         agree(error, error)
 
     def saving(self, step: int) -> None:
-        """Raises `WorkError` on every process if another trainer took over."""
+        """Raise `WorkError` on every process if another trainer took over."""
         lost: AxlearnError | None = None
         for holder in self._holders:
             try:
@@ -177,18 +178,21 @@ class HolderListener(RunListener):
         agree(lost, lost)
 
     def closed(self) -> None:
-        """Lets the next trainer in."""
+        """Release the locks."""
         for holder in reversed(self._holders):
             holder.release()
 
 
 def lock_holder(session: Any) -> HolderListener:
-    """The listener of a run."""
+    """Return the listener of a run."""
     return HolderListener()
 
 
-def _places(session: Any) -> dict[str, Storage]:
-    """Name -> storage of every place that the run writes to: its directory, its URI, and its checkpoints elsewhere."""
+def _locations(session: Any) -> dict[str, Storage]:
+    """Return the storage of every location that the run writes to, by name.
+
+    These are its directory, its URI, and the location of its checkpoints if that is another one.
+    """
     run_dir, checkpointer = session.run_dir, session.checkpointer
     places = {str(run_dir.path): open_storage(run_dir.path)}
     if isinstance(checkpointer, OwnsCheckpoints) and checkpoint_uri(session.program.config) is not None:
@@ -216,7 +220,7 @@ def _identity() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """The scope in which process ids are unique: a boot of a machine, and a namespace on it."""
+    """Return the scope in which process ids are unique: the boot id and the process namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -225,7 +229,7 @@ def _machine() -> str:
 
 
 def _process_start(pid: int) -> str | None:
-    """The start time of a process, in units of the system; None if there is no such process."""
+    """Return the start time of a process in system units, or None if it does not exist."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if status[0] == "Z" else status[19]

@@ -1,7 +1,7 @@
-"""Input that fails in one of several processes: all of them take the steps that are left, stop at the same one, and save it.
+"""Input failures in multi-process jobs: all processes stop at the same step and save it.
 
-A process without a batch cannot take a step, and the others would wait for it in a collective. So each has the next batches in
-memory. The one whose input fails still has enough of them to reach a step that all processes agree on.
+A process without a batch cannot take a step, and the others would wait for it in a collective. Therefore each process buffers
+its next batches. When the input of one process fails, it still has enough batches to reach a step that all processes agree on.
 """
 
 import contextlib
@@ -20,70 +20,72 @@ from axlearn_core.contracts.capabilities import DescribesPosition
 from axlearn_core.contracts.parts import BatchIterator
 
 DEPTH = 4
-"""Batches in memory. Others may have begun one step more than the process that fails, and stop after one further; one is spare."""
+"""Number of buffered batches.
+
+Other processes may be one step ahead of the failing process, and all stop one step later. One batch is spare."""
 _KEY = "axlearn/input-failure"
 _PEER_SECONDS = 60.0
 
 
 @attrs.frozen
-class _Held:
+class _Batch:
     batch: Any
     state: Any
     position: Any
 
 
 class LookAhead:
-    """The batches of an iterator, read `DEPTH` steps before they are taken; its state is that of the batch taken last.
+    """An iterator that reads batches `DEPTH` steps ahead. Its state is the state after the last returned batch.
 
     Args:
-        batches: of this process.
-        count: batches to read at most.
-        fail: called once with the error of the iterator, while batches are left.
+        batches: Iterator of this process.
+        count: Maximum number of batches to read.
+        fail: Called once with the error of the iterator if batches are left in the buffer.
     """
 
     def __init__(self, batches: BatchIterator, count: int, fail: Callable[[Exception], None]):
         self._batches, self._left, self._fail = batches, count, fail
         self._positions = batches if isinstance(batches, DescribesPosition) else None
-        self._held: deque[_Held] = deque()
-        self._taken = _Held(None, batches.get_state(), "")
+        self._buffer: deque[_Batch] = deque()
+        self._last = _Batch(None, batches.get_state(), "")
         self._error: Exception | None = None
 
     def __iter__(self) -> "LookAhead":
         return self
 
     def __next__(self) -> Any:
-        """The next batch. Raises what the iterator raised once no batch is left."""
-        while self._error is None and self._left > 0 and len(self._held) < DEPTH:
+        """Return the next batch. Raise the iterator's error once the buffer is empty."""
+        while self._error is None and self._left > 0 and len(self._buffer) < DEPTH:
             try:
-                self._held.append(self._read())
+                self._buffer.append(self._read())
                 self._left -= 1
-            except Exception as error:  # raised to the caller once the batches in memory are taken
+            except Exception as error:  # raised once the buffer is empty
                 self._error = error
-                if self._held:
+                if self._buffer:
                     self._fail(error)
-        if not self._held:
+        if not self._buffer:
             raise self._error or StopIteration
-        self._taken = self._held.popleft()
-        return self._taken.batch
+        self._last = self._buffer.popleft()
+        return self._last.batch
 
-    def _read(self) -> _Held:
+    def _read(self) -> _Batch:
         batch = next(self._batches)
         position = self._positions.describe_position() if self._positions is not None else ""
-        return _Held(batch, self._batches.get_state(), position)
+        return _Batch(batch, self._batches.get_state(), position)
 
     def get_state(self) -> Any:
         """See `BatchIterator`."""
-        return self._taken.state
+        return self._last.state
 
     def set_state(self, state: Any) -> None:
         """See `BatchIterator`."""
-        self._held.clear()
+        self._buffer.clear()
         self._batches.set_state(state)
-        self._taken, self._error = _Held(None, state, ""), None
+        self._last, self._error = _Batch(None, state, ""), None
 
     def describe_position(self) -> Any:
-        """See `DescribesPosition`; empty if the iterator cannot say."""
-        return self._taken.position
+        """See `DescribesPosition`. Returns an empty string if the iterator does not describe positions."""
+        return self._last.position
 
     def close(self) -> None:
         """See `BatchIterator`."""
@@ -91,13 +93,13 @@ class LookAhead:
 
 
 class StopAgreement:
-    """Agrees on the step after which all processes stop, once one of them asks.
+    """Agreement of all processes on the step after which they stop, when one process asks to stop.
 
-    A thread looks for the question every `seconds`, through the job's coordinator. It does not use the devices, on which the
-    process may be waiting for another one.
+    A thread polls the job's coordinator for a request every `seconds` seconds. It does not use the devices, because the process
+    may be waiting there for another process.
 
     Attributes:
-        reason: why to stop, and which process asked; empty until it was agreed.
+        reason: Reason to stop, and the process that asked. Empty until all processes have agreed.
     """
 
     def __init__(self, step: int, seconds: float | None = None):
@@ -112,40 +114,40 @@ class StopAgreement:
         self._thread.start()
 
     def ask(self, reason: str) -> None:
-        """Asks all processes to stop. Returns once they have agreed on a step, or cannot agree."""
-        question = json.dumps([jax.process_index(), reason[:2000]])
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one asked before
-            self._client.key_value_set(self._key, question)
+        """Ask all processes to stop. Return once they have agreed on a step, or after a timeout."""
+        message = json.dumps([jax.process_index(), reason[:2000]])
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process has already asked
+            self._client.key_value_set(self._key, message)
         self._agreed.wait(_PEER_SECONDS)
 
     def reached(self, step: int) -> bool:
-        """Whether this is the step to stop after. Call it before each step."""
+        """Return True if `step` is the agreed step to stop after. Call it before each step."""
         with self._lock:
             self._step = step
             return step == self._stop_step
 
     def close(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._closed.set()
         self._thread.join()
 
     def _watch(self) -> None:
         while not self._closed.wait(self._seconds):
             try:
-                question = self._client.key_value_try_get(self._key)
-            except jax.errors.JaxRuntimeError:  # nobody asked, or the coordinator is gone
+                message = self._client.key_value_try_get(self._key)
+            except jax.errors.JaxRuntimeError:  # no request yet, or the coordinator is gone
                 continue
-            self._agree(*json.loads(question))
+            self._agree(*json.loads(message))
             return
 
     def _agree(self, process: int, reason: str) -> None:
-        """The step after the furthest one that any process has begun."""
-        with self._lock:  # no step begins meanwhile
+        """Agree on one step more than the furthest step that any process has started."""
+        with self._lock:  # so that no step starts here
             try:
                 self._client.key_value_set(f"{self._key}/{jax.process_index()}", str(self._step))
                 deadline = time.monotonic() + _PEER_SECONDS
                 steps = [self._step_of(p, deadline) for p in range(jax.process_count())]
-            except jax.errors.JaxRuntimeError:  # a process is gone: the job ends anyway
+            except jax.errors.JaxRuntimeError:  # a process is gone, so the job ends anyway
                 return
             self._stop_step = max(steps) + 1
             self.reason = f"the input of process {process} failed: {reason}"

@@ -1,4 +1,4 @@
-"""A run at the URI of a storage: its working copy is copied there at each checkpoint and at the end."""
+"""Runs at a URI: copy the working copy to the storage at each checkpoint and at the end."""
 
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from axlearn_core.run.working_copy import fetch_files, local_files, working_copy
 
 
 class RunMirror:
-    """The files of a run, here and at a URI. The storage decides: what lies here is a copy.
+    """The files of a run at a URI, and their local working copy. The storage is authoritative.
 
     Attributes:
-        uri: of the run, without a `/` at its end.
-        path: of the working copy.
+        uri: URI of the run, without a trailing `/`.
+        path: Path of the working copy.
+        storage: Storage at the URI.
     """
 
     def __init__(self, uri: str, path: Path | None = None):
@@ -27,12 +28,12 @@ class RunMirror:
         self._pushed: dict[str, tuple[int, int]] = {}
 
     def fetch(self) -> None:
-        """Makes the working copy equal to the storage; see `fetch_files`."""
+        """Make the working copy equal to the storage. See `fetch_files`."""
         names = fetch_files(self.storage, self.uri, self.path)
         self._pushed = {name: self._state(name) for name in names}
 
     def push(self) -> None:
-        """Copies changed files to the storage. Logs a failure; the next push tries again."""
+        """Copy changed files to the storage. Log a failure; the next push retries."""
         try:
             for name in sorted(local_files(self.path)):
                 state = self._state(name)
@@ -40,7 +41,7 @@ class RunMirror:
                     self.storage.write(name, [(self.path / name).read_bytes()])
                     self._pushed[name] = state
         except (StorageError, OSError) as error:
-            log_message(f"note: {self.uri} was not brought up to date: {error}\n    its files are in {self.path}")
+            log_message(f"note: cannot update {self.uri}: {error}\n    its files are in {self.path}")
 
     def _state(self, name: str) -> tuple[int, int]:
         status = (self.path / name).stat()
@@ -48,9 +49,9 @@ class RunMirror:
 
 
 class MirrorListener(RunListener):
-    """Keeps a run at a URI up to date with its working copy, from the first process.
+    """Updates a run at a URI from its working copy. Runs on process 0.
 
-    It is closed after the other listeners, so that the storage also gets the files that they write last.
+    It is closed after the other listeners, so that files they write at the end are also copied.
     """
 
     position = "first"
@@ -62,26 +63,26 @@ class MirrorListener(RunListener):
         self._is_fetched = False
 
     def opened(self, run: Any) -> None:
-        """Fetches the working copy."""
+        """Fetch the working copy."""
         if jax.process_index() == 0:
             self.mirror.fetch()
             self._is_fetched = True
 
     def push(self) -> None:
-        """Copies changed files to the storage."""
+        """Copy changed files to the storage."""
         if self._is_fetched:
             self.mirror.push()
 
     def saving(self, step: int) -> None:
-        """Copies changed files to the storage, the lock with a note of the first checkpoint among them."""
+        """Record the first checkpoint in the lock, then copy changed files to the storage."""
         self.session.note_checkpoint()
         self.push()
 
     def closed(self) -> None:
-        """Copies changed files to the storage."""
+        """Copy changed files to the storage."""
         self.push()
 
 
 def mirror(session: Any) -> MirrorListener | None:
-    """The listener of a run; None if the run is in a local directory."""
+    """Return the listener of a run, or None if the run is in a local directory."""
     return None if session.uri is None else MirrorListener(session)

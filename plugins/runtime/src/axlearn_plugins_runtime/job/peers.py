@@ -1,4 +1,4 @@
-"""What a process says where another one of its job is lost: which, since when, the newest checkpoint, and how to go on."""
+"""Reports of lost processes in a job, with the newest checkpoint and the command to resume."""
 
 import contextlib
 import os
@@ -21,24 +21,26 @@ from axlearn_core.run.notices import log_message
 
 BEAT_SECONDS = 5.0
 LOST_SECONDS = 30.0
-"""Without a beat for so long, a process counts as lost. It is only said: JAX ends the job once its own heartbeats stop."""
+"""Seconds without a heartbeat before a process is reported as lost. JAX ends the job later, by its own heartbeats."""
 _BEATS, _LOST = "axlearn/beats/", "axlearn/lost"
 _NOTICE = """
 last=
 while IFS= read -r line; do last=$line; done
 [ -z "$last" ] || printf 'error: %s; noticed at %s\\n' "$last" "$(date -u +%H:%M:%S) UTC" >&2
 """
-"""Of a shell that waits for its input to end: where the coordinator is lost, JAX aborts the process before any Python can run."""
+"""Script of a shell that prints the last line of its input when the input ends.
+
+If the coordinator is lost, JAX aborts the process before any Python code can run."""
 
 
 class PeerWatch(RunListener):
-    """Tells the other processes of a job that this one lives, and says which one does not.
+    """Sends heartbeats to the other processes of a job, and reports processes that stop sending them.
 
-    A supervisor says that itself: below one (`AXLEARN_JOB`), and in a job of one process, this does nothing.
+    It does nothing in a job of one process or under a supervisor (`AXLEARN_JOB`), which reports lost processes itself.
 
     Args:
-        run: the run directory, or its URI.
-        notify: one line for people.
+        run: The run directory or URI.
+        notify: Prints one line to the user.
     """
 
     def __init__(self, run: str, notify: Callable[[str], None] = log_message):
@@ -49,18 +51,18 @@ class PeerWatch(RunListener):
         self._notice: subprocess.Popen[str] | None = None
         self._beats: dict[str, tuple[str, float, str]] = {}
         self._reported: set[str] = set()
-        self._noted = -1
+        self._notice_step = -1
         self._thread: threading.Thread | None = None
 
     def restored(self, run: Any) -> None:
-        """Begins to watch."""
+        """Start watching."""
         self.start(lambda: run.kept_step)
 
     def start(self, newest_step: Callable[[], int]) -> None:
-        """Begins to watch.
+        """Start watching.
 
         Args:
-            newest_step: the newest step that is known to be saved; 0 for none.
+            newest_step: Returns the newest step that is known to be saved, or 0.
         """
         self.newest_step = newest_step
         if jax.process_count() == 1 or os.environ.get("AXLEARN_JOB"):
@@ -74,11 +76,11 @@ class PeerWatch(RunListener):
         self._thread.start()
 
     def closed(self) -> None:
-        """Ends it."""
+        """Stop watching."""
         self.close()
 
     def close(self) -> None:
-        """Ends it. What ends the process from now on is said by others."""
+        """Stop watching. The shell then reports no exit of this process."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -86,78 +88,78 @@ class PeerWatch(RunListener):
 
     def _watch(self) -> None:
         client, number = coordination_client(), 0
-        pause = max(BEAT_SECONDS, jax.process_count() / 200)  # one process answers all of them
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the coordinator is gone: the notice says so
+        pause = max(BEAT_SECONDS, jax.process_count() / 200)  # one process serves all of them
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the coordinator is gone; the shell prints the notice
             while True:
                 number += 1
-                own = f"{number} on {socket.gethostname()} (process {os.getpid()})"
-                client.key_value_set(f"{_BEATS}{self.rank}", own, allow_overwrite=True)
+                beat = f"{number} on {socket.gethostname()} (process {os.getpid()})"
+                client.key_value_set(f"{_BEATS}{self.rank}", beat, allow_overwrite=True)
                 if self.rank == 0:
-                    self._look(client, dict(client.key_value_dir_get(_BEATS)), pause)
+                    self._check_beats(client, dict(client.key_value_dir_get(_BEATS)), pause)
                 else:
-                    self._listen(client)
+                    self._relay_report(client)
                 if self._wait(pause):
                     client.key_value_set(f"{_BEATS}{self.rank}", "ended", allow_overwrite=True)
                     return
 
     def _wait(self, seconds: float) -> bool:
-        """Keeps the notice new meanwhile; returns whether it was closed."""
+        """Wait and keep the notice up to date. Return True if the watch was closed."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            self._prepare_notice()
+            self._update_notice()
             if self._closed.wait(1.0):
                 return True
         return False
 
-    def _look(self, client: Any, beats: dict[str, str], pause: float) -> None:
-        """Compares beats with those of the last look."""
+    def _check_beats(self, client: Any, beats: dict[str, str], pause: float) -> None:
+        """Compare the heartbeats with the previous ones."""
         now = time.monotonic()
         for key, text in beats.items():
             rank = key.rpartition("/")[2]
             if self._beats.get(rank, ("",))[0] != text:
                 if rank in self._reported and text != "ended":
                     self._reported.discard(rank)
-                    self.notify(f"process {rank} gives signs of life again")
+                    self.notify(f"process {rank} sends heartbeats again")
                 self._beats[rank] = (text, now, datetime.now(UTC).strftime("%H:%M:%S"))
         for rank, (text, since, clock) in self._beats.items():
             if text != "ended" and now - since > LOST_SECONDS + pause and rank not in self._reported:
                 self._reported.add(rank)
-                where = text.partition(" on ")[2]
-                line = f"process {rank} on {where} gives no sign of life since {clock} UTC; {self._how_to_go_on()}"
+                location = text.partition(" on ")[2]
+                line = f"process {rank} on {location} has sent no heartbeat since {clock} UTC; {self._resume_hint()}"
                 client.key_value_set(_LOST, line, allow_overwrite=True)
                 self.notify(f"error: {line}")
 
-    def _listen(self, client: Any) -> None:
-        """Says what process 0 has seen, once."""
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody is lost
+    def _relay_report(self, client: Any) -> None:
+        """Report once what process 0 has reported."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # no process is lost
             line = client.key_value_try_get(_LOST)
             if line not in self._reported:
                 self._reported.add(line)
                 self.notify(f"error: {line}")
                 self._withdraw_notice()
 
-    def _how_to_go_on(self) -> str:
+    def _resume_hint(self) -> str:
         step = self.newest_step()
         newest = f"step {step} of {self.run}" if step > 0 else "none yet"
         by_command = os.path.basename(sys.argv[0]) in ("axlearn", "__main__.py")
         command = (
             f"`axlearn {shlex.join(sys.argv[1:])}` on every host" if by_command else "the same program on every host"
         )
-        return f"newest checkpoint: {newest}; to go on: {command}"
+        return f"newest checkpoint: {newest}; to resume: {command}"
 
-    def _prepare_notice(self) -> None:
-        """Gives the shell what to say if this process ends without a word."""
+    def _update_notice(self) -> None:
+        """Send the shell the line to print if this process is aborted."""
         step = self.newest_step()
-        if self._notice is None or self._notice.stdin is None or step == self._noted:
+        if self._notice is None or self._notice.stdin is None or step == self._notice_step:
             return
-        self._noted = step
+        self._notice_step = step
         coordinator = coordinator_address() or "its coordinator"
-        text = f"process {self.rank} lost process 0 at {coordinator}, or was killed; {self._how_to_go_on()}"
+        text = f"process {self.rank} lost process 0 at {coordinator}, or was killed; {self._resume_hint()}"
         with contextlib.suppress(OSError):
             self._notice.stdin.write(text.replace("\n", " ") + "\n")
 
     def _withdraw_notice(self) -> None:
-        """Lets the shell end in silence."""
+        """End the shell without printing the notice."""
         notice, self._notice = self._notice, None
         if notice is not None and notice.stdin is not None:
             with contextlib.suppress(OSError):

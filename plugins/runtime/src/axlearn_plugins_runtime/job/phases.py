@@ -1,4 +1,4 @@
-"""The time of a run by phase, in seconds, kept in `<run>/phases.jsonl`."""
+"""The time that a run spends in each phase, recorded in `<run>/phases.jsonl`."""
 
 import contextlib
 import json
@@ -18,23 +18,23 @@ from axlearn_core.run.metric_files import PHASES
 from axlearn_plugins_runtime.job.progress import Progress
 
 WRITE_EVERY = 5.0
-"""Seconds between records, in addition to those of events."""
+"""Seconds between periodic records. Events are recorded immediately."""
 
 
 class PhaseClock:
-    """Adds up the seconds of each phase of one attempt at a run.
+    """Sums the seconds of each phase in one attempt of a run.
 
-    A record is an object on a line: `attempt` (when it began, which names it), `time`, `event` (`start`, `run`, `end`, and of
-    checkpoints `saved`, `save-failed`), `step` (steps finished), `seconds` (phase -> so far), `host`, `pid`. Records of
-    checkpoints have `checkpoint` (its step), and `reason` if it failed. Checkpoints end in threads of their own, so a lock
-    guards the rest.
+    Each record is one JSON object per line: `attempt` (the start time, which identifies it), `time`, `event` (`start`, `run`,
+    `end`, `saved` or `save-failed`), `step` (finished steps), `seconds` (total of each phase so far), `host` and `pid`. The
+    events `saved` and `save-failed` also have `checkpoint` (the step of the checkpoint), and `save-failed` has a `reason`.
+    Checkpoints finish in other threads, so a lock guards the state.
 
     Args:
-        now: the current time in seconds.
-        since: when the attempt began, by `now`; None means now.
+        now: Returns the current time in seconds.
+        since: Start of the attempt on the clock of `now`, or None for the current time.
 
     Attributes:
-        seconds: phase -> seconds of those that ended.
+        seconds: Seconds of each phase, up to the last update.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic, since: float | None = None):
@@ -44,17 +44,17 @@ class PhaseClock:
         self._attempt = _timestamp(now() - self._since)
         self._file: Path | None = None
         self._written = self._since
-        self._progress = Progress.of_environment()
+        self._progress = Progress.from_environment()
         self._step = 0
         self._lock = threading.Lock()
 
     def begin(self, phase: str, count_as: str | None = None, *, step: int | None = None) -> None:
-        """A phase begins, and the one before it ends.
+        """Begin a phase and end the previous one.
 
         Args:
-            phase: `restore`, `compile`, `input`, `step`, `evaluate`, `save`.
-            count_as: the phase that gets the time since the last call, if it is not the one that ended.
-            step: steps finished, if that changed.
+            phase: `restore`, `compile`, `input`, `step`, `evaluate` or `save`.
+            count_as: Phase to count the time since the last call as, if not the previous phase.
+            step: Number of finished steps, if it changed.
         """
         with self._lock:
             self._step = self._step if step is None else step
@@ -64,18 +64,18 @@ class PhaseClock:
             self._phase = phase
 
     def open(self, run_dir: Path, step: int) -> None:
-        """Begins to record the attempt in a run directory, which exists."""
+        """Start recording the attempt in an existing run directory."""
         self._file = run_dir / PHASES
         self.write("start", step)
 
     def record(self, step: int) -> None:
-        """Writes a record if the last one is `WRITE_EVERY` seconds old."""
+        """Write a record if the last one is at least `WRITE_EVERY` seconds old."""
         self._step = step
         if self._now() - self._written >= WRITE_EVERY:
             self.write("run", step)
 
     def write(self, event: str, step: int | None = None, **facts: object) -> None:
-        """Writes a record; `step` is the newest by default, and `facts` are added."""
+        """Write a record with additional `facts`. The default `step` is the newest."""
         with self._lock:
             self._step = self._step if step is None else step
             if self._file is None:
@@ -94,15 +94,15 @@ class PhaseClock:
             self._written = self._now()
 
     def checkpoint(self, step: int, reason: str | None) -> None:
-        """Records how a save ended; see `axlearn_core.contracts.capabilities.ReportsSaves`."""
-        with contextlib.suppress(OSError):  # a full disk fails the save already, which training may survive
+        """Record the result of a save. See `axlearn_core.contracts.capabilities.ReportsSaves`."""
+        with contextlib.suppress(OSError):  # a full disk already failed the save, and training may continue
             if reason is None:
                 self.write("saved", checkpoint=step)
             else:
                 self.write("save-failed", checkpoint=step, reason=reason)
 
     def _add_up(self, count_as: str | None = None) -> None:
-        """Adds the time since the last call to a phase: the current one, or `count_as`. Called with the lock held."""
+        """Add the time since the last call to `count_as` or the current phase. The caller must hold the lock."""
         now = self._now()
         phase = count_as or self._phase
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
@@ -110,12 +110,12 @@ class PhaseClock:
 
 
 class ClockListener(RunListener):
-    """Adds up the time of each phase, and records it from the first process.
+    """Sums the time of each phase. Process 0 records it.
 
-    It is closed before the other listeners, so that the time that they take to close is not counted.
+    It is closed before the other listeners, so that their closing time is not counted.
 
     Args:
-        since: when the attempt began, in seconds of the monotonic clock.
+        since: Start of the attempt, in seconds of the monotonic clock.
     """
 
     position = "last"
@@ -126,7 +126,7 @@ class ClockListener(RunListener):
         self._run: Any = None
 
     def restored(self, run: Any) -> None:
-        """Opens the record in the run directory."""
+        """Start recording in the run directory."""
         self._run = run
         if jax.process_index() == 0:
             self.clock.open(run.path, run.step)
@@ -141,16 +141,16 @@ class ClockListener(RunListener):
         self.clock.checkpoint(step, reason)
 
     def closed(self) -> None:
-        """Records the end of the attempt."""
+        """Record the end of the attempt."""
         if self._run is not None:
             self.clock.write("end", self._run.step)
 
 
 def phase_clock(session: Any) -> ClockListener:
-    """The listener of a run."""
+    """Return the listener of a run."""
     return ClockListener(session.since)
 
 
 def _timestamp(age: float = 0.0) -> str:
-    """The time `age` seconds ago."""
+    """Return the UTC time `age` seconds ago in ISO 8601."""
     return (datetime.now(UTC) - timedelta(seconds=age)).isoformat(timespec="milliseconds")

@@ -1,17 +1,17 @@
-"""A file that shows a supervisor what a process does. Imports no JAX."""
+"""A file that shows the progress of a process to its supervisor. Does not import JAX."""
 
 import os
 import time
 from pathlib import Path
 
 PROGRESS = "AXLEARN_PROGRESS"
-"""Environment variable: a local file that shows a supervisor the current phase, and since when."""
+"""Environment variable with the path of a local progress file."""
 
 
 class Progress:
-    """One line in a file, overwritten at each phase: seconds of the machine's monotonic clock, steps finished, phase.
+    """A file with one line: start of the phase on the monotonic clock in seconds, finished steps, and the phase.
 
-    A write costs microseconds and no more than a line, so that a probe can look as often as it likes.
+    The line is overwritten at each phase. A write takes microseconds, and a probe may read the file at any rate.
     """
 
     SIZE = 64
@@ -20,8 +20,8 @@ class Progress:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
 
     @classmethod
-    def of_environment(cls) -> "Progress | None":
-        """Opens the file that `AXLEARN_PROGRESS` names. None if the variable is not set, or the file cannot be written."""
+    def from_environment(cls) -> "Progress | None":
+        """Open the file in `AXLEARN_PROGRESS`. Returns None if the variable is not set or the file cannot be written."""
         path = os.environ.get(PROGRESS)
         try:
             return cls(path) if path else None
@@ -29,7 +29,7 @@ class Progress:
             return None
 
     def write(self, phase: str, step: int) -> None:
-        """Writes the phase that begins now."""
+        """Write the phase that begins now."""
         line = f"{time.monotonic():.3f} {step} {phase}".encode()[: self.SIZE - 1]
         try:
             os.pwrite(self._descriptor, line.ljust(self.SIZE - 1) + b"\n", 0)
@@ -38,7 +38,7 @@ class Progress:
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> tuple[float, int, str] | None:
-        """(time by the monotonic clock, steps finished, phase); None if nothing was written yet."""
+        """Return (start on the monotonic clock, finished steps, phase), or None if nothing was written yet."""
         try:
             since, step, phase = Path(path).read_text().split()
             return float(since), int(step), phase

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM of a training process: the first signal saves and stops, the second ends the process at once."""
+"""Handling of Ctrl-C and SIGTERM: the first signal saves and stops, the second ends the process at once."""
 
 import os
 import signal
@@ -12,24 +12,27 @@ from typing import Any
 from axlearn_core.run.events import owns_process
 
 INPUT_SECONDS = 2.0
-"""Seconds that a process waits for its next batch after it is asked to stop."""
+"""Seconds to wait for the next batch after a stop signal."""
 END_SECONDS = 5.0
-"""Seconds that a process may take to end by itself after the second signal."""
+"""Seconds that a process may take to end after the second signal."""
 
 
 class InputWaitEnded(Exception):
-    """A signal ended the wait for a batch."""
+    """Raised if a signal ended the wait for a batch."""
 
 
 class StopSignals:
-    """Signal handlers from `install` to `uninstall`; does nothing outside of the main thread.
+    """Signal handlers between `install` and `uninstall`. They do nothing outside the main thread.
 
-    The first signal is kept in `asked`. The second raises `KeyboardInterrupt`. If a process of the command line still runs
-    `END_SECONDS` later, a thread ends it: Python runs no handler until native code returns.
+    The first signal is stored in `asked`. The second raises `KeyboardInterrupt`. A thread ends a command-line process that still
+    runs `END_SECONDS` later, because Python cannot run a handler until native code returns.
 
     Args:
-        ask: called at the first signal.
-        ends_input: whether to give up the wait for a batch when the process is asked to stop.
+        ask: Called at the first signal.
+        ends_input: Stop waiting for a batch soon after the first signal.
+
+    Attributes:
+        asked: Number of the first signal, or None.
     """
 
     def __init__(self, ask: Callable[[], None], *, ends_input: bool):
@@ -41,7 +44,7 @@ class StopSignals:
         self._old_wakeup = -1
 
     def install(self, *signals: int) -> None:
-        """Handles these signals."""
+        """Install the handlers of these signals."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in signals:
@@ -53,17 +56,17 @@ class StopSignals:
         threading.Thread(target=_watch, args=(receive, signals), name="stop-signals", daemon=True).start()
 
     def uninstall(self) -> None:
-        """Puts back what handled them before."""
+        """Restore the previous handlers."""
         for number, handler in self._old.items():
             signal.signal(number, handler)
         self._old = {}
         if self._sockets is not None:
             signal.set_wakeup_fd(self._old_wakeup)
-            self._sockets[1].close()  # ends the thread, which closes its own end
+            self._sockets[1].close()  # ends the thread, which closes the other socket
             self._sockets = None
 
     def wait(self, get: Callable[[], Any]) -> Any:
-        """Returns what `get` returns. Raises `InputWaitEnded` if a signal ends the wait."""
+        """Return the result of `get`. Raise `InputWaitEnded` if a signal ends the wait."""
         self._waiting = True
         try:
             return get()
@@ -86,7 +89,7 @@ class StopSignals:
 
 
 def _watch(receive: socket.socket, signals: tuple[int, ...]) -> None:
-    """Ends the process some time after the second signal; returns when the socket is closed."""
+    """End the process `END_SECONDS` after the second signal. Return when the socket is closed."""
     count = 0
     with receive:
         while data := receive.recv(64):
@@ -103,5 +106,9 @@ def _watch(receive: socket.socket, signals: tuple[int, ...]) -> None:
 
 
 def _end_process() -> None:
-    print("stopped at once, as asked twice; the steps since the last checkpoint are lost", file=sys.stderr, flush=True)
+    print(
+        "stopped by the second signal without saving; the steps since the last checkpoint are lost",
+        file=sys.stderr,
+        flush=True,
+    )
     os._exit(128 + signal.SIGINT)

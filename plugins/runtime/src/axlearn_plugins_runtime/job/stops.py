@@ -1,4 +1,4 @@
-"""The end of a run before `max_steps`: by a signal, by a preemption, or because the input of one process failed."""
+"""Early stops of a run: by a signal, a preemption, or an input failure in one process."""
 
 import signal
 from typing import Any
@@ -15,23 +15,23 @@ from axlearn_plugins_runtime.job.signals import InputWaitEnded, StopSignals
 
 
 class Stops(RunListener):
-    """Stops a run that is asked to, at the same step on every process; see `axlearn_core.contracts.capabilities.StopsEarly`.
+    """Stops a run early, at the same step on every process. See `axlearn_core.contracts.capabilities.StopsEarly`.
 
     Args:
-        session: the run.
+        session: Session of the run.
     """
 
     errors_name_plugin = False
 
     def __init__(self, session: Any):
         self.session = session
-        # One of several processes that stops waiting would leave the others waiting for it.
+        # In a multi-process job, the others would wait for a process that stops waiting for its batch.
         self._signals = StopSignals(_announce_stop, ends_input=jax.process_count() == 1)
         self._agreement: StopAgreement | None = None
 
     def begin(self) -> None:
-        """Handles signals, and reads batches ahead if the job has several processes."""
-        # In a job of several processes SIGTERM belongs to JAX, which tells the others; see `preempted`.
+        """Install the signal handlers. In a multi-process job, also read batches ahead."""
+        # In a multi-process job JAX handles SIGTERM and notifies all processes; see `preempted`.
         if jax.process_count() > 1:
             run = self.session
             self._agreement = StopAgreement(run.step)
@@ -39,32 +39,31 @@ class Stops(RunListener):
         self._signals.install(*((signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGINT, signal.SIGTERM)))
 
     def end(self) -> None:
-        """Puts back the signal handlers of before."""
+        """Restore the previous signal handlers."""
         if self._agreement is not None:
             self._agreement.close()
         self._signals.uninstall()
 
     def next_batch(self) -> Any:
-        """The next batch of this process; None if a signal ended the wait for it."""
+        """Return the next batch of this process, or None if a signal ended the wait."""
         try:
             return self._signals.wait(lambda: next(self.session.batches))
         except InputWaitEnded:
             self.session.stop_signal = self._signals.asked
-            log_message("the input gives no batch; stopping without it")
+            log_message("the input returned no batch in time; stopping without it")
             return None
 
     def stops(self) -> bool:
-        """Whether the run stops at this step.
+        """Return True if the run stops at this step.
 
-        Several processes agree on it: for SIGTERM, the notice of a preemption, at the next step; for SIGINT at the next step that
-        is logged.
+        All processes agree. SIGTERM, which announces a preemption, stops at the next step. SIGINT stops at the next logged step.
         """
         run, signal_number = self.session, self._signals.asked
         if jax.process_count() > 1 and run.stop_signal is None:
             if self._agreement is not None and self._agreement.reached(run.step):
                 return True
             if preempted(run.step):
-                log_message("one of the processes was sent SIGTERM: stopping here, then saving")
+                log_message("a process received SIGTERM: saving and stopping")
                 run.stop_signal = signal.SIGTERM
                 return True
             if run.step % run.log_every_steps:
@@ -74,7 +73,7 @@ class Stops(RunListener):
         return run.stop_signal is not None
 
     def raise_failure(self) -> None:
-        """Raises `InputError` on every process if the input of one of them stopped the run."""
+        """Raise `InputError` on every process if an input failure stopped the run."""
         if self._agreement is None or not self._agreement.reason:
             return
         self.session.checkpointer.wait()
@@ -86,14 +85,14 @@ class Stops(RunListener):
 
 
 def stops(session: Any) -> Stops:
-    """The listener of a run."""
+    """Return the listener of a run."""
     return Stops(session)
 
 
 def preempted(step: int) -> bool:
-    """Whether the job stops at this step because one of its processes was sent SIGTERM, which all of them agree on.
+    """Return True if the job stops at this step because a process received SIGTERM. All processes agree.
 
-    Call it before every step. In a job of one process, JAX does not watch for the signal.
+    Call it before every step. Returns False in a job of one process, in which JAX does not handle the signal.
     """
     if jax.process_count() == 1 or not jax.config.values["jax_enable_preemption_service"]:
         return False
@@ -102,5 +101,5 @@ def preempted(step: int) -> bool:
 
 def _announce_stop() -> None:
     log_message(
-        "stopping after this step, then saving; once more stops at once and loses the steps since the last checkpoint"
+        "saving and stopping after this step; a second signal stops at once and loses the steps since the last checkpoint"
     )

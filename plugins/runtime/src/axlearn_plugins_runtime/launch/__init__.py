@@ -1,1 +1,1 @@
-"""Runs on many machines: one description of a job, and launchers that supervise it or hand it to a scheduler."""
+"""Multi-host runs: a description of a job, and launchers that supervise it or submit it to a scheduler."""

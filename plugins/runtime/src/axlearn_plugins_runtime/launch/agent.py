@@ -1,4 +1,4 @@
-"""What runs on every host: it keeps warm processes, gives them ranks, watches and ends them. It needs no Ray."""
+"""The agent on each host: keeps warm processes, assigns ranks to them, and watches and ends them. Does not need Ray."""
 
 import collections
 import contextlib
@@ -24,23 +24,23 @@ from axlearn_plugins_runtime.launch.environment import trainer_environment
 from axlearn_plugins_runtime.launch.exits import Exit, classify_exit
 from axlearn_plugins_runtime.launch.run_files import place_files
 
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 REPORT_SECONDS = 1.0
 TAIL = 4000
 
 
 @attrs.frozen(kw_only=True)
 class Setup:
-    """What an agent is told at its start.
+    """The settings of an agent.
 
     Attributes:
-        words: of the trainer behind `axlearn`; the path of the run file stands for `document` where there is one.
-        document: the text of the run file, which the agent writes to its own folder.
-        bases: name -> text of the run files that it begins with, for the same folder.
-        environment: for every trainer.
-        logs: the folder of the trainers' output; None for the agent's own.
-        processes: per host.
-        keep: names of environment variables that the trainers inherit although an engine sets them.
+        words: Arguments of `axlearn`. If there is a `document`, the agent replaces the path of the run file.
+        document: Text of the run file, which the agent writes to its own folder.
+        bases: Texts of the run files that it is based on, by name. Written to the same folder.
+        environment: Environment variables of every trainer.
+        logs: Folder for the trainers' output, or None for the agent's own folder.
+        processes: Trainer processes per host.
+        keep: Environment variables that trainers inherit even if their names belong to a scheduler.
     """
 
     words: tuple[str, ...]
@@ -53,7 +53,10 @@ class Setup:
 
 
 class Agent:
-    """Keeps `processes` warm workers ready on its host. All methods return at once, except `events`."""
+    """Keeps `processes` warm workers on its host.
+
+    `prepare`, `start` and `signal` return at once. `kill` waits until the processes have ended, and `events` waits for events.
+    """
 
     def __init__(self, setup: Setup):
         self.setup = setup
@@ -63,75 +66,75 @@ class Agent:
         self.warm: list[_Worker] = []
         self.running: dict[int, _Worker] = {}
         self._events: collections.deque[dict[str, Any]] = collections.deque()
-        self._some = threading.Condition()
+        self._condition = threading.Condition()
         self._closed = threading.Event()
-        # One thread for as long as the agent lives: workers die with the thread that started them.
+        # A single thread for the life of the agent, because workers die with the thread that started them.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="starter")
         self._number = 0
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def describe(self) -> dict[str, Any]:
-        """The host's name and the agent's process."""
+        """Return the host's name and the agent's process id."""
         return {"host": socket.gethostname(), "pid": os.getpid()}
 
     def prepare(self) -> None:
-        """Starts warm workers up to the number that a rank set needs; `ready` says when they are."""
+        """Start warm workers until there are `processes` of them. The event `ready` follows."""
         self._starter.submit(self._prepare)
 
     def coordinator(self, address: str) -> str:
-        """A free port of this host for the coordinator of one attempt."""
+        """Return an address with a free port of this host for the coordinator of one attempt."""
         with socket.socket() as free:
             free.bind((address, 0))
             return f"{address}:{free.getsockname()[1]}"
 
     def start(self, attempt: int, ranks: Mapping[int, Mapping[str, str]], words: Sequence[str]) -> None:
-        """Gives ranks to warm workers, or starts cold ones; `started` says their process ids.
+        """Assign ranks to warm workers, or to new ones. The event `started` has the process id of each.
 
         Args:
-            attempt: its number.
-            ranks: of this host's processes, and the environment of each.
-            words: behind those of the setup.
+            attempt: Number of the attempt.
+            ranks: Environment of each rank on this host.
+            words: Arguments to append to those of the setup.
         """
         self._starter.submit(self._start, attempt, dict(ranks), tuple(words))
 
     def signal(self, number: int) -> None:
-        """Sends a signal to every trainer, as SIGTERM for a preemption."""
+        """Send a signal to every trainer, such as SIGTERM for a preemption."""
         for worker in list(self.running.values()):
             worker.signal(number)
 
     def kill(self) -> list[int]:
-        """Ends the trainers of the attempt; returns the ranks that were alive once their processes are gone."""
+        """Kill the trainers of the attempt and wait until they have exited. Return the ranks that were alive."""
         workers, self.running = self.running, {}
-        alive = sorted(rank for rank, worker in workers.items() if not worker.gone.is_set())
+        alive = sorted(rank for rank, worker in workers.items() if not worker.exited.is_set())
         for worker in workers.values():
             worker.kill()
         for worker in workers.values():
-            worker.gone.wait(30)
+            worker.exited.wait(30)
         return alive
 
     def events(self, timeout: float) -> list[dict[str, Any]]:
-        """What happened since the last call; waits until something does, at most `timeout` seconds."""
-        with self._some:
-            self._some.wait_for(lambda: self._events, timeout)
+        """Return the events since the last call. Wait for an event for at most `timeout` seconds."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._events, timeout)
             events = list(self._events)
             self._events.clear()
             return events
 
     def tail(self, rank: int, attempt: int) -> str:
-        """The last lines that a rank wrote."""
+        """Return the last lines of a rank's output."""
         return _tail(self._log(attempt, rank))
 
     def close(self) -> None:
-        """Ends every process."""
+        """Kill every process."""
         self._closed.set()
         self.kill()
         self._starter.submit(lambda: [worker.kill() for worker in self.warm]).result()
         self._starter.shutdown()
 
     def _add_event(self, event: str, **values: Any) -> None:
-        with self._some:
+        with self._condition:
             self._events.append({"event": event, **values})
-            self._some.notify_all()
+            self._condition.notify_all()
 
     def _local_words(self) -> tuple[str, ...]:
         words = self.setup.words
@@ -148,22 +151,22 @@ class Agent:
         return folder / f"attempt-{attempt:04d}-rank-{rank}.txt"
 
     def _prepare(self) -> None:
-        self.warm = [w for w in self.warm if not w.gone.is_set()]
+        self.warm = [w for w in self.warm if not w.exited.is_set()]
         if 0 in self.running and self.running[0].steps and not self.modules.exists():
             self.running[0].send({"list_modules": str(self.modules)})
         while len(self.warm) < self.setup.processes and not self._closed.is_set():
             self._number += 1
             self.warm.append(_Worker(self, self._number))
-        self._tell_ready()
+        self._report_ready()
 
-    def _tell_ready(self) -> None:
+    def _report_ready(self) -> None:
         ready = [w for w in self.warm if w.ready.is_set()]
         if len(ready) >= self.setup.processes:
             self._add_event("ready", pids=[w.process.pid for w in ready])
 
     def _start(self, attempt: int, ranks: Mapping[int, Mapping[str, str]], words: Sequence[str]) -> None:
         for rank, environment in ranks.items():
-            self.warm = [w for w in self.warm if not w.gone.is_set()]
+            self.warm = [w for w in self.warm if not w.exited.is_set()]
             ready = next((w for w in self.warm if w.ready.is_set()), None) or next(iter(self.warm), None)
             if ready is None:
                 self._number += 1
@@ -174,8 +177,8 @@ class Agent:
             ready.assign(attempt, rank, self._log(attempt, rank), environment, (*self.words, *words))
             self._add_event("started", attempt=attempt, rank=rank, pid=ready.process.pid)
 
-    def ended(self, worker: "_Worker", code: int) -> None:
-        """A worker's process is gone."""
+    def handle_exit(self, worker: "_Worker", code: int) -> None:
+        """Report the exit of a worker."""
         if worker.rank is None:
             if not self._closed.is_set() and not worker.killed:
                 self._add_event("cold", code=code, message=worker.output())
@@ -188,21 +191,21 @@ class Agent:
             self._add_event("output", text=text)
         self._add_event("exited", attempt=worker.attempt, rank=worker.rank, kind=kind, reason=reason, code=code)
 
-    def became_ready(self) -> None:
-        """A worker finished its imports."""
+    def handle_ready(self) -> None:
+        """Report ready workers after one of them finished its imports."""
         with contextlib.suppress(RuntimeError):  # the agent was closed
-            self._starter.submit(self._tell_ready)
+            self._starter.submit(self._report_ready)
 
     def _watch(self) -> None:
         reports: dict[int, tuple[Any, ...]] = {}
         last = 0.0
-        while not self._closed.wait(LOOK_SECONDS):
+        while not self._closed.wait(POLL_SECONDS):
             now = time.monotonic()
             for rank, worker in list(self.running.items()):
                 if rank == 0 and (text := worker.new_output()):
                     self._add_event("output", text=text)
-                progress, stopped = worker.look()
-                # Steps are told of once a second, anything else at once.
+                progress, stopped = worker.read_status()
+                # Steps are reported once a second, other changes at once.
                 key = (worker.attempt, progress[2], worker.steps > 0, stopped)
                 if reports.get(rank) == key and now - last < REPORT_SECONDS:
                     continue
@@ -222,7 +225,7 @@ class Agent:
                 self._share_modules()
 
     def _share_modules(self) -> None:
-        """Tells warm workers what the run has imported, once rank 0 wrote that down, maybe on another host."""
+        """Send warm workers the list of modules that the run has imported. Rank 0 writes it, maybe on another host."""
         for worker in list(self.warm):
             if not worker.imported and self.modules.exists():
                 worker.imported = True
@@ -230,13 +233,13 @@ class Agent:
 
 
 class _Worker:
-    """One process of `worker.py`."""
+    """A process that runs `worker.py`."""
 
     def __init__(self, agent: Agent, number: int):
         self.agent = agent
         self.progress_file = agent.folder / f"progress-{number}"
         self.first_log = agent.folder / f"worker-{number}.txt"
-        self.ready, self.gone, self.imported = threading.Event(), threading.Event(), False
+        self.ready, self.exited, self.imported = threading.Event(), threading.Event(), False
         self.attempt: int | None = None
         self.rank: int | None = None
         self.log, self.killed = self.first_log, False
@@ -245,37 +248,37 @@ class _Worker:
         self._first_step: int | None = None
         self._since = time.monotonic()
         self._stopped: float | None = None
-        self._told = 0
-        parent_end, theirs = socket.socketpair()
+        self._output_offset = 0
+        parent_end, child_end = socket.socketpair()
         environment = trainer_environment(os.environ, agent.setup.keep) | dict(agent.setup.environment)
         environment |= {PROGRESS: str(self.progress_file), "PYTHONUNBUFFERED": "1"}
         environment["GLIBC_TUNABLES"] = glibc_tunables(environment)
         with self.first_log.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "axlearn_plugins_runtime.launch.worker", str(theirs.fileno()), *agent.words],
+                [sys.executable, "-m", "axlearn_plugins_runtime.launch.worker", str(child_end.fileno()), *agent.words],
                 env=environment,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        theirs.close()
+        child_end.close()
         self._channel = parent_end
         threading.Thread(target=self._listen, name=f"worker-{number}", daemon=True).start()
 
     def assign(self, attempt: int, rank: int, log: Path, environment: Mapping[str, str], words: Sequence[str]) -> None:
-        """Tells it what to train as."""
+        """Assign a rank to the process."""
         self.attempt, self.rank, self.log, self._since = attempt, rank, log, time.monotonic()
         self.send({"words": list(words), "environment": dict(environment), "log": str(log)})
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Tells the process something; where it is gone, `ended` says so."""
+        """Send a message to the process. If it has exited, `Agent.handle_exit` reports it."""
         with contextlib.suppress(OSError):
             self._channel.sendall(json.dumps(message).encode() + b"\n")
 
-    def look(self) -> tuple[tuple[float, int, str], float]:
-        """((since when, steps finished, phase), seconds that the process was seen stopped by a signal)."""
+    def read_status(self) -> tuple[tuple[float, int, str], float]:
+        """Return ((start of the phase, finished steps, phase), seconds that a signal has stopped the process)."""
         progress = Progress.read(self.progress_file)
         if progress is None:
             return (self._since, 0, "start"), self._seconds_stopped()
@@ -287,31 +290,31 @@ class _Worker:
         return progress, self._seconds_stopped()
 
     def signal(self, number: int) -> None:
-        """Sends a signal."""
+        """Send a signal."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
 
     def kill(self) -> None:
-        """Ends the process and those that it started."""
+        """Kill the process and its children."""
         self.killed = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def output(self) -> str:
-        """What it wrote before it had a rank."""
+        """Return the output before the process had a rank."""
         return _tail(self.first_log)
 
     def new_output(self) -> str:
-        """What it wrote since the last call."""
+        """Return the output since the last call."""
         with contextlib.suppress(OSError), self.log.open("rb") as file:
-            file.seek(self._told)
+            file.seek(self._output_offset)
             data = file.read(1 << 16)
-            self._told += len(data)
+            self._output_offset += len(data)
             return data.decode(errors="replace")
         return ""
 
     def _seconds_stopped(self) -> float:
-        """By the state of the process: T of a stop signal, as of SIGSTOP. Linux only; elsewhere silence has to do."""
+        """Return how long a stop signal such as SIGSTOP has stopped the process. Linux only; elsewhere 0."""
         try:
             state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (OSError, IndexError):
@@ -328,16 +331,16 @@ class _Worker:
                 message = json.loads(line)
                 if "ready" in message:
                     self.ready.set()
-                    self.agent.became_ready()
+                    self.agent.handle_ready()
                 else:
                     self.end = Exit(code=message["exit"], kind=message["kind"], message=message["message"])
         code = self.process.wait()
         self._channel.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # its data workers
-        self.gone.set()
+        self.exited.set()
         self.progress_file.unlink(missing_ok=True)
-        self.agent.ended(self, code)
+        self.agent.handle_exit(self, code)
 
 
 def _tail(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""From what was asked for to a job that can start: the config resolves, and the hosts fit the target and the mesh."""
+"""Create and check a job: the config resolves, and the hosts fit the target and the mesh."""
 
 import math
 import re
@@ -27,21 +27,21 @@ def make_job(
     environment: Mapping[str, str] | None = None,
     options: Any = None,
 ) -> Job:
-    """A checked job.
+    """Create and check a job.
 
     Args:
-        experiment: a name, or the path of a run file.
-        train: the options of `axlearn train` as click parsed them: `with_`, `without`, `set_`, `steps`, `target`, `allow_drift`.
-        run_dir: the default is that of `axlearn train`.
-        name: the default is the last part of the run directory.
-        hosts: the default is what the target has, or 1.
-        spares: hosts in addition.
-        processes_per_host: on each.
-        environment: of every trainer.
-        options: of the launcher.
+        experiment: Name of an experiment, or path of a run file.
+        train: Options of `axlearn train` as parsed by click: `with_`, `without`, `set_`, `steps`, `target`, `allow_drift`.
+        run_dir: Run directory (default: as for `axlearn train`).
+        name: Name of the job (default: the last part of the run directory).
+        hosts: Number of hosts that train (default: the number of hosts of the target, or 1).
+        spares: Number of spare hosts.
+        processes_per_host: Trainer processes on each host.
+        environment: Environment variables of every trainer.
+        options: Options of the launcher.
 
     Raises:
-        RequestError: the config is wrong, or the hosts do not fit it.
+        RequestError: The config is invalid, or the hosts do not fit it.
     """
     from axlearn_core.checkpoint.storage import check_uri
     from axlearn_core.train.api import default_run_dir
@@ -78,10 +78,10 @@ def make_job(
 
 
 def check_hosts(config: Any, machine: Machine | None, hosts: int | None, processes_per_host: int) -> int:
-    """The number of hosts that train.
+    """Return the number of hosts that train.
 
     Raises:
-        RequestError: the target has another number, or the mesh cannot be laid over so many processes.
+        RequestError: The target has another number of hosts, or the mesh or batch cannot be split over the processes.
     """
     if machine is not None and (machine.target.size == "hosts" or machine.chips > machine.chips_per_host):
         needed = max(1, machine.chips // machine.chips_per_host)
@@ -96,12 +96,12 @@ def check_hosts(config: Any, machine: Machine | None, hosts: int | None, process
     shape = dict(config.mesh.shape)
     product = 1
     for size in shape.values():
-        product *= abs(size)  # -1 takes what is left
+        product *= abs(size)  # -1 takes the remaining devices
     if shape and -1 not in shape.values() and product % processes:
         raise RequestError(
             f"mesh.shape {shape} has {product} devices, which {processes} processes cannot share equally\n"
             f"    got: --hosts {hosts} --processes-per-host {processes_per_host}\n"
-            "    fix: a number of hosts that divides it, or one mesh axis as -1 to take what is left"
+            "    fix: use a number of hosts that divides it, or set one mesh axis to -1"
         )
     rows = batch_size(config)
     if rows is not None and rows % processes:
@@ -114,7 +114,7 @@ def check_hosts(config: Any, machine: Machine | None, hosts: int | None, process
 
 
 def _fitting_sizes(rows: int, processes_per_host: int, hosts: int) -> str:
-    """The batch sizes and the numbers of hosts nearest to those that were asked for, of which one divides the other."""
+    """Suggest the nearest batch sizes and numbers of hosts that divide evenly."""
     processes = hosts * processes_per_host
     below = rows // processes * processes
     sizes = [size for size in (below, below + processes) if size]
@@ -128,34 +128,34 @@ def _fitting_sizes(rows: int, processes_per_host: int, hosts: int) -> str:
 def reduced_words(
     config: Any, machine: Machine | None, processes: int, fewer: int, devices: int
 ) -> tuple[str, ...] | None:
-    """Words for trainers that go on with fewer processes, the same global batch and a smaller data-parallel size.
+    """Return arguments to resume with fewer processes, the same global batch and a smaller data-parallel size.
 
     Args:
-        config: of the run.
-        machine: of its target.
-        processes: that it was asked for.
-        fewer: that are left.
-        devices: of all processes that were asked for.
+        config: Config of the run.
+        machine: Machine of its target.
+        processes: Requested number of processes.
+        fewer: Number of processes that are left.
+        devices: Devices of all requested processes.
 
     Returns:
-        What to add to the words of `axlearn train`; None where the mesh or the batch does not allow so few.
+        Arguments to append to those of `axlearn train`, or None if the mesh or the batch does not support so few processes.
     """
-    rest = devices // processes * fewer
+    remaining = devices // processes * fewer
     if machine is not None:
-        smaller = machine.target.machine_of(rest, fewer) if machine.target.size == "hosts" else None
+        smaller = machine.target.machine_of(remaining, fewer) if machine.target.size == "hosts" else None
         return None if smaller is None else ("--target", smaller.name)
     shape = dict(config.mesh.shape) or {"fsdp": -1}
     free = [axis for axis, size in shape.items() if size == -1]
     for axis in free or [axis for axis in ("data", "fsdp") if axis in shape]:
         other_sizes = math.prod(size for name, size in shape.items() if name != axis)
-        if axis not in ("data", "fsdp") or rest % other_sizes:
+        if axis not in ("data", "fsdp") or remaining % other_sizes:
             continue
-        sizes = {**shape, axis: rest // other_sizes}
+        sizes = {**shape, axis: remaining // other_sizes}
         shards = math.prod(sizes.get(name, 1) for name in ("data", "fsdp", "expert"))
         rows = batch_size(config) or 0
         parts = num_shards(config) or rows
         if rows % shards == 0 and rows % fewer == 0 and parts % fewer == 0:
-            return () if free else ("--set", f"mesh.shape.{axis}={rest // other_sizes}")
+            return () if free else ("--set", f"mesh.shape.{axis}={remaining // other_sizes}")
     return None
 
 

@@ -18,17 +18,19 @@ def _request(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command()
 @experiment_argument
-@click.option("--on", "launcher", required=True, metavar="LAUNCHER", help="local, ray, or another that is installed.")
-@click.option("--hosts", type=click.IntRange(min=1), help="Hosts that train; default: those of the target, or 1.")
-@click.option("--spares", type=click.IntRange(min=0), default=0, help="Hosts that wait to take the place of one.")
-@click.option("--processes-per-host", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option("--run-dir", help="As for `axlearn train`; every host has to reach it.")
-@click.option("--name", help="Of the job; default: the run directory's.")
-@click.option("--env", multiple=True, metavar="NAME=VALUE", help="An environment variable of every trainer.")
-@click.option("--option", "option", multiple=True, metavar="NAME=VALUE", help="An option of the launcher.")
+@click.option("--on", "launcher", required=True, metavar="LAUNCHER", help="Launcher: local, ray, slurm, ...")
+@click.option("--hosts", type=click.IntRange(min=1), metavar="N", help="Hosts that train (default: the target's).")
+@click.option("--spares", type=click.IntRange(min=0), default=0, metavar="N", help="Spare hosts (default: 0).")
+@click.option(
+    "--processes-per-host", type=click.IntRange(min=1), default=1, metavar="N", help="Processes per host (default: 1)."
+)
+@click.option("--run-dir", metavar="DIR|URI", help="Run directory, reachable from all hosts.")
+@click.option("--name", metavar="NAME", help="Job name (default: from the run directory).")
+@click.option("--env", multiple=True, metavar="NAME=VALUE", help="Set a variable of every trainer.")
+@click.option("--option", "option", multiple=True, metavar="NAME=VALUE", help="Set an option of the launcher.")
 @_request
-@click.option("--allow-drift", is_flag=True, help="Continue a run although what it computes changed.")
-@click.option("--dry-run", is_flag=True, help="Print what would be run or submitted, and start nothing.")
+@click.option("--allow-drift", is_flag=True, help="Resume even if the run's config or data changed.")
+@click.option("--dry-run", is_flag=True, help="Print the commands; start nothing.")
 def launch(
     experiment: str,
     launcher: str,
@@ -44,8 +46,8 @@ def launch(
 ) -> None:
     """Train EXPERIMENT, or the experiment of a run file, on several hosts.
 
-    Under Ray the run is supervised: a process that dies, freezes or loses its host is replaced, and training goes on from the
-    newest checkpoint. The other launchers hand the run to a scheduler.
+    Under Ray the run is supervised: a failed process is replaced, and training
+    resumes from the newest checkpoint. Other launchers submit to a scheduler.
     """
     no_devices_here = _Environment("JAX_PLATFORMS")
     no_devices()
@@ -54,7 +56,7 @@ def launch(
     from axlearn_plugins_runtime.launch.job import parse_options
 
     instance: Any = registry().entry("launchers", launcher).load()()
-    kind = _options_of(instance)
+    kind = _options_class(instance)
     options = parse_options(kind, pairs("--option", option), launcher)
     job = make_job(
         experiment,
@@ -69,12 +71,12 @@ def launch(
     )
     if not dry_run:
         instance.check()
-    no_devices_here.restore()  # what is started inherits this environment
+    no_devices_here.restore()  # child processes inherit this environment
     sys.exit(instance.launch(job, dry_run=dry_run))
 
 
 def pairs(option: str, texts: Sequence[str]) -> dict[str, str]:
-    """`NAME=VALUE` of an option that is given several times; raises `RequestError` for another form, or a name twice."""
+    """Parse the `NAME=VALUE` values of a repeated option. Raise `RequestError` if one is invalid or a name is repeated."""
     from axlearn_core.errors import RequestError
 
     values: dict[str, str] = {}
@@ -89,7 +91,7 @@ def pairs(option: str, texts: Sequence[str]) -> dict[str, str]:
 
 
 class _Environment:
-    """A variable as it was."""
+    """The initial value of an environment variable, to restore later."""
 
     def __init__(self, name: str):
         import os
@@ -103,7 +105,7 @@ class _Environment:
             self.environ[self.name] = self.value
 
 
-def _options_of(launcher: object) -> type:
+def _options_class(launcher: object) -> type:
     from axlearn_plugins_runtime.launch.job import HasOptions, NoOptions
 
     return launcher.Options if isinstance(launcher, HasOptions) else NoOptions

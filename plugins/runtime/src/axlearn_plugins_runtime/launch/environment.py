@@ -1,4 +1,4 @@
-"""Environment variables of trainers: those of the host, without what another scheduler or an earlier attempt left."""
+"""Environment variables of trainers, without variables of another scheduler or attempt."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -9,17 +9,17 @@ _STALE = re.compile(
     r"|JAX_(COORDINATOR_ADDRESS|COORDINATOR_BIND_ADDRESS|NUM_PROCESSES|PROCESS_ID|LOCAL_DEVICE_IDS)"
     r"|(MASTER_ADDR|MASTER_PORT|WORLD_SIZE|RANK|LOCAL_RANK)"
 )
-"""What names a coordinator, a rank or a number of processes of another job: an attempt has its own."""
+"""Variables with the coordinator, rank or process count of another job. Each attempt sets its own."""
 _OF_RAY = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT")
-"""Ray sets these for its own processes."""
+"""Variables that Ray sets for its own processes."""
 
 
 def trainer_environment(host: Mapping[str, str], keep: Iterable[str] = ()) -> dict[str, str]:
-    """The variables that a trainer inherits from its host.
+    """Return the variables that a trainer inherits from its host.
 
     Args:
-        host: of the process that starts it.
-        keep: names that always stay.
+        host: Environment of the process that starts the trainer.
+        keep: Names of variables that are always inherited.
     """
     keep_names = set(keep)
     under_ray = any(name.startswith("RAY_") for name in host)
@@ -33,21 +33,21 @@ def trainer_environment(host: Mapping[str, str], keep: Iterable[str] = ()) -> di
 def attempt_environment(
     *, job: str, coordinator: str, processes: int, rank: int, slices: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Where and as which process a trainer joins an attempt.
+    """Return the variables with which a trainer joins an attempt.
 
     Args:
-        job: the id of the supervisor.
-        coordinator: `host:port`, new for each attempt: a process that meets an older coordinator ends everybody.
-        processes: of the attempt.
-        rank: of this one.
-        slices: for several TPU slices, `MEGASCALE_NUM_SLICES` and `MEGASCALE_SLICE_ID`.
+        job: Id of the supervisor.
+        coordinator: `host:port`, different for each attempt. A process that joins an older coordinator would end the job.
+        processes: Number of processes in the attempt.
+        rank: Rank of the trainer.
+        slices: `MEGASCALE_NUM_SLICES` and `MEGASCALE_SLICE_ID` if there are several TPU slices.
     """
-    own = {
+    variables = {
         "AXLEARN_JOB": job,
         "JAX_COORDINATOR_ADDRESS": coordinator,
         "JAX_NUM_PROCESSES": str(processes),
         "JAX_PROCESS_ID": str(rank),
     }
     if slices:
-        own |= {**slices, "MEGASCALE_COORDINATOR_ADDRESS": coordinator.rpartition(":")[0]}
-    return own
+        variables |= {**slices, "MEGASCALE_COORDINATOR_ADDRESS": coordinator.rpartition(":")[0]}
+    return variables

@@ -1,4 +1,4 @@
-"""How processes end, told apart: by exit code, signal, and what the process itself said."""
+"""Classification of process exits by exit code, signal, and the report of the process."""
 
 import signal
 from collections.abc import Iterable, Mapping
@@ -7,8 +7,10 @@ from typing import Any, Literal
 import attrs
 
 Kind = Literal["finished", "preempted", "request", "user", "data", "stalled", "infrastructure", "peer"]
-"""`request`: wrong from the start. `user`: an error of the training code. `data`: of its input. `stalled`: no progress, or the
-watchdog's restart. `peer`: this process ended because another one did, or could not be reached. The rest is infrastructure."""
+"""Kind of exit.
+
+`request`: the request is invalid. `user`: an error in the training code. `data`: an error in its input. `stalled`: no progress, or
+a restart by the watchdog. `peer`: another process ended or could not be reached. Everything else is `infrastructure`."""
 
 WATCHDOG = 75
 PREEMPTED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
@@ -28,17 +30,17 @@ _CONNECTION = (
     "barrier",
     "peer",
 )
-"""In the messages of JAX's and XLA's errors where a process cannot reach another."""
+"""Substrings of JAX and XLA errors if a process cannot reach another process."""
 
 
 @attrs.frozen(kw_only=True)
 class Exit:
-    """The end of a process.
+    """The exit of a process.
 
     Attributes:
-        code: of `wait`: negative for a signal.
-        kind: what the process said itself; empty where it said nothing.
-        message: of the error.
+        code: Exit code as returned by `wait`. Negative for a signal.
+        kind: Kind that the process reported, or empty.
+        message: Error message.
     """
 
     code: int
@@ -46,17 +48,19 @@ class Exit:
     message: str = ""
 
     def to_message(self) -> dict[str, Any]:
-        """For the agent."""
+        """Return the message for the agent."""
         return {"exit": self.code, "kind": self.kind, "message": self.message}
 
 
 @attrs.frozen(kw_only=True)
 class Death:
-    """The end of one rank's process, or of its host.
+    """The exit of a rank's process, or the loss of its host.
 
     Attributes:
-        reason: one line for people.
-        at_fault: whether its host is counted as having failed.
+        rank: The rank.
+        kind: Kind of exit.
+        reason: One line for the user.
+        at_fault: True if it counts as a failure of the host.
     """
 
     rank: int
@@ -66,7 +70,7 @@ class Death:
 
 
 def classify_error(error: BaseException) -> Kind:
-    """The kind of an exception that ended a run."""
+    """Return the kind of an exception that ended a run."""
     from axlearn_core.errors import InputError, RequestError, StorageError
 
     if isinstance(error, InputError) or isinstance(error.__cause__, InputError):
@@ -82,18 +86,18 @@ def classify_error(error: BaseException) -> Kind:
 
 
 def mentions_connection(text: str) -> bool:
-    """Whether a message is of a connection between processes."""
+    """Return True if a message is about a connection between processes."""
     lower = text.lower()
     return any(word in lower for word in _CONNECTION)
 
 
 def classify_exit(end: Exit, tail: str, phase: str = "") -> tuple[Kind, str]:
-    """(kind, reason) of a process that ended.
+    """Return (kind, reason) of an exit.
 
     Args:
-        end: its code, and what it said.
-        tail: the last lines that it wrote.
-        phase: that it was in: an error while it waited for a batch is one of the data.
+        end: Exit code and report of the process.
+        tail: Last lines of its output.
+        phase: Phase that it was in. An error while it waited for a batch counts as a data error.
     """
     if end.code == 0:
         return "finished", "finished"
@@ -105,7 +109,7 @@ def classify_exit(end: Exit, tail: str, phase: str = "") -> tuple[Kind, str]:
     if end.code in PREEMPTED:
         return "preempted", f"stopped by {_signal_name(end.code - 128)} after saving"
     if end.code == WATCHDOG:
-        return "stalled", "its watchdog asked for a restart (exit code 75)"
+        return "stalled", "its watchdog requested a restart (exit code 75)"
     if end.kind == "user" and phase == "input":
         return "data", end.message.partition("\n")[0]
     if end.kind:
@@ -119,12 +123,12 @@ _RANK = ("request", "infrastructure", "stalled", "data", "user", "preempted", "p
 
 
 def root_cause(deaths: Iterable[Death]) -> Death | None:
-    """The death that the others follow from."""
+    """Return the death that caused the others, or None if `deaths` is empty."""
     return min(deaths, key=lambda death: _RANK.index(death.kind), default=None)
 
 
 DEFAULT_BUDGETS: Mapping[str, int] = {"infrastructure": 1000, "preempted": 1000, "stalled": 10, "data": 3, "user": 1}
-"""Restarts for each kind; a `request` has none, and `peer` counts as infrastructure."""
+"""Default number of restarts by kind. A `request` is never restarted, and `peer` counts as infrastructure."""
 
 
 def _signal_name(number: int) -> str:

@@ -1,4 +1,4 @@
-"""How much a job may fail before it is stopped, and what counts as no progress."""
+"""Limits on failures and stalls of a job."""
 
 from collections.abc import Mapping
 
@@ -9,21 +9,21 @@ from axlearn_plugins_runtime.launch.exits import DEFAULT_BUDGETS, Death
 
 @attrs.frozen(kw_only=True)
 class Limits:
-    """Of one job.
+    """Limits of a job.
 
     Attributes:
-        budgets: kind of death -> restarts.
-        host_deaths: deaths at a host by its own fault after which it is set aside.
-        crash_loop: deaths in a row without a newer checkpoint between them, at which the job stops.
-        freeze_seconds: how long a process may be stopped by a signal.
-        hang_seconds: how long a step, or waiting for a batch, may take.
-        save_seconds: how long a save may hold training up; the last one of a run waits until everything is written.
-        start_seconds: how long any other phase may take, and the first step.
-        host_seconds: how long to wait for a host before training goes on with fewer. The first attempt waits ten times as long
-            for all of them.
-        settle_seconds: how long to wait for the cause where a process only says that it lost another.
-        grace_seconds: how long processes may take to save after SIGTERM.
-        look_seconds: the longest wait for an event.
+        budgets: Number of restarts by kind of death.
+        host_deaths: Number of deaths at fault of a host after which it is set aside.
+        crash_loop: Number of consecutive deaths without a newer checkpoint after which the job stops.
+        freeze_seconds: Maximum time that a signal may stop a process.
+        hang_seconds: Maximum time of a step, or of a wait for a batch.
+        save_seconds: Maximum time of a save. The last save of a run waits until everything is written.
+        start_seconds: Maximum time of the first step and of any other phase.
+        host_seconds: Time to wait for a host before training resumes with fewer hosts. The first attempt waits ten times as long
+            for all hosts.
+        settle_seconds: Time to wait for the root cause after a process reports a lost peer.
+        grace_seconds: Maximum time to save after SIGTERM.
+        look_seconds: Maximum wait for an event.
     """
 
     budgets: Mapping[str, int] = attrs.field(factory=lambda: dict(DEFAULT_BUDGETS))
@@ -38,12 +38,12 @@ class Limits:
     grace_seconds: float = 300.0
     look_seconds: float = 0.5
 
-    def of_phase(self, phase: str, steps: int) -> float:
-        """Seconds that a phase may take.
+    def phase_limit(self, phase: str, steps: int) -> float:
+        """Return the limit of a phase in seconds.
 
         Args:
-            phase: of the trainer.
-            steps: that this process has finished since it started.
+            phase: Phase of the trainer.
+            steps: Steps that this process has finished since it started.
         """
         if phase == "save":
             return self.save_seconds
@@ -60,41 +60,39 @@ class Tally:
         self._fruitless = 0
 
     def count(self, death: Death, start_step: int | None) -> str | None:
-        """Takes in the death of an attempt.
+        """Count the death of an attempt.
 
         Args:
-            death: its root cause.
-            start_step: the step of the checkpoint that the attempt began with; None where it did not get there.
+            death: Root cause of the end of the attempt.
+            start_step: Step of the checkpoint that the attempt started from, or None if it did not start.
 
         Returns:
-            Why the job has to stop; None where it may start again.
+            The reason to stop the job, or None if it may restart.
         """
         kind = "infrastructure" if death.kind == "peer" else death.kind
         self.counts[kind] = self.counts.get(kind, 0) + 1
         budget = self.limits.budgets.get(kind, 0)
         if self.counts[kind] > budget:
-            return f"{_WORDS[kind]} ended the run {self.counts[kind]} times; its budget is {budget} restarts"
+            return f"{_DESCRIPTIONS[kind]} ended the run {self.counts[kind]} times; the budget is {budget} restarts"
         if start_step is not None and (self._start is None or start_step > self._start):
             self._start, self._fruitless = start_step, 0
         self._fruitless += 1
         if self._fruitless >= self.limits.crash_loop:
-            begun = "before the first step" if self._start is None else f"all from step {self._start}"
-            return f"{self._fruitless} deaths without a newer checkpoint between them ({begun}): a crash loop"
+            origin = "before the first step" if self._start is None else f"all from step {self._start}"
+            return f"crash loop: {self._fruitless} deaths in a row without a newer checkpoint ({origin})"
         return None
 
     @staticmethod
     def advice(death: Death) -> str:
-        """What to do about it."""
+        """Return the fix line for a death."""
         if death.kind in ("user", "data"):
-            return (
-                "fix: the error is in the log of that rank; --option budget-user=N, budget-data=N allow more restarts"
-            )
-        return "fix: look at the hosts named in processes.jsonl; save more often where deaths come before a checkpoint"
+            return "fix: see the error in the log of that rank; --option budget-user=N or budget-data=N allows more restarts"
+        return "fix: check the hosts in processes.jsonl; save more often if processes die before a checkpoint"
 
 
-_WORDS = {
-    "user": "an error of the training code",
-    "data": "an error of the data",
+_DESCRIPTIONS = {
+    "user": "an error in the training code",
+    "data": "an error in the data",
     "stalled": "no progress",
     "infrastructure": "a failure of hosts or processes",
     "preempted": "preemption",

@@ -1,4 +1,4 @@
-"""The hosts of a job: which are ready, which train, which failed too often."""
+"""The hosts of a job and their states."""
 
 from collections.abc import Sequence
 
@@ -7,17 +7,19 @@ import attrs
 
 @attrs.define(kw_only=True, eq=False)
 class Host:
-    """One host of the pool.
+    """A host of the pool.
 
     Attributes:
-        number: in the pool.
-        name: for people, once known.
-        address: that others reach it by.
-        present: whether its agent answers.
-        proven: whether a process became ready there since it last failed.
-        training: whether ranks run there.
-        deaths: how often something died there by its own fault.
-        aside: whether it failed too often.
+        number: Index in the pool.
+        limit: Number of deaths after which it is set aside.
+        name: Name for messages.
+        address: Address for other hosts.
+        present: True if its agent responds.
+        proven: True if a process became ready on it since its last failure.
+        training: True if ranks run on it.
+        deaths: Number of deaths at its own fault.
+        excluded: True if it failed too often.
+        last_reason: Reason of its last failure.
     """
 
     number: int
@@ -28,7 +30,7 @@ class Host:
     proven: bool = False
     training: bool = False
     deaths: int = 0
-    aside: bool = False
+    excluded: bool = False
     last_reason: str = ""
 
     def __attrs_post_init__(self) -> None:
@@ -36,69 +38,69 @@ class Host:
 
     @property
     def condition(self) -> str:
-        """For people."""
-        if self.aside:
-            return f"set aside after {self.deaths} deaths, the last one: {self.last_reason}"
+        """Condition of the host, for messages."""
+        if self.excluded:
+            return f"set aside after {self.deaths} deaths, the last: {self.last_reason}"
         if not self.present:
             return f"lost: {self.last_reason}"
         return "ready" if self.proven else "starting"
 
-    def came(self, name: str, address: str) -> None:
-        """Its agent answers; where it is another machine than before, its deaths are forgotten."""
+    def set_agent(self, name: str, address: str) -> None:
+        """Record that the agent responds. Reset the deaths if it runs on another machine than before."""
         if self.name != name:
-            self.deaths, self.aside = 0, False
+            self.deaths, self.excluded = 0, False
         self.name, self.address, self.present = name, address, True
 
-    def arrived(self) -> None:
-        """A process became ready there."""
+    def mark_ready(self) -> None:
+        """Record that a process became ready."""
         self.present = self.proven = True
 
     def begin(self) -> None:
-        """It trains."""
+        """Record that the host trains."""
         self.training = True
 
     def end(self) -> None:
-        """It trains no longer."""
+        """Record that the host no longer trains."""
         self.training = False
 
-    def lost(self, reason: str) -> None:
-        """Its agent is gone."""
+    def mark_lost(self, reason: str) -> None:
+        """Record that the agent is gone."""
         self.present = self.proven = False
         self.last_reason = reason
 
-    def failed(self, reason: str) -> bool:
-        """Counts a death; returns whether the host is set aside from now on. It has to show again that it works."""
+    def record_death(self, reason: str) -> bool:
+        """Count a death. Return True if the host is now set aside. A process must become ready before it is used again."""
         self.deaths += 1
         self.proven = False
         self.last_reason = reason if self.present else self.last_reason
-        before, self.aside = self.aside, self.deaths >= self.limit
-        return self.aside and not before
+        before, self.excluded = self.excluded, self.deaths >= self.limit
+        return self.excluded and not before
 
 
 class Hosts:
     """All hosts of a pool.
 
     Args:
-        count: of them.
-        limit: deaths after which one is set aside.
+        count: Number of hosts.
+        limit: Number of deaths after which a host is set aside.
     """
 
     def __init__(self, count: int, limit: int):
         self.all = [Host(number=number, limit=limit) for number in range(count)]
 
     def ready(self) -> list[Host]:
-        """Those that an attempt can use now."""
-        return [h for h in self.all if h.present and h.proven and not h.aside and not h.training]
+        """Return the hosts that an attempt can use now."""
+        return [h for h in self.all if h.present and h.proven and not h.excluded and not h.training]
 
     def waiting(self) -> list[Host]:
-        """Those that may become ready."""
-        return [h for h in self.all if not h.aside and not h.proven and not h.training]
+        """Return the hosts that may become ready."""
+        return [h for h in self.all if not h.excluded and not h.proven and not h.training]
 
     @staticmethod
     def place(ready: Sequence[Host], before: Sequence[Host], count: int) -> list[Host]:
-        """Hosts by rank: whoever trained keeps its rank, the others take the places of those that are gone.
+        """Assign hosts to ranks. Hosts that already trained keep their ranks, and other hosts replace missing ones.
 
-        A host that died in the last attempt comes after the others: a spare is healthy for longer.
+        Hosts with fewer deaths are used first.
         """
         placed: list[Host | None] = [h if h in ready else None for h in before[:count]]
         placed += [None] * (count - len(placed))

@@ -1,4 +1,4 @@
-"""What is launched, and the protocol of what launches it."""
+"""Jobs, and the protocol of launchers."""
 
 import typing
 from collections.abc import Mapping
@@ -13,22 +13,22 @@ from axlearn_plugins_runtime.launch.run_files import place_files
 
 @attrs.frozen(kw_only=True)
 class Job:
-    """A training run on several hosts. It was checked: the config resolves, and the hosts fit the target and the mesh.
+    """A checked training run on several hosts: the config resolves, and the hosts fit the target and the mesh.
 
     Attributes:
-        name: of the run; letters, digits and dashes, as names of jobs in Slurm and Kubernetes.
-        experiment: the name of an experiment, or the path of a run file as it was given.
-        document: the text of the run file; None for the name of an experiment.
-        bases: name -> text of the run files that it begins with.
-        words: the options of `axlearn train` that were given (`--set`, `--with`, `--steps`, ...).
-        run_dir: absolute, or a URI.
-        hosts: machines that train.
-        spares: machines that wait to take the place of one of them.
-        processes_per_host: trainer processes on each.
-        config: of the run, resolved.
-        machine: of `--target` or the run file's `target`, with the number and kind of its chips; None where none is named.
-        environment: variables for every trainer, beyond those of the place where it starts.
-        options: of the launcher, as its class `Options` holds them.
+        name: Name of the job. Letters, digits and dashes, as Slurm and Kubernetes require.
+        experiment: Name of an experiment, or path of a run file as given.
+        document: Text of the run file, or None for the name of an experiment.
+        bases: Texts of the run files that it is based on, by name.
+        words: Given options of `axlearn train` (`--set`, `--with`, `--steps`, ...).
+        run_dir: Absolute path or URI of the run directory.
+        hosts: Number of machines that train.
+        spares: Number of spare machines.
+        processes_per_host: Trainer processes on each machine.
+        config: Resolved config of the run.
+        machine: Machine of the target, with the number and kind of its chips, or None if no target is set.
+        environment: Additional environment variables of every trainer.
+        options: Options of the launcher, an instance of its class `Options`.
     """
 
     name: str
@@ -47,81 +47,84 @@ class Job:
 
     @property
     def processes(self) -> int:
-        """Trainer processes of the whole job."""
+        """Number of trainer processes of the job."""
         return self.hosts * self.processes_per_host
 
     def files(self, folder: str) -> dict[str, str]:
-        """Path -> text of the run's files in a folder of another machine, the run file first; empty where it has none."""
+        """Return the texts of the run files by path in a folder of another machine, the main one first.
+
+        Returns an empty dict if the job has no run file.
+        """
         return {} if self.document is None else place_files(self.experiment, self.document, self.bases, folder)
 
     def train_words(self, experiment: str | None = None) -> tuple[str, ...]:
-        """The words behind `axlearn` that train: the same on every host.
+        """Return the arguments of `axlearn` that train. They are the same on every host.
 
         Args:
-            experiment: where the launcher put the run file (`document`); the default is where it was.
+            experiment: Path to which the launcher wrote the run file (default: the original path).
         """
         return "train", experiment or self.experiment, *self.words, "--run-dir", self.run_dir
 
 
 @runtime_checkable
 class HasOptions(Protocol):
-    """A launcher that `--option NAME=VALUE` can set something of; see `Launcher`."""
+    """A launcher with options for `--option NAME=VALUE`. See `Launcher`."""
 
     Options: ClassVar[type]
 
 
 @runtime_checkable
 class CachesCompilation(Protocol):
-    """Options of a launcher that say whether compiled programs are kept.
+    """Options of a launcher that can cache compiled programs.
 
     Attributes:
-        compile_cache: keep them in the run directory.
+        compile_cache: Cache compiled programs in the run directory.
     """
 
     compile_cache: bool
 
 
 class Launcher(Protocol):
-    """Starts jobs on one kind of machines. Registered by name under `axlearn.launchers`; built without arguments.
+    """Starts jobs on one kind of machine. Registered by name under `axlearn.launchers` and built without arguments.
 
     Attributes:
-        Options: a frozen attrs class of what `--option NAME=VALUE` can set: fields of int, float, str or bool, each with a
-            default and a docstring. Fields of value None are optional.
+        Options: Frozen attrs class of the options for `--option NAME=VALUE`. Its fields are int, float, str or bool and have
+            defaults and docstrings. A field may also be None.
     """
 
     Options: ClassVar[type]
 
     def check(self) -> None:
-        """Raises `RequestError` where a package or program is missing here, and names what to install."""
+        """Raise `RequestError` if a required package or program is missing. The error says what to install."""
         ...
 
     def launch(self, job: Job, *, dry_run: bool) -> int:
-        """Runs or submits the job.
+        """Run or submit the job.
 
         Args:
-            job: `options` is an instance of this launcher's `Options`.
-            dry_run: print what would be run or submitted on standard output, start nothing, and need nothing installed.
+            job: The job. Its `options` are an instance of this launcher's `Options`.
+            dry_run: Print the commands or manifests to standard output and start nothing. Must work without installed programs.
 
         Returns:
-            The exit code of `axlearn launch`: 0 for a run that finished or was submitted.
+            The exit code of `axlearn launch`: 0 if the run finished or was submitted.
 
         Raises:
-            RequestError: the job cannot be launched as it was asked for.
-            WorkError: the run failed.
+            RequestError: The job cannot be launched as requested.
+            WorkError: The run failed.
         """
         ...
 
 
 @attrs.frozen
 class NoOptions:
-    """Of a launcher without options."""
+    """The options of a launcher that has none."""
 
 
 def parse_options(cls: type, texts: Mapping[str, str], launcher: str) -> Any:
-    """An instance of a launcher's `Options` from `--option NAME=VALUE`.
+    """Parse `--option NAME=VALUE` into an instance of a launcher's `Options`.
 
     Raises:
-        RequestError: an unknown name, or a value of another type.
+        RequestError: A name is unknown, or a value has the wrong type.
     """
     fields = {field.name.replace("_", "-"): field for field in attrs.fields(cls)}
     values: dict[str, Any] = {}
@@ -138,7 +141,7 @@ def parse_options(cls: type, texts: Mapping[str, str], launcher: str) -> Any:
         values[fields[name].name] = _value(kinds[fields[name].name], name, text)
     try:
         return cls(**values)
-    except ValueError as error:  # of the class's validators
+    except ValueError as error:  # from the validators of the class
         raise RequestError(f"--option of the launcher {launcher!r}: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""Options that are one line of text."""
+"""Options with a single line of text."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import attrs
 
 
 def single_line(instance: object, attribute: "attrs.Attribute[str | None]", value: str | None) -> None:
-    """A validator: a line break in an option would become a line of the script."""
+    """Validate an option that is written into a script. A line break would add a line to the script."""
     if value is not None and not value.isprintable():
-        raise ValueError(f"{attribute.name} has characters that do not print: {value!r}")
+        raise ValueError(f"{attribute.name} has unprintable characters: {value!r}")
 
 
 def line(default: str | None = None) -> Any:
-    """A field for one line of text."""
+    """Return a field for a single line of text."""
     return attrs.field(default=default, validator=single_line)

@@ -1,4 +1,4 @@
-"""`processes.jsonl` of a run: one line for each start, death and replacement of a process."""
+"""The file `processes.jsonl` of a run: starts, deaths and replacements of processes."""
 
 import json
 from collections.abc import Callable
@@ -19,11 +19,11 @@ EVENTS = (
 class Journal:
     """Appends events: `time, attempt, rank, host, pid, event, reason`.
 
-    On a storage that cannot append, the file is written whole at each event.
+    On a storage that cannot append, each event rewrites the file.
 
     Args:
-        storage: of the run directory.
-        now: the time, for tests.
+        storage: Storage of the run directory.
+        now: Returns the current time, for tests.
     """
 
     def __init__(self, storage: Storage, now: Callable[[], datetime] = lambda: datetime.now(UTC)):
@@ -31,10 +31,10 @@ class Journal:
         self._text: bytes | None = None
 
     def check(self) -> None:
-        """Writes no event, but what there is.
+        """Check that the file can be written, without adding an event.
 
         Raises:
-            RequestError: nothing can be written there.
+            RequestError: The file cannot be written.
         """
         try:
             if isinstance(self.storage, LocalStorage):
@@ -46,8 +46,8 @@ class Journal:
                 self.storage.write(PROCESSES, [self._earlier()])
         except (OSError, StorageError) as error:
             raise RequestError(
-                f"--run-dir: the run cannot be launched there: {PROCESSES} cannot be written: {reason(error)}\n"
-                "    fix: make it reachable and writable, or give another --run-dir"
+                f"--run-dir: cannot launch the run: {PROCESSES} cannot be written: {reason(error)}\n"
+                "    fix: make it reachable and writable, or use another --run-dir"
             ) from error
 
     def write(
@@ -60,7 +60,7 @@ class Journal:
         pid: int | None = None,
         reason: str = "",
     ) -> dict[str, Any]:
-        """Writes one event, and returns it."""
+        """Write an event and return it."""
         record = {
             "time": self._now().isoformat(timespec="milliseconds"),
             "attempt": attempt,
@@ -84,13 +84,13 @@ class Journal:
         return record
 
     def attempts(self) -> int:
-        """The number of the last attempt that the file tells of; 0 for none."""
+        """Return the number of the last attempt in the file, or 0."""
         numbers = [0]
         for line in self._earlier().splitlines():
             try:
                 numbers.append(int(json.loads(line)["attempt"]))
             except (ValueError, KeyError, TypeError):
-                continue  # a line that a kill tore
+                continue  # a line cut off by a kill
         return max(numbers)
 
     def _earlier(self) -> bytes:

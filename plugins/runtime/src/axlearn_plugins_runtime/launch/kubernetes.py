@@ -1,4 +1,4 @@
-"""`--on kubernetes`: a JobSet, or a RayJob of KubeRay, from a job. `pods.py` has what a pod asks for."""
+"""`--on kubernetes`: the manifests of a JobSet or of a KubeRay RayJob. `pods.py` builds the pod specs."""
 
 import io
 import shlex
@@ -24,11 +24,11 @@ from axlearn_plugins_runtime.launch.pods import (
     pod_spec,
     resources,
 )
-from axlearn_plugins_runtime.launch.supervised_job import setup_of
+from axlearn_plugins_runtime.launch.supervised_job import make_setup
 from axlearn_plugins_runtime.launch.task import FINAL
 
 HOSTS = "host"
-"""Of the pods that train: pod names are JOBSET-host-SLICE-INDEX."""
+"""Name of the replicated job that trains. Pod names are JOBSET-host-SLICE-INDEX."""
 MOUNT = "/etc/axlearn"
 Manifest = dict[str, Any]
 
@@ -38,23 +38,25 @@ class KubernetesOptions:
     """Options of `--on kubernetes`.
 
     Attributes:
-        kind: `jobset`: one pod for each host, restarted all together. `rayjob`: a Ray cluster with the supervisor and hot swap
-            of `--on ray` in it; needs the KubeRay operator.
-        image: of the containers; it has to have axlearn-core and the plugins of the run.
-        namespace, service_account, priority_class: of the pods.
-        queue: a Kueue LocalQueue.
-        claim: a PersistentVolumeClaim; `mount` is where the pods find it.
-        cloud: whose node labels choose the hardware: `gke`, or `none`.
-        node_selector: more labels, as `KEY=VALUE,KEY=VALUE`.
-        toleration: a taint's key that the pods tolerate.
-        host_network: the pods use the network of their node.
-        restarts: of the whole JobSet, after failures that were not its own.
-        grace: seconds from the notice of an eviction to its end.
-        hang_seconds: without progress, after which a pod is restarted.
-        save_seconds: the same during a save.
-        start_seconds: for restoring, compiling, the first step, and an evaluation.
-        python: of the image.
-        ray_version: of the image, for `rayjob`.
+        kind: `jobset` runs one pod for each host and restarts all of them together. `rayjob` runs a Ray cluster with the
+            supervisor and hot swap of `--on ray`, and requires the KubeRay operator.
+        image: Image of the containers, with axlearn-core and the plugins of the run.
+        namespace, service_account, priority_class: Namespace, service account and priority class of the pods.
+        queue: Name of a Kueue LocalQueue.
+        claim: Name of a PersistentVolumeClaim.
+        mount: Mount path of the claim in the pods.
+        cloud: Cloud whose node labels select the hardware: `gke` or `none`.
+        node_selector: Additional labels, as `KEY=VALUE,KEY=VALUE`.
+        toleration: Key of a taint that the pods tolerate.
+        host_network: Use the network of the node.
+        restarts: Maximum number of restarts of the whole JobSet. Evictions do not count.
+        grace: Seconds between the notice of an eviction and the end of the pod.
+        hang_seconds: Seconds without progress after which a pod is restarted.
+        save_seconds: The same limit during a save.
+        start_seconds: The same limit for restoring, compiling, the first step, and an evaluation.
+        python: Python interpreter in the image.
+        ray_version: Version of Ray in the image, for `rayjob`.
+        compile_cache: Cache compiled programs in the run directory.
     """
 
     kind: Literal["jobset", "rayjob"] | str = attrs.field(
@@ -90,7 +92,7 @@ class KubernetesLauncher:
         """See `Launcher`."""
         if shutil.which("kubectl") is None:
             raise RequestError(
-                "--on kubernetes submits with `kubectl`, which is not on the PATH\n"
+                "--on kubernetes requires `kubectl`, which is not on the PATH\n"
                 "    fix: install kubectl and choose a context, or print the manifests with --dry-run and apply them there"
             )
 
@@ -103,7 +105,7 @@ class KubernetesLauncher:
         *before, main = manifests
         if before:
             _kubectl("apply", before)
-        # Not `apply`: a run of this name that is there stays as it is.
+        # `create` instead of `apply`, so that an existing run of this name is not changed.
         print(_kubectl("create", [main]), end="", file=sys.stderr)
         space = f" --namespace {job.options.namespace}" if job.options.namespace else ""
         print(f"follow it: kubectl get {main['kind'].lower()} {job.name}{space}", file=sys.stderr)
@@ -112,10 +114,10 @@ class KubernetesLauncher:
 
 
 def render(job: Job) -> list[Manifest]:
-    """The manifests of a job, the JobSet or RayJob last.
+    """Return the manifests of a job. The JobSet or RayJob is last.
 
     Raises:
-        RequestError: something of the job cannot be had on Kubernetes.
+        RequestError: Kubernetes does not support the job.
     """
     check_image(job)
     check_run_dir(job)
@@ -125,13 +127,13 @@ def render(job: Job) -> list[Manifest]:
     if job.processes_per_host > 1:
         raise RequestError(
             f"a pod of a JobSet runs one process\n    got: --processes-per-host {job.processes_per_host}\n"
-            "    fix: leave it out: one process takes all chips of its host; or --option kind=rayjob"
+            "    fix: remove it, as one process uses all chips of its host; or use --option kind=rayjob"
         )
     return [*files, *_spares(job), job_set(job)]
 
 
 def to_yaml(manifests: Sequence[Mapping[str, Any]]) -> str:
-    """The documents as one YAML text."""
+    """Return the manifests as one YAML text."""
     yaml, text = YAML(), io.StringIO()
     yaml.default_flow_style = False
     yaml.width = 4096
@@ -142,10 +144,10 @@ def to_yaml(manifests: Sequence[Mapping[str, Any]]) -> str:
 
 
 def job_set(job: Job) -> Manifest:
-    """A JobSet: a Job for each slice, an indexed pod for each host.
+    """Return a JobSet with a Job for each slice and an indexed pod for each host.
 
-    A pod that ends with an error fails its Job at once, and all start anew from the newest checkpoint, unless its exit code
-    says that nothing would change. An eviction does not count against `restarts`.
+    If a pod ends with an error, its Job fails at once and all pods restart from the newest checkpoint. Exit codes in `FINAL` end
+    the JobSet instead, because another attempt would fail in the same way. An eviction does not count against `restarts`.
     """
     slices = _slices(job)
     per_slice = job.hosts // slices
@@ -206,19 +208,19 @@ def _check_pod_names(job: Job, slices: int, per_slice: int) -> None:
     longest = f"{job.name}-{HOSTS}-{slices - 1}-{per_slice - 1}-xxxxx"
     if len(longest) > 63:
         raise RequestError(
-            f"the name {job.name!r} is too long: pods would be called {longest}, and 63 characters are allowed\n"
-            f"    fix: --name with at most {len(job.name) - (len(longest) - 63)} characters"
+            f"the name {job.name!r} is too long: pods would be called {longest}, but 63 characters are allowed\n"
+            f"    fix: use a --name with at most {len(job.name) - (len(longest) - 63)} characters"
         )
 
 
 def _trainer(job: Job, slices: int) -> Manifest:
-    """The container of a host, which joins the job by these variables."""
+    """Return the container of a host, with the variables to join the job."""
     env = [
         _field("AXLEARN_ATTEMPT", "jobset.sigs.k8s.io/restart-attempt"),
         _field("AXLEARN_SLICE", "jobset.sigs.k8s.io/job-index"),
     ]
     variables = {
-        **setup_of(job).environment,
+        **make_setup(job).environment,
         "AXLEARN_JOBSET": job.name,
         "AXLEARN_SLICES": str(slices),
         "AXLEARN_PROCESSES": str(job.processes),
@@ -236,7 +238,7 @@ def _trainer(job: Job, slices: int) -> Manifest:
 
 
 def ray_job(job: Job) -> Manifest:
-    """A RayJob: `axlearn launch --on ray` on the head, which has no trainer, and a worker pod for each host and spare."""
+    """Return a RayJob: `axlearn launch --on ray` on the head without trainers, and a worker pod per host and spare."""
     words = ["axlearn", "launch", *job.train_words(_experiment(job))[1:], "--on", "ray"]
     words += ["--hosts", str(job.hosts), "--spares", str(job.spares)]
     words += ["--processes-per-host", str(job.processes_per_host), "--name", job.name]
@@ -276,13 +278,13 @@ def ray_job(job: Job) -> Manifest:
 
 
 def _spares(job: Job) -> list[Manifest]:
-    """Pods of low priority that hold nodes, which the scheduler takes from them when a node of a trainer fails."""
+    """Return low-priority pods that reserve spare nodes. A trainer preempts them when its node fails."""
     if not job.spares:
         return []
     if job.machine is not None and job.machine.target.platform == "tpu":
         raise RequestError(
-            f"a JobSet on TPUs takes whole slices, so that {job.spares} spare hosts would not help\n"
-            "    fix: --spares 0 and a node pool that repairs itself, or --option kind=rayjob"
+            f"a JobSet on TPUs uses whole slices, so {job.spares} spare hosts would not help\n"
+            "    fix: use --spares 0 and a node pool with auto-repair, or --option kind=rayjob"
         )
     pause = {"name": "pause", "image": "registry.k8s.io/pause:3.10", "resources": resources(job)}
     labels = {"app.kubernetes.io/name": "axlearn-spare", "app.kubernetes.io/instance": job.name}
@@ -296,7 +298,7 @@ def _spares(job: Job) -> list[Manifest]:
             "kind": "PriorityClass",
             "metadata": {"name": SPARE_PRIORITY},
             "value": -10,
-            "description": "Holds nodes until a trainer needs them.",
+            "description": "Reserves nodes until a trainer needs them.",
         },
         {
             "apiVersion": "apps/v1",
@@ -358,9 +360,9 @@ def _kubectl(verb: str, manifests: Sequence[Mapping[str, Any]]) -> str:
         reason = result.stderr.strip() or f"exit code {result.returncode}"
         exists = "already exists" in reason
         fix = (
-            "another --name, or `kubectl delete` it"
+            "use another --name, or `kubectl delete` it"
             if exists
-            else "look at the context and the rights (`kubectl config`)"
+            else "check the context and the permissions (`kubectl config`)"
         )
         raise WorkError(f"kubectl {verb} failed: {reason}\n    fix: {fix}")
     return result.stdout

@@ -1,4 +1,4 @@
-"""`--on local`: the engine of `--on ray`, started on this machine."""
+"""`--on local`: a supervised run under Ray on this machine."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ class LocalOptions(SupervisorOptions):
 
 
 class LocalLauncher(RayLauncher):
-    """Starts Ray on this machine, each host an actor of its own, and supervises the trainers there."""
+    """Starts Ray on this machine with an actor for each host, and supervises the trainers."""
 
     Options = LocalOptions
     spread = False
@@ -24,15 +24,15 @@ class LocalLauncher(RayLauncher):
         try:
             ray.init(
                 address="local",
-                num_cpus=job.hosts + job.spares,  # one for each agent; the trainers share what the machine has
+                num_cpus=job.hosts + job.spares,  # one for each agent; the trainers share the machine
                 include_dashboard=False,
                 log_to_driver=False,
                 configure_logging=False,
                 _node_ip_address="127.0.0.1",
             )
-        except Exception as error:  # where the machine is too busy to start it in time, Ray raises that class itself
+        except Exception as error:  # Ray raises plain `Exception` if it does not start in time
             raise RequestError(
-                f"Ray cannot be started here: {error}\n    fix: see /tmp/ray/session_latest/logs"
+                f"cannot start Ray on this machine: {error}\n    fix: see /tmp/ray/session_latest/logs"
             ) from error
 
     def _resources(self, job: Job) -> dict[str, float]:

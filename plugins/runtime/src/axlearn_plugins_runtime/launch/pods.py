@@ -1,4 +1,4 @@
-"""What a pod of a job asks Kubernetes for: hardware by the target's name, volumes, probes."""
+"""Pod specs of a job on Kubernetes: node labels, resources, volumes and probes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,41 +20,41 @@ GKE_TPUS = {
     "tpu-v6e": "tpu-v6e-slice",
     "tpu-7x": "tpu7x",
 }
-"""Target -> `cloud.google.com/gke-tpu-accelerator`; cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus."""
+"""`cloud.google.com/gke-tpu-accelerator` by target. See cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus."""
 GKE_GPUS = {
     "a100": "nvidia-a100-80gb",
     "h100": "nvidia-h100-80gb",
     "h200": "nvidia-h200-141gb",
     "b200": "nvidia-b200",
 }
-"""Target -> `cloud.google.com/gke-accelerator` (A2 Ultra, A3 High, A3 Ultra, A4); A3 Mega is nvidia-h100-mega-80gb."""
+"""`cloud.google.com/gke-accelerator` by target (A2 Ultra, A3 High, A3 Ultra, A4). A3 Mega is nvidia-h100-mega-80gb."""
 Manifest = dict[str, Any]
 
 
 def check_image(job: Job) -> None:
-    """Raises `RequestError` where no image is named."""
+    """Raise `RequestError` if no image is set."""
     if not job.options.image:
         raise RequestError(
-            "--on kubernetes needs an image with axlearn-core and the plugins of the run\n"
+            "--on kubernetes requires an image with axlearn-core and the plugins of the run\n"
             "    fix: --option image=REGISTRY/NAME:TAG; docs/launch.md has a Dockerfile"
         )
 
 
 def check_run_dir(job: Job) -> None:
-    """Raises `RequestError` where pods would lose the run directory when they end."""
+    """Raise `RequestError` if the run directory would be lost when the pods end."""
     if is_uri(job.run_dir):
         return
     mount = PurePosixPath(job.options.mount)
     if job.options.claim is None or not PurePosixPath(job.run_dir).is_relative_to(mount):
         raise RequestError(
-            f"pods cannot keep {job.run_dir}\n    got: claim {job.options.claim}, mounted at {mount}\n"
-            f"    expected: a URI, or a path below a PersistentVolumeClaim that many pods may write\n"
+            f"pods would lose {job.run_dir} when they end\n    got: claim {job.options.claim}, mounted at {mount}\n"
+            f"    expected: a URI, or a path on a PersistentVolumeClaim that several pods can write\n"
             f"    fix: --run-dir gs://BUCKET/RUN, or --option claim=NAME --run-dir {mount}/RUN"
         )
 
 
 def node_selector(job: Job) -> Manifest:
-    """Labels of the nodes: the cloud's for the target, and those of the option."""
+    """Return the node labels of the target's hardware and of `--option node-selector`."""
     labels: Manifest = {}
     machine = job.machine
     if machine is not None and job.options.cloud == "gke":
@@ -73,7 +73,7 @@ def node_selector(job: Job) -> Manifest:
         key, equals, value = text.strip().partition("=")
         if text.strip() and not (key and equals):
             raise RequestError(
-                f"--option node-selector: got {text!r}\n    expected: KEY=VALUE, with commas between several\n"
+                f"--option node-selector: got {text!r}\n    expected: KEY=VALUE,KEY=VALUE\n"
                 "    fix: write the labels as `kubectl get nodes --show-labels` prints them"
             )
         if key:
@@ -82,7 +82,7 @@ def node_selector(job: Job) -> Manifest:
 
 
 def resources(job: Job) -> Manifest:
-    """The chips of a host, as limits."""
+    """Return the chips of a host as requests and limits."""
     machine = job.machine
     names = {"tpu": "google.com/tpu", "gpu": "nvidia.com/gpu", "neuron": "aws.amazon.com/neuron"}
     if machine is None or machine.target.platform not in names:
@@ -102,17 +102,17 @@ def container(
     run_file: str | None = None,
     chips: bool = True,
 ) -> Manifest:
-    """A container.
+    """Return the spec of a container.
 
     Args:
-        job: whose image, claim and chips.
-        name: of the container.
-        words: the command, started without a shell, so that SIGTERM reaches the trainer; None leaves it to an operator.
-        env: entries that refer to something.
-        variables: name -> value.
-        probes: restart the container where it makes no progress.
-        run_file: the folder of the run file.
-        chips: whether it asks for the chips of the host.
+        job: Job with the image, the claim and the chips.
+        name: Name of the container.
+        words: Command, started without a shell so that SIGTERM reaches the trainer. None leaves it to an operator.
+        env: Environment entries that refer to other fields.
+        variables: Environment variables.
+        probes: Restart the container if it makes no progress.
+        run_file: Mount path of the run file, or None.
+        chips: Request the chips of the host.
     """
     spec: Manifest = {"name": name, "image": job.options.image}
     if words is not None:
@@ -137,7 +137,7 @@ def container(
 def pod_spec(
     job: Job, main: Manifest, *, volumes: Sequence[Manifest], chips: bool = True, restart: str | None = "Never"
 ) -> Manifest:
-    """The spec of a pod with one container."""
+    """Return the spec of a pod with one container."""
     options = job.options
     spec: Manifest = {"terminationGracePeriodSeconds": options.grace}
     if restart is not None:
@@ -156,20 +156,21 @@ def pod_spec(
     ]:
         spec["tolerations"] = [{"key": key, "operator": "Exists"} for key in tolerated]
     spec["containers"] = [main]
-    own = [{"name": "shm", "emptyDir": {"medium": "Memory"}}] if _on_gpus(job) else []
+    job_volumes = [{"name": "shm", "emptyDir": {"medium": "Memory"}}] if _on_gpus(job) else []
     if options.claim is not None:
-        own.append({"name": "run", "persistentVolumeClaim": {"claimName": options.claim}})
-    if all_volumes := [*own, *volumes]:
+        job_volumes.append({"name": "run", "persistentVolumeClaim": {"claimName": options.claim}})
+    if all_volumes := [*job_volumes, *volumes]:
         spec["volumes"] = all_volumes
     return spec
 
 
 def _probes(job: Job) -> Manifest:
-    """By the file that the trainer overwrites at each phase: first one of the loop's phases, from then on its age.
+    """Return probes of the progress file, which the trainer overwrites at each phase.
 
-    How old it may be depends on the phase: a save or an evaluation takes longer than a step.
+    The startup probe waits for a phase of the loop. The liveness probe then checks the age of the file. The limit depends on the
+    phase, because a save or an evaluation takes longer than a step.
     """
-    began = f"grep -qE ' (input|step|save|evaluate) ' {PROGRESS_FILE}"
+    started = f"grep -qE ' (input|step|save|evaluate) ' {PROGRESS_FILE}"
     hang, save, start = (
         math.ceil(seconds / 60)
         for seconds in (job.options.hang_seconds, job.options.save_seconds, job.options.start_seconds)
@@ -180,7 +181,7 @@ def _probes(job: Job) -> Manifest:
     )
     return {
         "startupProbe": {
-            "exec": {"command": ["sh", "-c", began]},
+            "exec": {"command": ["sh", "-c", started]},
             "periodSeconds": 10,
             "failureThreshold": math.ceil(job.options.start_seconds / 10),
         },
@@ -199,6 +200,6 @@ def _on_gpus(job: Job) -> bool:
 
 def _unknown(name: str, labels: Mapping[str, str]) -> RequestError:
     return RequestError(
-        f"the node labels of GKE for {name!r} are not known\n    expected: {', '.join(labels)}\n"
+        f"unknown GKE node labels for {name!r}\n    expected: {', '.join(labels)}\n"
         "    fix: --option cloud=none --option node-selector=KEY=VALUE"
     )

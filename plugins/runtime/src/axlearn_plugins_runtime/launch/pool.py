@@ -1,4 +1,4 @@
-"""What a supervisor asks of the engine that has its hosts."""
+"""The interface between the supervisor and the engine that provides its hosts."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -7,34 +7,34 @@ from axlearn_core.errors import WorkError
 
 
 class Pool(Protocol):
-    """The hosts of an engine, by number. What an agent says, and that one is lost, comes as events."""
+    """The hosts of an engine, by number. Reports of agents and losses of hosts arrive as events."""
 
     count: int
 
     def call(self, host: int, method: str, *args: Any) -> None:
-        """Calls a method of the host's agent and waits for no result. Where the host is lost, an event says so."""
+        """Call a method of the host's agent without waiting for the result. A lost host is reported as an event."""
         ...
 
     def ask(self, host: int, method: str, *args: Any) -> Any:
-        """The result of a method of the host's agent; raises `HostLostError`."""
+        """Return the result of a method of the host's agent. Raise `HostLostError` if the host is lost."""
         ...
 
     def ask_all(self, hosts: Sequence[int], method: str, *args: Any) -> dict[int, Any]:
-        """Host -> the result of a method of its agent, asked of all at once; those that are lost are left out."""
+        """Call a method of several agents in parallel. Return the result of each host, without lost hosts."""
         ...
 
     def wait(self, timeout: float) -> list[tuple[int, dict[str, Any]]]:
-        """(host, event) of what happened, at the latest after `timeout` seconds; a lost host is the event `lost`."""
+        """Wait up to `timeout` seconds. Return the (host, event) pairs. A lost host is the event `lost`."""
         ...
 
     def revive(self, host: int) -> None:
-        """Asks the engine for a new agent in the place of a lost one; its event `ready` says that it came."""
+        """Ask the engine for a new agent in place of a lost one. The events `host` and `ready` report it."""
         ...
 
     def close(self) -> None:
-        """Ends all agents."""
+        """End all agents."""
         ...
 
 
 class HostLostError(WorkError):
-    """A host, or its agent, is gone."""
+    """Raised if a host or its agent is gone."""

@@ -18,18 +18,18 @@ from axlearn_plugins_runtime.launch.journal import Journal
 
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # no telemetry
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # the agents run in this environment, not in a copy that uv makes
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # run the agents in this environment instead of a copy made by uv
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
 }
-"""Set before Ray is imported."""
+"""Environment variables to set before Ray is imported."""
 OLDEST = (2, 55)
-"""That of the extra `ray`: earlier versions were not tried."""
+"""Oldest supported version of Ray, as in the extra `ray`."""
 
 
 @attrs.frozen(kw_only=True)
 class SupervisorOptions:
-    """Options of supervised runs; see `Limits`."""
+    """Options of supervised runs. See `Limits`."""
 
     budget_infrastructure: int = DEFAULT_BUDGETS["infrastructure"]
     budget_stalled: int = DEFAULT_BUDGETS["stalled"]
@@ -45,7 +45,7 @@ class SupervisorOptions:
     compile_cache: bool = True
 
     def limits(self) -> Limits:
-        """The limits of the supervisor."""
+        """Return the limits of the supervisor."""
         budgets = {
             "infrastructure": self.budget_infrastructure,
             "stalled": self.budget_stalled,
@@ -66,7 +66,12 @@ class SupervisorOptions:
 
 @attrs.frozen(kw_only=True)
 class RayOptions(SupervisorOptions):
-    """Options of `--on ray`: `address` of the cluster, and what an agent asks for on its node."""
+    """Options of `--on ray`.
+
+    Attributes:
+        address: Address of the Ray cluster.
+        cpus, gpus, tpus: Resources of each agent on its node.
+    """
 
     address: str = "auto"
     cpus: float = 1.0
@@ -75,7 +80,7 @@ class RayOptions(SupervisorOptions):
 
 
 class RayLauncher:
-    """Starts an agent on each machine of a Ray cluster, and supervises the trainers there."""
+    """Starts an agent on each machine of a Ray cluster, and supervises the trainers."""
 
     Options: type = RayOptions
     spread = True
@@ -84,13 +89,13 @@ class RayLauncher:
         """See `Launcher`."""
         if find_spec("ray") is None:
             raise RequestError(
-                "--on ray and --on local need Ray, which is not installed\n"
+                "--on ray and --on local require Ray, which is not installed\n"
                 '    fix: pip install "axlearn-plugins-runtime[ray]"'
             )
         text = version("ray")
         if tuple(int(number) for number in re.findall(r"\d+", text)[:2]) < OLDEST:
             raise RequestError(
-                f"--on ray and --on local need Ray {'.'.join(map(str, OLDEST))} or newer\n    got: Ray {text}\n"
+                f"--on ray and --on local require Ray {'.'.join(map(str, OLDEST))} or newer\n    got: Ray {text}\n"
                 '    fix: pip install --upgrade "axlearn-plugins-runtime[ray]"'
             )
 
@@ -121,12 +126,12 @@ class RayLauncher:
             raise RequestError(_connection_failure(job.options.address, str(error))) from error
 
     def _resources(self, job: Job) -> dict[str, float]:
-        """What a bundle on a host asks Ray for: the chips of the target, or those of the options."""
+        """Return the Ray resources of a host: the chips in the options, or else those of the target."""
         options, machine = job.options, job.machine
         amounts: dict[str, float] = {"CPU": options.cpus}
-        for name, platform, own in (("GPU", "gpu", options.gpus), ("TPU", "tpu", options.tpus)):
+        for name, platform, requested in (("GPU", "gpu", options.gpus), ("TPU", "tpu", options.tpus)):
             chips = machine.chips_per_host if machine and machine.target.platform == platform else 0
-            if number := own if own is not None else chips:
+            if number := requested if requested is not None else chips:
                 amounts[name] = number
         return amounts
 
@@ -137,18 +142,18 @@ class RayLauncher:
         names = {**job.environment, "JAX_COMPILATION_CACHE_DIR": cache or "", "JAX_NUM_PROCESSES": str(job.processes)}
         for name, value in names.items():
             print(f"export {name}={shlex.quote(value)}")
-        print("export JAX_COORDINATOR_ADDRESS=...  # of rank 0's host, another one for each attempt")
+        print("export JAX_COORDINATOR_ADDRESS=...  # on rank 0's host, a new one for each attempt")
         print("export JAX_PROCESS_ID=...")
         print(shlex.join(("axlearn", *job.train_words())))
 
 
 def _connection_failure(address: str, text: str) -> str:
-    """What a cluster that cannot be joined comes to: Ray's first line, or both versions where they differ."""
+    """Return the message for a failed connection: Ray's first line, or both versions if they differ."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines or "ersion mismatch" not in lines[0]:
         reason = lines[0] if lines else "no reason was given"
-        fix = "start one (`ray start --head`), give --option address=HOST:PORT, or take --on local"
-        return f"the Ray cluster at {address!r} cannot be joined: {reason}\n    fix: {fix}"
+        fix = "start one (`ray start --head`), set --option address=HOST:PORT, or use --on local"
+        return f"cannot connect to the Ray cluster at {address!r}: {reason}\n    fix: {fix}"
     versions = re.findall(r"(?:Ray|Python): ?([\w.+-]+)", text)
     cluster, process = ", ".join(versions[:2]), ", ".join(versions[2:4])
     return (

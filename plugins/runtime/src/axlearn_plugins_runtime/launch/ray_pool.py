@@ -1,4 +1,4 @@
-"""The hosts of a job as actors of Ray: one bundle of a placement group for each, one agent in each bundle."""
+"""The hosts of a job as Ray actors: a placement group with one bundle per host and one agent per bundle."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -8,34 +8,34 @@ from axlearn_core.errors import RequestError
 from axlearn_plugins_runtime.launch.agent import Agent
 from axlearn_plugins_runtime.launch.job import Job
 from axlearn_plugins_runtime.launch.pool import HostLostError
-from axlearn_plugins_runtime.launch.supervised_job import setup_of
+from axlearn_plugins_runtime.launch.supervised_job import make_setup
 
 POLL_SECONDS = 5.0
 ANSWER_SECONDS = 15.0
-"""An agent that answers no call for so long, beyond the wait that it was asked for, is lost."""
+"""Seconds without a response, beyond the requested wait, after which an agent counts as lost."""
 
 
 class RayAgent(Agent):
-    """An agent that knows its node."""
+    """An agent that knows the address of its node."""
 
     def describe(self) -> dict[str, Any]:
-        """The host's name, the address that other nodes reach it by, and the agent's process."""
+        """Return the host's name, its address for other nodes, and the agent's process id."""
         import ray
 
         return {**super().describe(), "address": ray.util.get_node_ip_address()}
 
 
 class RayPool:
-    """See `supervisor.Pool`.
+    """A pool of Ray actors. See `pool.Pool`.
 
     Args:
-        ray: the module, connected to a cluster.
-        job: what the agents train.
-        spread: each host on a node of its own.
-        resources: of a bundle.
+        ray: The module `ray`, connected to a cluster.
+        job: The job to train.
+        spread: Place each host on a separate node.
+        resources: Ray resources of a bundle.
 
     Raises:
-        RequestError: the cluster has too few nodes.
+        RequestError: The cluster has too few nodes.
     """
 
     def __init__(self, ray: Any, job: Job, *, spread: bool, resources: Mapping[str, float]):
@@ -51,7 +51,7 @@ class RayPool:
         self._polls: dict[Any, tuple[int, float]] = {}
         self._hosts: dict[Any, int] = {}
         self._lost: list[tuple[int, dict[str, Any]]] = []
-        self.setup = setup_of(job)
+        self.setup = make_setup(job)
         for number in range(self.count):
             self.revive(number)
 
@@ -84,7 +84,7 @@ class RayPool:
             except self.ray.exceptions.RayActorError as error:
                 self._lose(host, _reason(error))
             except self.ray.exceptions.GetTimeoutError:
-                self._lose(host, f"its agent answered nothing for {2 * ANSWER_SECONDS:.0f} s")
+                self._lose(host, f"its agent did not respond for {2 * ANSWER_SECONDS:.0f} s")
         return answers
 
     def wait(self, timeout: float) -> list[tuple[int, dict[str, Any]]]:
@@ -96,14 +96,14 @@ class RayPool:
                 time.sleep(timeout)
             return events
         ready, _ = self.ray.wait(references, num_returns=1, timeout=timeout)
-        if ready:  # and everything else that came
+        if ready:  # collect all other ready references
             ready, _ = self.ray.wait(references, num_returns=len(references), timeout=0)
         for reference in ready:
             events += self._arrival_events(reference)
         now = time.monotonic()
         for reference, (number, since) in list(self._polls.items()):
             if now - since > POLL_SECONDS + ANSWER_SECONDS and reference in self._polls:
-                self._lose(number, f"its agent answered nothing for {now - since:.0f} s")
+                self._lose(number, f"its agent did not respond for {now - since:.0f} s")
         events, self._lost = events + self._lost, []
         return events
 
@@ -170,9 +170,9 @@ class RayPool:
         if len(fits) < self.count:
             amounts = ", ".join(f"{value:g} {name}" for name, value in self.resources.items())
             raise RequestError(
-                f"the Ray cluster has {len(fits)} nodes with {amounts}, of {len(nodes)} in all\n"
-                f"    expected: {self.count} ({self.job.hosts} hosts and {self.job.spares} spares, each on a node of its own)\n"
-                "    fix: fewer --hosts or --spares, more nodes, or --on local for all of them on this machine"
+                f"the Ray cluster has {len(fits)} nodes with {amounts}, of {len(nodes)} in total\n"
+                f"    expected: {self.count} ({self.job.hosts} hosts and {self.job.spares} spares, each on a separate node)\n"
+                "    fix: use fewer --hosts or --spares, add nodes, or use --on local to run all hosts on this machine"
             )
 
 
@@ -183,5 +183,5 @@ def _reason(error: Exception) -> str:
 
 
 def _start(actor: Any, method: str, args: tuple[Any, ...]) -> Any:
-    """Begins a call of an actor's method; returns Ray's reference to the answer."""
+    """Start a call of an actor's method. Return Ray's reference to the result."""
     return getattr(actor, method).remote(*args)

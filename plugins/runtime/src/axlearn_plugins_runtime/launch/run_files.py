@@ -1,4 +1,4 @@
-"""Run files on their way to other machines: the one that was given, and those that it begins with."""
+"""Transfer of run files to other machines: the given file and the files that it is based on."""
 
 import json
 import re
@@ -14,11 +14,14 @@ from axlearn_core.errors import RequestError
 from axlearn_core.plugins.request import is_file
 
 DELIMITER = "AXLEARN_RUN_FILE"
-"""Ends a run file in a script of shell."""
+"""Delimiter of a run file in a shell script."""
 
 
 def read_document(name: str) -> str:
-    """The text of a run file, or of a run's config with its assets at absolute paths: it is read in another folder."""
+    """Return the text of a run file. In the config of a run, make the paths of assets absolute.
+
+    The text is later read from another folder.
+    """
     text = Path(name).read_text(encoding="utf-8")
     data = parse(text, name).data
     if not (isinstance(data, Mapping) and data.get("resolved") is True):
@@ -37,9 +40,9 @@ def read_document(name: str) -> str:
 
 
 def read_bases(experiment: str) -> dict[str, str]:
-    """Name -> text of the files that a run file begins with, as their names stand in `experiment:`, nearest first.
+    """Return the texts of the files that a run file is based on, by their names in `experiment:`, nearest first.
 
-    The request was resolved: the files can be read, and none begins with itself.
+    The request must be resolved, so that the files can be read and are not circular.
     """
     texts: dict[str, str] = {}
     name: str | None = experiment
@@ -51,29 +54,33 @@ def read_bases(experiment: str) -> dict[str, str]:
 
 
 def place_files(experiment: str, document: str, bases: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Path -> text of the files of a run in a folder where they name each other; the first one is the run's.
+    """Return the texts of run files by path in a folder, with references to their new paths. The main file is first.
 
     Args:
-        experiment: the name of the run file, as it was given.
-        document: its text.
-        bases: of `read_bases`.
-        folder: without a `/` at its end.
+        experiment: Name of the run file, as given.
+        document: Text of the run file.
+        bases: Result of `read_bases`.
+        folder: Folder, without a trailing `/`.
     """
     names = [experiment, *bases]
     if not bases:
         return {f"{folder}/{Path(experiment).name}": document}
-    places = dict(zip(names, _unique_names(names), strict=True))
+    paths = dict(zip(names, _unique_names(names), strict=True))
     return {
-        f"{folder}/{places[name]}": _with_base(text, name, {n: f"{folder}/{p}" for n, p in places.items()})
+        f"{folder}/{paths[name]}": _with_base(text, name, {n: f"{folder}/{p}" for n, p in paths.items()})
         for name, text in zip(names, (document, *bases.values()), strict=True)
     }
 
 
 def write_script(files: Mapping[str, str], script: str = "the script") -> list[str]:
-    """Lines of shell that write files. `script` is what errors call what the lines stand in.
+    """Return shell lines that write files.
+
+    Args:
+        files: Texts by path.
+        script: Name of the script, for errors.
 
     Raises:
-        RequestError: a line of a file would end it.
+        RequestError: A file contains the delimiter line.
     """
     lines: list[str] = []
     for path, text in files.items():
@@ -90,16 +97,18 @@ def _base_of(text: str, name: str) -> str | None:
     return base if isinstance(base, str) and is_file(base) else None
 
 
-def _with_base(text: str, name: str, places: Mapping[str, str]) -> str:
-    """A run file with the file that it begins with at its new place."""
+def _with_base(text: str, name: str, paths: Mapping[str, str]) -> str:
+    """Return a run file with the new path of its base."""
     base = _base_of(text, name)
     if base is None:
         return text
-    line = f"experiment: {json.dumps(places[base])}"
+    line = f"experiment: {json.dumps(paths[base])}"
     changed, count = re.subn(r"^experiment:[^\n]*$", lambda _: line, text, flags=re.MULTILINE)
-    if count == 1 and _base_of(changed, name) == places[base]:
+    if count == 1 and _base_of(changed, name) == paths[base]:
         return changed
-    return json.dumps({**_plain(parse(text, name).data), "experiment": places[base]}, indent=2) + "\n"  # also YAML
+    return (
+        json.dumps({**_plain(parse(text, name).data), "experiment": paths[base]}, indent=2) + "\n"
+    )  # JSON is valid YAML
 
 
 def _plain(data: Mapping[str, object]) -> dict[str, object]:
@@ -107,7 +116,7 @@ def _plain(data: Mapping[str, object]) -> dict[str, object]:
 
 
 def _unique_names(names: list[str]) -> Iterator[str]:
-    """The last parts of paths; a number goes before one that is there already."""
+    """Yield the last part of each path. Prefix a number to a repeated one."""
     taken: set[str] = set()
     for number, name in enumerate(names):
         place = Path(name).name

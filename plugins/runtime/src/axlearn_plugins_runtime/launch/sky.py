@@ -1,4 +1,4 @@
-"""`--on sky`: a SkyPilot task for AWS, Google Cloud, Azure or machines of your own, and the `sky` of an environment of its own."""
+"""`--on sky`: a SkyPilot task for AWS, Google Cloud, Azure or your own machines."""
 
 import io
 import os
@@ -16,14 +16,16 @@ from axlearn_core.errors import RequestError
 from axlearn_plugins_runtime.launch.job import Job
 from axlearn_plugins_runtime.launch.job_text import line
 from axlearn_plugins_runtime.launch.run_files import write_script
-from axlearn_plugins_runtime.launch.supervised_job import is_uri, setup_of
+from axlearn_plugins_runtime.launch.supervised_job import is_uri, make_setup
 
 COMMAND = "AXLEARN_SKY"
-"""The environment variable with the command `sky`, where it is not on the PATH: SkyPilot pins packages that others need newer."""
+"""Environment variable with the path of `sky` if it is not on the PATH.
+
+SkyPilot is usually installed in a separate environment because it pins old versions of packages."""
 GPUS = {"a100": "A100-80GB", "h100": "H100", "h200": "H200", "b200": "B200"}
-"""Target -> SkyPilot's name."""
+"""SkyPilot's accelerator name by target."""
 RECOVERED = (74, 75, 134, 137, 139, 143)
-"""Exit codes after which the job starts again: a lost peer, the watchdog, signals."""
+"""Exit codes after which the job restarts: a lost peer, the watchdog, and signals."""
 
 
 @attrs.frozen(kw_only=True)
@@ -31,13 +33,15 @@ class SkyOptions:
     """Options of `--on sky`.
 
     Attributes:
-        infra: where: `aws`, `gcp/us-central1`, `azure`, `k8s/CONTEXT`, `ssh/POOL`, `slurm/CLUSTER`; the default is the cheapest.
-        spot: take machines that the cloud may take back.
-        managed: `sky jobs launch`, which brings lost machines back; otherwise `sky launch` of one cluster.
-        image: such as `docker:REGISTRY/NAME:TAG`.
-        setup: a line of shell that installs the run's packages on each machine.
-        python: of the machines.
-        restarts: after exit codes 1 and 2, that is, errors of the run itself.
+        infra: Infrastructure: `aws`, `gcp/us-central1`, `azure`, `k8s/CONTEXT`, `ssh/POOL` or `slurm/CLUSTER` (default: the
+            cheapest).
+        spot: Use spot machines, which the cloud may reclaim.
+        managed: Use `sky jobs launch`, which replaces lost machines. If False, use `sky launch` of one cluster.
+        image: Image of the machines, such as `docker:REGISTRY/NAME:TAG`.
+        setup: Shell line that installs the run's packages on each machine.
+        python: Python interpreter on the machines.
+        restarts: Number of restarts after errors of the run itself (exit codes 1 and 2).
+        compile_cache: Cache compiled programs in the run directory.
     """
 
     infra: str | None = line()
@@ -51,7 +55,7 @@ class SkyOptions:
 
 
 class SkyLauncher:
-    """Writes a task of SkyPilot and gives it to `sky`."""
+    """Writes a SkyPilot task and submits it with `sky`."""
 
     Options: type = SkyOptions
 
@@ -61,7 +65,7 @@ class SkyLauncher:
 
     def launch(self, job: Job, *, dry_run: bool) -> int:
         """See `Launcher`."""
-        text = to_yaml(task_of(job))
+        text = to_yaml(make_task(job))
         if dry_run:
             print(text, end="")
             return 0
@@ -70,58 +74,56 @@ class SkyLauncher:
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
             file.write(text)
             file.flush()
-            # SkyPilot shows what it chose and what that costs, and asks: the terminal is its own.
+            # SkyPilot shows its choice and the price and asks for confirmation, so it uses this terminal.
             return subprocess.run([find_sky(), *verb, *name, file.name]).returncode
 
 
 def find_sky() -> str:
-    """The command `sky`.
+    """Return the path of the command `sky`.
 
     Raises:
-        RequestError: there is none.
+        RequestError: The command does not exist.
     """
     command = os.environ.get(COMMAND)
     path = shutil.which(command or "sky")
     if path is None:
         problem = (
-            f"{COMMAND} names {command!r}, which is not a command"
-            if command
-            else "the command `sky` is not on the PATH"
+            f"{COMMAND} is {command!r}, which is not a command" if command else "the command `sky` is not on the PATH"
         )
         raise RequestError(
             f"SkyPilot is not installed: {problem}\n"
-            "    fix: `uv tool install 'skypilot[aws]'` (or gcp, azure, kubernetes), an environment of its own; "
-            f"{COMMAND}=PATH names it where it is not on the PATH"
+            "    fix: `uv tool install 'skypilot[aws]'` (or gcp, azure, kubernetes), which uses a separate environment; "
+            f"set {COMMAND}=PATH if it is not on the PATH"
         )
     return path
 
 
-def task_of(job: Job) -> dict[str, Any]:
-    """The task of a job, as the fields of SkyPilot's YAML.
+def make_task(job: Job) -> dict[str, Any]:
+    """Return the task of a job as the fields of SkyPilot's YAML.
 
     Raises:
-        RequestError: the job has something that SkyPilot cannot do.
+        RequestError: SkyPilot does not support the job.
     """
     options = job.options
     if job.spares:
         raise RequestError(
-            f"SkyPilot holds no spare machines: it brings new ones after a failure\n    got: --spares {job.spares}\n"
-            "    fix: --spares 0, or --on ray, --on slurm or --on kubernetes"
+            f"SkyPilot has no spare machines: it starts new ones after a failure\n    got: --spares {job.spares}\n"
+            "    fix: use --spares 0, or --on ray, --on slurm or --on kubernetes"
         )
     if job.processes_per_host > 1:
         raise RequestError(
             f"a node of a SkyPilot task runs one process\n    got: --processes-per-host {job.processes_per_host}\n"
-            "    fix: leave it out: one process takes all chips of its host"
+            "    fix: remove it: one process uses all chips of its host"
         )
     if not is_uri(job.run_dir):
         raise RequestError(
-            f"{job.run_dir} is on this machine, and is lost with the machines that SkyPilot takes\n"
+            f"{job.run_dir} is a local path, which is lost with the machines that SkyPilot starts\n"
             "    expected: a URI\n    fix: --run-dir s3://BUCKET/RUN or gs://BUCKET/RUN"
         )
     resources: dict[str, Any] = {}
     if options.infra:
         resources["infra"] = options.infra
-    if accelerators := accelerators_of(job):
+    if accelerators := accelerator_name(job):
         resources["accelerators"] = accelerators
     if options.spot:
         resources["use_spot"] = True
@@ -133,20 +135,20 @@ def task_of(job: Job) -> dict[str, Any]:
             "recover_on_exit_codes": list(RECOVERED),
         }
     on_tpus = job.machine is not None and job.machine.target.platform == "tpu"
-    # SkyPilot counts a slice as one node, and starts the task on each of its hosts.
+    # SkyPilot counts a TPU slice as one node and starts the task on each of its hosts.
     task: dict[str, Any] = {"name": job.name, "num_nodes": 1 if on_tpus else job.hosts, "resources": resources}
-    if environment := setup_of(job).environment:
+    if environment := make_setup(job).environment:
         task["envs"] = dict(environment)
     if options.setup:
         task["setup"] = options.setup
     return task | {"run": LiteralScalarString(_script(job))}
 
 
-def accelerators_of(job: Job) -> str | None:
-    """SkyPilot's name of a host's chips; a TPU slice has a name as a whole.
+def accelerator_name(job: Job) -> str | None:
+    """Return SkyPilot's name for the chips of a host, or for a whole TPU slice. Returns None for CPUs.
 
     Raises:
-        RequestError: SkyPilot has no such hardware.
+        RequestError: SkyPilot does not support the hardware.
     """
     machine = job.machine
     if machine is None or machine.target.platform == "cpu":
@@ -168,7 +170,7 @@ def accelerators_of(job: Job) -> str | None:
 
 
 def to_yaml(task: dict[str, Any]) -> str:
-    """The task as text."""
+    """Return the task as YAML."""
     yaml, text = YAML(), io.StringIO()
     yaml.default_flow_style = False
     yaml.width = 4096
@@ -184,5 +186,5 @@ def _script(job: Job) -> str:
     if job.environment:
         lines.append(f"export AXLEARN_KEEP={shlex.quote(' '.join(job.environment))}")
     words = [job.options.python, "-m", "axlearn_plugins_runtime.launch.task", "sky", *job.train_words(experiment)]
-    # The shell becomes the trainer, so that SIGTERM reaches it.
+    # `exec` replaces the shell, so that SIGTERM reaches the trainer.
     return "\n".join([*lines, f"exec {shlex.join(words)}"]) + "\n"

@@ -1,4 +1,4 @@
-"""`--on slurm`: a batch script in which Slurm itself supervises the run, with spare nodes in the allocation."""
+"""`--on slurm`: a batch script that supervises the run under Slurm, with spare nodes in the allocation."""
 
 import re
 import shlex
@@ -17,14 +17,14 @@ from axlearn_core.errors import RequestError, WorkError
 from axlearn_plugins_runtime.launch.job import Job
 from axlearn_plugins_runtime.launch.job_text import line
 from axlearn_plugins_runtime.launch.run_files import write_script
-from axlearn_plugins_runtime.launch.supervised_job import is_uri, setup_of
+from axlearn_plugins_runtime.launch.supervised_job import is_uri, make_setup
 from axlearn_plugins_runtime.launch.task import FINAL
 
 _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}")
 
 
 def time_limit(instance: object, attribute: "attrs.Attribute[str | None]", value: str | None) -> None:
-    """A validator of Slurm's forms of a time."""
+    """Validate a Slurm time limit."""
     if value is not None and not _TIME.fullmatch(value):
         raise ValueError(
             f"time: got {value!r}; expected minutes, MINUTES:SECONDS, HOURS:MINUTES:SECONDS or DAYS-HOURS[:MINUTES[:SECONDS]]"
@@ -36,16 +36,16 @@ class SlurmOptions:
     """Options of `--on slurm`.
 
     Attributes:
-        partition, account, qos, reservation, constraint, time, mem: as those of `sbatch`.
-        gpu_type: of `--gpus-per-node`, where the site names types.
-        exclusive: take whole nodes.
-        grace: seconds before the time limit at which the run saves and goes back to the queue.
-        restarts: attempts within one allocation, in addition to the first.
-        crash_loop: attempts in a row without a new checkpoint, after which the job stops.
-        python: the interpreter on the nodes; the default is this one.
-        folder: of the run file and exit codes; the default is `launch` in the run directory. All nodes have to reach it.
-        setup: a line of shell before training, such as `module load cuda`.
-        compile_cache: keep compiled programs in the run directory.
+        partition, account, qos, reservation, constraint, time, mem: Options of `sbatch`.
+        gpu_type: GPU type in `--gpus-per-node`, if the site requires one.
+        exclusive: Allocate whole nodes.
+        grace: Seconds before the time limit at which the run saves and is requeued.
+        restarts: Maximum number of additional attempts in one allocation.
+        crash_loop: Number of consecutive attempts without a new checkpoint after which the job stops.
+        python: Python interpreter on the nodes (default: this one).
+        folder: Folder for the run file and exit codes, reachable from all nodes (default: `launch` in the run directory).
+        setup: Shell line to run before training, such as `module load cuda`.
+        compile_cache: Cache compiled programs in the run directory.
     """
 
     partition: str | None = line()
@@ -75,7 +75,7 @@ class SlurmLauncher:
         """See `Launcher`."""
         if shutil.which("sbatch") is None:
             raise RequestError(
-                "--on slurm submits with `sbatch`, which is not on the PATH here\n"
+                "--on slurm requires `sbatch`, which is not on the PATH\n"
                 "    fix: run this on a login node of the cluster, or print the script with --dry-run and submit it there"
             )
 
@@ -85,8 +85,8 @@ class SlurmLauncher:
         if dry_run:
             print(script, end="")
             return 0
-        folder = Path(folder_of(job))
-        folder.mkdir(parents=True, exist_ok=True)  # Slurm makes no folder for the job's output
+        folder = Path(job_folder(job))
+        folder.mkdir(parents=True, exist_ok=True)  # Slurm does not create the folder for the job's output
         with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
             file.write(script)
             file.flush()
@@ -94,7 +94,7 @@ class SlurmLauncher:
         if result.returncode:
             raise WorkError(
                 f"sbatch refused the job: {result.stderr.strip() or f'exit code {result.returncode}'}\n"
-                "    fix: set --option partition=..., account=..., qos=... or time=... as this cluster asks for"
+                "    fix: set --option partition=..., account=..., qos=... or time=... as this cluster requires"
             )
         number = result.stdout.strip().partition(";")[0]
         print(f"submitted as job {number}; its output: {folder}/slurm-{number}.txt", file=sys.stderr)
@@ -102,25 +102,25 @@ class SlurmLauncher:
         return 0
 
 
-def folder_of(job: Job) -> str:
-    """Where the nodes keep the run file, exit codes and the job's output."""
+def job_folder(job: Job) -> str:
+    """Return the folder of the run file, exit codes and the job's output."""
     if job.options.folder is not None:
         return str(Path(job.options.folder).absolute())
     return str(Path(f"axlearn-{job.name}").absolute()) if is_uri(job.run_dir) else f"{job.run_dir}/launch"
 
 
 def directives(job: Job) -> dict[str, str | None]:
-    """What `#SBATCH` lines ask for; an option without a value is None."""
+    """Return the options of the `#SBATCH` lines. An option without a value is None."""
     options = job.options
     machine = job.machine
     entries: dict[str, str | None] = {
         "job-name": job.name,
         "nodes": str(job.hosts + job.spares),
         "ntasks-per-node": str(job.processes_per_host),
-        "output": f"{folder_of(job)}/slurm-%j.txt",
+        "output": f"{job_folder(job)}/slurm-%j.txt",
         "open-mode": "append",
         "requeue": None,
-        "no-kill": None,  # a node that fails does not end the job: a spare takes its place
+        "no-kill": None,  # a failed node must not end the job, because a spare replaces it
         "signal": f"B:USR1@{options.grace}",
     }
     if options.exclusive:
@@ -133,22 +133,22 @@ def directives(job: Job) -> dict[str, str | None]:
 
 
 def render_script(job: Job) -> str:
-    """The batch script of a job.
+    """Return the batch script of a job.
 
     Raises:
-        RequestError: the job has something that Slurm, or a batch script, cannot do.
+        RequestError: Slurm or a batch script does not support the job.
     """
     options = job.options
     if job.machine is not None and job.machine.target.platform == "tpu":
         raise RequestError(
-            f"--on slurm has no TPUs to ask for\n    got: the target {job.machine.name!r}\n    fix: --on kubernetes or --on sky"
+            f"--on slurm does not support TPUs\n    got: the target {job.machine.name!r}\n    fix: use --on kubernetes or --on sky"
         )
     chips = _local_chips(job)
-    folder = folder_of(job)
+    folder = job_folder(job)
     for name, path in (("--run-dir", job.run_dir), ("--option folder", folder)):
         if not path.isprintable() or "%" in path:
             raise RequestError(
-                f"{name} {path!r} cannot stand in a batch script\n    fix: a path without line breaks and %"
+                f"{name} {path!r} cannot be used in a batch script\n    fix: use a path without line breaks and %"
             )
     experiment, run_file = _run_file(job, folder)
     words = [
@@ -164,7 +164,7 @@ def render_script(job: Job) -> str:
         "HOSTS": str(job.hosts),
         "PER_HOST": str(job.processes_per_host),
         "RUN_FILE": run_file,
-        "EXPORTS": exports(setup_of(job).environment),
+        "EXPORTS": exports(make_setup(job).environment),
         "KEEP": shlex.quote(" ".join(job.environment)),
         "LOCAL_CHIPS": str(chips),
         "EVENTS": "''" if is_uri(job.run_dir) else '"$run_dir/processes.jsonl"',
@@ -182,23 +182,23 @@ def render_script(job: Job) -> str:
 
 
 def exports(environment: Mapping[str, str]) -> str:
-    """Lines of shell that set variables."""
+    """Return shell lines that set variables."""
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in environment.items())
 
 
 def _local_chips(job: Job) -> int:
-    """Chips of a host that its processes have to share out; 0 where one process has them all, or there are none."""
+    """Return the number of chips that the processes of a host share, or 0 if they share none."""
     if job.processes_per_host == 1 or job.machine is None or job.machine.target.platform == "cpu":
         return 0
     if job.machine.chips_per_host % job.processes_per_host:
         raise RequestError(
             f"{job.machine.chips_per_host} chips of a host cannot be shared equally by its processes\n"
-            f"    got: --processes-per-host {job.processes_per_host}\n    fix: a number that divides it"
+            f"    got: --processes-per-host {job.processes_per_host}\n    fix: use a number that divides it"
         )
     return job.machine.chips_per_host
 
 
 def _run_file(job: Job, folder: str) -> tuple[str | None, str]:
-    """(where the nodes find the run file, lines of shell that write it)."""
+    """Return (path of the run file on the nodes, shell lines that write it)."""
     files = job.files(folder)
     return next(iter(files), None), "\n".join(write_script(files, "the batch script"))

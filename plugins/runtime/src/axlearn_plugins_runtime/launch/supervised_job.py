@@ -1,4 +1,4 @@
-"""A job under a supervisor: what the agents are told, and the run from start to end."""
+"""Supervised jobs: the setup of the agents, and the supervision of a run."""
 
 import functools
 import json
@@ -19,20 +19,23 @@ from axlearn_plugins_runtime.launch.supervisor import Supervisor
 
 
 def is_uri(run_dir: str) -> bool:
-    """Whether a run directory is in a storage and not a path."""
+    """Return True if a run directory is a URI and not a local path."""
     return re.match(r"[a-z][a-z0-9+.-]+://", run_dir) is not None
 
 
 def compile_cache(job: Job) -> str | None:
-    """The directory of compiled programs: rank 0 writes them, all ranks read them, so that all have to reach it."""
+    """Return the directory of compiled programs, or None.
+
+    Rank 0 writes it and all ranks read it, so all hosts must be able to reach it.
+    """
     is_off = isinstance(job.options, CachesCompilation) and not job.options.compile_cache
     if is_off or "JAX_COMPILATION_CACHE_DIR" in job.environment:
         return job.environment.get("JAX_COMPILATION_CACHE_DIR")
     return None if is_uri(job.run_dir) else str(Path(job.run_dir) / "launch" / "compiled")
 
 
-def setup_of(job: Job) -> Setup:
-    """What the agents of a job are told."""
+def make_setup(job: Job) -> Setup:
+    """Return the setup of the agents of a job."""
     environment = dict(job.environment)
     if cache := compile_cache(job):
         environment = {
@@ -52,12 +55,12 @@ def setup_of(job: Job) -> Setup:
 
 
 def supervise(job: Job, pool: Pool) -> int:
-    """Runs a job on a pool of hosts until it is finished; see `Supervisor.run`. SIGTERM and SIGINT save and stop it."""
+    """Run a job on a pool of hosts until it finishes. SIGTERM and SIGINT save and stop it. See `Supervisor.run`."""
     storage = open_storage(job.run_dir)
     machine = job.machine
 
     @functools.cache
-    def devices() -> int:  # of the run as it began: a smaller attempt writes its own number
+    def devices() -> int:  # cached, because an attempt with fewer hosts writes a smaller number
         return locked_devices(storage, job.processes)
 
     supervisor = Supervisor(
@@ -71,7 +74,7 @@ def supervise(job: Job, pool: Pool) -> int:
     )
 
     def stop(number: int, _frame: Any) -> None:
-        if supervisor.stop_signal is not None:  # asked twice: at once
+        if supervisor.stop_signal is not None:  # the second signal stops at once
             raise KeyboardInterrupt
         supervisor.stop(number)
 
@@ -84,7 +87,7 @@ def supervise(job: Job, pool: Pool) -> int:
 
 
 def locked_devices(storage: Storage, processes: int) -> int:
-    """How many devices the run has, as its lock says; one for each process where it says nothing."""
+    """Return the number of devices in the lock of the run, or one per process if the lock has none."""
     try:
         count = int(str(json.loads(storage.read("run.lock.json"))["devices"]).partition(" x ")[0])
     except (StorageError, ValueError, KeyError):

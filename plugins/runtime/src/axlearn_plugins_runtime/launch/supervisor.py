@@ -1,4 +1,4 @@
-"""Keeps a job training: starts attempts, hears of deaths, ends what cannot go on, and starts again on the hosts that are left."""
+"""The supervisor of a job: starts attempts, detects failures, and restarts on the remaining hosts."""
 
 import signal
 import sys
@@ -35,8 +35,11 @@ class Attempt:
     """The processes that train together.
 
     Attributes:
-        start_step: the steps of the checkpoint that they began with, once known.
-        stepping: whether each of them finished a step.
+        number: Number of the attempt.
+        ranks: Processes by rank.
+        start_step: Step of the checkpoint that they started from, or None if not known yet.
+        stepping: True once every process has finished a step.
+        last_step: Newest step of any process.
     """
 
     number: int
@@ -47,22 +50,22 @@ class Attempt:
 
 
 Reduce = Callable[[int], Sequence[str] | None]
-"""How a number of processes can train the run: what to add to the words of the trainer, or None where it cannot."""
+"""Returns the arguments to train with a number of processes, or None if the config does not support it."""
 
 
 class Supervisor:
-    """Runs one job to its end.
+    """Runs a job until it finishes.
 
     Args:
-        pool: hosts that train and spares.
-        hosts: of the pool that train at once.
-        limits: when to give up, and what counts as frozen.
-        journal: of the run.
-        reduce: see `Reduce`; called with fewer processes than asked for.
-        processes_per_host: on each.
-        now: seconds, for tests.
-        notify: prints one line for people.
-        slices: of a TPU job, for `MEGASCALE_*`.
+        pool: Hosts that train and spares.
+        hosts: Number of hosts that train at once.
+        limits: Limits on failures and stalls.
+        journal: Journal of the run.
+        reduce: See `Reduce`. Called with fewer processes than requested.
+        processes_per_host: Trainer processes on each host.
+        now: Returns the current time in seconds, for tests.
+        notify: Prints one line to the user.
+        slices: Number of TPU slices, for `MEGASCALE_*`.
     """
 
     def __init__(
@@ -86,21 +89,21 @@ class Supervisor:
         self.job = uuid.uuid4().hex
         self.placement: list[Host] = []
         self.stop_signal: int | None = None
-        self._told_to_stop = False
+        self._stop_sent = False
         self.number = journal.attempts()
 
     def run(self) -> int:
-        """Trains until the run is finished.
+        """Train until the run finishes.
 
         Returns:
-            0, or 128 and the signal that stopped it.
+            0, or 128 plus the number of the signal that stopped the run.
 
         Raises:
-            RequestError: the trainers say that the request is wrong.
-            WorkError: a budget is spent, or too few hosts are left; the message has the reason.
+            RequestError: The trainers reject the request.
+            WorkError: A budget is spent, or too few hosts are left. The message has the reason.
         """
         while True:
-            members, words = self._choose()
+            members, words = self._choose_hosts()
             if self.stop_signal is not None:
                 return 128 + self.stop_signal
             attempt = self._start(members, words)
@@ -112,18 +115,18 @@ class Supervisor:
             if self.stop_signal is not None:
                 return 128 + self.stop_signal
             if death.kind == "request":
-                raise RequestError(f"rank {death.rank} refuses the run: {death.reason}")
+                raise RequestError(f"rank {death.rank} rejected the run: {death.reason}")
             reason = self.tally.count(death, attempt.start_step)
             if reason:
                 self.journal.write("stopped", attempt=attempt.number, reason=reason)
                 raise WorkError(f"{reason}\n    last: {self._describe(attempt, death)}\n    {self.tally.advice(death)}")
 
     def stop(self, number: int) -> None:
-        """Asks for an end: the trainers save and stop. A handler of signals may call it."""
+        """Ask the trainers to save and stop. A signal handler may call it."""
         self.stop_signal = number
 
-    def _choose(self) -> tuple[list[Host], Sequence[str]]:
-        """The hosts of the next attempt, in the order of ranks, and words for the trainers."""
+    def _choose_hosts(self) -> tuple[list[Host], Sequence[str]]:
+        """Wait for hosts. Return the hosts of the next attempt by rank, and arguments for the trainers."""
         for host in self.hosts.waiting():
             self.pool.call(host.number, "prepare")
         since = self.now()
@@ -133,7 +136,7 @@ class Supervisor:
                 return self.hosts.place(ready, self.placement, self.wanted), ()
             patient = self.now() - since < self.limits.host_seconds
             if not (patient and self.hosts.waiting()):
-                # The first attempt has all hosts: who asked for them did not ask for a run that begins with fewer.
+                # The first attempt always uses all requested hosts.
                 fewer = self._fewer_hosts(len(ready)) if self.placement else None
                 if fewer is not None:
                     return self.hosts.place(ready, self.placement, fewer[0]), fewer[1]
@@ -141,7 +144,7 @@ class Supervisor:
                     reason = self._too_few(ready)
                     self.journal.write("stopped", attempt=self.number, reason=reason.partition("\n")[0])
                     raise WorkError(reason)
-            self._hear(None)
+            self._handle_events(None)
         return [], ()
 
     def _fewer_hosts(self, ready: int) -> tuple[int, Sequence[str]] | None:
@@ -152,9 +155,11 @@ class Supervisor:
         return None
 
     def _too_few(self, ready: Sequence[Host]) -> str:
-        lines = [f"{len(ready)} of {self.wanted} hosts are left, and the config does not allow fewer"]
+        lines = [f"{len(ready)} of {self.wanted} hosts are left, and the config does not support so few"]
         lines += [f"    {host.name}: {host.condition}" for host in self.hosts.all if host.condition != "ready"]
-        return "\n".join([*lines, "    fix: more --spares, or a mesh whose data axis may shrink (mesh.shape.data=-1)"])
+        return "\n".join(
+            [*lines, "    fix: add --spares, or use a mesh with a data axis that can shrink (mesh.shape.data=-1)"]
+        )
 
     def _start(self, members: Sequence[Host], words: Sequence[str]) -> Attempt:
         self.number += 1
@@ -162,13 +167,13 @@ class Supervisor:
         for index, host in enumerate(members):
             before = self.placement[index] if index < len(self.placement) else None
             if before is not None and before is not host:
-                reason = f"takes the place of {before.name}: {before.last_reason or 'moved'}"
+                reason = f"replaces {before.name}: {before.last_reason or 'moved'}"
                 self.journal.write(
                     "replaced", attempt=self.number, rank=index * self.processes_per_host, host=host.name, reason=reason
                 )
                 self.notify(f"{host.name} {reason}")
         if len(members) < self.wanted:
-            reason = f"{len(members)} of {self.wanted} hosts train, with the same global batch"
+            reason = f"training with {len(members)} of {self.wanted} hosts and the same global batch"
             self.journal.write("reduced", attempt=self.number, reason=reason)
             self.notify(reason)
         self.placement = list(members)
@@ -176,7 +181,7 @@ class Supervisor:
         try:
             coordinator = self.pool.ask(members[0].number, "coordinator", members[0].address)
         except HostLostError:
-            coordinator = ""  # its event `lost` ends this attempt
+            coordinator = ""  # the event `lost` will end this attempt
         for index, host in enumerate(members):
             local_ranks = range(index * self.processes_per_host, (index + 1) * self.processes_per_host)
             environments = {rank: self._environment(coordinator, processes, rank) for rank in local_ranks}
@@ -194,13 +199,13 @@ class Supervisor:
         return attempt_environment(job=self.job, coordinator=coordinator, processes=processes, rank=rank, slices=slices)
 
     def _watch(self, attempt: Attempt) -> Death | None:
-        """Waits until the attempt is over: None where it finished, else what it died of."""
+        """Wait until the attempt is over. Return None if it finished, or else its root cause."""
         deaths: list[Death] = []
         deadline: float | None = None
         while True:
-            for death in self._hear(attempt):
+            for death in self._handle_events(attempt):
                 deaths.append(death)
-                self._say_death(attempt, death)
+                self._report_death(attempt, death)
             if death := self._frozen(attempt):
                 return death
             if all(rank.finished for rank in attempt.ranks.values()):
@@ -210,19 +215,19 @@ class Supervisor:
                 assert cause is not None
                 if cause.kind not in ("peer", "preempted"):
                     return cause
-                # A process that lost another one may be heard of first; one that saves at SIGTERM takes its time.
+                # A process that lost a peer may be reported before the peer. A process that saves at SIGTERM needs time.
                 if deadline is None:
                     peer = cause.kind == "peer"
                     deadline = self.now() + (self.limits.settle_seconds if peer else self.limits.grace_seconds)
                 if self.now() >= deadline or len(deaths) == len(attempt.ranks):
                     return cause
 
-    def _hear(self, attempt: Attempt | None) -> list[Death]:
-        """Takes in what happened; returns the deaths among the ranks of the attempt."""
+    def _handle_events(self, attempt: Attempt | None) -> list[Death]:
+        """Handle new events. Return the deaths among the ranks of the attempt."""
         deaths: list[Death] = []
-        if self.stop_signal is not None and not self._told_to_stop:
-            self._told_to_stop = True
-            self.notify(f"{signal.Signals(self.stop_signal).name}: the trainers save and stop")
+        if self.stop_signal is not None and not self._stop_sent:
+            self._stop_sent = True
+            self.notify(f"{signal.Signals(self.stop_signal).name}: the trainers will save and stop")
             for host in self.placement:
                 self.pool.call(host.number, "signal", signal.SIGTERM)
         for number, event in self.pool.wait(self.limits.look_seconds):
@@ -234,10 +239,10 @@ class Supervisor:
         return deaths
 
     def _on_ready(self, host: Host, attempt: Attempt | None, event: Mapping[str, Any]) -> None:
-        host.arrived()
+        host.mark_ready()
 
     def _on_host(self, host: Host, attempt: Attempt | None, event: Mapping[str, Any]) -> None:
-        host.came(event["name"], event["address"])
+        host.set_agent(event["name"], event["address"])
         self.pool.call(host.number, "prepare")
 
     def _on_output(self, host: Host, attempt: Attempt | None, event: Mapping[str, Any]) -> None:
@@ -245,11 +250,11 @@ class Supervisor:
         sys.stderr.flush()
 
     def _on_cold(self, host: Host, attempt: Attempt | None, event: Mapping[str, Any]) -> None:
-        """A warm process died before it had a rank: the host does not work."""
+        """Record a failure of the host, because a warm process died before it had a rank."""
         lines = [line for line in event["message"].splitlines() if line.strip()]
-        reason = f"a process cannot start there: {lines[-1] if lines else event['code']}"
-        self._fail(host, reason)
-        if not host.aside:
+        reason = f"a process cannot start on the host: {lines[-1] if lines else event['code']}"
+        self._record_failure(host, reason)
+        if not host.excluded:
             self.pool.call(host.number, "prepare")
 
     def _on_started(self, host: Host, attempt: Attempt | None, event: Mapping[str, Any]) -> None:
@@ -273,9 +278,9 @@ class Supervisor:
             attempt.stepping = True
             reason = f"from step {attempt.start_step}"
             self.journal.write("stepping", attempt=attempt.number, reason=reason)
-            for one in self.hosts.all:
-                if not one.aside:
-                    self.pool.call(one.number, "prepare")  # warm processes for the next time
+            for other in self.hosts.all:
+                if not other.excluded:
+                    self.pool.call(other.number, "prepare")  # warm processes for the next attempt
         if event["stopped"] >= self.limits.freeze_seconds:
             reason = f"stopped by a signal for {event['stopped']:.0f} s"
             self.journal.write(
@@ -299,17 +304,17 @@ class Supervisor:
         return [Death(rank=event["rank"], kind=kind, reason=reason, at_fault=kind == "infrastructure")]
 
     def _on_lost(self, host: Host, attempt: Attempt | None, event: Mapping[str, Any]) -> list[Death]:
-        if not host.present:  # the new agent that was asked for: the engine may place it where the last one died
-            if not host.aside:
+        if not host.present:  # a requested new agent is lost too: the engine may have placed it on the failed machine
+            if not host.excluded:
                 self.pool.revive(host.number)
             return []
-        host.lost(event["reason"])
+        host.mark_lost(event["reason"])
         ranks = [n for n, r in attempt.ranks.items() if r.host is host and not r.finished] if attempt else []
         first = self.placement.index(host) * self.processes_per_host if host in self.placement else None
         self.journal.write("lost", attempt=self.number, rank=first, host=host.name, reason=event["reason"])
-        if not host.aside:
+        if not host.excluded:
             self.pool.revive(host.number)
-        reason = f"its host is lost: {event['reason']}"
+        reason = f"its host was lost: {event['reason']}"
         return [Death(rank=n, kind="infrastructure", reason=reason, at_fault=True) for n in ranks]
 
     @staticmethod
@@ -317,16 +322,16 @@ class Supervisor:
         return attempt.ranks.get(event["rank"]) if attempt and event["attempt"] == attempt.number else None
 
     def _frozen(self, attempt: Attempt) -> Death | None:
-        """Where no rank gets anywhere for longer than its phase may take: the death of the one that is behind."""
+        """Return the death of the rank that is furthest behind if ranks exceed the limits of their phases, or None."""
         live = {n: r for n, r in attempt.ranks.items() if not r.finished}
         silences = {n: r.silent + self.now() - r.heard for n, r in live.items()}
-        late = {n for n, r in live.items() if silences[n] > self.limits.of_phase(r.phase, r.steps)}
-        # A rank that still saves is waited for by those that have saved: its save has a longer limit than their step.
+        late = {n for n, r in live.items() if silences[n] > self.limits.phase_limit(r.phase, r.steps)}
+        # Ranks that have saved wait in their next step for ranks that still save, whose limit is longer.
         saving = [r.step for n, r in live.items() if r.phase == "save" and n not in late]
         over = {n for n in late if not any(step <= live[n].step for step in saving)}
         if not over:
             return None
-        # Those that wait for another one are in the same step, or one further; who is alone in its phase holds them up.
+        # Waiting ranks are in the same step or one step ahead. A rank that is alone in its phase holds them up.
         last = min(over, key=lambda n: (live[n].step, -silences[n]))
         alone = sum((r.step, r.phase) == (live[last].step, live[last].phase) for r in live.values()) == 1
         rank = live[last]
@@ -337,9 +342,9 @@ class Supervisor:
         return Death(rank=last, kind="stalled", reason=reason, at_fault=alone and len(live) > 1)
 
     def _end(self, attempt: Attempt, death: Death) -> None:
-        """Ends what is left of an attempt, and accounts for the death."""
+        """End the remaining processes of an attempt, and count the death."""
         if death.at_fault:
-            self._fail(attempt.ranks[death.rank].host, death.reason)
+            self._record_failure(attempt.ranks[death.rank].host, death.reason)
         hosts = list({id(r.host): r.host for r in attempt.ranks.values()}.values())
         for host, ranks in self._kill(hosts):
             for rank in ranks:
@@ -355,16 +360,16 @@ class Supervisor:
             host.end()
 
     def _kill(self, hosts: Sequence[Host]) -> list[tuple[Host, list[int]]]:
-        """Ends all trainers at once; returns the ranks that were alive."""
+        """Kill all trainers in parallel. Return the ranks that were alive."""
         killed = self.pool.ask_all([h.number for h in hosts if h.present], "kill")
         return [(self.hosts.all[number], ranks) for number, ranks in killed.items()]
 
-    def _fail(self, host: Host, reason: str) -> None:
-        if host.failed(reason):
+    def _record_failure(self, host: Host, reason: str) -> None:
+        if host.record_death(reason):
             self.journal.write("set-aside", attempt=self.number, host=host.name, reason=host.condition)
             self.notify(f"{host.name} is {host.condition}")
 
-    def _say_death(self, attempt: Attempt, death: Death) -> None:
+    def _report_death(self, attempt: Attempt, death: Death) -> None:
         self.notify(self._describe(attempt, death))
 
     @staticmethod

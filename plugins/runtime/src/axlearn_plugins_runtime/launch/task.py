@@ -1,11 +1,11 @@
-"""One trainer under a scheduler that starts processes itself: finds its rank, trains, and ends with an exit code by kind.
+"""A trainer that a scheduler starts: finds its rank, trains, and exits with a code for the kind of failure.
 
     python -m axlearn_plugins_runtime.launch.task slurm|kubernetes|sky train EXPERIMENT ...
 
-Variables that the rendered script or manifest sets: `AXLEARN_ATTEMPT` (a number; the coordinator's port follows from it),
-`AXLEARN_COORDINATOR` (host), `AXLEARN_PROCESSES`, `AXLEARN_LOCAL_CHIPS` (chips of the host, where several processes share them),
-`AXLEARN_KEEP` (names that always stay, separated by spaces), `AXLEARN_EXITS` (a folder for exit codes), and
-`AXLEARN_EVENTS` (a `processes.jsonl`).
+The rendered script or manifest sets these variables: `AXLEARN_ATTEMPT` (a number that determines the coordinator's port),
+`AXLEARN_COORDINATOR` (host), `AXLEARN_PROCESSES`, `AXLEARN_LOCAL_CHIPS` (chips of the host, if several processes share them),
+`AXLEARN_KEEP` (variables to inherit, separated by spaces), `AXLEARN_EXITS` (folder for exit codes), and
+`AXLEARN_EVENTS` (path of `processes.jsonl`).
 """
 
 import contextlib
@@ -24,30 +24,33 @@ from axlearn_plugins_runtime.launch.exits import Exit, classify_exit
 from axlearn_plugins_runtime.launch.worker import run
 
 EXIT_CODES = {"request": 2, "user": 1, "data": 65, "infrastructure": 74, "peer": 74, "stalled": 75}
-"""How a run that failed tells the scheduler why; 128 + 15 is a preemption after saving."""
+"""Exit code by kind of failure. A preemption after saving exits with 128 + 15."""
 FINAL = (1, 2, 65)
-"""Exit codes that another attempt would not change."""
+"""Exit codes for which another attempt would fail in the same way."""
 FIRST_PORT, PORTS = 24576, 8192
-"""The coordinator's ports: below those that Linux gives to connections."""
+"""Ports of the coordinator, below Linux's ephemeral ports."""
 
 
 def coordinator_port(attempt: int) -> int:
-    """Another port for each attempt: a process that meets the coordinator of an older one ends everybody."""
+    """Return the port of an attempt.
+
+    Ports differ between attempts, because a process that joins the coordinator of an older attempt would end the job.
+    """
     return FIRST_PORT + attempt % PORTS
 
 
-def slurm_place(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a task of `srun`."""
+def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of an `srun` task."""
     local, tasks = int(environ["SLURM_LOCALID"]), int(environ.get("SLURM_NTASKS_PER_NODE") or 1)
     place = _place(environ, job=f"slurm-{environ['SLURM_JOB_ID']}", rank=int(environ["SLURM_PROCID"]))
     if chips := int(environ.get("AXLEARN_LOCAL_CHIPS") or 0):
-        own = chips // tasks
-        place["JAX_LOCAL_DEVICE_IDS"] = ",".join(str(i) for i in range(local * own, (local + 1) * own))
+        per_task = chips // tasks
+        place["JAX_LOCAL_DEVICE_IDS"] = ",".join(str(i) for i in range(local * per_task, (local + 1) * per_task))
     return place
 
 
-def kubernetes_place(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a pod of a JobSet: one job for each slice, one pod for each host."""
+def kubernetes_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a pod of a JobSet, which has a job for each slice and a pod for each host."""
     slices, slice_index = int(environ.get("AXLEARN_SLICES") or 1), int(environ.get("AXLEARN_SLICE") or 0)
     hosts = int(environ["AXLEARN_PROCESSES"]) // slices
     rank = slice_index * hosts + int(environ["JOB_COMPLETION_INDEX"])
@@ -58,22 +61,22 @@ def kubernetes_place(environ: Mapping[str, str]) -> dict[str, str]:
     return place
 
 
-def sky_place(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a node of a SkyPilot task. Its id differs between submissions and recoveries."""
+def sky_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a node of a SkyPilot task. The task id differs between submissions and recoveries."""
     first = environ["SKYPILOT_NODE_IPS"].split()[0]
     task = environ.get("SKYPILOT_TASK_ID", "")
     attempt = sum(task.encode()) + int(environ.get("AXLEARN_ATTEMPT") or 0)
-    own = {"AXLEARN_COORDINATOR": first, "AXLEARN_ATTEMPT": str(attempt)}
-    own["AXLEARN_PROCESSES"] = environ["SKYPILOT_NUM_NODES"]
-    return _place({**environ, **own}, job=f"sky-{task}", rank=int(environ["SKYPILOT_NODE_RANK"]))
+    variables = {"AXLEARN_COORDINATOR": first, "AXLEARN_ATTEMPT": str(attempt)}
+    variables["AXLEARN_PROCESSES"] = environ["SKYPILOT_NUM_NODES"]
+    return _place({**environ, **variables}, job=f"sky-{task}", rank=int(environ["SKYPILOT_NODE_RANK"]))
 
 
-PLACES: Mapping[str, Callable[[Mapping[str, str]], dict[str, str]]] = {
-    "slurm": slurm_place,
-    "kubernetes": kubernetes_place,
-    "sky": sky_place,
+ENVIRONMENTS: Mapping[str, Callable[[Mapping[str, str]], dict[str, str]]] = {
+    "slurm": slurm_environment,
+    "kubernetes": kubernetes_environment,
+    "sky": sky_environment,
 }
-"""Scheduler -> where a process joins the job, from the scheduler's variables."""
+"""Function that returns the environment of a process from the scheduler's variables, by scheduler."""
 
 
 def _place(environ: Mapping[str, str], *, job: str, rank: int) -> dict[str, str]:
@@ -87,26 +90,26 @@ def _place(environ: Mapping[str, str], *, job: str, rank: int) -> dict[str, str]
 
 
 def exit_code(end: Exit) -> tuple[int, str]:
-    """(exit code, reason) of a run."""
+    """Return (exit code, reason) of a run."""
     kind, reason = classify_exit(end, "")
     return EXIT_CODES.get(kind, end.code), reason
 
 
 def main() -> None:
-    """Trains as the rank that the scheduler says."""
+    """Train as the rank that the scheduler assigned."""
     scheduler, *words = sys.argv[1:]
     try:
-        own = PLACES[scheduler](os.environ)
+        environment = ENVIRONMENTS[scheduler](os.environ)
     except KeyError as missing:
         sys.exit(
-            f"error: {missing} is not set: this command is started by what `axlearn launch --on {scheduler}` renders"
+            f"error: {missing} is not set: this command must be started by the output of `axlearn launch --on {scheduler}`"
         )
     except (ValueError, IndexError, RequestError) as error:
         sys.exit(f"error: {error}")
     inherited = trainer_environment(os.environ, os.environ.get("AXLEARN_KEEP", "").split())
     exits, events = os.environ.get("AXLEARN_EXITS"), os.environ.get("AXLEARN_EVENTS")
-    attempt, rank = int(os.environ.get("AXLEARN_ATTEMPT") or 0), int(own["JAX_PROCESS_ID"])
-    assign_environment(inherited | own, only=True)
+    attempt, rank = int(os.environ.get("AXLEARN_ATTEMPT") or 0), int(environment["JAX_PROCESS_ID"])
+    assign_environment(inherited | environment, only=True)
     _record(events, attempt, rank, "started", "")
     code, reason = exit_code(run(words))
     _record(events, attempt, rank, "finished" if code == 0 else "exited", reason)
@@ -116,7 +119,7 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
-        os._exit(code)  # JAX would wait for its peers at exit
+        os._exit(code)  # a normal exit would wait for peers in JAX
 
 
 def _record(events: str | None, attempt: int, rank: int, event: str, reason: str) -> None:
@@ -124,7 +127,7 @@ def _record(events: str | None, attempt: int, rank: int, event: str, reason: str
         return
     record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "attempt": attempt, "rank": rank}
     record |= {"host": socket.gethostname(), "pid": os.getpid(), "event": event, "reason": reason}
-    with contextlib.suppress(OSError):  # the events are for people: training goes on without them
+    with contextlib.suppress(OSError):  # events are informational and must not stop training
         Path(events).parent.mkdir(parents=True, exist_ok=True)
         with Path(events).open("a") as file:
             file.write(json.dumps(record) + "\n")

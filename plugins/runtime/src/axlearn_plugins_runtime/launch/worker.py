@@ -1,11 +1,14 @@
-"""The process that trains: warm, with all imports done, before it is told its rank.
+"""A warm trainer process, which imports everything before it is assigned a rank.
 
     python -m axlearn_plugins_runtime.launch.worker DESCRIPTOR WORDS...
 
-The agent of its host holds the other end of the socket DESCRIPTOR. Messages are JSON objects, one on a line: `{"ready": true}` to
-the agent; from it `{"import": FILE}`, with the names of modules that the run has imported, any number of times, and
-`{"words": [...], "environment": {...}, "log": PATH}`; then `{"list_modules": FILE}`, which writes such a file; at the end
-`{"exit": CODE, "kind": ..., "message": ...}` to the agent.
+The agent of the host has the other end of the socket DESCRIPTOR. Messages are JSON objects, one per line:
+
+- `{"ready": true}`, to the agent after all imports.
+- `{"import": FILE}`, from the agent: import the modules listed in FILE. May be repeated.
+- `{"words": [...], "environment": {...}, "log": PATH}`, from the agent: start to train.
+- `{"list_modules": FILE}`, from the agent while training: write the names of the imported modules to FILE.
+- `{"exit": CODE, "kind": ..., "message": ...}`, to the agent at the end.
 """
 
 import contextlib
@@ -31,15 +34,15 @@ MODULES = (
     "axlearn_core.checkpoint.sharded",
     "jax.experimental.multihost_utils",
 )
-"""What every run imports."""
+"""Modules that every run imports."""
 
 
 def main() -> None:
-    """Warms up, waits for the assignment, trains, and says how it ended."""
+    """Warm up, wait for the assignment, train, and report the exit."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     _die_with_agent()
     reader = channel.makefile("r", encoding="utf-8")
-    # Without the standard library's handler, Ctrl-C in the terminal of the agent would end a process that only waits.
+    # Ignore Ctrl-C while waiting. It would otherwise end a warm process if it is pressed in the agent's terminal.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warm_up(sys.argv[2:])
     _send(channel, {"ready": True})
@@ -48,7 +51,7 @@ def main() -> None:
     if assignment["words"] is None:
         os._exit(0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Thread(target=_obey, args=(reader,), name="agent", daemon=True).start()
+    threading.Thread(target=_handle_requests, args=(reader,), name="agent", daemon=True).start()
     assign_environment(assignment["environment"])
     log = os.open(assignment["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
@@ -58,15 +61,15 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if result.code:
-        os._exit(result.code)  # JAX would wait for its peers at exit
+        os._exit(result.code)  # a normal exit would wait for peers in JAX
     sys.exit(0)
 
 
 def warm_up(words: list[str]) -> None:
-    """Imports what the run will need, and resolves its config. Starts no JAX backend."""
+    """Import the modules that the run needs and resolve its config. Does not start a JAX backend."""
     for module in MODULES:
         importlib.import_module(module)
-    with contextlib.suppress(Exception, SystemExit):  # what is wrong with the request is said by the run itself
+    with contextlib.suppress(Exception, SystemExit):  # the run itself reports errors in the request
         from axlearn_core.cli.train import train
         from axlearn_core.plugins.request import Request
         from axlearn_core.plugins.resolve import resolve
@@ -86,7 +89,7 @@ def warm_up(words: list[str]) -> None:
 
 
 def run(words: list[str]) -> Exit:
-    """`axlearn WORDS` in this process, and how it ended."""
+    """Run `axlearn WORDS` in this process. Return its exit."""
     import click
 
     from axlearn_core.cli.main import cli
@@ -120,15 +123,15 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
 
 
 def import_modules(file: str) -> None:
-    """Imports what a run that trains has imported, so that this process need not do it while the run stands still."""
+    """Import the modules listed in a file, so that a later restart does not wait for imports."""
     with contextlib.suppress(OSError, ValueError):
         for name in json.loads(Path(file).read_text()):
             if name not in sys.modules:
-                with contextlib.suppress(Exception):  # a module that only some process can import is not missed here
+                with contextlib.suppress(Exception):  # ignore modules that only some processes can import
                     importlib.import_module(name)
 
 
-def _obey(reader: Any) -> None:
+def _handle_requests(reader: Any) -> None:
     for line in reader:
         with contextlib.suppress(OSError, KeyError):
             file = Path(json.loads(line)["list_modules"])
@@ -136,11 +139,11 @@ def _obey(reader: Any) -> None:
             temporary = file.with_name(f".{file.name}.{os.getpid()}")
             temporary.write_text(json.dumps(names))
             temporary.replace(file)
-    os.kill(os.getpid(), signal.SIGKILL)  # the agent is gone: nobody would restart or end this process
+    os.kill(os.getpid(), signal.SIGKILL)  # the agent is gone, so nothing would restart or end this process
 
 
 def _die_with_agent() -> None:
-    """Linux ends this process when the agent's thread that started it dies, also while it is stopped."""
+    """Ask Linux to kill this process when the agent's thread that started it dies, even if this process is stopped."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
