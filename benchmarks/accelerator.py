@@ -1,14 +1,15 @@
-"""Everything that has to be measured on an accelerator, by one command, in the order of its worth.
+"""Run all benchmarks for an accelerator, the most important first.
 
     python benchmarks/accelerator.py [--minutes 8] [--only PART] [--out DIR] [--wheels DIR] [--dry-run]
 
-For a machine with a GPU or a TPU. Parts: kernels, peaks, steps, plan, decode, checkpoint. Each job of a part is a process of its
-own with its own time limit: one that fails, hangs or runs out of memory loses only itself. `accelerator.md` and
-`accelerator.json` in DIR (by default `accelerator-results`) hold what is there so far, at any time, and `log.txt` what was printed.
-`--wheels` first installs missing packages from a folder, without a network. `benchmarks/accelerator_jobs/wheels.py` fills it.
-`--dry-run` rehearses: every part runs at toy size on a CPU, and the result says so.
+Needs a machine with a GPU or a TPU. The parts are kernels, peaks, steps, plan, decode, checkpoint. Each job of a part
+runs in a separate process with a time limit, so a failure, a hang or running out of memory only affects that job.
+`accelerator.md` and `accelerator.json` in DIR (default: `accelerator-results`) have the current results at any time,
+and `log.txt` the output. `--wheels` first installs missing packages from a folder, without a network.
+`benchmarks/accelerator_jobs/wheels.py` creates it. `--dry-run` runs every part at toy size on a CPU and marks the
+results as a rehearsal.
 
-Exit code 0 where everything ran, 1 where a job failed, 2 where the request was wrong. No setting of the device is changed.
+Exit codes: 0 if everything ran, 1 if a job failed, 2 if the request is invalid. Device settings are not changed.
 """
 
 import argparse
@@ -32,10 +33,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def select_parts(names: Sequence[str]) -> list[Part]:
-    """The parts with these names, in the order of their worth; all of them for no names.
+    """Return the parts with these names, the most important first. Return all parts if there are no names.
 
     Raises:
-        ValueError: no part has the name.
+        ValueError: If there is no part with a name.
     """
     part_names = [p.name for p in PARTS]
     for name in names:
@@ -47,7 +48,7 @@ def select_parts(names: Sequence[str]) -> list[Part]:
 
 
 def commit() -> str:
-    """The commit of this clone, and whether files differ from it."""
+    """Return the commit of this clone, and whether files differ from it."""
     git = ["git", "-C", str(ROOT)]
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
     if head.returncode:
@@ -57,7 +58,10 @@ def commit() -> str:
 
 
 def kept_programs(folder: Path) -> dict[str, str]:
-    """Settings with which jobs share compiled programs. For rehearsals: a measurement says how long each took to compile."""
+    """Return settings that let jobs share compiled programs.
+
+    Only for rehearsals, because measurements include the time to compile.
+    """
     return {
         "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
@@ -67,12 +71,10 @@ def kept_programs(folder: Path) -> dict[str, str]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=8.0, help="for all parts together; their shares are by worth")
-    parser.add_argument("--only", action="append", default=[], metavar="PART", help="may be given several times")
+    parser.add_argument("--minutes", type=float, default=8.0, help="total time for all parts")
+    parser.add_argument("--only", action="append", default=[], metavar="PART", help="can be repeated")
     parser.add_argument("--out", type=Path, default=Path("accelerator-results"))
-    parser.add_argument(
-        "--wheels", type=Path, help="folder of wheels to install into an environment beside the machine's"
-    )
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to install in a separate environment")
     parser.add_argument("--dry-run", action="store_true")
     return parser.parse_args()
 
@@ -82,7 +84,7 @@ def main() -> int:
     try:
         parts = select_parts(args.only)
         if args.minutes <= 0:
-            raise ValueError(f"--minutes is {args.minutes:g}; expected more than 0")
+            raise ValueError(f"--minutes is {args.minutes:g}; expected a positive number")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

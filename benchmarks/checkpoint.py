@@ -1,11 +1,17 @@
-"""Saving and restoring a state, beside a raw parallel write and read of the same bytes.
+"""Time to save and restore a state, compared with a raw parallel write and read of the same bytes.
 
     python benchmarks/checkpoint.py [--megabytes 1024] [--saves 50]
 
-Prints, and with `--json FILE` keeps: seconds of a save and of a restore that compares every hash; the same bytes written (and
-brought to the disk) and read by as many threads without hashes; how long `save` blocks, in each round; processor seconds for each
-GB that is saved; the resident memory over many saves; and how much longer a step that sleeps takes while saves are under way, at
-toy size and at full size. What is compared alternates, and the medians count.
+Prints these figures, and writes them to FILE with `--json FILE`:
+
+- seconds of a save, and of a restore that verifies every hash;
+- seconds to write (and fsync) and read the same bytes without hashes, with the same number of threads;
+- seconds that `save` blocks, in each round;
+- CPU seconds per saved GB;
+- resident memory over many saves;
+- slowdown of a step that sleeps while saves are in progress, at toy size and at full size.
+
+The variants alternate, and the figures are medians.
 """
 
 import argparse
@@ -33,7 +39,7 @@ FILE = 64 * 2**20
 
 
 def make_state(megabytes, seed=0):
-    """Arrays of 16 MiB, half of them parameters and half of them optimizer state."""
+    """Return arrays of 16 MiB, half of them parameters and half of them optimizer state."""
     count = max(megabytes // 32, 1)
     dice = np.random.default_rng(seed)
     arrays = {f"w{i}": jnp.asarray(dice.standard_normal((1024, 4096), np.float32)) for i in range(count)}
@@ -42,7 +48,7 @@ def make_state(megabytes, seed=0):
 
 
 def raw_write(folder, state):
-    """The bytes of a state in files of 64 MiB, each brought to the disk."""
+    """Write the bytes of a state to files of 64 MiB, and fsync each file."""
     data = [np.asarray(x).reshape(-1).view(np.uint8) for x in jax.tree.leaves(state)]
     groups = [data[i : i + 4] for i in range(0, len(data), 4)]
     folder.mkdir()
@@ -60,7 +66,7 @@ def raw_write(folder, state):
 
 
 def raw_read(folder):
-    """The same files into fresh memory, as a restore does."""
+    """Read the same files into fresh memory, like a restore."""
 
     def read(path):
         buffer = np.empty(path.stat().st_size, np.uint8)
@@ -81,7 +87,7 @@ def timed(call):
 
 
 def throughput(folder, megabytes, rounds):
-    """Medians of seconds, raw and own in turn."""
+    """Return the median seconds, alternating between raw access and the checkpointer."""
     state = make_state(megabytes)
     like = jax.eval_shape(lambda: state)
     times = {name: [] for name in ("raw_write", "raw_read", "save", "restore", "blocking", "save_cpu")}
@@ -98,7 +104,7 @@ def throughput(folder, megabytes, rounds):
         measured["save"] = time.perf_counter() - begin
         measured["save_cpu"] = time.process_time() - cpu
         measured["restore"] = timed(lambda number=number: jax.block_until_ready(one.restore(number, like)))[0]
-        if number > 1:  # the first save takes fresh memory for its copies
+        if number > 1:  # the first save allocates memory for its copies
             for name, value in measured.items():
                 times[name].append(value)
     one.close()
@@ -117,12 +123,12 @@ def throughput(folder, megabytes, rounds):
 
 
 def resident():
-    """Bytes of this process in memory."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory(folder, megabytes, saves):
-    """Resident memory after each save."""
+    """Return the resident memory after each save."""
     state, sizes = make_state(megabytes), []
     one = ShardedCheckpointer.Config(keep_last=2).build(directory=folder / "memory")
     for step in range(1, saves + 1):
@@ -135,9 +141,10 @@ def memory(folder, megabytes, saves):
 
 
 def steps(folder, megabytes, *, seconds, every, count, blocks=3):
-    """Mean time of a step that sleeps, without saves and with one every so many steps: the medians of blocks that alternate.
+    """Return the mean time of a sleeping step without saves and with regular saves.
 
-    The time between saves counts: `save` itself, which holds training up, is measured above.
+    The figures are medians of alternating blocks. Only the time between saves counts, because `throughput` measures how
+    long `save` blocks.
     """
     small = {"params": {f"w{i}": jnp.ones((64, 64)) for i in range(20)}, "step": jnp.zeros((), jnp.int32)}
     state = make_state(megabytes) if megabytes else small
@@ -162,9 +169,9 @@ def main():
     parser.add_argument("--megabytes", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--saves", type=int, default=50)
-    parser.add_argument("--memory-megabytes", type=int, help="of each of these saves; default: a quarter")
-    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder here")
-    parser.add_argument("--only-throughput", action="store_true", help="no memory over many saves, no steps")
+    parser.add_argument("--memory-megabytes", type=int, help="MB per save of these tests (default: a quarter)")
+    parser.add_argument("--folder", type=Path, help="output folder (default: a temporary folder)")
+    parser.add_argument("--only-throughput", action="store_true", help="skip the tests of memory and steps")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix=".checkpoint-", dir=args.folder or Path.cwd()))

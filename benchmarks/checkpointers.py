@@ -1,16 +1,17 @@
-"""The two checkpointers side by side in one process: time, kills and damage.
+"""Compare the two checkpointers in one process: time, kills and damage.
 
     python benchmarks/checkpointers.py [--megabytes 1024] [--rounds 5] [--kills 5]
 
-Prints, and with `--json FILE` keeps, for `sharded` and for `orbax` with and without compression:
+Prints these figures for `sharded` and for `orbax` with and without compression, and writes them to FILE with `--json
+FILE`:
 
-- stall: how much longer two training steps take if a save precedes them; the steps donate the state;
-- save: until the checkpoint is complete, its files are on the disk, and the manifest is written;
-- restore: with every hash compared; also for plain Orbax, which compares none;
-- kills: how often a process that is killed during a save leaves a last checkpoint that restores, with the right values;
-- damage: how often a flipped byte, a truncated file and a missing file are found before a restore.
+- stall: the slowdown of two training steps after a save; the steps donate the state;
+- save: the time until the checkpoint is complete, with its files on disk and its manifest written;
+- restore: the time to restore and verify every hash, and the time of plain Orbax, which verifies none;
+- kills: the number of processes killed during a save whose last checkpoint restores with the correct values;
+- damage: the number of flipped bytes, truncated files and missing files that are found before a restore.
 
-Checkpointers alternate within each round. Medians count.
+The checkpointers alternate within each round, and the figures are medians.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from axlearn_core.plugins.registry import registry
 from axlearn_plugins_orbax.trees import OrbaxTrees
 
 KINDS = {"sharded": {}, "orbax": {}, "orbax, compressed": {"compression": True}}
-"""Name -> fields of the config, beside the component that the name begins with."""
+"""Config fields by name. The first word of a name is the component."""
 
 
 def build(name, directory, **fields):
@@ -47,7 +48,7 @@ def build(name, directory, **fields):
 
 
 def throughput(folder, megabytes, rounds):
-    """Median seconds of each phase, by checkpointer."""
+    """Return the median seconds of each phase by checkpointer."""
     state = make_state(megabytes)
     like = jax.eval_shape(lambda: state)
     step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
@@ -56,7 +57,7 @@ def throughput(folder, megabytes, rounds):
     plain = []
     for number in range(1, rounds + 2):
         for name, one in checkpointers.items():
-            # Two steps without a save, then two with one.
+            # Time two steps without a save, then two steps with one.
             state = jax.block_until_ready(step(jax.block_until_ready(step(state))))
             usual, state = timed(lambda state=state: jax.block_until_ready(step(jax.block_until_ready(step(state)))))
             begin, cpu = time.perf_counter(), time.process_time()
@@ -76,7 +77,7 @@ def throughput(folder, megabytes, rounds):
             if name == "orbax":
                 saved = folder / name / str(number)
                 plain.append(timed(lambda saved=saved: plain_restore(saved, like))[0])
-            if number > 1:  # the first save takes fresh memory for its copies
+            if number > 1:  # the first save allocates memory for its copies
                 for key, value in measured.items():
                     times[name][key].append(value)
     for one in checkpointers.values():
@@ -91,7 +92,7 @@ def throughput(folder, megabytes, rounds):
 
 
 def plain_restore(step, like):
-    """Reads the arrays of a checkpoint by Orbax alone, which compares no hashes."""
+    """Read the arrays of a checkpoint with plain Orbax, which does not verify hashes."""
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     specs = {p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for p, x in flatten(like).items()}
     trees = OrbaxTrees.open(str(step / "state"), ["weights", "others"])
@@ -99,7 +100,7 @@ def plain_restore(step, like):
 
 
 def write_forever(directory, name, megabytes):
-    """Saves steps until the process is killed; the state of each says its step."""
+    """Save steps until the process is killed. The state encodes its step."""
     state = make_state(megabytes)
     one = build(name, directory, keep_last=2)
     for step in range((one.latest_step() or 0) + 1, 10**6):
@@ -109,7 +110,7 @@ def write_forever(directory, name, megabytes):
 
 
 def kills(folder, megabytes, count):
-    """Counts the killed processes whose last checkpoint restores with the right values."""
+    """Count the killed processes whose last checkpoint restores with the correct values."""
     like, dice = jax.eval_shape(lambda: make_state(megabytes)), random.Random(0)
     results = {name: {"killed": 0, "during a save": 0, "restored": 0} for name in KINDS if "," not in name}
     for _ in range(count):
@@ -117,7 +118,7 @@ def kills(folder, megabytes, count):
             directory = folder / f"kills-{name}"
             command = [sys.executable, __file__, "--write", str(directory), name, "--megabytes", str(megabytes)]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-                for _ in range(2):  # one whole checkpoint at least
+                for _ in range(2):  # at least one complete checkpoint
                     process.stdout.readline()
                 time.sleep(dice.random() * 1.5)
                 process.send_signal(signal.SIGKILL)
@@ -132,7 +133,7 @@ def kills(folder, megabytes, count):
 
 
 def plant(file, kind):
-    """Damages a file. Returns a function that repairs it."""
+    """Damage a file. Return a function that repairs it."""
     if kind == "missing":
         aside = file.with_name(f"{file.name}.aside")
         file.rename(aside)
@@ -154,7 +155,7 @@ def plant(file, kind):
 
 
 def damage(folder, megabytes):
-    """Counts the planted damage that is found before a restore, and the outcomes of plain Orbax."""
+    """Count the damage that is found before a restore, and the outcomes of plain Orbax."""
     state = make_state(megabytes)
     like = jax.eval_shape(lambda: state)
     place = folder.parent / f"{folder.name}-damage"
@@ -191,7 +192,7 @@ def damage(folder, megabytes):
 
 
 def plain_outcome(step, state):
-    """Reads a damaged checkpoint by Orbax alone, and names the outcome."""
+    """Read a damaged checkpoint with plain Orbax, and return the name of the outcome."""
     try:
         loaded = plain_restore(step, state)
     except Exception:
@@ -207,7 +208,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--only", choices=["throughput", "kills", "damage"])
-    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder here")
+    parser.add_argument("--folder", type=Path, help="output folder (default: a temporary folder)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--write", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()

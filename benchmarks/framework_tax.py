@@ -1,10 +1,11 @@
-"""The framework's tax: our train step against one written by hand, compiled by the same JAX, run side by side.
+"""The framework's overhead: our train step compared with a hand-written one.
 
     uv run python benchmarks/framework_tax.py [--model 58m] [--pairs 40] [--json]
 
-Same dimensions, data, optimizer and float32; the hand-written step is `baselines/handwritten_llama.py`. Reported for each
-way of running the stack: ratios (ours / by hand) of the optimized program's FLOPs, bytes accessed and peak memory, and of
-the step time, as the median over interleaved pairs of steps with its 95% bootstrap interval.
+Both use the same JAX, dimensions, data, optimizer and float32, and run alternately. The hand-written step is
+`baselines/handwritten_llama.py`. Reports, for each stack mode, the ratios (ours / by hand) of FLOPs, bytes accessed and
+peak memory of the optimized program, and of the step time. The ratio of step times is the median over interleaved pairs
+of steps with its 95% bootstrap interval.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parent / "baselines"))
 
-import handwritten_llama as by_hand  # the path above comes first
+import handwritten_llama as by_hand  # needs the path above
 import jax
 import numpy as np
 
@@ -34,7 +35,7 @@ MODELS = {**by_hand.MODELS, **SMALL}
 
 
 def ours(dims, batch, seq, mode, kernel):
-    """Our program for the same dimensions."""
+    """Return our program for the same dimensions."""
     config = resolve("llama2-7b").config
     config = patch(
         config,
@@ -42,7 +43,7 @@ def ours(dims, batch, seq, mode, kernel):
             "max_steps": 1000,
             "model.vocab_size": dims.vocab,
             "model.dtype": "float32",
-            # XLA's count takes the body of a loop once; with one chunk the loss is not a loop, and the counts compare.
+            # XLA counts the body of a loop once. With one chunk, the loss is not a loop, so the counts are comparable.
             "model.loss_chunk": seq,
             "model.decoder.num_layers": dims.layers,
             "model.decoder.hidden_dim": dims.width,
@@ -63,13 +64,13 @@ def ours(dims, batch, seq, mode, kernel):
 
 
 def theirs(dims, batch, seq, mode, attention):
-    """The hand-written step, compiled as it would be."""
+    """Return the compiled hand-written step."""
     step, state, spec, init = by_hand.build(dims, batch, seq, stack=mode, attention=attention)
     return jax.jit(step, donate_argnums=(0, 1)).trace(*state, spec).lower().compile(), init
 
 
 def cost(compiled):
-    """FLOPs, bytes accessed and peak bytes of a compiled program."""
+    """Return the FLOPs, bytes accessed and peak bytes of a compiled program."""
     analysis = compiled.cost_analysis()
     analysis = analysis[0] if isinstance(analysis, list) else analysis
     memory = compiled.memory_analysis()
@@ -83,14 +84,14 @@ def cost(compiled):
 
 
 def interval(ratios, draws=4000):
-    """Median of paired ratios with its 95% bootstrap interval."""
+    """Return the median of paired ratios and its 95% bootstrap interval."""
     sample = np.random.default_rng(0).choice(ratios, (draws, len(ratios)))
     low, high = np.percentile(np.median(sample, axis=1), [2.5, 97.5])
     return statistics.median(ratios), float(low), float(high)
 
 
 def measure(dims, batch, seq, pairs, mode, attention, kernel):
-    """All ratios for one way of running the stack."""
+    """Return all ratios for one stack mode."""
     program, specs = ours(dims, batch, seq, mode, kernel)
     executable = program.compile("train", specs)
     hand, init = theirs(dims, batch, seq, mode, attention)
@@ -127,7 +128,7 @@ def measure(dims, batch, seq, pairs, mode, attention, kernel):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="58m", choices=MODELS)
-    parser.add_argument("--batch", type=int, default=2, help="short steps: more pairs in the same time")
+    parser.add_argument("--batch", type=int, default=2, help="use short steps, for more pairs in the same time")
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--json", action="store_true")

@@ -1,4 +1,4 @@
-"""Training under failures, simulated failure by failure: what is kept, and where the other time goes."""
+"""A simulation of training with failures: the time in kept steps, and the use of the other time."""
 
 import heapq
 import math
@@ -12,13 +12,13 @@ DAY = 86400.0
 
 @attrs.frozen(kw_only=True)
 class Tier:
-    """Checkpoints of one kind.
+    """A kind of checkpoint.
 
     Attributes:
-        every: seconds of training between two saves.
-        blocks: seconds that a save holds up training.
-        durable: seconds after a save began until it can be restored from.
-        restore: seconds to read one, with its distribution among the hosts.
+        every: Seconds of training between two saves.
+        blocks: Seconds that a save blocks training.
+        durable: Seconds from the start of a save until it can be restored.
+        restore: Seconds to read a checkpoint and distribute it to the hosts.
     """
 
     every: float
@@ -29,15 +29,15 @@ class Tier:
 
 @attrs.frozen(kw_only=True)
 class Recovery:
-    """What passes between a failure and the next step, in addition to the restore.
+    """Time between a failure and the next step, in addition to the restore.
 
     Attributes:
-        detect: seconds until a process that died is noticed.
-        hang: seconds until one that hangs is noticed.
-        hang_share: of failures that are hangs.
-        swap: seconds to put a spare in the place of a host.
-        restart: seconds to start processes where they are, without a swap.
-        compile: seconds to load or compile the step.
+        detect: Seconds until a dead process is detected.
+        hang: Seconds until a hang is detected.
+        hang_share: Share of failures that are hangs.
+        swap: Seconds to replace a host by a spare.
+        restart: Seconds to restart processes without a swap.
+        compile: Seconds to load or compile the step.
     """
 
     detect: float
@@ -50,13 +50,13 @@ class Recovery:
 
 @attrs.frozen(kw_only=True)
 class Cluster:
-    """What fails, and what replaces it.
+    """Failure rates and replacements.
 
     Attributes:
-        failures_per_day: of the whole job.
-        hardware_share: of failures after which a host is repaired; the others restart where they are.
-        spares: hosts that wait.
-        repair: mean seconds until a host is back.
+        failures_per_day: Failures of the whole job per day.
+        hardware_share: Share of failures after which a host is repaired. The other failures restart on the same hosts.
+        spares: Number of spare hosts.
+        repair: Mean seconds to repair a host.
     """
 
     failures_per_day: float
@@ -67,14 +67,14 @@ class Cluster:
 
 @attrs.frozen(kw_only=True)
 class Outcome:
-    """Seconds by phase; their sum is the simulated time."""
+    """Seconds by phase. Their sum is the simulated time."""
 
     seconds: Mapping[str, float]
     failures: int
 
     @property
     def goodput(self) -> float:
-        """The share of the time that went into steps that were kept."""
+        """Share of time spent on kept steps."""
         return self.seconds["productive"] / sum(self.seconds.values())
 
 
@@ -82,15 +82,15 @@ PHASES = ("productive", "save", "lost", "detect", "no spare", "swap", "restart",
 
 
 class Simulation:
-    """One job for a number of days.
+    """One job over a number of days.
 
     Args:
-        cluster: what fails.
-        recovery: what follows.
-        persistent: the tier that every failure leaves.
-        local: checkpoints on the hosts; None for none.
-        local_lost: share of failures that leave no local checkpoint to restore from.
-        seed: of all that is drawn.
+        cluster: Failure rates and replacements.
+        recovery: Duration of a recovery.
+        persistent: Tier that survives every failure.
+        local: Tier of checkpoints on the hosts, or None.
+        local_lost: Share of failures that leave no usable local checkpoint.
+        seed: Seed of the random numbers.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class Simulation:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.failures = 0
         self.now = 0.0
-        self._repairs: list[float] = []  # when each host that is repaired is back
+        self._repairs: list[float] = []  # time when each host is repaired
 
     def run(self, days: float) -> Outcome:
-        """Simulates so many days."""
+        """Simulate a number of days."""
         end = days * DAY
         while self.now < end:
             self._train_until(self._next_failure())
@@ -123,10 +123,10 @@ class Simulation:
         return self.random.expovariate(self.cluster.failures_per_day / DAY)
 
     def _train_until(self, length: float) -> None:
-        """Trains for `length` seconds, at whose end something fails. Saves happen on the way, at their intervals of training."""
+        """Train for `length` seconds until a failure. Saves happen at their intervals of training time."""
         saves = [(self.persistent, "persistent")] + ([(self.local, "local")] if self.local else [])
         newest = {name: 0.0 for _, name in saves}
-        pending: list[tuple[float, str, float]] = []  # (when durable, tier, progress)
+        pending: list[tuple[float, str, float]] = []  # (time when durable, tier, progress)
         due = {name: tier.every for tier, name in saves}
         progress = clock = 0.0
         while True:
@@ -161,7 +161,10 @@ class Simulation:
         self.failures += 1
 
     def _recover(self) -> None:
-        """From the failure to the next step. A failure in between begins it anew; a job that waits for a host does not fail."""
+        """Simulate a failure until the next step.
+
+        A failure during the recovery restarts it. A job that waits for a host does not fail.
+        """
         while True:
             phases = self._phases()
             waited = phases.pop("no spare", 0.0)
@@ -190,7 +193,7 @@ class Simulation:
         return phases | {"restore": self._tier.restore, "compile": recovery.compile}
 
     def _take_spare(self) -> float:
-        """Seconds until there is a host for the one that failed, which goes to repair."""
+        """Return the seconds until a host replaces the failed one, which goes to repair."""
         while self._repairs and self._repairs[0] <= self.now:
             heapq.heappop(self._repairs)
         wait = 0.0
@@ -203,15 +206,17 @@ class Simulation:
 
 
 def daly_goodput(interval: float, save: float, recovery: float, mean_time_between_failures: float) -> float:
-    """The exact expected goodput of one tier under exponential failures, also during saves and recoveries.
+    """Return the exact expected goodput of one tier under exponential failures.
 
-    J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22 (2006), equation 13: the
-    expected time of a segment of `interval` seconds of work is M exp(R / M) (exp((T + C) / M) - 1).
+    Failures can also occur during saves and recoveries.
+
+    J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22 (2006), equation
+    13: the expected time of a segment of `interval` seconds of work is M exp(R / M) (exp((T + C) / M) - 1).
     """
     m = mean_time_between_failures
     return interval / (m * math.exp(recovery / m) * math.expm1((interval + save) / m))
 
 
 def young_interval(save: float, mean_time_between_failures: float) -> float:
-    """The interval between saves that loses least, to first order: sqrt(2 C M) (J. W. Young, CACM 17 (1974))."""
+    """Return the optimal interval between saves, to first order: sqrt(2 C M) (J. W. Young, CACM 17 (1974))."""
     return math.sqrt(2 * save * mean_time_between_failures)

@@ -1,10 +1,10 @@
-"""Goodput of a job of 32,768 chips: against spares, tier intervals and restore fan-out, from published failure rates.
+"""Simulate the goodput of a job of 32,768 chips, from published failure rates.
 
     python benchmarks/goodput_simulation.py [--days 400] [--seed 0] [--markdown FILE] [--plot FILE.png]
 
-Prints every assumption with where it is from: published, measured here (`benchmarks/results`), or assumed. Nothing in it ran
-on such a machine. The same seed gives the same figures; `tests/benchmarks/test_goodput_simulation.py` holds the simulation
-against Daly's closed form.
+Varies spares, tier intervals and restore fan-out. Prints every assumption and its source: published, measured here
+(`benchmarks/results`), or assumed. Nothing ran on such a machine. The results only depend on the seed.
+`tests/benchmarks/test_goodput_simulation.py` compares the simulation with Daly's closed form.
 """
 
 import argparse
@@ -24,7 +24,7 @@ PUBLISHED, MEASURED, ASSUMED = "published", "measured", "assumed"
 
 @attrs.frozen(kw_only=True)
 class Assumption:
-    """A figure that goes in."""
+    """An input of the simulation."""
 
     value: float
     unit: str
@@ -41,7 +41,7 @@ ASSUMPTIONS = {
     "interruption days": Assumption(value=54, unit="days", kind=PUBLISHED, source="the same"),
     "interruption chips": Assumption(value=16384, unit="", kind=PUBLISHED, source="the same"),
     "hardware interruptions": Assumption(
-        value=289, unit="", kind=PUBLISHED, source="the same, table 5: of them in GPUs, NICs and other parts of a host",
+        value=289, unit="", kind=PUBLISHED, source="the same, table 5: those in GPUs, NICs and other host hardware",
     ),
     "swap of the paper": Assumption(value=4, unit="min", kind=PUBLISHED, source="arXiv 2507.05411: slice hot swap"),
     "restore of the paper": Assumption(value=9, unit="min", kind=PUBLISHED, source="the same"),
@@ -51,40 +51,40 @@ ASSUMPTIONS = {
     "save blocks": Assumption(
         value=0.20, unit="s/GiB", kind=MEASURED, source="2026-11-22-checkpoints.md: `save` blocks, one host of 2 cores",
     ),
-    "save": Assumption(value=1.63, unit="s/GiB", kind=MEASURED, source="the same: until it is complete, hashed"),
-    "restore": Assumption(value=1.58, unit="s/GiB", kind=MEASURED, source="the same: every hash compared"),
+    "save": Assumption(value=1.63, unit="s/GiB", kind=MEASURED, source="the same: time until it is complete, with hashes"),
+    "restore": Assumption(value=1.58, unit="s/GiB", kind=MEASURED, source="the same: with every hash verified"),
     "start": Assumption(
         value=14.8, unit="s", kind=MEASURED,
         source="2026-11-21-cpu.md: a cold process until the first step of the quickstart, imports and compilation included",
     ),
-    "detect": Assumption(value=1.0, unit="s", kind=ASSUMED, source="a process that died, reported by its host's agent"),
+    "detect": Assumption(value=1.0, unit="s", kind=ASSUMED, source="a dead process, reported by its host's agent"),
     "hang": Assumption(value=750, unit="s", kind=ASSUMED, source="1.25 times the watchdog's default limit of 600 s"),
-    "hang share": Assumption(value=0.05, unit="", kind=ASSUMED, source="of all failures"),
+    "hang share": Assumption(value=0.05, unit="", kind=ASSUMED, source="share of all failures"),
     "compile": Assumption(value=30, unit="s", kind=ASSUMED, source="loading a large step from the compile cache"),
     "compile without cache": Assumption(value=300, unit="s", kind=ASSUMED, source="compiling a large step"),
-    "repair": Assumption(value=24, unit="h", kind=ASSUMED, source="mean time until a host is back, exponential"),
-    "chips of a host": Assumption(value=8, unit="", kind=ASSUMED, source="a host is what is swapped"),
+    "repair": Assumption(value=24, unit="h", kind=ASSUMED, source="mean time to repair a host, exponential"),
+    "chips of a host": Assumption(value=8, unit="", kind=ASSUMED, source="hosts are swapped as a whole"),
     "parameters": Assumption(value=150e9, unit="", kind=PUBLISHED, source="arXiv 2507.05411: its largest model"),
     "bytes of a parameter": Assumption(value=12, unit="B", kind=ASSUMED, source="float32, with two moments"),
-    "replicas": Assumption(value=8, unit="", kind=ASSUMED, source="data-parallel groups that each have the whole state"),
+    "replicas": Assumption(value=8, unit="", kind=ASSUMED, source="data-parallel groups, each with the full state"),
     "store": Assumption(value=125, unit="GB/s", kind=ASSUMED, source="an object store, all hosts together (1 Tbit/s)"),
-    "network": Assumption(value=25, unit="GB/s", kind=ASSUMED, source="of a host, for the broadcast between replicas"),
-    "local lost": Assumption(value=0.05, unit="", kind=ASSUMED, source="failures that leave no whole set of local checkpoints"),
+    "network": Assumption(value=25, unit="GB/s", kind=ASSUMED, source="per host, for the broadcast between replicas"),
+    "local lost": Assumption(value=0.05, unit="", kind=ASSUMED, source="share of failures without complete local checkpoints"),
 }  # fmt: skip
 
 
 def a(name: str) -> float:
-    """The value of an assumption."""
+    """Return the value of an assumption."""
     return ASSUMPTIONS[name].value
 
 
 def failures_per_day(factor: float = 1.0) -> float:
-    """Of the whole job, by the published rate per chip and day."""
+    """Return the failures of the whole job per day, from the published rate per chip."""
     return factor * a("interruptions") / a("interruption days") / a("interruption chips") * a("chips")
 
 
 def cluster(spares: int, factor: float = 1.0) -> Cluster:
-    """The job's hosts."""
+    """Return the job's hosts."""
     share = a("hardware interruptions") / a("interruptions")
     return Cluster(
         failures_per_day=failures_per_day(factor), hardware_share=share, spares=spares, repair=a("repair") * 3600
@@ -92,13 +92,13 @@ def cluster(spares: int, factor: float = 1.0) -> Cluster:
 
 
 def host_gib() -> float:
-    """State on each host."""
+    """Return the state per host in GiB."""
     hosts = a("chips") / a("chips of a host") / a("replicas")
     return a("parameters") * a("bytes of a parameter") / hosts / GIB
 
 
 def store_restore(readers: int) -> float:
-    """Seconds to read the state by so many replicas, and to hand it to the others by doubling."""
+    """Return the seconds for some replicas to read the state and broadcast it to the others by doubling."""
     state = a("parameters") * a("bytes of a parameter")
     read = max(readers * state / (a("store") * 1e9), host_gib() * a("restore"))
     rounds = math.ceil(math.log2(a("replicas") / readers))
@@ -106,16 +106,16 @@ def store_restore(readers: int) -> float:
 
 
 def persistent(every: float, readers: int = 1) -> Tier:
-    """In the object store; every replica writes its part of the state."""
+    """Return the tier in the object store. Every replica writes its share of the state."""
     written = a("parameters") * a("bytes of a parameter") / (a("store") * 1e9)
     durable = max(written, host_gib() * a("save") / a("replicas"))
-    # One copy of the state is saved, so that a host of one of the replicas copies and writes its share of it.
+    # The replicas save one copy of the state together, so each host writes its share.
     blocks = host_gib() * a("save blocks") / a("replicas")
     return Tier(every=every, blocks=blocks, durable=durable, restore=store_restore(readers))
 
 
 def local(every: float) -> Tier:
-    """On each host's disk; a host that was swapped gets its part from another replica."""
+    """Return the tier on the hosts' disks. A swapped host gets its share from another replica."""
     size = host_gib()
     handed = size * GIB / (a("network") * 1e9)
     return Tier(
@@ -127,7 +127,7 @@ def local(every: float) -> Tier:
 
 
 def ours() -> Recovery:
-    """As `axlearn launch` recovers."""
+    """Return the recovery of `axlearn launch`."""
     start = a("start")
     return Recovery(
         detect=a("detect"), hang=a("hang"), hang_share=a("hang share"), swap=start, restart=start, compile=a("compile")
@@ -135,7 +135,10 @@ def ours() -> Recovery:
 
 
 def paper() -> tuple[Recovery, Tier]:
-    """The published minutes. What is left of the 21 is the progress lost, half an interval in the mean."""
+    """Return the published recovery.
+
+    Of the 21 minutes, the time that is not explained is lost progress, which is half an interval on average.
+    """
     swap, restore = a("swap of the paper") * MINUTE, a("restore of the paper") * MINUTE
     lost = a("all of the paper") * MINUTE - swap - restore
     recovery = Recovery(detect=0, hang=0, hang_share=0, swap=swap, restart=swap, compile=0)
@@ -143,23 +146,23 @@ def paper() -> tuple[Recovery, Tier]:
 
 
 def restart_all() -> Recovery:
-    """Everything is started again, with no compile cache; nobody watches for hangs but JAX's heartbeat."""
+    """Return a recovery that restarts everything without a compile cache. Only JAX's heartbeat detects hangs."""
     return attrs.evolve(ours(), detect=100.0, compile=a("compile without cache"))
 
 
 class Study:
-    """The tables. Each row is a simulation with the same seed."""
+    """The tables. All rows use the same seed."""
 
     def __init__(self, days: float, seed: int):
         self.days, self.seed = days, seed
 
     def run(self, of: Cluster, recovery: Recovery, store: Tier, near: Tier | None = None) -> Outcome:
-        """One simulation."""
+        """Run one simulation."""
         lost = a("local lost")
         return Simulation(of, recovery, store, near, local_lost=lost, seed=self.seed).run(self.days)
 
     def compare(self) -> dict[str, Outcome]:
-        """Our phases beside the published minutes, with spares enough for both."""
+        """Compare our phases with the published minutes, with enough spares for both."""
         recovery, tier = paper()
         of = cluster(spares=64)
         return {
@@ -172,11 +175,11 @@ class Study:
         }
 
     def spares(self) -> dict[int, Outcome]:
-        """Goodput against spare hosts."""
+        """Return the goodput by number of spare hosts."""
         return {n: self.run(cluster(n), ours(), persistent(600), local(120)) for n in (0, 4, 8, 12, 16, 24, 32)}
 
     def intervals(self) -> dict[tuple[float, float | None], Outcome]:
-        """Goodput against (persistent, local) intervals in seconds."""
+        """Return the goodput by persistent and local interval in seconds."""
         pairs = [(p, near) for p in (300.0, 600.0, 1800.0, 3600.0) for near in (None, 30.0, 60.0, 120.0, 300.0)]
         return {
             (p, near): self.run(cluster(64), ours(), persistent(p), None if near is None else local(near))
@@ -185,11 +188,11 @@ class Study:
         }
 
     def fan_out(self) -> dict[int, tuple[float, Outcome]]:
-        """Replicas that read -> (seconds of a restore, goodput) where every restore is from the object store."""
+        """Return the restore time and the goodput by number of reading replicas. All restores read the object store."""
         return {n: (store_restore(n), self.run(cluster(64), ours(), persistent(600, n))) for n in (1, 2, 4, 8)}
 
     def rates(self) -> dict[float, tuple[Outcome, Outcome]]:
-        """Factor of the published failure rate -> (ours, the paper)."""
+        """Return our goodput and the paper's by factor of the published failure rate."""
         recovery, tier = paper()
         return {
             f: (
@@ -205,13 +208,13 @@ def percent(value: float) -> str:
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return ["| " + " | ".join(cells) + " |" for cells in lines]
 
 
 def report(study: Study) -> list[str]:
-    """Everything that goes in and comes out, as Markdown."""
+    """Return all inputs and results as Markdown."""
     per_day = failures_per_day()
     mean = DAY / per_day
     lines = [f"{study.days:g} simulated days for each row, seed {study.seed}.", "", "## What goes in", ""]
@@ -222,7 +225,7 @@ def report(study: Study) -> list[str]:
     save = local(120).blocks
     from_these = (
         f"From these: {per_day:.1f} failures a day, one every {mean / MINUTE:.0f} min; {host_gib():.2f} GiB of state on each "
-        f"host; a local save blocks {save:.2f} s, so that Young's interval is {young_interval(save, mean):.0f} s."
+        f"host; a local save blocks {save:.2f} s, so Young's interval is {young_interval(save, mean):.0f} s."
     )
     lines += ["", from_these]
     lines += ["", "## Beside the published minutes", ""]
@@ -273,7 +276,7 @@ def report(study: Study) -> list[str]:
 
 
 def plot(study: Study, path: Path) -> None:
-    """Goodput against spares, intervals and fan-out, side by side."""
+    """Plot goodput by spares, intervals and fan-out, side by side."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -301,8 +304,8 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--days", type=float, default=400)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--markdown", type=Path, help="write the report here too")
-    parser.add_argument("--plot", type=Path, help="draw it, as PNG or SVG")
+    parser.add_argument("--markdown", type=Path, help="also write the report to this file")
+    parser.add_argument("--plot", type=Path, help="write a plot to this PNG or SVG file")
     args = parser.parse_args()
     study = Study(args.days, args.seed)
     text = "\n".join(report(study))

@@ -1,10 +1,10 @@
-"""Reading a Hugging Face checkpoint into parameters: speed beside a plain read of the same files, and memory.
+"""Speed and memory of reading a Hugging Face checkpoint into parameters.
 
     uv run python benchmarks/hf_import.py [--gigabytes 1] [--pairs 5] [--param-dtype bfloat16] [--json]
 
-Makes a random Llama in bfloat16 on disk, in shards, then reads it in turns: plainly (every byte, into fresh
-memory), and into the parameters of the model. Reported: the median of plain seconds / our seconds with its
-range, and how far the host's memory rose above the parameters at its highest, against the largest tensor.
+Writes a random bfloat16 Llama to disk in shards. Then it alternates between a plain read (every byte, into fresh
+memory) and a read into the parameters of the model. Reports the median and range of plain seconds / our seconds, and
+the peak of host memory above the parameters, compared with the largest tensor.
 """
 
 import argparse
@@ -30,7 +30,7 @@ WIDTH, HIDDEN, VOCAB, HEADS = 2048, 5632, 32_000, 16
 
 
 def write_model(directory: Path, gigabytes: float) -> None:
-    """A Llama of about this size."""
+    """Write a Llama of about this size."""
     sizes = {"self_attn.q_proj": (WIDTH, WIDTH), "self_attn.k_proj": (WIDTH, WIDTH), "self_attn.v_proj": (WIDTH, WIDTH),
              "self_attn.o_proj": (WIDTH, WIDTH), "mlp.gate_proj": (HIDDEN, WIDTH), "mlp.up_proj": (HIDDEN, WIDTH),
              "mlp.down_proj": (WIDTH, HIDDEN), "input_layernorm": (WIDTH,), "post_attention_layernorm": (WIDTH,)}  # fmt: skip
@@ -55,7 +55,7 @@ def write_model(directory: Path, gigabytes: float) -> None:
 
 
 def plain(directory: Path) -> float:
-    """Seconds to have every byte of the files in fresh memory, as the parameters are."""
+    """Return the seconds to read every byte of the files into fresh memory."""
     start = time.perf_counter()
     arrays = [np.fromfile(file, np.uint8) for file in sorted(directory.glob("*.safetensors"))]
     seconds = time.perf_counter() - start
@@ -64,7 +64,7 @@ def plain(directory: Path) -> float:
 
 
 def memory(field: str) -> int:
-    """Bytes of this process, from /proc: VmRSS now, VmHWM at its highest."""
+    """Return the bytes of this process from /proc: VmRSS is the current value, VmHWM the peak."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -86,12 +86,12 @@ def main() -> None:
         size = sum(t.bytes for t in source.stored.values())
         largest = max(t.bytes for t in source.stored.values())
         expected_bytes = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in like.values())
-        plain(directory)  # both begin with the files in the system's cache, and ours compiled
+        plain(directory)  # warm up: fill the page cache, and compile
         jax.block_until_ready(source.read(like))
         ratios, seconds, over = [], [], []
         for _ in range(options.pairs):
             before = plain(directory)
-            Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
             resting, start = memory("VmRSS"), time.perf_counter()
             params = jax.block_until_ready(source.read(like))
             seconds.append(time.perf_counter() - start)

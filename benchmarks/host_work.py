@@ -1,13 +1,13 @@
-"""What the host does for each step of a model that computes next to nothing: `axlearn train`'s loop beside a loop of plain JAX.
+"""Host overhead per step, with a model that computes next to nothing: `axlearn train`'s loop compared with plain JAX.
 
     uv run python benchmarks/host_work.py [--rounds 20] [--steps 200] [--profile] [--json]
 
-Ours is a whole run: `Trainer.run` with the trackers that it has by itself, its clock of phases, its look at each loss, its
-checkpointer. The other is the loop that one writes by hand around `baselines/handwritten_llama.py`: `jax.jit`,
-`jax.device_put`, a line with the loss every ten steps. Both have the same dimensions, optimizer and NumPy batches, in one
-process: the input of our run takes windows of the other between its own. Reported is the ratio of seconds per step, ours
-over plain, the median over neighbouring windows with its 95% bootstrap interval. `alone` is the compiled step by itself, its
-batch on the device.
+Ours is a complete run: `Trainer.run` with its default trackers, phase clock, loss checks and checkpointer. The baseline
+is a hand-written loop around `baselines/handwritten_llama.py` with `jax.jit`, `jax.device_put`, and a line with the
+loss every ten steps. Both have the same dimensions, optimizer and NumPy batches and run in one process: the input of
+our run executes windows of the baseline between its own. Reports the ratio of seconds per step, ours over plain: the
+median over neighboring windows with its 95% bootstrap interval. `alone` is the compiled step with its batch on the
+device.
 """
 
 import argparse
@@ -36,14 +36,14 @@ BATCH, SEQ = 2, 16
 
 
 def batches():
-    """Tokens and targets, already made: what is measured is not how batches are."""
+    """Return prebuilt tokens and targets, to exclude the cost of building batches."""
     rng = np.random.default_rng(0)
     ready = [rng.integers(0, DIMS.vocab, (BATCH, SEQ), dtype=np.int32) for _ in range(64)]
     return [{"tokens": tokens, "targets": np.roll(tokens, -1, 1)} for tokens in ready]
 
 
 class Plain:
-    """The loop by hand, a window at a time."""
+    """The hand-written loop, one window at a time."""
 
     def __init__(self):
         step, _, _, init = by_hand.build(DIMS, BATCH, SEQ, stack="unrolled")
@@ -53,7 +53,7 @@ class Plain:
         self.lines = []
 
     def window(self, steps):
-        """Seconds per step."""
+        """Return the seconds per step."""
         (params, opt_state), position = self.state, self.position
         start = time.perf_counter()
         for _ in range(steps):
@@ -68,7 +68,7 @@ class Plain:
         return seconds
 
     def alone(self, steps=300):
-        """Seconds per step of the compiled function alone."""
+        """Return the seconds per step of the compiled function alone."""
         tokens = jax.device_put(self.batches[0]["tokens"])
 
         def call(state):
@@ -78,7 +78,7 @@ class Plain:
 
 
 class Alternating:
-    """Batches for our run; between two windows of it, the other loop has its own."""
+    """Batches of our run. The baseline runs a window between two windows of our run."""
 
     def __init__(self, plain, steps):
         self.plain, self.steps = plain, steps
@@ -112,7 +112,7 @@ class AlternatingInput(Configurable):
 
     @node
     class Config(Configurable.Config["AlternatingInput"]):
-        """Nothing to set."""
+        """Settings of `AlternatingInput`. There are none."""
 
         vocab_size: int = interface(default=REQUIRED)
 
@@ -130,7 +130,7 @@ class AlternatingInput(Configurable):
 
 
 def best_of(call, state, steps):
-    """The least of five windows: seconds per call."""
+    """Return the seconds per call of the fastest of five windows."""
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
@@ -145,7 +145,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=200, help="of a window")
-    parser.add_argument("--profile", action="store_true", help="print where our run's time goes instead (cProfile)")
+    parser.add_argument("--profile", action="store_true", help="print a profile of our run instead (cProfile)")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     plain = Plain()

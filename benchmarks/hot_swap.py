@@ -1,15 +1,17 @@
-"""How long training stands still when a process is killed: `axlearn launch` under Ray beside a loop that restarts everything.
+"""Downtime after a process is killed: `axlearn launch` under Ray compared with a loop that restarts everything.
 
     python benchmarks/hot_swap.py --repeats 20
     python benchmarks/hot_swap.py --repeats 3 --hosts 2 --only ours
 
-Both train a Llama of the quickstart's size on as many processes as hosts, save every 5 steps, and lose one random process at a
-time to `kill -9`, process 0 included. The time is from the kill until every process has finished a step again. Blocks of kills
-of the two alternate, because other work shares the machine. Between two kills there are `--rest` seconds, in which the warm
-processes of the next swap import what they need; failures of hardware are further apart.
+Both train a Llama of the quickstart's size on one process per host, save every 5 steps, and lose one random process at
+a time to `kill -9`, including process 0. The downtime lasts from the kill until every process has finished a step
+again. Blocks of kills alternate between the two, because other work shares the machine. There are `--rest` seconds
+between two kills, so that the warm processes of the next swap can import their modules. Hardware failures are further
+apart.
 
-The two differ in more than who is replaced: ours loads a compiled step that the run directory keeps, and the baseline compiles.
-With `--both-compile` ours keeps none, and both have JAX's compilation cache: the ratio is then that of the restarts alone.
+The two do not only differ in the processes that they replace. Ours loads a compiled step from the run directory, and
+the baseline compiles. With `--both-compile`, ours stores no compiled step and both use JAX's compilation cache, so the
+ratio only compares the restarts.
 """
 
 import argparse
@@ -37,7 +39,11 @@ SETTINGS = (
 
 
 def environment(cache=None):
-    """Of the trainers; `cache` is a directory for JAX's compilation cache."""
+    """Return the environment of the trainers.
+
+    Args:
+        cache: Directory of JAX's compilation cache.
+    """
     flags = "--xla_force_host_platform_device_count=1"
     return (
         os.environ
@@ -56,9 +62,9 @@ def wait_for(condition, process, seconds=600):
         if value := condition():
             return value
         if process.poll() is not None:
-            raise SystemExit(f"it ended with {process.returncode}")
+            raise SystemExit(f"it exited with {process.returncode}")
         time.sleep(0.02)
-    raise SystemExit(f"nothing happened for {seconds} s")
+    raise SystemExit(f"no progress for {seconds} s")
 
 
 def lines(file):
@@ -114,7 +120,7 @@ class Ours:
         return [e for e in objects(self.run / "processes.jsonl") if (e["event"], e["attempt"]) == (event, attempt)]
 
     def begin(self):
-        """Waits until the next attempt trains; returns when it did."""
+        """Wait until the next attempt trains, and return the time."""
         self.attempt += 1
         (event,) = wait_for(lambda: self.events("stepping", self.attempt), self.process)
         return seconds_of(event["time"])
@@ -127,7 +133,7 @@ class Ours:
         stepping = self.begin()
         death = seconds_of(self.events("exited", self.attempt - 1)[0]["time"])
         started = max(seconds_of(e["time"]) for e in self.events("started", self.attempt))
-        time.sleep(6)  # until the clock of phases has written what it counted
+        time.sleep(6)  # until the phase clock has written its records
         record = objects(self.run / "phases.jsonl")[-1]
         spent, begin = record["seconds"], seconds_of(record["attempt"])
         phases = {
@@ -181,7 +187,7 @@ class Baseline:
         return [(float(f[0]), int(f[1])) for f in rows if len(f) == 2]
 
     def begin(self, since):
-        """Waits until every process has finished a step after `since`; returns when the last one did, and that step."""
+        """Wait until every process has finished a step after `since`. Return the time and the step of the last process."""
 
         def stepped():
             first = [next((s for s in self.steps(rank) if s[0] > since), None) for rank in range(self.hosts)]
@@ -245,10 +251,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--block", type=int, default=5, help="Kills before the other one's turn.")
+    parser.add_argument("--block", type=int, default=5, help="Number of kills per block.")
     parser.add_argument("--rest", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--both-compile", action="store_true", help="No kept step; a compilation cache for both.")
+    parser.add_argument(
+        "--both-compile", action="store_true", help="Use a compilation cache for both and no stored step."
+    )
     parser.add_argument("--only", choices=["ours", "baseline"])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

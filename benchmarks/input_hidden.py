@@ -1,9 +1,9 @@
-"""Whether the input hides behind the step: steps on real data against steps on one repeated batch.
+"""Check whether the step hides the input: steps on real data compared with steps on one repeated batch.
 
     uv run python benchmarks/input_hidden.py [--rounds 8] [--steps 20] [--json]
 
-Windows of steps alternate between the two; reported is the ratio of seconds per step (real / repeated), the median over
-pairs of neighbouring windows with its 95% bootstrap interval.
+Windows of steps alternate between the two. Reports the ratio of seconds per step (real / repeated): the median over
+pairs of neighboring windows with its 95% bootstrap interval.
 """
 
 import argparse

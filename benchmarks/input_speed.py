@@ -1,14 +1,15 @@
-"""Tokens a second of our input beside plain Grain and Hugging Face `datasets`, on the same files; and 10,000 files.
+"""Tokens/s of our input compared with plain Grain and Hugging Face `datasets`, and a test with 10,000 files.
 
     uv run --with datasets python benchmarks/input_speed.py [--megabytes 16] [--rounds 3] [--files 10000] [--json]
 
-The files are JSONL, made of the running Python's standard library. Everything is tokenized by the same `tokenizer.json`, shuffled,
-joined and cut into rows of 1,024 tokens, in batches of 8. A pass begins before the pipeline is built, imports included, and ends
-when as many tokens came out as the files have. Each pass is a process of its own, and the systems take turns. The ratio is a
-system's tokens a second to ours with the same number of workers: under 1 it is slower than ours. Medians over the rounds.
+The JSONL files contain the Python standard library. All systems tokenize with the same `tokenizer.json`, shuffle,
+concatenate, and cut into rows of 1,024 tokens in batches of 8. A pass begins before the pipeline is built, includes
+imports, and ends when it has returned as many tokens as the files have. Each pass is a separate process, and the
+systems alternate. The ratio is the system's tokens/s over ours with the same number of workers, so a ratio under 1 is
+slower than ours. The figures are medians over the rounds.
 
-With `--files N` a mixture of two sources over N files is read: seconds to the first batch, seconds to go on from a position in
-the middle, whether the batches are then the same, and the most memory early and late.
+`--files N` reads a mixture of two sources over N files. It reports the seconds to the first batch, the seconds to
+resume from a position in the middle, whether the batches are then the same, and the peak memory early and late.
 """
 
 import argparse
@@ -32,11 +33,11 @@ BATCH, LENGTH, PIECE, BUFFER = 8, 1024, 8000, 1000
 TOKENIZER = resources("axlearn_plugins_transformer.text") / "python-2k.json"
 CACHE = "cache"
 EARLY, LATE = 200, 2000
-"""Batches after which memory is looked at."""
+"""Numbers of batches after which memory is measured."""
 
 
 def documents():
-    """Texts of the standard library, in the order of their names."""
+    """Yield the texts of the standard library in order of their names."""
     from axlearn_plugins_transformer.text.sources import standard_library_files
 
     for file in itertools.cycle(standard_library_files()):
@@ -44,7 +45,10 @@ def documents():
 
 
 def write(folder: Path, megabytes: float, count: int) -> int:
-    """`count` JSONL files of documents of up to 8,000 characters, at least `megabytes` of them; how many tokens they have."""
+    """Write `count` JSONL files with documents of up to 8,000 characters. Return the number of tokens.
+
+    The files have at least `megabytes` MB in total.
+    """
     pieces, size = [], 0
     for text in documents():
         for start in range(0, len(text), PIECE):
@@ -60,7 +64,7 @@ def write(folder: Path, megabytes: float, count: int) -> int:
 
 
 def load_tokenizer():
-    """(the tokenizer, the id that ends a document)."""
+    """Return the tokenizer and the id of the end of a document."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_file(str(TOKENIZER))
@@ -68,7 +72,7 @@ def load_tokenizer():
 
 
 def ours(paths, workers):
-    """Batches of `language-model-input`."""
+    """Yield batches of `language-model-input`."""
     import axlearn_core as ax
 
     settings = {
@@ -82,7 +86,7 @@ def ours(paths, workers):
 
 
 def grain_alone(paths, workers):
-    """Batches of Grain as its documentation builds them: files, lines, tokens, rows of joined tokens."""
+    """Yield batches of Grain, built as in its documentation: files, lines, tokens, rows of concatenated tokens."""
     import grain
     from absl import flags
     from grain import experimental
@@ -106,7 +110,7 @@ def grain_alone(paths, workers):
 
 
 def hugging_face(paths, workers, streaming):
-    """Batches of `datasets`: tokenized in batches, joined and cut as its examples for language models do."""
+    """Yield batches of `datasets`, tokenized, concatenated and cut as in its language-model examples."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -141,7 +145,11 @@ SYSTEMS = {
 
 
 def measure(system: str, folder: Path, workers: int, tokens: int) -> dict:
-    """One pass: tokens a second in all and after the first batch, seconds to that one, and the most memory of this process."""
+    """Run one pass and return its figures.
+
+    Returns:
+        Tokens/s in total and after the first batch, seconds to the first batch, and the peak memory of this process.
+    """
     paths = sorted(folder.glob("*.jsonl"))
     start, first, count = time.perf_counter(), None, 0
     batches = SYSTEMS[system](paths, workers)
@@ -163,12 +171,12 @@ def measure(system: str, folder: Path, workers: int, tokens: int) -> dict:
 
 
 def memory() -> float:
-    """The most memory that this process had, in MB; `ru_maxrss` would begin with what its parent had."""
+    """Return the peak memory of this process in MB. `ru_maxrss` would include the memory of its parent."""
     return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000
 
 
 def many_files(folder: Path) -> dict:
-    """A mixture over many files: the first batch, going on in the middle, memory."""
+    """Measure a mixture over many files: the first batch, resuming in the middle, and memory."""
     import axlearn_core as ax
 
     source = {"type": "mixture", "sources": {}, "weights": {"most": 3, "rest": 1}}
@@ -211,7 +219,7 @@ def many_files(folder: Path) -> dict:
 
 
 def child(*arguments) -> dict:
-    """What this file prints in a process of its own."""
+    """Run this file in a separate process and return its output."""
     command = [sys.executable, __file__, *map(str, arguments)]
     process = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -220,12 +228,15 @@ def child(*arguments) -> dict:
 
 
 def compare(folder: Path, rounds: int, tokens: int) -> list[dict]:
-    """A row for each system and number of workers, with the median of its ratios to ours of the same round."""
+    """Return a row for each system and number of workers.
+
+    Each row has the median ratio to our figure of the same round.
+    """
     cases = [(s, w) for w in (0, 2) for s in SYSTEMS if not (w and s == "datasets streaming")]
     measured = {case: [] for case in cases}
     for turn in range(rounds):
         for system, workers in cases if turn % 2 == 0 else cases[::-1]:
-            shutil.rmtree(folder / CACHE, ignore_errors=True)  # what `datasets` keeps for a second pass
+            shutil.rmtree(folder / CACHE, ignore_errors=True)  # cache of `datasets` for a second pass
             result = child("--one", system, folder, workers, tokens)
             print(f"  {system}, {workers} workers: {result}", file=sys.stderr, flush=True)
             measured[system, workers].append(result)

@@ -1,15 +1,15 @@
-"""What a client that sends megabytes costs the others: the latency of `/health`, the longest pause of a stream, memory.
+"""Effect of requests with megabytes on other clients: `/health` latency, pauses of a stream, and memory.
 
     uv run python benchmarks/large_requests.py [--requests 200] [--at-once 8] [--context 1024] [--kinds chat,tokens]
         [--out FILE.json]
 
-Starts `axlearn serve` with a tiny model of random weights, the tokenizer `python-2k` and a chat template of its own, on loopback.
-For each kind of request it sends so many bodies of almost 4 MiB, so many at one time, while one client streams text and another
-asks for `/health` every 20 ms. `idle` sends none and is the baseline. Reported are the answers' statuses, percentiles of `/health`
-and of the gaps between the events of the stream in ms, and the resident memory of the server in MB: before, at its highest, and
-after, each kind on a server that has answered a warm-up of the same kind.
+Starts `axlearn serve` on loopback with a tiny random model, the tokenizer `python-2k` and a custom chat template. For
+each kind of request, it sends bodies of almost 4 MiB concurrently, while one client streams text and another requests
+`/health` every 20 ms. `idle` sends none and is the baseline. Reports the response statuses, percentiles in ms of
+`/health` and of the gaps between the stream's events, and the server's resident memory in MB before, at its peak, and
+after. The server has answered a warm-up request of the same kind before.
 
-Exit code 1 if `/health` took 100 ms or more at p99, or if more than 100 MB stayed.
+Exit code 1 if `/health` took 100 ms or more at p99, or if memory grew by more than 100 MB.
 """
 
 import argparse
@@ -81,7 +81,7 @@ KINDS: dict[str, Callable[[], tuple[str, str]]] = {
 
 @attrs.define
 class Watch:
-    """Clients that a large request should not disturb."""
+    """Clients that large requests should not disturb."""
 
     client: httpx.AsyncClient
     pid: int
@@ -90,7 +90,7 @@ class Watch:
     highest: float = 0.0
 
     async def ask_health(self) -> None:
-        """Asks every 20 ms."""
+        """Request `/health` every 20 ms."""
         while True:
             begin = time.perf_counter()
             (await self.client.get("/health")).raise_for_status()
@@ -99,7 +99,7 @@ class Watch:
             await asyncio.sleep(0.02)
 
     async def stream(self) -> None:
-        """Reads one stream after another."""
+        """Read one stream after another."""
         body = {"prompt": "def ", "max_tokens": 200, "stream": True, "ignore_eos": True}
         while True:
             async with self.client.stream("POST", "/v1/completions", json=body) as response:
@@ -112,7 +112,7 @@ class Watch:
 
 
 def resident(pid: int) -> float:
-    """Resident memory of a process in MB."""
+    """Return the resident memory of a process in MB."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS"):
             return int(line.split()[1]) / 1024
@@ -120,7 +120,7 @@ def resident(pid: int) -> float:
 
 
 def percentiles(seconds: list[float]) -> dict[str, float]:
-    """In ms."""
+    """Return percentiles in ms."""
     values = np.asarray(seconds) * 1e3
     return {
         "p50": float(np.percentile(values, 50)),
@@ -130,7 +130,10 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
 
 
 def send(url: str, path: str, body: bytes, count: int, at_once: int) -> Counter[int]:
-    """The statuses of so many requests. Runs in a process of its own, so that it does not delay those that watch."""
+    """Send requests and return their statuses.
+
+    Runs in a separate process so that it does not delay the watching clients.
+    """
 
     async def run() -> list[int]:
         turns = asyncio.Semaphore(at_once)
@@ -147,7 +150,7 @@ def send(url: str, path: str, body: bytes, count: int, at_once: int) -> Counter[
 
 
 async def measured(sender: Executor, url: str, pid: int, kind: str, count: int, at_once: int) -> dict[str, Any]:
-    """The figures of one kind."""
+    """Return the figures of one kind of request."""
     path, text = KINDS[kind]() if kind != "idle" else ("", "")
     body, loop = text.encode(), asyncio.get_running_loop()
     if kind != "idle":
@@ -178,7 +181,7 @@ async def measured(sender: Executor, url: str, pid: int, kind: str, count: int, 
 
 
 def write_model(directory: Path) -> None:
-    """A tiny Llama with random weights, the tokenizer `python-2k` and a chat template, in Hugging Face format."""
+    """Write a tiny random Llama in Hugging Face format, with the tokenizer `python-2k` and a chat template."""
     tokenizer = TokenizerJson.Config(builtin="python-2k").build()
     size = attrs.evolve(SIZES["toy"], vocabulary=tokenizer.vocab_size, context=131_072)
     directory.mkdir(parents=True)
@@ -199,7 +202,7 @@ def write_model(directory: Path) -> None:
 
 
 def row(kind: str, figures: dict[str, Any]) -> str:
-    """A line of the table."""
+    """Return a row of the table."""
     health, gaps = figures["health_ms"], figures["stream_gap_ms"]
     statuses = ", ".join(f"{count} x {status}" for status, count in sorted(figures["statuses"].items())) or "-"
     cells = [
@@ -212,11 +215,11 @@ def row(kind: str, figures: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=200, help="of each kind")
-    parser.add_argument("--at-once", type=int, default=8, help="requests at one time")
+    parser.add_argument("--requests", type=int, default=200, help="requests per kind")
+    parser.add_argument("--at-once", type=int, default=8, help="concurrent requests")
     parser.add_argument("--context", type=int, default=1024, help="tokens")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}")
-    parser.add_argument("--python", default=sys.executable, help="the interpreter that serves")
+    parser.add_argument("--python", default=sys.executable, help="Python interpreter of the server")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args()
     kinds = args.kinds.split(",")
@@ -253,7 +256,7 @@ def main() -> None:
         for kind, f in results.items()
         if f["health_ms"]["p99"] >= LIMIT_MS or f["after_mb"] - f["before_mb"] > LIMIT_MB
     ]
-    sys.exit(f"over the limits: {', '.join(over)}" if over else 0)
+    sys.exit(f"limits exceeded: {', '.join(over)}" if over else 0)
 
 
 if __name__ == "__main__":

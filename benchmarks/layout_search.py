@@ -1,15 +1,16 @@
-"""The search for layouts on the machines of the published trainings: ours, as it ships, and the paper's, all compiled.
+"""Compare layouts for the published trainings: our default, the search result, and the paper's. All are compiled.
 
     uv run python benchmarks/layout_search.py [--only TEXT] [--budget MINUTES] [--sample N] [--json FILE] [--cache DIR]
         [--store FILE]
 
-For each training: how long the ranking of all legal layouts takes; the best layout that the search compiles within its
-budget beside the layout that ships and the one that the paper names (arXiv 2507.05411: tensor parallelism over a host of
-H100s, FSDP across); then `--sample` layouts spread evenly over the ranking, from the fastest to the slowest that fits by
-estimate, compiled: Kendall's tau of the estimated times against those from the compiled programs' FLOPs, bytes and
-collectives, and how far the estimated memory is from the compiled one. Times are of the model of docs/plan.md ("predicted"),
-not of a run. `--store benchmarks/results/layouts.json` keeps every layout that was compiled, in the place of what the file has
-of the same trainings; a test holds the layouts that ship against it (tests/plugins/plan/search/test_stored_layouts.py).
+For each training, it reports the time to rank all legal layouts. It compares the best layout that the search compiles
+within its budget with the layout that ships and the paper's layout (arXiv 2507.05411: tensor parallelism over a host of
+H100s, FSDP across hosts). Then it compiles `--sample` layouts spread evenly over the ranking, from the fastest to the
+slowest that fits by estimate. For these it reports Kendall's tau between the estimated times and the times from the
+compiled programs' FLOPs, bytes and collectives, and the error of the estimated memory. Times come from the model of
+docs/plan.md ("predicted"), not from a run. `--store benchmarks/results/layouts.json` stores every compiled layout and
+replaces the file's entries for the same trainings. The test tests/plugins/plan/search/test_stored_layouts.py compares
+the layouts that ship with this file.
 """
 
 import argparse
@@ -38,7 +39,7 @@ GIB = 2.0**30
 class Row:
     model: str
     target: str
-    features: tuple[str, ...] = ()  # of the paper's layout, over what ships
+    features: tuple[str, ...] = ()  # settings of the paper's layout on top of the default
     settings: tuple[str, ...] = ()
 
 
@@ -55,7 +56,7 @@ ROWS = (
 
 
 def spread(rows, count):
-    """Evenly over the ranking, the first and the last among them."""
+    """Return items spread evenly over the ranking, including the first and the last."""
     if count >= len(rows):
         return list(rows)
     return [rows[round(i * (len(rows) - 1) / max(count - 1, 1))] for i in range(count)]
@@ -102,7 +103,7 @@ def measure(row: Row, args, log_message) -> dict:
 
 
 def measure_paper(row: Row, cache, clock, log_message) -> dict:
-    """The paper's layout compiled: nothing where it is what ships."""
+    """Compile the paper's layout. Return nothing if it is the layout that ships."""
     if not row.features and not row.settings:
         return {}
     request = Request.of(row.model, target=row.target, with_=row.features, set=row.settings)
@@ -121,13 +122,13 @@ def measure_paper(row: Row, cache, clock, log_message) -> dict:
 
 
 def merged(rows: list[dict], more: list[dict]) -> list[dict]:
-    """Layouts of both, each once, the fastest first."""
+    """Return the distinct layouts of both, fastest first."""
     new = [r for r in more if all(r["layout"] != other["layout"] for other in rows)]
     return sorted([*rows, *new], key=lambda r: (not r["fits"], r["seconds"], r["words"]))
 
 
 def layout_of(config, devices: int) -> dict:
-    """What a layout is made of, in a form to compare: meshes by their axes of more than one device."""
+    """Return a comparable form of a layout: meshes by their axes of more than one device."""
     stack, learner = config.model.decoder.stack, config.learner
     return {
         "mesh": {axis: size for axis, size in config.mesh.sizes(devices).items() if size > 1},
@@ -139,7 +140,7 @@ def layout_of(config, devices: int) -> dict:
 
 
 def stored_rows(request: Request, compiled) -> list[dict]:
-    """Every layout once, the fastest first."""
+    """Return every distinct layout, fastest first."""
     rows = {
         ranked.choice.words: {
             "words": list(ranked.choice.words),
@@ -157,9 +158,9 @@ def stored_rows(request: Request, compiled) -> list[dict]:
 
 
 def store(path: Path, every: list[dict]) -> None:
-    """Puts the layouts of some trainings into the file, in the order of model and target.
+    """Write the layouts of some trainings to the file, ordered by model and target.
 
-    `base` is what shipped when they were compiled: the words of a layout are laid over it.
+    `base` is the layout that shipped when they were compiled. The settings of each layout override it.
     """
     trainings = json.loads(path.read_text("utf-8")) if path.exists() else []
     new = [{"model": r["model"], "target": r["target"], "base": r["base"], "layouts": r["compiled"]} for r in every]
@@ -212,12 +213,14 @@ def lines(results: dict) -> list[str]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="rows whose model or target has this text")
-    parser.add_argument("--budget", type=float, default=10.0, help="minutes for the search, and again for the sample")
-    parser.add_argument("--front", type=int, default=8, help="layouts that the search compiles; 0 leaves it out")
+    parser.add_argument("--only", default="", help="only rows whose model or target contains this text")
+    parser.add_argument("--budget", type=float, default=10.0, help="minutes for the search, and also for the sample")
+    parser.add_argument(
+        "--front", type=int, default=8, help="number of layouts that the search compiles (0 skips the search)"
+    )
     parser.add_argument("--sample", type=int, default=10)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--store", type=Path, help="the file of compiled layouts to update")
+    parser.add_argument("--store", type=Path, help="file of compiled layouts to update")
     parser.add_argument("--cache", type=Path, default=Path("runs/layouts"))
     args = parser.parse_args()
     every = []

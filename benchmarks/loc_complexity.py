@@ -1,15 +1,15 @@
-"""Counts what a new feature costs in changed lines, as modules and experiments grow, and proves that it is active.
+"""Count the lines that a new feature changes as modules and experiments grow, and check that the feature is active.
 
     python benchmarks/loc_complexity.py [--modules 20] [--experiments 50] [--configs 1000] [--json] [--plot lines.png]
 
-It writes projects of N modules x M experiments as source into git repositories, integrates rotary positions (RoPE), a
-mixture of experts (MoE), dropout and three features that no shipped code knows (token shift, a cache layout, an
-objective), as a user would, and counts with `git diff --numstat` all lines that were added or changed outside the
-feature's own package. In every cell of the largest project each feature is proven by running it. The same is done for a
-project in which parents instantiate their children.
+Generates projects of N modules x M experiments as source in git repositories. Then it integrates rotary positions
+(RoPE), a mixture of experts (MoE), dropout and three features that the shipped code does not know (token shift, a cache
+layout, an objective) like a user would. `git diff --numstat` counts all lines that were added or changed outside the
+feature's own package. In every cell of the largest project, it runs each feature to check that it is active. It does
+the same for a project in which parents instantiate their children.
 
-Exit code 1 where one of our slopes is above 0, an existing line changed, or a cell is inactive. Further goals: one line
-of activation, modifiers of at most 10 lines, RoPE and MoE applied to 1,000 experiments in 2 seconds.
+Exit code 1 if one of our slopes is above 0, an existing line changed, or a cell is inactive. Further goals: one line of
+activation, modifiers of at most 10 lines, RoPE and MoE applied to 1,000 experiments in 2 seconds.
 """
 
 import argparse
@@ -26,13 +26,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # thousands of forward passes, each of a few microseconds
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # runs thousands of forward passes of a few microseconds
 
 from loc_projects import count, features, modules, packages, report, subtyping
 from loc_projects.installed import installed
 
 Lines = dict[tuple[int, int], dict[str, int]]
-"""(modules, experiments) -> file -> lines."""
+"""Lines by (modules, experiments) and file."""
 STYLES: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
     "ours": (modules.write, lambda root, feature, *_: features.integrate(root, feature)),
     "baseline": (subtyping.write, subtyping.integrate),
@@ -40,12 +40,12 @@ STYLES: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
 
 
 def steps(most: int, counts: tuple[int, ...]) -> list[int]:
-    """Sizes up to the largest."""
+    """Return the sizes up to the largest."""
     return sorted({min(w, most) for w in counts} | {most})
 
 
 def counted(style: str, sizes: list[tuple[int, int]]) -> dict[str, Lines]:
-    """Feature -> the lines that it changed in projects of each size."""
+    """Return the changed lines by feature, for projects of each size."""
     write, integrate = STYLES[style]
     results: dict[str, Lines] = {feature: {} for feature in features.ACTIVATION}
     for size in sizes:
@@ -61,7 +61,7 @@ def counted(style: str, sizes: list[tuple[int, int]]) -> dict[str, Lines]:
 
 
 def slopes(lines: Lines) -> dict[str, float]:
-    """Lines per module at the most experiments, and per experiment at the most modules."""
+    """Return the lines per module at the most experiments, and per experiment at the most modules."""
     most_n, most_m = max(n for n, _ in lines), max(m for _, m in lines)
     along_n = sorted((n, sum(files.values())) for (n, m), files in lines.items() if m == most_m)
     along_m = sorted((m, sum(files.values())) for (n, m), files in lines.items() if n == most_n)
@@ -69,9 +69,9 @@ def slopes(lines: Lines) -> dict[str, float]:
 
 
 def prove_ours(n: int, m: int, tell: Callable[[str], None]) -> dict[str, set[tuple[int, int]]]:
-    """Feature -> the cells in which it is active; the experiments are shared out among the cores."""
+    """Return the active cells by feature. The cores share the experiments."""
     results: dict[str, set[tuple[int, int]]] = {feature: set() for feature in features.ACTIVATION}
-    size = 10  # experiments at a time: what a process compiles serves it for all of them
+    size = 10  # experiments per task, so that a process reuses its compiled code
     parts = [(f, range(j, min(j + size, m))) for f in results for j in range(0, m, size)]
     with ProcessPoolExecutor(min(len(parts), os.cpu_count() or 1), get_context("spawn")) as pool:
         waiting = {pool.submit(proven, feature, n, m, part): (feature, part) for feature, part in parts}
@@ -86,13 +86,13 @@ def prove_ours(n: int, m: int, tell: Callable[[str], None]) -> dict[str, set[tup
 
 
 def proven(feature: str, n: int, m: int, experiments: range) -> tuple[set[tuple[int, int]], list[str]]:
-    """The cells of some experiments in which a feature is active, in a project as the counted integration leaves it."""
+    """Return the cells of some experiments in which a feature is active, after the counted integration."""
     import jax
     from loc_projects import cells
 
     from axlearn_core.errors import AxlearnError
 
-    jax.config.update("jax_disable_most_optimizations", True)  # what runs once is not worth them
+    jax.config.update("jax_disable_most_optimizations", True)  # not worth it for code that runs once
     active, problems = set(), []
     with tempfile.TemporaryDirectory(prefix="loc-complexity-") as folder:
         root = Path(folder)
@@ -110,13 +110,13 @@ def proven(feature: str, n: int, m: int, experiments: range) -> tuple[set[tuple[
                     same = modifier is None or modifier(before) == after
                     if same and cells.active(before, after, feature):
                         active.add((i, j))
-                except (AxlearnError, TypeError, AttributeError) as error:  # a cell that does not work is inactive
+                except (AxlearnError, TypeError, AttributeError) as error:  # a failing cell is inactive
                     problems.append(f"{name}: {type(error).__name__}: {error}")
     return active, problems
 
 
 def prove_baseline(n: int, m: int) -> dict[str, set[tuple[int, int]]]:
-    """The same for the baseline."""
+    """Return the active cells of the baseline by feature."""
     results = {}
     for feature in features.ACTIVATION:
         with tempfile.TemporaryDirectory(prefix="loc-complexity-") as folder:
@@ -129,7 +129,10 @@ def prove_baseline(n: int, m: int) -> dict[str, set[tuple[int, int]]]:
 
 
 def timed(n: int, m: int, total: int) -> dict[str, float]:
-    """Seconds to apply RoPE and MoE to so many experiments: the two features alone, and whole requests by name."""
+    """Return the seconds to apply RoPE and MoE to a number of experiments.
+
+    Measures the two features alone, and complete requests by name.
+    """
     from axlearn_core.config import patch
     from axlearn_core.plugins.resolve import resolve
     from axlearn_plugins_moe.feature import MoE
@@ -153,7 +156,7 @@ def timed(n: int, m: int, total: int) -> dict[str, float]:
 
 
 def measured(n: int, m: int, configs: int, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Everything, for projects of up to n modules and m experiments."""
+    """Return all results for projects of up to n modules and m experiments."""
     sizes = [(a, b) for a in steps(n, (1, 5, 10, 20)) for b in steps(m, (1, 10, 25, 50))]
     lines = {style: counted(style, sizes) for style in STYLES}
     active = {"ours": prove_ours(n, m, tell), "baseline": prove_baseline(n, m)}
@@ -183,7 +186,7 @@ def measured(n: int, m: int, configs: int, tell: Callable[[str], None]) -> dict[
 
 
 def failures(results: dict[str, Any]) -> list[str]:
-    """What is not as promised."""
+    """Return the goals that were missed."""
     wrong = []
     for feature in features.ACTIVATION:
         wrong += [f"{feature}: {v:g} lines per {k}" for k, v in results["slopes"][feature].items() if v > 0]
@@ -198,7 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modules", type=int, default=20, choices=range(1, 61), metavar="N", help="1 to 60")
     parser.add_argument("--experiments", type=int, default=50, choices=range(1, 100), metavar="M", help="1 to 99")
-    parser.add_argument("--configs", type=int, default=1000, help="how many configs RoPE and MoE are timed on")
+    parser.add_argument("--configs", type=int, default=1000, help="number of configs to time RoPE and MoE on")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument("--plot", type=Path, help="write a PNG; needs matplotlib")
     args = parser.parse_args()

@@ -1,10 +1,11 @@
-"""States on the machines of a job: the feature `local-tier` beside Orbax's `emergency.p2p`, on the same state and directories.
+"""Checkpoints on the machines of a job: the feature `local-tier` compared with Orbax's `emergency.p2p`.
 
     python benchmarks/local_tiers.py [--megabytes 128] [--repeats 3]
 
-Two processes on this machine, each with a directory of its own, as machines have; each holds the whole state (two replicas). Every
-case begins in new processes after a save: all is there; the second machine is new; one bit of its largest file differs; that file
-is half as long. A restore counts as right where each process has the bytes that were saved. `--limit` seconds end one that hangs.
+Both use the same state and directories. Two processes run on this machine. Each has its own directory, like a machine,
+and holds the whole state (two replicas). Every case starts new processes after a save: nothing is damaged, the second
+machine is new, one bit of its largest file is flipped, or that file is truncated to half. A restore is correct if each
+process has the saved bytes. Processes that hang are stopped after `--limit` seconds.
 """
 
 import argparse
@@ -26,7 +27,7 @@ SYSTEMS = ("ours", "orbax")
 
 
 def make_state(megabytes, step):
-    """Arrays of 8 MiB on every device, whose values depend on the step."""
+    """Return arrays of 8 MiB on every device. Their values depend on the step."""
     import jax
     import numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
@@ -41,7 +42,7 @@ def make_state(megabytes, step):
 
 
 class Ours:
-    """`TieredCheckpointer` with its local tier only."""
+    """`TieredCheckpointer` with only its local tier."""
 
     def __init__(self, root, rank, megabytes):
         from axlearn_plugins_runtime.tiered import LocalTier, TieredCheckpointer
@@ -100,7 +101,7 @@ class Orbax:
 
 
 def work(args):
-    """What each process does; one line of JSON."""
+    """Do the work of one process and print one line of JSON."""
     import jax
     import numpy as np
 
@@ -133,7 +134,7 @@ def work(args):
 
 
 def run_processes(system, action, folder, megabytes, limit):
-    """The results of all processes; a text for one that failed or was ended at the limit."""
+    """Return the results of all processes. A process that failed or reached the time limit has a text as its result."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -153,7 +154,7 @@ def run_processes(system, action, folder, megabytes, limit):
         except subprocess.TimeoutExpired:
             process.kill()
             out, err = process.communicate()
-            results.append(f"not finished after {limit:g} s")
+            results.append(f"did not finish after {limit:g} s")
             continue
         lines = [line for line in out.splitlines() if line.startswith("{")]
         errors = [line for line in err.splitlines() if "Error" in line] or err.splitlines()[-1:]
@@ -162,7 +163,7 @@ def run_processes(system, action, folder, megabytes, limit):
 
 
 def damage(case, folder):
-    """What happens to the second machine between the save and the restore."""
+    """Damage the second machine between the save and the restore."""
     host = folder / "host-1"
     if case == "new machine":
         shutil.rmtree(host)
@@ -180,7 +181,7 @@ def damage(case, folder):
 
 
 def measure(system, megabytes, limit):
-    """One round: a save, and each case on a copy of what it wrote."""
+    """Run one round: a save, and each case on a copy of its files."""
     result = {}
     with tempfile.TemporaryDirectory(prefix=".local-tiers-", dir=Path.cwd()) as name:
         saved = Path(name) / "saved"
@@ -197,7 +198,7 @@ def measure(system, megabytes, limit):
 
 
 def describe(results):
-    """One cell of the table."""
+    """Return one cell of the table."""
     if texts := [f"rank {rank}: {r}" for rank, r in enumerate(results) if isinstance(r, str)]:
         return "; ".join(texts)
     seconds, steps = max(r["seconds"] for r in results), {r["step"] for r in results}

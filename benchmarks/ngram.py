@@ -1,10 +1,10 @@
-"""The byte-count model that the quickstart has to beat: 5-grams of bytes of the same training and held-out files.
+"""The baseline for the quickstart: byte 5-grams on the same training and held-out files.
 
     python benchmarks/ngram.py [--order 5] [--json]
 
-An order-n model predicts each byte from the n - 1 before it, by counts with interpolated Witten-Bell smoothing (Witten
-& Bell, 1991): p_n(b | c) = (count(c b) + types(c) * p_{n-1}(b | c')) / (count(c) + types(c)), where `types(c)` is how
-many different bytes follow the context c and c' is c without its first byte; p_0 is uniform over the 256 bytes.
+An order-n model predicts each byte from the n - 1 bytes before it, with counts and interpolated Witten-Bell smoothing
+(Witten & Bell, 1991): p_n(b | c) = (count(c b) + types(c) * p_{n-1}(b | c')) / (count(c) + types(c)). `types(c)` is the
+number of different bytes after the context c, and c' is c without its first byte. p_0 is uniform over the 256 bytes.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from axlearn_plugins_transformer.text import StandardLibrary
 
 
 def grams(files: list[bytes], order: int) -> np.ndarray:
-    """uint64: each byte with the `order - 1` before it, zeros before the start of a file."""
+    """Return each byte with the `order - 1` bytes before it as uint64, with zeros before the start of a file."""
     codes = []
     for raw in files:
         padded = np.frombuffer(b"\0" * (order - 1) + raw, np.uint8).astype(np.uint64)
@@ -31,13 +31,13 @@ def grams(files: list[bytes], order: int) -> np.ndarray:
 
 
 def lookup(keys: np.ndarray, values: np.ndarray, queries: np.ndarray) -> np.ndarray:
-    """`values` at the places of `wanted` among the sorted `keys`; 0 for what is not there."""
+    """Return `values` of the `wanted` keys among the sorted `keys`, or 0 for missing keys."""
     at = np.minimum(np.searchsorted(keys, queries), len(keys) - 1)
     return np.where(keys[at] == queries, values[at], 0).astype(np.float64)
 
 
 def nats_per_byte(train: list[bytes], held_out: list[bytes], order: int) -> float:
-    """The mean of -log p over the bytes of `held_out`."""
+    """Return the mean of -log p over the bytes of `held_out`."""
     train_codes, codes = grams(train, order), grams(held_out, order)
     probability = np.full(len(codes), 1 / 256)
     for n in range(1, order + 1):
@@ -49,7 +49,7 @@ def nats_per_byte(train: list[bytes], held_out: list[bytes], order: int) -> floa
         count = lookup(keys, counts, codes_masked)
         total = lookup(contexts, totals, codes_masked >> np.uint64(8))
         kinds = lookup(contexts, types, codes_masked >> np.uint64(8))
-        has_count = total > 0  # a context that never occurred leaves the prediction to the shorter one
+        has_count = total > 0  # back off to the shorter context if this one never occurred
         mixed = (count + kinds * probability) / np.maximum(total + kinds, 1)
         probability = np.where(has_count, mixed, probability)
     return float(-np.log(probability).mean())

@@ -1,11 +1,11 @@
-"""Opening the weights of a run onto eight virtual CPU devices: memory, bytes read at the storage, and speed.
+"""Read the weights of a run onto eight virtual CPU devices: memory, bytes read from the storage, and speed.
 
     uv run python benchmarks/open_weights.py [--gigabytes 1] [--pairs 5] [--json]
 
-Writes a run of about this size of parameters with its optimizer state, then reads the weights in turns: plainly (the same
-bytes, into fresh memory), and by `open_weights(run).read("**", shardings)` sharded over the eight devices. Reported: the
-median of plain seconds / our seconds with its range; how far the resident memory rose above its baseline at its highest,
-against parameters + largest tensor + 10%; and the bytes that the storage gave, by file.
+Writes a run with parameters of about this size and their optimizer state. Then it alternates between a plain read (the
+same bytes, into fresh memory) and `open_weights(run).read("**", shardings)`, sharded over the eight devices. Reports
+the median and range of plain seconds / our seconds, the peak of resident memory above its baseline (compared with
+parameters + largest tensor + 10%), and the bytes read from the storage by file.
 """
 
 import argparse
@@ -37,7 +37,7 @@ WIDTH, HIDDEN = 1024, 2816
 
 
 class CountingStorage(LocalStorage):
-    """Counts the bytes of what is read, by file."""
+    """Counts the bytes read from each file."""
 
     def __init__(self, root: Path):
         super().__init__(root)
@@ -67,7 +67,7 @@ def config_of(gigabytes: float):
 
 
 def write_run(run: Path, gigabytes: float) -> None:
-    """A run of one checkpoint, as training writes it. In a process of its own, whose memory does not count."""
+    """Write a run with one checkpoint, in a separate process whose memory does not count."""
     config = config_of(gigabytes)
     state = compose(config).init(0)
     run.mkdir()
@@ -78,7 +78,7 @@ def write_run(run: Path, gigabytes: float) -> None:
 
 
 def plain(run: Path) -> float:
-    """Seconds to have every byte of the files of weights in fresh memory."""
+    """Return the seconds to read every byte of the weight files into fresh memory."""
     start = time.perf_counter()
     arrays = [np.fromfile(file, np.uint8) for file in sorted(run.glob("checkpoints/1/state/weights/*"))]
     seconds = time.perf_counter() - start
@@ -109,13 +109,13 @@ def measure(run: Path, options: argparse.Namespace) -> dict[str, object]:
     specs = open_weights(run, storage=storage).specs()
     parameters = sum(int(np.prod(s.shape)) * s.dtype.itemsize for s in specs.values())
     largest = max(int(np.prod(s.shape)) * s.dtype.itemsize for s in specs.values())
-    jax.block_until_ready(open_weights(run).read("decoder.norm.**", shardings))  # JAX's own start
-    plain(run)  # both begin with the files in the system's cache
+    jax.block_until_ready(open_weights(run).read("decoder.norm.**", shardings))  # initialize JAX
+    plain(run)  # warm up: fill the page cache
     ratios, seconds, peaks = [], [], []
     for _ in range(options.pairs):
         before = plain(run)
         storage.bytes.clear()
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         baseline, start = memory("VmRSS"), time.perf_counter()
         tensors = jax.block_until_ready(open_weights(run, storage=storage).read("**", shardings))
         seconds.append(time.perf_counter() - start)

@@ -1,10 +1,11 @@
-"""Whether log-probabilities depend on how many tokens are in a batch, bit for bit, with the attention kernel `invariant`.
+"""Check that log-probabilities do not depend on the batch size, bit for bit, with the attention kernel `invariant`.
 
     python benchmarks/parity.py [--widths 64,256,1024] [--tokens 4096,65536] [--functions score,step] [--devices 1]
 
-Batches of 64 tokens give the expected log-probability of each token. One batch then computes the same tokens twice: by `score`, the
-function that every language model has, for one token of each row; and by a step that also computes the gradient of every
-parameter, for all tokens. Prints how many log-probabilities differ. Exit code 1 if any does.
+Batches of 64 tokens give the expected log-probability of each token. Then one batch computes the same tokens twice:
+with `score`, the function of every language model, for one token of each row, and with a step that also computes the
+gradient of every parameter, for all tokens. Prints the number of log-probabilities that differ. Exit code 1 if any
+differ.
 """
 
 import argparse
@@ -29,13 +30,13 @@ from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_transformer.functions import ScoreBucket
 
 SMALL = 64
-"""Tokens of the batches that give the expected log-probabilities."""
+"""Tokens per batch for the expected log-probabilities."""
 FUNCTIONS = ("score", "step")
 
 
 @attrs.frozen
 class Result:
-    """How many log-probabilities of a large batch differ from those of small batches."""
+    """Number of log-probabilities that differ between a large batch and small batches."""
 
     function: str
     width: int
@@ -46,7 +47,7 @@ class Result:
 
 
 def model_config(width: int, layers: int = 2, vocabulary: int = 1024, kernel: str | None = "invariant") -> Node[Any]:
-    """A dense float32 model with heads of 64 numbers, two query heads for each key-value head."""
+    """Return a dense float32 model with a head size of 64 and two query heads per key-value head."""
     heads = max(1, width // 64)
     sizes = {
         "vocab_size": vocabulary,
@@ -62,14 +63,17 @@ def model_config(width: int, layers: int = 2, vocabulary: int = 1024, kernel: st
 
 
 def token_scores(model: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-    """The log-probability of each of the targets [B, S]."""
+    """Return the log-probability of each of the targets [B, S]."""
     hidden, _ = model.decoder(tokens, Context())
     logits = model.logits(hidden).astype(jnp.float32)
     return jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(logits, axis=-1)
 
 
 def declare(functional: Functional) -> Mapping[str, Function]:
-    """`tokens`: log-probabilities alone; `step`: the gradients of their mean too."""
+    """Declare the functions of a program.
+
+    `tokens` returns log-probabilities. `step` also returns the gradients of their mean.
+    """
 
     def forward(weights: ModelWeights, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         return token_scores(functional.bind(weights.params, weights.variables), tokens, targets)
@@ -95,7 +99,7 @@ def declare(functional: Functional) -> Mapping[str, Function]:
 def compare(
     cfg: Node[Any], tokens: int, length: int, functions: Sequence[str] = FUNCTIONS, devices: int = 1
 ) -> list[Result]:
-    """Compares a batch of `tokens` tokens in rows of `length` with batches of `SMALL` tokens on one device."""
+    """Compare a batch of `tokens` tokens in rows of `length` with batches of `SMALL` tokens on one device."""
     functional = Functional.of(cfg)
     random, shape = np.random.default_rng(0), (tokens // length, length)
     inputs, targets = (random.integers(0, cfg.vocab_size, shape).astype(np.int32) for _ in range(2))  # type: ignore[attr-defined]
@@ -132,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", default="64,256,1024")
     parser.add_argument("--tokens", default="4096,65536")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a row (default: 64)")
+    parser.add_argument("--length", type=int, default=64, help="tokens per row (default: 64)")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--functions", default=",".join(FUNCTIONS))

@@ -1,10 +1,11 @@
-"""Our compiled Llama2-70B step for tpu-v5p-1024 against the hand-written one: FLOPs, memory, collectives.
+"""Compare our compiled Llama2-70B step for tpu-v5p-1024 with the hand-written one: FLOPs, memory, collectives.
 
     uv run python benchmarks/plan_baseline.py [--layers N] [--json]
 
-Same dimensions, layout (FSDP over 512 chips), attention kernel and remat. Both are compiled for TPUs that need not be here,
-and read by the same code, memory from libtpu's own layout of buffers (docs/plan.md). The goals: FLOPs 1.00, arguments plus
-temporaries at most 1.02, collective bytes at most 1.00 times the baseline's. `--layers` compares smaller models in less time.
+Both have the same dimensions, layout (FSDP over 512 chips), attention kernel and remat. Both are compiled for TPUs that
+do not need to be present, and are analyzed by the same code. Memory comes from libtpu's own buffer layout
+(docs/plan.md). The goals, relative to the baseline: FLOPs 1.00, arguments plus temporaries at most 1.02, collective
+bytes at most 1.00. `--layers` compares smaller models, which takes less time.
 """
 
 import argparse
@@ -52,7 +53,10 @@ def ours(layers):
     from axlearn_plugins_plan.plan import prepared
 
     start = time.perf_counter()
-    sets = {"mesh.targets": {}, **({"model.decoder.num_layers": layers} if layers else {})}  # the backend's rule: FSDP
+    sets = {
+        "mesh.targets": {},
+        **({"model.decoder.num_layers": layers} if layers else {}),
+    }  # the mesh rule of the backend: FSDP
     program, batch = prepared(resolve("llama2-70b", target=TARGET, set=sets))
     with open_dump(program.compiler_options) as dump:
         compiled = program.compile("train", batch, **dump.options)
@@ -92,7 +96,7 @@ def baseline(layers):
 
 
 def differences(ours, baseline):
-    """What one sends and the other does not, by kind, size and how often."""
+    """Return the collectives that only one of them has, by kind, size and count."""
     for size in sorted(ours.keys() | baseline.keys(), key=lambda s: -abs(ours.get(s, 0) - baseline.get(s, 0))):
         more = ours.get(size, 0) - baseline.get(size, 0)
         if abs(more) > 1e6:
@@ -101,7 +105,7 @@ def differences(ours, baseline):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, help="of both models; default: 80")
+    parser.add_argument("--layers", type=int, help="layers of both models (default: 80)")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", choices=("ours", "baseline"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -110,7 +114,7 @@ def main():
         print(json.dumps((ours if args.one == "ours" else baseline)(args.layers)))
         return
     results = {}
-    for name in ("baseline", "ours"):  # a process each: what one compiles does not warm up the other
+    for name in ("baseline", "ours"):  # separate processes, so that neither warms up the other
         command = [sys.executable, __file__, "--one", name]
         command += ["--layers", str(args.layers)] if args.layers else []
         process = subprocess.run(command, stdout=subprocess.PIPE, text=True)

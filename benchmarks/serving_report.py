@@ -1,4 +1,4 @@
-"""What rounds of servers come to, as tables."""
+"""Tables of the results of all rounds."""
 
 import statistics
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ FIGURES = {
 
 
 def cached_share(results: dict[str, Any]) -> float | None:
-    """The share of prompt tokens of a round that a server took from its cache; None if it does not report them.
+    """Return the share of prompt tokens of a round from the server's cache, or None if it is unknown.
 
-    vLLM reports them for requests that have some, so that none at all reads as unknown.
+    vLLM only reports cached tokens of requests that have some, so zero cached tokens look unknown.
     """
     parts = [results[name] for name in ("loaded", "alone", "prefill")]
     counts = [part["cached_prompt_tokens"] for part in parts if part["cached_prompt_tokens"] is not None]
@@ -29,20 +29,20 @@ def cached_share(results: dict[str, Any]) -> float | None:
 
 
 def device_ratios(results: dict[str, Any], size: Any, target: Target) -> dict[str, float]:
-    """What a server makes of its device: name -> ratio."""
+    """Return a server's ratios to the limits of its device by name."""
     ratios: dict[str, float] = {}
     if target.hbm_bandwidth:
         read = size.matrices * (2 if size.dtype == "bfloat16" else 4) / target.hbm_bandwidth
         ratios["TPOT at batch 1 / one read of the weights"] = results["alone"]["tpot_ms"]["p50"] / 1e3 / read
     if peak := target.peak_flops.get(size.dtype):
-        head = size.vocabulary * size.width  # of the last token alone
+        head = size.vocabulary * size.width  # only of the last token
         flops = 2.0 * ((size.matrices - head) * size.prompt + head)
         ratios["FLOP/s of a prompt / peak"] = flops / (results["prefill"]["ttft_ms"]["p50"] / 1e3) / peak
     return ratios
 
 
 def device_table(rounds: Sequence[dict[str, Any]], names: Sequence[str], size: Any, target: Target) -> str:
-    """Medians over the rounds of what each server makes of the device."""
+    """Return a table of each server's ratios to the limits of the device. They are medians over the rounds."""
     each = {name: [device_ratios(r[name], size, target) for r in rounds] for name in names}
     lines = [f"| {target.name} | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
     for title in each[names[0]][0]:
@@ -52,7 +52,7 @@ def device_table(rounds: Sequence[dict[str, Any]], names: Sequence[str], size: A
 
 
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
-    """The share of greedy tokens before the first difference of each prompt."""
+    """Return the share of greedy tokens before the first difference of each prompt."""
     same = total = 0
     for a, b in zip(ours, theirs, strict=True):
         total += len(a)
@@ -61,7 +61,7 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
 
 
 def table(rounds: Sequence[dict[str, Any]], names: Sequence[str], *, on_cpu: bool) -> str:
-    """Medians over the rounds, and of the ratios of each round."""
+    """Return a table of medians over the rounds, and medians of each round's ratios."""
     lines = ["| figure | " + " | ".join(names) + " | " + " | ".join(f"axlearn / {n}" for n in names[1:]) + " |"]
     lines.append("|---|" + "---|" * (2 * len(names) - 1))
     figures = FIGURES if on_cpu else {k: v for k, v in FIGURES.items() if "all cores" not in k}

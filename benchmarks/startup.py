@@ -1,10 +1,10 @@
-"""How fast the command line starts, and how fast a large config tree is handled.
+"""Startup time of the command line, and speed of a large config tree.
 
     python benchmarks/startup.py [--runs 15] [--json]
 
-Times on the clock, the best of the runs (what else the machine does only adds to them): `axlearn --help` (at most 0.25 s),
-`axlearn experiments list` and `axlearn features list` (at most 0.5 s), and building, flattening and diffing the tree of
-`llama2-70b` (at most 20 ms each). Exit code 1 where one is over its limit.
+Measures wall-clock time and reports the fastest run, because other load only adds time: `axlearn --help` (at most 0.25
+s), `axlearn experiments list` and `axlearn features list` (at most 0.5 s), and building, flattening and diffing the
+tree of `llama2-70b` (at most 20 ms each). Exit code 1 if a limit is exceeded.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from axlearn_core.plugins.registry import registry
 
 
 def best(function: Callable[[], object], runs: int) -> float:
-    """Seconds of the fastest call, after one that is not counted."""
+    """Return the seconds of the fastest call, after one warm-up call."""
     function()
     results = []
     for _ in range(runs):
@@ -30,7 +30,7 @@ def best(function: Callable[[], object], runs: int) -> float:
 
 
 def command(*words: str) -> Callable[[], object]:
-    """A call of the command line in a process of its own."""
+    """Return a call of the command line in a separate process."""
     words = (sys.executable, "-m", "axlearn_core", *words)
     return lambda: subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
 

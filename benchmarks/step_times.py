@@ -1,11 +1,12 @@
-"""Predicted step times against published ones, each left out of the fit: the model of `axlearn_plugins_plan.predict`.
+"""Compare predicted step times with published ones, with each step excluded from its fit.
 
     uv run python benchmarks/step_times.py [--write]
 
-Reads the steps of `steps.toml`, fits the model to them, and prints for each the prediction of a fit without it; with `trainings`,
-of a fit without every step of the same training on the same machine, whoever's it was. A target whose only training is left out
-takes the mean efficiency of the others. Below, weak scaling: what the prediction explains of the fall. `--write` puts the fit into
-`steps.toml`. Nothing is compiled; the plans that the steps name were (`benchmarks/plan_table.py`).
+Reads the steps of `steps.toml` and fits the model of `axlearn_plugins_plan.predict`. For each step it prints the
+prediction of a fit without it, and under `trainings` the prediction of a fit without any step of the same training on
+the same machine, from any source. A target whose only training is excluded gets the mean efficiency of the others. Then
+it prints how much of the weak-scaling loss the prediction explains. `--write` writes the fit to `steps.toml`. Nothing
+is compiled. The plans of the steps come from `benchmarks/plan_table.py`.
 """
 
 import argparse
@@ -19,9 +20,9 @@ from axlearn_plugins_plan.predict import Model, Step, load_measurements, log_rat
 
 FILE = Path(__file__).parents[1] / "plugins/plan/src/axlearn_plugins_plan/steps.toml"
 PRIOR = 0.15
-"""How far, in logarithms, the efficiencies of targets lie from their mean: what a fit adds for a target of few steps."""
+"""Standard deviation of the targets' log efficiencies. It regularizes targets with few steps."""
 LEAST = 0.1
-"""Of the communication, what a step waits for at the least: a search would take what costs nothing without end."""
+"""Minimum share of the communication that a step waits for. If it were free, a search would use it without limit."""
 
 
 def unpack(values: np.ndarray, targets: list[str], platforms: list[str], spread: float = 1.0) -> Model:
@@ -39,7 +40,7 @@ def fit(steps: list[Step], targets: list[str], platforms: list[str]) -> Model:
         misses = [log_ratio(model, s) / 0.05 for s in steps]
         logs = values[: len(targets)]
         prior = (logs - logs.mean()) / PRIOR
-        exposed = (values[len(targets) + 2 :] - 0.5) / 0.5  # a share between none and all of it
+        exposed = (values[len(targets) + 2 :] - 0.5) / 0.5  # a share between 0 and 1
         return np.concatenate([misses, prior, exposed, [values[len(targets)] / 2.0]])
 
     start = np.concatenate([np.full(len(targets), np.log(0.7)), [-0.8, 0.05], np.full(len(platforms), 0.5)])
@@ -49,7 +50,10 @@ def fit(steps: list[Step], targets: list[str], platforms: list[str]) -> Model:
 
 
 def left_out(steps: list[Step], together: bool) -> list[float]:
-    """Of each step the logarithm of prediction over step, by a fit without it (or without its whole training)."""
+    """Return the log ratio of prediction over measured time for each step.
+
+    Each fit excludes the step, or its whole training.
+    """
     targets = list(dict.fromkeys(s.target for s in steps))
     platforms = list(dict.fromkeys(s.platform for s in steps))
     results = []
@@ -61,7 +65,7 @@ def left_out(steps: list[Step], together: bool) -> list[float]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the fit into steps.toml")
+    parser.add_argument("--write", action="store_true", help="write the fit to steps.toml")
     args = parser.parse_args()
     steps = list(load_measurements()[0])
     targets = list(dict.fromkeys(s.target for s in steps))
@@ -86,7 +90,7 @@ def main():
 
 
 def falls(steps: list[Step], model: Model):
-    """Weak scaling: the published fall from the smallest machine to the largest, and the predicted one."""
+    """Return the published and the predicted weak-scaling loss from the smallest machine to the largest."""
     curves: dict[str, list[Step]] = {}
     for s in steps:
         if "weak" in s.source:

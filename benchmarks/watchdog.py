@@ -1,11 +1,12 @@
-"""Whether the watchdog is quiet while steps are slow, and finds a hang in time. Everything waits in real time.
+"""Check that the watchdog ignores slow steps and detects hangs in time. All waiting is in real time.
 
     python benchmarks/watchdog.py --minutes 30
 
-A toy run whose steps sleep, as the host does while devices compute, under all rules of the watchdog; only the bounds of `hang` are
-set. Of each 50 steps four are slow (30% to 80% of the bound, never three in a row), one batch is slow, and every second save and
-evaluation. Whatever the watchdog reports meanwhile is a false alarm. At the end of that time the run hangs in a step. Then shorter
-runs hang in each phase, `--repeats` times. Found in time: within twice the bound of the phase.
+Runs a toy model with sleeping steps, like a host that waits for devices. All rules of the watchdog are on, and only the
+limits of `hang` are set. Of each 50 steps, four are slow (30% to 80% of the limit, never three in a row) and one batch
+is slow, as are every second save and evaluation. Any report of the watchdog is a false alarm. At the end, the run hangs
+in a step. Then shorter runs hang in each phase, `--repeats` times. A hang is detected in time if it is reported within
+twice the limit of the phase.
 """
 
 import argparse
@@ -36,12 +37,12 @@ STEP_SECONDS = 0.1
 
 
 class Schedule:
-    """How long each phase takes, and where the run hangs.
+    """Duration of each phase, and the phase that hangs.
 
     Args:
-        bound: of a step, in seconds; that of a save is twice as long.
-        seconds: after which the next phase of the kind `hang` does not end.
-        hang: that kind.
+        bound: Time limit of a step in seconds. The limit of a save is twice as long.
+        seconds: Time after which the next phase of the kind `hang` does not end.
+        hang: Kind of phase that hangs.
     """
 
     def __init__(self, bound, seconds, hang, seed):
@@ -53,7 +54,7 @@ class Schedule:
         self.slow_steps = set()
 
     def wait(self, phase):
-        """Sleeps as long as the phase takes now."""
+        """Sleep for the duration of the phase."""
         number = self.calls[phase]
         self.calls[phase] += 1
         if number % BLOCK == 0 and phase == "step":
@@ -71,7 +72,7 @@ class Schedule:
             time.sleep(STEP_SECONDS)
 
     def report(self):
-        """One line, before the hang."""
+        """Print one line before the hang."""
         slow = {phase: {"count": len(shares), "longest_share": max(shares)} for phase, shares in self.slow.items()}
         print(json.dumps({"phases": self.calls, "slow": slow, "hang_began": time.time()}), flush=True)
 
@@ -80,11 +81,11 @@ schedule = Schedule(1.0, 0.0, "", 0)
 
 
 class SleepingSteps(Configurable):
-    """Takes every step after a sleep."""
+    """Sleeps before every step."""
 
     @node
     class Config(Configurable.Config["SleepingSteps"]):
-        """Nothing to set."""
+        """Settings of `SleepingSteps`. There are none."""
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -98,7 +99,7 @@ class SleepingSteps(Configurable):
 
 
 class SlowNumbers(Numbers):
-    """Batches, some of them late."""
+    """Batches, some of which are late."""
 
     def __next__(self):
         schedule.wait("input" if self.count is None else "evaluate")
@@ -106,11 +107,11 @@ class SlowNumbers(Numbers):
 
 
 class SlowNoise(Noise):
-    """The input."""
+    """The input of `SlowNumbers`."""
 
     @node
     class Config(Noise.Config):
-        """Nothing more to set."""
+        """Settings of `SlowNoise`, as for its base."""
 
     def train(self):
         return SlowNumbers()
@@ -120,11 +121,11 @@ class SlowNoise(Noise):
 
 
 class SlowCheckpointer(ShardedCheckpointer):
-    """Some saves wait."""
+    """Checkpointer with some slow saves."""
 
     @node
     class Config(ShardedCheckpointer.Config):
-        """Nothing more to set."""
+        """Settings of `SlowCheckpointer`, as for its base."""
 
     def save(self, step, state, **values):
         schedule.wait("save")
@@ -132,7 +133,7 @@ class SlowCheckpointer(ShardedCheckpointer):
 
 
 def train(folder, bound, seconds, hang, seed):
-    """The run that hangs; the watchdog ends it."""
+    """Run until the hang. The watchdog ends the process."""
     global schedule
     schedule = Schedule(bound, seconds, hang, seed)
     actions = (DumpStacks.Config(), RestartProcess.Config())
@@ -152,7 +153,7 @@ def train(folder, bound, seconds, hang, seed):
 
 
 def measure(folder, bound, seconds, hang, seed):
-    """What one run did, and what the watchdog said."""
+    """Return the phases of one run and the reports of the watchdog."""
     words = [
         "--run",
         str(folder),
@@ -182,7 +183,7 @@ def measure(folder, bound, seconds, hang, seed):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--bound", type=float, default=20.0, help="Seconds that a step may take in the long run.")
+    parser.add_argument("--bound", type=float, default=20.0, help="Time limit of a step of the long run, in seconds.")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seed", type=int, default=0)

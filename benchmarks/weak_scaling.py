@@ -1,16 +1,16 @@
-"""Weak scaling beside the published curves: what the prediction explains of the fall, and what not.
+"""Compare predicted with published weak scaling, and show the loss that the prediction does not explain.
 
     uv run python benchmarks/weak_scaling.py [--json]
 
-The published curves are those of arXiv 2507.05411 (v5p; Llama2-70B from 256 to 4,096 chips, a dense 150B from 8,192 to 32,768), of
-which the two ends have figures. Of each curve three predictions of the fall in MFU are printed:
+The published curves are from arXiv 2507.05411 (v5p; Llama2-70B from 256 to 4,096 chips, a dense 150B from 8,192 to
+32,768). Only their ends have figures. For each curve, it prints three predictions of the loss of MFU:
 
-- by what is sent alone: the model of `axlearn_plugins_plan.predict` without its exponent of the number of chips;
-- by a model that was fitted without this curve, with the exponent that all other steps ask for;
-- by the kept model, which was fitted to the curve too.
+- by communication alone: the model of `axlearn_plugins_plan.predict` without its exponent of the number of chips;
+- by a model that was fitted without this curve, with the exponent from all other steps;
+- by the stored model, which was also fitted to this curve.
 
-The rest of the published fall is what none of our formulas has: stragglers, input, restarts, congestion between slices.
-Nothing is compiled; the plans that `steps.toml` names were (`benchmarks/plan_table.py`).
+The formulas do not model the remaining loss: stragglers, input, restarts, congestion between slices.
+Nothing is compiled. The plans in `steps.toml` come from `benchmarks/plan_table.py`.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from axlearn_plugins_plan.predict import Model, Step, load_measurements
 
 
 def curves(steps: list[Step]) -> dict[str, list[Step]]:
-    """Name of the training -> its steps, the smallest machine first."""
+    """Return the steps of each training by name, smallest machine first."""
     by_name: dict[str, list[Step]] = {}
     for s in steps:
         if "weak scaling" in s.source:
@@ -32,14 +32,14 @@ def curves(steps: list[Step]) -> dict[str, list[Step]]:
 
 
 def share_left(model: Model, curve: list[Step]) -> float:
-    """Of the MFU on the smallest machine, what is left on the largest, by a model."""
+    """Return the ratio of the MFU on the largest machine to the MFU on the smallest, by a model."""
     first, last = curve[0], curve[-1]
     seconds = [model.seconds(s.target, s.platform, s.chips, s) for s in (first, last)]
     return seconds[0] / seconds[1] * last.compute / first.compute
 
 
 def explained(steps: list[Step], model: Model, curve: list[Step]) -> dict:
-    """The published fall and the predicted ones, as the share of the MFU on the smallest machine that is lost."""
+    """Return the published and the predicted losses as shares of the MFU on the smallest machine."""
     first, last = curve[0], curve[-1]
     others = [s for s in steps if s not in curve]
     targets, platforms = (list(dict.fromkeys(getattr(s, n) for s in steps)) for n in ("target", "platform"))
@@ -56,7 +56,7 @@ def explained(steps: list[Step], model: Model, curve: list[Step]) -> dict:
 
 
 def lines(name: str, fall: dict) -> list[str]:
-    """The figures of one curve as text."""
+    """Return the figures of one curve as text."""
 
     def line(label: str, lost: float) -> str:
         rest = fall["published"] - lost

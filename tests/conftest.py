@@ -1,7 +1,7 @@
-"""Every test runs on eight virtual CPU devices, with JAX's strict rules for ranks and dtypes.
+"""Run every test on eight virtual CPU devices, with JAX's strict rules for ranks and dtypes.
 
-Programs are compiled fast rather than well: most of them run once. One that several tests use is compiled once: they
-share a cache, also with the commands that they start.
+Programs are compiled quickly instead of well, because most of them run once. Tests and the commands that they start share a
+compilation cache, so each program is compiled once.
 """
 
 import os
@@ -15,16 +15,15 @@ from pathlib import Path
 
 import pytest
 
-# A third of the time to compile goes into XLA:CPU's fusion emitters; newer versions have no flag to leave them out.
+# XLA:CPU's fusion emitters take a third of the compile time. Newer versions have no flag to disable them.
 FUSION = " --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""
-# Threads for eight virtual devices, as `axlearn_core.compose.devices.configure_devices` asks for them: with one for each
-# they may wait for one another for ever. On a busy machine they may also wait for longer than XLA's 40 seconds, after which it
-# aborts.
+# Threads for eight virtual devices, as in `axlearn_core.compose.devices.configure_devices`. With one thread per device, they
+# can deadlock. On a busy machine, they may also wait for longer than XLA's limit of 40 seconds, after which it aborts.
 os.environ.setdefault("PJRT_NPROC", "64")
 PATIENT = " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 FAST = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0" + FUSION + PATIENT
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Workers inherit both. Of one device: for the commands that tests start.
+# Workers inherit both. The commands that tests start use the flags of one device.
 os.environ["XLA_FLAGS_OF_ONE_DEVICE"] = os.environ.get("XLA_FLAGS_OF_ONE_DEVICE", FAST)
 os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS_OF_ONE_DEVICE"] + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
@@ -43,12 +42,12 @@ def pytest_unconfigure(config):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--update-goldens", action="store_true", help="write tests/goldens anew instead of comparing")
+    parser.addoption("--update-goldens", action="store_true", help="rewrite tests/goldens instead of comparing")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _programs_are_given_back(request):
-    """Hundreds of the slow tests' programs in one process come to its limit of mappings, where LLVM aborts."""
+    """Free compiled programs. Otherwise the slow tests exceed the process's limit of memory mappings, and LLVM aborts."""
     yield
     if request.config.option.markexpr.startswith("slow") and "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
@@ -56,9 +55,10 @@ def _programs_are_given_back(request):
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
-    """Adds a distribution for one test: a real dist-info folder on `sys.path`, with real modules beside it.
+    """Return a function that installs a distribution for one test.
 
-    `install(name, version, modules={...}, points={group: {name: value}}, requires=(...))` -> its folder.
+    It creates a real dist-info folder and real modules on `sys.path`.
+    `install(name, version, modules={...}, points={group: {name: value}}, requires=(...))` returns the folder.
     """
     written: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""Every package, extra, command and option that a message, a docstring, a help text or a page names exists."""
+"""Every package, extra, command and option in a message, docstring, help text or page exists."""
 
 import ast
 import re
@@ -17,17 +17,17 @@ from axlearn_core.cli.main import cli
 ROOT = Path(__file__).resolve().parents[1]
 
 PLACEHOLDER = "…"
-"""Stands for a value that an f-string fills in."""
+"""Placeholder for a value in an f-string."""
 OTHERS = {
     "datasets", "jax", "jax-cuda12-plugin", "jupyterlab", "matplotlib", "moto", "pip", "skypilot", "torch", "twine", "uv", "vllm",
 }  # fmt: skip
-"""Packages of others that are named, with whatever extras they have."""
+"""Third-party packages that texts name, with any extras."""
 EXAMPLES = {"axlearn-plugins-my-gate", "axlearn-plugins-my-norm", "axlearn-plugins-foo", "axlearn-plugins-toy"}
-"""Packages that readers write, or that only stand for some package."""
+"""Packages that readers write, and placeholders."""
 
 
 def _projects() -> dict[str, set[str]]:
-    """Each distribution of the workspace and of the examples, with its extras."""
+    """Return the distributions of the workspace and the examples, with their extras."""
     files = [*ROOT.glob("axlearn_*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]
     files += ROOT.glob("examples/*/pyproject.toml")
     projects = [tomllib.loads(file.read_text("utf-8"))["project"] for file in files]
@@ -46,11 +46,11 @@ ADDED = {
     for name in _entry_points(file, "commands", "options")
     for option in (f"--{name.partition('-')[2].lstrip('-')}",)
 }
-"""Options, and flags of commands, that the example plugins add."""
+"""Options and commands that the example plugins add."""
 
 
 def strings(source: str) -> Iterator[str]:
-    """The strings of Python code, docstrings among them."""
+    """Return the strings in Python code, including docstrings."""
     tree = ast.parse(source)
     parts = {id(v) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for v in n.values}
     for node in ast.walk(tree):
@@ -61,7 +61,10 @@ def strings(source: str) -> Iterator[str]:
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """(path, text) of each page, and of the strings of each module. Results are what was run at their time."""
+    """Return the path and text of each page, and the strings of each module.
+
+    Excludes benchmark results, which record old commands.
+    """
     names = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
@@ -84,7 +87,7 @@ _PROSE = re.compile(r"[a-z,] $")
 
 
 def wrong_packages(text: str) -> list[str]:
-    """Names of packages and extras that do not exist, among those that a text names."""
+    """Return the packages and extras in a text that do not exist."""
     wrong = []
     for match in _OURS.finditer(text):
         name, _, extras = match[0].partition("[")
@@ -99,7 +102,7 @@ def wrong_packages(text: str) -> list[str]:
 
 
 def installed(words: str) -> Iterator[str]:
-    """The requirements among the words behind `pip install`, up to where a sentence goes on."""
+    """Return the requirements after `pip install`, up to the rest of the sentence."""
     words = re.sub(r"\s(?:-e|--python)\s+\S+", " ", " " + words)
     for word in words.split():
         bare = word.strip("\"'\\,.(:")
@@ -114,7 +117,7 @@ def installed(words: str) -> Iterator[str]:
 
 
 def wrong_commands(text: str) -> list[str]:
-    """Commands and options that do not exist, among those of `axlearn` that a text names."""
+    """Return the `axlearn` commands and options in a text that do not exist."""
     wrong = []
     for match in _COMMAND.finditer(text):
         before = text[max(0, match.start() - 8) : match.start()]
@@ -132,7 +135,7 @@ def wrong_commands(text: str) -> list[str]:
             command = child
         else:
             options = {o for p in command.get_params(click.Context(command)) for o in (*p.opts, *p.secondary_opts)}
-            if isinstance(command, ExtensibleCommand):  # its subcommands are flags, with options of their own
+            if isinstance(command, ExtensibleCommand):  # its subcommands are flags and have separate options
                 names = related_commands(command.entry_name)
                 options |= {f"--{name.rpartition('-')[2]}" for name in names}
                 options |= {o for name in names for p in load_command(name).params for o in p.opts}

@@ -1,4 +1,4 @@
-"""What each distribution says of itself agrees with its code: requirements, sources, folders."""
+"""The metadata of each distribution agrees with its code: requirements, sources, folders."""
 
 import ast
 import re
@@ -19,13 +19,16 @@ def project_of(path):
 
 
 def distribution_of(module):
-    """The distribution that has a module; None where that is somebody else's."""
+    """Return the distribution that contains a module, or None if it is not ours."""
     name = module.split(".")[0].replace("_", "-")
     return name if name in OWN else None
 
 
 def imports(tree):
-    """(module, whether importing the file imports it) of each import, but for those of `if TYPE_CHECKING`."""
+    """Return each imported module, and whether importing the file imports it.
+
+    Ignores imports under `if TYPE_CHECKING`.
+    """
 
     def visit(nodes, eager):
         for node in nodes:
@@ -63,7 +66,7 @@ PROVIDERS = packages_distributions()
 
 
 def distributions_of(module):
-    """The distributions that may bring a module; empty for the standard library."""
+    """Return the distributions that may provide a module. Return an empty set for the standard library."""
     top = module.split(".")[0]
     if top in sys.stdlib_module_names:
         return set()
@@ -76,14 +79,18 @@ EXTRAS = {
     ("axlearn-plugins-transformer", "testing"): "axlearn-testing",
     ("axlearn-plugins-tools", "harness.py"): "lm-eval",
 }
-"""(distribution, folder or file) -> the extra that it is for, which may be imported there when the module is."""
+"""Extra that a folder or file of a distribution may import at module level."""
 BROUGHT = {"axlearn-testing": {"pytest"}}
-"""What an extra brings along."""
+"""Packages that an extra installs."""
 
 
 @pytest.mark.parametrize("path", PROJECTS, ids=lambda path: path.parent.name)
 def test_what_is_imported_is_required(path):
-    """Modules that importing a distribution imports are of its requirements, or the core's; others may be of an extra."""
+    """Check that imported modules belong to requirements.
+
+    Modules that are imported with a distribution must belong to its requirements or the core's. Other modules may belong to
+    an extra.
+    """
     project = project_of(path)["project"]
     core = names_of(project_of(ROOT / "axlearn_core/pyproject.toml")["project"]["dependencies"])
     required = names_of(project["dependencies"]) | core | {project["name"]}
@@ -103,17 +110,20 @@ def test_what_is_imported_is_required(path):
 NOT_IMPORTED = {
     "axlearn-core": {"orbax-checkpoint"},
     "axlearn-plugins-gpu": {"jax-cuda12-plugin", "nvidia-cuda-runtime-cu12"},  # JAX loads them
-    "axlearn-plugins-serving": {"h11", "tokenizers"},  # uvicorn imports the one; the other raises transformer's version
+    "axlearn-plugins-serving": {
+        "h11",
+        "tokenizers",
+    },  # uvicorn imports the first; the second raises the version of transformers
 }
-"""Requirements that no module imports. Requirements among our own may be for names in configs, which other tests check."""
+"""Requirements that no module imports. Other tests check requirements among our distributions that are for names in configs."""
 JOB = "axlearn-plugins-runtime"
 FOR_ENTRY_POINTS = {
     **{
         f"axlearn-plugins-{name}": {JOB} for name in ("cpu", "gpu", "neuron", "tpu")
-    },  # so that every installation locks its runs
-    "axlearn-testing": {JOB},  # the suite for loops stops them by a signal
+    },  # every installation needs to lock its runs
+    "axlearn-testing": {JOB},  # the suite for loops stops them with a signal
 }
-"""Requirements that are there for the entry points that they register, and that no module may need to import."""
+"""Requirements for their entry points. Modules do not need to import them."""
 
 
 @pytest.mark.parametrize("path", PROJECTS, ids=lambda path: path.parent.name)
@@ -134,7 +144,7 @@ def test_every_accelerator_brings_the_parts_of_jobs():
 
 @pytest.mark.parametrize("path", PROJECTS, ids=lambda path: path.parent.name)
 def test_requirements_of_the_project_come_from_the_workspace(path):
-    """Each names its sources itself, so that a new distribution needs no line in the root."""
+    """Check that each distribution declares its sources, so that the root does not need a line for a new distribution."""
     content = project_of(path)
     project = content["project"]
     extras = project.get("optional-dependencies", {}).values()
@@ -146,7 +156,7 @@ def test_requirements_of_the_project_come_from_the_workspace(path):
 
 
 def test_requirements_have_no_cycle():
-    """Among plugins; the core's extra `all` names them, which is not a requirement."""
+    """Check the requirements among plugins. The core's extra `all` does not count as a requirement."""
     graph = {p["name"]: names_of(p["dependencies"]) & OWN for p in (project_of(x)["project"] for x in PROJECTS)}
     ended = set()
     while free := {name for name, needs in graph.items() if name not in ended and needs <= ended}:

@@ -1,4 +1,4 @@
-"""Docstrings list the parameters and attributes that there are."""
+"""The parameters and attributes in docstrings exist."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ def _functions(tree):
 
 
 def _listed(docstring, heading):
-    """The names that a section of a docstring lists."""
+    """Return the names in a section of a docstring."""
     lines = iter((docstring or "").splitlines())
     names = set()
     for line in lines:
@@ -34,21 +34,21 @@ def _parameters(function):
 
 
 def _fields(cls):
-    """Everything that a class or its constructor assigns, by name, and what it defines."""
+    """Return the names that a class or its constructor assigns or defines."""
     names = {n.attr for n in ast.walk(cls) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
     names |= {n.id for n in ast.walk(cls) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     return names | {f.name for f in _functions(cls)}
 
 
 def _undescribed(source):
-    """(line, name) of what docstrings say of parameters and attributes that there are none of."""
+    """Return the line and name of each documented parameter or attribute that does not exist."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             wrong = _listed(ast.get_docstring(node), "Args") - _parameters(node)
         elif isinstance(node, ast.ClassDef):
             init = [p for f in _functions(node) if f.name == "__init__" for p in _parameters(f)]
             wrong = _listed(ast.get_docstring(node), "Args") - _fields(node) - {*init}
-            if not node.bases:  # else a base may have them
+            if not node.bases:  # otherwise a base class may have them
                 wrong |= _listed(ast.get_docstring(node), "Attributes") - _fields(node)
         else:
             continue

@@ -1,4 +1,4 @@
-"""Names say what they hold or do."""
+"""Names describe values and actions."""
 
 import ast
 from pathlib import Path
@@ -12,16 +12,18 @@ VAGUE = {
     *("found", "made", "told", "mine", "there", "given", "done", "kept", "wanted", "seen", "known", "held"),
     *("settle", "here", "absent", "united", "say"),
 }
-"""Names that say nothing of what they hold or do. A noun for the value, a verb for the function."""
+"""Vague names. Use a noun for a value, and a verb for a function."""
 
 
 def vague_names(source):
-    """(line, name) of each variable, parameter and function with such a name. `carry` is one of functions: scans have one."""
+    """Return the line and name of each vague variable, parameter or function.
+
+    `carry` is only vague for functions, because scans have a carry.
+    """
     tree = ast.parse(source)
     bodies = [statement for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for statement in node.body]
-    fields = {
-        id(s.target) for s in bodies if isinstance(s, ast.AnnAssign)
-    }  # figures of a plan, what is shown of a request, ...
+    # Fields may have these names, such as figures of a plan or displayed parts of a request.
+    fields = {id(s.target) for s in bodies if isinstance(s, ast.AnnAssign)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in fields:
             name, vague = node.id, VAGUE
@@ -76,7 +78,7 @@ CONVENTIONS = {
     "topology": "the absent devices of a backend",
     "weights": "what opens one kind of weights",
 }
-"""Modules that do the same in every package that has one."""
+"""Module names that mean the same in every package."""
 
 NAMED_AFTER = {
     "cli": "a command",
@@ -86,17 +88,17 @@ NAMED_AFTER = {
     "axlearn_testing": "the part that a suite tests",
     "testing": "the part that a suite of a plugin tests",
 }
-"""Folders whose modules have the name of something else, and what that is."""
+"""Folders whose modules are named after something else, and its description."""
 
 SHARED = {
     *("objective", "state"),
     *("collectives", "files", "flops", "held", "render", "run", "sizes", "stream"),
 }
-"""Names that two modules still share. Rename one of them rather than add to this."""
+"""Names that two modules still share. Rename one of them instead of adding to this list."""
 
 
 def shared_names(modules):
-    """Name -> the modules of different packages that have it, though they do different things."""
+    """Return the names of modules that mean different things in different packages."""
     places = {}
     for module in modules:
         *folders, name = module.split(".")
@@ -123,7 +125,7 @@ def test_modules_of_two_packages_share_no_name():
 
 
 def underscored(paths):
-    """Modules and folders that differ from one beside them by a trailing underscore only."""
+    """Return modules and folders that only differ from a neighbor by a trailing underscore."""
     names = {path.with_suffix("") for path in paths} | {path.parent for path in paths}
     return {str(name) for name in names if name.with_name(name.name.rstrip("_")) in names - {name}}
 
@@ -134,7 +136,7 @@ def test_no_module_differs_by_an_underscore():
 
 
 def _classes():
-    """(name, bases, place) of each class of the distributions."""
+    """Return the name, bases and location of each class."""
     for path in SOURCES:
         if "src" in path.parts and "examples" not in path.parts:
             for node in ast.parse(path.read_text()).body:
@@ -144,7 +146,7 @@ def _classes():
 
 
 def misnamed_ops(classes):
-    """Places of ops that lack the ending `Op`, and of other classes that have the name of an op without it."""
+    """Return ops without the ending `Op`, and other classes that share the name of an op without the ending."""
     classes = list(classes)
     ops = {"Op"}
     while more := {name for name, bases, _ in classes if ops & set(bases)} - ops:

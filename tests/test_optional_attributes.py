@@ -1,4 +1,4 @@
-"""No part is asked for what it may have by a name in quotes: capabilities are protocols, and each has one home."""
+"""Optional attributes are accessed through capability protocols, not by name with `getattr`."""
 
 import ast
 import subprocess
@@ -19,17 +19,17 @@ ALLOWED = {
     "plugins/models/src/axlearn_plugins_models/bridges/linen_layer.py": "any module of Linen",
     "plugins/serving/src/axlearn_plugins_serving/server/memory_return.py": "functions of the C library",
 }
-"""File -> whose attributes it asks for by name. Only objects that are not ours, and helpers that are the one home of a question."""
+"""Owner of the attributes that a file may access by name. Only for foreign objects, and for the single helper of a check."""
 
 NOT_YET = {
     "plugins/orbax/src/axlearn_plugins_orbax/transfer.py": {"strerror"},
     "plugins/orbax/src/axlearn_plugins_orbax/trees.py": {"dtype", "shape"},
     "plugins/orbax/src/axlearn_plugins_orbax/weights.py": {"input", "tokenizer"},
 }
-"""File -> names that it still asks for, which are to become capabilities. Nothing is added here."""
+"""Names that a file still accesses and that will become capabilities. Do not add to this list."""
 
 FEW = 75
-"""All uses of `getattr` and `hasattr` in the sources."""
+"""All calls of `getattr` and `hasattr` in the sources."""
 
 
 def shipped():
@@ -38,7 +38,7 @@ def shipped():
 
 
 def uses(source):
-    """(line, name in quotes or None) of each call of `getattr` and `hasattr`."""
+    """Return the line and the literal name (or None) of each call of `getattr` and `hasattr`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
             name = node.args[1]

@@ -1,4 +1,4 @@
-"""What is published: metadata, ranges between distributions, wheels, and plugins with the oldest core that they claim."""
+"""Releases: metadata, version ranges between distributions, wheels, and plugins with the oldest core that they support."""
 
 import io
 import os
@@ -20,11 +20,11 @@ ROOT = Path(__file__).parents[1]
 MEMBERS = [p.parent for folder in ("", "plugins") for p in sorted((ROOT / folder).glob("*/pyproject.toml"))]
 PROJECTS = {p.name: tomllib.loads((p / "pyproject.toml").read_text())["project"] for p in MEMBERS}
 CORE = PROJECTS["axlearn_core"]
-INDEX = PROJECTS["axlearn_index"]  # data that the core requires
+INDEX = PROJECTS["axlearn_index"]  # a data package that the core requires
 
 
 def own_requirements(project):
-    """Those on other distributions of this repository."""
+    """Return the requirements on other distributions of this repository."""
     extras = project.get("optional-dependencies", {}).values()
     every = [Requirement(r) for r in (*project.get("dependencies", ()), *(r for extra in extras for r in extra))]
     return [r for r in every if r.name.startswith("axlearn-")]
@@ -62,7 +62,7 @@ def test_ranges_between_distributions_hold_the_version_of_today(project):
 
 
 def oldest_cores():
-    """The lowest versions of the core that the plugins claim."""
+    """Return the lowest versions of the core that the plugins support."""
     floors = set()
     for project in PROJECTS.values():
         for requirement in own_requirements(project):
@@ -72,7 +72,7 @@ def oldest_cores():
 
 
 def sources_of(version, folder):
-    """A folder with the package `axlearn_core` of a version: the one of today, or that of its tag."""
+    """Return a folder with the package `axlearn_core` of a version: the current one, or its tag."""
     if version == Version(CORE["version"]):
         return ROOT / "axlearn_core/src"
     command = ["git", "-C", str(ROOT), "archive", f"v{version}", "axlearn_core/src"]
@@ -108,7 +108,7 @@ def test_a_version_that_was_never_tagged_is_named(tmp_path):
 
 
 def skip_without_build_tools(result):
-    """Where uv, offline, has no hatchling, setuptools or jaxlib in its cache; every other failure of a build counts."""
+    """Skip if uv, offline, has no hatchling, setuptools or jaxlib in its cache. Any other build failure is an error."""
     if result.returncode and "because the network was disabled" in result.stderr:
         pytest.skip("needs what builds wheels in the cache of uv")
 
@@ -152,10 +152,10 @@ def test_wheels(tmp_path):
         with zipfile.ZipFile(wheel) as archive:
             names = archive.namelist()
             (file,) = [n for n in names if n.endswith(".dist-info/METADATA")]
-            metadata = Metadata.from_email(archive.read(file))  # raises what an index would refuse
+            metadata = Metadata.from_email(archive.read(file))  # raises if an index would reject the metadata
         assert metadata.description_content_type == "text/markdown", wheel.name
         assert metadata.description.startswith("# axlearn"), wheel.name
         assert any(n.endswith("licenses/LICENSE") for n in names), wheel.name
         assert any(n.endswith("py.typed") for n in names), wheel.name
         tests = [n for n in names if n.startswith("tests/") or "/tests/" in n]
-        assert all(n.endswith(".template") for n in tests), wheel.name  # of the package that `plugins new` writes
+        assert all(n.endswith(".template") for n in tests), wheel.name  # the package from `plugins new`

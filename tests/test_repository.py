@@ -1,4 +1,4 @@
-"""What the repository promises about itself."""
+"""Rules of the repository."""
 
 import ast
 import importlib
@@ -26,7 +26,7 @@ def _functions(tree):
 
 
 def _lines(function):
-    """Lines of a function without its docstring."""
+    """Return the lines of a function without its docstring."""
     first = function.body[0]
     docstring = first.end_lineno - first.lineno + 1 if ast.get_docstring(function) else 0
     return function.end_lineno - function.lineno + 1 - docstring
@@ -37,7 +37,7 @@ LONG_FILE = 600
 
 @pytest.mark.filterwarnings("default:.*lines or more:UserWarning")
 def test_long_files_are_named():
-    """A long file is a reason to look at it, and not an error: splitting one concern in two is worse."""
+    """Warn about long files. This is not an error, because splitting one concern in two is worse."""
     lines = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in WATCHED}
     assert len(lines) > 500
     if long := {path: count for path, count in lines.items() if count >= LONG_FILE}:
@@ -69,12 +69,12 @@ LAYERS = {
     "train": {"checkpoint", "compat", "compose", "config", "contracts", "errors", "learn", "nn", "plugins", "run"},
     "cli": {"checkpoint", "compat", "compose", "config", "contracts", "errors", "plugins", "run", "train"},
 }
-"""Layer of the core -> the layers that it imports, types included. import-linter keeps the order; this, that nothing is added
-unseen."""
+"""Imports of each layer of the core, including types. import-linter checks the order. This test makes every addition
+explicit."""
 
 
 def _imports(path):
-    """(module, name) of everything that a file imports from this repository, inside of functions too."""
+    """Return the module and name of each import from this repository in a file, including imports in functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("axlearn_"):
             yield from ((node.module, alias.name) for alias in node.names)
@@ -98,7 +98,7 @@ def _module(path):
 
 
 def _module_level_imports(body):
-    """Import statements that run, or would if only types were looked at, when a module is imported."""
+    """Return the imports that run when a module is imported, including those for type checking."""
     for node in body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
@@ -107,7 +107,7 @@ def _module_level_imports(body):
 
 
 def _import_graph(sources):
-    """Module -> the modules of these that it imports, where `sources` is module -> text."""
+    """Return the imports of each module among these modules, given their sources by name."""
     graph = {}
     for module, text in sources.items():
         imported = set()
@@ -122,7 +122,7 @@ def _import_graph(sources):
 
 
 def _cycles(graph):
-    """What remains of a graph when everything without imports, or without importers, is taken away until nothing changes."""
+    """Return the part of a graph that remains after repeatedly removing nodes without imports or importers."""
     graph = {module: set(imported) for module, imported in graph.items()}
     while True:
         used = set().union(*graph.values()) if graph else set()
@@ -166,7 +166,7 @@ def test_the_signatures_of_the_core_say_what_they_take():
 
 
 def test_only_compose_compiles():
-    """A model that is compiled elsewhere runs outside of the mesh, the rules and the choice of kernels."""
+    """Check that only `compose` compiles. Elsewhere, models would ignore the mesh, the rules and the kernel selection."""
     compilers = {"jit", "pjit", "pmap", "lower"}
     elsewhere = []
     for path in SHIPPED:
@@ -182,17 +182,20 @@ def test_only_compose_compiles():
 
 
 def _is_of_text(node, path):
-    """Whether `x.lower` is of a string, or asks a program: nothing else is called without arguments, or with a name."""
+    """Return whether `x.lower` is a string method and not a request to a program.
+
+    Only calls of programs have no arguments or a name.
+    """
     line = path.read_text().splitlines()[node.lineno - 1]
     return ".lower()" in line or "program.lower(" in line
 
 
 PRIVATE = re.compile(r"\b(jax|qwix|tokamax|flax|optax|orbax)\._src\b|\bjaxlib\._jax\b|^unittest(\.mock)?$")
-"""Modules that libraries do not promise, and what only tests replace things with."""
+"""Private modules of libraries, and tools that only tests may use to replace things."""
 
 
 def gaps(source):
-    """(line, what) of each private module that a source names, and each change of the environment."""
+    """Return the line and description of each use of a private module and each change of the environment."""
     tree = ast.parse(source)
     docstrings = {id(n.body[0].value) for n in ast.walk(tree) if hasattr(n, "body") and _begins_with_text(n)}
     for node in ast.walk(tree):
@@ -207,7 +210,7 @@ def gaps(source):
 
 
 def _patches(tree):
-    """(line, what) of each change of a module or class that the source imports, and of each other class for an object."""
+    """Return the line and description of each change to an imported module or class, or to the class of an object."""
     imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
     names = {alias.asname or alias.name.split(".")[0] for node in imports for alias in node.names}
     for node in ast.walk(tree):
@@ -319,7 +322,7 @@ def test_a_run_tells_the_libraries_of_hardware_that_is_not_here():
 
 
 def projects():
-    """Name of each distribution -> its `[project]`."""
+    """Return the `[project]` table of each distribution by name."""
     files = [f for folder in ("", "plugins") for f in (ROOT / folder).glob("*/pyproject.toml")]
     tables = [tomllib.loads(f.read_text())["project"] for f in files]
     return {project["name"]: project for project in tables}
@@ -334,7 +337,7 @@ def test_all_is_all():
     every = names(tables["axlearn-core"]["optional-dependencies"]["all"])
     assert every == set(tables) - {"axlearn-core", "axlearn-index", "axlearn-testing"}
     workspace = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert workspace["dependencies"] == ["axlearn-core[all]"]  # a clone has what an installation has
+    assert workspace["dependencies"] == ["axlearn-core[all]"]  # a clone has the same content as an installation
 
 
 @pytest.mark.parametrize("backend", ["gpu", "neuron", "tpu"])

@@ -1,4 +1,4 @@
-"""Part 2, second half: attention forward and backward by each kernel that takes the shape, as a share of the matmul peak."""
+"""Part 2, second half: attention by each supported kernel, as a share of the matmul peak."""
 
 import functools
 from typing import Any
@@ -10,21 +10,24 @@ from accelerator_jobs.timing import is_out_of_memory, median_seconds
 WIDTH = 4096
 TOKENS = 16_384
 SHAPES = ((128, 4096), (64, 4096), (256, 4096), (128, 16_384), (64, 16_384), (256, 16_384))
-"""(head size, positions), in the order of their worth; all with `WIDTH` numbers to a token, `TOKENS` in all."""
+"""Head sizes and lengths, the most important first. All have `WIDTH` values per token and `TOKENS` tokens in total."""
 TOY_WIDTH, TOY_TOKENS = 256, 256
 TOY_SHAPES = ((64, 128), (128, 128), (256, 256))
 LONGEST_PLAIN = 4096
-"""Positions up to which the reference runs, which writes all scores to memory."""
+"""Maximum length for the reference, which writes all scores to memory."""
 
 
 def flops(batch: int, heads: int, length: int, size: int, *, backward: bool) -> float:
-    """Of causal attention: half of all pairs; two products forward, five backward (Dao, 2023)."""
+    """Return the FLOPs of causal attention.
+
+    Counts half of all pairs, with two products forward and five backward (Dao, 2023).
+    """
     forward = 4 * batch * heads * length * length * size / 2
     return 2.5 * forward if backward else forward
 
 
 def measure(context: Context) -> None:
-    """Rows `HEADxLENGTH kernel`, with the figures of both passes."""
+    """Record rows `HEADxLENGTH kernel` with the figures of both passes."""
     device = context.device()
     from accelerator_jobs.local import machine_of
     from axlearn_core.kernels import selection
@@ -38,7 +41,7 @@ def measure(context: Context) -> None:
             if implementation.platforms and machine.target.platform not in implementation.platforms:
                 context.record(name, skipped=f"runs on {', '.join(implementation.platforms)}")
             elif implementation.name == selection.REFERENCE and length > LONGEST_PLAIN:
-                context.record(name, skipped="the reference keeps all scores, which do not fit")
+                context.record(name, skipped="the reference stores all scores, which do not fit in memory")
             else:
                 run = functools.partial(_timed, context, machine, implementation, size, length)
                 context.attempt(name, run, seconds=6)
@@ -79,7 +82,7 @@ def _timed(context: Context, machine: Any, implementation: Any, size: int, lengt
 
 
 def _program(machine: Any, kernel: str, gradients: bool) -> Any:
-    """The forward pass, or both passes given the gradient by the result."""
+    """Return the forward pass, or both passes if there is a gradient of the result."""
     import jax
 
     from axlearn_core.kernels import selection

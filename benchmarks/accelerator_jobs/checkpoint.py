@@ -1,4 +1,7 @@
-"""Part 6: a training state saved and restored by the shipped checkpointer: how long training waits, and bytes per second."""
+"""Part 6: time to save and restore a training state with the default checkpointer.
+
+Measures how long training waits, and the bytes per second.
+"""
 
 import functools
 import shutil
@@ -12,11 +15,11 @@ from accelerator_jobs.context import Context
 BYTES, ARRAYS = 10 * 10**9, 40
 TOY_BYTES, TOY_ARRAYS = 8 * 10**6, 4
 ROOM = 1.3
-"""Free bytes of the disk for each byte of the checkpoint."""
+"""Required free disk space per byte of the checkpoint."""
 
 
 def measure(context: Context) -> None:
-    """Rows `save` and `restore`."""
+    """Record the rows `save` and `restore`."""
     context.device()
     folder = Path(tempfile.mkdtemp(prefix="axlearn-benchmark-"))
     try:
@@ -24,7 +27,7 @@ def measure(context: Context) -> None:
         free = shutil.disk_usage(folder).free
         size = min(num_bytes, int(free / ROOM))
         note = (
-            None if size == num_bytes else f"{num_bytes / 1e9:g} GB were wanted; the disk has {free / 1e9:.1f} GB free"
+            None if size == num_bytes else f"{num_bytes / 1e9:g} GB are needed; the disk has {free / 1e9:.1f} GB free"
         )
         from axlearn_core.checkpoint import ShardedCheckpointer
 
@@ -64,7 +67,7 @@ def _save(checkpointer: Any, state: dict[str, Any], note: str | None) -> dict[st
 
 
 def _restore(checkpointer: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Includes the checksums, which are compared before anything is read."""
+    """Restore the state. Includes comparing the checksums before the restore."""
     import jax
     import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""What a job is given: sizes, time, and where its rows go. Imports no JAX until a device is asked for."""
+"""The context of a job: sizes, time, and output. Does not import JAX until a device is requested."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def clean(value: Any) -> Any:
-    """A value that JSON holds: NaN and infinities become None."""
+    """Convert a value for JSON. NaN and infinities become None."""
     if isinstance(value, dict):
         return {str(k): clean(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -21,8 +21,10 @@ def clean(value: Any) -> Any:
 
 
 class Context:
-    """Attributes:
-    rehearsal: whether sizes are toy sizes and the device is a CPU.
+    """The context of a job.
+
+    Attributes:
+        rehearsal: Whether to use toy sizes on a CPU.
     """
 
     def __init__(self, rows: Path, *, seconds: float, rehearsal: bool, earlier: Path | None = None):
@@ -31,30 +33,35 @@ class Context:
         self._deadline = time.monotonic() + seconds
 
     def remaining(self) -> float:
-        """Seconds until the harness stops this process."""
+        """Return the seconds until the harness stops this process."""
         return self._deadline - time.monotonic()
 
     def record(self, name: str, **figures: Any) -> None:
-        """Writes one row. `skipped` gives a reason not to have measured; `error` makes the job a failed one."""
+        """Write one row.
+
+        Args:
+            skipped: Reason for skipping the measurement.
+            error: Error message, which makes the job fail.
+        """
         with self._rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps(clean({"name": name, **figures})) + "\n")
 
     def attempt(
         self, name: str, measure: Callable[[], dict[str, Any]], *, seconds: float = 0.0
     ) -> dict[str, Any] | None:
-        """Records what `measure` returns, or its error: the next measurement runs in either case.
+        """Record the result of `measure` or its error. An error does not stop the job.
 
         Args:
-            name: of the row.
-            measure: returns the figures of the row.
-            seconds: with less time left, the row is skipped.
+            name: Name of the row.
+            measure: Returns the figures of the row.
+            seconds: Skip the row if less time is left.
         """
         if not self.rehearsal and self.remaining() < seconds:
             self.record(name, skipped=f"no time: {self.remaining():.0f} s left, it takes about {seconds:.0f} s")
             return None
         try:
             figures = measure()
-        except Exception as error:  # the boundary of a measurement: whatever it was, the others are worth having
+        except Exception as error:  # keep the other measurements if one of them fails
             traceback.print_exc()
             self.record(name, error=f"{type(error).__name__}: {error}"[:500])
             return None
@@ -62,17 +69,17 @@ class Context:
         return figures
 
     def earlier(self, job: str) -> dict[str, dict[str, Any]]:
-        """The rows of a job that ran before, by name; empty where it has none."""
+        """Return the rows of an earlier job by name, or {} if there are none."""
         from accelerator_jobs.harness import read_rows
 
         rows = read_rows(self._earlier / f"{job}.jsonl")[0] if self._earlier else []
         return {row["name"]: row for row in rows}
 
     def device(self) -> Any:
-        """The first device that JAX sees; records what it is.
+        """Return the first device that JAX sees, and record its facts.
 
         Raises:
-            SystemExit: it is a CPU, and this is not a rehearsal.
+            SystemExit: If the device is a CPU and this is not a rehearsal.
         """
         import jax
 
@@ -80,5 +87,5 @@ class Context:
         facts = {"platform": device.platform, "kind": device.device_kind, "client": device.client.platform_version}
         self.record("device", **facts, memory_limit=(device.memory_stats() or {}).get("bytes_limit"))
         if device.platform == "cpu" and not self.rehearsal:
-            raise SystemExit("JAX finds no accelerator here; `--dry-run` rehearses on a CPU")
+            raise SystemExit("JAX found no accelerator; use `--dry-run` to rehearse on a CPU")
         return device

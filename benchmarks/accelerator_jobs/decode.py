@@ -1,4 +1,4 @@
-"""Part 5: decoding with a model of 7B shape, against the time in which memory can be read once."""
+"""Part 5: decoding speed of a 7B model, compared with the time to read its weights from memory."""
 
 import functools
 import statistics
@@ -17,7 +17,7 @@ TOY_PROMPT, TOY_TOKENS, TOY_BATCH, TOY_CACHE = 16, 8, 4, 128
 
 
 def measure(context: Context) -> None:
-    """Rows `batch 1` (the shipped generator) and `batch 64` (its step, for several rows at once)."""
+    """Record the rows `batch 1` (the generator) and `batch 64` (its step for several rows)."""
     device = context.device()
     from accelerator_jobs.local import machine_of
     from axlearn_plugins_transformer.generate import Generator
@@ -33,7 +33,7 @@ def measure(context: Context) -> None:
 
 
 def _model(context: Context) -> Any:
-    """Random weights in bf16, stored so: a float32 copy would be read at twice the time."""
+    """Return a model with random weights in bf16. A float32 copy would take twice as long to read."""
     import jax
 
     from axlearn_core import resolve
@@ -52,7 +52,11 @@ def _bytes(tree: Any) -> int:
 
 
 def _limit(read: int, seconds: float, limits: dict[str, Any]) -> dict[str, Any]:
-    """The share of the bandwidth that a step reaches, which reads `read` bytes at least."""
+    """Return the share of the memory bandwidth that a step reaches.
+
+    Args:
+        read: Minimum number of bytes that a step reads.
+    """
     least = read / limits["bandwidth"] if limits["bandwidth"] else None
     return {
         "step_seconds": seconds,
@@ -64,7 +68,7 @@ def _limit(read: int, seconds: float, limits: dict[str, Any]) -> dict[str, Any]:
 
 
 def _weights_read(generator: Any) -> int:
-    """All weights but the embedding, of which a step reads a row."""
+    """Return the size of all weights except the embedding. A step only reads one row of the embedding."""
     return sum(x.nbytes for path, x in generator.arrays.items() if "embedding" not in path)
 
 

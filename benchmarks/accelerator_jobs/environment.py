@@ -1,7 +1,7 @@
-"""An environment beside the machine's own, with what it lacks installed from a folder of wheels. Needs no network.
+"""Create an environment next to the machine's own, with missing packages from a folder of wheels.
 
-The machine's packages (its JAX with CUDA, its PyTorch) stay visible and are not replaced, unless a wheel in the folder has
-another version of one.
+Needs no network. The machine's packages, such as JAX with CUDA and PyTorch, stay visible. They are only replaced if the
+folder has a wheel with another version.
 """
 
 import subprocess
@@ -14,24 +14,24 @@ class InstallError(Exception):
 
 
 def make_environment(wheels: Path, folder: Path) -> str:
-    """Makes a virtual environment in `folder` over this interpreter's packages. Returns its interpreter.
+    """Create a virtual environment on top of this interpreter's packages and return its interpreter.
 
     Args:
-        wheels: all of them are installed, without looking for what they need elsewhere.
-        folder: is made anew.
+        wheels: Wheels to install. Their requirements are not resolved.
+        folder: Folder of the environment. It is replaced if it exists.
 
     Raises:
-        InstallError: no wheels, or one that does not fit this interpreter.
+        InstallError: If there are no wheels, or one does not support this interpreter.
     """
     files = sorted(wheels.glob("*.whl"))
     if not files:
         raise InstallError(
-            f"no wheels in {wheels}\n    fix: `python benchmarks/accelerator_jobs/wheels.py DIR` collects them"
+            f"no wheels in {wheels}\n    fix: collect them with `python benchmarks/accelerator_jobs/wheels.py DIR`"
         )
     _call(sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder))
     python = str(folder / "bin" / "python")
     site = _call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
-    # This interpreter may itself be one of a virtual environment, whose packages `--system-site-packages` would not show.
+    # This interpreter may belong to a virtual environment. `--system-site-packages` would not show its packages.
     folders = [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))]
     lines = (f"import site; site.addsitedir({p!r})" for p in folders)
     (Path(site) / "packages_of_the_machine.pth").write_text("\n".join(lines) + "\n")
@@ -41,7 +41,10 @@ def make_environment(wheels: Path, folder: Path) -> str:
 
 
 def missing_requirements(python: str) -> list[str]:
-    """Lines such as `qwix 0.1.8: needs x>=2, which is not installed`, of all that the wheels brought."""
+    """Return the unsatisfied requirements of the installed wheels.
+
+    Lines look like `qwix 0.1.8: needs x>=2, which is not installed`.
+    """
     return _call(python, "-c", _CHECK).splitlines()
 
 

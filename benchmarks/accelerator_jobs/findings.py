@@ -1,22 +1,22 @@
-"""What follows from the rows of several jobs: ratios, goals, and what the results say of declared priorities. Imports no JAX."""
+"""Conclusions from the rows of several jobs: ratios, goals, and kernel priorities to change. Does not import JAX."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Rows = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""job -> row -> figures."""
+"""Figures by job and row."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One figure with its goal.
+    """One figure and its goal.
 
     Attributes:
-        value: None where it was not measured.
-        goal: what to reach.
-        below: whether less is better.
-        note: under which conditions.
+        value: Measured value, or None.
+        goal: Target value.
+        below: Whether smaller is better.
+        note: Conditions of the measurement.
     """
 
     name: str
@@ -27,19 +27,19 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """Reached, missed or not measured."""
+        """One of reached, missed or not measured."""
         if self.value is None:
             return "not measured"
         return "reached" if (self.value <= self.goal if self.below else self.value >= self.goal) else "missed"
 
 
 def rows_of(results: Sequence[Mapping[str, Any]]) -> Rows:
-    """The rows of all jobs."""
+    """Return the rows of all jobs."""
     return {job["job"]: {r["name"]: r for r in job["rows"]} for part in results for job in part["jobs"]}
 
 
 def findings(results: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """The figures that the project has goals for."""
+    """Return the figures that have goals."""
     rows = rows_of(results)
     best = _value(rows, "1b", OURS, "tokens_per_second")
     entries = []
@@ -65,7 +65,7 @@ OURS, THEIRS = "bfloat16, scan", "torch.compile"
 
 
 def speedup(rows: Rows, shape: str) -> tuple[float | None, str]:
-    """(our tokens per second over PyTorch's, the conditions)."""
+    """Return the ratio of our tokens per second to PyTorch's, and the conditions."""
     ours, theirs = rows.get(shape, {}).get(OURS, {}), rows.get(f"pytorch-{shape}", {}).get(THEIRS, {})
     ratio = _ratio(ours.get("tokens_per_second"), theirs.get("tokens_per_second"))
     if ratio is None:
@@ -77,7 +77,7 @@ def speedup(rows: Rows, shape: str) -> tuple[float | None, str]:
 
 
 def _best_mfu(rows: Rows, shape: str) -> float | None:
-    """Of all variants in bf16."""
+    """Return the best MFU of all bf16 variants."""
     jobs = [rows.get(shape, {}), rows.get(f"variants-{shape}", {})]
     values = [r.get("mfu_full") for job in jobs for name, r in job.items() if name.startswith("bfloat16")]
     return max((f for f in values if f is not None), default=None)
@@ -91,7 +91,10 @@ def _attention(rows: Rows) -> tuple[float | None, str]:
 
 
 def disagreements(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Shapes on which the attention kernel with the highest priority is not the fastest, forward and backward together."""
+    """Return the shapes for which the attention kernel with the highest priority is not the fastest.
+
+    Compares the time of forward and backward together.
+    """
     shapes: dict[str, list[tuple[float, int, str]]] = {}
     for name, row in rows_of(results).get("attention", {}).items():
         if row.get("both_seconds") is not None:

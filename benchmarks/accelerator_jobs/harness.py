@@ -1,4 +1,7 @@
-"""Runs parts: each job in a process of its own with its own time limit, and a result after each. Imports no JAX."""
+"""Run the parts, each job in a separate process with a time limit. Does not import JAX.
+
+Publishes the results after each job.
+"""
 
 import json
 import os
@@ -14,14 +17,17 @@ from accelerator_jobs.jobs import Job, Part
 from accelerator_jobs.machine import Sampler
 
 STARTUP = 10.0
-"""Seconds under which no job is started: a process needs them to import JAX and find its device."""
+"""Minimum seconds left to start a job. A process needs this time to import JAX and find its device."""
 
 POLL = 0.2
-"""Seconds between two looks at a job."""
+"""Seconds between two polls of a job."""
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """(rows, number of unreadable lines) of the file that a job writes. The last line may be incomplete while it runs."""
+    """Return the rows in the file of a job, and the number of unreadable lines.
+
+    The last line may be incomplete while the job runs.
+    """
     rows, unreadable = [], 0
     if not path.exists():
         return rows, unreadable
@@ -38,14 +44,14 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def command_of(job: Job, rows: Path, *, rehearsal: bool, seconds: float, python: str, earlier: Path) -> list[str]:
-    """The command that runs a job."""
+    """Return the command that runs a job."""
     command = [python, str(Path(__file__).parent / "job.py"), job.function, *job.options]
     command += ["--rows", str(rows), "--seconds", f"{seconds:.0f}", "--earlier", str(earlier)]
     return [*command, "--dry-run"] if rehearsal else command
 
 
 def stop(process: subprocess.Popen[Any]) -> None:
-    """Ends a job and the processes that it started: they share the job's session."""
+    """Stop a job and its child processes, which share its session."""
     for number, patience in ((signal.SIGTERM, 3), (signal.SIGKILL, 10)):
         try:
             os.killpg(process.pid, number)
@@ -60,7 +66,7 @@ class Run:
     """One run of the benchmark.
 
     Attributes:
-        results: for each part what is known of it, in the order of the parts; rewritten through `publish` at each change.
+        results: Results by part. `publish` rewrites them after each change.
     """
 
     def __init__(
@@ -75,7 +81,7 @@ class Run:
     ):
         self.out, self.rehearsal, self.python = out, rehearsal, python
         self.deadline = time.monotonic() + 60 * minutes
-        # Without compiled modules each process would compile a thousand of them before it begins.
+        # Without .pyc files, each process would compile a thousand modules at startup.
         inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
         self.environment = inherited | dict(environment or {})
         self.results: list[dict[str, Any]] = []
@@ -88,7 +94,7 @@ class Run:
         self._log.write_text("")
 
     def run(self, parts: Sequence[Part]) -> bool:
-        """Runs the parts in order, whatever becomes of each. Returns whether no job failed."""
+        """Run the parts in order, even if jobs fail. Return whether no job failed."""
         for index, part in enumerate(parts):
             weights = sum(p.weight for p in parts[index:])
             limit = (self.deadline - time.monotonic()) * part.weight / weights
@@ -150,7 +156,7 @@ class Run:
         self._publish(self.results)
 
     def _conclude(self, entry: dict[str, Any], path: Path, code: int, overdue: bool, start: int) -> None:
-        """Status and reason, from the exit code and what the job wrote."""
+        """Return the status and reason, from the exit code and the rows of a job."""
         entry["rows"], unreadable = read_rows(path)
         failures = [f"{r['name']}: {r['error']}" for r in entry["rows"] if r.get("error")]
         if overdue:
@@ -167,7 +173,7 @@ class Run:
             entry["status"] = "done"
 
     def _tail(self, start: int, size: int = 1500) -> str:
-        """The end of what the last job printed."""
+        """Return the end of the last job's output."""
         with self._log.open("rb") as log:
             log.seek(start)
             return log.read().decode(errors="replace")[-size:]

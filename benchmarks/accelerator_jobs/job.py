@@ -1,8 +1,8 @@
-"""Runs one job of the benchmark in this process.
+"""Run one job of the benchmark in this process.
 
     python benchmarks/accelerator_jobs/job.py MODULE:FUNCTION [OPTION ...] --rows FILE --seconds S [--earlier DIR] [--dry-run]
 
-Each row of the result goes to FILE as a line of JSON at once, so that what was measured survives what comes after.
+Appends each row to FILE immediately as a line of JSON, so a later failure does not lose it.
 """
 
 import argparse
@@ -11,18 +11,18 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `benchmarks`, from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # makes `benchmarks` importable from any folder
 
 from accelerator_jobs.context import Context
 
 
 def prepare_environment(rehearsal: bool) -> None:
-    """Settings that JAX reads when it starts."""
+    """Set the environment variables that JAX reads at startup."""
     if rehearsal:
         os.environ["JAX_PLATFORMS"] = "cpu"
-        # Programs run once or a few times: they are compiled fast rather than well.
+        # Programs run only a few times, so compile fast instead of optimizing.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
-    # One process has the device at a time; some of its memory stays for libraries, which allocate their own.
+    # Only one process uses the device at a time. Leave some memory for libraries with their own allocators.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
 

@@ -1,4 +1,4 @@
-"""The parts of the benchmark, the jobs of each part, and the shares of time. Imports nothing but the standard library."""
+"""The parts of the benchmark, their jobs, and their shares of time. Only imports the standard library."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ class Job:
     """One process.
 
     Attributes:
-        name: unique among all jobs.
-        function: `module:function` of this package; it takes a `Context`.
-        options: further arguments of the function.
-        weight: share of the part's time.
+        name: Unique name among all jobs.
+        function: `module:function` of this package. The function receives a `Context`.
+        options: More arguments of the function.
+        weight: Share of the part's time.
     """
 
     name: str
@@ -25,10 +25,10 @@ class Part:
     """A section of the report.
 
     Attributes:
-        name: what `--only` takes.
-        title: heading in the report.
-        weight: share of the time that is left when the part starts.
-        jobs: run one after the other.
+        name: Name for `--only`.
+        title: Heading in the report.
+        weight: Share of the time that is left when the part starts.
+        jobs: Jobs, which run one after another.
     """
 
     name: str
@@ -68,4 +68,4 @@ PARTS = (
     Part("decode", "Decoding", 1.0, (Job("decode", "decode:measure"),)),
     Part("checkpoint", "Checkpoints", 0.8, (Job("checkpoint", "checkpoint:measure"),)),
 )
-"""In the order of their worth: what comes first runs first where time is short."""
+"""Ordered by importance, because the last parts may not run if time is short."""

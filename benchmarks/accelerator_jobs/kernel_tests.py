@@ -1,7 +1,7 @@
-"""Part 1, second half: the tests of the GPU plugin as they are, in the environment of the benchmark.
+"""Part 1, second half: run the tests of the GPU plugin in the environment of the benchmark.
 
-They compile kernels for described GPUs and interpret them, on the CPU: they say whether the kernels and this machine's JAX fit
-together, where `kernels` says whether the numbers are right. They need the checkout's tests, pytest, and JAX's CUDA plugin.
+The tests compile kernels for described GPUs and interpret them on the CPU. They check that the kernels work with this
+machine's JAX. `kernels` checks the numbers. The tests need a clone, pytest, and JAX's CUDA plugin.
 """
 
 import importlib.util
@@ -19,27 +19,27 @@ from accelerator_jobs.context import Context
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = "tests/plugins/gpu"
 REHEARSED = f"{TESTS}/test_choices.py"
-"""The file of a rehearsal, which is quick; `.ci/accelerator.py` runs more of them after it."""
+"""Test file for a rehearsal, which is quick. `.ci/accelerator.py` runs more of them afterwards."""
 OPTIONS = "--import-mode=importlib --strict-markers -m 'not slow and not exhaustive'"
-"""Those of the repository without its processes, of which there are as many as cores."""
+"""Pytest options of the repository, without one worker process per core."""
 OUTCOME = re.compile(r"\b(PASSED|FAILED|SKIPPED|ERROR|XFAIL)\b")
 LINE = re.compile(r"^(?:\[gw\d+\] \[ *\d+%\] (?P<outcome>\w+) (?P<test>\S+)|(?P<name>tests/\S+) (?P<result>[A-Z]+))")
 
 
 def measure(context: Context) -> None:
-    """A row with the number of tests that passed, failed and were skipped, and one for each that failed."""
+    """Record the numbers of passed, failed and skipped tests, and a row for each failed test."""
     folder = ROOT / TESTS
     if not folder.is_dir():
-        context.record(TESTS, skipped="the tests are not beside the benchmark: it is not a clone")
+        context.record(TESTS, skipped="the tests are missing: this is not a clone")
         return
     if importlib.util.find_spec("pytest") is None:
-        context.record(TESTS, skipped="pytest is not installed here")
+        context.record(TESTS, skipped="pytest is not installed")
         return
     context.attempt(TESTS, lambda: _run(context), seconds=20)
 
 
 def command(*, rehearsal: bool, cores: int) -> list[str]:
-    """What runs the tests."""
+    """Return the command that runs the tests."""
     processes = ["-n", str(cores), "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
     processes = [] if rehearsal else processes
     files = REHEARSED if rehearsal else TESTS
@@ -49,7 +49,7 @@ def command(*, rehearsal: bool, cores: int) -> list[str]:
 
 def _run(context: Context) -> dict[str, Any]:
     started, words = time.perf_counter(), command(rehearsal=context.rehearsal, cores=min(16, os.cpu_count() or 1))
-    # What a job sets for its own programs is not for the tests, which set all of it.
+    # Remove the settings of this job. The tests set their own.
     inherited = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION")}
     limit = None if context.rehearsal else max(10.0, context.remaining() - 5)
     late = False
@@ -67,7 +67,7 @@ def _run(context: Context) -> dict[str, Any]:
     figures: dict[str, Any] = {name.lower(): counts[name] for name in ("PASSED", "FAILED", "SKIPPED")}
     figures |= {"seconds": time.perf_counter() - started, "reasons": skip_reasons(text)}
     if late:
-        figures["stopped"] = f"its time was over after {sum(counts.values())} tests"
+        figures["stopped"] = f"the time limit was reached after {sum(counts.values())} tests"
     failed = [name for name, outcome in outcomes.items() if outcome in ("FAILED", "ERROR")]
     if failed:
         figures["error"] = f"{len(failed)} tests failed: {', '.join(failed)[:300]}"
@@ -77,7 +77,10 @@ def _run(context: Context) -> dict[str, Any]:
 
 
 def outcomes_of(text: str) -> dict[str, str]:
-    """Test -> PASSED, FAILED, SKIPPED or ERROR, of what `pytest -v` printed so far, with or without processes."""
+    """Return the outcome of each test in the output of `pytest -v`: PASSED, FAILED, SKIPPED or ERROR.
+
+    Supports output with and without worker processes.
+    """
     results = {}
     for match in filter(None, map(LINE.match, text.splitlines())):
         name, outcome = match["test"] or match["name"], match["outcome"] or match["result"]
@@ -87,6 +90,6 @@ def outcomes_of(text: str) -> dict[str, str]:
 
 
 def skip_reasons(text: str) -> list[str]:
-    """The reasons of skipped tests, each once."""
+    """Return the distinct reasons of skipped tests."""
     lines = (line.partition(": ")[2] for line in text.splitlines() if line.startswith("SKIPPED ["))
     return sorted({line.strip() for line in lines if line.strip()})

@@ -1,7 +1,8 @@
-"""Part 1: every kernel's results and gradients against the reference, on the cases of the kernel tests.
+"""Part 1: compare the results and gradients of every kernel with the reference, on the cases of the kernel tests.
 
-The reference is XLA's, in float32 on the same numbers; errors are relative to the norm of each array. In a rehearsal, Triton's
-kernels run in Pallas' interpreter; Mosaic's and cuDNN's have none, and their cases only say so.
+The reference is XLA's implementation in float32 on the same inputs. Errors are relative to the norm of each array. In a
+rehearsal, Triton kernels run in Pallas' interpreter. Mosaic and cuDNN kernels have no interpreter, so their cases are
+skipped with a note.
 """
 
 import contextlib
@@ -19,11 +20,11 @@ TESTS = Path(__file__).resolve().parents[2] / "tests"
 OPS = ("attention", "grouped_matmul", "gated_linear_unit", "rms_norm", "cross_entropy", "paged_attention")
 REHEARSED_TARGET = "h100"
 SECONDS = 12
-"""Under which no comparison is begun: both passes of the kernel and of the reference are compiled."""
+"""Minimum seconds left to start a comparison. It compiles both passes of the kernel and of the reference."""
 
 
 def measure(context: Context) -> None:
-    """A row for each kernel and case."""
+    """Record a row for each kernel and case."""
     device = context.device()
     sys.path[:0] = [str(TESTS / "plugins" / "gpu"), str(TESTS / "conformance")]
     import kernel_cases
@@ -36,16 +37,17 @@ def measure(context: Context) -> None:
     for op, implementation, case, interpreted in _in_turn(context, kernel_cases, selection, platform):
         name = f"{op}/{implementation.name}/{case.name}"
         if context.rehearsal and not interpreted:
-            context.record(name, skipped="needs a GPU: this kernel has no interpreter")
+            context.record(name, skipped="needs a GPU, because this kernel has no interpreter")
             continue
         suite = kernel_cases.suite_of(op, implementation.name, target, platform)
         context.attempt(name, functools.partial(_compare, suite, case, interpreted), seconds=SECONDS)
 
 
 def _in_turn(context: Context, kernel_cases: Any, selection: Any, platform: str) -> Iterator[Any]:
-    """(op, kernel, case, whether it is interpreted): the first case of every kernel, then the second ones, ...
+    """Return the op, kernel, case, and whether to interpret it, with the first case of every kernel first.
 
-    So each kernel has run once before any has run on all of its cases: time may be short, since each case is compiled.
+    Each case is compiled, so time may run out. In this order, every kernel runs once before any kernel runs all of its
+    cases.
     """
     columns = []
     for op in OPS:
@@ -53,14 +55,14 @@ def _in_turn(context: Context, kernel_cases: Any, selection: Any, platform: str)
         for implementation in selection.installed(kernel_cases.OPS[op]):
             if platform in implementation.platforms:
                 interpreted = context.rehearsal and "triton" in implementation.name
-                tried = cases[:1] if interpreted else cases  # the interpreter takes seconds for each
+                tried = cases[:1] if interpreted else cases  # the interpreter takes seconds per case
                 columns.append([(op, implementation, case, interpreted) for case in tried])
     for row in itertools.zip_longest(*columns):
         yield from (entry for entry in row if entry is not None)
 
 
 def _compare(suite: Any, case: Any, interpreted: bool) -> dict[str, Any]:
-    """Errors of results and of gradients, and whether both are within the test's tolerance."""
+    """Return the errors of results and gradients, and whether both are within the test's tolerance."""
     import kernel_cases
 
     started = time.perf_counter()
@@ -74,7 +76,7 @@ def _compare(suite: Any, case: Any, interpreted: bool) -> dict[str, Any]:
     backward = kernel_cases.relative_error(gradients, expected_gradients)
     figures = {"forward_error": forward, "backward_error": backward, "tolerance": case.tolerance}
     figures |= {"seconds": time.perf_counter() - started, "interpreted": interpreted}
-    # A comparison with NaN is False.
+    # Comparisons with NaN are False.
     if not all(error is None or error <= case.tolerance for error in (forward, backward)):
         figures["error"] = f"results differ by {forward}, gradients by {backward}; expected at most {case.tolerance}"
     return figures

@@ -1,4 +1,4 @@
-"""The same Llama in PyTorch, written for `torch.compile`: float32 parameters, bf16 products, fused AdamW."""
+"""The same Llama in PyTorch for `torch.compile`, with float32 parameters, bf16 products and fused AdamW."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from accelerator_jobs.models import NORM_EPS, Shape
 
 
 class Norm(nn.Module):
-    """Root-mean-square normalisation."""
+    """RMS normalization."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -22,7 +22,7 @@ class Norm(nn.Module):
 
 
 def rotate(x: Any, cos: Any, sin: Any) -> Any:
-    """[B, N, S, H] by the angles [S, H]."""
+    """Rotate [B, N, S, H] by the angles [S, H]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -53,7 +53,11 @@ class Layer(nn.Module):
 
 
 def attend(q: Any, k: Any, v: Any, *, grouped: bool) -> Any:
-    """Causal attention. `grouped` leaves groups of heads to the kernel; otherwise keys and values are repeated."""
+    """Return causal attention.
+
+    Args:
+        grouped: Let the kernel handle groups of heads. Otherwise repeat keys and values.
+    """
     if k.shape[1] == q.shape[1]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     if grouped:
@@ -64,12 +68,12 @@ def attend(q: Any, k: Any, v: Any, *, grouped: bool) -> Any:
 
 
 class Llama(nn.Module):
-    """The decoder with its embedding, output layer and loss.
+    """A decoder with its embedding, output layer and loss.
 
     Args:
-        shape: dimensions.
-        grouped: whether the attention kernel takes groups of heads.
-        checkpointed: whether the backward pass computes each layer again.
+        shape: Dimensions.
+        grouped: Whether the attention kernel supports groups of heads.
+        checkpointed: Whether the backward pass recomputes each layer.
     """
 
     def __init__(self, shape: Shape, *, grouped: bool, checkpointed: bool = False):
@@ -87,7 +91,7 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Random parameters."""
+        """Initialize the parameters randomly."""
         for weight in self.parameters():
             if weight.ndim > 1:
                 weight.normal_(std=weight.shape[-1] ** -0.5)
@@ -95,7 +99,7 @@ class Llama(nn.Module):
                 weight.fill_(1.0)
 
     def forward(self, tokens: Any, targets: Any) -> Any:
-        """The mean loss; the residual stream is bf16, as ours is."""
+        """Return the mean loss. The residual stream is bf16, like ours."""
         x = self.embedding(tokens).to(torch.bfloat16)
         for layer in self.layers:
             if self.checkpointed:

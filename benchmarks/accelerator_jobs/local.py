@@ -1,4 +1,4 @@
-"""The machine that is here, by the target that a plugin knows it as."""
+"""Find the plan target of the local device."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from axlearn_core.plugins.targets import find_machine
 
 
 def machine_of(device: Any) -> Machine:
-    """One device as a machine.
+    """Return a machine with one device of this kind.
 
     Raises:
-        RequestError: no plugin knows the device.
+        RequestError: If no plugin knows the device.
     """
     if device.platform == "cpu":
         return find_machine("cpu")

@@ -1,4 +1,4 @@
-"""Versions, driver, clocks and power, read without changing any of them. Imports no JAX."""
+"""Read versions, driver, clocks and power without changing them. Does not import JAX."""
 
 import os
 import platform
@@ -17,7 +17,7 @@ PACKAGES = (
 FACTS = "name,driver_version,memory.total,clocks.max.sm,clocks.max.memory,power.limit,compute_cap"
 SAMPLED = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "utilization.gpu")
 BUSY = 50.0
-"""Percent of utilisation from which on a sample counts as taken under load."""
+"""Minimum utilization in percent of a sample under load."""
 
 _VERSIONS = """
 import importlib.metadata, json, sys
@@ -32,7 +32,7 @@ print(json.dumps({"python": sys.version.split()[0], **found}))
 
 
 def query(fields: str) -> list[str] | None:
-    """What `nvidia-smi` says of the first GPU, a value for each field; None where there is no such command or driver."""
+    """Return the fields of `nvidia-smi` for the first GPU, or None if there is no command or driver."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
@@ -46,7 +46,7 @@ def query(fields: str) -> list[str] | None:
 
 
 def versions(python: str = sys.executable, environment: dict[str, str] | None = None) -> dict[str, str]:
-    """Package versions as a job sees them."""
+    """Return the package versions that a job sees."""
     import json
 
     process = subprocess.run(
@@ -56,7 +56,7 @@ def versions(python: str = sys.executable, environment: dict[str, str] | None = 
 
 
 def describe() -> dict[str, Any]:
-    """The host and its first GPU."""
+    """Return facts about the host and its first GPU."""
     facts = query(FACTS)
     return {
         "host": f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} CPU cores",
@@ -65,7 +65,7 @@ def describe() -> dict[str, Any]:
 
 
 class Sampler:
-    """Samples clocks, power and temperature each second while a job runs."""
+    """Samples clocks, power and temperature every second while a job runs."""
 
     def __init__(self, *, enabled: bool = True, period: float = 1.0):
         self._enabled, self._period = enabled, period
@@ -90,7 +90,7 @@ class Sampler:
                 self._samples.append([_number(v) for v in values])
 
     def summary(self) -> dict[str, Any] | None:
-        """Field -> [least, median, greatest] under load; None where nothing was sampled."""
+        """Return the minimum, median and maximum under load by field, or None if there are no samples."""
         busy = [s for s in self._samples if s[-1] >= BUSY] or self._samples
         if not busy:
             return None

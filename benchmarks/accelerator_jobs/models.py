@@ -1,4 +1,4 @@
-"""The shapes that are trained and served, here and in PyTorch. Imports no JAX."""
+"""Model shapes to train and serve, with axlearn and with PyTorch. Does not import JAX."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama: rotary positions, RMSNorm, SwiGLU, no biases, an output layer of its own.
+    """Shape of a Llama with rotary positions, RMSNorm, SwiGLU, no biases, and an untied output layer.
 
     Attributes:
-        batch: rows to begin with; halved until they fit.
+        batch: Initial number of rows. It is halved until the batch fits.
     """
 
     layers: int
@@ -24,7 +24,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """How many numbers it holds."""
+        """Number of parameters."""
         head = self.width // self.heads
         attention = 2 * self.width * head * (self.heads + self.kv_heads)
         layer = attention + 3 * self.width * self.hidden + 2 * self.width
@@ -33,7 +33,7 @@ class Shape:
 
 SHAPES = {
     "1b": Shape(16, 2048, 32, 8, 8192, 32_000, 4096, 8),  # Llama 3.2 1B with Llama 2's vocabulary
-    "3b": Shape(28, 3072, 24, 8, 8192, 32_000, 4096, 2),  # Llama 3.2 3B likewise
+    "3b": Shape(28, 3072, 24, 8, 8192, 32_000, 4096, 2),  # Llama 3.2 3B with Llama 2's vocabulary
     "7b-layers": Shape(4, 4096, 32, 32, 11_008, 32_000, 4096, 8),  # four layers of Llama 2 7B
     "7b": Shape(32, 4096, 32, 32, 11_008, 32_000, 4096, 1),
 }
@@ -46,12 +46,12 @@ TOY = {
 
 
 def shape_of(name: str, *, rehearsal: bool) -> Shape:
-    """By name, at toy size in a rehearsal."""
+    """Return a shape by name, or a toy shape in a rehearsal."""
     return (TOY if rehearsal else SHAPES)[name]
 
 
 def settings_of(shape: Shape) -> dict[str, Any]:
-    """What has to be set on the experiment `llama2-7b` to have this shape."""
+    """Return the settings that give the experiment `llama2-7b` this shape."""
     return {
         "max_steps": 1000,
         "model.vocab_size": shape.vocab,

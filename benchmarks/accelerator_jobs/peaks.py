@@ -1,4 +1,4 @@
-"""Part 2, first half: matrix products in bf16 and fp8, and memory bandwidth, as measured."""
+"""Part 2, first half: measured peaks of matrix products in bf16 and fp8, and of memory bandwidth."""
 
 import functools
 from typing import Any
@@ -14,7 +14,10 @@ FP8 = "float8_e4m3fn"
 
 
 def measure(context: Context) -> None:
-    """Rows `matmul bfloat16 N`, `matmul fp8 N`, `copy`, `triad`; the best of each kind are the peaks of other parts."""
+    """Record rows `matmul bfloat16 N`, `matmul fp8 N`, `copy`, `triad`.
+
+    The best of each kind are the peaks for other parts.
+    """
     context.device()
     context.attempt("matmul bfloat16", functools.partial(_best, context, _bfloat16), seconds=5)
     context.attempt("copy", functools.partial(_bandwidth, context, 2), seconds=5)
@@ -24,18 +27,18 @@ def measure(context: Context) -> None:
 
 
 def peak(context: Context) -> float | None:
-    """FLOP/s of the best bf16 product that this run has measured."""
+    """Return the FLOP/s of the best bf16 product in this run."""
     return context.earlier("peaks").get("matmul bfloat16", {}).get("flops_per_second")
 
 
 def bandwidth(context: Context) -> float | None:
-    """Bytes/s of the better of copy and triad that this run has measured."""
+    """Return the higher bytes/s of copy and triad in this run."""
     rows = context.earlier("peaks")
     return max((rows.get(n, {}).get("bytes_per_second") or 0.0 for n in ("copy", "triad")), default=0.0) or None
 
 
 def _best(context: Context, make: Any) -> dict[str, Any]:
-    """Figures of the fastest of several sizes, with all of them beside it."""
+    """Return the figures of the fastest size, and those of all sizes."""
     import jax
 
     results = []
@@ -63,7 +66,7 @@ def _operands(size: int, dtype: str) -> Any:
     import jax
 
     keys = jax.random.split(jax.random.key(0))
-    # Random: zeros take less power, and run faster than any real data.
+    # Use random data. Zeros take less power and run faster than real data.
     return [jax.jit(lambda k: jax.random.normal(k, (size, size)).astype(dtype))(k) for k in keys]
 
 
@@ -82,7 +85,7 @@ def _fp8(size: int) -> Any:
 
 
 def _scaled_fp8(size: int) -> Any:
-    """As quantized layers write it: values in fp8 times a scale, which the compiler makes one product of."""
+    """Multiply fp8 values and scales as quantized layers do. The compiler merges them into one product."""
     import jax.numpy as jnp
 
     def run(a: Any, b: Any) -> Any:
@@ -92,7 +95,7 @@ def _scaled_fp8(size: int) -> Any:
 
 
 def _bandwidth(context: Context, arrays: int) -> dict[str, Any]:
-    """Reads `arrays` - 1 arrays and writes one."""
+    """Measure reading `arrays` - 1 arrays and writing one."""
     import jax
     import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""Part 4: what a plan says of a step against what the machine does."""
+"""Part 4: compare the plan of a step with the measured step."""
 
 import functools
 import glob
@@ -16,11 +16,11 @@ from accelerator_jobs.timing import check_fits
 
 STEPS = 5
 LISTED = 25
-"""Kernels in the breakdown, those that take longest."""
+"""Number of the slowest kernels in the breakdown."""
 
 
 def measure(context: Context, name: str) -> None:
-    """Rows `plan`, `machine`, `comparison`, and one for each of the kernels that take longest."""
+    """Record rows `plan`, `machine`, `comparison`, and one for each of the slowest kernels."""
     device = context.device()
     earlier = context.earlier("1b").get("bfloat16, scan", {})
     settings = {"input.batch_size": earlier["batch"]} if earlier.get("batch") else {}
@@ -84,19 +84,19 @@ def _machine_figures(context: Context, device: Any, resolved: Any, name: str) ->
 
 
 def _comparison(plan: dict[str, Any], ran: dict[str, Any]) -> dict[str, Any]:
-    """Measured over predicted; None where the machine, or its target, tells nothing."""
+    """Return measured over predicted values. A value is None if the machine or its target does not report it."""
     peak, least = ran["peak_bytes"], plan["roofline_seconds"]
     return {
         "memory_ratio": peak / plan["memory_bytes"] if peak else None,
-        "memory_note": None if peak else "this device tells nothing of its memory",
+        "memory_note": None if peak else "this device does not report its memory",
         "roofline_share": least / ran["step_seconds"] if least else None,
-        "roofline_note": None if least else "the target has no figure for its peak",
+        "roofline_note": None if least else "the target does not define its peak",
         "same_kernels": plan["kernels"] == ran["kernels"],
     }
 
 
 def _profile(context: Context, compiled: Any, state: Any, data: Any) -> dict[str, Any]:
-    """Records the kernels that take longest in one step. `state` is donated."""
+    """Record the slowest kernels of one step. Donates `state`."""
     import jax
 
     with tempfile.TemporaryDirectory() as folder:
@@ -120,7 +120,7 @@ def _profile(context: Context, compiled: Any, state: Any, data: Any) -> dict[str
 
 
 def _kernel_times(path: str) -> tuple[dict[str, float], dict[str, int]]:
-    """(nanoseconds, calls) by name, of what ran on a GPU's streams, or on a CPU's threads for XLA."""
+    """Return nanoseconds and calls by kernel name, from a GPU's streams or a CPU's XLA threads."""
     import jax
 
     totals: dict[str, float] = defaultdict(float)
@@ -130,7 +130,7 @@ def _kernel_times(path: str) -> tuple[dict[str, float], dict[str, int]]:
     for plane in devices or planes:
         for line in plane.lines:
             if devices and "Stream" not in line.name and line.name != "XLA Ops":
-                continue  # other lines repeat the same time by step and by module
+                continue  # other lines aggregate the same time by step and module
             for event in line.events:
                 if devices or any(key == "hlo_op" for key, _ in event.stats):
                     totals[event.name] += event.duration_ns

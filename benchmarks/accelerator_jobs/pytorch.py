@@ -1,4 +1,4 @@
-"""Part 3: the same training step in PyTorch, by `torch.compile` and the faster of its attention kernels. Imports no JAX."""
+"""Part 3: the same training step in PyTorch, with `torch.compile` and its faster attention kernel. Does not import JAX."""
 
 import contextlib
 import functools
@@ -19,14 +19,14 @@ ROW = "torch.compile"
 
 
 def measure(context: Context, name: str) -> None:
-    """A row for each attention kernel alone, and one for the step with the fastest."""
+    """Record a row for each attention kernel, and one for the step with the fastest kernel."""
     if importlib.util.find_spec("torch") is None:
-        context.record(ROW, skipped="torch is not installed here: nothing to compare with")
+        context.record(ROW, skipped="torch is not installed, so there is nothing to compare with")
         return
     import torch
 
     if not context.rehearsal and not torch.cuda.is_available():
-        context.record(ROW, skipped="torch sees no CUDA device here: nothing to compare with")
+        context.record(ROW, skipped="torch found no CUDA device, so there is nothing to compare with")
         return
     context.record("device", kind=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
@@ -37,7 +37,7 @@ def measure(context: Context, name: str) -> None:
 
 
 def choose_attention(context: Context, shape: Any) -> tuple[str | None, bool]:
-    """(the fastest backend for the shape, forward and backward; whether it takes groups of heads)."""
+    """Return the fastest backend for the shape, forward and backward, and whether it supports groups of heads."""
     import torch
     from torch.nn.attention import SDPBackend
 
@@ -51,7 +51,7 @@ def choose_attention(context: Context, shape: Any) -> tuple[str | None, bool]:
             figures = context.attempt(title, functools.partial(_attention_figures, shape, backend, grouped))
             if figures and "seconds" in figures:
                 results[figures["seconds"]] = (backend.name, grouped)
-                break  # repeating is for kernels that take no groups
+                break  # repeat keys for kernels that do not support groups
     return results[min(results)] if results else (None, False)
 
 
@@ -79,7 +79,10 @@ def _attention_figures(shape: Any, backend: Any, grouped: bool) -> dict[str, Any
 
 
 def step_figures(context: Context, shape: Any, attention: tuple[str | None, bool]) -> dict[str, Any]:
-    """Figures at our batch, with every layer kept or, where that does not fit, computed again; else at smaller batches."""
+    """Return the figures at our batch size.
+
+    If saving all activations does not fit, recomputes each layer. If that does not fit either, reduces the batch.
+    """
     too_large: list[str] = []
     batch = shape.batch
     while batch >= 1:
@@ -118,7 +121,7 @@ def _measure_batch(shape: Any, attention: tuple[str | None, bool], batch: int, c
     model.reset()
     fused = {"fused": True} if device == "cuda" else {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY, **fused)
-    # On a CPU, its C++ compiler would take minutes for a model that is only rehearsed.
+    # In a rehearsal on a CPU, PyTorch's C++ compiler would take minutes.
     compiler = "inductor" if device == "cuda" else "aot_eager"
     compiled = torch.compile(model, backend=compiler)
     tokens = np.random.default_rng(0).integers(0, shape.vocab, (batch, shape.length), dtype=np.int32)
@@ -163,7 +166,7 @@ def _measure_batch(shape: Any, attention: tuple[str | None, bool], batch: int, c
 
 
 def _kernel(backend: str | None) -> Any:
-    """PyTorch's attention held to one backend."""
+    """Return a context that restricts PyTorch's attention to one backend."""
     if backend is None:
         return contextlib.nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel

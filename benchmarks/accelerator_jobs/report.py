@@ -1,4 +1,4 @@
-"""The result as Markdown and JSON, written anew whenever something is added. Imports no JAX."""
+"""The result as Markdown and JSON, rewritten after each change. Does not import JAX."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,15 +12,15 @@ REHEARSAL = (
     " project's speed.**"
 )
 HIDDEN = {"name", "step_seconds_all", "all", "notes", "settings", "features", "calls", "samples"}
-"""Figures that only the JSON has."""
+"""Figures that are only in the JSON file."""
 
 
 class Report:
     """Writes `accelerator.md` and `accelerator.json`.
 
     Args:
-        out: the folder.
-        header: what is known before anything runs.
+        out: Output folder.
+        header: Facts that are known before the run.
     """
 
     def __init__(self, out: Path, header: Mapping[str, Any]):
@@ -28,10 +28,10 @@ class Report:
         self._header = dict(header)
 
     def publish(self, results: Sequence[Mapping[str, Any]]) -> None:
-        """Replaces both files, each in one step: whoever reads them finds a whole one."""
+        """Replace both files atomically, so readers never see a partial file."""
         goals = [vars(f) | {"verdict": f.verdict} for f in findings(results)]
         if self._header["rehearsal"]:
-            goals = []  # ratios of toys say nothing
+            goals = []  # ratios at toy size are meaningless
         data = {**self._header, "goals": goals, "parts": results}
         _replace(self.json, json.dumps(data, indent=1) + "\n")
         _replace(self.markdown, "\n".join(self._lines(results)) + "\n")
@@ -63,7 +63,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _device(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What JAX says of the device, once a job has asked it."""
+    """Return JAX's description of the device, after a job has queried it."""
     rows = [
         r for part in results for job in part["jobs"] for r in job["rows"] if r["name"] == "device" and "client" in r
     ]
@@ -79,7 +79,7 @@ def _goal_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _priority_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What would have to change in `axlearn_plugins_gpu/choices.py`."""
+    """List the changes that the results suggest for `axlearn_plugins_gpu/choices.py`."""
     lines = disagreements(results)
     return ["", "Priorities that these results contradict:", "", *(f"- {line}" for line in lines)] if lines else []
 
@@ -101,7 +101,7 @@ def _job_lines(job: Mapping[str, Any]) -> list[str]:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A table of the figures; what is not a figure goes into the last column."""
+    """Return a table of the figures. Text goes into the last column."""
     columns = list(dict.fromkeys(k for r in rows for k, v in r.items() if k not in HIDDEN and _is_figure(v)))
     lines = [f"| | {' | '.join(columns)} | |", "|---" * (len(columns) + 2) + "|"]
     for row in rows:
@@ -123,7 +123,7 @@ def _words(value: Any) -> str:
 
 
 def format_figure(name: str, value: float) -> str:
-    """A figure in the unit that fits its name."""
+    """Format a figure with the unit for its name."""
     if name.endswith("flops_per_second"):
         return f"{value / 1e12:.4g} TFLOP/s"
     if name.endswith("bytes_per_second") or name == "bandwidth":

@@ -1,4 +1,4 @@
-"""Part 3: training steps of ours, and what the choices of precision, stack and rematerialisation change."""
+"""Part 3: our training steps, and the effect of precision, stack mode and rematerialization."""
 
 import functools
 import gc
@@ -14,7 +14,7 @@ from accelerator_jobs.timing import check_fits, largest_batch
 
 WARMUPS, STEPS = 2, 8
 FIRST = "bfloat16, scan"
-"""The variant that PyTorch and the other variants are compared with."""
+"""Variant to compare PyTorch and the other variants with."""
 
 VARIANTS = (
     ("fp8, scan", ("quantization:format=fp8",), {}),
@@ -24,25 +24,25 @@ VARIANTS = (
     ("bfloat16, full rematerialisation", ("remat:policy=full",), {}),
     ("bfloat16, products kept", ("remat:policy=dots",), {}),
 )
-"""(name, features, settings), in the order of their worth."""
+"""Name, features and settings of each variant, the most important first."""
 
 
 def measure(context: Context, name: str) -> None:
-    """A row for the shape as an experiment resolves it for the machine."""
+    """Record a row for the shape as the experiment resolves on this machine."""
     device = context.device()
     run = functools.partial(step_figures, context, device, name, (), {"model.decoder.stack.mode": "scan"})
     context.attempt(FIRST, run, seconds=20)
 
 
 def measure_variants(context: Context, name: str) -> None:
-    """A row for each variant of a shape."""
+    """Record a row for each variant of a shape."""
     device = context.device()
     for title, features, settings in VARIANTS:
         context.attempt(title, functools.partial(step_figures, context, device, name, features, settings), seconds=25)
 
 
 def resolve_shape(context: Context, device: Any, name: str, features: Any = (), settings: Any = None) -> Any:
-    """The experiment of a shape, resolved for the machine that is here: its mesh rule brings the remat policy."""
+    """Return the experiment of a shape, resolved for this machine. Its mesh rule sets the remat policy."""
     from accelerator_jobs.local import machine_of
     from axlearn_core import resolve
 
@@ -52,7 +52,7 @@ def resolve_shape(context: Context, device: Any, name: str, features: Any = (), 
 
 
 def step_figures(context: Context, device: Any, name: str, features: Any, settings: Any) -> dict[str, Any]:
-    """Step time, tokens per second, utilisation and memory of one variant, at the largest batch that fits."""
+    """Return step time, tokens per second, utilization and memory of a variant at the largest batch that fits."""
     from axlearn_core.compose import compose
 
     resolved = resolve_shape(context, device, name, features, settings)
@@ -73,7 +73,7 @@ def step_figures(context: Context, device: Any, name: str, features: Any, settin
 
 
 def specs_of(batch: int, length: int) -> dict[str, Any]:
-    """Shapes of a batch."""
+    """Return the shapes of a batch."""
     import jax
 
     tokens = jax.ShapeDtypeStruct((batch, length), np.int32)
@@ -81,7 +81,7 @@ def specs_of(batch: int, length: int) -> dict[str, Any]:
 
 
 def random_tokens(vocab: int, batch: int, length: int, seed: int = 0) -> np.ndarray[Any, Any]:
-    """The tokens that are trained on, here and in PyTorch."""
+    """Return the training tokens, the same as in PyTorch."""
     return np.random.default_rng(seed).integers(0, vocab, (batch, length), dtype=np.int32)
 
 
@@ -117,7 +117,7 @@ def _measure_batch(program: Any, device: Any, shape: Any, batch: int) -> dict[st
 
 
 def utilisation(program: Any, specs: Any, seconds: float) -> dict[str, Any]:
-    """Model FLOPs and MFU in both conventions; no MFU where the target has no peak."""
+    """Return model FLOPs and MFU in both conventions. Omits MFU if the target does not define its peak."""
     from axlearn_plugins_plan.flops import model_flops
     from axlearn_plugins_plan.roofline import utilisation as share
 
@@ -129,7 +129,7 @@ def utilisation(program: Any, specs: Any, seconds: float) -> dict[str, Any]:
 
 
 def release(device: Any) -> None:
-    """Gives back what earlier programs hold."""
+    """Free the memory of earlier programs."""
     import jax
 
     gc.collect()

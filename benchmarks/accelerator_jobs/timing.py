@@ -1,4 +1,4 @@
-"""Times of what runs on a device, and batches as large as its memory."""
+"""Timing of device code, and search for the largest batch that fits."""
 
 import gc
 import statistics
@@ -8,22 +8,23 @@ from typing import Any
 
 WARMUPS = 2
 SAMPLE_SECONDS = 0.02
-"""A sample lasts at least so long, in several calls where one is shorter: the host's part in each is then hidden."""
+"""Minimum seconds of a sample. It repeats short calls, which hides the host's overhead."""
 
 
 def median_seconds(
     call: Callable[[], Any], wait: Callable[[Any], Any], *, seconds: float = 1.0, least: int = 5
 ) -> dict[str, Any]:
-    """The median time of a call.
+    """Return the median time of a call.
 
     Args:
-        call: starts the work on the device and returns what to wait for.
-        wait: blocks until that is there.
-        seconds: how long to go on sampling.
-        least: samples to take in any case.
+        call: Starts work on the device and returns its result.
+        wait: Blocks until the result is ready.
+        seconds: Time to sample.
+        least: Minimum number of samples.
 
     Returns:
-        `seconds` (the median), `spread` (half of the 10th to 90th percentile range, relative to it) and `samples`.
+        `seconds` (the median), `spread` (half of the 10th to 90th percentile range, relative to the median) and
+        `samples`.
     """
     for _ in range(WARMUPS):
         start = time.perf_counter()
@@ -45,26 +46,26 @@ def median_seconds(
 
 
 class OutOfMemoryError(Exception):
-    """A program that would not fit, known before it runs."""
+    """A program that does not fit, detected before it runs."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of JAX, PyTorch or a compiler says that the device's memory is too small."""
+    """Return whether an error of JAX, PyTorch or a compiler means that device memory is too small."""
     text = f"{type(error).__name__}: {error}"
     signs = ("RESOURCE_EXHAUSTED", "OutOfMemoryError", "out of memory", "Out of memory", "CUDA_ERROR_OUT_OF_MEMORY")
     return any(sign in text for sign in signs)
 
 
 def largest_batch(batch: int, measure: Callable[[int], dict[str, Any]], release: Callable[[], None]) -> dict[str, Any]:
-    """Figures of `measure(batch)` for the largest of `batch`, half of it, ... that fits.
+    """Return the figures of `measure(batch)` for the largest batch that fits. Halves the batch until it fits.
 
     Args:
-        batch: rows to begin with.
-        measure: raises what the device raises where it does not fit.
-        release: gives back what the failed attempt holds.
+        batch: Initial number of rows.
+        measure: Raises the device's error if the batch does not fit.
+        release: Frees the memory of a failed attempt.
 
     Raises:
-        OutOfMemoryError: one row does not fit either.
+        OutOfMemoryError: If a single row does not fit.
     """
     too_large: list[str] = []
     while batch >= 1:
@@ -74,17 +75,20 @@ def largest_batch(batch: int, measure: Callable[[int], dict[str, Any]], release:
             if not is_out_of_memory(error):
                 raise
             too_large.append(f"{batch} rows: {str(error).splitlines()[0][:160]}")
-        gc.collect()  # the traceback held the arrays of the attempt
+        gc.collect()  # the traceback keeps the arrays of the attempt alive
         release()
         batch //= 2
     raise OutOfMemoryError(f"one row does not fit: {'; '.join(too_large)}")
 
 
 def check_fits(compiled: Any, device: Any) -> int:
-    """Bytes that a compiled JAX program takes on a device; on TPUs, where these statistics say too much, at most so many.
+    """Return the bytes that a compiled JAX program takes on a device.
+
+    On TPUs, this is an upper bound because the statistics are too high.
 
     Raises:
-        OutOfMemoryError: more than the process may have, so that it need not be tried. TPUs' compiler refuses by itself.
+        OutOfMemoryError: If the program needs more memory than the process may use. The TPU compiler checks this
+        itself.
     """
     stats = compiled.memory_analysis()
     fresh = max(0, stats.output_size_in_bytes - stats.alias_size_in_bytes)

@@ -1,9 +1,9 @@
-"""Collects what a GPU machine lacks, as wheels: ours, and what they need beside the packages of its image.
+"""Collect the wheels that a GPU machine needs: ours, and their requirements that its image lacks.
 
     uv run python benchmarks/accelerator_jobs/wheels.py DIR
 
-DIR then goes to the machine, which needs no network: `python benchmarks/accelerator.py --wheels DIR`. `image.txt` beside this file
-lists the image's packages; versions are chosen to fit them.
+Copy DIR to the machine, which needs no network: `python benchmarks/accelerator.py --wheels DIR`. `image.txt` next to
+this file lists the packages of the image. The versions are compatible with them.
 """
 
 import argparse
@@ -25,29 +25,29 @@ PLATFORMS = (
 )
 EXTRAS = ("axlearn-plugins-gpu[kernels]",)
 LEFT_OUT = {
-    # tokamax imports xprof to read its own profiles; nothing of what xprof serves or stores is used.
+    # tokamax imports xprof only to read its own profiles.
     "cheroot", "duckdb", "gcsfs", "google-cloud-storage", "gviz-api",
-    # Compilers for hardware that is elsewhere: the image has CUDA's own.
+    # Compilers for other hardware. The image has its own CUDA compilers.
     "jax-cuda12-plugin", "jax-cuda12-pjrt", "libtpu", "nvidia-cuda-runtime-cu12",
 }  # fmt: skip
-"""Requirements that are large, and are never imported here."""
+"""Large requirements that the benchmark never imports."""
 UNUSED = ("axlearn_plugins_cloud", "axlearn_plugins_cpu", "axlearn_plugins_serving")
-"""Distributions of ours that no part of the benchmark uses: two have many requirements, one a library for the machine here."""
+"""Our distributions that the benchmark does not use. Two have many requirements, and one builds a library for this machine."""
 
 
 def normalize(name: str) -> str:
-    """A distribution's name as registries compare it (PEP 503)."""
+    """Return a distribution's normalized name (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def image_packages() -> set[str]:
-    """Names of the packages that the image has."""
+    """Return the names of the packages in the image."""
     lines = (line.split("#")[0].strip() for line in IMAGE.read_text().splitlines())
     return {normalize(re.split(r"[=<>!~;\[ ]", line)[0]) for line in lines if line}
 
 
 def call(*command: str, cwd: str | None = None) -> str:
-    """Runs a command; stops with what it printed where it fails."""
+    """Run a command. Exit with its output if it fails."""
     process = subprocess.run(command, capture_output=True, text=True, cwd=cwd)
     if process.returncode:
         sys.exit(f"{' '.join(command)[:300]} exited with {process.returncode}\n{process.stderr[-3000:]}")
@@ -55,7 +55,7 @@ def call(*command: str, cwd: str | None = None) -> str:
 
 
 def build(folder: Path) -> None:
-    """Wheels of the distributions of this repository."""
+    """Build the wheels of this repository's distributions."""
     call("uv", "build", "-q", "--wheel", "--all-packages", "-o", str(folder), cwd=str(ROOT))
     for wheel in folder.glob("*.whl"):
         if wheel.name.split("-")[0] in UNUSED:
@@ -63,7 +63,7 @@ def build(folder: Path) -> None:
 
 
 def requirements(folder: Path) -> list[str]:
-    """`name==version` of what ours need on the image, without what it has."""
+    """Return `name==version` of each requirement of ours that the image lacks."""
     ours = sorted(w.name.split("-")[0].replace("_", "-") for w in folder.glob("axlearn_*.whl"))
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "wanted.in"
@@ -72,7 +72,7 @@ def requirements(folder: Path) -> list[str]:
         without.write_text("".join(f"{name} ; sys_platform == 'never'\n" for name in sorted(LEFT_OUT)))
         options = ("--python-version", PYTHON, "--python-platform", "x86_64-manylinux_2_28", "--no-annotate", "-q")
         words = ("--find-links", str(folder), "-c", str(IMAGE), "--override", str(without), str(file))
-        # Elsewhere than in the workspace, whose own constraints are those of another JAX.
+        # Run outside the workspace, because it pins another version of JAX.
         text = call("uv", "pip", "compile", *options, "--no-header", *words, cwd=scratch)
     present = image_packages()
     lines = [line.split(";")[0].strip() for line in text.splitlines() if "==" in line]
@@ -80,7 +80,7 @@ def requirements(folder: Path) -> list[str]:
 
 
 def download(folder: Path, names: list[str]) -> None:
-    """Wheels for the image's Python, whichever this one is."""
+    """Download wheels for the image's Python version."""
     options = ["--no-deps", "--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp", "-q"]
     options += [part for platform in PLATFORMS for part in ("--platform", platform)]
     call(

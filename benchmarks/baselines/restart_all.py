@@ -1,11 +1,12 @@
-"""The frozen baseline of restarts: a `jax.distributed` loop written by hand, of which everything is restarted when a process dies.
+"""The frozen baseline of restarts: a hand-written `jax.distributed` loop that restarts completely when a process dies.
 
     python restart_all.py --processes 4 --steps 1000 --dir /tmp/run          # the launcher
-    python restart_all.py --rank K ...                                      # what it starts
+    python restart_all.py --rank K ...                                      # started by the launcher
 
-The launcher looks at its processes every 50 ms. When one is dead it kills the others and starts all of them again, which join under
-a new coordinator, restore the newest Orbax checkpoint, compile, and go on. Each appends `time step` to `DIR/steps-RANK` after each
-step; the launcher appends `time event` to `DIR/events`. The model is that of `handwritten_llama.py`, sharded over the processes.
+The launcher polls its processes every 50 ms. If one is dead, it kills the others and starts all of them again. They
+join a new coordinator, restore the newest Orbax checkpoint, compile, and continue. Each process appends `time step` to
+`DIR/steps-RANK` after each step. The launcher appends `time event` to `DIR/events`. The model is the one in
+`handwritten_llama.py`, sharded over the processes.
 """
 import argparse, os, socket, subprocess, sys, time
 from pathlib import Path

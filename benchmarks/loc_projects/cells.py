@@ -1,8 +1,9 @@
-"""Proof, for each cell, that a feature is active: what is computed changes, and equals what is placed by hand.
+"""Check for each cell that a feature is active: it changes the output, which equals a hand-made reference.
 
-The hand-placed model is the plain one, built and then changed module by module, with implementations of its own: a
-rotation of complex numbers, a loop over experts, a shift. It uses nothing of what the feature brings but its parameters.
-Compared are logits; of a cache layout those of a generation through the caches, of an objective the loss.
+The reference is the plain model with modules replaced one by one after it was built. It has independent
+implementations, such as a rotation of complex numbers, a loop over experts, or a shift. It only uses the parameters of
+the feature. The checks compare logits, for a cache layout the logits of a generation through the caches, and for an
+objective the loss.
 """
 
 import hashlib
@@ -26,21 +27,21 @@ from axlearn_plugins_transformer.kv_cache import ContiguousCache
 
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 6), dtype=np.int32)
 CHUNKS = (4, 1, 1)
-"""How many tokens of a prompt and after it go through the caches at one time."""
+"""Numbers of tokens that go through the caches at a time, for the prompt and after it."""
 BATCHES = tuple(
     {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:], "weights": np.array(weights, np.float32)}
     for weights in ([[1, 0, 0, 1, 0], [0, 0, 1, 0, 0]], [[0, 1, 0, 0, 0]] * 2, [[0, 0, 1, 0, 1], [1, 1, 0, 0, 0]])
 )
-"""Batches of different targets: one loss alone may be what it was by chance."""
+"""Number of batches with different targets. A single loss may match by chance."""
 EQUAL, DIFFERENT = 1e-5, 1e-3
-"""Of the norm of the output: at most so far from the hand-placed one, at least so far from the plain one."""
+"""Maximum distance from the reference and minimum distance from the plain output, relative to the norm."""
 
 
 class HandRope(nnx.Module):
-    """Turns pairs of features as complex numbers, by position * 100 ** (-2 i / head_dim)."""
+    """Rotates pairs of features as complex numbers, by position * 100 ** (-2 i / head_dim)."""
 
     def __call__(self, query: Any, key: Any, positions: Any) -> Any:
-        """See the rotary embedding."""
+        """Apply the rotation, like the rotary embedding."""
         return self.turned(query, positions), self.turned(key, positions)
 
     def turned(self, x: Any, positions: Any) -> Any:
@@ -51,13 +52,13 @@ class HandRope(nnx.Module):
 
 
 class HandExperts(nnx.Module):
-    """Every expert on every token; the two with the largest logits count, by the softmax over those two."""
+    """Runs every expert on every token. The two experts with the largest logits count, weighted by their softmax."""
 
     def __init__(self, experts: Any):
         self.experts = experts
 
     def __call__(self, x: Any) -> Any:
-        """[B, S, D] -> [B, S, D]."""
+        """Map [B, S, D] to [B, S, D]."""
         own = self.experts
         logits = x @ own.router.weight[...]
         gates = jnp.where(logits >= jnp.sort(logits, axis=-1)[..., -2:-1], jnp.exp(logits), 0.0)
@@ -71,42 +72,42 @@ class HandExperts(nnx.Module):
 
 
 class HandShift(nnx.Module):
-    """The layer on 0.7 of each token and 0.3 of the one before it."""
+    """Applies the layer to 0.7 of each token plus 0.3 of the previous token."""
 
     def __init__(self, layer: Any):
         self.layer = layer
 
     def __call__(self, x: Any) -> Any:
-        """[B, S, D] -> [B, S, D]."""
+        """Map [B, S, D] to [B, S, D]."""
         return self.layer(0.7 * x + 0.3 * jnp.concatenate([jnp.zeros_like(x[:, :1]), x[:, :-1]], axis=1))
 
 
 class HandDropout(nnx.Module):
-    """Every second output of the layer set to zero, the others doubled."""
+    """Sets every second output of the layer to zero and doubles the others."""
 
     def __init__(self, layer: Any):
         self.layer = layer
 
     def init_cache(self, batch: int, length: int) -> Any:
-        """See the attention."""
+        """Return the cache of the layer."""
         return self.layer.init_cache(batch, length)
 
     def __call__(self, x: Any, *args: Any) -> Any:
-        """[B, S, D] -> what the layer gives, half of it."""
+        """Apply the layer to [B, S, D] and drop half of its output."""
         result = self.layer(x, *args)
         mask = 2.0 * (jnp.arange(x.shape[-1]) % 2)[None, None]
         return (result[0] * mask, *result[1:]) if isinstance(result, tuple) else result * mask
 
 
 class HandCache(ContiguousCache):
-    """Keys and values rounded to three bits after the first one, by their exponents; below 2 ** -6 to steps of 2 ** -9."""
+    """Rounds keys and values to three mantissa bits, or to steps of 2 ** -9 below 2 ** -6."""
 
     @node
     class Config(ContiguousCache.Config):
-        """Nothing to set."""
+        """Settings of `HandCache`. There are none."""
 
     def attend(self, cache: Any, op: Any, slots: Any, kernel: Any) -> Any:
-        """See `KVCache`."""
+        """Append keys and values, and attend. See `KVCache`."""
         op = attrs.evolve(op, key=self.rounded(op.key), value=self.rounded(op.value))
         return super().attend(cache, op, slots, kernel)
 
@@ -118,7 +119,7 @@ class HandCache(ContiguousCache):
 
 @contextmanager
 def every_second() -> Iterator[None]:
-    """Random masks keep every second position of the last dimension, so that masks can be placed by hand."""
+    """Make random masks keep every second position of the last dimension, so that the reference can apply the same mask."""
     real = jax.random.bernoulli
     jax.random.bernoulli = lambda key, p, shape, **_: jnp.broadcast_to(jnp.arange(shape[-1]) % 2 == 1, shape)
     try:
@@ -160,9 +161,9 @@ BY_HAND: dict[str, Callable[[Any, Any], None]] = {
 
 
 def built(cfg: Any) -> Any:
-    """The model of an experiment, each parameter filled by its name, so that models share what they have in common."""
+    """Return the model of an experiment. Parameters depend only on their names, so models share common parameters."""
     functional = Functional.of(cfg.model)
-    key = jax.random.key(0) if functional.streams else None  # as in training, where it draws
+    key = jax.random.key(0) if functional.streams else None  # as in training, which draws random numbers
     return functional.bind({path: _filled(path, spec) for path, spec in functional.abstract.items()}, key=key)
 
 
@@ -174,9 +175,10 @@ def _filled(path: str, spec: Any) -> jax.Array:
 
 
 def active(plain: Any, activated: Any, feature: str) -> bool:
-    """Whether the feature is active in a cell: configs of the experiment without and with it.
+    """Return whether the feature is active in a cell, given the configs without and with it.
 
-    Layers run one by one, as for generation; where the experiment scans them also as in training, which has to be compiled.
+    Layers run one by one, as in generation. If the experiment scans them, they also run as in training, which must
+    compile.
     """
     if feature == "label-smoothing":
         return _objective_active(plain, activated)
@@ -190,7 +192,7 @@ def _layers_active(plain: Any, activated: Any, feature: str) -> bool:
     layers, hand = on.unstacked(), off.unstacked()
     before, after = run(off.unstacked()), run(layers)
     if run is _generate and not _equal(before, _forward(off.unstacked())):
-        return False  # the caches of the plain model do not keep what it has seen
+        return False  # the caches of the plain model do not store earlier tokens
     for layer, other in zip(hand.decoder.layer, layers.decoder.layer, strict=True):
         BY_HAND[feature](layer, other)
     expected = run(hand)
@@ -200,7 +202,7 @@ def _layers_active(plain: Any, activated: Any, feature: str) -> bool:
 
 
 def _objective_active(plain: Any, activated: Any) -> bool:
-    """The losses are 0.8 of the model's own, and 0.2 of the mean negative log-probability of every token, by NumPy."""
+    """Check that the loss is 0.8 of the model's loss plus 0.2 of the mean negative log-probability of all tokens, by NumPy."""
     model = built(plain)
     before, after, own = _losses(plain), _losses(activated), np.array([model.loss(batch)[0] for batch in BATCHES])
     logits = np.asarray(model(BATCHES[0]["tokens"]), np.float64)
@@ -211,7 +213,7 @@ def _objective_active(plain: Any, activated: Any) -> bool:
 
 
 def _losses(cfg: Any) -> np.ndarray:
-    """What a config is trained for, on each batch."""
+    """Return the training loss of a config on each batch."""
     model = built(cfg)
     if cfg.objective is None:
         return np.array([model.loss(batch)[0] for batch in BATCHES])
@@ -220,7 +222,7 @@ def _losses(cfg: Any) -> np.ndarray:
 
 
 def _equal(a: Any, b: Any, tolerance: float = EQUAL) -> bool:
-    """Whether the distance is at most so much of the norm of `a`, and that is finite."""
+    """Return whether the distance is finite and at most a fraction of the norm of `a`."""
     norm = np.linalg.norm(a)
     return bool(np.isfinite(norm) and np.linalg.norm(np.asarray(a) - np.asarray(b)) <= tolerance * norm)
 
@@ -230,7 +232,7 @@ def _forward(model: Any) -> np.ndarray:
 
 
 def _generate(model: Any) -> np.ndarray:
-    """The logits of all tokens, a few at a time through the model's caches."""
+    """Return the logits of all tokens, generated a few at a time through the model's caches."""
     rows, length = TOKENS.shape
     cache, logits = model.init_cache(rows, length + 2), []
     for part in np.split(TOKENS, np.cumsum(CHUNKS)[:-1], axis=1):

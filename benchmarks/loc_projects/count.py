@@ -1,4 +1,4 @@
-"""Counting lines by git, and fitting how they grow."""
+"""Count changed lines with git, and fit their growth."""
 
 import subprocess
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ LAUNCHER = "launch.py"
 
 
 def git(root: Path, *words: str) -> str:
-    """What a git command prints."""
+    """Return the output of a git command."""
     identity = ("-c", "user.name=user", "-c", "user.email=user@localhost", "-c", "commit.gpgsign=false")
     config = ("-c", "core.autocrlf=false", "-c", "gc.auto=0", "-c", "core.hooksPath=/dev/null")
     process = subprocess.run(
@@ -20,14 +20,14 @@ def git(root: Path, *words: str) -> str:
 
 
 def commit(root: Path) -> None:
-    """Makes a repository of the folder as it is."""
+    """Create a repository with the current content of the folder."""
     git(root, "init", "-q", "-b", "main")
     git(root, "add", "-A")
     git(root, "commit", "-q", "-m", "The project before the feature")
 
 
 def changed(root: Path) -> dict[str, int]:
-    """File -> lines that were added or changed since the commit, the packages of features left out."""
+    """Return the added or changed lines since the commit by file, without the packages of features."""
     git(root, "add", "-A")
     text = git(root, "diff", "--cached", "--numstat", "--no-renames", "HEAD", "--", ".", ":(exclude)packages")
     rows = (line.split("\t") for line in text.splitlines())
@@ -35,14 +35,14 @@ def changed(root: Path) -> dict[str, int]:
 
 
 def undo(root: Path) -> None:
-    """Back to the commit."""
+    """Reset the folder to the commit."""
     git(root, "reset", "-q", "--hard")
     git(root, "clean", "-qfdx")
 
 
 def slope(sizes: Sequence[int], lines: Sequence[int]) -> float:
-    """Lines per further module or experiment: the slope of the line of least squares; 0 where there is one size only."""
+    """Return the lines per additional module or experiment, by least squares, or 0 for a single size."""
     if len(set(sizes)) < 2:
         return 0.0
     fitted = float(np.polyfit(sizes, lines, 1)[0])
-    return 0.0 if len(set(lines)) == 1 else round(fitted, 6)  # no rounding error where nothing grows
+    return 0.0 if len(set(lines)) == 1 else round(fitted, 6)  # avoid a rounding error if nothing grows

@@ -1,6 +1,6 @@
-"""What is integrated: RoPE, MoE and dropout, which are installed, and three features that come as packages of their own.
+"""The features to integrate: RoPE, MoE and dropout are installed, and three features have their own packages.
 
-Also the modifiers: ten lines of Python that a user could write instead of installing a feature.
+Also has the modifiers: ten lines of Python that a user could write instead of installing a feature.
 """
 
 import ast
@@ -17,18 +17,18 @@ from axlearn_plugins_transformer.dropout import DropoutOutput
 from loc_projects import packages
 
 ACTIVATION = {
-    "rope": "rope:theta=100",  # at this width and length the default base would hardly turn anything
+    "rope": "rope:theta=100",  # at this width and length, the default base would hardly rotate anything
     "moe": "moe:num_experts=4,top_k=2",
     "token-shift": "token-shift:mix=0.3",
     "dropout": "dropout:rate=0.5,embedding=false",
     "fp8-cache": "fp8-cache",
     "label-smoothing": "label-smoothing:amount=0.2",
 }
-"""Feature -> what follows `--with`, and the one line that the launcher of a project needs."""
+"""Text for `--with` by feature. It is also the one line that a project's launcher needs."""
 
 
 def integrate(root: Path, feature: str) -> None:
-    """All that a user does to have a feature in every experiment of a project."""
+    """Apply the user's changes that add a feature to every experiment of a project."""
     if feature in packages.SOURCES:
         packages.write(root, feature)
     launch = root / "launch.py"
@@ -36,10 +36,10 @@ def integrate(root: Path, feature: str) -> None:
 
 
 def rope_modifier(cfg: Any) -> Any:
-    """Rotary position embeddings in every attention."""
+    """Add rotary position embeddings to every attention layer."""
 
     def place(part: Any) -> Any:
-        if not (hasattr(part, "num_heads") and hasattr(part, "position")):  # the decoder takes learned positions
+        if not (hasattr(part, "num_heads") and hasattr(part, "position")):  # the decoder has learned positions
             return part
         return attrs.evolve(part, position=RotaryEmbedding.Config(theta=100.0))
 
@@ -47,7 +47,7 @@ def rope_modifier(cfg: Any) -> Any:
 
 
 def moe_modifier(cfg: Any) -> Any:
-    """Experts of the size and kind of each feed-forward layer in its place."""
+    """Replace each feed-forward layer by experts of its size and kind."""
 
     def place(part: Any) -> Any:
         if not hasattr(part, "feed_forward"):
@@ -61,7 +61,7 @@ def moe_modifier(cfg: Any) -> Any:
 
 
 def dropout_modifier(cfg: Any) -> Any:
-    """Dropout behind the attention and the feed-forward layer of each block."""
+    """Add dropout after the attention and the feed-forward layer of each block."""
 
     def place(part: Any) -> Any:
         halves = {name: getattr(part, name) for name in ("attention", "feed_forward") if hasattr(part, name)}
@@ -72,11 +72,14 @@ def dropout_modifier(cfg: Any) -> Any:
 
 
 MODIFIERS = {"rope": rope_modifier, "moe": moe_modifier, "dropout": dropout_modifier}
-"""Each gives the tree that the installed feature gives; the benchmark holds them against each other."""
+"""Modifiers by feature. The benchmark checks that each returns the same tree as the installed feature."""
 
 
 def modifier_lines() -> dict[str, int]:
-    """Lines of code of each modifier: neither docstrings nor blank lines. That of a package is its feature's `apply`."""
+    """Return the lines of code of each modifier, without docstrings and blank lines.
+
+    The modifier of a package is its feature's `apply`.
+    """
     lines = {name: _lines(ast.parse(inspect.getsource(function))) for name, function in MODIFIERS.items()}
     for name, (source, _, _) in packages.SOURCES.items():
         functions = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef))
@@ -85,7 +88,7 @@ def modifier_lines() -> dict[str, int]:
 
 
 def _lines(code: ast.AST) -> int:
-    """Lines that any statement or expression touches, without docstrings."""
+    """Return the lines of all statements and expressions, without docstrings."""
     docstrings = [n.body[0] for n in ast.walk(code) if isinstance(n, ast.FunctionDef) and ast.get_docstring(n)]
     left_out = {id(part) for text in docstrings for part in ast.walk(text)}
     return len({n.lineno for n in ast.walk(code) if isinstance(n, LINED) and id(n) not in left_out})

@@ -1,4 +1,4 @@
-"""Projects as `pip install -e` leaves them: their sources on `sys.path`, their metadata beside."""
+"""Install projects like `pip install -e`, with their sources on `sys.path` and their metadata in a folder."""
 
 import sys
 import tomllib
@@ -11,9 +11,10 @@ from axlearn_core.plugins.registry import registry
 
 @contextmanager
 def installed(*projects: Path, site: Path) -> Iterator[None]:
-    """The projects (folders with a pyproject.toml and `src`) are importable, and their entry points are found.
+    """Make projects importable and their entry points visible.
 
-    Their metadata is written into `site`. Their modules are forgotten at the end.
+    A project is a folder with a pyproject.toml and `src`. The metadata is written to `site`. The modules are unloaded
+    at the end.
     """
     paths = [str(site), *(str(p / "src") for p in projects)]
     for root in projects:

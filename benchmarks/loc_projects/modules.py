@@ -1,7 +1,7 @@
-"""A user's project on this framework: N block modules and M experiments, as source.
+"""A user's project on this framework: the source of N block modules and M experiments.
 
-No two modules compute the same: they differ in where they normalise, how they add up, how their attention scores, and
-what their feed-forward layers are. They know what their children take and return, and nothing of the features.
+No two modules compute the same. They differ in their normalization, residual connections, attention scores and
+feed-forward layers. They define the inputs and outputs of their children, and do not know the features.
 """
 
 from pathlib import Path
@@ -148,7 +148,7 @@ from axlearn_plugins_transformer.transformer import Decoder
 
 
 def experiment(block):
-    """The experiment with one of the blocks."""
+    """Return the experiment with one of the blocks."""
     return Trainer.Config(
         model=CausalLM.Config(
             vocab_size={vocab},
@@ -181,7 +181,7 @@ def with_block_{i}():
     return experiment(Block{i}.Config())
 """
 
-LAUNCH = '''"""Trains any experiment of this project: `python launch.py EXPERIMENT`. What is listed here, all of them have."""
+LAUNCH = '''"""Train an experiment of this project with all FEATURES: `python launch.py EXPERIMENT`."""
 
 import sys
 
@@ -190,7 +190,7 @@ FEATURES = [
 
 
 def config(experiment):
-    """The config that `experiment` is trained with."""
+    """Return the training config of `experiment`."""
     from axlearn_core.plugins.resolve import resolve
 
     return resolve(experiment, with_=FEATURES).checked().config
@@ -214,7 +214,7 @@ dependencies = ["axlearn-core>=0.1,<0.2"]
 
 
 def block(i: int) -> str:
-    """The source of module `i`; each i up to 60 gives another combination."""
+    """Return the source of module `i`. Each i up to 60 has another combination."""
     name, steps, result = RESIDUALS[i % 4]
     (prepared, prepare), (scored, score) = PREPARED[i % 3], SCORED[(i // 4) % 4]
     values = {"a": round(0.5 + 0.02 * i, 2), "sharp": round(1.1 + 0.05 * i, 2), "decay": round(0.02 + 0.01 * i, 2)}
@@ -236,7 +236,7 @@ def block(i: int) -> str:
 
 
 def experiment(j: int, modules: int) -> str:
-    """The source of experiment `j`, with a function for each of the modules."""
+    """Return the source of experiment `j`, with a function for each module."""
     numbers = [f"{i:02}" for i in range(modules)]
     return EXPERIMENT.format(
         j=j,
@@ -246,7 +246,7 @@ def experiment(j: int, modules: int) -> str:
         cap=(None, 20.0, 30.0)[j % 3],
         z_loss=(0.0, 1e-4)[(j // 3) % 2],
         norm=("RMSNorm.Config()", "LayerNorm.Config()", "None")[(j // 4) % 3],
-        mode="scan" if j % 8 == 3 else "unrolled",  # every scan has to be compiled
+        mode="scan" if j % 8 == 3 else "unrolled",  # every scan must be compiled
         optimizer=("AdamW", "Muon")[j % 2],
         rate=round(0.001 * (j + 1), 3),
         batch=8 * (1 + j % 4),
@@ -258,12 +258,12 @@ def experiment(j: int, modules: int) -> str:
 
 
 def name(i: int, j: int) -> str:
-    """What the experiment of a cell is called."""
+    """Return the name of a cell's experiment."""
     return f"experiment-{j:02}-block-{i:02}"
 
 
 def write(root: Path, modules: int, experiments: int) -> None:
-    """Writes the whole project."""
+    """Write the project."""
     package = root / "src" / PACKAGE
     for folder in ("", "blocks", "experiments"):
         (package / folder).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Features that nothing here knows, each a package of its own: token shift, a cache of 8-bit floats, label smoothing."""
+"""Features that the shipped code does not know, each in its own package: token shift, an 8-bit float cache, label smoothing."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ class TokenShift(Layer):
 
 @node
 class UseTokenShift(Feature):
-    """Each feed-forward layer sees a token mixed with the one before it; where one does already, `mix` is set."""
+    """Mixes each token with the previous one before each feed-forward layer. Sets `mix` of existing ones."""
 
     stage = "wrap"
 
@@ -56,7 +56,7 @@ class UseTokenShift(Feature):
     def apply(self, cfg):
         found = find(cfg, "**.feed_forward")
         if not found:
-            raise ConfigError(Problem(path="model", message="has no feed_forward", fix="leave token-shift out"))
+            raise ConfigError(Problem(path="model", message="has no feed_forward", fix="remove token-shift"))
         inner = {p: n.inner if isinstance(n, TokenShift.Config) else n for p, n in found.items()}
         return patch(cfg, {p: TokenShift.Config(inner=n, mix=self.mix) for p, n in inner.items()})
 
@@ -64,7 +64,7 @@ class UseTokenShift(Feature):
         return self.apply(cfg) == cfg
 '''
 
-FP8_CACHE = '''"""Keys and values as 8-bit floats: a byte for each."""
+FP8_CACHE = '''"""Stores keys and values as 8-bit floats."""
 
 import attrs
 
@@ -75,7 +75,7 @@ from axlearn_plugins_transformer.kv_cache import ContiguousCache
 
 
 class Fp8Cache(Configurable):
-    """The contiguous layout in `dtype`; attention computes in the dtype of the queries."""
+    """Stores the contiguous layout in `dtype`. Attention computes in the dtype of the queries."""
 
     @node
     class Config(Configurable.Config["Fp8Cache"]):
@@ -95,7 +95,7 @@ class Fp8Cache(Configurable):
 
 @node
 class UseFp8Cache(Feature):
-    """Every attention caches its keys and values as 8-bit floats of `dtype`."""
+    """Makes every attention layer cache its keys and values as 8-bit floats of `dtype`."""
 
     stage = "replace"
 
@@ -104,7 +104,7 @@ class UseFp8Cache(Feature):
     def apply(self, cfg):
         found = find(cfg, "**.kv_cache")
         if not found:
-            raise ConfigError(Problem(path="model", message="has no kv_cache", fix="leave fp8-cache out"))
+            raise ConfigError(Problem(path="model", message="has no kv_cache", fix="remove fp8-cache"))
         return patch(cfg, {path: Fp8Cache.Config(dtype=self.dtype) for path in found})
 
     def in_effect(self, cfg):
@@ -143,7 +143,7 @@ class LabelSmoothing(Configurable, nnx.Module):
 
 @node
 class SmoothLabels(Feature):
-    """Smooths the labels of what the model is trained for; where they are, `amount` is set."""
+    """Adds label smoothing to the objective. Sets `amount` of existing smoothing."""
 
     stage = "wrap"
 
@@ -163,16 +163,16 @@ SOURCES = {
     "fp8-cache": (FP8_CACHE, "Fp8Cache", "UseFp8Cache"),
     "label-smoothing": (LABEL_SMOOTHING, "LabelSmoothing", "SmoothLabels"),
 }
-"""Feature -> the source of its package, its component, its feature class."""
+"""Source, component and feature class of each package, by feature."""
 
 
 def folder(root: Path, feature: str) -> Path:
-    """Where the package of a feature is in a project."""
+    """Return the folder of a feature's package in a project."""
     return root / "packages" / f"axlearn-plugins-{feature}"
 
 
 def write(root: Path, feature: str) -> None:
-    """Writes the package of a feature into a project."""
+    """Write the package of a feature to a project."""
     source, component, cls = SOURCES[feature]
     module = f"axlearn_plugins_{feature.replace('-', '_')}"
     names = {"name": feature, "module": module, "component": component, "feature": cls}

@@ -1,4 +1,4 @@
-"""The table and the plot, beside what others publish."""
+"""The table and the plot, with published figures."""
 
 import importlib.util
 import sys
@@ -13,11 +13,11 @@ PUBLISHED = {
     "MaxText": ("O(NM)", "O(NM)", 200, 300),
     "AXLearn": ("O(1)", "O(1)", 0, 0),
 }
-"""arXiv 2507.05411: system -> growth and lines of RoPE and MoE, estimated there for 20 model x 10 attention variants."""
+"""Growth and lines of RoPE and MoE by system, as estimated in arXiv 2507.05411 for 20 model x 10 attention variants."""
 
 
 def table(results: dict[str, Any]) -> str:
-    """The measured table in Markdown."""
+    """Return the measured table in Markdown."""
     n, m, base = results["modules"], results["experiments"], results["baseline"]
     rows = [
         f"{n} modules x {m} experiments, {results['cells']} cells",
@@ -54,13 +54,15 @@ def table(results: dict[str, Any]) -> str:
 
 
 def need_matplotlib() -> None:
-    """Ends with what to install where matplotlib is not there."""
+    """Exit with installation instructions if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
-        sys.exit("--plot needs matplotlib, which is not installed\n    fix: uv pip install matplotlib, or leave it out")
+        sys.exit(
+            "--plot needs matplotlib, which is not installed\n    fix: uv pip install matplotlib, or remove --plot"
+        )
 
 
 def plot(results: dict[str, Any], file: Path) -> None:
-    """Lines over modules and over experiments, and the published rows."""
+    """Plot the lines by modules and by experiments, and the published rows."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -93,7 +95,7 @@ def _other(word: str) -> str:
 
 
 def _bars(axis: Any, results: dict[str, Any]) -> None:
-    """Published lines, and ours where 20 x 10 was counted."""
+    """Draw the published lines, and ours if 20 x 10 was counted."""
     names = [n.replace(", before", ",\nbefore") for n in PUBLISHED]
     values = [(x, y) for _, _, x, y in PUBLISHED.values()]
     for title, facts in (("subtyping (counted)", results["baseline"]), ("axlearn-core (counted)", results)):

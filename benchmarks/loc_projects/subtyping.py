@@ -1,8 +1,8 @@
-"""The baseline: the same project where parents instantiate their children, in plain NumPy.
+"""The baseline: the same project in plain NumPy, in which parents instantiate their children.
 
-Every parent has a method that makes its child, so that a feature comes by subtyping: a subclass of each module, and then
-a subclass of each parent that makes it. Blank lines, docstrings and options of the features are left out, and the features
-themselves are a package that is not counted: these are the fewest lines that this style needs.
+Every parent has a method that creates its child, so a feature needs subtypes: a subclass of each module, and then a
+subclass of each parent that creates it. Blank lines, docstrings and options of the features are omitted, and the
+features are in a package that is not counted. So this is the minimum number of lines for this style.
 """
 
 import sys
@@ -16,7 +16,7 @@ import numpy as np
 PACKAGE = "subtyped"
 TOKENS = np.random.default_rng(0).integers(0, 32, 6)
 
-LAYERS = '''"""What all blocks share."""
+LAYERS = '''"""Layers that all blocks share."""
 
 import numpy as np
 
@@ -136,7 +136,7 @@ class Experiment{j}Block{i}(Experiment{j}):
         return Block{i}(self.width, self.heads, self.hidden, seed)
 """
 
-FEATURES = '''"""The features, each with what a subtype of a module takes from it."""
+FEATURES = '''"""The features: base classes for the subtypes of modules."""
 
 import numpy as np
 from subtyped.layers import Cache, CrossEntropy, FeedForward, weights
@@ -254,7 +254,7 @@ SUBTYPE = {
     "dropout": OF_BLOCK,
     "fp8-cache": OF_ATTENTION,
 }
-"""Feature -> the subtypes of a module; an objective has none, since experiments make it."""
+"""Subtypes of a module by feature. An objective has none, because experiments create it."""
 
 PARENT = """class {prefix}Experiment{j}Block{i}(Experiment{j}Block{i}):
     def make_block(self, seed):
@@ -265,7 +265,7 @@ PARENT_OF_OBJECTIVE = """class {prefix}Experiment{j}Block{i}({imported}, Experim
 
 
 def write(root: Path, modules: int, experiments: int) -> None:
-    """Writes the whole project."""
+    """Write the project."""
     package = root / "src" / PACKAGE
     for folder in ("", "blocks", "experiments"):
         (package / folder).mkdir(parents=True, exist_ok=True)
@@ -289,7 +289,7 @@ def write(root: Path, modules: int, experiments: int) -> None:
 
 
 def integrate(root: Path, feature: str, modules: int, experiments: int) -> None:
-    """A subtype of every module, and of every parent that makes one."""
+    """Write a subtype of every module, and of every parent that creates one."""
     package, names = root / "src" / PACKAGE, {"prefix": PREFIX[feature], "imported": IMPORTED[feature]}
     own = root / "packages/subtyped_features"
     own.mkdir(parents=True)
@@ -315,7 +315,7 @@ def integrate(root: Path, feature: str, modules: int, experiments: int) -> None:
 
 @contextmanager
 def importable(root: Path) -> Iterator[None]:
-    """The project with a feature in it can be imported."""
+    """Make the project with a feature importable."""
     paths = [str(root / "src"), str(root / "packages/subtyped_features")]
     sys.path[:0] = paths
     try:
@@ -327,7 +327,7 @@ def importable(root: Path) -> Iterator[None]:
 
 
 def active(i: int, j: int, feature: str) -> bool:
-    """Whether the feature is active in a cell: its output is another one, and that of a model changed by hand."""
+    """Return whether the feature is active in a cell: it changes the output, which equals that of a hand-made model."""
     parents: Any = __import__(f"{PACKAGE}.experiments.experiment_{j:02}", fromlist=["*"])
     brought: Any = __import__("subtyped_features")
     name = f"Experiment{j:02}Block{i:02}"
@@ -349,13 +349,13 @@ def active(i: int, j: int, feature: str) -> bool:
         hand.objective = brought.SmoothedLabels()
     before, after, expected = (_computed(model, feature) for model in (plain, subtype, hand))
     if feature == "fp8-cache" and np.abs(before - plain(TOKENS)).max() > 1e-9:
-        return False  # the caches of the plain model do not keep what it has seen
+        return False  # the caches of the plain model do not store earlier tokens
     norm = np.linalg.norm(after)
     return bool(np.linalg.norm(after - before) >= 1e-3 * norm and np.linalg.norm(after - expected) <= 1e-9 * norm)
 
 
 def _computed(model: Any, feature: str) -> Any:
-    """What the feature changes: the logits, those of a generation through the caches, or losses."""
+    """Return the values that the feature changes: logits, logits of a generation through the caches, or losses."""
     if feature == "label-smoothing":
         return np.array([model.loss(TOKENS[:n], TOKENS[1 : n + 1]) for n in (1, 3, 5)])
     if feature != "fp8-cache":

@@ -1,8 +1,8 @@
-"""Writes what the example needs: text for a base model, conversations to tune it with, and questions to ask it.
+"""Write the data of this example: text, conversations and questions.
 
 python make_data.py [--out data] [--seed 0]
 
-The text counts up and down in words. The conversations ask what comes after or before a number.
+The text counts up and down in words. The conversations ask for the number after or before another number.
 """
 
 import argparse
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
-ASKED = ("after", "before")
+DIRECTIONS = ("after", "before")
 
 
 def text(rng: random.Random, lines: int) -> str:
-    """Lines such as `two three four five.` and `five four three two.`"""
+    """Return lines such as `two three four five.` and `five four three two.`"""
     parts = []
     for _ in range(lines):
         start, count = rng.randrange(len(WORDS) - 4), rng.randrange(4, 9)
@@ -26,31 +26,33 @@ def text(rng: random.Random, lines: int) -> str:
 
 
 def pairs() -> list[tuple[str, str, str]]:
-    """(what is asked for, the number, the answer), of every number that has both neighbours."""
+    """Return the direction, the number and the answer of each possible question."""
     return [
-        (how, WORDS[i], WORDS[i + (1 if how == "after" else -1)]) for how in ASKED for i in range(1, len(WORDS) - 1)
+        (direction, WORDS[i], WORDS[i + (1 if direction == "after" else -1)])
+        for direction in DIRECTIONS
+        for i in range(1, len(WORDS) - 1)
     ]
 
 
 def conversation(rng: random.Random, facts: list[tuple[str, str, str]]) -> dict[str, Any]:
-    """One to three questions with their answers."""
+    """Return a conversation of one to three questions and their answers."""
     messages = []
-    for how, number, answer in rng.sample(facts, rng.randint(1, 3)):
-        messages.append({"role": "user", "content": f"What comes {how} {number}?"})
+    for direction, number, answer in rng.sample(facts, rng.randint(1, 3)):
+        messages.append({"role": "user", "content": f"What comes {direction} {number}?"})
         messages.append({"role": "assistant", "content": answer})
     return {"messages": messages}
 
 
-def question(rng: random.Random, how: str, number: str, answer: str) -> dict[str, Any]:
-    """The same as a question with four choices, in the words of the plain chat template."""
+def question(rng: random.Random, direction: str, number: str, answer: str) -> dict[str, Any]:
+    """Return a question with four choices, formatted like the plain chat template."""
     wrong_answers = rng.sample([w for w in WORDS if w not in (answer, number)], 3)
     choices = rng.sample([answer, *wrong_answers], 4)
-    prompt = f"User:\nWhat comes {how} {number}?\n\nAssistant:\n"
+    prompt = f"User:\nWhat comes {direction} {number}?\n\nAssistant:\n"
     return {"prompt": prompt, "choices": choices, "answer": choices.index(answer), "delimiter": ""}
 
 
 def main() -> None:
-    """Command line."""
+    """Write the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("data"))
     parser.add_argument("--seed", type=int, default=0)

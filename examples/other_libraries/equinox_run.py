@@ -1,4 +1,4 @@
-"""Trains the quickstart with a feed-forward layer of Equinox."""
+"""Train the quickstart with a feed-forward layer from Equinox."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""Trains the quickstart with a feed-forward layer of Flax Linen."""
+"""Train the quickstart with a feed-forward layer from Flax Linen."""
 
 from flax import linen
 
@@ -7,13 +7,13 @@ from axlearn_plugins_models.bridges.linen_layer import LinenLayer
 
 
 class FeedForward(linen.Module):
-    """[B, S, D] -> [B, S, D]."""
+    """Maps [B, S, D] to [B, S, D]."""
 
     hidden: int
 
     @linen.compact
     def __call__(self, x, train: bool):
-        """`train` is True in training steps and False in evaluation."""
+        """Return the output. `train` is True in training steps and False in evaluation."""
         y = linen.gelu(linen.Dense(self.hidden)(x))
         return linen.Dense(x.shape[-1])(linen.Dropout(0.1, deterministic=not train)(y))
 

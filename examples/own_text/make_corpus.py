@@ -1,4 +1,4 @@
-"""Writes a small corpus to try the example with: sums in words, a few hundred per file.
+"""Write a small corpus for this example: sums in words, 400 per file.
 
 python make_corpus.py [--out corpus] [--files 16]
 """
@@ -11,14 +11,14 @@ WORDS = "zero one two three four five six seven eight nine ten eleven twelve thi
 
 
 def sums(rng: random.Random, lines: int) -> str:
-    """Lines such as `three plus four is seven.`"""
+    """Return lines such as `three plus four is seven.`"""
     words = WORDS.split()
     pairs = ((rng.randrange(10), rng.randrange(10)) for _ in range(lines))
     return "".join(f"{words[a]} plus {words[b]} is {words[a + b]}.\n" for a, b in pairs)
 
 
 def main() -> None:
-    """Command line."""
+    """Write the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("corpus"))
     parser.add_argument("--files", type=int, default=16)

@@ -1,6 +1,7 @@
-"""Writes `sums.txt`, text to train a base on, and `pairs.jsonl`, preferences to tune it with: sums of small numbers.
+"""Write the data of this example: sums of small numbers.
 
-The chosen answer is right, the rejected one is off by one.
+`sums.txt` is text to train a base model. `pairs.jsonl` has preferences: the chosen answer is correct, and the rejected
+answer is off by one.
 """
 
 import json
@@ -10,7 +11,7 @@ SUMS = [(a, b) for a in range(8) for b in range(8)]
 
 
 def pair(a: int, b: int) -> dict[str, str]:
-    """One row of preferences."""
+    """Return one row of preferences."""
     wrong = a + b + (1 if (a * 8 + b) % 2 else -1)
     return {"prompt": f"{a} plus {b} is ", "chosen": f"{a + b}.", "rejected": f"{wrong}."}
 

@@ -82,9 +82,9 @@ def _end_trace(self):
 PROFILERS = mutants(
     _profiler(),
     {
-        "leaves nothing to read": (_profiler("nothing"), "test_a_run_leaves_something_to_read"),
+        "writes no trace": (_profiler("nothing"), "test_a_run_leaves_something_to_read"),
         "prints to standard output": (_profiler("prints"), "test_it_changes_no_step"),
-        "leaves its trace running": (_profiler("exclusive"), "test_it_may_be_closed_within_a_step"),
+        "does not stop its trace": (_profiler("exclusive"), "test_it_may_be_closed_within_a_step"),
     },
 ) + mutants(
     _profiler(),
@@ -105,15 +105,15 @@ WATCHDOGS = mutants(
     _watchdog(),
     {
         "does nothing": (_watchdog("nothing"), "test_it_acts_on_silence_alone"),
-        "acts on a run that makes progress": (_watchdog("hasty"), "test_it_acts_on_silence_alone"),
-        "leaves its thread": (_watchdog("thread"), "test_it_takes_every_phase"),
-        "acts after its end": (_watchdog("thread"), "test_nothing_happens_once_it_is_closed"),
+        "reacts to a run that makes progress": (_watchdog("hasty"), "test_it_acts_on_silence_alone"),
+        "does not stop its thread": (_watchdog("thread"), "test_it_takes_every_phase"),
+        "reacts after it is closed": (_watchdog("thread"), "test_nothing_happens_once_it_is_closed"),
     },
 ) + mutants(
     _watchdog(),
     {
-        "does not know a phase": (_watchdog("phases"), "test_it_takes_every_phase"),
-        "takes the files of another process": (_watchdog("shared"), "test_processes_share_the_run_directory"),
+        "rejects a phase": (_watchdog("phases"), "test_it_takes_every_phase"),
+        "uses the files of another process": (_watchdog("shared"), "test_processes_share_the_run_directory"),
     },
     errors=(ValueError, OSError),
 )
@@ -151,9 +151,9 @@ def _group(wrong=""):
 GROUPS = mutants(
     _group(),
     {
-        "looks for devices before it joins": (_group("early"), "test_one_process_stays_alone"),
+        "queries devices before it joins": (_group("early"), "test_one_process_stays_alone"),
         "never joins": (_group("alone"), "test_two_processes_are_one_job"),
-        "joins each time": (_group("always"), "test_two_processes_are_one_job"),
+        "joins more than once": (_group("always"), "test_two_processes_are_one_job"),
     },
     slow=True,
 )
@@ -189,12 +189,12 @@ def _option(name="--every", change=_seeded, text="Seed of the run.", metavar="N"
 OPTIONS = mutants(
     _option(),
     {
-        "is written with an underscore": (_option(name="--at_once"), "test_it_is_written_like_an_option"),
+        "has an underscore in its name": (_option(name="--at_once"), "test_it_is_written_like_an_option"),
         "has no help": (_option(text=" "), "test_it_is_written_like_an_option"),
-        "takes a value and says that it is a flag": (_option(metavar=None), "test_it_is_written_like_an_option"),
+        "takes a value but claims to be a flag": (_option(metavar=None), "test_it_is_written_like_an_option"),
         "changes nothing": (_option(change=lambda value, request: request), "test_it_changes_the_request"),
-        "loses the request": (_option(change=lambda value, request: None), "test_it_changes_the_request"),
-        "is for a command without a request": (_option(command="serve"), "test_its_command_takes_it"),
+        "returns no request": (_option(change=lambda value, request: None), "test_it_changes_the_request"),
+        "belongs to a command without a request": (_option(command="serve"), "test_its_command_takes_it"),
         "is not listed": (_option(name="--not-registered"), "test_it_is_listed_and_imports_no_jax"),
     },
     errors=(PluginError,),
@@ -221,8 +221,8 @@ def _command(name="bench-step", arguments=("--help",), value=bench_step, line="M
 COMMANDS = mutants(
     _command(),
     {
-        "is no command": (_command(value=len), "test_it_stands_where_its_name_says"),
-        "stands below one that has no subcommands": (
+        "is not a command": (_command(value=len), "test_it_stands_where_its_name_says"),
+        "is a subcommand of a command without subcommands": (
             _command(name="bench-step-count", value=count),
             "test_it_stands_where_its_name_says",
         ),

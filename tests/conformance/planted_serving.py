@@ -50,9 +50,9 @@ def _caches(base, part):
     suites = {wrong: suite(base, part.Config(wrong=wrong)) for wrong in ("", "rounds", "slots", "kernel", "forgets")}
     wrong = {
         "rounds to bfloat16": (suites["rounds"], "test_chunks_are_the_whole"),
-        "forgets what was written": (suites["forgets"], "test_chunks_are_the_whole"),
+        "loses written entries": (suites["forgets"], "test_chunks_are_the_whole"),
         "writes all rows to one slot": (suites["slots"], "test_rows_may_be_at_different_slots"),
-        "takes any kernel": (suites["kernel"], "test_an_unknown_kernel_is_refused"),
+        "accepts any kernel": (suites["kernel"], "test_an_unknown_kernel_is_refused"),
     }
     return mutants(suites[""], wrong)
 
@@ -94,10 +94,10 @@ EACH = "test_every_request_is_computed_within_the_limits"
 SCHEDULERS = mutants(
     _scheduler(),
     {
-        "forgets a request": (_scheduler("forgets"), EACH),
-        "keeps the blocks of a request that ended": (_scheduler("leaks"), EACH),
+        "drops a request": (_scheduler("forgets"), EACH),
+        "does not free the blocks of a finished request": (_scheduler("leaks"), EACH),
         "computes a token twice": (_scheduler("repeats"), EACH),
-        "puts a request into a step twice": (_scheduler("doubles"), EACH),
+        "schedules a request twice in a step": (_scheduler("doubles"), EACH),
     },
 )
 
@@ -127,8 +127,8 @@ def _drafter(wrong=""):
 DRAFTERS = mutants(
     _drafter(),
     {
-        "drafts more than asked for": (_drafter("long"), "test_drafts_are_tokens_and_no_more_than_asked_for"),
-        "draws its drafts": (_drafter("moody"), "test_equal_requests_have_equal_drafts"),
+        "drafts more tokens than requested": (_drafter("long"), "test_drafts_are_tokens_and_no_more_than_asked_for"),
+        "returns random drafts": (_drafter("moody"), "test_equal_requests_have_equal_drafts"),
         "changes the request": (_drafter("changes"), "test_drafts_are_tokens_and_no_more_than_asked_for"),
         "drafts nothing": (_drafter("nothing"), "test_something_is_drafted"),
     },

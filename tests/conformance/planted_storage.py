@@ -58,9 +58,9 @@ def _checkpointer(wrong=""):
 CHECKPOINTERS = mutants(
     _checkpointer(),
     {
-        "forgets `extra`": (_checkpointer("extra"), "test_what_is_restored_is_what_was_saved"),
+        "does not save `extra`": (_checkpointer("extra"), "test_what_is_restored_is_what_was_saved"),
         "lists the newest step first": (_checkpointer("order"), "test_steps_are_listed_oldest_first"),
-        "forgets the text files": (_checkpointer("files"), "test_text_files_are_kept_inside"),
+        "does not save the text files": (_checkpointer("files"), "test_text_files_are_kept_inside"),
         "ignores shardings": (
             _checkpointer("sharding"),
             "test_restored_arrays_have_the_shardings_that_are_asked_for",
@@ -68,7 +68,12 @@ CHECKPOINTERS = mutants(
     },
 ) + mutants(
     _checkpointer(),
-    {"reads the state after `save`": (_checkpointer("late"), "test_the_state_may_be_donated_once_save_returns")},
+    {
+        "reads the state after `save` returns": (
+            _checkpointer("late"),
+            "test_the_state_may_be_donated_once_save_returns",
+        )
+    },
     errors=(RuntimeError,),  # the array is deleted
 )
 
@@ -123,16 +128,16 @@ def _storage(cls):
 STORAGES = mutants(
     _storage(LocalStorage),
     {
-        "takes a file that ends early": (_storage(Whole), "test_a_file_that_ends_early_is_an_error"),
+        "accepts a truncated file": (_storage(Whole), "test_a_file_that_ends_early_is_an_error"),
         "writes in place": (_storage(Plain), "test_a_write_that_fails_leaves_what_was_there"),
-        "commits onto what exists": (_storage(Merging), "test_a_commit_moves_all_files_at_once"),
+        "commits over existing files": (_storage(Merging), "test_a_commit_moves_all_files_at_once"),
         "deletes nothing": (_storage(Keeping), "test_deleting_is_done_once"),
         "deletes by prefix": (_storage(Prefixes), "test_deleting_is_done_once"),
-        "lists without order": (_storage(Unsorted), "test_files_are_listed_by_prefix_with_their_sizes"),
+        "lists files out of order": (_storage(Unsorted), "test_files_are_listed_by_prefix_with_their_sizes"),
     },
 ) + mutants(
     _storage(LocalStorage),
-    {"raises errors of the system": (_storage(Untyped), "test_an_empty_storage_has_no_files")},
+    {"raises errors of the operating system": (_storage(Untyped), "test_an_empty_storage_has_no_files")},
     errors=(FileNotFoundError,),
 )
 
@@ -170,11 +175,11 @@ WEIGHTS = mutants(
     _weights(),
     {
         "has a negative step": (_weights("step"), "test_they_say_what_they_are"),
-        "names other paths than the model": (_weights("path"), "test_they_are_those_of_their_model"),
-        "reads another dtype than it announced": (_weights("dtype"), "test_what_is_read_is_what_was_announced"),
+        "has other paths than the model": (_weights("path"), "test_they_are_those_of_their_model"),
+        "reads another dtype than declared": (_weights("dtype"), "test_what_is_read_is_what_was_announced"),
         "has other values on other devices": (_weights("devices"), "test_the_devices_change_no_value"),
-        "takes unknown paths": (_weights("silent"), "test_requests_that_do_not_fit_are_refused"),
-        "places tensors nobody placed": (_weights("default"), "test_requests_that_do_not_fit_are_refused"),
+        "accepts unknown paths": (_weights("silent"), "test_requests_that_do_not_fit_are_refused"),
+        "places tensors that have no sharding": (_weights("default"), "test_requests_that_do_not_fit_are_refused"),
     },
 )
 
@@ -227,12 +232,12 @@ def _tracker(wrong="", **more):
 
 READ = {"read": staticmethod(_read)}
 TRACKERS = [
-    *mutants(_tracker(), {"swallows what is logged": (_tracker("swallows"), "test_more_steps_leave_a_longer_trace")}),
+    *mutants(_tracker(), {"drops logged values": (_tracker("swallows"), "test_more_steps_leave_a_longer_trace")}),
     *mutants(
         _tracker("", **READ),
         {
             "prints to standard output": (_tracker("prints", **READ), "test_it_takes_a_whole_run"),
-            "writes nothing at the end": (_tracker("forgets", **READ), "test_what_was_logged_is_there_after_closing"),
+            "writes nothing on close": (_tracker("forgets", **READ), "test_what_was_logged_is_there_after_closing"),
             "repeats steps of a resumed run": (
                 _tracker("resumes", **READ),
                 "test_a_resumed_run_reads_like_one_that_was_never_stopped",
@@ -283,21 +288,21 @@ TOKENIZERS = [
         _tokenizer(),
         {
             "has ids above `vocab_size`": (_tokenizer("range"), "test_ids_are_below_vocab_size"),
-            "ends documents with a letter": (_tokenizer("eos"), "test_no_text_ends_a_document"),
-            "puts a token in front": (_tokenizer("front"), "test_no_text_is_no_token"),
+            "uses a letter as the end of a document": (_tokenizer("eos"), "test_no_text_ends_a_document"),
+            "adds a token at the start": (_tokenizer("front"), "test_no_text_is_no_token"),
             "loses spaces": (_tokenizer("strip"), "test_decoding_gives_the_text_back"),
             "counts bytes twice": (_tokenizer("bytes"), "test_bytes_of_tokens_are_those_of_the_text"),
-            "has another digest each time": (_tokenizer("digest"), "test_two_builds_agree"),
+            "has a different digest each time": (_tokenizer("digest"), "test_two_builds_agree"),
         },
     ),
     *mutants(
         _tokenizer("", **LOSSY),
         {
-            "decodes to nothing, and calls that lossy": (
+            "decodes to nothing and claims to be lossy": (
                 _tokenizer("empty", **LOSSY),
                 "test_decoding_what_was_decoded_changes_nothing",
             ),
-            "loses a character each time": (
+            "loses a character in each round trip": (
                 _tokenizer("shrinks", **LOSSY),
                 "test_decoding_what_was_decoded_changes_nothing",
             ),

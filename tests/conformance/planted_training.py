@@ -62,8 +62,8 @@ INPUTS = mutants(
         "resumes one batch too late": (_input("late"), "test_a_state_continues_exactly"),
         "ignores the seed": (_input("seed"), "test_equal_seeds_give_equal_streams"),
         "repeats one batch": (_input("repeats"), "test_batches_have_the_promised_arrays"),
-        "evaluates without end": (_input("endless"), "test_evaluation_repeats"),
-        "describes the seed as a fact of the data": (_input("describes"), "test_it_describes_itself_for_the_lock"),
+        "never ends the evaluation": (_input("endless"), "test_evaluation_repeats"),
+        "describes the seed as part of the data": (_input("describes"), "test_it_describes_itself_for_the_lock"),
     },
 )
 
@@ -99,11 +99,11 @@ def _learner(wrong=""):
 LEARNERS = mutants(
     _learner(),
     {
-        "climbs": (_learner("climbs"), "test_updates_lower_the_loss"),
+        "increases the loss": (_learner("climbs"), "test_updates_lower_the_loss"),
         "changes nothing": (_learner("rests"), "test_an_update_is_finite_and_keeps_every_shape_and_dtype"),
-        "takes what is not finite": (_learner("trusts"), "test_what_is_not_finite_changes_nothing"),
+        "applies gradients that are not finite": (_learner("trusts"), "test_what_is_not_finite_changes_nothing"),
         "shares buffers": (_learner("shares"), "test_state_and_parameters_can_be_donated"),
-        "takes half of the batch": (_learner("half"), "test_a_batch_in_microbatches_is_the_batch"),
+        "uses half of the batch": (_learner("half"), "test_a_batch_in_microbatches_is_the_batch"),
     },
 )
 
@@ -143,7 +143,7 @@ OBJECTIVES = mutants(
         "ignores its option": (_objective("option"), "test_every_option_has_an_effect"),
         "ignores the batch": (_objective("batch"), "test_the_batch_matters"),
         "ignores the model": (_objective("model"), "test_gradients_reach_the_model"),
-        "sums over the batch": (_objective("sums"), "test_microbatches_are_the_batch"),
+        "sums over the batch instead of averaging": (_objective("sums"), "test_microbatches_are_the_batch"),
     },
 )
 
@@ -190,7 +190,7 @@ LOOPS = mutants(
         "saves nothing": (_loop("forgets"), "test_it_goes_to_the_last_step_and_keeps_it"),
         "evaluates nothing": (_loop("blind"), "test_it_goes_to_the_last_step_and_keeps_it"),
         "skips the first batch of a resumed run": (_loop("skips"), "test_a_continued_run_is_the_uninterrupted_one"),
-        "computes by the clock": (_loop("clock"), "test_equal_runs_are_equal"),
+        "depends on the clock": (_loop("clock"), "test_equal_runs_are_equal"),
     },
 )
 
@@ -227,11 +227,11 @@ EVALUATORS = mutants(
     _evaluator(),
     {
         "never runs": (_evaluator("never"), "test_it_measures_under_its_own_name"),
-        "gives no number": (_evaluator("nan"), "test_it_measures_under_its_own_name"),
-        "takes the name of another": (_evaluator("name"), "test_it_measures_under_its_own_name"),
-        "draws its values": (_evaluator("draws"), "test_two_of_them_measure_apart"),
-        "does not look at the model": (_evaluator("constant"), "test_its_values_follow_the_model"),
-        "is due by a number": (_evaluator("number"), "test_due_is_a_matter_of_the_step"),
+        "returns NaN": (_evaluator("nan"), "test_it_measures_under_its_own_name"),
+        "returns a metric without its own name": (_evaluator("name"), "test_it_measures_under_its_own_name"),
+        "returns random values": (_evaluator("draws"), "test_two_of_them_measure_apart"),
+        "ignores the model": (_evaluator("constant"), "test_its_values_follow_the_model"),
+        "returns a number from `due`": (_evaluator("number"), "test_due_is_a_matter_of_the_step"),
         "changes the state": (_evaluator("changes"), "test_it_changes_no_step"),
     },
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cases
-import found
+import installed
 import pytest
 
 from axlearn_plugins_cpu.kernels import library
@@ -16,10 +16,10 @@ SHARED = ("ring", "context-all-gather", "context-all-to-all")
 
 
 def test_every_op_has_cases():
-    assert found.kernels().keys() <= cases.CASES.keys()
+    assert installed.kernels().keys() <= cases.CASES.keys()
 
 
-for _op, _declared in found.kernels().items():
+for _op, _declared in installed.kernels().items():
     for _kernel in _declared:
         _name = f"Test{_op.name}_{_kernel.name}".title().replace("_", "").replace("-", "")
         _mesh = {"seq": 4} if _kernel.name in SHARED else {}

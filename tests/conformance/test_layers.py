@@ -4,13 +4,13 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-import found
+import installed
 import pytest
 from known import CONTRACTS, REFERENCES
 
 from axlearn_testing import LayerSuite, contract_of
 
-for _name, _config in found.layers().items():
+for _name, _config in installed.layers().items():
     _contract = contract_of(_config, CONTRACTS)
     _more = {"contract": _contract, "meshes": 1, **REFERENCES.get(_name, {})}
     if _contract is not None and _contract.name in (
@@ -19,15 +19,15 @@ for _name, _config in found.layers().items():
         "model",
     ):  # composed of the others, and slow to compile
         _more["pytestmark"] = pytest.mark.slow
-    globals().update(found.suites(LayerSuite, {_name: _config}, **_more))
+    globals().update(installed.make_suites(LayerSuite, {_name: _config}, **_more))
 
 
 @pytest.mark.exhaustive
 class TestManyMeshes:
     """The same with more meshes."""
 
-    @pytest.mark.parametrize("name", found.layers())
+    @pytest.mark.parametrize("name", installed.layers())
     def test_meshes_change_no_number(self, name):
-        config = found.layers()[name]
+        config = installed.layers()[name]
         more = {"config": config, "contract": contract_of(config, CONTRACTS), "meshes": 5, "seed": 1}
         type(name, (LayerSuite,), more)().test_meshes_change_no_number()

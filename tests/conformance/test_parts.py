@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-import found
+import installed
 import toy
 
 from axlearn_core.config import patch
@@ -60,14 +60,14 @@ class Input(InputSuite):
             pixels = np.random.default_rng(0).integers(0, 256, (10, 8, 8, 3), np.uint8)
             np.savez(texts / "images.npz", images=pixels, labels=np.arange(10) % 4)
             more = {"paths": str(texts / "*.npz"), "held_out": 0.3} if "paths" in fields else {"held_out": 6}
-            self.config = found.toy(type(self.config), **more)
+            self.config = installed.toy_config(type(self.config), **more)
             return
         # Use the first one that the input accepts.
         for kind, suffix in (("files", "txt"), ("chat-files", "jsonl"), ("preference-files", "pairs")):
             paths = {"paths": [f"{texts}/[0-3].{suffix}"], "validation_paths": [f"{texts}/[45].{suffix}"]}
             source = {"type": kind, **paths}
             settings = {"source": source, "tokenizer": {"type": "byte-tokenizer"}, "sequence_length": 80}
-            self.config = found.toy(type(self.config), **settings)
+            self.config = installed.toy_config(type(self.config), **settings)
             with contextlib.suppress(ConfigError):
                 self.build()
                 break
@@ -88,17 +88,19 @@ def read_events(run_dir):
 
 READERS = {"jsonl": read_json_lines, "tensorboard": read_events}
 
-globals().update(found.suites(Input, found.of(parts.Input)))
-globals().update(found.suites(LearnerSuite, found.of(parts.Learner)))
-globals().update(found.suites(CheckpointerSuite, found.of(parts.Checkpointer)))
-for _name, _config in found.of(parts.Tracker).items():
+globals().update(installed.make_suites(Input, installed.implementations(parts.Input)))
+globals().update(installed.make_suites(LearnerSuite, installed.implementations(parts.Learner)))
+globals().update(installed.make_suites(CheckpointerSuite, installed.implementations(parts.Checkpointer)))
+for _name, _config in installed.implementations(parts.Tracker).items():
     _read = {"read": staticmethod(READERS[_name])} if _name in READERS else {}
     _read |= {"remote": "Prometheus scrapes it over HTTP"} if _name == "prometheus" else {}
-    globals().update(found.suites(TrackerSuite, {_name: _config}, **_read))
-for _name, _config in found.of(Loop).items():
+    globals().update(installed.make_suites(TrackerSuite, {_name: _config}, **_read))
+for _name, _config in installed.implementations(Loop).items():
     _own = type(_config).__module__.startswith("axlearn_core.")
     # A run takes seconds to compile, so the loops of plugins are slow tests.
-    globals().update(found.suites(TrainerSuite, {_name: _config}, pytestmark=[] if _own else [pytest.mark.slow]))
+    globals().update(
+        installed.make_suites(TrainerSuite, {_name: _config}, pytestmark=[] if _own else [pytest.mark.slow])
+    )
 
 
 class Objective(ObjectiveSuite):
@@ -112,11 +114,11 @@ class Objective(ObjectiveSuite):
         return {**one, **pairs}
 
 
-globals().update(found.suites(Objective, found.of(parts.Objective)))
+globals().update(installed.make_suites(Objective, installed.implementations(parts.Objective)))
 
 
 class TestAccumulatingLearner(LearnerSuite):
-    config = patch(found.toy(found.components()["learner"]), {"accumulate_steps": 4, "ema_decay": 0.5})
+    config = patch(installed.toy_config(installed.components()["learner"]), {"accumulate_steps": 4, "ema_decay": 0.5})
 
 
 class TestDirectories(StorageSuite):

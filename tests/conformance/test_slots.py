@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-import found
+import installed
 
 import axlearn_core as ax
 from axlearn_core.contracts import parts
@@ -38,18 +38,19 @@ SETTINGS = {
     "evaluators": {},
 }
 
-for _name, _config in found.of(parts.Tokenizer).items():
+for _name, _config in installed.implementations(parts.Tokenizer).items():
     _settings = {"builtin": "python-2k"} if _name == "tokenizer-json" else {}
-    _toy = {_name: found.toy(type(_config), **_settings)}
-    globals().update(found.suites(TokenizerSuite, _toy))
+    _toy = {_name: installed.toy_config(type(_config), **_settings)}
+    globals().update(installed.make_suites(TokenizerSuite, _toy))
 
 _profilers = {
-    n: found.toy(type(c), **({"start_step": 1} if n == "profiler" else {})) for n, c in found.of(parts.Profiler).items()
+    n: installed.toy_config(type(c), **({"start_step": 1} if n == "profiler" else {}))
+    for n, c in installed.implementations(parts.Profiler).items()
 }
-globals().update(found.suites(ProfilerSuite, _profilers))
-globals().update(found.suites(WatchdogSuite, found.of(parts.Watchdog)))
-globals().update(found.suites(KVCacheSuite, found.of(KVCache)))
-globals().update(found.suites(LatentCacheSuite, found.of(LatentCache)))
+globals().update(installed.make_suites(ProfilerSuite, _profilers))
+globals().update(installed.make_suites(WatchdogSuite, installed.implementations(parts.Watchdog)))
+globals().update(installed.make_suites(KVCacheSuite, installed.implementations(KVCache)))
+globals().update(installed.make_suites(LatentCacheSuite, installed.implementations(LatentCache)))
 
 
 class TextEvaluator(EvaluatorSuite):
@@ -65,12 +66,12 @@ class TextEvaluator(EvaluatorSuite):
             "loss-evaluator": {"max_batches": 2},
             "sample-evaluator": {"max_tokens": 4},
         }
-        name = next(n for n, c in found.components().items() if c is type(self.config))
-        self.config = found.toy(type(self.config), **more.get(name, {}))
+        name = next(n for n, c in installed.components().items() if c is type(self.config))
+        self.config = installed.toy_config(type(self.config), **more.get(name, {}))
 
 
-_evaluators = found.of(Evaluator)
-globals().update(found.suites(TextEvaluator, _evaluators, pytestmark=pytest.mark.slow))
+_evaluators = installed.implementations(Evaluator)
+globals().update(installed.make_suites(TextEvaluator, _evaluators, pytestmark=pytest.mark.slow))
 
 
 class TestLoss(EvaluatorSuite):
@@ -84,7 +85,9 @@ class Joined(ProcessGroupSuite):
         return {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(rank)}
 
 
-globals().update(found.suites(Joined, found.of(parts.ProcessGroup), pytestmark=pytest.mark.slow))
+globals().update(
+    installed.make_suites(Joined, installed.implementations(parts.ProcessGroup), pytestmark=pytest.mark.slow)
+)
 
 
 class TestDirectoryWeights(WeightsSuite):

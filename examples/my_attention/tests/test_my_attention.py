@@ -1,4 +1,4 @@
-"""Run by `pytest` once the package is installed."""
+"""Tests of the layer and the feature. Run `pytest` after installing the package."""
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +23,13 @@ SMALL = {
 
 
 class TestGatedAttention(LayerSuite):
-    """Shapes, dtypes, gradients, axes, meshes, checkpoints, remat, compilation."""
+    """Test shapes, dtypes, gradients, axes, meshes, checkpoints, remat and compilation."""
 
     config = GatedAttention.Config(num_heads=2)
 
 
 class TestUseGatedAttention(FeatureSuite):
-    """Twice is once; in any order with every installed feature."""
+    """Test that the feature is idempotent and commutes with every installed feature."""
 
     name = "gated-attention"
     options = ""

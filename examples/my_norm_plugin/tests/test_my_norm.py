@@ -1,4 +1,4 @@
-"""Run by `pytest` once the package is installed."""
+"""Tests of the layer and the feature. Run `pytest` after installing the package."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Run by `pytest` once the package is installed. Each part is held to the suite of its slot."""
+"""Tests of each component with the suite of its slot. Run `pytest` after installing the package."""
 
 import csv
 import functools
@@ -178,14 +178,14 @@ class TestRankFromEnvironment(ProcessGroupSuite):
 
 
 class TestStopAtLoss(TrainerSuite):
-    config = StopAtLoss.Config(loss=-1.0)  # which no squared error reaches
+    config = StopAtLoss.Config(loss=-1.0)  # no squared error is this low
 
     def test_it_stops_there(self, tmp_path):
         path = tmp_path / "run"
         result = self.run(path, loop=StopAtLoss.Config(loss=2.0), max_steps=200)
         assert 1 < result.step < 200
         below = [step for step, loss in self.losses(path) if loss <= 2.0]
-        assert result.step - below[0] in (0, 1), "the next step may be on its way when a loss is logged"
+        assert result.step - below[0] in (0, 1), "the next step may be in flight when a loss is logged"
         assert max(self.saved(path)) == result.step, "the last step is saved"
 
 
@@ -265,16 +265,16 @@ class TestProduct(KernelSuite):
 
 def test_the_experiment_has_a_part_in_every_slot(tmp_path):
     result = ax.train("my-parts", run_dir=tmp_path / "run")
-    assert 1 < result.step < 200, "it stops at its loss"
+    assert 1 < result.step < 200, "the run stops at the target loss"
     assert result.metrics["loss"] <= 1.0
     assert result.metrics["norm_total"] > 0
     run = Path(tmp_path / "run")
     names = {row["name"] for row in csv.DictReader((run / "metrics.csv").open())}
     assert {"loss", "eval_loss", "norm_table"} <= names
     assert len(json.loads((run / "slowest_steps-0.json").read_text())) == 10
-    assert not list(run.glob("stacks-*")), "nothing took too long"
+    assert not list(run.glob("stacks-*")), "no phase took too long"
     assert (run / f"checkpoints/{result.step}/state.msgpack").exists()
-    assert ax.train("my-parts", run_dir=run, steps=result.step).step == result.step, "it is complete"
+    assert ax.train("my-parts", run_dir=run, steps=result.step).step == result.step, "the run is complete"
     assert my_parts() == ax.resolve("my-parts").config
 
 

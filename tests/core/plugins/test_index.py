@@ -156,8 +156,9 @@ def test_two_indexes_that_disagree(install):
     assert package_of("features", "rope") == "axlearn-plugins-rope"
     *_, warning = index_findings()
     assert warning.status == "warning"
-    assert "features: it gives 'rope' to their-rope; axlearn of axlearn-index gives it to axlearn-plugins-rope" in (
-        warning.message
+    assert (
+        "features: assigns 'rope' to their-rope, but axlearn of axlearn-index assigns it to axlearn-plugins-rope"
+        in (warning.message)
     )
 
 

@@ -239,7 +239,7 @@ def test_the_doctor_names_a_feature_that_a_stated_order_misspells(install):
 
     install_wrappers(install, ("a", {"after": ("toy-roep", "elsewhere-entirely")}))
     warnings = [f.message for f in examine(registry()) if f.status == "warning" and f.name == "a"]
-    assert warnings == ["it has a stated order with 'toy-roep', which is not installed; did you mean: toy-rope?"]
+    assert warnings == ["`before` or `after` names 'toy-roep', which is not installed; did you mean: toy-rope?"]
 
 
 def test_needs_and_excludes():

@@ -1,1 +1,1 @@
-"""An attention with an output gate, a plugin for axlearn-core."""
+"""Attention with an output gate, a plugin for axlearn-core."""

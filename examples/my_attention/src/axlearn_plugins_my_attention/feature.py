@@ -11,10 +11,13 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 @node
 class UseGatedAttention(Feature):
-    """Puts a gate on the output of every attention. Heads, position encoding, window and kernel stay as they are."""
+    """Adds a gate to the output of every attention layer.
+
+    Heads, position encoding, window and kernel do not change.
+    """
 
     stage = "replace"
 
     def apply(self, cfg: Tree) -> Tree:
-        """Raises `ConfigError` if the config has no attention of this kind."""
+        """Replace every attention layer. Raise `ConfigError` if the config has none of this kind."""
         return replace_config(cfg, Attention, GatedAttention.Config())

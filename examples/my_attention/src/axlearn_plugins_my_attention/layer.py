@@ -10,11 +10,18 @@ from axlearn_plugins_transformer.attention import Attention
 
 
 class GatedAttention(Attention):
-    """`attention(x) * sigmoid(gate(x))`, a gate per channel (Qiu et al., 2025, arXiv 2505.06708, position G5)."""
+    """Computes `attention(x) * sigmoid(gate(x))`, with one gate per channel.
+
+    Source: Qiu et al., 2025, arXiv 2505.06708, position G5.
+    """
 
     @node
     class Config(Attention.Config):
-        """`gate` is the linear map of the gate, from the input of the attention."""
+        """Settings of `GatedAttention`.
+
+        Attributes:
+            gate: Linear map from the input of the attention to the gate.
+        """
 
         gate: Node[Projection] = Linear.Config()
 
@@ -24,6 +31,12 @@ class GatedAttention(Attention):
         self.gate = self.child(cfg.gate, rngs=rngs, input_dims=width, output_dims=width, axes=("embed", "mlp"))
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
-        """[B, S, D] and its cache -> ([B, S, D], the new cache)."""
+        """Return the gated output, [B, S, D], and the new cache.
+
+        Args:
+            x: Input, [B, S, D].
+            context: Positions and segments of the batch.
+            cache: Cache of the attention, or None.
+        """
         output, cache = super().__call__(x, context, cache)
         return output * jax.nn.sigmoid(self.gate(x)), cache

@@ -1,1 +1,1 @@
-"""Dynamic tanh, a plugin for axlearn-core."""
+"""The layer dynamic tanh, a plugin for axlearn-core."""

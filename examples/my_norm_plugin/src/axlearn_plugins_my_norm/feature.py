@@ -11,13 +11,13 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 @node
 class UseDynamicTanh(Feature):
-    """Puts a dynamic tanh in the place of every RMSNorm. Where there are some already, it sets their `alpha`."""
+    """Replaces every RMSNorm with a dynamic tanh. Sets `alpha` of existing ones."""
 
     stage = "replace"
     alpha: float = setting(default=0.5, gt=0)
 
     def apply(self, cfg: Tree) -> Tree:
-        """Raises `ConfigError` where the config has neither an RMSNorm nor a dynamic tanh."""
-        if parts := find(cfg, DynamicTanh):
-            return patch(cfg, {f"{path}.alpha": self.alpha for path in parts})
+        """Return the changed config. Raise `ConfigError` if it has neither layer."""
+        if nodes := find(cfg, DynamicTanh):
+            return patch(cfg, {f"{path}.alpha": self.alpha for path in nodes})
         return replace_config(cfg, RMSNorm, DynamicTanh.Config(alpha=self.alpha), drop=("eps", "offset", "init"))

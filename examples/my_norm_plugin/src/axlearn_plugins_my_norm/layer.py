@@ -8,11 +8,19 @@ from axlearn_core.extend import Constant, Layer, Precision, expand_to, interface
 
 
 class DynamicTanh(Layer):
-    """`weight * tanh(alpha * x)` in the place of a norm (Zhu et al., 2025, arXiv 2503.10622); alpha is learned."""
+    """Computes `weight * tanh(alpha * x)` instead of a norm, with a learned `alpha`.
+
+    Source: Zhu et al., 2025, arXiv 2503.10622.
+    """
 
     @node
     class Config(Layer.Config["DynamicTanh"]):
-        """`alpha` is where the learned slope starts."""
+        """Settings of `DynamicTanh`.
+
+        Attributes:
+            dim: Size of the last dimension. The parent layer sets it.
+            alpha: Initial value of the learned slope.
+        """
 
         dim: int = interface()
         alpha: float = setting(default=0.5, gt=0)
@@ -23,6 +31,6 @@ class DynamicTanh(Layer):
         self.alpha = self.parameter(rngs, Constant(value=cfg.alpha), (1,), (None,))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., dim] -> [..., dim]."""
+        """Map [..., dim] to [..., dim]."""
         alpha, weight = (expand_to(self.computed(p), x.ndim) for p in (self.alpha, self.weight))
         return jnp.tanh(x * alpha) * weight

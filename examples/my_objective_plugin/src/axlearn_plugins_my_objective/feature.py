@@ -12,13 +12,16 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 @node
 class PenalizeConfidence(Feature):
-    """Adds a penalty on confident predictions to the objective. Where there is one already, it sets the `weight`."""
+    """Adds a penalty on confident predictions to the objective.
+
+    If the objective already has the penalty, this sets its `weight`.
+    """
 
     stage = "wrap"
     weight: float = setting(default=0.1, ge=0)
 
     def apply(self, cfg: Tree) -> Tree:
-        """Wraps the objective that is there."""
+        """Wrap the objective of the config."""
         old = children(cfg).get("objective")
         if isinstance(old, ConfidencePenalty.Config):
             return patch(cfg, {"objective": attrs.evolve(old, weight=self.weight)})

@@ -8,11 +8,19 @@ from axlearn_core.extend import Configurable, ModelLoss, Node, Objective, node, 
 
 
 class ConfidencePenalty(Configurable, nnx.Module):
-    """`base - weight * entropy of the predictions` (Pereyra et al., 2017, arXiv 1701.06548)."""
+    """Computes `base - weight * entropy of the predictions`.
+
+    Source: Pereyra et al., 2017, arXiv 1701.06548.
+    """
 
     @node
     class Config(Configurable.Config["ConfidencePenalty"]):
-        """`base` is what the model is trained for in addition."""
+        """Settings of `ConfidencePenalty`.
+
+        Attributes:
+            weight: Factor of the entropy.
+            base: Objective that the penalty is added to.
+        """
 
         weight: float = setting(default=0.1, ge=0)
         base: Node[Objective] = ModelLoss.Config()
@@ -21,7 +29,7 @@ class ConfidencePenalty(Configurable, nnx.Module):
         self.weight, self.base = cfg.weight, cfg.base.build(rngs=rngs, model=model)
 
     def loss(self, model, batch, key):
-        """See `axlearn_core.contracts.parts.Objective`."""
+        """Return the loss and its summaries. See `axlearn_core.contracts.parts.Objective`."""
         loss, summaries = self.base.loss(model, batch, key)
         logs = jax.nn.log_softmax(model(batch["tokens"], batch.get("positions"), batch.get("segment_ids")))
         entropies = -jnp.sum(jnp.exp(logs) * logs, axis=-1)

@@ -1,1 +1,1 @@
-"""One part for each slot, a plugin for axlearn-core."""
+"""Example components for each slot, a plugin for axlearn-core."""

@@ -1,4 +1,7 @@
-"""Attention of a kind that no plugin has, which features, plans and the server treat as their own."""
+"""The component `cosine-attention`.
+
+Features, plans and the server support it like the built-in attention layers.
+"""
 
 from typing import Any
 
@@ -14,21 +17,35 @@ from axlearn_plugins_transformer.kv_cache import ContiguousCache, KVCache, build
 from axlearn_plugins_transformer.layer_roles import AttentionKernelRole, WindowRole
 
 SCALE = 10.0
-"""Of the cosines."""
+"""Scale of the cosines."""
 
 
 class CosineAttention(Layer):
-    """Scores by the angle between query and key (Liu et al., 2022, "Swin Transformer V2", arXiv 2111.09883).
+    """Attention that scores by the cosine of the angle between query and key.
 
-    `SCALE * cos(query, key)` cannot grow with the activations.
+    The scores are `SCALE * cos(query, key)`, so they cannot grow with the activations. Source: Liu et al., 2022, "Swin
+    Transformer V2", arXiv 2111.09883.
     """
 
     @node
     class Config(Layer.Config["CosineAttention"], WindowRole, AttentionKernelRole):
-        """The roles let `interleave` set `window`, and `context-parallel` and `paged-cache` set `kernel`.
+        """Settings of `CosineAttention`.
 
-        `rope` and `alibi` fill `position` because it is annotated as a slot for a position encoding, and `paged-cache` fills
+        The roles let the feature `interleave` set `window`, and let `context-parallel` and `paged-cache` set `kernel`.
+        `rope` and `alibi` set `position` because its annotation is a slot for a position encoding. `paged-cache` sets
         `kv_cache` for the same reason.
+
+        Attributes:
+            input_dim: Width of the input and output. The parent layer sets it.
+            num_heads: Number of heads.
+            position: Position encoding, or None.
+            window: Number of tokens that each token attends to, or None for all earlier tokens.
+            kernel: Kernel of the attention op, or None to select one automatically.
+            query: Projection of the queries.
+            key: Projection of the keys.
+            value: Projection of the values.
+            output: Projection of the output.
+            kv_cache: Cache for generation.
         """
 
         input_dim: int = interface(default=REQUIRED)
@@ -45,21 +62,27 @@ class CosineAttention(Layer):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, precision=precision)
         self.width, self.heads = (cfg.input_dim,), (cfg.num_heads, cfg.input_dim // cfg.num_heads)
-        into, out = ("embed", "heads", "head_dim"), ("heads", "head_dim", "embed")
-        sizes: dict[str, Any] = {"input_dims": self.width, "output_dims": self.heads, "axes": into}
+        input_axes, output_axes = ("embed", "heads", "head_dim"), ("heads", "head_dim", "embed")
+        sizes: dict[str, Any] = {"input_dims": self.width, "output_dims": self.heads, "axes": input_axes}
         self.query = self.child(cfg.query, rngs=rngs, **sizes)
         self.key = self.child(cfg.key, rngs=rngs, **sizes)
         self.value = self.child(cfg.value, rngs=rngs, **sizes)
-        self.output = self.child(cfg.output, rngs=rngs, input_dims=self.heads, output_dims=self.width, axes=out)
+        self.output = self.child(cfg.output, rngs=rngs, input_dims=self.heads, output_dims=self.width, axes=output_axes)
         if cfg.position is not None:
             self.position = self.child(cfg.position, rngs=rngs, num_heads=self.heads[0], head_dim=self.heads[1])
 
     def init_cache(self, batch: int, length: int) -> Any:
-        """An empty cache for `batch` rows of at most `length` tokens."""
+        """Return an empty cache for `batch` rows of at most `length` tokens."""
         return build_cache(self.cfg.kv_cache).init(batch, length, *self.heads, self.precision.compute)
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
-        """[B, S, D] and its cache -> ([B, S, D], the new cache)."""
+        """Return the output, [B, S, D], and the new cache.
+
+        Args:
+            x: Input, [B, S, D].
+            context: Positions and segments of the batch.
+            cache: Cache from `init_cache`, or None in training.
+        """
         cfg = self.cfg
         query, key, bias = _normalize(self.query(x)), _normalize(self.key(x)), None
         if cfg.position is not None:
@@ -75,6 +98,6 @@ class CosineAttention(Layer):
 
 
 def _normalize(x: jax.Array) -> jax.Array:
-    """[..., H] of length 1."""
+    """Normalize [..., H] to length 1."""
     squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
     return (x * jax.lax.rsqrt(squares + 1e-6)).astype(x.dtype)

@@ -24,36 +24,50 @@ from axlearn_core.extend import (
 
 
 class MsgpackCheckpointer(Configurable):
-    """Writes the state of a single process as one `state.msgpack`, with a hash of every file. `save` blocks."""
+    """Writes the state of a single process to `state.msgpack`, with hashes of all files.
+
+    `save` blocks until the files are written.
+    """
 
     @node
     class Config(Configurable.Config["MsgpackCheckpointer"]):
-        """`every_steps` saves after so many steps. All checkpoints are kept."""
+        """Settings of `MsgpackCheckpointer`. It keeps all checkpoints.
+
+        Attributes:
+            every_steps: Number of steps between saves.
+        """
 
         every_steps: int = setting(default=100, ge=1)
 
     def __init__(self, cfg: Config, *, directory: Path):
         if jax.process_count() > 1:
             raise RequestError(
-                f"msgpack checkpoints are of one process, got {jax.process_count()}\n    fix: take sharded"
+                f"msgpack checkpoints support one process, got {jax.process_count()}\n    fix: use sharded"
             )
         self.cfg, self.storage, self.files = cfg, LocalStorage(directory), {}
 
     def due(self, step: int) -> bool:
-        """Whether `every_steps` divides the step."""
+        """Return whether to save after this step."""
         return step > 0 and step % self.cfg.every_steps == 0
 
     def steps(self) -> list[int]:
-        """All complete steps, oldest first."""
+        """Return all complete steps, oldest first."""
         folders = {file.path.partition("/")[0] for file in self.storage.list()}
         return sorted(int(name) for name in folders if name.isdigit())
 
     def latest_step(self) -> int | None:
-        """The newest complete step."""
+        """Return the newest complete step, or None."""
         return max(self.steps(), default=None)
 
     def save(self, step: int, state: Any, *, extra: Mapping[str, Any], metrics: Mapping[str, float]) -> bool:
-        """Writes into another folder and renames that. Raises `StorageError` where the disk refuses."""
+        """Save a checkpoint in a temporary folder and rename the folder.
+
+        Returns:
+            False if the step is already saved.
+
+        Raises:
+            StorageError: If the files cannot be written.
+        """
         if step in self.steps():
             return False
         self.storage.delete("partial")
@@ -67,7 +81,15 @@ class MsgpackCheckpointer(Configurable):
         return True
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        """(state, extra). Raises `CheckpointError` for a missing step, another model or a damaged file."""
+        """Return the state and the extra values of a checkpoint.
+
+        Args:
+            step: Step of the checkpoint.
+            like: State with the expected structure, shapes, dtypes and shardings.
+
+        Raises:
+            CheckpointError: If the step is missing, a file is damaged, or the checkpoint has another structure.
+        """
         location = f"checkpoint {step} in {self.storage.root}"
         try:
             hashes = json.loads(self.storage.read(f"{step}/sha256.json"))
@@ -78,19 +100,17 @@ class MsgpackCheckpointer(Configurable):
             raise CheckpointError(f"{location} is damaged: {', '.join(damaged)}")
         leaves, arrays = flatten(like), msgpack_restore(files["state.msgpack"])
         expected, got = ({p: f"{x.dtype}{list(x.shape)}" for p, x in tree.items()} for tree in (leaves, arrays))
-        if other := sorted(p for p in expected.keys() | got.keys() if expected.get(p) != got.get(p)):
-            first = f"got: {got.get(other[0])}\n    expected: {expected.get(other[0])}"
-            raise CheckpointError(
-                f"{location} is of another state, which differs in {', '.join(other[:3])}\n    {first}"
-            )
+        if differing := sorted(p for p in expected.keys() | got.keys() if expected.get(p) != got.get(p)):
+            first = f"got: {got.get(differing[0])}\n    expected: {expected.get(differing[0])}"
+            raise CheckpointError(f"{location} has another structure: {', '.join(differing[:3])}\n    {first}")
         placed = {path: jax.device_put(x, leaves[path].sharding) for path, x in arrays.items()}
         return unflatten(like, placed), json.loads(files["extra.json"])
 
     def wait(self) -> None:
-        """Returns at once."""
+        """Do nothing, because `save` blocks."""
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Do nothing."""
 
 
 def _hash(data: bytes) -> str:

@@ -11,9 +11,9 @@ from axlearn_core.extend import ExtensibleCommand, experiment_argument, no_devic
 @experiment_argument
 @request_options
 def one_line(request: Any) -> None:
-    """Print one line about a training step: whether it fits.
+    """Print the experiment, the machine, and whether a training step fits.
 
-    The line has the title and the machine, for a loop over many experiments. Exit code 1 if the step does not fit.
+    Use it in a loop over many experiments. Exits with code 1 if the step does not fit.
     """
     no_devices()
     from axlearn_core.extend import resolve

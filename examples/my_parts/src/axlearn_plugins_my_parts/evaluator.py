@@ -10,11 +10,18 @@ if TYPE_CHECKING:
 
 
 class ParameterNorms(Periodic):
-    """The norm of each parameter: `<name>_<path>`, and of all together: `<name>_total`."""
+    """Logs the norm of each parameter and of all parameters.
+
+    The metrics are `<name>_<path>` and `<name>_total`.
+    """
 
     @node
     class Config(Periodic.Config["ParameterNorms"]):
-        """`pattern`: which parameters, by dotted path (`**.norm.*`)."""
+        """Settings of `ParameterNorms`.
+
+        Attributes:
+            pattern: Pattern of dotted parameter paths (`**.norm.*`).
+        """
 
         pattern: str = "**"
 
@@ -23,7 +30,7 @@ class ParameterNorms(Periodic):
         self.pattern = cfg.pattern
 
     def run(self, session: "Session") -> Mapping[str, float]:
-        """The norms now. Raises `RequestError` where the pattern fits nothing."""
+        """Return the current norms. Raise `RequestError` if the pattern matches no parameter."""
         params = session.state.params
         parameters = {
             path: params[path] for path in select(self.pattern, params, setting=f"evaluators.{self.name}.pattern")

@@ -14,7 +14,10 @@ from axlearn_plugins_my_parts.watchdog import StackDump
 
 
 def my_parts() -> Trainer.Config:
-    """A table of token pairs that learns to repeat, with a part of this package in every slot of the trainer."""
+    """Return a bigram model that learns to repeat tokens.
+
+    Every slot of the trainer has a component of this package.
+    """
     return Trainer.Config(
         model=Bigram.Config(vocab_size=16),
         learner=SignLearner.Config(learning_rate=0.05),

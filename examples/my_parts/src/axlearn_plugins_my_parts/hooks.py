@@ -1,4 +1,4 @@
-"""What this plugin has in addition to components. Imports no JAX."""
+"""Hook implementations of this plugin. Do not import JAX here."""
 
 from pathlib import Path
 
@@ -7,7 +7,10 @@ from axlearn_core.extend import KernelImplementation, Storage, Weights, hookimpl
 
 @hookimpl
 def axlearn_kernels() -> list[KernelImplementation]:
-    """Below the reference, which has priority 0: it runs only where a config names it."""
+    """Register the kernel `product`.
+
+    The reference has priority 0. A lower priority means that the kernel only runs if a config selects it.
+    """
     op = "axlearn_plugins_transformer.kernels.rms_norm:RMSNormOp"
     load = "axlearn_plugins_my_parts.kernel:PRODUCT"
     return [KernelImplementation(name="product", op=op, load=load, priority=-10)]
@@ -15,7 +18,7 @@ def axlearn_kernels() -> list[KernelImplementation]:
 
 @hookimpl
 def axlearn_checkpoint_storage(uri: str) -> Storage | None:
-    """`sqlite:///folder/file.db`."""
+    """Open `sqlite:///folder/file.db`."""
     if not uri.startswith("sqlite://"):
         return None
     from axlearn_plugins_my_parts.storage import SqliteStorage
@@ -25,7 +28,7 @@ def axlearn_checkpoint_storage(uri: str) -> Storage | None:
 
 @hookimpl
 def axlearn_weights(uri: str) -> Weights | None:
-    """`model.npz`."""
+    """Open `model.npz`."""
     file = Path(uri).expanduser()
     if file.suffix != ".npz" or not file.is_file():
         return None

@@ -12,24 +12,27 @@ from axlearn_plugins_transformer.kv_cache import ContiguousCache
 
 
 class Int8Cache(Configurable):
-    """Keys and values as int8, with a scale for each token and head: 68 bytes for a head of 64, not 128 as in bfloat16."""
+    """Stores keys and values as int8, with a scale for each token and head.
+
+    A head of size 64 takes 68 bytes, compared with 128 in bfloat16.
+    """
 
     @node
     class Config(Configurable.Config["Int8Cache"]):
-        """Nothing to set."""
+        """Settings of `Int8Cache`. There are none."""
 
     def __init__(self, cfg: Config):
         self.arrays = ContiguousCache.Config().build()
 
     def init(self, batch: int, length: int, num_kv_heads: int, head_dim: int, dtype: str) -> Any:
-        """An empty cache."""
+        """Return an empty cache."""
         return {
             "values": self.arrays.init(batch, length, num_kv_heads, head_dim, "int8"),
             "scales": self.arrays.init(batch, length, num_kv_heads, 1, "float32"),
         }
 
     def attend(self, cache: Any, op: AttentionOp, slots: jax.Array, kernel: str | None) -> tuple[jax.Array, Any]:
-        """See `axlearn_plugins_transformer.kv_cache.KVCache`."""
+        """Append keys and values, and attend. See `axlearn_plugins_transformer.kv_cache.KVCache`."""
         (key, key_scale), (value, value_scale) = _quantize(op.key), _quantize(op.value)
         values, slots_view = self.arrays.append(cache["values"], key, value, slots)
         scales, scale = self.arrays.append(cache["scales"], key_scale, value_scale, slots)
@@ -40,7 +43,11 @@ class Int8Cache(Configurable):
 
 
 def _quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[B, S, K, H] -> int8 [B, S, K, H] and its scale, float32 [B, S, K, 1]."""
+    """Quantize [B, S, K, H] to int8.
+
+    Returns:
+        int8 [B, S, K, H] and the scales, float32 [B, S, K, 1].
+    """
     x = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), 1e-30) / 127
     return jnp.round(x / scale).astype(jnp.int8), scale

@@ -14,24 +14,27 @@ from axlearn_plugins_transformer.attention_variants.latent_cache import (
 
 
 class Int8LatentCache(Configurable):
-    """Latents as int8, with a scale for each token."""
+    """Stores latents as int8, with a scale for each token."""
 
     @node
     class Config(Configurable.Config["Int8LatentCache"]):
-        """Nothing to set."""
+        """Settings of `Int8LatentCache`. There are none."""
 
     def __init__(self, cfg: Config):
         self.arrays = ContiguousLatentCache.Config().build()
 
     def init(self, batch: int, length: int, dim: int, dtype: str) -> Any:
-        """An empty cache."""
+        """Return an empty cache."""
         scales = self.arrays.init(batch, length, 1, "float32")
         return {"latents": self.arrays.init(batch, length, dim, "int8"), "scales": scales}
 
     def attend(
         self, cache: Any, latents: jax.Array, slots: jax.Array, attention: LatentAttentionOp, kernel: str | None
     ) -> tuple[jax.Array, Any]:
-        """See `axlearn_plugins_transformer.attention_variants.latent_cache.LatentCache`."""
+        """Append latents and attend.
+
+        See `axlearn_plugins_transformer.attention_variants.latent_cache.LatentCache`.
+        """
         scale = jnp.max(jnp.abs(latents.astype(jnp.float32)), axis=-1, keepdims=True) / 127 + 1e-30
         integers = jnp.round(latents / scale).astype(jnp.int8)
         integers, slots_view = self.arrays.append(cache["latents"], integers, slots)

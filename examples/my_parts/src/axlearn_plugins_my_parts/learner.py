@@ -9,11 +9,19 @@ from axlearn_core.extend import Batch, Configurable, Loss, global_norm, node, se
 
 
 class SignLearner(Configurable):
-    """Moves every parameter by the same distance against the sign of its gradient (Bernstein et al., 2018)."""
+    """Updates each parameter by a constant step against the sign of its gradient.
+
+    Source: Bernstein et al., 2018.
+    """
 
     @node
     class Config(Configurable.Config["SignLearner"]):
-        """`learning_rate`: the distance; `accumulate_steps`: microbatches in a step."""
+        """Settings of `SignLearner`.
+
+        Attributes:
+            learning_rate: Size of the step.
+            accumulate_steps: Number of microbatches per step.
+        """
 
         learning_rate: float = setting(default=1e-3, gt=0)
         accumulate_steps: int = setting(default=1, kind="microbatches", ge=1)
@@ -22,19 +30,19 @@ class SignLearner(Configurable):
         self.cfg = cfg
 
     def init(self, params: Any) -> dict[str, jax.Array]:
-        """The number of updates."""
+        """Return the state: the number of updates."""
         return {"updates": jnp.zeros((), jnp.int32)}
 
     def value_and_grad(self, loss: Loss, params: Any, variables: Any, batch: Batch, key: jax.Array | None) -> Any:
-        """See `axlearn_core.contracts.parts.Learner`."""
+        """Return the loss and gradients. See `axlearn_core.contracts.parts.Learner`."""
         return value_and_grad(loss, params, variables, batch, key, self.cfg.accumulate_steps)
 
     def evaluation_params(self, state: Any, params: Any) -> Any:
-        """The parameters: it keeps no average."""
+        """Return the parameters, because the learner keeps no average."""
         return params
 
     def update(self, grads: Any, state: Any, params: Any, loss: jax.Array) -> tuple[Any, Any, dict[str, jax.Array]]:
-        """One step; none where the loss or a gradient is not finite."""
+        """Update the parameters. Skip the update if the loss or a gradient is not finite."""
         norm = global_norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
 

@@ -6,11 +6,18 @@ from axlearn_core.extend import REQUIRED, RunListener, Session, TrainLoop, log_m
 
 
 class StopAtLoss(TrainLoop):
-    """Trains until a logged loss is at most `loss`, or to `max_steps`; then evaluates and saves as at any end."""
+    """Trains until a logged loss is at most `loss`, or until `max_steps`.
+
+    Then it evaluates and saves, like every training loop.
+    """
 
     @node
     class Config(TrainLoop.Config):
-        """`loss`: of one step, as it is logged every `log_every_steps`."""
+        """Settings of `StopAtLoss`.
+
+        Attributes:
+            loss: Training loss at which to stop. It is checked every `log_every_steps`.
+        """
 
         loss: float = setting(default=REQUIRED)
 
@@ -19,19 +26,22 @@ class StopAtLoss(TrainLoop):
         self.loss = cfg.loss
 
     def run(self, session: Session) -> None:
-        """See `axlearn_core.train.loop.Loop`."""
-        session.events.add(_Target(session, self.loss))
+        """Train the model. See `axlearn_core.train.loop.Loop`."""
+        session.events.add(_LossListener(session, self.loss))
         super().run(session)
 
 
-class _Target(RunListener):
-    """Makes the present step the last one."""
+class _LossListener(RunListener):
+    """Ends the run after the current step if the loss reaches the target."""
 
     def __init__(self, session: Session, loss: float):
         self.session, self.loss = session, loss
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Every process logs the same values, so that all stop at one step."""
+        """Stop at the current step if the loss is low enough.
+
+        All processes log the same values, so they stop at the same step.
+        """
         if values.get("loss", float("inf")) <= self.loss and self.session.step < self.session.max_steps:
             log_message(f"step {step}: the loss {values['loss']:.4g} is at most {self.loss:g}")
             self.session.max_steps = self.session.step

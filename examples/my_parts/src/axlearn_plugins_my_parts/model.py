@@ -10,11 +10,15 @@ from axlearn_core.extend import REQUIRED, Batch, Layer, Normal, Precision, node,
 
 
 class Bigram(Layer):
-    """Predicts the next token from the last one alone, by a table of logits."""
+    """Predicts the next token from the previous token with a table of logits."""
 
     @node
     class Config(Layer.Config["Bigram"]):
-        """`vocab_size`: token ids are below it."""
+        """Settings of `Bigram`.
+
+        Attributes:
+            vocab_size: Number of token ids.
+        """
 
         vocab_size: int = setting(default=REQUIRED, ge=1)
 
@@ -24,7 +28,7 @@ class Bigram(Layer):
         self.table = self.parameter(rngs, Normal(), (cfg.vocab_size, cfg.vocab_size), ("embed", "vocab"))
 
     def loss(self, batch: Batch) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-        """The mean cross-entropy of the targets in nats, and their number as `weight`."""
+        """Return the mean cross-entropy of the targets in nats, and their weight."""
         log_probs = jax.nn.log_softmax(self.computed(self.table).astype(jnp.float32))
         losses = -log_probs[batch["tokens"], batch["targets"]]
         weights = batch["weights"] if "weights" in batch else jnp.ones_like(losses)

@@ -1,4 +1,4 @@
-"""The option `axlearn train --seed N`. Imports no JAX."""
+"""The option `axlearn train --seed N`. Does not import JAX."""
 
 import attrs
 
@@ -6,7 +6,7 @@ from axlearn_core.extend import CommandOption, Request, Setting, parse_value
 
 
 def set_seed(value: str, request: Request) -> Request:
-    """The request with the seed of the run set."""
+    """Return the request with another seed."""
     location = f"--seed {value}"
     setting = Setting(path="seed", value=parse_value(value, location), location=location)
     return attrs.evolve(request, settings=(*request.settings, setting))

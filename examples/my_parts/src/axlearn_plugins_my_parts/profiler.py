@@ -13,14 +13,19 @@ from axlearn_core.extend import Configurable, node, setting
 
 
 class SlowestSteps(Configurable):
-    """Writes the slowest steps to `<run>/slowest_steps-RANK.json`, with the seconds from the start of each to that of the next.
+    """Writes the slowest steps to `<run>/slowest_steps-RANK.json`.
 
-    It does not wait for the devices. The loop does, one step later, so that in the long run these are the steps' own times.
+    The time of a step is the time between its start and the start of the next step. The profiler does not wait for the
+    devices. The loop waits one step later, so long runs report accurate times.
     """
 
     @node
     class Config(Configurable.Config["SlowestSteps"]):
-        """`count`: how many steps."""
+        """Settings of `SlowestSteps`.
+
+        Attributes:
+            count: Number of steps to report.
+        """
 
         count: int = setting(default=10, ge=1)
 
@@ -30,17 +35,17 @@ class SlowestSteps(Configurable):
         self.begin: float | None = None
 
     def before(self, step: int) -> None:
-        """Ends the time of the step before, `step`."""
+        """Record the time of the previous step."""
         now = time.perf_counter()
         if self.begin is not None:
             self.seconds[step] = now - self.begin
         self.begin = now
 
     def after(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Nothing: waiting here would slow the run down."""
+        """Do nothing. Waiting for the step here would slow down the run."""
 
     def close(self) -> None:
-        """Writes the file, unless there was no step."""
+        """Write the file, unless there were no steps."""
         if self.seconds:
             slowest = heapq.nlargest(self.count, self.seconds.items(), key=lambda item: item[1])
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,14 +10,14 @@ from axlearn_plugins_serving.scheduler import PriorityScheduler
 
 
 class ShortestFirst(PriorityScheduler):
-    """Begins requests with short prompts first; the default scheduler does the rest."""
+    """Starts requests with short prompts first. Otherwise works like the default scheduler."""
 
     @node
     class Config(PriorityScheduler.Config):
-        """As its base."""
+        """Settings of `ShortestFirst`, as for `PriorityScheduler`."""
 
     def add(self, state: RequestState) -> None:
-        """Takes a request; its priority is the length of its prompt."""
+        """Add a request, with the length of its prompt as its priority."""
         request: Any = state.request
         state.request = attrs.evolve(request, priority=len(state.tokens))
         super().add(state)

@@ -10,18 +10,25 @@ from axlearn_core.extend import Configurable, Problem, node
 
 
 class Characters(Configurable):
-    """One id for each character of an alphabet, one for all other characters, one that ends a document."""
+    """A tokenizer with one id per character of an alphabet.
+
+    There is one more id for all other characters, and one for the end of a document.
+    """
 
     @node
     class Config(Configurable.Config["Characters"]):
-        """`alphabet`: the characters that decoding gives back."""
+        """Settings of `Characters`.
+
+        Attributes:
+            alphabet: Characters to encode.
+        """
 
         alphabet: str = string.printable
 
         def validate(self) -> Iterable[Problem]:
-            """Reports characters that occur twice."""
-            if twice := sorted({c for c in self.alphabet if self.alphabet.count(c) > 1}):
-                yield Problem(path="alphabet", message="has characters twice", got=repr("".join(twice)))
+            """Report duplicate characters."""
+            if duplicates := sorted({c for c in self.alphabet if self.alphabet.count(c) > 1}):
+                yield Problem(path="alphabet", message="has duplicate characters", got=repr("".join(duplicates)))
 
     def __init__(self, cfg: Config):
         self.alphabet = cfg.alphabet
@@ -30,13 +37,16 @@ class Characters(Configurable):
         self.digest = hashlib.sha256(cfg.alphabet.encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
-        """One id per character."""
+        """Return one id per character."""
         return [self.ids.get(character, self.unknown_id) for character in text]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text, with U+FFFD for characters outside the alphabet."""
+        """Return the text, with U+FFFD for characters outside the alphabet."""
         return "".join((*self.alphabet, "\N{REPLACEMENT CHARACTER}", "")[i] for i in ids)
 
     def token_bytes(self) -> np.ndarray:
-        """float32 [vocab_size]: the UTF-8 length of each character; 1 for unknown ones, 0 at the end of a document."""
+        """Return the UTF-8 length of each token, float32 [vocab_size].
+
+        Unknown characters count as 1, and the end of a document as 0.
+        """
         return np.array([*(len(c.encode()) for c in self.alphabet), 1, 0], np.float32)

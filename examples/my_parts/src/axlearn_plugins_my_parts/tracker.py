@@ -11,17 +11,21 @@ FILE, HEADER = "metrics.csv", ("step", "name", "value")
 
 
 class CsvTracker(Configurable):
-    """Writes `metrics.csv`: a row of step, name and value for each scalar and text."""
+    """Writes a row of step, name and value to `metrics.csv` for each scalar and text."""
 
     @node
     class Config(Configurable.Config["CsvTracker"]):
-        """Nothing to set."""
+        """Settings of `CsvTracker`. There are none."""
 
     def __init__(self, cfg: Config, *, run_dir: Path):
         self.path, self.file = Path(run_dir) / FILE, None
 
     def start(self, info: Mapping[str, Any]) -> None:
-        """Keeps the rows up to the step that the run continues from. Raises `WorkError` where it cannot write."""
+        """Open the file. A resumed run keeps the rows up to its start step.
+
+        Raises:
+            WorkError: If the file cannot be written.
+        """
         start_step = info.get("start_step", 0)
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,28 +34,28 @@ class CsvTracker(Configurable):
         self._write([HEADER, *(row for row in rows if row[0] <= start_step)])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One row for each value."""
+        """Write one row per value."""
         self._write([(step, name, float(value)) for name, value in values.items()])
 
     def text(self, step: int, name: str, value: str) -> None:
-        """One row."""
+        """Write one row."""
         self._write([(step, name, printable(value))])
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         if self.file is not None:
             self.file.close()
             self.file = None
 
     def _write(self, rows: list[Any]) -> None:
-        assert self.file is not None, "start comes first"
+        assert self.file is not None, "call start first"
         with writing(self.path):
             csv.writer(self.file).writerows(rows)
             self.file.flush()
 
 
 def read_csv(run_dir: Path) -> list[tuple[int, str, str]]:
-    """(step, name, value) of each row; empty without a file."""
+    """Return the step, name and value of each row. Return [] if there is no file."""
     path = Path(run_dir) / FILE
     if not path.is_file():
         return []

@@ -10,14 +10,19 @@ from axlearn_core.extend import Configurable, node, setting
 
 
 class StackDump(Configurable):
-    """Writes what every thread is doing to `<run>/stacks-RANK.txt` when a phase takes too long. The run goes on.
+    """Writes the stacks of all threads to `<run>/stacks-RANK.txt` if a phase takes too long.
 
-    The timer is faulthandler's, so that it fires also where a thread holds the interpreter's lock. A process has one of them.
+    The run continues. The timer is faulthandler's, so it also fires if a thread holds the interpreter's lock. Each
+    process has only one such timer.
     """
 
     @node
     class Config(Configurable.Config["StackDump"]):
-        """`seconds`: the longest that a phase may take; allow for the time of compiling."""
+        """Settings of `StackDump`.
+
+        Attributes:
+            seconds: Maximum time of a phase. It must be longer than the time to compile.
+        """
 
         seconds: float = setting(default=1800.0, gt=0)
 
@@ -26,18 +31,18 @@ class StackDump(Configurable):
         self.file: IO[str] | None = None
 
     def start(self) -> None:
-        """Starts the timer."""
+        """Start the timer."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = self.path.open("a")
         self.beat("start", 0)
 
     def beat(self, phase: str, step: int) -> None:
-        """Starts the timer anew."""
+        """Restart the timer."""
         if self.file is not None:
             faulthandler.dump_traceback_later(self.seconds, file=self.file)
 
     def close(self) -> None:
-        """Ends the timer; removes the file if it is empty."""
+        """Stop the timer, and remove the file if it is empty."""
         if self.file is not None:
             faulthandler.cancel_dump_traceback_later()
             self.file.close()

@@ -1,4 +1,4 @@
-"""Weights in one `.npz` file: what `axlearn generate model.npz` opens."""
+"""Weights in one `.npz` file, which `axlearn generate model.npz` opens."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -27,44 +27,44 @@ CONFIG, STEP = "config.yaml", "step"
 
 
 def save_npz(weights: Weights, file: Path) -> None:
-    """Writes weights with the config that they belong to; floats as float32, one tensor in memory after the other."""
+    """Write weights and their config to a file. Floats are written as float32."""
     text = write(weights.experiment, registry())
     arrays = {path: np.asarray(tensor, np.float32) for path, tensor in weights.read().items()}
     np.savez(file, **{CONFIG: np.array(text), STEP: np.array(weights.step), **arrays})
 
 
 class NpzWeights:
-    """The weights in a file of `save_npz`; see `axlearn_core.contracts.parts.Weights`."""
+    """Weights in a file from `save_npz`. Implements `axlearn_core.contracts.parts.Weights`."""
 
     def __init__(self, file: Path):
         self.file = file
         with np.load(file) as data:
             if CONFIG not in data:
-                raise CheckpointError(f"{file} has no {CONFIG}\n    fix: write it by `save_npz`")
+                raise CheckpointError(f"{file} has no {CONFIG}\n    fix: write it with `save_npz`")
             request = read_text(str(data[CONFIG]), f"{file}/{CONFIG}", registry())
             stored = {name: data[name] for name in data.files if name not in (CONFIG, STEP)}
             self.step = int(data[STEP])
         assert isinstance(request.experiment, Node)
         self.experiment: Any = request.experiment
-        check_tensors(str(file), self.specs(), stored, fix="write it again with the versions installed now")
+        check_tensors(str(file), self.specs(), stored, fix="write it again with the installed versions")
 
     @property
     def config(self) -> Node[Any]:
-        """The config of the model."""
+        """Config of the model."""
         return self.experiment.model
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """That of the experiment's input."""
+        """Tokenizer of the experiment's input, or None."""
         node = children(self.experiment.input).get("tokenizer")
         return None if node is None else node.build()
 
     def specs(self) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Shape and dtype of every tensor."""
+        """Return the shape and dtype of every tensor."""
         return {**self._functional.abstract, **self._functional.variables}
 
     def read(self, pattern: str = "**", shardings: Mapping[str, Sharding] | None = None) -> dict[str, jax.Array]:
-        """The tensors that fit the pattern."""
+        """Return the tensors that match the pattern."""
         specs, default = self.specs(), SingleDeviceSharding(jax.local_devices()[0])
         places = select_tensors(pattern, shardings, specs, str(self.file))
         with np.load(self.file) as data:

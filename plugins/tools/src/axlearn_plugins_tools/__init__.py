@@ -1,1 +1,1 @@
-"""Everyday tools: features such as remat and EMA, optimizers, reports and trackers, evaluation, new plugins, their doctor."""
+"""Features such as remat and EMA, optimizers, reports, trackers, evaluation, and tools for plugin authors."""

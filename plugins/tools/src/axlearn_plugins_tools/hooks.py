@@ -1,4 +1,4 @@
-"""The checks that this package adds to `axlearn plugins doctor`."""
+"""Hook implementations of this package."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from axlearn_core.plugins.hookspecs import hookimpl
 
 @hookimpl
 def axlearn_doctor_checks() -> list[str]:
-    """Whether a plugin replaced a part of the core."""
+    """Add a check to `axlearn plugins doctor` for replaced parts of the core."""
     return ["axlearn_plugins_tools.doctor.core_integrity:find_replaced_attributes"]

@@ -99,4 +99,4 @@ def test_a_run_listener_that_cannot_be_loaded_is_reported(install):
     body = 'return []\n\n@hookimpl\ndef axlearn_run_listeners():\n    return ["checks_part:whole", "checks_part:gone"]'
     (error,) = findings(install, body)
     assert (error.name, error.status) == ("checked_hooks1", "error")
-    assert "has a run listener that cannot be made: checks_part:gone\n    cause: AttributeError" in error.message
+    assert "has a run listener that cannot be created: checks_part:gone\n    cause: AttributeError" in error.message

@@ -98,14 +98,14 @@ def test_what_is_wrong_ends_with_exit_code_2(run, tmp_path):
     [
         (
             {**QUESTION, "answer": 2},
-            r"the 'answer' is none of the choices\n    got: 2\n    expected: an index from 0 to 1",
+            r"the 'answer' is not one of the choices\n    got: 2\n    expected: an index from 0 to 1",
         ),
         ({**QUESTION, "answer": True}, "got: True"),
         ({**QUESTION, "answer": "5"}, "got: '5'"),
         ({**QUESTION, "choices": ["4"]}, r"needs 'choices'\n    got: \['4'\]\n    expected: a list of two or more"),
         ({"choices": ["3", "4"], "answer": 0}, "needs text in 'prompt'"),
         ({"txt": "a"}, r"its fields: txt\n    did you mean: text\?"),
-        (TALK, "line 2: is a row of messages, after rows of choices"),
+        (TALK, "line 2: the row has messages, but earlier rows have choices"),
         ({"messages": [{"role": "human", "content": "?"}]}, "has the role 'human'"),
         ("{", "line 2: is not JSON"),
     ],

@@ -87,12 +87,12 @@ def test_chat_templates_and_options(quickstart_model, tasks):
     assert lm.apply_chat_template([{"role": "user", "content": "hi"}]) == "User:\nhi\n\nAssistant:\n"
     assert "endgeneration" in lm.chat_template()
     assert lm.tokenizer_name.startswith("utf-8 bytes-")
-    one = lm._write_for("ab", {"max_gen_toks": 12, "do_sample": False})
+    one = lm._generate_for("ab", {"max_gen_toks": 12, "do_sample": False})
     stop = next(c for c in one[1:] if c not in one[0] + "\ufffd")  # what stands for half a character ends none
-    assert lm._write_for("ab", {"max_gen_toks": 12, "until": stop}) == one.partition(stop)[0]
-    assert lm._write_for("ab", {"max_gen_toks": 3, "do_sample": True, "temperature": 1e3, "top_k": 9}) != one[:3]
-    with pytest.raises(RequestError, match="does not generate with num_beams"):
-        lm._write_for("ab", {"num_beams": 4})
+    assert lm._generate_for("ab", {"max_gen_toks": 12, "until": stop}) == one.partition(stop)[0]
+    assert lm._generate_for("ab", {"max_gen_toks": 3, "do_sample": True, "temperature": 1e3, "top_k": 9}) != one[:3]
+    with pytest.raises(RequestError, match="generation does not support num_beams"):
+        lm._generate_for("ab", {"num_beams": 4})
 
 
 def test_texts_written_together_are_those_written_one_after_another(quickstart_model, monkeypatch):

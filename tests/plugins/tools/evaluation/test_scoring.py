@@ -114,7 +114,7 @@ def test_a_long_text_is_scored_in_windows_and_a_long_context_is_cut(model, log_p
     assert math.isclose(cut.log_likelihood, reference(log_probabilities, ids[28:40], ids[40:45]), rel_tol=2e-5)
     with pytest.raises(RequestError, match="continuation of 17 tokens after 1 cannot be scored"):
         scorer.continuations([([1], [2] * 17)])
-    with pytest.raises(RequestError, match="gives no likelihoods"):
+    with pytest.raises(RequestError, match="cannot compute likelihoods"):
         Scorer(object(), length=1)
 
 

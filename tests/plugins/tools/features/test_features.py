@@ -90,9 +90,9 @@ def test_remat_sets_the_node_of_every_stack(options, expected):
     [
         ("remat:policy=dots,save=[query]", "cannot be given together with policy"),
         ("remat:policy=dots,offload=[query]", "cannot be given together with policy"),
-        ("remat:save=[query],offload=[query]", "kept in one place"),
+        ("remat:save=[query],offload=[query]", "cannot be both saved and offloaded"),
         ("remat:policy=ful", "'full'"),
-        ("remat:save=['(']", "save: no regular expression"),
+        ("remat:save=['(']", "save: not a regular expression"),
         ("precision", "no dtype is given"),
         ("precision:dtype=int8", "'bfloat16'"),
         ("ema:decay=1.0", "less than 1"),
@@ -102,7 +102,7 @@ def test_remat_sets_the_node_of_every_stack(options, expected):
         ("optimizer", "needs a value"),
         ("optimizer:component=lions", "did you mean: lion"),
         ("optimizer:component=lion,settings={b3: 1}", "optimizer.settings.b3: unknown key"),
-        ("replace:component=layer-norm", "nothing says what to replace"),
+        ("replace:component=layer-norm", "no component to replace is selected"),
         ("replace:target=rms-norms,component=layer-norm", "did you mean: rms-norm"),
         (
             "replace:target=layer-norm,component=rms-norm,settings={eps: 0.125}",
@@ -110,7 +110,7 @@ def test_remat_sets_the_node_of_every_stack(options, expected):
         ),
         ("replace:target=linear,path=model.decoder.norm,component=layer-norm", "no linear at model.decoder.norm"),
         ("replace:path=model.decoder.normm,component=layer-norm", "did you mean: model.decoder.norm"),
-        ("replace:path=model.vocab_size,component=layer-norm", "holds no component"),
+        ("replace:path=model.vocab_size,component=layer-norm", "there is no component to replace"),
         ("replace:target=attention,component=linear", r"drop=\[num_heads\]"),
     ],
 )
@@ -224,6 +224,6 @@ def test_a_learner_of_another_kind_says_what_it_lacks():
         learner: Node[None] = Other()
 
     assert Learner.Config().ema_decay is None
-    with pytest.raises(ConfigError, match=r"learner.ema_decay: ema cannot set it: .*Other has no such field"):
+    with pytest.raises(ConfigError, match=r"learner.ema_decay: ema cannot set this field: .*Other does not have it"):
         Ema().apply(Root())
     assert type(UseOptimizer(component="lion").apply(Root()).learner.optimizer) is NAMES.component("lion")

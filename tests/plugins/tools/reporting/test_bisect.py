@@ -87,7 +87,7 @@ def test_what_is_found_when_the_trainings_are_used_up_is_said():
 
     result = bisect(Config(), Config(a=1, b=1, c=1, d=1), "loss", limited)
     assert {"a", "c"} <= {c.path for c in result.moving}
-    assert "used up" in result.ended
+    assert "limit on training runs" in result.ended
 
 
 def test_a_change_is_the_smallest_part_that_can_be_set():
@@ -159,4 +159,4 @@ def test_what_is_no_run_is_refused(tmp_path):
     assert f"{tmp_path / 'none'} is not a directory" in result.output
     result = CliRunner().invoke(cli, ["config", "bisect", str(tmp_path), str(tmp_path)])
     assert result.exit_code == 2
-    assert "is not the directory of a run" in result.output
+    assert "is not a run directory" in result.output

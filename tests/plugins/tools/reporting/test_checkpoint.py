@@ -48,7 +48,7 @@ def test_inspect(run_dir):
     ]
     result = axlearn("inspect", run_dir, "--verify")
     assert "step 20: 2 arrays" in result.stderr
-    assert "every file is what was written" in result.stderr
+    assert "all files match their hashes" in result.stderr
     assert "params.w  3 x 4  float32" in result.stdout
 
 

@@ -23,7 +23,7 @@ def test_a_death_says_what_took_the_place_and_what_it_cost():
     (incident,) = process_incidents(records)
     assert incident["rule"] == "exited"
     assert incident["message"] == (
-        "rank 1 on b, process 2: killed by SIGKILL; c takes its place; training again after 8.0 s, from step 40"
+        "rank 1 on b, process 2: killed by SIGKILL; c replaces it; training resumed after 8.0 s, from step 40"
     )
 
 

@@ -83,7 +83,7 @@ def test_a_port_in_use_is_one_clear_error(tmp_path):
         port = busy.getsockname()[1]
         tracker = PrometheusTracker.Config(port=port).build(run_dir=tmp_path)
         with pytest.raises(
-            RequestError, match=rf"127\.0\.0\.1:{port}: the port is in use\n.*\n.*fix: --with prometheus"
+            RequestError, match=rf"127\.0\.0\.1:{port}: the port is in use\n.*\n.*fix: use --with prometheus"
         ):
             tracker.start(INFO)
         tracker.close()

@@ -160,7 +160,7 @@ def test_missing_and_torn_files_are_told_inside_the_page(tmp_path):
     for part in (
         "config.yaml is damaged",
         "run.lock.json is damaged",
-        "line 46 is not a record",
+        "line 46, which is not a record",
         "the last line",
         "step 41",
     ):
@@ -209,7 +209,7 @@ def test_what_is_no_run_is_refused_and_untouched(tmp_path, kind):
     with pytest.raises(RequestError) as caught:
         write_report(path)
     assert caught.value.exit_code == 2
-    expected = {"missing": "not there", "file": "a file", "empty": "metrics.jsonl", "stranger": "notes.txt"}[kind]
+    expected = {"missing": "is missing", "file": "a file", "empty": "metrics.jsonl", "stranger": "notes.txt"}[kind]
     assert expected in str(caught.value)
     assert "axlearn train" in str(caught.value)
     assert not path.is_dir() or not (path / "report.html").exists()

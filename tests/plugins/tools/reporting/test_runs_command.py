@@ -61,7 +61,7 @@ def test_two_are_compared_by_what_differs(runs):
 def test_equal_runs_say_so(runs):
     result = CliRunner().invoke(cli, ["runs", str(runs / "old"), str(runs / "old")])
     assert (result.exit_code, result.stdout) == (0, "")
-    assert "the runs are the same" in result.stderr
+    assert "the runs are identical" in result.stderr
 
 
 def test_a_run_that_cannot_be_read_is_marked_and_the_others_are_listed(runs):

@@ -57,7 +57,7 @@ def test_a_port_that_is_taken(project, monkeypatch):
     with site.open_server(0) as server:
         result = run("--port", str(server.server_address[1]))
     assert result.exit_code == 2
-    assert "is taken" in result.stderr
+    assert "is in use" in result.stderr
     assert not (project / "build").exists()
 
 

@@ -48,9 +48,7 @@ def site(package, tmp_path_factory) -> Path:
 
 def test_it_is_listed_shown_and_selected_by_name(package, site, tmp_path):
     assert "axlearn-plugins-my-gate" in axlearn("plugins", "list", cwd=tmp_path, site=site)
-    assert "Puts my-gate in the place of every RMSNorm" in axlearn(
-        "features", "show", "my-gate", cwd=tmp_path, site=site
-    )
+    assert "Replaces every RMSNorm with my-gate" in axlearn("features", "show", "my-gate", cwd=tmp_path, site=site)
     (tmp_path / "mine.yaml").write_text(
         "experiment: quickstart\nset:\n  model.decoder.norm: {type: my-gate, alpha: 0.8}\n"
     )
@@ -70,7 +68,7 @@ def test_its_own_tests_pass(package, site):
     ("name", "says"),
     [
         ("My_Gate", "lower-case words"),
-        ("rope", "taken by"),
+        ("rope", "already used by"),
         ("3d", "lower-case words"),
     ],
 )
@@ -85,7 +83,7 @@ def test_a_name_that_cannot_be_is_refused(name, says, tmp_path, monkeypatch):
 def test_nothing_is_written_over(package):
     before = {p: p.read_bytes() for p in package.rglob("*") if p.is_file()}
     message = axlearn("plugins", "new", "my-gate", cwd=package.parent, code=2)
-    assert "is there already" in message
+    assert "already exists" in message
     assert {p: p.read_bytes() for p in package.rglob("*") if p.is_file()} == before
 
 

@@ -1,1 +1,1 @@
-"""`axlearn plugins doctor`: loads everything that is installed, and reports what is wrong with it."""
+"""`axlearn plugins doctor`: loads everything that is installed and reports errors."""

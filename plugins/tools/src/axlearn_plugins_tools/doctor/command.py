@@ -13,7 +13,10 @@ from axlearn_core.plugins.registry import registry
 @click.command()
 @json_option
 def doctor(as_json: bool) -> None:
-    """Load everything that is installed and report what is wrong. Exit code 1 where something is."""
+    """Load everything that is installed and report errors.
+
+    Exits with code 1 if there are errors.
+    """
     no_devices()
     from axlearn_plugins_tools.doctor.examine import examine
 

@@ -1,4 +1,7 @@
-"""Checks that the core is what its files say: a plugin that replaces a function of it changes in silence what others compute."""
+"""Detect functions and classes of the core that a plugin has replaced.
+
+Such a replacement silently changes the results of other plugins.
+"""
 
 import ast
 import inspect
@@ -15,7 +18,7 @@ PACKAGE = "axlearn_core"
 
 
 def find_replaced_attributes() -> Iterator[Finding]:
-    """An error for each function, method or class of the core that is not the one in its file."""
+    """Yield an error for each part of the core that differs from its source file."""
     for name, replacement in replaced_attributes():
         yield Finding(
             name=name,
@@ -23,30 +26,34 @@ def find_replaced_attributes() -> Iterator[Finding]:
             distribution=CORE,
             version=core_version(),
             status="error",
-            message=f"it is not what the core defines\n    got: {replacement}\n    fix: leave out the package that replaces it",
+            message=f"differs from the core's definition\n    got: {replacement}\n    fix: uninstall the package that replaces it",
         )
 
 
 def replaced_attributes() -> Iterator[tuple[str, str]]:
-    """(dotted name, what stands there now) for each undecorated function, method or class of the imported core modules.
+    """Yield the replaced functions, methods and classes of the core.
 
-    What a file defines is compared with what its module holds, so that it does not matter when something was replaced.
+    Compares the source file of each imported core module with the members of the module, so a replacement is found no
+    matter when it happened. Ignores decorated functions and methods.
+
+    Yields:
+        The dotted name, and a description of the current value.
     """
     for name, module in sorted(sys.modules.items()):
         if (name == PACKAGE or name.startswith(f"{PACKAGE}.")) and "__file__" in vars(module):
-            yield from _of_module(name, module)
+            yield from _replaced_in_module(name, module)
 
 
-def _of_module(name: str, module: ModuleType) -> Iterator[tuple[str, str]]:
+def _replaced_in_module(name: str, module: ModuleType) -> Iterator[tuple[str, str]]:
     file = str(module.__file__)
     try:
         body = ast.parse(Path(file).read_text(encoding="utf-8")).body
     except (OSError, SyntaxError):
         return
-    yield from _of_body(body, vars(module), name, file)
+    yield from _replaced_in_body(body, vars(module), name, file)
 
 
-def _of_body(body: list[ast.stmt], members: Any, path: str, file: str) -> Iterator[tuple[str, str]]:
+def _replaced_in_body(body: list[ast.stmt], members: Any, path: str, file: str) -> Iterator[tuple[str, str]]:
     last = {s.name: s for s in body if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
     for name, statement in last.items():
         value = members.get(name)
@@ -54,13 +61,13 @@ def _of_body(body: list[ast.stmt], members: Any, path: str, file: str) -> Iterat
             if not inspect.isclass(value) or (not statement.decorator_list and value.__module__ != _module(path)):
                 yield f"{path}.{name}", _origin(value)
             else:
-                yield from _of_body(statement.body, vars(value), f"{path}.{name}", file)
+                yield from _replaced_in_body(statement.body, vars(value), f"{path}.{name}", file)
         elif not statement.decorator_list and not _is_from(value, file):
             yield f"{path}.{name}", _origin(value)
 
 
 def _module(path: str) -> str:
-    """The module of a dotted name in it."""
+    """Return the name of the module that contains a dotted name."""
     while path not in sys.modules:
         path = path.rpartition(".")[0]
     return path
@@ -79,5 +86,8 @@ def _origin(value: object) -> str:
 
 
 def _function_of(value: object) -> object:
-    """The function inside of a class method, of which Python makes some by itself."""
+    """Return the function that a class method wraps.
+
+    Python turns some methods into class methods implicitly.
+    """
     return value.__func__ if isinstance(value, classmethod | staticmethod | MethodType) else value

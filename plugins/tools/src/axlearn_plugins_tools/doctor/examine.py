@@ -1,4 +1,4 @@
-"""Loads everything that is installed, one thing after the other, and says what is wrong."""
+"""Load each installed entry point and report errors."""
 
 import importlib.util
 import inspect
@@ -21,10 +21,13 @@ from axlearn_core.plugins.targets import load
 
 
 def examine(names: Registry) -> Iterator[Finding]:
-    """One finding per entry point, those of the plugins' checks, and one per index, faulty distribution and useless block.
+    """Yield a finding for each entry point and index, and those of the plugins' checks.
+
+    Also yields a finding for each distribution that declares no supported core version, for each blocked entry point,
+    and for each block that has no effect.
 
     Args:
-        names: what is installed.
+        names: Registry of the installed names.
     """
     manager = pluggy.PluginManager("axlearn")
     manager.add_hookspecs(hookspecs)
@@ -39,7 +42,7 @@ def examine(names: Registry) -> Iterator[Finding]:
         "components": lambda entry: names.component(entry.name),
     }
     unstated: dict[str, Entry] = {}
-    for group in sorted(GROUPS, key=list(loaders).index):  # hook modules first, while no JAX is there yet
+    for group in sorted(GROUPS, key=list(loaders).index):  # hook modules first, before anything imports JAX
         for name in sorted(names.claims[group]):
             claims = names.claims[group][name]
             for entry in claims:
@@ -63,17 +66,22 @@ def examine(names: Registry) -> Iterator[Finding]:
         yield from _run_checks(manager, entry)
     yield from examine_indexes()
     for entry in unstated.values():
-        message = f"it does not say which {CORE} it works with; fix: add `{CORE}>={core_version()}` to its dependencies"
+        message = (
+            f"does not declare a supported version of {CORE}; fix: add `{CORE}>={core_version()}` to its dependencies"
+        )
         yield attrs.evolve(_finding(entry, "warning", message), name=entry.distribution, group="distribution")
     for entry in names.blocked:
         yield _finding(entry, "blocked", f"by {BLOCK}")
     for name in names.unused_blocks():
-        message = f"{BLOCK} blocks it, and nothing that is installed has that name"
+        message = f"{BLOCK} blocks this name, but no installed package defines it"
         yield Finding(name=name, group=BLOCK, distribution="", version="", status="warning", message=message)
 
 
 def examine_indexes() -> Iterator[Finding]:
-    """One finding per index of names, and a warning for each name that two of them give to different distributions."""
+    """Yield a finding for each index of names, and a warning for each conflict.
+
+    Two indexes conflict if they assign a name to different distributions.
+    """
     owners: dict[tuple[str, str], tuple[str, Index]] = {}
     for index in indexes():
         distribution, version = index.origin
@@ -82,33 +90,36 @@ def examine_indexes() -> Iterator[Finding]:
         for group, name, package in ((g, n, p) for g, names in index.names.items() for n, p in names.items()):
             first, owner = owners.setdefault((group, name), (package, index))
             if first != package:
-                other = f"{owner.name} of {owner.origin[0]} gives it to {first}, and counts"
-                message = f"{group}: it gives {name!r} to {package}; {other}"
+                other = f"{owner.name} of {owner.origin[0]} assigns it to {first} and takes precedence"
+                message = f"{group}: assigns {name!r} to {package}, but {other}"
                 yield attrs.evolve(finding, status="warning", message=message)
 
 
 def _find_unmarked_hooks(entry: Entry) -> Iterator[Finding]:
-    """An error for each function of a hook module that has a hook's name, or nearly, and no `@hookimpl`."""
+    """Yield an error for each function that looks like a hook but lacks `@hookimpl`."""
     try:
         module = vars(entry.load())
-    except RequestError:  # reported where it was loaded
+    except RequestError:  # already reported
         return
     hooks = [name for name in vars(hookspecs) if name.startswith("axlearn_")]
     for name, value in module.items():
-        own = inspect.isfunction(value) and value.__module__ == module.get("__name__")
-        if not own or not name.startswith("axlearn_") or "axlearn_impl" in vars(value):
+        is_local = inspect.isfunction(value) and value.__module__ == module.get("__name__")
+        if not is_local or not name.startswith("axlearn_") or "axlearn_impl" in vars(value):
             continue
         if name in HOOKS:
             yield _finding(entry, "error", f"the hook {name} was removed\n    instead: {HOOKS[name]}")
             continue
         names = [name] if name in hooks else list(nearest(name, hooks, limit=1))
         hint = f"; did you mean: {names[0]}?" if names and names[0] != name else ""
-        message = f"the function {name} lacks @hookimpl, so that nothing calls it{hint}"
+        message = f"the function {name} lacks @hookimpl, so it is never called{hint}"
         yield _finding(entry, "error", message)
 
 
 def _find_unknown_ops(manager: pluggy.PluginManager, entry: Entry) -> Iterator[Finding]:
-    """An error for each kernel whose op does not exist; no call would ever consider it. Skips packages that are not installed."""
+    """Yield an error for each kernel whose op does not exist. Such a kernel never runs.
+
+    Skips packages that are not installed.
+    """
     kernels, failures = _hook_answers(manager.hook.axlearn_kernels, entry)
     yield from failures
     for kernel in kernels:
@@ -118,19 +129,19 @@ def _find_unknown_ops(manager: pluggy.PluginManager, entry: Entry) -> Iterator[F
         try:
             module = importlib.import_module(module_name)
         except ImportError as error:
-            yield _finding(entry, "error", f"the kernel {kernel.name!r} is for {kernel.op}, and {error}")
+            yield _finding(
+                entry, "error", f"the op {kernel.op} of the kernel {kernel.name!r} cannot be imported: {error}"
+            )
             continue
         if cls not in vars(module):
             close = nearest(cls, [*vars(module)], limit=1)
             hint = f"; did you mean: {module_name}:{close[0]}?" if close else ""
-            message = (
-                f"the kernel {kernel.name!r} is for {kernel.op}, which does not exist, so that nothing runs it{hint}"
-            )
+            message = f"the op {kernel.op} of the kernel {kernel.name!r} does not exist, so it never runs{hint}"
             yield _finding(entry, "error", message)
 
 
 def _find_missing_listeners(manager: pluggy.PluginManager, entry: Entry) -> Iterator[Finding]:
-    """An error for each function of `axlearn_run_listeners` that cannot be loaded; every run would end with it."""
+    """Yield an error for each run listener that cannot be loaded. It would end every run."""
     locations, failures = _hook_answers(manager.hook.axlearn_run_listeners, entry)
     yield from failures
     for location in locations:
@@ -138,12 +149,15 @@ def _find_missing_listeners(manager: pluggy.PluginManager, entry: Entry) -> Iter
             load(location)
         except (Exception, SystemExit) as error:  # a plugin's module may raise anything
             yield _finding(
-                entry, "error", str(entry.wrap_error(f"has a run listener that cannot be made: {location}", error))
+                entry, "error", str(entry.wrap_error(f"has a run listener that cannot be created: {location}", error))
             )
 
 
 def _run_checks(manager: pluggy.PluginManager, entry: Entry) -> Iterator[Finding]:
-    """The findings of a plugin's own checks. A check that fails is an error, and the others go on."""
+    """Yield the findings of a plugin's own checks.
+
+    If a check raises, yields an error and runs the remaining checks.
+    """
     locations, failures = _hook_answers(manager.hook.axlearn_doctor_checks, entry)
     yield from failures
     for location in locations:
@@ -160,7 +174,7 @@ def _run_checks(manager: pluggy.PluginManager, entry: Entry) -> Iterator[Finding
 
 
 def _hook_answers(caller: pluggy.HookCaller, entry: Entry) -> tuple[list[Any], list[Finding]]:
-    """(what a plugin returns for a hook, an error for each implementation that raises)."""
+    """Return the values that a plugin returns for a hook, and its errors as findings."""
     answers: list[Any] = []
     failures = []
     for implementation in caller.get_hookimpls():
@@ -174,15 +188,18 @@ def _hook_answers(caller: pluggy.HookCaller, entry: Entry) -> tuple[list[Any], l
 
 
 def _find_misspelled_names(entry: Entry, names: Registry) -> Iterator[Finding]:
-    """A warning for each name in `before` or `after` that is nearly the name of an installed feature."""
+    """Yield a warning for each misspelled feature name in `before` or `after`.
+
+    A name counts as misspelled if it is not installed but close to the name of an installed feature.
+    """
     try:
         cls = names.feature(entry.name)
-    except RequestError:  # reported where it was loaded
+    except RequestError:  # already reported
         return
     for name in (*cls.before, *cls.after):
         close = nearest(name, names.claims["features"], limit=1)
         if name not in names.claims["features"] and close:
-            message = f"it has a stated order with {name!r}, which is not installed; did you mean: {close[0]}?"
+            message = f"`before` or `after` names {name!r}, which is not installed; did you mean: {close[0]}?"
             yield _finding(entry, "warning", message)
 
 
@@ -193,7 +210,9 @@ def _load_finding(entry: Entry, load: Callable[[Entry], Any]) -> Finding:
     except RequestError as error:
         return _finding(entry, "error", str(error))
     if entry.group == "plugins" and not before and "jax" in sys.modules:
-        message = "the module imports jax; hooks name what to load, so that commands that compute nothing start fast"
+        message = (
+            "the module imports jax, which slows down every command; return `module:name` locations from the hooks"
+        )
         return _finding(entry, "warning", message)
     return _finding(entry, "ok", "")
 

@@ -1,1 +1,1 @@
-"""Evaluation: perplexity, bits per byte, multiple choice by log-likelihood; the command `axlearn evaluate`."""
+"""Evaluation of models on texts, conversations and multiple-choice questions."""

@@ -15,23 +15,23 @@ from axlearn_core.cli.common import json_option, print_json, print_table
     multiple=True,
     required=True,
     metavar="FILES",
-    help="A file or a glob of texts, conversations or questions; more than once for several results.",
+    help="File or glob of texts, conversations or questions. Can be repeated.",
 )
-@click.option("--step", type=click.IntRange(min=1), help="The checkpoint to use; default: the newest.")
-@click.option("--limit", type=click.IntRange(min=1), help="Evaluate on the first so many rows of each only.")
+@click.option("--step", type=click.IntRange(min=1), help="Step of the checkpoint (default: the newest).")
+@click.option("--limit", type=click.IntRange(min=1), help="Maximum number of rows per --data.")
 @click.option(
     "--max-length",
     type=click.IntRange(min=1),
     metavar="TOKENS",
-    help="The longest row; default: that of the run's input.",
+    help="Maximum length of a row (default: as in training).",
 )
 @click.option(
     "--stride",
     type=click.IntRange(min=1),
     metavar="TOKENS",
-    help="How many new tokens each row of a long text has; default: as many as fit.",
+    help="New tokens per row of a long text (default: as many as fit).",
 )
-@click.option("--text-field", default="text", show_default=True, help="The field of a row that holds its text.")
+@click.option("--text-field", default="text", show_default=True, help="Field of a row that holds its text.")
 @json_option
 def evaluate(
     model: str, data: tuple[str, ...], step: int | None, limit: int | None, max_length: int | None, stride: int | None,
@@ -39,16 +39,16 @@ def evaluate(
 ) -> None:  # fmt: skip
     """Evaluate a model on texts, conversations or multiple-choice questions.
 
-    The model is that of a run, of a directory in Hugging Face format, or of exported adapters.
+    The model is a run, a directory in Hugging Face format, or exported adapters.
 
-    A row with `text` (or a text file) is scored by perplexity and bits per byte, one with `messages` by those of the
-    assistant's part, and one with `prompt`, `choices` and `answer` by whether the right choice is the likeliest.
+    Rows with `text`, and text files, get perplexity and bits per byte. Rows with `messages` get the same for the
+    assistant's messages. Rows with `prompt`, `choices` and `answer` get the accuracy of the most likely choice.
     """
     from axlearn_plugins_tools.evaluation.data import read
     from axlearn_plugins_tools.evaluation.evaluate import evaluate as run
     from axlearn_plugins_tools.evaluation.subjects import subject_in
 
-    # All data is read before the model is: what is wrong with it shows at once.
+    # Read all data before the model, to report errors in it early.
     sets = {name: read(name, text_field=text_field, limit=limit) for name in data}
     subject = subject_in(model, step=step, length=max_length)
     results = [{"name": n, "kind": d.kind, **run(subject, d, stride=stride)} for n, d in sets.items()]

@@ -1,8 +1,10 @@
-"""What is evaluated on: texts, conversations and questions with choices, by what a row holds.
+"""Evaluation data: texts, conversations, and questions with choices.
 
-{"text": "..."}                                                              perplexity of all of it
-{"messages": [{"role": "user", "content": "..."}, ...]}                      perplexity of what the assistant says
-{"prompt": "2 + 2 =", "choices": ["3", "4"], "answer": 1}                    which choice is the likeliest
+The fields of a row determine its kind:
+
+{"text": "..."}                                                              perplexity of the text
+{"messages": [{"role": "user", "content": "..."}, ...]}                      perplexity of the assistant's messages
+{"prompt": "2 + 2 =", "choices": ["3", "4"], "answer": 1}                    accuracy of the most likely choice
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,13 +24,13 @@ Kind = Literal["text", "chat", "choices"]
 
 @attrs.frozen
 class Question:
-    """A prompt with choices that may follow it.
+    """A prompt and the choices that may follow it.
 
     Attributes:
-        prompt: what comes before; may be empty.
-        choices: at least two.
-        answer: the index of the right one.
-        delimiter: what stands between the prompt and a choice.
+        prompt: Text before the choice. May be empty.
+        choices: At least two texts.
+        answer: Index of the correct choice.
+        delimiter: Text between the prompt and a choice.
     """
 
     prompt: str
@@ -42,8 +44,9 @@ class Data:
     """Rows of one kind.
 
     Attributes:
-        items: texts, rows with messages, or `Question`s.
-        places: names file and line of each, for messages.
+        kind: Kind of all rows.
+        items: Texts, rows with messages, or `Question`s.
+        places: File and line of each row, for messages.
     """
 
     kind: Kind
@@ -52,23 +55,24 @@ class Data:
 
 
 def read(pattern: str, *, text_field: str = "text", limit: int | None = None) -> Data:
-    """The rows of files, which all have to be of one kind.
+    """Return the rows of files. All rows must be of one kind.
 
     Args:
-        pattern: a path, a glob or a URL. A JSONL line or a Parquet row is one row, any other file is one text.
-        text_field: the field of JSONL and Parquet rows that holds the text.
-        limit: the first so many rows only.
+        pattern: A path, a glob or a URL. Each JSONL line or Parquet row is one row. Any other file is one text.
+        text_field: Field of JSONL and Parquet rows that holds the text.
+        limit: Maximum number of rows.
 
     Raises:
-        InputError: nothing is there, or a row is wrong; names file and line.
+        InputError: If there are no rows or a row is invalid. The message has the file and line.
     """
     items: list[tuple[Kind, Any, str]] = []
     for file in list_files((pattern,)):
         for item in _items(file, text_field):
             if items and item[0] != items[0][0]:
                 raise InputError(
-                    f"{item[2]}: is a row of {_KINDS[item[0]]}, after rows of {_KINDS[items[0][0]]}\n"
-                    "    expected: rows of one kind; give the others a --data of their own"
+                    f"{item[2]}: the row has {_KINDS[item[0]]}, but earlier rows have {_KINDS[items[0][0]]}\n"
+                    "    expected: rows of one kind\n"
+                    "    fix: pass the other rows as a separate --data"
                 )
             items.append(item)
             if limit is not None and len(items) >= limit:
@@ -112,7 +116,7 @@ def _item(row: Row, text_field: str) -> tuple[Kind, Any, str]:
         fields = ("messages", "choices", text_field)
         close = [name for key in value for name in nearest(key, fields, limit=1)]
         raise InputError(
-            f"{row.location}: has nothing that could be scored; its fields: {', '.join(value) or 'none'}\n"
+            f"{row.location}: the row has nothing to score; its fields: {', '.join(value) or 'none'}\n"
             + (f"    did you mean: {', '.join(close)}?\n" if close else "")
             + f"    expected: text in {text_field!r}, or 'messages', or 'prompt', 'choices' and 'answer'"
         )
@@ -120,10 +124,10 @@ def _item(row: Row, text_field: str) -> tuple[Kind, Any, str]:
 
 
 def question(value: dict[str, Any], location: str) -> Question:
-    """The question in a row.
+    """Return the question in a row.
 
     Raises:
-        InputError: a field is missing or wrong; the message begins with `location`.
+        InputError: If a field is missing or invalid. The message begins with `location`.
     """
     prompt, choices, answer = (value.get(name) for name in ("prompt", "choices", "answer"))
     delimiter = value.get("delimiter", " ")
@@ -134,16 +138,18 @@ def question(value: dict[str, Any], location: str) -> Question:
     if not isinstance(prompt, str) or not isinstance(delimiter, str):
         raise wrong("a question needs text in 'prompt' and 'delimiter'", (prompt, delimiter), "two strings")
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
-        raise wrong("a question needs 'choices'", choices, "a list of two or more strings, none of them empty")
+        raise wrong("a question needs 'choices'", choices, "a list of two or more non-empty strings")
     if "answer" not in value:
         raise InputError(
             f"{location}: the question has no 'answer'; its fields: {', '.join(value)}\n"
-            "    expected: the index of the right choice, from 0, or the choice itself"
+            "    expected: the index of the correct choice, from 0, or the choice itself"
         )
     if isinstance(answer, str) and choices.count(answer) == 1:
         answer = choices.index(answer)
     if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
         raise wrong(
-            "the 'answer' is none of the choices", answer, f"an index from 0 to {len(choices) - 1}, or one of {choices}"
+            "the 'answer' is not one of the choices",
+            answer,
+            f"an index from 0 to {len(choices) - 1}, or one of {choices}",
         )
     return Question(prompt, tuple(choices), answer, delimiter)

@@ -1,4 +1,4 @@
-"""Scalars for data: perplexity and bits per byte of texts and conversations, accuracy on questions."""
+"""Metrics of a model on data: perplexity, bits per byte, and accuracy."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,13 @@ from axlearn_plugins_transformer.text.tokenizers import check_ids, token_bytes
 
 @attrs.frozen(eq=False)
 class Subject:
-    """A model that can be asked for likelihoods of text.
+    """A model that computes likelihoods of text.
 
     Attributes:
-        scorer: the model.
-        processor: encodes the model's text.
-        always: whether the token that begins a document stands before every text, as in training, or only before a text that
-            would begin with nothing.
+        scorer: Computes the log-likelihoods.
+        processor: Encodes text for the model.
+        always: Whether to prepend the token that begins a document to every text, as in training. If False, it is only
+            prepended to an empty context.
     """
 
     scorer: Scorer
@@ -34,21 +34,24 @@ class Subject:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the model."""
+        """Tokenizer of the model."""
         return self.processor.tokenizer
 
     @property
     def template(self) -> ChatTemplate:
-        """The chat template of the model, or the plain one."""
+        """Chat template of the model, or the plain template."""
         return self.processor.template
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """The token that a document begins with."""
+        """Token that a document begins with."""
         return self.processor.document_prefix
 
     def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """(the tokens of a context, those of what follows it); see `TextProcessor.encode_continuation`."""
+        """Return the tokens of a context and of its continuation.
+
+        See `TextProcessor.encode_continuation`.
+        """
         before, after = self.processor.encode_continuation(context, continuation)
         self.check([*before, *after], f"the text {(context + continuation)[:60]!r}")
         if not self.processor.prompt_prefix and (self.always or not before):
@@ -56,38 +59,55 @@ class Subject:
         return before, after
 
     def text(self, text: str) -> tuple[list[int], list[bool]]:
-        """The tokens of a text, which all count, and the prefix, which does not."""
+        """Return the tokens of a text with the prefix, and whether each token counts.
+
+        The prefix does not count.
+        """
         ids = self.processor.encode_document(text)
         self.check(ids, f"the text {text[:60]!r}")
         return [*self.prefix, *ids], [False] * len(self.prefix) + [True] * len(ids)
 
     def check(self, ids: Sequence[int], location: str) -> None:
-        """Raise `InputError` if a text has a token that the model has no row for; `location` names the text."""
+        """Raise `InputError` if a text has a token outside the model's vocabulary.
+
+        Args:
+            ids: Tokens of the text.
+            location: Name of the text in the message.
+        """
         check_ids(self.tokenizer, ids, vocabulary_size(self.scorer.model), location)
 
 
 def evaluate(subject: Subject, data: Data, *, stride: int | None = None) -> dict[str, Any]:
-    """The results for one set of rows; see the functions below for what is in them."""
+    """Return the metrics for one set of rows. See `text`, `chat` and `choices`."""
     if data.kind == "choices":
         return choices(subject, data)
     return (text if data.kind == "text" else chat)(subject, data, stride=stride)
 
 
 def text(subject: Subject, data: Data, *, stride: int | None = None) -> dict[str, Any]:
-    """Of texts: `rows`, `tokens`, `bytes` (of UTF-8), `loss` (nats per token), `perplexity`, `bits_per_byte`.
+    """Return the metrics of texts.
 
-    Every token of a text counts, and nothing else does: the end of a document is not predicted.
+    Every token of a text counts. The end of a document is not predicted.
+
+    Returns:
+        `rows`, `tokens`, `bytes` (of UTF-8), `loss` (nats per token), `perplexity`, `bits_per_byte`.
     """
     scores = subject.scorer([subject.text(t) for t in data.items], stride=stride)
     return _losses(scores, sum(len(t.encode()) for t in data.items))
 
 
 def chat(subject: Subject, data: Data, *, stride: int | None = None) -> dict[str, Any]:
-    """Of conversations: as `text`, over the tokens of the assistant's messages and what ends each."""
+    """Return the metrics of conversations.
+
+    Only the tokens of the assistant's messages and their end tokens count.
+
+    Returns:
+        The same metrics as `text`.
+    """
     texts, size = [], 0.0
     sizes = token_bytes(subject.tokenizer)
     for row, location in zip(data.items, data.places, strict=True):
-        template = subject.processor.data_template  # with the date of training data: figures can be had again
+        template = subject.processor.data_template  # has a fixed date, so the results are reproducible
         rendered = template.answered(row["messages"], tools=row.get("tools"), location=location)
         ids, marks = template.encode(rendered)
         subject.check(ids, location)
@@ -110,13 +130,16 @@ def _losses(scores: Sequence[Score], size: float) -> dict[str, Any]:
 
 
 def choices(subject: Subject, data: Data) -> dict[str, Any]:
-    """Of questions: `rows`, `accuracy`, `accuracy_normalized`, and the standard error of each.
+    """Return the metrics of questions.
 
-    The first takes the choice with the highest log-likelihood after the prompt, the second that with the highest
-    log-likelihood per character. Among equals, the first counts.
+    `accuracy` selects the choice with the highest log-likelihood after the prompt. `accuracy_normalized` selects the
+    choice with the highest log-likelihood per character. Ties go to the first choice.
+
+    Returns:
+        `rows`, `accuracy`, `accuracy_normalized`, and the standard error of each.
 
     Raises:
-        InputError: a choice is longer than the model's rows.
+        InputError: If a choice is empty or longer than the model's rows.
     """
     pairs, owners = [], []
     for question, location in zip(data.items, data.places, strict=True):
@@ -130,21 +153,21 @@ def choices(subject: Subject, data: Data) -> dict[str, Any]:
             pairs.append(pair)
         owners.append(len(pairs))
     scores = [s.log_likelihood for s in subject.scorer.continuations(pairs)]
-    right = {"accuracy": [], "accuracy_normalized": []}
+    correct = {"accuracy": [], "accuracy_normalized": []}
     for question, stop in zip(data.items, owners, strict=True):
-        own = np.array(scores[stop - len(question.choices) : stop])
-        for name, values in (("accuracy", own), ("accuracy_normalized", own / _lengths(question))):
-            right[name].append(float(int(np.argmax(values)) == question.answer))
-    return {"rows": len(data.items), **_means(right)}
+        likelihoods = np.array(scores[stop - len(question.choices) : stop])
+        for name, values in (("accuracy", likelihoods), ("accuracy_normalized", likelihoods / _lengths(question))):
+            correct[name].append(float(int(np.argmax(values)) == question.answer))
+    return {"rows": len(data.items), **_means(correct)}
 
 
 def _lengths(question: Question) -> np.ndarray:
     return np.array([len(c) for c in question.choices], np.float64)
 
 
-def _means(right: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def _means(correct: Mapping[str, Sequence[float]]) -> dict[str, float]:
     means = {}
-    for name, values in right.items():
+    for name, values in correct.items():
         means[name] = float(np.mean(values))
         if len(values) > 1:
             means[f"{name}_stderr"] = float(np.std(values, ddof=1) / math.sqrt(len(values)))

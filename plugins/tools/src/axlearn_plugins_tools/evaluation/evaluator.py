@@ -1,4 +1,4 @@
-"""Evaluation on files while a model is trained."""
+"""Evaluation on files during training."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,11 +14,20 @@ if TYPE_CHECKING:
 
 
 class FileEvaluator(Periodic):
-    """What `axlearn evaluate` says of the model so far: `<name>_accuracy`, `<name>_perplexity`, ..."""
+    """Computes the metrics of `axlearn evaluate` during training.
+
+    The metrics are named `<name>_accuracy`, `<name>_perplexity`, and so on.
+    """
 
     @node
     class Config(Periodic.Config["FileEvaluator"]):
-        """`data`: a file or glob; what its rows hold says how they are scored. `limit`: the first so many rows only."""
+        """Settings of `FileEvaluator`.
+
+        Attributes:
+            data: File or glob. The fields of its rows determine the metrics.
+            text_field: Field of a row that holds its text.
+            limit: Maximum number of rows.
+        """
 
         data: str = REQUIRED
         text_field: str = "text"
@@ -28,17 +37,17 @@ class FileEvaluator(Periodic):
         super().__init__(cfg, name=name)
         self.data = read(cfg.data, text_field=cfg.text_field, limit=cfg.limit)
         if tokenizer_of(input) is None:
-            raise RequestError(f"evaluators.{name}: the trainer's input has no tokenizer to read {cfg.data} with")
+            raise RequestError(f"evaluators.{name}: the trainer's input has no tokenizer, so {cfg.data} cannot be read")
 
     def run(self, session: "Session") -> Mapping[str, float]:
-        """Scores all rows with the current parameters."""
+        """Return the metrics of all rows under the current parameters."""
         from axlearn_plugins_tools.evaluation.evaluate import evaluate
         from axlearn_plugins_tools.evaluation.subjects import subject
         from axlearn_plugins_transformer.text.processor import text_processor
 
-        own: Any = session.input
-        text = text_processor(session.program.config, own.tokenizer)
+        source: Any = session.input
+        text = text_processor(session.program.config, source.tokenizer)
         assert text is not None
-        model = subject(session.model(), text, length=own.config.sequence_length, program=session.program)
+        model = subject(session.model(), text, length=source.config.sequence_length, program=session.program)
         results = evaluate(model, self.data)
         return {f"{self.name}_{k}": v for k, v in results.items() if isinstance(v, float) and "stderr" not in k}

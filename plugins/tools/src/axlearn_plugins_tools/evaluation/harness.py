@@ -1,4 +1,4 @@
-"""A model for EleutherAI's lm-evaluation-harness, in this process.
+"""Adapter for EleutherAI's lm-evaluation-harness that runs the model in this process.
 
     import lm_eval
     from axlearn_plugins_tools.evaluation.harness import AxlearnLM
@@ -26,13 +26,13 @@ from axlearn_plugins_transformer.text.writing import PLAIN_SAMPLING
 
 
 class AxlearnLM(LM):
-    """The requests of the harness, answered by a model of ours.
+    """A model for the harness.
 
     Args:
-        model: a run directory, or one in Hugging Face format; or a `Subject`.
-        step: which checkpoint; by default the newest.
-        max_length: of the longest row, in tokens; by default that of the rows that the model was trained with.
-        max_gen_toks: how many tokens are generated where a task does not say.
+        model: A run directory, a directory in Hugging Face format, or a `Subject`.
+        step: Step of the checkpoint. The default is the newest.
+        max_length: Length of the longest row, in tokens. The default is the row length of the training data.
+        max_gen_toks: Number of tokens to generate if a task does not set it.
     """
 
     def __init__(
@@ -44,33 +44,38 @@ class AxlearnLM(LM):
         max_gen_toks: int = 256,
     ):
         super().__init__()
-        own_subject = model if isinstance(model, Subject) else subject_in(Path(model), step=step, length=max_length)
-        self.subject, self.max_gen_toks = own_subject, max_gen_toks
-        self._writer: Generator | None = None
+        subject = model if isinstance(model, Subject) else subject_in(Path(model), step=step, length=max_length)
+        self.subject, self.max_gen_toks = subject, max_gen_toks
+        self._generator: Generator | None = None
         self._engine: Any = None
-        self._not_served = False
+        self._serving_unavailable = False
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether it is what greedy decoding writes) of each continuation of `(context, continuation)`."""
+        """Return the score of each continuation in `(context, continuation)`.
+
+        Returns:
+            The log-likelihood, and whether greedy decoding would generate the continuation.
+        """
         pairs = [self.subject.pair(*request.args) for request in requests]
         answers = [(s.log_likelihood, s.greedy) for s in self.subject.scorer.continuations(pairs)]
         return self._cache_answers("loglikelihood", requests, answers)
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """The log-likelihood of each text of `(text,)`, each token predicted once."""
+        """Return the log-likelihood of each text in `(text,)`. Each token is predicted once."""
         texts = [self.subject.text(request.args[0]) for request in requests]
         answers = [s.log_likelihood for s in self.subject.scorer(texts)]
         return self._cache_answers("loglikelihood_rolling", requests, answers)
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """What the model writes after each context of `(context, options)`, up to the first of `until`.
+        """Return the generated text for each context in `(context, options)`.
 
-        The options are those of the harness: `until`, `max_gen_toks`, `do_sample`, `temperature`, `top_k`. With
-        axlearn-plugins-serving, all requests are computed together.
+        Generation stops before the first string of `until`. Supports the options `until`, `max_gen_toks`, `do_sample`,
+        `temperature` and `top_k` of the harness. If axlearn-plugins-serving is installed, all requests run in one
+        batch.
         """
-        generations = [self._generation_of(*request.args) for request in requests]
+        generations = [self._parse_generation(*request.args) for request in requests]
         if (engine := self._serving_engine(generations)) is None:
-            return self._cache_answers("generate_until", requests, [self._write(w) for w in generations])
+            return self._cache_answers("generate_until", requests, [self._generate(w) for w in generations])
         answers = [""] * len(generations)
         for options in dict.fromkeys(w.options for w in generations):
             rows = [row for row, w in enumerate(generations) if w.options == options]
@@ -82,17 +87,17 @@ class AxlearnLM(LM):
         return self._cache_answers("generate_until", requests, answers)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as the text of a prompt, by the chat template of the model."""
+        """Return the prompt of a conversation, rendered by the chat template of the model."""
         return self.subject.template.render(chat_history, prompt=add_generation_prompt).text
 
     @property
     def tokenizer_name(self) -> str:
-        """Tells apart what the harness keeps of different tokenizers and templates."""
+        """Key of the harness's caches, which is unique per tokenizer and chat template."""
         digest = digest_of(self.subject.tokenizer)
         return f"{digest}-{self.subject.template.digest}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The source of the chat template, for the record."""
+        """Return the source of the chat template, for the harness's records."""
         return self.subject.template.source
 
     def _cache_answers(self, kind: str, requests: Sequence[Any], answers: list[Any]) -> list[Any]:
@@ -100,26 +105,31 @@ class AxlearnLM(LM):
             self.cache_hook.add_partial(kind, request.args, answer)
         return answers
 
-    def _generation_of(self, context: str, options: dict[str, Any]) -> "_Wanted":
+    def _parse_generation(self, context: str, options: dict[str, Any]) -> "_Generation":
         unknown = options.keys() - {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
         if unknown or float(options.get("top_p") or 1.0) != 1.0:
             raise RequestError(
-                f"this model does not generate with {', '.join(sorted(unknown)) or 'top_p'}\n"
+                f"generation does not support {', '.join(sorted(unknown)) or 'top_p'}\n"
                 "    expected: until, max_gen_toks, do_sample, temperature, top_k\n    fix: change the task's generation_kwargs"
             )
         until = options.get("until") or ()
         stops = tuple(s for s in ((until,) if isinstance(until, str) else until) if s)
         count = int(options.get("max_gen_toks") or self.max_gen_toks)
-        heat = float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0
+        temperature = float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0
         prompt = self.subject.processor.encode_prompt(context)
         self.subject.check(prompt, f"the prompt {context[:60]!r}")
         top_k = int(options["top_k"]) if options.get("top_k") else None
-        return _Wanted(prompt[-max(1, self.subject.scorer.length - count) :], _Options(count, heat, top_k, stops))
+        return _Generation(
+            prompt[-max(1, self.subject.scorer.length - count) :], _Options(count, temperature, top_k, stops)
+        )
 
-    def _serving_engine(self, generations: Sequence["_Wanted"]) -> Any:
-        """One that generates for all requests together; None where axlearn-plugins-serving is missing, or cannot serve this."""
+    def _serving_engine(self, generations: Sequence["_Generation"]) -> Any:
+        """Return an engine that generates for all requests together.
+
+        Returns None if axlearn-plugins-serving is not installed or does not support the model.
+        """
         room = max((len(w.prompt) + w.options.max_tokens for w in generations), default=0)
-        if "serve" not in registry().claims["functions"] or not room or self._not_served:
+        if "serve" not in registry().claims["functions"] or not room or self._serving_unavailable:
             return None
         if self._engine is None or self._engine.engine.max_context < room:
             scorer, settings = self.subject.scorer, {"runner.max_context": room, "runner.beyond_context": True}
@@ -128,32 +138,32 @@ class AxlearnLM(LM):
                     scorer.model, program=scorer.program, text=self.subject.processor, set=settings, warm_up=False
                 )
             except RequestError as error:
-                log_message(f"note: texts are generated one after another: {str(error).splitlines()[0]}")
-                self._not_served = True
+                log_message(f"note: generating texts one at a time: {str(error).splitlines()[0]}")
+                self._serving_unavailable = True
         return self._engine
 
-    def _write_for(self, context: str, options: dict[str, Any]) -> str:
-        return self._write(self._generation_of(context, options))
+    def _generate_for(self, context: str, options: dict[str, Any]) -> str:
+        return self._generate(self._parse_generation(context, options))
 
-    def _write(self, generation: "_Wanted") -> str:
+    def _generate(self, generation: "_Generation") -> str:
         text, options = self.subject.processor, generation.options
         output = text.output(generation.prompt, options.stops)
         pieces = []
-        for token in self._writes()(generation.prompt, seed=0, eos_id=text.end_tokens, **options.sampling):
+        for token in self._cached_generator()(generation.prompt, seed=0, eos_id=text.end_tokens, **options.sampling):
             pieces.append(output.push(token))
             if output.stopped:
                 break
         return "".join([*pieces, output.end()])
 
-    def _writes(self) -> Generator:
-        """The model taken apart for decoding, once."""
-        if self._writer is None:
-            self._writer = Generator(self.subject.scorer.model, self.subject.scorer.program)
-        return self._writer
+    def _cached_generator(self) -> Generator:
+        """Return the generator of the model. The first call builds it."""
+        if self._generator is None:
+            self._generator = Generator(self.subject.scorer.model, self.subject.scorer.program)
+        return self._generator
 
 
 class _Options(NamedTuple):
-    """How a request is to be continued."""
+    """Sampling options of a request."""
 
     max_tokens: int
     temperature: float
@@ -165,8 +175,8 @@ class _Options(NamedTuple):
         return {"max_tokens": self.max_tokens, "temperature": self.temperature, "top_k": self.top_k}
 
 
-class _Wanted(NamedTuple):
-    """A prompt to be continued."""
+class _Generation(NamedTuple):
+    """A prompt and its sampling options."""
 
     prompt: list[int]
     options: _Options

@@ -18,13 +18,19 @@ from axlearn_plugins_transformer.causal_lm import LanguageModel
 from axlearn_plugins_transformer.functions import ScoreBucket
 
 SHORTEST = 32
-"""Rows are padded to this length or the next power of two, so that few lengths are compiled."""
+"""Minimum padded length of a row. Longer rows are padded to a power of two, so that few shapes are compiled."""
 CHUNK = 128
-"""Positions per row that have their logits in memory at one time."""
+"""Positions per row whose logits are in memory at the same time."""
 
 
 class Window(NamedTuple):
-    """A row for the model: `targets[i]` follows `inputs[: i + 1]`, and counts where `counted[i]`."""
+    """A row for the model.
+
+    Attributes:
+        inputs: Input tokens.
+        targets: `targets[i]` follows `inputs[: i + 1]`.
+        counted: Whether each target counts.
+    """
 
     inputs: Sequence[int]
     targets: Sequence[int]
@@ -33,12 +39,12 @@ class Window(NamedTuple):
 
 @attrs.frozen
 class Score:
-    """What counts of a text.
+    """Log-likelihood of the tokens of a text that count.
 
     Attributes:
-        log_likelihood: the sum of the natural logarithms of its tokens' probabilities.
-        tokens: how many.
-        greedy: whether each of them is the likeliest one at its place.
+        log_likelihood: Sum of the natural logarithms of the tokens' probabilities.
+        tokens: Number of tokens that count.
+        greedy: Whether every token that counts is the most likely one at its position.
     """
 
     log_likelihood: float
@@ -47,58 +53,64 @@ class Score:
 
 
 def windows(ids: Sequence[int], counted: Sequence[bool], *, length: int, stride: int | None = None) -> Iterator[Window]:
-    """A text of any length as rows of at most `length` tokens, each token after the first predicted once.
+    """Split a text into rows of at most `length` tokens.
+
+    Each token after the first is predicted once.
 
     Args:
-        ids: the tokens; the first is context only.
-        counted: for each of `ids`, whether it counts.
-        length: of the longest row.
-        stride: how many new tokens a row predicts at most, the rest being context that it shares with the row before it;
-            by default `length`: as much as fits, which is the fastest. Smaller ones give more context to each token.
+        ids: Tokens of the text. The first is only used as context. counted: Whether each token counts. length: Length
+        of the longest row. stride: Maximum number of new tokens per row. The remaining tokens are context that overlaps
+        with the previous row.
+            The default is `length`, which is the fastest. A smaller stride gives each token more context.
     """
     step = min(stride or length, length)
     for start in range(1, len(ids), step):
         stop = min(start + step, len(ids))
         first = max(1, stop - length)
-        counts_here = [i >= start and bool(counted[i]) for i in range(first, stop)]
-        if any(counts_here):
-            yield Window(ids[first - 1 : stop - 1], ids[first:stop], counts_here)
+        window_counted = [i >= start and bool(counted[i]) for i in range(first, stop)]
+        if any(window_counted):
+            yield Window(ids[first - 1 : stop - 1], ids[first:stop], window_counted)
 
 
 class Scorer:
-    """Scores texts with one model. Equal shapes compile once.
+    """Scores texts with one model. Compiles once per shape.
 
     Args:
-        model: a `CausalLM`: its `decoder` gives hidden states, its `logits` the logits of some of them.
-        length: of the longest row, in tokens.
-        batch_tokens: how many tokens a batch has, padding included.
-        program: of the experiment that the model belongs to; by default one of its own, for one device.
+        model: A `CausalLM`. Its `decoder` returns hidden states, and its `logits` the logits for them.
+        length: Length of the longest row, in tokens.
+        batch_tokens: Number of tokens per batch, including padding.
+        program: Program of the model's experiment. By default, a new program for one device.
     """
 
     def __init__(self, model: Any, *, length: int, batch_tokens: int = 8192, program: Program | None = None):
         if not isinstance(model, LanguageModel):
-            raise RequestError(f"a {type(model).__name__} gives no likelihoods: it has no decoder with logits")
+            raise RequestError(f"a {type(model).__name__} cannot compute likelihoods: it has no decoder with logits")
         self.model, self.length, self.batch_tokens = model, length, batch_tokens
         self.program, self.weights = with_program(model, program)
 
     def __call__(
         self, texts: Sequence[tuple[Sequence[int], Sequence[bool]]], *, stride: int | None = None
     ) -> list[Score]:
-        """The score of each text, given as (token ids, whether each counts); see `windows`."""
+        """Return the score of each text.
+
+        Args:
+            texts: Token ids of each text, and whether each token counts.
+            stride: See `windows`.
+        """
         all_windows = [(i, w) for i, (ids, counted) in enumerate(texts)
                 for w in windows(ids, counted, length=self.length, stride=stride)]  # fmt: skip
         scores: list[list[tuple[float, bool]]] = [[] for _ in texts]
-        # The longest first, so that what does not fit into memory fails at once.
+        # Start with the longest rows, so that running out of memory happens at the start.
         all_windows.sort(key=lambda x: -len(x[1].inputs))
-        at = 0
-        while at < len(all_windows):
-            size = self._padded_length(len(all_windows[at][1].inputs))
+        start = 0
+        while start < len(all_windows):
+            size = self._padded_length(len(all_windows[start][1].inputs))
             rows = max(1, self.batch_tokens // size)
-            batch = [m for m in all_windows[at : at + rows] if self._padded_length(len(m[1].inputs)) == size]
+            batch = [m for m in all_windows[start : start + rows] if self._padded_length(len(m[1].inputs)) == size]
             sums, greedy = self._run([w for _, w in batch], rows, size)
             for (owner, _), value, best in zip(batch, sums, greedy, strict=False):
                 scores[owner].append((float(value), bool(best)))
-            at += len(batch)
+            start += len(batch)
         counts = [sum(bool(c) for c in counted[1:]) for _, counted in texts]
         return [
             Score(math.fsum(v for v, _ in parts), n, all(g for _, g in parts))
@@ -106,17 +118,19 @@ class Scorer:
         ]
 
     def continuations(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
-        """The score of each continuation after its context, which is cut from the left where both are longer than a row.
+        """Return the score of each continuation after its context.
+
+        If both are longer than a row, the context is truncated on the left.
 
         Raises:
-            RequestError: a context is empty, or a continuation longer than a row.
+            RequestError: If a context is empty, or a continuation is longer than a row.
         """
         texts = []
         for context, continuation in pairs:
             if not context or len(continuation) > self.length:
                 raise RequestError(
                     f"a continuation of {len(continuation)} tokens after {len(context)} cannot be scored\n"
-                    f"    expected: at least one token before it, and at most {self.length} tokens in it"
+                    f"    expected: a context of at least one token, and a continuation of at most {self.length} tokens"
                 )
             row = [*context, *continuation][-self.length - 1 :]
             before = len(row) - len(continuation)

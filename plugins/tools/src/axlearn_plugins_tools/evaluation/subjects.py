@@ -1,4 +1,4 @@
-"""From a directory to a model that can be evaluated."""
+"""Build a `Subject` from a path, a URI or a loaded run."""
 
 from pathlib import Path
 from typing import Any
@@ -10,39 +10,39 @@ from axlearn_plugins_transformer.text.processor import TextProcessor, text_proce
 
 
 def subject_of(loaded: Any, *, length: int | None = None) -> Subject:
-    """What was loaded, for evaluation.
+    """Return the `Subject` of a loaded run.
 
     Args:
-        loaded: of `axlearn_core.train.load`.
-        length: of the longest row, in tokens; by default that of the rows that the model was trained with.
+        loaded: Result of `axlearn_core.train.load`.
+        length: Length of the longest row, in tokens. The default is the row length of the training data.
 
     Raises:
-        RequestError: it has no tokenizer, or its model gives no likelihoods.
+        RequestError: If the run has no tokenizer, or its model cannot compute likelihoods.
     """
     text = None if loaded.tokenizer is None else text_processor(loaded.config, loaded.tokenizer)
     if text is None:
         raise RequestError("this run's input has no tokenizer, so its model cannot be evaluated on text")
     source: Any = loaded.config.input
-    # An imported model never saw a text behind the end of another, and tells the length that it was made for.
+    # Imported models define a context length. They never saw a text after the end of another one.
     always = text.context_length is None
     return subject(loaded.model, text, length=length or source.sequence_length, program=loaded.program, always=always)
 
 
 def subject(model: Any, text: TextProcessor, *, length: int, program: Any = None, always: bool = True) -> Subject:
-    """A model with its text processor, for evaluation.
+    """Return a `Subject` for a model and its text processor.
 
-    A text begins with the BOS token of the model; without one, with the token that ends a document, as the rows of
-    `language-model-input` do.
+    Each text begins with the BOS token of the model. If the model has no BOS token, it begins with the token that ends
+    a document, as in the rows of `language-model-input`.
     """
     has_bos = bool(text.prompt_prefix)
     return Subject(Scorer(model, length=length, program=program), text, always or has_bos)
 
 
 def subject_in(uri: str | Path, *, step: int | None = None, length: int | None = None) -> Subject:
-    """The model of a run, or of another path or URI that an installed plugin can open, for evaluation.
+    """Return the `Subject` of a run, or of a path or URI that an installed plugin can open.
 
     Raises:
-        CheckpointError: nothing can be loaded from it, or it has no such checkpoint.
+        CheckpointError: If there is nothing to load, or no checkpoint of this step.
     """
     from axlearn_core.train import load
 

@@ -1,1 +1,1 @@
-"""The everyday features of axlearn, each a config modifier in a module of its own."""
+"""Features for common changes to an experiment. Each feature has its own module."""

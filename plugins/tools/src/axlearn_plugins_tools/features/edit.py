@@ -1,4 +1,4 @@
-"""What the features share: nodes that they set by path, and components by name."""
+"""Helpers of the features: set fields of a node by path, and build components by name."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,28 +12,32 @@ from axlearn_core.plugins.registry import registry
 
 
 def require_fields(cfg: Any, path: str, names: tuple[str, ...], *, feature: str) -> Any:
-    """The node at a path; raises `ConfigError` where there is none, or it lacks one of the fields."""
+    """Return the node at a path. Raise `ConfigError` if it or one of its fields is missing."""
     part = get(cfg, path)
     fields = {a.name for a in attrs.fields(type(part))} if isinstance(part, Node) else set()
-    lacking = [n for n in names if n not in fields]
-    if lacking:
+    missing = [n for n in names if n not in fields]
+    if missing:
         raise ConfigError(
             Problem(
-                path=f"{path}.{lacking[0]}",
-                message=f"{feature} cannot set it: {type(part).__qualname__} has no such field",
-                fix=f"leave the feature {feature} out, or set what that component has in its place",
+                path=f"{path}.{missing[0]}",
+                message=f"{feature} cannot set this field: {type(part).__qualname__} does not have it",
+                fix=f"remove the feature {feature}, or set the equivalent field of that component",
             )
         )
     return part
 
 
 def component(name: str, settings: Mapping[str, Any]) -> tuple[Node[Any], dict[str, Any]]:
-    """The component that is registered as `name`, with settings as a file has them; also those settings, decoded.
+    """Return the component named `name` with settings, and the decoded settings.
 
-    What the settings leave out may still be `REQUIRED`.
+    Fields that are not in the settings may be `REQUIRED`.
+
+    Args:
+        name: Registered name.
+        settings: Settings as in a file.
 
     Raises:
-        RequestError: no component has that name, or it has no such setting.
+        RequestError: If no component has that name, or it has no such setting.
     """
     node = Decoder(registry()).decode({"type": name, **settings}, Node[Any])
     fields = fields_of(node)
@@ -41,7 +45,7 @@ def component(name: str, settings: Mapping[str, Any]) -> tuple[Node[Any], dict[s
 
 
 def component_problems(name: str, settings: Mapping[str, Any]) -> Iterable[Problem]:
-    """What `component` would raise, as problems of the options `component` and `settings`."""
+    """Return the errors of `component` as problems of the options `component` and `settings`."""
     try:
         component(name, settings)
     except ConfigError as error:

@@ -11,10 +11,10 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 @node
 class Ema(Feature):
-    """Keeps an exponential moving average of the parameters, which evaluation and export use.
+    """Keeps an exponential moving average of the parameters for evaluation and export.
 
-    After each update, average = decay * average + (1 - decay) * parameters, in float32. On an experiment that keeps one
-    already, its decay is set.
+    After each update, average = decay * average + (1 - decay) * parameters, in float32. If the experiment already keeps
+    an average, this sets its decay.
     """
 
     stage = "tune"
@@ -22,6 +22,6 @@ class Ema(Feature):
     decay: float = setting(default=0.999, gt=0, lt=1)
 
     def apply(self, cfg: Tree) -> Tree:
-        """Sets `learner.ema_decay`."""
+        """Set `learner.ema_decay`."""
         require_fields(cfg, "learner", ("ema_decay",), feature="ema")
         return patch(cfg, {"learner.ema_decay": self.decay})

@@ -14,12 +14,12 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 @node
 class Freeze(Feature):
-    """Leaves the parameters that fit a pattern as they are; they take no gradients' update and no optimizer state.
+    """Freezes the parameters that match a pattern.
 
-    `pattern` is one pattern of dotted parameter paths, or a list of them: `decoder.embedding.**`,
-    `[decoder.embedding.**, decoder.head.**]`. One that fits no parameter stops the run before its first step, and so
-    does freezing everything. On an experiment with rules for the same pattern, that rule freezes too; all other rules
-    stay.
+    Frozen parameters are not updated and have no optimizer state. `pattern` is one pattern of dotted parameter paths,
+    or a list of patterns: `decoder.embedding.**`, `[decoder.embedding.**, decoder.head.**]`. The run stops before its
+    first step if a pattern matches no parameter, or if all parameters are frozen. If the experiment already has rules
+    for the same pattern, they freeze too. All other rules stay.
     """
 
     stage = "tune"
@@ -28,7 +28,7 @@ class Freeze(Feature):
     pattern: str | tuple[str, ...] = REQUIRED
 
     def apply(self, cfg: Tree) -> Tree:
-        """Adds to `learner.rules`."""
+        """Add rules to `learner.rules`."""
         learner = require_fields(cfg, "learner", ("rules",), feature="freeze")
         rules: list[ParameterRule] = list(learner.rules)
         for pattern in (self.pattern,) if isinstance(self.pattern, str) else self.pattern:

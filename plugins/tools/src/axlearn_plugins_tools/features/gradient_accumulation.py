@@ -11,10 +11,10 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 @node
 class GradientAccumulation(Feature):
-    """Takes the batch of each step in `steps` microbatches, one after the other.
+    """Splits the batch of each step into `steps` microbatches and runs them one at a time.
 
-    The batch, the loss and the update stay what they are; the activations of one microbatch are held at a time. `steps`
-    has to divide the batch. On an experiment that accumulates already, `steps` replaces its number.
+    The batch, the loss and the update do not change. Only the activations of one microbatch are in memory at a time.
+    `steps` must divide the batch. If the experiment already accumulates gradients, `steps` replaces the old value.
     """
 
     stage = "execute"
@@ -23,6 +23,6 @@ class GradientAccumulation(Feature):
     steps: int = setting(default=REQUIRED, ge=1)
 
     def apply(self, cfg: Tree) -> Tree:
-        """Sets `learner.accumulate_steps`."""
+        """Set `learner.accumulate_steps`."""
         require_fields(cfg, "learner", ("accumulate_steps",), feature="gradient-accumulation")
         return patch(cfg, {"learner.accumulate_steps": self.steps})

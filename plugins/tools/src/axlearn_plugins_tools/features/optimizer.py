@@ -18,10 +18,10 @@ RATE = "learning_rate"
 class UseOptimizer(Feature):
     """Trains with another optimizer.
 
-    `component` is the name of a registered one (`lion`), `settings` are its settings (`{b1: 0.95}`). The learning rate,
-    with its schedule, is that of the optimizer which stood there, unless the settings give one or one of the two
-    optimizers has none; nothing else is taken over. On an experiment that has this optimizer already, the settings are
-    set, and the others stay.
+    `component` is the name of a registered optimizer (`lion`). `settings` are its settings (`{b1: 0.95}`). The learning
+    rate and its schedule are copied from the old optimizer, unless the settings contain one or one of the two
+    optimizers has no learning rate. No other setting is copied. If the experiment already uses this optimizer, only the
+    given settings change.
     """
 
     stage = "replace"
@@ -31,11 +31,11 @@ class UseOptimizer(Feature):
     settings: Mapping[str, Any] = {}
 
     def validate(self) -> Iterable[Problem]:
-        """A component that there is not, or settings that it does not have."""
+        """Check that the component exists and has the given settings."""
         yield from component_problems(self.component, self.settings)
 
     def apply(self, cfg: Tree) -> Tree:
-        """Sets `learner.optimizer`."""
+        """Set `learner.optimizer`."""
         old = require_fields(cfg, "learner", ("optimizer",), feature="optimizer").optimizer
         new, settings = component(self.component, self.settings)
         if type(old) is type(new):

@@ -14,11 +14,12 @@ DType = Literal["float32", "bfloat16", "float16", "float64"]
 
 @node
 class UsePrecision(Feature):
-    """Sets the dtypes of the model; at least one has to be given.
+    """Sets the dtypes of the model. At least one must be given.
 
-    `param_dtype` is what parameters are stored in, `dtype` what layers compute in, `output_dtype` that of the logits
-    which the model returns. Losses, norms and softmaxes are computed in float32 in any case. They are set at the
-    root of the model: what is not given stays, and a layer with a dtype of its own keeps it.
+    `param_dtype` is the storage dtype of the parameters, `dtype` the compute dtype of the layers, and `output_dtype`
+    the dtype of the logits that the model returns. Losses, norms and softmaxes are always computed in float32. The
+    dtypes are set at the root of the model. Dtypes that are not given do not change, and neither do dtypes that a layer
+    sets itself.
     """
 
     stage = "tune"
@@ -29,14 +30,14 @@ class UsePrecision(Feature):
     output_dtype: DType | None = None
 
     def validate(self) -> Iterable[Problem]:
-        """Nothing is asked for."""
+        """Check that at least one dtype is given."""
         if not self._dtypes():
             yield Problem(
                 path="dtype", message="no dtype is given", expected="at least one of param_dtype, dtype, output_dtype"
             )
 
     def apply(self, cfg: Tree) -> Tree:
-        """Sets the fields of these names on `model`."""
+        """Set the fields with the same names on `model`."""
         dtypes = self._dtypes()
         require_fields(cfg, "model", tuple(dtypes), feature="precision")
         return patch(cfg, {f"model.{name}": value for name, value in dtypes.items()})

@@ -20,7 +20,11 @@ PLAIN = ("full", "none", "dots", "everything")
 
 
 def policies() -> dict[str, RematPolicy]:
-    """The policies of plugins, by name; raises `PluginError` where two plugins claim one."""
+    """Return the policies of all plugins by name.
+
+    Raises:
+        PluginError: If two plugins use the same name.
+    """
     by_name: dict[str, tuple[str, RematPolicy]] = {}
     for origin, declared in host().call("axlearn_remat_policies"):
         for policy in declared:
@@ -33,21 +37,21 @@ def policies() -> dict[str, RematPolicy]:
 
 @node
 class UseRemat(Feature):
-    """Says what the backward pass keeps of each layer, and what it computes again.
+    """Selects the activations of each layer that the backward pass recomputes.
 
-    One of these, by default `policy=full`:
+    Set at most one of these options. The default is `policy=full`.
 
-    - `policy`: `full` keeps nothing but the layer's input, `dots` the products without a batch dimension, `everything`
-      all of it under a checkpoint, `none` takes rematerialisation out; plugins have more, for layers of any kind, which need
-      not have all of their tags;
-    - `save`: the activation tags to keep (`[query, key, value, context]`), or regular expressions that fit whole tags
-      (`["mlp_.*"]`); all else is computed again;
-    - `recompute`: the tags to compute again (expressions too); every other tagged activation is kept, and what has no tag
-      is not.
+    - `policy`: `full` saves only the layer's input, `dots` the products without a batch dimension, and `everything` all
+      activations under a checkpoint. `none` removes rematerialization. Plugins add policies for layers of any kind. A
+      layer does not need all tags of such a policy.
+    - `save`: Activation tags to save (`[query, key, value, context]`), or regular expressions that match whole tags
+      (`["mlp_.*"]`). All other activations are recomputed.
+    - `recompute`: Tags or regular expressions to recompute. All other tagged activations are saved. Activations without a
+      tag are recomputed.
 
-    `offload` names tags to keep in the host's memory, alone or with `save`. A tag that the layer does not have stops
-    the run while it is compiled, with the tags that there are. On an experiment with rematerialisation this replaces
-    it.
+    `offload` names tags to save in host memory, alone or together with `save`. If the layer does not have a tag,
+    compilation fails and the error lists the available tags. If the experiment already uses rematerialization, this
+    replaces it.
     """
 
     stage = "execute"
@@ -58,7 +62,7 @@ class UseRemat(Feature):
     offload: tuple[str, ...] = ()
 
     def validate(self) -> Iterable[Problem]:
-        """Options that contradict one another, and a policy that nobody has."""
+        """Check for unknown policies, invalid patterns, and options that exclude each other."""
         if self.policy is not None and self.policy not in PLAIN and self.policy not in (tag_policies := policies()):
             names = [*PLAIN, *tag_policies]
             yield Problem(
@@ -73,22 +77,24 @@ class UseRemat(Feature):
                 try:
                     re.compile(pattern)
                 except re.error as error:
-                    yield Problem(path=name, message=f"no regular expression: {error}", got=repr(pattern))
+                    yield Problem(path=name, message=f"not a regular expression: {error}", got=repr(pattern))
         options = [*options_of(self, "policy", "save", "recompute")]
         if len(options) > 1:
             yield Problem(
-                path=options[1], message=f"cannot be given together with {options[0]}", fix="leave one of them out"
+                path=options[1], message=f"cannot be given together with {options[0]}", fix="remove one of them"
             )
         if self.offload and (self.policy is not None or self.recompute is not None):
             other = "policy" if self.policy is not None else "recompute"
-            yield Problem(path="offload", message=f"cannot be given together with {other}", fix="use save with it")
+            yield Problem(path="offload", message=f"cannot be given together with {other}", fix="use save instead")
         if both := sorted({*(self.save or ())} & {*self.offload}):
-            yield Problem(path="offload", message="a tag is kept in one place", got=f"{', '.join(both)} in save too")
+            yield Problem(
+                path="offload", message="a tag cannot be both saved and offloaded", got=f"{', '.join(both)} in both"
+            )
 
     def apply(self, cfg: Tree) -> Tree:
-        """Sets `remat` of every stack."""
-        nothing = nothing_to_set("remat", "a stack of layers: a node with the role StackRole")
-        return set_fields(cfg, StackRole, {"remat": self._node()}, nothing=nothing)
+        """Set `remat` of every stack."""
+        problem = nothing_to_set("remat", "a stack of layers: a node with the role StackRole")
+        return set_fields(cfg, StackRole, {"remat": self._node()}, nothing=problem)
 
     def _node(self) -> Node[Remat] | None:
         if self.policy == "none":

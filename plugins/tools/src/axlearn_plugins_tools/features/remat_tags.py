@@ -1,4 +1,4 @@
-"""Rematerialisation by tags that are not all known: of every tag but some, and by policies for any layer."""
+"""Rematerialization for layers whose tags are not all known."""
 
 import attrs
 
@@ -7,14 +7,18 @@ from axlearn_core.nn.remat import Remat, check_tags
 
 
 class RematTags(Remat):
-    """Computes the named activations again in the backward pass, and all that has no tag; keeps the other tagged ones.
+    """Recomputes the named activations and those without a tag, and saves all other activations.
 
-    The complement of `Remat.save`, for layers whose tags are many.
+    This is the complement of `Remat.save`, for layers with many tags.
     """
 
     @node
     class Config(Remat.Config):
-        """`recompute` names tags, or regular expressions that fit whole tags. `save` has no meaning here."""
+        """Settings of `RematTags`.
+
+        Attributes:
+            recompute: Tags, or regular expressions that match whole tags. `save` is ignored.
+        """
 
         recompute: tuple[str, ...] = ()
 
@@ -28,7 +32,7 @@ class RematTags(Remat):
 
 
 class RematPolicyTags(Remat):
-    """Keeps the tags of a policy that is meant for any layer: those that a layer does not have are not missed."""
+    """Saves the tags of a policy that applies to any layer. Missing tags are not an error."""
 
     def check(self) -> None:
-        """Everything is as it should be."""
+        """Accept any tags."""

@@ -17,16 +17,16 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 @node
 class Replace(Feature):
-    """Puts a component in the place of others, chosen by their path, by what they are, or by both.
+    """Replaces components that are selected by path, by name, or both.
 
-    `component` is the name of a registered component (`layer-norm`), `settings` are its settings (`{bias: false}`).
-    `path` is a path or pattern of nodes (`model.decoder.layer.norm`, `**.norm`); `target` is the name of a component:
-    its nodes are replaced, at `path` where both are given.
+    `component` is the name of a registered component (`layer-norm`). `settings` are its settings (`{bias: false}`).
+    `path` is a path or pattern of nodes (`model.decoder.layer.norm`, `**.norm`). `target` is the name of the component
+    to replace. If both are given, a node must match both.
 
-    What is taken over: each field that both have, child nodes included, with the value of the old node wherever that
-    value was set and `settings` do not give another. What the old node was set to and the new one has no field for is
-    an error, unless `drop` names the field. A node that is of the new class already keeps its settings and gets those
-    that are given. What is inside a replaced node is not searched.
+    The new node copies every field that both nodes have, including child nodes, if the old node set it and `settings`
+    do not. It is an error if the old node set a field that the new node does not have, unless `drop` names that field.
+    A node that already has the new class keeps its settings and gets the given ones. Nodes inside a replaced node are
+    not searched.
     """
 
     stage = "replace"
@@ -39,13 +39,15 @@ class Replace(Feature):
     drop: tuple[str, ...] = ()
 
     def validate(self) -> Iterable[Problem]:
-        """Nothing says what to replace, or by what."""
+        """Check the component and its settings, and that `path` or `target` is given."""
         yield from component_problems(self.component, self.settings)
         if self.path is None and self.target is None:
-            yield Problem(path="target", message="nothing says what to replace", expected="path, target, or both")
+            yield Problem(
+                path="target", message="no component to replace is selected", expected="path, target, or both"
+            )
 
     def apply(self, cfg: Tree) -> Tree:
-        """Swaps every node that is meant."""
+        """Replace every matching node."""
         new, settings = component(self.component, self.settings)
         if self.path is not None:
             _expect_nodes(cfg, self.path)
@@ -55,8 +57,8 @@ class Replace(Feature):
             if self.path is not None and not matches(self.path, path):
                 return None
             if type(value) is type(new):
-                meant = self.path is not None or isinstance(value, kind)
-                return attrs.evolve(value, **settings) if meant else SKIP  # else: placed before
+                is_selected = self.path is not None or isinstance(value, kind)
+                return attrs.evolve(value, **settings) if is_selected else SKIP  # already replaced
             if not isinstance(value, kind):
                 return None
             try:
@@ -64,10 +66,10 @@ class Replace(Feature):
             except ConfigError as error:
                 raise ConfigError(attrs.evolve(p, fix=_fix(p)) for p in error.problems) from None
 
-        nothing = None if _is_there(cfg, type(new), settings) else self._nothing(cfg)
-        return edit_nodes(cfg, swap, nothing=nothing, outermost=True)
+        problem = None if _has_component(cfg, type(new), settings) else self._no_match(cfg)
+        return edit_nodes(cfg, swap, nothing=problem, outermost=True)
 
-    def _nothing(self, cfg: Node[Any]) -> Problem:
+    def _no_match(self, cfg: Node[Any]) -> Problem:
         kinds = ", ".join(sorted({registry().display_name(type(n)) for n in find(cfg, Node).values()}))
         place = f" at {self.path}" if self.path else ""
         return Problem(
@@ -77,18 +79,21 @@ class Replace(Feature):
         )
 
 
-def _is_there(cfg: Node[Any], kind: type, settings: Mapping[str, Any]) -> bool:
+def _has_component(cfg: Node[Any], kind: type, settings: Mapping[str, Any]) -> bool:
     return any(all(fields_of(n)[k] == v for k, v in settings.items()) for n in find(cfg, kind).values())
 
 
 def _expect_nodes(cfg: Node[Any], pattern: str) -> None:
-    """Raises `ConfigError` where a path does not exist or holds no node; None stands for a child that is left out."""
+    """Raise `ConfigError` if no path matches the pattern or none of the paths holds a node.
+
+    A child that is left out is None.
+    """
     paths = expand(cfg, pattern)
     if not any(isinstance(get(cfg, path), Node) for path in paths):
         raise ConfigError(
             Problem(
                 path=pattern,
-                message="holds no component that could be replaced",
+                message="there is no component to replace",
                 got=repr(get(cfg, paths[0])),
                 fix=f"set it: --set {pattern}=...",
             )
@@ -96,4 +101,4 @@ def _expect_nodes(cfg: Node[Any], pattern: str) -> None:
 
 
 def _fix(problem: Problem) -> str:
-    return f"--with replace:...,drop=[{problem.path.rpartition('.')[2]}] lets it go"
+    return f"--with replace:...,drop=[{problem.path.rpartition('.')[2]}] discards this field"

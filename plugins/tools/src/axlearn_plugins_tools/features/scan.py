@@ -12,10 +12,11 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 @node
 class Scan(Feature):
-    """Runs stacks of layers by a scan, or with `on=false` unrolled.
+    """Runs stacks of layers in a scan, or unrolled with `on=false`.
 
-    A scan compiles one layer, regardless of their number; unrolled, the compiler sees all of them, which takes longer and is
-    often faster on CPU. Numbers and checkpoints are the same. A stack that is in this mode already stays as it is.
+    A scan compiles one layer, regardless of the number of layers. If the stack is unrolled, the compiler sees every
+    layer. That takes longer to compile and is often faster on CPU. Results and checkpoints are the same. Stacks that
+    already use this mode do not change.
     """
 
     stage = "execute"
@@ -23,7 +24,7 @@ class Scan(Feature):
     on: bool = True
 
     def apply(self, cfg: Tree) -> Tree:
-        """Sets `mode` of every stack."""
+        """Set `mode` of every stack."""
         mode = "scan" if self.on else "unrolled"
-        nothing = nothing_to_set("scan", "a stack of layers: a node with the role StackRole")
-        return set_fields(cfg, StackRole, {"mode": mode}, nothing=nothing)
+        problem = nothing_to_set("scan", "a stack of layers: a node with the role StackRole")
+        return set_fields(cfg, StackRole, {"mode": mode}, nothing=problem)

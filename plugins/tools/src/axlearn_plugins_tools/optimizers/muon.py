@@ -1,4 +1,4 @@
-"""Muon."""
+"""The Muon optimizer."""
 
 import math
 from typing import Any
@@ -15,14 +15,26 @@ from axlearn_core.learn.schedules import Cosine, Schedule
 
 @node
 class Muon(Node[Optimizer]):
-    """Orthogonalised momentum for the matrices (Jordan, 2024), AdamW for everything else.
+    """Orthogonalized momentum for matrices (Jordan, 2024), and AdamW for all other parameters.
 
-    Which dimensions of a parameter form its matrix follows from its logical axes: `layers` and `experts` are batches of
-    matrices, and attention's `[embed, heads, head_dim]` is a matrix from `embed` to both of the others. Norms, biases (all
-    that has fewer than two axes in one layer, with names or without) and everything with a `vocab` axis go to AdamW.
-    Updates are scaled to AdamW's size, `rms * sqrt(max(in, out))` (Liu et al., 2025), so that both share one learning
-    rate. `embedding_rate` multiplies the rate, and with it the decay, of tables whose first axis is `vocab`: embeddings,
-    output layers that are tied to them, learned positions.
+    The logical axes of a parameter determine the dimensions of its matrix. `layers` and `experts` are batches of
+    matrices. Attention's `[embed, heads, head_dim]` is a matrix from `embed` to the other two axes. AdamW trains all
+    parameters with a `vocab` axis, and all parameters with fewer than two axes per layer, such as norms and biases,
+    with or without axis names. Updates are scaled to the size of AdamW's, `rms * sqrt(max(in, out))` (Liu et al.,
+    2025), so both can use the same learning rate.
+
+    Attributes:
+        learning_rate: Value or schedule.
+        momentum: Decay of the momentum.
+        nesterov: Use Nesterov momentum.
+        newton_schulz_steps: Number of Newton-Schulz iterations per update.
+        rms: Root mean square of the updates, relative to the learning rate.
+        weight_decay: Decoupled weight decay, multiplied by the learning rate.
+        b1: Decay of AdamW's first moment.
+        b2: Decay of AdamW's second moment.
+        eps: Added to denominators.
+        embedding_rate: Factor for the learning rate and decay of tables whose first axis is `vocab`: embeddings, output
+            layers that are tied to them, and learned positions.
     """
 
     learning_rate: float | Node[Schedule] = setting(default=Cosine(), ge=0)
@@ -37,7 +49,7 @@ class Muon(Node[Optimizer]):
     embedding_rate: float = setting(default=1.0, gt=0, hide_default=True)
 
     def build(self, *, max_steps: int, axes: Axes, mask: Any = None, **_: object) -> Optimizer:
-        """The transformation for parameters with these logical axes."""
+        """Return the transformation for parameters with these logical axes."""
         rate = rate_of(self.learning_rate, max_steps)
         numbers = {path: None if names is None else matrix_axes(path, names) for path, names in axes.items()}
         labels = {path: "muon" if is_matrix else "adamw" for path, is_matrix in numbers.items()}
@@ -48,7 +60,7 @@ class Muon(Node[Optimizer]):
             return {k: v if isinstance(v, optax.MaskedNode) else numbers[k] for k, v in tree.items()}
 
         def scale(tree: Any) -> Any:
-            # Not jax.tree.map: partition() leaves masked nodes where the other optimizer's parameters are.
+            # Do not use jax.tree.map: partition() replaces the parameters of other optimizers by masked nodes.
             masked = optax.MaskedNode
             return {k: v if isinstance(v, masked) else v * _rms_scale(v, numbers[k], self.rms) for k, v in tree.items()}
 
@@ -64,29 +76,31 @@ class Muon(Node[Optimizer]):
             optax.add_decayed_weights(self.weight_decay, mask),
             optax.scale_by_learning_rate(rate),
         )
-        rest = optax.adamw(rate, b1=self.b1, b2=self.b2, eps=self.eps, weight_decay=self.weight_decay, mask=mask)
+        adamw = optax.adamw(rate, b1=self.b1, b2=self.b2, eps=self.eps, weight_decay=self.weight_decay, mask=mask)
 
-        def labelled(tree: Any) -> Any:
-            # Parameters that another optimizer updates are there as masked nodes, without axes.
+        def label(tree: Any) -> Any:
+            # Parameters of another optimizer appear as masked nodes without axes.
             for path, value in tree.items():
                 if path in axes and axes[path] is None and is_array(value) and value.ndim > 1:
                     raise RequestError(_unnamed(path))
             return {path: labels.get(path, "adamw") for path in tree}
 
-        transforms: dict[Any, Any] = {"muon": matrices, "adamw": rest}
+        transforms: dict[Any, Any] = {"muon": matrices, "adamw": adamw}
         if "embedding" in labels.values():
-            transforms["embedding"] = optax.chain(rest, optax.scale(self.embedding_rate))
-        return optax.partition(transforms, labelled)
+            transforms["embedding"] = optax.chain(adamw, optax.scale(self.embedding_rate))
+        return optax.partition(transforms, label)
 
 
 _BATCH_AXES = ("layers", "experts")
 
 
 def matrix_axes(path: str, names: tuple[str | None, ...]) -> MuonDimensionNumbers | None:
-    """The input and output dimensions of a parameter, from its logical axes; None if it is not a hidden matrix.
+    """Return the input and output dimensions of a parameter, from its logical axes.
+
+    Returns None if the parameter is not a hidden matrix.
 
     Raises:
-        RequestError: the parameter has two dimensions or more in one layer, and none of them has a name.
+        RequestError: If the parameter has two or more dimensions per layer and none of them has a name.
     """
     if "vocab" in names:
         return None
@@ -95,8 +109,8 @@ def matrix_axes(path: str, names: tuple[str | None, ...]) -> MuonDimensionNumber
         return None
     if not any(names[dim] for dim in dims):
         raise RequestError(_unnamed(path))
-    # The width is the input of what fans out of it, and the output of what comes back to it; the rank of a factored
-    # matrix is the output of its first factor.
+    # `embed` in the last dimension of a projection back to the residual stream is its output. `rank` is the output of
+    # the first factor of a factored matrix.
     into_last = names[dims[-1]] == "rank" or (names[dims[-1]] == "embed" and names[dims[0]] != "embed")
     split = len(dims) - 1 if into_last else 1
     return MuonDimensionNumbers(tuple(dims[:split]), tuple(dims[split:]))
@@ -105,8 +119,8 @@ def matrix_axes(path: str, names: tuple[str | None, ...]) -> MuonDimensionNumber
 def _unnamed(path: str) -> str:
     return (
         f"Muon cannot tell which dimensions of the parameter {path!r} form a matrix: it has no logical axis names\n"
-        '    fix: declare it as nnx.Param(value, out_sharding=("embed", "mlp")), or, if its layer wraps a module, name them '
-        "in the layer's `axes`, or train it with AdamW"
+        '    fix: declare it as nnx.Param(value, out_sharding=("embed", "mlp")); if its layer wraps a module, name the axes '
+        "in the layer's `axes`; or train it with AdamW"
     )
 
 

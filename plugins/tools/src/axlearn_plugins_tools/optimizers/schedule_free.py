@@ -1,4 +1,4 @@
-"""Schedule-free AdamW, and the feature that trains with it."""
+"""Schedule-free AdamW, and the feature `schedule-free`."""
 
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -20,11 +20,11 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 @runtime_checkable
 class WarmsUp(Protocol):
-    """The config of a schedule that rises to its peak.
+    """Config of a schedule with a warm-up to its peak.
 
     Attributes:
-        peak: the highest value.
-        warmup_steps: steps until then, or a fraction of all steps.
+        peak: Highest value.
+        warmup_steps: Number of steps until the peak, or a fraction of all steps.
     """
 
     peak: float
@@ -33,15 +33,19 @@ class WarmsUp(Protocol):
 
 @node
 class ScheduleFree(Node[Optimizer]):
-    """AdamW without a decaying schedule (Defazio et al., 2024, arXiv 2405.15682), as `optax.contrib.schedule_free`.
+    """AdamW without a decaying schedule (Defazio et al., 2024, arXiv 2405.15682).
 
-    Gradients are taken at an interpolation between the iterates and their average; evaluation and export use the average.
-    The state of each parameter is as large as AdamW's. Parameters in float32 keep the average exact.
+    Wraps `optax.contrib.schedule_free`. Gradients are taken at an interpolation between the iterates and their average.
+    Evaluation and export use the average. The state per parameter is as large as AdamW's. The average is exact if the
+    parameters are float32.
 
     Attributes:
-        learning_rate: constant after its warm-up; a decay would defeat the purpose.
-        b1: the share of the average in the interpolation, which stands for momentum.
-        weight_lr_power: the weight of an iterate in the average is its largest learning rate so far to this power.
+        learning_rate: Value or schedule. It should stay constant after its warm-up.
+        b1: Weight of the average in the interpolation. It replaces momentum.
+        b2: Decay of the second moment.
+        eps: Added to denominators.
+        weight_decay: Decoupled weight decay, multiplied by the learning rate.
+        weight_lr_power: The weight of an iterate in the average is the largest learning rate so far to this power.
     """
 
     learning_rate: float | Node[Schedule] = setting(default=Constant(peak=2.5e-3), ge=0)
@@ -52,7 +56,7 @@ class ScheduleFree(Node[Optimizer]):
     weight_lr_power: float = setting(default=2.0, ge=0)
 
     def build(self, *, max_steps: int, mask: Any = None, **_: object) -> Optimizer:
-        """The transformation for a run of `max_steps` updates."""
+        """Return the transformation for a run of `max_steps` updates."""
         rate = rate_of(self.learning_rate, max_steps)
         base = optax.chain(
             optax.scale_by_rms(decay=self.b2, eps=self.eps, eps_in_sqrt=False, bias_correction=True),
@@ -62,17 +66,17 @@ class ScheduleFree(Node[Optimizer]):
         return schedule_free(base, rate, b1=self.b1, weight_lr_power=self.weight_lr_power)
 
     def evaluation_params(self, state: Any, params: Any) -> Any:
-        """The average, computed from the parameters and the iterates in the state."""
+        """Return the average, computed from the parameters and the iterates in the state."""
         return schedule_free_eval_params(state, params)
 
 
 @node
 class UseScheduleFree(Feature):
-    """Trains with schedule-free AdamW, which needs no horizon; evaluation, generation and export use its average.
+    """Trains with schedule-free AdamW, which needs no horizon.
 
-    The peak and the warm-up of the learning rate are those of the optimizer that stood there; `learning_rate` sets another
-    peak. Published runs take a peak of one to ten times that of AdamW. `b1` is 0.9 where it is not given. On an experiment
-    that trains so already, the options are set.
+    Evaluation, generation and export use its average. The learning rate keeps the peak and the warm-up of the old
+    optimizer. `learning_rate` sets another peak. Published runs use one to ten times the peak of AdamW. `b1` defaults
+    to 0.9. If the experiment already uses schedule-free AdamW, this only sets the options.
     """
 
     stage = "replace"
@@ -82,15 +86,15 @@ class UseScheduleFree(Feature):
     b1: float | None = setting(default=None, gt=0, lt=1)
 
     def apply(self, cfg: Tree) -> Tree:
-        """Sets `learner.optimizer`."""
+        """Set `learner.optimizer`."""
         old = optimizer_of(cfg)
         if not isinstance(old, Node):
             raise ConfigError(
                 Problem(
                     path="learner.optimizer",
-                    message="schedule-free finds no optimizer to replace",
+                    message="there is no optimizer to replace",
                     expected="a learner with an optimizer, such as the core's",
-                    fix="leave schedule-free out",
+                    fix="remove schedule-free",
                 )
             )
         new = old if isinstance(old, ScheduleFree) else ScheduleFree(learning_rate=_constant(old))
@@ -103,12 +107,12 @@ class UseScheduleFree(Feature):
         return cfg if new == old else patch(cfg, {"learner.optimizer": new})
 
     def in_effect(self, cfg: Node[Any]) -> bool:
-        """The learner trains so."""
+        """Return whether the learner already uses these options."""
         return isinstance(get(cfg, "learner.optimizer"), ScheduleFree) and self.apply(cfg) == cfg
 
 
 def _constant(optimizer: Any) -> Any:
-    """The learning rate of an optimizer without its decay."""
+    """Return the learning rate of an optimizer without its decay."""
     rate = learning_rate_of(optimizer)
     if isinstance(rate, WarmsUp):
         return Constant(peak=rate.peak, warmup_steps=rate.warmup_steps)

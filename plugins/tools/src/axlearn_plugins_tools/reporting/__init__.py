@@ -1,4 +1,4 @@
-"""One self-contained HTML page about a run, from the files in its directory. Imports no JAX of its own."""
+"""Self-contained HTML reports from the files of a run directory. Does not import JAX."""
 
 from axlearn_plugins_tools.reporting.page import write_report
 

@@ -1,4 +1,7 @@
-"""Which of the changes between two runs moves a metric: delta debugging over short trainings."""
+"""Find the config changes between two runs that move a metric.
+
+Applies delta debugging with short training runs.
+"""
 
 import itertools
 import json
@@ -21,18 +24,19 @@ from axlearn_core.run import Run
 from axlearn_core.train.trainer import Trainer
 
 CLEAR = 4.0
-"""How many standard errors apart two runs have to be, before what moves the metric from one to the other is looked for."""
-_KEEPS = ("evaluators", "checkpointer", "distributed", "trackers", "profiler", "watchdog", "log_every_steps")
-"""What measures and keeps a run. A short training has none of it."""
+"""Minimum difference between two runs, in standard errors, to start a search."""
+_IGNORED_FIELDS = ("evaluators", "checkpointer", "distributed", "trackers", "profiler", "watchdog", "log_every_steps")
+"""Config fields that measure or save a run. Short training runs do not use them."""
 
 
 @attrs.frozen
 class Change:
-    """A part of the config that differs: a value, or a node whose class differs.
+    """A value, or a node with another class, that differs between two configs.
 
     Attributes:
-        path: of the part.
-        old, new: in either run.
+        path: Config path.
+        old: Value in the first config.
+        new: Value in the second config.
     """
 
     path: str
@@ -42,34 +46,37 @@ class Change:
 
 @attrs.frozen
 class Score:
-    """A metric of short trainings that differ by their seeds alone: the mean over the last quarter of the steps of each."""
+    """A metric of short training runs that only differ in their seeds.
+
+    Attributes:
+        values: Mean over the last quarter of the steps, for each seed.
+    """
 
     values: tuple[float, ...]
 
     @property
     def mean(self) -> float:
-        """Over the seeds."""
+        """Mean over the seeds."""
         return statistics.fmean(self.values)
 
     @property
     def error(self) -> float:
-        """The standard error of the mean; 0 for one seed, which tells nothing of it."""
+        """Standard error of the mean, or 0 if there is only one seed."""
         return statistics.stdev(self.values) / math.sqrt(len(self.values)) if len(self.values) > 1 else 0.0
 
 
 @attrs.frozen(kw_only=True)
 class Result:
-    """What a bisection found.
+    """Result of a bisection.
 
     Attributes:
-        first, second: the metric of either run.
-        changes: all that differ.
-        moving: those that together move the metric by more than half of the way, none of which can be left out; empty where
-            the two runs do not differ by more than their seeds.
-        moved: the metric of the first run with `moving`.
-        alone: the metric of the first run with each of `moving` by itself; None where that cannot be trained.
-        trainings: how many there were.
-        ended: why the search ended.
+        first: Metric of the first run. second: Metric of the second run. changes: All changes between the runs. moving:
+        Minimal set of changes that moves the metric more than halfway. Empty if the runs do not differ by more than
+            their seeds.
+        moved: Metric of the first run with `moving`.
+        alone: Metric of the first run with each change of `moving` alone, or None if that config cannot be trained.
+        trainings: Number of training runs.
+        ended: Reason for the end of the search.
     """
 
     first: Score
@@ -88,25 +95,25 @@ class Result:
 
 
 class OutOfTrainings(Exception):
-    """As many trainings ran as are allowed."""
+    """The limit on training runs is reached."""
 
 
 def is_clear(first: Score, second: Score) -> bool:
-    """Whether two scores are further apart than their errors explain."""
+    """Return whether two scores differ by more than their errors explain."""
     return abs(first.mean - second.mean) > max(CLEAR * math.hypot(first.error, second.error), 1e-12)
 
 
 def read_runs(first: Path, second: Path) -> tuple[Any, Any]:
-    """The configs of two runs.
+    """Return the configs of two runs.
 
     Raises:
-        RequestError: one of them is not a run, or they read different data.
+        RequestError: If one of them is not a run, or they read different data.
     """
     configs = []
     for path in (first, second):
         config = Run(path).config
         if not isinstance(config, Trainer.Config):
-            raise RequestError(f"{path} is not the directory of a run\n    fix: see `axlearn runs list`")
+            raise RequestError(f"{path} is not a run directory\n    fix: see `axlearn runs list`")
         configs.append(config)
     one, other = (json.loads((p / "run.lock.json").read_text("utf-8")).get("data", {}) for p in (first, second))
     differing = [c.path for c in changes(configs[0].input, configs[1].input, "input")]
@@ -114,15 +121,15 @@ def read_runs(first: Path, second: Path) -> tuple[Any, Any]:
     if differing:
         more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
         raise RequestError(
-            "the runs read different data: what moves a metric between them would be looked for in the wrong place\n"
-            f"    got: {', '.join(differing[:4])}{more}\n    expected: runs of one input\n"
-            "    fix: train the second again on the data of the first"
+            "the runs read different data, so their configs alone cannot explain a difference\n"
+            f"    got: {', '.join(differing[:4])}{more}\n    expected: runs with the same input\n"
+            "    fix: retrain the second run on the data of the first"
         )
     return configs[0], configs[1]
 
 
 def changes(old: Any, new: Any, path: str = "") -> list[Change]:
-    """The smallest parts of `old` that can be set to those of `new` by themselves."""
+    """Return the smallest changes from `old` to `new` that can be applied independently."""
     if isinstance(old, Node) and type(old) is type(new):
         below = children(new)
         return [c for name, value in children(old).items() for c in changes(value, below[name], join(path, name))]
@@ -137,20 +144,23 @@ def bisect(
     *,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Result:
-    """Looks for the changes from `first` to `second` that move a metric.
+    """Find the changes from `first` to `second` that move a metric.
 
     Args:
-        first, second: the configs.
-        metric: its name, for messages.
-        score: trains a config; raises `OutOfTrainings`, or `RequestError` for one that cannot be trained.
+        first: Config of the first run.
+        second: Config of the second run.
+        metric: Name of the metric, for messages.
+        score: Trains a config. Raises `OutOfTrainings`, or `RequestError` if the config cannot be trained.
+        progress: Receives a line of text after each score.
     """
-    differences = [c for c in changes(first, second) if c.path.partition(".")[0] not in (*_KEEPS, "seed")]
+    differences = [c for c in changes(first, second) if c.path.partition(".")[0] not in (*_IGNORED_FIELDS, "seed")]
     ends = score(first), score(second)
     progress(f"{metric}: {_shown(ends[0])} and {_shown(ends[1])}; {len(differences)} changes between them")
     facts: dict[str, Any] = {"first": ends[0], "second": ends[1], "changes": tuple(differences)}
     if not differences or not is_clear(*ends):
         return Result(
-            **facts, ended="the runs do not differ by more than their seeds" if differences else "nothing differs"
+            **facts,
+            ended="the runs do not differ by more than their seeds" if differences else "the configs are the same",
         )
     half = (ends[0].mean + ends[1].mean) / 2
     scores: dict[tuple[str, ...], Score | None] = {}
@@ -160,7 +170,7 @@ def bisect(
         if key not in scores:
             try:
                 scores[key] = score(patch(first, {c.path: c.new for c in some}))
-            except RequestError:  # changes that need one another
+            except RequestError:  # the changes depend on each other
                 scores[key] = None
             shown = "cannot be trained" if scores[key] is None else _shown(scores[key])  # type: ignore[arg-type]
             progress(
@@ -169,16 +179,16 @@ def bisect(
         return scores[key]
 
     def moves(some: Sequence[Change]) -> bool:
-        at = scored(some)
-        return at is not None and (at.mean - half) * (ends[1].mean - half) > 0
+        result = scored(some)
+        return result is not None and (result.mean - half) * (ends[1].mean - half) > 0
 
     scores[tuple(c.path for c in differences)] = ends[1]
-    moving, ended = list(differences), "none of them can be left out"
+    moving, ended = list(differences), "each of them is needed"
     try:
         for smaller in minimize(differences, moves):
             moving = smaller
     except OutOfTrainings:
-        ended = "the trainings were used up: some of them may not be needed"
+        ended = "the limit on training runs was reached, so some of them may not be needed"
     alone: list[Score | None] = []
     try:
         alone = [scored([c]) for c in moving]
@@ -190,9 +200,10 @@ def bisect(
 
 
 def minimize(items: Sequence[Any], fails: Callable[[Sequence[Any]], bool]) -> Any:
-    """Yields smaller and smaller subsets that fail, the last one minimal: without any one of its items it does not fail.
+    """Yield smaller and smaller subsets that fail.
 
-    Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input, 2002 (`ddmin`). `fails(items)` is taken to be true.
+    The last subset is minimal: it no longer fails if any item is removed. This is `ddmin` of Zeller and Hildebrandt,
+    Simplifying and Isolating Failure-Inducing Input, 2002. Assumes that `fails(items)` is true.
     """
     items, parts = list(items), 2
     while len(items) > 1:
@@ -213,14 +224,14 @@ def minimize(items: Sequence[Any], fails: Callable[[Sequence[Any]], bool]) -> An
 
 @attrs.define
 class Trainings:
-    """Scores configs by short trainings on the devices that are here.
+    """Scores configs by short training runs on the local devices.
 
     Attributes:
-        metric: the name of a scalar of a step.
-        steps: of each training, the first ones of the run's schedule.
-        seeds: those that each config is trained with.
-        most: how many trainings there may be.
-        count: how many there were.
+        metric: Name of a scalar of each step.
+        steps: Number of steps per training run. They are the first steps of the run's schedule.
+        seeds: Seeds to train each config with.
+        most: Maximum number of training runs.
+        count: Number of training runs so far.
     """
 
     metric: str
@@ -230,11 +241,11 @@ class Trainings:
     count: int = 0
 
     def score(self, config: Any) -> Score:
-        """The metric of a config.
+        """Return the metric of a config.
 
         Raises:
-            OutOfTrainings: there were as many as are allowed.
-            RequestError: the config cannot be trained, or a step reports no such metric.
+            OutOfTrainings: If the limit on training runs would be exceeded.
+            RequestError: If the config cannot be trained, or its steps do not report the metric.
         """
         if self.count + len(self.seeds) > self.most:
             raise OutOfTrainings
@@ -259,7 +270,7 @@ class Trainings:
 
 
 def check_metric(config: Any, metric: str, steps: int) -> None:
-    """Raises `RequestError` where a run cannot be trained here, or reports no such metric."""
+    """Raise `RequestError` if a run cannot be trained here or does not report the metric."""
     Trainings(metric, min(steps, 1), (0,), 1).score(config)
 
 
@@ -268,13 +279,13 @@ def _shown(score: Score) -> str:
 
 
 def text(result: Result, metric: str, shown: Callable[[Any], str]) -> str:
-    """For people."""
+    """Return a summary for people."""
     lines = [f"{metric}: {_shown(result.first)} in A, {_shown(result.second)} in B; {len(result.changes)} changes"]
     if not result.moving:
         return "\n".join([*lines, result.ended])
     gap = result.second.mean - result.first.mean
     moved = "" if result.moved is None else f" move it to {_shown(result.moved)}"
-    lines.append(f"of them {len(result.moving)}{moved} ({result.ended}):")
+    lines.append(f"{len(result.moving)} of them{moved} ({result.ended}):")
     for change, alone in zip(result.moving, result.alone, strict=True):
         share = (
             "cannot be trained alone"
@@ -286,7 +297,7 @@ def text(result: Result, metric: str, shown: Callable[[Any], str]) -> str:
 
 
 def as_json(result: Result, shown: Callable[[Any], str]) -> Mapping[str, Any]:
-    """One object."""
+    """Return the result as a JSON object."""
 
     def score(value: Score | None) -> Any:
         return None if value is None else {"mean": value.mean, "error": value.error, "values": list(value.values)}
@@ -307,11 +318,11 @@ def as_json(result: Result, shown: Callable[[Any], str]) -> Mapping[str, Any]:
 
 
 def counted(result: Result, trainings: int) -> Result:
-    """The result with the number of trainings."""
+    """Return the result with the number of training runs."""
     return attrs.evolve(result, trainings=trainings)
 
 
 def run_exists(path: Path) -> None:
-    """Raises `CheckpointError` for a directory that does not exist."""
+    """Raise `CheckpointError` if a directory does not exist."""
     if not path.is_dir():
-        raise CheckpointError(f"{path} is not a directory\n    expected: the directory of a run")
+        raise CheckpointError(f"{path} is not a directory\n    expected: a run directory")

@@ -12,16 +12,18 @@ from axlearn_core.cli.terminal import echo
 @click.command()
 @click.argument("first", metavar="RUN_A", type=click.Path(path_type=Path))
 @click.argument("second", metavar="RUN_B", type=click.Path(path_type=Path))
-@click.option("--metric", default="loss", show_default=True, help="A scalar that each step reports.")
-@click.option("--steps", type=click.IntRange(min=1), default=50, show_default=True, help="Of each short training.")
-@click.option("--seeds", type=click.IntRange(min=2), default=3, show_default=True, help="Trainings of each config.")
-@click.option("--most", type=click.IntRange(min=1), default=60, show_default=True, help="Trainings altogether.")
+@click.option("--metric", default="loss", show_default=True, help="Name of a scalar of each step.")
+@click.option("--steps", type=click.IntRange(min=1), default=50, show_default=True, help="Steps per training run.")
+@click.option("--seeds", type=click.IntRange(min=2), default=3, show_default=True, help="Number of seeds per config.")
+@click.option(
+    "--most", type=click.IntRange(min=1), default=60, show_default=True, help="Maximum number of training runs."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bisect(first: Path, second: Path, metric: str, steps: int, seeds: int, most: int, as_json: bool) -> None:
-    """Find which of the changes between two runs move a metric.
+    """Find the changes between two runs that move a metric.
 
-    Trains configs between those of RUN_A and RUN_B for a few steps each, on the devices that are here, with several seeds. Exit
-    code 1 where the runs do not differ by more than their seeds.
+    Trains configs between those of RUN_A and RUN_B for a few steps each, with several seeds, on the local devices.
+    Exits with code 1 if the runs do not differ by more than their seeds.
     """
     from axlearn_core.cli.common import to_json_value
     from axlearn_core.errors import RequestError

@@ -1,4 +1,4 @@
-"""Small line charts and histograms as inline SVG: no scripts, values on hover by CSS alone."""
+"""Line charts and histograms as inline SVG. They show values on hover with CSS and need no scripts."""
 
 import html
 import itertools
@@ -12,12 +12,19 @@ from axlearn_core.train.trackers import printable
 
 WIDTH = 960
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 24, 26
-_DRAWN, _HOVERED = 600, 90  # the most points that are drawn, and that answer the mouse
+_DRAWN, _HOVERED = 600, 90  # maximum number of points to draw, and of hover columns
 
 
 @attrs.frozen(kw_only=True)
 class Series:
-    """One line: its label, CSS class (`raw`, `main`, `second`), points by x, and whether each point gets a dot."""
+    """One line of a chart.
+
+    Attributes:
+        label: Name in the legend.
+        style: CSS class (`raw`, `main`, `second`).
+        points: Pairs of x and y, ordered by x.
+        dots: Whether to draw a dot at each point.
+    """
 
     label: str
     style: str
@@ -26,12 +33,12 @@ class Series:
 
 
 def text(value: Any) -> str:
-    """Anything as harmless HTML."""
+    """Escape a value for HTML."""
     return html.escape(printable(str(value)))
 
 
 def short(value: float) -> str:
-    """A number in a few characters: 1.385, 12.3k, 2.6M, 3e-04."""
+    """Format a number with few characters: 1.385, 12.3k, 2.6M, 3e-04."""
     size = abs(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
@@ -40,7 +47,7 @@ def short(value: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers within [low, high]."""
+    """Return about `count` round numbers within [low, high]."""
     raw = (high - low) / count
     if not raw > 0 or not math.isfinite(raw):
         return [low]
@@ -51,7 +58,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Round numbers within [low, high], about evenly apart on a logarithmic axis."""
+    """Return round numbers within [low, high] that are about evenly spaced on a log axis."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     values = [v for d in decades for m in (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8) if low <= (v := m * 10.0**d) <= high]
     ticks = values[:1]
@@ -62,9 +69,9 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def smooth(values: Sequence[tuple[float, float]], window: int) -> list[tuple[float, float]]:
-    """A mean over `window` points around each, so that it lags behind neither rise nor fall.
+    """Return the mean over about `window` points around each point. It does not lag.
 
-    The start, where a loss is steep, takes as many points after each as there are before it; the end takes the rest.
+    The window is symmetric at the start, because a loss is steep there, and is truncated at the end.
     """
     sums = [0.0, *itertools.accumulate(y for _, y in values)]
     result = []
@@ -76,7 +83,7 @@ def smooth(values: Sequence[tuple[float, float]], window: int) -> list[tuple[flo
 
 
 def thin(values: Sequence[tuple[float, float]], limit: int = _DRAWN) -> list[tuple[float, float]]:
-    """At most about `limit` points: the lowest and the highest of each stretch, so that no spike is lost."""
+    """Return at most about `limit` points, including the minimum and maximum of each interval."""
     if len(values) <= limit:
         return list(values)
     size = math.ceil(2 * len(values) / limit)
@@ -89,7 +96,15 @@ def thin(values: Sequence[tuple[float, float]], limit: int = _DRAWN) -> list[tup
 
 
 class _Frame:
-    """Maps data to pixels and draws grid and labels; `log` makes the y axis logarithmic."""
+    """Maps data to pixels and draws the grid and labels.
+
+    Args:
+        x: Range of x.
+        y: Range of y.
+        width: Width in pixels.
+        height: Height in pixels.
+        log: Use a logarithmic y axis.
+    """
 
     def __init__(
         self, x: tuple[float, float], y: tuple[float, float], width: int, height: int, *, log: bool = False
@@ -128,7 +143,10 @@ def _widen(pair: tuple[float, float]) -> tuple[float, float]:
 
 
 def line_chart(title: str, series: Sequence[Series], *, width: int = WIDTH, height: int, log: bool = False) -> str:
-    """Lines over steps, with a legend where there is more than one; empty where there is no point."""
+    """Return a chart of lines over steps, or an empty string if there are no points.
+
+    The chart has a legend if there is more than one line.
+    """
     series = [s for s in series if s.points]
     if not series:
         return ""
@@ -151,7 +169,7 @@ def line_chart(title: str, series: Sequence[Series], *, width: int = WIDTH, heig
 
 
 def _hover(frame: _Frame, series: Sequence[Series]) -> list[str]:
-    """Invisible columns; the one under the mouse shows its step and values."""
+    """Return invisible columns that show the step and values under the mouse pointer."""
     tables = [(s, dict(s.points)) for s in series]
     every = sorted({x for s in series for x in (p[0] for p in s.points)})
     marked = {x for s in series if s.dots for x, _ in thin(s.points, 60)}
@@ -160,13 +178,13 @@ def _hover(frame: _Frame, series: Sequence[Series]) -> list[str]:
     parts = []
     for i, x in enumerate(positions):
         values = [(s, t[x]) for s, t in tables if x in t]
-        at = frame.x(x)
+        center = frame.x(x)
         words = "   ".join([f"step {x:,.0f}", *(f"{text(s.label)} {short(y)}" for s, y in values)])
-        dots = "".join(f'<circle class="{s.style}" cx="{at}" cy="{frame.y(y)}" r="3.5"/>' for s, y in values)
+        dots = "".join(f'<circle class="{s.style}" cx="{center}" cy="{frame.y(y)}" r="3.5"/>' for s, y in values)
         left_edge, width = edges[i], edges[i + 1] - edges[i]
         parts.append(
             f'<g class="hit"><rect x="{left_edge:.1f}" y="0" width="{width:.1f}" height="{frame.height}"/>'
-            f'<g class="tip"><line x1="{at}" x2="{at}" y1="{_TOP}" y2="{frame.bottom}"/>{dots}'
+            f'<g class="tip"><line x1="{center}" x2="{center}" y1="{_TOP}" y2="{frame.bottom}"/>{dots}'
             f'<text x="{frame.right}" y="14" text-anchor="end" xml:space="preserve">{words}</text></g></g>'
         )
     return parts
@@ -175,7 +193,7 @@ def _hover(frame: _Frame, series: Sequence[Series]) -> list[str]:
 def histogram(
     title: str, values: Sequence[float], marks: Sequence[tuple[str, float]], show: Callable[[float], str]
 ) -> str:
-    """How often each value occurs, from the least to the highest mark, with a line per mark."""
+    """Return a histogram from the minimum to the highest mark, with a line per mark."""
     low, high = _widen((min(values), max(v for _, v in marks)))
     bins = min(40, max(8, round(math.sqrt(len(values)))))
     counts = [0] * bins

@@ -1,6 +1,6 @@
-"""`axlearn checkpoint list` and `inspect`: what a run has saved, from the manifests alone.
+"""`axlearn checkpoint list` and `inspect`: list the checkpoints of a run, and their arrays.
 
-No arrays are read. JAX is imported only for checkpoints that another library wrote.
+The commands read manifests, not arrays. They import JAX only for checkpoints that another library wrote.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -23,14 +23,20 @@ run_dir_argument = click.argument("run_dir", metavar="RUN_DIR|URI")
 @run_dir_argument
 @json_option
 def list_(run_dir: str, as_json: bool) -> None:
-    """List the checkpoints of a run, oldest first. RUN_DIR may be a URI, or the folder that holds the steps."""
+    """List the checkpoints of a run, oldest first.
+
+    RUN_DIR may be a URI, or the folder that contains the steps.
+    """
     no_devices()
     run = Run(run_dir)
     place, foreign = run.checkpoints, run.foreign_checkpoints
-    others = () if foreign is None else foreign.steps()
-    rows = [_row(place, foreign if step in others else None, step) for step in sorted({*place.steps(), *others})]
+    foreign_steps = () if foreign is None else foreign.steps()
+    rows = [
+        _row(place, foreign if step in foreign_steps else None, step)
+        for step in sorted({*place.steps(), *foreign_steps})
+    ]
     if foreign is not None:
-        listed = ", ".join(map(str, others))
+        listed = ", ".join(map(str, foreign_steps))
         echo(
             f"note: {foreign.writer} wrote step {listed} without a manifest, so the files cannot be verified", err=True
         )
@@ -48,38 +54,38 @@ def list_(run_dir: str, as_json: bool) -> None:
 
 @click.command()
 @run_dir_argument
-@click.option("--step", type=click.IntRange(min=0), help="The checkpoint to look at; default: the newest.")
-@click.option("--verify", is_flag=True, help="Compare every file with its hash first.")
+@click.option("--step", type=click.IntRange(min=0), help="Step of the checkpoint (default: the newest).")
+@click.option("--verify", is_flag=True, help="Verify the hash of every file first.")
 @json_option
 def inspect(run_dir: str, step: int | None, verify: bool, as_json: bool) -> None:
-    """List the arrays in a checkpoint of RUN_DIR: path, shape, dtype."""
+    """List the arrays of a checkpoint in RUN_DIR: path, shape, dtype."""
     no_devices()
     run = Run(run_dir)
     place, foreign = run.checkpoints, run.foreign_checkpoints
-    others = () if foreign is None else foreign.steps()
-    steps = sorted({*place.steps(), *others})
+    foreign_steps = () if foreign is None else foreign.steps()
+    steps = sorted({*place.steps(), *foreign_steps})
     if not steps:
         raise CheckpointError(f"{place.name} has no checkpoint")
     number = steps[-1] if step is None else step
-    foreign = foreign if number in others else None
+    foreign = foreign if number in foreign_steps else None
     if verify and foreign is not None:
         raise CheckpointError(
             f"{foreign.writer} wrote the checkpoint of step {number} in {place.name} without a manifest, "
-            "so its files cannot be verified\n    fix: leave --verify out"
+            "so its files cannot be verified\n    fix: remove --verify"
         )
     manifest = place.verify(number) if verify else _describe(place, foreign, number)
     rows = [{"name": a.path, "shape": a.shape, "dtype": a.dtype} for a in manifest.arrays.values()]
     if as_json:
         print_json(rows)
         return
-    whole = "; every file is what was written" if verify else ""
+    verified = "; all files match their hashes" if verify else ""
     files = f", {_size(manifest.bytes)} in {len(manifest.files)} files" if manifest.files else "; without a manifest"
-    echo(f"step {manifest.step}: {len(rows)} arrays{files}{whole}", err=True)
+    echo(f"step {manifest.step}: {len(rows)} arrays{files}{verified}", err=True)
     print_table([{**r, "shape": " x ".join(map(str, r["shape"])) or "()"} for r in rows], ("name", "shape", "dtype"))
 
 
 def _describe(place: "Checkpoints", foreign: "ForeignCheckpoints | None", step: int) -> "Manifest":
-    """The manifest of a checkpoint, without files for one of `foreign`."""
+    """Return the manifest of a checkpoint. It lists no files if the step is in `foreign`."""
     from axlearn_core.checkpoint.manifest import ArrayInfo, Manifest
 
     if foreign is None:

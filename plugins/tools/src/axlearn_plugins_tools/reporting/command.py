@@ -1,4 +1,4 @@
-"""`axlearn report`: a run as one HTML page."""
+"""`axlearn report`: write an HTML page about a run."""
 
 import shutil
 import tempfile
@@ -13,10 +13,10 @@ from axlearn_core.train.trackers import writing
 @click.command()
 @click.argument("run_dir", metavar="RUN_DIR|URI")
 def report(run_dir: str) -> None:
-    """Write RUN_DIR/report.html: loss, throughput, step times, samples, and the config with who set what.
+    """Write RUN_DIR/report.html: losses, throughput, step times, samples, config.
 
-    The page is one file that needs nothing else. Its path goes to standard output. For a run at a URI it is written below `runs/`
-    on this machine, as `runs/s3/bucket/run/report.html`.
+    The page is self-contained. It shows the origin of each config value. The command prints its path. For a run at a
+    URI, it writes the page to the local working copy, such as `runs/s3/bucket/run/report.html`.
     """
     from axlearn_plugins_tools.reporting import write_report
 
@@ -27,7 +27,7 @@ def report(run_dir: str) -> None:
     from axlearn_core.run.working_copy import fetch_files, working_copy
 
     uri = run_dir.rstrip("/")
-    with tempfile.TemporaryDirectory() as folder:  # a trainer of this machine may be at work in the working copy
+    with tempfile.TemporaryDirectory() as folder:  # a local trainer may be using the working copy
         fetch_files(open_storage(uri), uri, Path(folder))
         page = write_report(Path(folder), name=uri)
         target = working_copy(uri) / page.name

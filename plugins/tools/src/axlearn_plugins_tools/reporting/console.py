@@ -1,4 +1,4 @@
-"""Progress on standard error: a live bar on a terminal, plain lines anywhere else."""
+"""Progress on standard error: a live bar on a terminal, plain lines elsewhere."""
 
 import collections
 import sys
@@ -16,19 +16,23 @@ from axlearn_core.config import Configurable, node, setting
 from axlearn_core.train.trackers import printable
 from axlearn_plugins_tools.reporting.durations import clock
 
-_WINDOW = 20  # logged steps that the remaining time is estimated from
+_WINDOW = 20  # number of logged steps for the estimate of the remaining time
 
 
 class ConsoleTracker(Configurable):
-    """Shows step, loss, tokens/s, model FLOPs utilisation (`mfu`, a fraction, where given) and the remaining time.
+    """Shows the step, loss, tokens/s, model FLOPs utilization and remaining time.
 
-    On a terminal one bar is kept up to date; elsewhere each logged step is a line of its own. Evaluation results and
-    samples are printed, and stay, in both. Standard output is left alone.
+    On a terminal, it updates one bar. Elsewhere, it prints one line per logged step. It always prints evaluation
+    results and samples. It does not write to standard output. `mfu` is a fraction and is only shown if it is logged.
     """
 
     @node
     class Config(Configurable.Config["ConsoleTracker"]):
-        """every_seconds: the least time between two plain lines; 0 prints every logged step."""
+        """Settings of `ConsoleTracker`.
+
+        Attributes:
+            every_seconds: Minimum time between two plain lines. 0 prints every logged step.
+        """
 
         every_seconds: float = setting(default=0.0, ge=0)
 
@@ -41,7 +45,7 @@ class ConsoleTracker(Configurable):
         self._printed = float("-inf")
 
     def start(self, info: Mapping[str, Any]) -> None:
-        """Prints what is about to run, and starts the bar."""
+        """Print a summary of the run and start the bar."""
         self._max_steps = int(info.get("max_steps", 0))
         first = int(info.get("start_step", 0))
         facts = [str(info.get("experiment", "")) or "run"]
@@ -58,7 +62,7 @@ class ConsoleTracker(Configurable):
                 TextColumn("{task.fields[status]}"),
                 _Remaining(table_column=Column(no_wrap=True)),
             )
-            # Prints of other code go above the bar; standard output only where it is this very terminal.
+            # Print the output of other code above the bar. Redirect standard output only if it is a terminal.
             self._progress = Progress(
                 *columns,
                 console=self._console,
@@ -70,7 +74,10 @@ class ConsoleTracker(Configurable):
             self._progress.add_task("", total=self._max_steps, completed=first, status="compiling", ends_at=None)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Moves the bar or prints a line; values without `loss` are evaluation results and get a line of their own."""
+        """Update the bar or print a line.
+
+        Values without `loss` are evaluation results. They are printed on a separate line.
+        """
         if "loss" not in values:
             text = Text(f"{self._step(step)}  ", style="bold")
             text.append("  ".join(f"{name} {value:.4f}" for name, value in values.items()))
@@ -89,7 +96,7 @@ class ConsoleTracker(Configurable):
             self._print(Text(f"{self._step(step)}  {_status(values)}{eta}"))
 
     def text(self, step: int, name: str, value: str) -> None:
-        """Prints a sample, its control characters made harmless."""
+        """Print a sample with its control characters escaped."""
         title, body = f"{printable(name)} at step {step:,}", printable(value).expandtabs(4)
         if self._console.is_terminal:
             self._console.print(Panel(Text(body), title=Text(title), title_align="left", border_style="dim"))
@@ -97,7 +104,7 @@ class ConsoleTracker(Configurable):
             self._print(Text(f"{title}:\n" + "\n".join(f"  | {line}" for line in body.split("\n"))))
 
     def close(self) -> None:
-        """Leaves the bar as it is and gives the terminal back."""
+        """Stop the bar and restore the terminal."""
         progress, self._progress = self._progress, None
         if progress is not None:
             progress.stop()
@@ -109,17 +116,20 @@ class ConsoleTracker(Configurable):
         return f"step {step:>{len(str(self._max_steps))}}/{self._max_steps}"
 
     def _ends_at(self, values: Mapping[str, float]) -> float | None:
-        """When the last step will be done, on the monotonic clock, evaluations and saves between steps included."""
+        """Return the estimated end time of the last step, on the monotonic clock.
+
+        The estimate includes evaluations and saves between steps. Returns None if there is no estimate.
+        """
         (then, first), (now, last) = self._seen[0], self._seen[-1]
         per_step = (now - then) / (last - first) if last > first else values.get("step_seconds")
         return None if per_step is None else now + per_step * (self._max_steps - last)
 
 
 class _Remaining(ProgressColumn):
-    """The remaining time, counting down between two logged steps."""
+    """Remaining time, counted down between two logged steps."""
 
     def render(self, task: Task) -> Text:
-        """The field `ends_at`, seen from now."""
+        """Format the time until the field `ends_at`."""
         ends_at = task.fields["ends_at"]
         return Text(
             "" if ends_at is None or task.finished else f"ETA {clock(ends_at - time.monotonic())}", style="cyan"
@@ -127,7 +137,7 @@ class _Remaining(ProgressColumn):
 
 
 def _status(values: Mapping[str, float]) -> str:
-    """The columns of one logged step, of constant width."""
+    """Format the columns of one logged step, with constant width."""
     parts = [f"loss {values['loss']:7.4f}"]
     if "tokens_per_second" in values:
         parts.append(f"{values['tokens_per_second']:>9,.0f} tokens/s")

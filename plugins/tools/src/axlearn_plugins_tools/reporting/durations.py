@@ -1,8 +1,8 @@
-"""Durations as people read them."""
+"""Formatting of durations."""
 
 
 def clock(seconds: float) -> str:
-    """A duration as `m:ss` or `h:mm:ss`."""
-    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
+    """Format a duration as `m:ss` or `h:mm:ss`."""
+    minutes, remainder = divmod(round(max(seconds, 0.0)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{remainder:02d}" if hours else f"{minutes}:{remainder:02d}"

@@ -1,4 +1,4 @@
-"""Goodput: which part of a run's time went into training that was kept, and where the rest went."""
+"""Goodput: the share of a run's time that went into kept training steps, and the use of the other time."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,16 +8,16 @@ from typing import Any
 import attrs
 
 BADPUT = {
-    "start": "start: imports, building the parts",
+    "start": "start: imports, building components",
     "restore": "restore: reading a checkpoint",
-    "compile": "compile: initialisation, compilation",
-    "input": "input wait: devices idle for want of a batch",
+    "compile": "compile: initialization, compilation",
+    "input": "input wait: devices waiting for a batch",
     "evaluate": "evaluation",
-    "save": "save: training held up by checkpoints",
-    "lost": "lost work: steps trained again after an interruption",
-    "idle": "idle: between the attempts",
+    "save": "save: training blocked by checkpoints",
+    "lost": "lost work: steps repeated after an interruption",
+    "idle": "idle: between attempts",
 }
-"""Time that trains nothing -> what it is called in a report."""
+"""Labels of unproductive time in a report, by phase."""
 
 
 @attrs.frozen(kw_only=True)
@@ -25,13 +25,13 @@ class Attempt:
     """One start of a run.
 
     Attributes:
-        begin: when it began.
-        last: when its last record was written.
-        first_step: the steps that it found.
-        last_step: the steps that it had reached at its last record.
-        seconds: phase -> seconds.
-        ended: whether it ended by itself: done, stopped or failed, not killed.
-        place: host and process id.
+        begin: Start time.
+        last: Time of the last record.
+        first_step: Number of steps at the start.
+        last_step: Number of steps at the last record.
+        seconds: Seconds by phase.
+        ended: Whether the process ended by itself: it finished, stopped or failed, and was not killed.
+        place: Host and process id.
     """
 
     begin: datetime
@@ -48,7 +48,8 @@ class Goodput:
     """The time of all attempts.
 
     Attributes:
-        seconds: `productive` and the keys of `BADPUT` -> seconds; together all the time from the first record to the last.
+        attempts: All attempts, oldest first. seconds: Seconds for `productive` and for each key of `BADPUT`. The sum is
+        the time from the first record to the last.
     """
 
     attempts: Sequence[Attempt]
@@ -61,26 +62,26 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """The productive share of the time."""
+        """Productive share of the time."""
         return self.seconds["productive"] / self.total if self.total else 0.0
 
 
 def read_attempts(records: Iterable[Mapping[str, Any]]) -> list[Attempt]:
-    """The attempts in the records of `phases.jsonl`, the first one first.
+    """Return the attempts in the records of `phases.jsonl`, oldest first.
 
     Raises:
-        ValueError: a record has no time, step or seconds.
+        ValueError: If a record has no time, step or seconds.
     """
     attempts = []
     try:
         for name, group in itertools.groupby(records, lambda r: r["attempt"]):
-            own = list(group)
-            newest = own[-1]
+            attempt_records = list(group)
+            newest = attempt_records[-1]
             attempts.append(
                 Attempt(
                     begin=datetime.fromisoformat(name),
                     last=datetime.fromisoformat(newest["time"]),
-                    first_step=int(own[0]["step"]),
+                    first_step=int(attempt_records[0]["step"]),
                     last_step=int(newest["step"]),
                     seconds={str(k): float(v) for k, v in newest["seconds"].items()},
                     ended=newest["event"] == "end",
@@ -88,8 +89,8 @@ def read_attempts(records: Iterable[Mapping[str, Any]]) -> list[Attempt]:
                 )
             )
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"a record of phases is not whole: {error}") from error
-    # What a killed attempt had saved after its last record is known from the next one.
+        raise ValueError(f"a record of phases is incomplete: {error}") from error
+    # A killed attempt may have saved steps after its last record. The next attempt starts from them.
     return [
         attrs.evolve(attempt, last_step=max(attempt.last_step, following.first_step)) if following else attempt
         for attempt, following in itertools.zip_longest(attempts, attempts[1:])
@@ -97,13 +98,16 @@ def read_attempts(records: Iterable[Mapping[str, Any]]) -> list[Attempt]:
 
 
 def goodput_of(attempts: Sequence[Attempt]) -> Goodput:
-    """Adds up attempts. Steps that the next attempt trains again count as lost, at their attempt's mean time per step."""
+    """Return the goodput of attempts.
+
+    Steps that the next attempt repeats count as lost. Their time is the attempt's mean time per step.
+    """
     seconds = dict.fromkeys(("productive", *BADPUT), 0.0)
     for attempt, following in itertools.zip_longest(attempts, attempts[1:]):
         stepping = attempt.seconds.get("step", 0.0)
         trained = attempt.last_step - attempt.first_step
-        again = max(0, attempt.last_step - following.first_step) if following else 0
-        lost = stepping * min(1.0, again / trained) if trained else stepping
+        repeated = max(0, attempt.last_step - following.first_step) if following else 0
+        lost = stepping * min(1.0, repeated / trained) if trained else stepping
         seconds["productive"] += stepping - lost
         seconds["lost"] += lost
         for phase, value in attempt.seconds.items():

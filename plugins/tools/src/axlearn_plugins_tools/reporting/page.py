@@ -1,4 +1,4 @@
-"""The report: facts, charts, samples, and the config with who set what."""
+"""The report: summary, charts, samples, and the config with the origin of each value."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,15 @@ _SAMPLES = 50
 
 
 def write_report(run_dir: Path, *, name: str | None = None) -> Path:
-    """Writes `report.html` into a run directory, in one piece, and returns its path. `name`: of the run, for people.
+    """Write `report.html` atomically into a run directory and return its path.
+
+    Args:
+        run_dir: A run directory.
+        name: Name of the run to display.
 
     Raises:
-        RequestError: the directory holds no run.
-        WorkError: the page cannot be written.
+        RequestError: If the directory does not contain a run.
+        WorkError: If the page cannot be written.
     """
     page = render(attrs.evolve(read_run(run_dir), path=Path(name) if name else run_dir))
     path = run_dir / "report.html"
@@ -36,7 +40,7 @@ def write_report(run_dir: Path, *, name: str | None = None) -> Path:
 
 
 def render(run: Run) -> str:
-    """The whole page."""
+    """Return the HTML page."""
     title = text(run.lock.get("experiment") or run.path.resolve().name)
     notes = "".join(f"<li>{text(n)}</li>" for n in run.notes)
     sections = [
@@ -66,7 +70,7 @@ def _with_separators(value: Any) -> str:
 
 
 def _facts(run: Run) -> str:
-    """The cards on top."""
+    """Return the summary cards."""
     lock, facts = run.lock, []
     max_steps = run.config.get("max_steps")
     if isinstance(max_steps, int):
@@ -76,7 +80,7 @@ def _facts(run: Run) -> str:
     else:
         facts.append(("Steps", f"{run.last_step:,}", ""))
     if run.seconds is not None:
-        facts.append(("Time", clock(run.seconds), "without downtime"))
+        facts.append(("Time", clock(run.seconds), "excluding downtime"))
     if run.attempts:
         count = f"{len(run.attempts)} attempt{'s' if len(run.attempts) > 1 else ''}"
         facts.append(("Goodput", f"{goodput_of(run.attempts).share:.1%}", count))
@@ -112,7 +116,10 @@ _LOCKED = (("parameters", ""), ("devices", "platform"))
 
 
 def _held_out_losses(run: Run) -> list[str]:
-    """The losses of evaluators, such as `eval_loss`, and no auxiliary loss that one of them reports beside its own."""
+    """Return the names of the evaluators' losses, such as `eval_loss`.
+
+    Auxiliary losses of an evaluator are excluded.
+    """
     auxiliary = tuple(f"_{name}" for name in names(run.train) if name.endswith("_loss"))
     return [n for n in names(run.evaluations) if n.endswith("_loss") and not n.endswith(auxiliary)]
 
@@ -129,12 +136,12 @@ def _losses(run: Run) -> str:
     values = [v for one in series for _, v in one.points]
     steep = bool(values) and max(values) > 3 * min(values)
     charts = line_chart("loss over steps", series, height=340, log=steep)
-    rest = [n for n in names(run.evaluations) if n not in held_out or n in held_out[3:]]
-    return charts + _grid([(n, points(run.evaluations, n), True) for n in ["eval_loss", *rest]])
+    other_names = [n for n in names(run.evaluations) if n not in held_out or n in held_out[3:]]
+    return charts + _grid([(n, points(run.evaluations, n), True) for n in ["eval_loss", *other_names]])
 
 
 def _grid(items: Sequence[tuple[str, list[tuple[int, float]], bool]]) -> str:
-    """Small charts side by side; values that never change are told in words."""
+    """Return small charts side by side. Constant values are listed as text."""
     charts, constant = [], []
     for name, series, dots in items:
         if len(series) > 1 and len({v for _, v in series}) == 1:
@@ -163,22 +170,22 @@ def _step_times(run: Run) -> str:
     values = [v for _, v in points(run.train, "step_seconds")]
     if not values:
         return ""
-    at = [float(v) for v in np.percentile(values, _PERCENTILES)]
-    scale, unit = (1000, "ms") if at[1] < 1 else (1, "s")
+    percentiles = [float(v) for v in np.percentile(values, _PERCENTILES)]
+    scale, unit = (1000, "ms") if percentiles[1] < 1 else (1, "s")
 
     def show(seconds: float) -> str:
         return f"{seconds * scale:,.4g} {unit}"
 
-    cells = "".join(f"<tr><th>p{p}</th><td>{show(v)}</td></tr>" for p, v in zip(_PERCENTILES, at, strict=True))
-    above = sum(v > at[-1] for v in values)
-    more = f"; {above} above p99 not drawn, the longest {show(max(values))}" if above else ""
-    chart = histogram("step time", values, [(f"p{p}", at[_PERCENTILES.index(p)]) for p in (50, 99)], show)
-    note = f'<p class="sub">{len(values):,} logged means per step{more}.</p>'
+    cells = "".join(f"<tr><th>p{p}</th><td>{show(v)}</td></tr>" for p, v in zip(_PERCENTILES, percentiles, strict=True))
+    above = sum(v > percentiles[-1] for v in values)
+    more = f"; {above} values above p99 are not drawn, the longest is {show(max(values))}" if above else ""
+    chart = histogram("step time", values, [(f"p{p}", percentiles[_PERCENTILES.index(p)]) for p in (50, 99)], show)
+    note = f'<p class="sub">{len(values):,} logged mean step times{more}.</p>'
     return f'<div class="split"><table>{cells}</table><div>{chart}{note}</div></div>'
 
 
 def _goodput(run: Run) -> str:
-    """Where the time went, the attempts where there were several, and what a watchdog found."""
+    """Return the use of time, the attempts if there are several, and the incidents."""
     parts = []
     if run.attempts:
         goodput = goodput_of(run.attempts)
@@ -213,14 +220,14 @@ def _samples(run: Run) -> str:
 
     newest, older = "".join(map(block, samples[:2])), "".join(map(block, samples[2:]))
     remaining = len(run.samples) - len(samples)
-    more = f'<p class="sub">{remaining:,} older ones are in samples.jsonl.</p>' if remaining else ""
+    more = f'<p class="sub">samples.jsonl has {remaining:,} older samples.</p>' if remaining else ""
     return newest + (
         f"<details><summary>earlier samples ({len(samples) - 2})</summary>{older}{more}</details>" if older else ""
     )
 
 
 def _config(run: Run) -> str:
-    """The tree, opened where something was changed after the experiment had set it."""
+    """Return the config tree. Nodes are open if they contain a value that was changed after the experiment set it."""
     data = {k: v for k, v in run.config.items() if k not in ("resolved", "type")}
     if not data:
         return ""
@@ -245,13 +252,17 @@ def _config(run: Run) -> str:
 
     tree = "".join(visit(k, v, k) for k, v in data.items())
     removed = [p for p in changed if p not in paths]
-    gone = "".join(f'<div class="leaf"><span class="k">{text(p)}</span>{_chain(run, p)}</div>' for p in removed)
-    tail = f"<details><summary>no longer in the config ({len(removed)})</summary>{gone}</details>" if gone else ""
+    removed_rows = "".join(f'<div class="leaf"><span class="k">{text(p)}</span>{_chain(run, p)}</div>' for p in removed)
+    tail = (
+        f"<details><summary>no longer in the config ({len(removed)})</summary>{removed_rows}</details>"
+        if removed_rows
+        else ""
+    )
     return f'<div class="tree">{tree}{tail}</div>'
 
 
 def _chain(run: Run, path: str) -> str:
-    """Who set the value, the first one first; what each one set is shown where there were several."""
+    """Return the origins of a value, oldest first. If there are several, also show the value that each one set."""
     chain = run.provenance(path)
     if not chain:
         return ""
@@ -262,7 +273,7 @@ def _chain(run: Run, path: str) -> str:
 
 
 def _environment(run: Run) -> str:
-    """What else the lock holds."""
+    """Return the remaining values of the lock."""
     skipped = {"provenance", "versions", "experiment", "parameters", "devices"}
     rows = [(k, v) for k, v in run.lock.items() if k not in skipped and v not in (None, {}, [], "")]
     versions = run.lock.get("versions")

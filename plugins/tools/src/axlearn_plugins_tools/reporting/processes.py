@@ -1,4 +1,4 @@
-"""The deaths of a run's processes as incidents: what happened, what took the place, what it cost."""
+"""Convert deaths of a run's processes to incidents with their cause, replacement and cost."""
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -10,10 +10,13 @@ _NOTICES = ("set-aside", "reduced", "stopped")
 
 
 def process_incidents(records: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Objects with `time`, `rule` and `message`, one for each death that ended an attempt, and for each notice.
+    """Return an incident for each death that ended an attempt, and for each notice.
 
     Args:
-        records: of `processes.jsonl`: `time, attempt, rank, host, pid, event, reason`.
+        records: Records of `processes.jsonl`: `time, attempt, rank, host, pid, event, reason`.
+
+    Returns:
+        Objects with `time`, `rule` and `message`.
     """
     incidents: list[dict[str, str]] = []
     death: dict[str, str] | None = None
@@ -25,11 +28,11 @@ def process_incidents(records: Iterable[Mapping[str, Any]]) -> list[dict[str, st
                 death = {"time": time, "rule": event, "message": f"{process}: {record.get('reason')}"}
                 incidents.append(death)
         elif event == "replaced" and death is not None:
-            death["message"] += f"; {record.get('host')} takes its place"
+            death["message"] += f"; {record.get('host')} replaces it"
         elif event == "stepping" and death is not None:
             seconds = _seconds(death["time"], time)
             cost = "" if seconds is None else f" after {seconds:.1f} s"
-            death["message"] += f"; training again{cost}, {record.get('reason')}"
+            death["message"] += f"; training resumed{cost}, {record.get('reason')}"
             death = None
         elif event in _NOTICES:
             host = f"{record['host']}: " if record.get("host") else ""

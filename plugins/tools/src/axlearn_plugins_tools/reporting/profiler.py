@@ -1,4 +1,4 @@
-"""A window of steps traced by JAX's profiler, for TensorBoard or Perfetto."""
+"""Traces of training steps by JAX's profiler, for TensorBoard or Perfetto."""
 
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,16 @@ from axlearn_core.config import Configurable, node, setting
 
 
 class Profiler(Configurable):
-    """Writes a trace of `steps` steps, from `start_step` on, to `<run>/profile`."""
+    """Writes a trace of `steps` steps, beginning at `start_step`, to `<run>/profile`."""
 
     @node
     class Config(Configurable.Config["Profiler"]):
-        """`start_step` counts finished steps; the first steps compile and are best left out."""
+        """Settings of `Profiler`.
+
+        Attributes:
+            start_step: Number of finished steps before the trace. The first steps compile and should be excluded.
+            steps: Number of steps to trace.
+        """
 
         start_step: int = setting(default=10, ge=0)
         steps: int = setting(default=3, ge=1)
@@ -23,19 +28,19 @@ class Profiler(Configurable):
         self.running = False
 
     def before(self, step: int) -> None:
-        """Starts the trace where the window begins."""
+        """Start the trace at the start step."""
         if step == self.start:
             jax.profiler.start_trace(str(self.directory))
             self.running = True
 
     def after(self, step: int, scalars: Any) -> None:
-        """Ends the trace where the window ends, once the step is done."""
+        """Stop the trace when its last step is done."""
         if self.running and step >= self.stop:
             jax.block_until_ready(scalars)
             self.close()
 
     def close(self) -> None:
-        """Ends a trace that is still running."""
+        """Stop the trace if it is running."""
         if self.running:
             jax.profiler.stop_trace()
             self.running = False

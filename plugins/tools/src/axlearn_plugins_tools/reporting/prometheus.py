@@ -1,4 +1,4 @@
-"""A Prometheus endpoint of a training run, and the feature that adds it."""
+"""A Prometheus endpoint for a training run, and the feature that adds it."""
 
 import contextlib
 import errno
@@ -18,23 +18,24 @@ from axlearn_core.train.trackers import printable, writing
 
 Tree = TypeVar("Tree", bound=Node[Any])
 DISCOVERY = "prometheus.json"
-"""In the run directory while it trains: the endpoint, in the format of Prometheus' `file_sd_configs`."""
+"""File in the run directory with the endpoint during training, in the format of Prometheus' `file_sd_configs`."""
 
 
 class PrometheusTracker(Configurable):
-    """Serves `http://HOST:PORT/metrics` while the run trains.
+    """Serves `http://HOST:PORT/metrics` during training.
 
-    The endpoint has the values of the last logged step, the progress, goodput by phase, checkpoints, failed saves, and
-    incidents. Its address is in `RUN_DIR/prometheus.json`, which Prometheus reads by `file_sd_configs`.
+    The endpoint has the values of the last logged step, the progress, the goodput by phase, and the numbers of
+    checkpoints, failed saves and incidents. `RUN_DIR/prometheus.json` has its address in the format of
+    `file_sd_configs`.
     """
 
     @node
     class Config(Configurable.Config["PrometheusTracker"]):
-        """Where to listen.
+        """Address to listen on.
 
         Attributes:
-            host: an address of this machine. The endpoint has no authentication: keep it on loopback or a private network.
-            port: 0 takes a free one.
+            host: Address of this machine. The endpoint has no authentication, so use loopback or a private network.
+            port: Port. 0 picks a free port.
         """
 
         host: str = "127.0.0.1"
@@ -48,18 +49,18 @@ class PrometheusTracker(Configurable):
 
     @property
     def address(self) -> str | None:
-        """`HOST:PORT` while the endpoint is up."""
+        """`HOST:PORT` while the endpoint is up, or None."""
         if self._server is None:
             return None
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{host}:{self._server[0].server_port}"
 
     def start(self, info: Mapping[str, Any]) -> None:
-        """Starts to listen, and writes the address to the run directory.
+        """Start listening and write the address to the run directory.
 
         Raises:
-            RequestError: the port is in use, or the host is not an address of this machine.
-            WorkError: the run directory cannot be written.
+            RequestError: If the port is in use, or the host is not an address of this machine.
+            WorkError: If the run directory is not writable.
         """
         from prometheus_client import CollectorRegistry, start_http_server
 
@@ -89,7 +90,7 @@ class PrometheusTracker(Configurable):
             temporary.replace(self._run_dir / DISCOVERY)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Keeps the values for the next scrape; those without `loss` are evaluation results."""
+        """Store the values for the next scrape. Values without `loss` are evaluation results."""
         values = {printable(name): float(value) for name, value in values.items()}
         if "loss" not in values:
             self._collector.evaluation = {**self._collector.evaluation, **values}
@@ -98,10 +99,10 @@ class PrometheusTracker(Configurable):
         self._collector.logged_step, self._collector.logged_time = int(step), time.time()
 
     def text(self, step: int, name: str, value: str) -> None:
-        """Samples are not metrics."""
+        """Ignore samples."""
 
     def close(self) -> None:
-        """Stops listening, and removes the address."""
+        """Stop listening and remove the address file."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -115,10 +116,10 @@ class PrometheusTracker(Configurable):
 
 @node
 class PrometheusFeature(Feature):
-    """Serves the run's metrics to Prometheus while it trains, on loopback at a free port unless told otherwise.
+    """Serves the run's metrics to Prometheus during training.
 
-    The address is in `<run>/prometheus.json`. The endpoint has no authentication. An endpoint that the experiment already has
-    takes these options.
+    By default, it listens on loopback at a free port. `<run>/prometheus.json` has the address. The endpoint has no
+    authentication. If the experiment already has an endpoint, this sets its options.
     """
 
     stage = "execute"
@@ -127,7 +128,7 @@ class PrometheusFeature(Feature):
     port: int = setting(default=0, ge=0, le=65535)
 
     def apply(self, cfg: Tree) -> Tree:
-        """Adds the tracker, or sets its options."""
+        """Add the tracker, or replace its options."""
         other_trackers = tuple(t for t in trackers_of(cfg) if not isinstance(t, PrometheusTracker.Config))
         return patch(cfg, {"trackers": (*other_trackers, PrometheusTracker.Config(host=self.host, port=self.port))})
 
@@ -138,5 +139,5 @@ def _listen_error(host: str, port: int, error: Exception) -> RequestError:
     return RequestError(
         f"the Prometheus endpoint cannot listen on {host}:{port}: {why}\n"
         "    expected: an address of this machine and a free port\n"
-        "    fix: --with prometheus:port=0 takes a free port and writes it to RUN_DIR/prometheus.json, or stop what listens there"
+        "    fix: use --with prometheus:port=0, which writes a free port to RUN_DIR/prometheus.json, or stop the other program"
     )

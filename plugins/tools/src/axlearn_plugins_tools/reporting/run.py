@@ -1,4 +1,4 @@
-"""What a run directory says about its run. Damaged or missing files become notes, never silence."""
+"""Read the files of a run directory. Missing and damaged files become notes."""
 
 import json
 import math
@@ -21,14 +21,18 @@ Points = list[tuple[int, float]]
 
 @attrs.frozen(kw_only=True)
 class Run:
-    """A run as its files tell it.
+    """The content of a run directory.
 
     Attributes:
-        train: records with a `loss`, by step.
-        evaluations: the other records, by step.
-        attempts: each start of the run, where its phases were recorded.
-        incidents: what a watchdog found, and deaths of processes that a supervisor saw, by time.
-        notes: what is missing or damaged, one sentence each.
+        path: Run directory.
+        train: Records with a `loss`, by step.
+        evaluations: All other records, by step.
+        samples: Records of generated text.
+        config: Config of the run.
+        lock: Content of `run.lock.json`.
+        attempts: Starts of the run, if its phases were recorded.
+        incidents: Incidents of the watchdog and process deaths seen by a supervisor, by time.
+        notes: One sentence for each missing or damaged file.
     """
 
     path: Path
@@ -43,17 +47,21 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """The last step that was logged, 0 where none was."""
+        """Last logged step, or 0."""
         return max((r["step"] for r in (*self.train, *self.evaluations)), default=0)
 
     @property
     def seconds(self) -> float | None:
-        """Time spent in the run, downtime left out."""
+        """Seconds spent in the run, excluding downtime."""
         times = [v for r in (*self.train, *self.evaluations) if (v := number(r.get("elapsed_seconds"))) is not None]
         return max(times, default=None)
 
     def provenance(self, path: str) -> list[tuple[str, str]]:
-        """(who, value) of everything that set a config path, the first one first."""
+        """Return the origins of a config value, oldest first.
+
+        Returns:
+            The origin and the value that it set.
+        """
         chain = self._provenance.get(path)
         steps = chain if isinstance(chain, list) else []
         return [(str(s.get("by", "?")), str(s.get("value", ""))) for s in steps if isinstance(s, Mapping)]
@@ -65,38 +73,36 @@ class Run:
 
     @property
     def provenance_paths(self) -> list[str]:
-        """Every config path whose origin is known, those that were removed included."""
+        """Config paths with a known origin, including removed paths."""
         return list(self._provenance)
 
 
 def number(value: Any) -> float | None:
-    """`value` where it is a finite number."""
+    """Return `value` if it is a finite number, otherwise None."""
     plain = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if plain and math.isfinite(value) else None
 
 
 def points(records: Sequence[Mapping[str, Any]], name: str) -> Points:
-    """(step, value) of every record in which `name` is a finite number."""
+    """Return the step and value of each record in which `name` is a finite number."""
     return [(r["step"], v) for r in records if (v := number(r.get(name))) is not None]
 
 
 def names(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of the values in the records, in the order of their first appearance."""
+    """Return the names of the values in the records, in order of first appearance."""
     return [
         n for n in dict.fromkeys(n for r in records for n in r) if n not in ("step", "elapsed_seconds", "nonfinite")
     ]
 
 
 def read_run(path: Path) -> Run:
-    """Reads a run directory.
+    """Read a run directory.
 
     Raises:
-        RequestError: `path` holds no run; says what is missing.
+        RequestError: If `path` does not contain a run. The message says what is missing.
     """
     if not path.is_dir():
-        raise RequestError(
-            f"{path} is {'a file' if path.exists() else 'not there'}\n    expected: a run directory{_FIX}"
-        )
+        raise RequestError(f"{path} is {'a file' if path.exists() else 'missing'}\n    expected: a run directory{_FIX}")
     if not any((path / name).is_file() for name in (CONFIG, LOCK, METRICS)):
         listing = ", ".join(sorted(p.name for p in path.iterdir())[:5]) or "an empty directory"
         raise RequestError(f"{path} is not a run: it has no {CONFIG}, {LOCK} or {METRICS}\n    got: {listing}{_FIX}")
@@ -113,7 +119,7 @@ def read_run(path: Path) -> Run:
     train = [r for r in metrics if "loss" in r]
     bad = [r["step"] for r in train if number(r["loss"]) is None]
     if bad:
-        notes.append(f"the loss was not a finite number at {len(bad)} logged steps, the first of them step {bad[0]}")
+        notes.append(f"the loss was not finite at {len(bad)} logged steps, first at step {bad[0]}")
     return Run(
         path=path,
         train=train,
@@ -128,15 +134,15 @@ def read_run(path: Path) -> Run:
 
 
 def _lines(path: Path) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """The objects of a file with one on each line, and what is wrong with it."""
+    """Return the JSON objects in a file with one object per line, and its problems."""
     objects: list[Mapping[str, Any]] = []
     damaged = 0
     for line in _text(path).splitlines():
         try:
             objects.append(_mapping(json.loads(line)))
-        except ValueError:  # the last line of a process that was killed
+        except ValueError:  # the last line of a killed process may be incomplete
             damaged += 1
-    return objects, [f"{path.name}: {damaged} damaged lines are left out"] if damaged else []
+    return objects, [f"{path.name}: ignored {damaged} damaged lines"] if damaged else []
 
 
 def _attempts(path: Path) -> tuple[list[Attempt], list[str]]:
@@ -144,7 +150,7 @@ def _attempts(path: Path) -> tuple[list[Attempt], list[str]]:
     return read_attempts(records), remarks
 
 
-_FIX = "\n    fix: give the directory that `axlearn train` printed, by default one under runs/"
+_FIX = "\n    fix: pass the directory that `axlearn train` printed (default: under runs/)"
 
 
 def _text(path: Path) -> str:
@@ -153,20 +159,20 @@ def _text(path: Path) -> str:
 
 def _mapping(data: Any) -> Mapping[str, Any]:
     if not isinstance(data, Mapping):
-        raise ValueError("it holds no mapping")
+        raise ValueError("it is not a mapping")
     return data
 
 
 def _read(path: Path, read: Callable[[Path], Any], empty: Any, notes: list[str], *, optional: bool = False) -> Any:
-    """What `read` returns, or `empty` and a note."""
+    """Return the result of `read`. If it fails, add a note and return `empty`."""
     if not path.exists():
         if not optional:
-            notes.append(f"{path.name} is missing, and with it what it would show")
+            notes.append(f"{path.name} is missing, so the report is incomplete")
         return empty
     try:
         return read(path)
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror or error}")
     except (ValueError, ConfigError) as error:
-        notes.append(f"{path.name} is damaged and left out: {error}")
+        notes.append(f"{path.name} is damaged and ignored: {error}")
     return empty

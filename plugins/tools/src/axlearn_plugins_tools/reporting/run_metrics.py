@@ -1,4 +1,4 @@
-"""The metrics of a run for Prometheus: values as logged, and what the files of the run directory add."""
+"""Prometheus metrics of a run, from logged values and the files of the run directory."""
 
 import json
 from collections import Counter
@@ -26,24 +26,24 @@ BUCKETS = {
     "lost": "wasted_progress_from_disruption",
     "idle": "infrastructure_recovery_from_disruption",
 }
-"""Our phases -> the bucket of ml-goodput-measurement 0.2 (`BadputType`) that means the same."""
+"""Equivalent `BadputType` of ml-goodput-measurement 0.2, by phase."""
 
 LOGGED = {
     "loss": "Training loss at the last logged step.",
-    "step_seconds": "Seconds per step since the logged step before.",
-    "tokens_per_second": "Tokens of all processes per second.",
+    "step_seconds": "Seconds per step since the previous logged step.",
+    "tokens_per_second": "Tokens per second over all processes.",
     "mfu": "Model FLOP utilisation, from 0 to 1.",
 }
-"""Values with a metric of their own; the others are `axlearn_train_scalar{name=...}`."""
+"""Values with a separate metric. All other values are `axlearn_train_scalar{name=...}`."""
 
 
 class GrowingFile:
-    """A file of JSON objects, one on each line, that another part of the program appends to.
+    """A file of JSON objects, one per line, that another part of the program appends to.
 
     Args:
-        path: may not exist yet.
-        take: called with each object, once.
-        clear: called before the file is read again from its beginning, where it became shorter.
+        path: Path, which may not exist yet.
+        take: Called once with each object.
+        clear: Called before the file is reread from the start because it became shorter.
     """
 
     def __init__(self, path: Path, take: Callable[[Mapping[str, Any]], None], clear: Callable[[], None]):
@@ -51,7 +51,7 @@ class GrowingFile:
         self._offset = 0
 
     def read(self) -> None:
-        """Takes the lines that are new and whole. A line that is not an object is left out."""
+        """Process new complete lines. Lines that are not objects are skipped."""
         try:
             if self.path.stat().st_size < self._offset:
                 self._offset = 0
@@ -74,14 +74,14 @@ class GrowingFile:
 
 
 class RunFiles:
-    """What a run directory says of attempts, checkpoints, incidents and processes; reads only what is new.
+    """Attempts, checkpoints, incidents and process events from a run directory, read incrementally.
 
     Attributes:
-        checkpoints: complete saves, of all attempts.
-        failed_saves: saves that failed, of all attempts.
-        checkpoint: (step, seconds since 1970) of the newest complete save; None before the first.
-        incidents: rule of the watchdog -> times that it was broken.
-        processes: event -> how often `processes.jsonl` has it.
+        checkpoints: Number of complete saves, over all attempts.
+        failed_saves: Number of failed saves, over all attempts.
+        checkpoint: Step and time (seconds since 1970) of the newest complete save, or None.
+        incidents: Number of violations by watchdog rule.
+        processes: Number of records by event in `processes.jsonl`.
     """
 
     def __init__(self, run_dir: Path):
@@ -99,18 +99,18 @@ class RunFiles:
         )
 
     def read(self) -> None:
-        """Reads what was added."""
+        """Read new records."""
         for file in self._files:
             file.read()
 
     @property
     def step(self) -> int:
-        """Steps finished, at most some seconds ago."""
+        """Number of finished steps. It may lag by a few seconds."""
         newest = [records[-1] for records in self._attempts.values()][-1:]
         return int(newest[0].get("step", 0)) if newest else 0
 
     def attempts(self) -> list[Mapping[str, Any]]:
-        """The first and the last record of each attempt."""
+        """Return the first and the last record of each attempt."""
         return [record for records in self._attempts.values() for record in records]
 
     def _clear_phases(self) -> None:
@@ -134,14 +134,14 @@ class RunFiles:
 
 
 class RunCollector(Collector):
-    """Metrics of one run.
+    """Collects the metrics of one run.
 
     Attributes:
-        train: name -> value of the last logged step.
-        evaluation: name -> value of the last evaluation.
-        logged_step: the last logged step.
-        logged_time: when it was logged, seconds since 1970; 0 before the first.
-        max_steps: of the run.
+        train: Values of the last logged step by name.
+        evaluation: Values of the last evaluation by name.
+        logged_step: Last logged step.
+        logged_time: Time when it was logged, in seconds since 1970, or 0.
+        max_steps: Number of steps of the run.
     """
 
     def __init__(self, run_dir: Path, *, max_steps: int, start_step: int, info: Mapping[str, str]):
@@ -152,9 +152,9 @@ class RunCollector(Collector):
         self.logged_step, self.logged_time, self.max_steps = start_step, 0.0, max_steps
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics of now."""
+        """Yield the current metrics."""
         self._files.read()
-        info = GaugeMetricFamily("axlearn_train_info", "The run.", labels=list(self._info))
+        info = GaugeMetricFamily("axlearn_train_info", "Facts about the run.", labels=list(self._info))
         info.add_metric(list(self._info.values()), 1)
         yield info
         yield from self._progress()
@@ -163,11 +163,11 @@ class RunCollector(Collector):
 
     def _progress(self) -> Iterable[Metric]:
         step = max(self.logged_step, self._files.step)
-        yield GaugeMetricFamily("axlearn_train_step", "Steps finished.", value=step)
-        yield GaugeMetricFamily("axlearn_train_max_steps", "Steps of the whole run.", value=self.max_steps)
+        yield GaugeMetricFamily("axlearn_train_step", "Number of finished steps.", value=step)
+        yield GaugeMetricFamily("axlearn_train_max_steps", "Number of steps of the run.", value=self.max_steps)
         yield GaugeMetricFamily(
             "axlearn_train_logged_time_seconds",
-            "When the last step was logged, seconds since 1970.",
+            "Time when the last step was logged, in seconds since 1970.",
             value=self.logged_time,
         )
         for name, text in LOGGED.items():
@@ -180,14 +180,14 @@ class RunCollector(Collector):
     def _time(self) -> Iterable[Metric]:
         try:
             goodput = goodput_of(read_attempts(self._files.attempts()))
-        except ValueError:  # a damaged record: `axlearn report` says which file
+        except ValueError:  # a damaged record; `axlearn report` names the file
             return
         yield GaugeMetricFamily("axlearn_train_attempts", "Starts of the run.", value=len(goodput.attempts))
         yield GaugeMetricFamily(
-            "axlearn_train_goodput_ratio", "Share of the time that went into steps that were kept.", value=goodput.share
+            "axlearn_train_goodput_ratio", "Share of time spent on kept steps.", value=goodput.share
         )
         seconds = GaugeMetricFamily(
-            "axlearn_train_phase_seconds", "Seconds of all attempts, by phase.", labels=["phase", "bucket"]
+            "axlearn_train_phase_seconds", "Seconds over all attempts, by phase.", labels=["phase", "bucket"]
         )
         for phase, value in goodput.seconds.items():
             seconds.add_metric([phase, BUCKETS[phase]], value)
@@ -195,16 +195,18 @@ class RunCollector(Collector):
 
     def _events(self) -> Iterable[Metric]:
         files = self._files
-        yield CounterMetricFamily("axlearn_train_checkpoints", "Complete saves.", value=files.checkpoints)
-        yield CounterMetricFamily("axlearn_train_failed_saves", "Saves that failed.", value=files.failed_saves)
+        yield CounterMetricFamily("axlearn_train_checkpoints", "Number of complete saves.", value=files.checkpoints)
+        yield CounterMetricFamily("axlearn_train_failed_saves", "Number of failed saves.", value=files.failed_saves)
         if files.checkpoint is not None:
             step, time = files.checkpoint
             yield GaugeMetricFamily("axlearn_train_checkpoint_step", "Step of the newest checkpoint.", value=step)
             yield GaugeMetricFamily(
-                "axlearn_train_checkpoint_time_seconds", "When it was complete, seconds since 1970.", value=time
+                "axlearn_train_checkpoint_time_seconds",
+                "Time when the newest checkpoint was complete, in seconds since 1970.",
+                value=time,
             )
         for name, text, label, values in (
-            ("incidents", "Rules of the watchdog that were broken.", "rule", files.incidents),
+            ("incidents", "Violations of watchdog rules.", "rule", files.incidents),
             ("process_events", "Starts, deaths and replacements of processes.", "event", files.processes),
         ):
             counter = CounterMetricFamily(f"axlearn_train_{name}", text, labels=[label])

@@ -1,4 +1,4 @@
-"""`axlearn runs`: a table of runs, and two of them beside one another."""
+"""`axlearn runs`: list runs in a table, or compare two runs."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ FILES = ("config.yaml", "run.lock.json", "metrics.jsonl")
 @click.argument("paths", metavar="[FOLDER | RUN_DIR RUN_DIR]", nargs=-1, type=click.Path(path_type=Path))
 @json_option
 def runs(paths: tuple[Path, ...], as_json: bool) -> None:
-    """List the runs of a folder (by default `runs`) with their last metrics, or compare two runs.
+    """List the runs of a folder with their last metrics, or compare two runs.
 
-    A run that cannot be read is marked, and the others are listed.
+    The default folder is `runs`. Runs that cannot be read are marked.
     """
     if len(paths) > 2:
         raise RequestError(f"{len(paths)} paths\n    expected: a folder of runs, or two runs to compare")
@@ -35,15 +35,15 @@ def runs(paths: tuple[Path, ...], as_json: bool) -> None:
         print_json(rows)
         return
     if not rows:
-        echo("the runs are the same" if len(paths) == 2 else "there are no runs", err=True)
+        echo("the runs are identical" if len(paths) == 2 else "there are no runs", err=True)
         return
     print_table(rows, [c for c in columns if any(str(row.get(c, "")) for row in rows)])
 
 
 def list_runs(folder: Path) -> list[dict[str, Any]]:
-    """One row for each run in a folder, or for the run that it is, the newest first."""
+    """Return one row per run in a folder, newest first. The folder may itself be a run."""
     if not folder.is_dir():
-        raise RequestError(f"{folder} is not a directory\n    fix: give the folder that holds the runs")
+        raise RequestError(f"{folder} is not a directory\n    fix: pass the folder that contains the runs")
     paths = [folder] if _is_run(folder) else [path for path in folder.iterdir() if path.is_dir() and _is_run(path)]
     rows = []
     for path in sorted(paths, key=_change_time, reverse=True):
@@ -57,7 +57,7 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
 
 
 def compare(first: Run, second: Run) -> list[dict[str, Any]]:
-    """What differs between two runs: values of the config, then steps and last metrics."""
+    """Return the differences between two runs: config values, steps and last metrics."""
     rows = []
     for kind, a, b in (
         ("config", _flat(first.config), _flat(second.config)),
@@ -88,7 +88,7 @@ def _row(path: Path, run: Run) -> dict[str, Any]:
 
 
 def _last(run: Run) -> dict[str, float]:
-    """The last finite value of each metric, and the step."""
+    """Return the last finite value of each metric, and the step."""
     values: dict[str, float] = {"step": run.last_step}
     for record in (*run.train, *run.evaluations):
         values |= {n: v for n, x in record.items() if n != "step" and (v := number(x)) is not None}

@@ -1,4 +1,4 @@
-"""Scalars and samples as TensorBoard event files, without TensorFlow."""
+"""Write scalars and samples as TensorBoard event files, without TensorFlow."""
 
 import os
 import time
@@ -11,15 +11,19 @@ from axlearn_core.train.trackers import printable, writing
 
 
 class TensorBoardTracker(Configurable):
-    """Writes event files under `tensorboard/` of the run directory; look at them with `tensorboard --logdir RUN_DIR`.
+    """Writes event files to `tensorboard/` in the run directory.
 
-    Scalars are grouped as `train/<name>` and `evaluation/<name>`, samples as text. On resumption, readers are told to
-    drop what an earlier process logged after the restored step.
+    View them with `tensorboard --logdir RUN_DIR`. Scalars are grouped as `train/<name>` and `evaluation/<name>`.
+    Samples are text. When a run resumes, readers drop the events of earlier processes after the restored step.
     """
 
     @node
     class Config(Configurable.Config["TensorBoardTracker"]):
-        """flush_seconds: how long values may wait in memory before they are written out (with fsync)."""
+        """Settings of `TensorBoardTracker`.
+
+        Attributes:
+            flush_seconds: Maximum time that values are buffered in memory before they are written with fsync.
+        """
 
         flush_seconds: float = setting(default=10.0, ge=0)
 
@@ -31,29 +35,29 @@ class TensorBoardTracker(Configurable):
         self._flushed = 0.0
 
     def start(self, info: Mapping[str, Any]) -> None:
-        """Opens a new event file that takes over after `info["start_step"]`.
+        """Open a new event file that replaces events after `info["start_step"]`.
 
         Raises:
-            WorkError: it cannot be written.
+            WorkError: If the file cannot be written.
         """
-        # tensorboardX's own SummaryWriter writes from a thread; when the disk is full that thread dies unheard and
-        # logging blocks forever. Its EventsWriter writes here and now, so that the caller gets the error.
+        # tensorboardX's SummaryWriter writes from a thread. If the disk is full, that thread dies silently and logging
+        # blocks forever. Its EventsWriter writes synchronously, so the caller gets the error.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2
 
         self._proto = event_pb2
-        # Its file names have a resolution of one second: two quick starts would overwrite each other without a suffix.
+        # File names have a resolution of one second. The suffix keeps two quick starts from overwriting each other.
         suffix = f".{time.time_ns()}.{os.getpid()}"
         with writing(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
             self._writer = EventsWriter(str(self._directory / "events"), suffix)
-        # START makes readers drop every event of that step or later that they have read so far.
+        # START makes readers drop all earlier events at or after this step.
         start_step = int(info.get("start_step", 0))
         self._add(start_step + 1 if start_step else 0, session_log=self._proto.SessionLog(status="START"))
         self._flush()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes one scalar per value; values without `loss` are evaluation results."""
+        """Write one scalar per value. Values without `loss` are evaluation results."""
         from tensorboardX import summary
 
         group = "train" if "loss" in values else "evaluation"
@@ -63,7 +67,7 @@ class TensorBoardTracker(Configurable):
             self._flush()
 
     def text(self, step: int, name: str, value: str) -> None:
-        """Writes one sample, as a Markdown code block: TensorBoard shows text as Markdown."""
+        """Write one sample as a Markdown code block, because TensorBoard renders text as Markdown."""
         from tensorboardX import summary
 
         block = "\n".join("    " + line for line in printable(value).split("\n"))
@@ -71,7 +75,7 @@ class TensorBoardTracker(Configurable):
         self._flush()
 
     def close(self) -> None:
-        """Writes out what is pending."""
+        """Write buffered events and close the file."""
         writer, self._writer = self._writer, None
         if writer is not None:
             with writing(self._directory):

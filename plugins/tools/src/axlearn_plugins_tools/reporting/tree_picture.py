@@ -1,4 +1,4 @@
-"""Two configs as one picture: the tree of nodes of the second, in which only what differs is green."""
+"""Draw the differences between two configs: the node tree of the second config, with changed nodes in green."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
@@ -16,7 +16,7 @@ _ROW, _COLUMN, _LINE, _LETTER, _PAD = 20, 56, 15, 6.9, 9
 
 @attrs.define(eq=False)
 class _Box:
-    """A node of the tree, or one that is gone."""
+    """A node of the tree."""
 
     path: str
     label: str
@@ -46,14 +46,14 @@ class _Box:
 def render_diff(
     title: str, config: Node[Any], changes: Sequence[Change], name_of: Callable[[Any], str], show: Callable[[Any], str]
 ) -> str:
-    """A page with the tree of `config`.
+    """Return an HTML page with the tree of `config`.
 
     Args:
-        title: the heading.
-        config: the second of the two configs.
-        changes: what differs from the first one, as `axlearn_core.config.diff` gives it.
-        name_of: the name of a node's type, as files have it.
-        show: a value as text.
+        title: Heading.
+        config: The second of the two configs.
+        changes: Differences from the first config, from `axlearn_core.config.diff`.
+        name_of: Returns the name of a node type, as in files.
+        show: Formats a value.
     """
     root = _boxes(config, "", "", name_of)
     index = {box.path: box for box in root.all()}
@@ -78,7 +78,7 @@ def render_diff(
         " .changed .box { fill: #d7f5df; stroke: #1a9c4b; stroke-width: 1.5; } .changed text { fill: #0b3d1e; }"
         " .edge { fill: none; stroke: var(--dim); opacity: 0.45; stroke-width: 1.5; }</style></head><body><main"
         f' style="max-width: none"><header><h1>{text(title)}</h1><p class="sub">{changed} of {len(boxes)} nodes'
-        f" differ, in {len(changes)} values; they are green.</p></header><section class='picture'>"
+        f" differ, in {len(changes)} values. They are green.</p></header><section class='picture'>"
         f'<svg width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}" role="img">{drawn}</svg>'
         "</section></main></body></html>\n"
     )
@@ -86,22 +86,22 @@ def render_diff(
 
 def _boxes(value: Any, path: str, name: str, name_of: Callable[[Any], str]) -> _Box:
     box = _Box(path, f"{name}: {name_of(type(value))}" if name else name_of(type(value)))
-    box.below = [_boxes(node, at, label, name_of) for at, label, node in _nodes_below(value, path, "")]
+    box.below = [_boxes(node, child_path, label, name_of) for child_path, label, node in _nodes_below(value, path, "")]
     return box
 
 
 def _nodes_below(value: Any, path: str, label: str) -> Iterable[tuple[str, str, Node[Any]]]:
-    """The nearest nodes below, through tuples and mappings."""
+    """Yield the nearest nodes below a value, through tuples and mappings."""
     for name, child in children(value).items():
-        at, label_path = join(path, name), join(label, name)
+        child_path, label_path = join(path, name), join(label, name)
         if isinstance(child, Node):
-            yield at, label_path, child
+            yield child_path, label_path, child
         elif isinstance(child, (tuple, Mapping)):
-            yield from _nodes_below(child, at, label_path)
+            yield from _nodes_below(child, child_path, label_path)
 
 
 def _describe_change(name: str, change: Change, show: Callable[[Any], str]) -> str:
-    if change.kind == "removed":  # of a node that is gone, its name is enough
+    if change.kind == "removed":  # for a removed node, only show its name
         line = f"- {name}: {show(change.old)}" if "." not in name else f"- {name.partition('.')[0]}"
     else:
         line = f"{name} = {show(change.new)}" + (f" (was {show(change.old)})" if change.kind == "changed" else "")
@@ -109,7 +109,7 @@ def _describe_change(name: str, change: Change, show: Callable[[Any], str]) -> s
 
 
 def _place_boxes(root: _Box) -> None:
-    """From left to right by depth; each parent is level with the middle of its children."""
+    """Place boxes from left to right by depth. Each parent is vertically centered on its children."""
     columns: dict[int, float] = {}
 
     def measure(box: _Box, depth: int) -> None:
@@ -125,14 +125,14 @@ def _place_boxes(root: _Box) -> None:
     bottoms = [0.0] * len(lefts)
 
     def place(box: _Box, depth: int, top: float) -> float:
-        """Puts the box and all below it at or under `top`; returns the bottom of what it took."""
-        box.x, at = lefts[depth], max(top, bottoms[depth])
+        """Place the box and its descendants at or below `top`. Return their bottom."""
+        box.x, bottom = lefts[depth], max(top, bottoms[depth])
         for child in box.below:
-            at = place(child, depth + 1, at)
+            bottom = place(child, depth + 1, bottom)
         middle = (box.below[0].y + box.below[-1].y + box.below[-1].height) / 2 if box.below else 0
         box.y = max(top, bottoms[depth], middle - box.height / 2) if box.below else max(top, bottoms[depth])
         bottoms[depth] = box.y + box.height + _ROW / 2
-        return max(at, bottoms[depth])
+        return max(bottom, bottoms[depth])
 
     place(root, 0, 1.0)
 

@@ -1,4 +1,4 @@
-"""Scalars and samples to Weights & Biases (the extra `wandb`)."""
+"""Log scalars and samples to Weights & Biases. Needs the extra `wandb`."""
 
 import html
 import importlib
@@ -15,14 +15,21 @@ _FIX = 'pip install "axlearn-plugins-tools[wandb]"'
 
 
 class WandbTracker(Configurable):
-    """Logs to a Weights & Biases run, which a resumed run continues; its identity is kept in `wandb_run_id`.
+    """Logs to a Weights & Biases run. A resumed run continues it.
 
-    Resuming from an earlier step logs the steps after it again, over the old ones: every chart's axis is `step`.
+    The file `wandb_run_id` stores the id of the W&B run. If a run resumes from an earlier step, the later steps are
+    logged again. All charts use `step` as their x axis.
     """
 
     @node
     class Config(Configurable.Config["WandbTracker"]):
-        """mode: `offline` keeps everything under the run directory, for `wandb sync`. None follows WANDB_MODE."""
+        """Settings of `WandbTracker`.
+
+        Attributes:
+            project: W&B project.
+            entity: W&B entity, or None for the default entity.
+            mode: `offline` writes to the run directory, for `wandb sync`. None uses WANDB_MODE.
+        """
 
         project: str = "axlearn"
         entity: str | None = None
@@ -38,15 +45,15 @@ class WandbTracker(Configurable):
                 raise
             raise RequestError(
                 "the tracker 'wandb' needs the package wandb, which is not installed\n"
-                f"    fix: {_FIX}, or take it out of `trackers`"
+                f"    fix: {_FIX}, or remove it from `trackers`"
             ) from None
 
     def start(self, info: Mapping[str, Any]) -> None:
-        """Starts a run, or continues the one of this run directory.
+        """Start a W&B run, or continue the W&B run of this run directory.
 
         Raises:
-            RequestError: wandb refuses the settings (not logged in, for one).
-            WorkError: it cannot start.
+            RequestError: If wandb rejects the settings, for example without a login.
+            WorkError: If wandb cannot start.
         """
         errors = self._wandb.errors
         path = self._run_dir / "wandb_run_id"
@@ -69,23 +76,23 @@ class WandbTracker(Configurable):
         except errors.UsageError as error:
             raise RequestError(
                 f"wandb refuses to start: {error}\n"
-                "    fix: `wandb login`, or set the tracker's mode to offline and `wandb sync` later"
+                "    fix: run `wandb login`, or set the tracker's mode to offline and run `wandb sync` later"
             ) from error
         except errors.Error as error:
             raise WorkError(f"wandb cannot start: {error}") from error
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Logs the values over `step`."""
+        """Log the values at `step`."""
         self._send({"step": int(step), **values})
 
     def text(self, step: int, name: str, value: str) -> None:
-        """Logs a sample as preformatted HTML."""
+        """Log a sample as preformatted HTML."""
         page = self._wandb.Html(f"<pre>{html.escape(printable(value))}</pre>", inject=False)
         self._send({"step": int(step), name: page})
 
     def close(self) -> None:
-        """Ends the run, sending what is pending."""
+        """Send pending data and finish the W&B run."""
         run, self._run = self._run, None
         if run is not None:
             run.finish()

@@ -1,1 +1,1 @@
-"""`axlearn plugins new`: a plugin package to begin with."""
+"""`axlearn plugins new`: create a plugin package from a template."""

@@ -14,10 +14,13 @@ from axlearn_plugins_tools.scaffold.write import write_plugin
 
 @click.command()
 @click.argument("name")
-@click.option("--path", type=click.Path(path_type=Path), help="Where to write it. Default: ./axlearn-plugins-NAME")
+@click.option("--path", type=click.Path(path_type=Path), help="Output folder (default: ./axlearn-plugins-NAME).")
 @json_option
 def new(name: str, path: Path | None, as_json: bool) -> None:
-    """Write a plugin package called NAME: a layer, the feature that uses it, tests, entry points."""
+    """Create a plugin package with a layer, a feature that uses it, and tests.
+
+    NAME is the name of the layer and the feature. The package declares their entry points.
+    """
     folder = path or Path(f"axlearn-plugins-{name}")
     written = write_plugin(name, folder, registry(), importlib_metadata.version("axlearn-core"))
     if as_json:

@@ -1,4 +1,4 @@
-"""`axlearn docs`: builds the documentation of the project around the current folder, and serves it."""
+"""`axlearn docs`: build and serve the documentation of the project that contains the current folder."""
 
 from pathlib import Path
 
@@ -9,19 +9,25 @@ from axlearn_core.cli.terminal import echo
 
 @click.command()
 @click.option(
-    "--out", type=click.Path(path_type=Path), help="Where to write the site. Default: build/site beside docs/"
+    "--out", type=click.Path(path_type=Path), help="Output folder of the site (default: build/site in the project)."
 )
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
-@click.option("--serve/--no-serve", default=True, help="Serve the site on 127.0.0.1 once it is built.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="Port to listen on. 0 picks a free port.",
+)
+@click.option("--serve/--no-serve", default=True, help="Serve the site on 127.0.0.1 after the build.")
 def docs(out: Path | None, port: int, serve: bool) -> None:
-    """Build the documentation site, and serve it on this machine.
+    """Build the documentation site and serve it on this machine.
 
-    Every warning is an error: broken links, pages that no list names, docstrings that do not parse.
+    All warnings are errors, such as broken links, pages missing from the navigation, and malformed docstrings.
     """
     from axlearn_plugins_tools.scaffold.site import build_site, open_server, project_folder
 
     project = project_folder(Path.cwd())
-    server = open_server(port) if serve else None  # a taken port is said before the build, not after it
+    server = open_server(port) if serve else None  # report a used port before the build
     try:
         folder = build_site(project, out or project / "build/site")
         echo(folder)

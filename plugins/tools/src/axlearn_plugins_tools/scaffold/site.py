@@ -1,4 +1,4 @@
-"""The site of a project's documentation: Sphinx builds it, and a small server shows it."""
+"""Build the documentation of a project with Sphinx, and serve it."""
 
 import functools
 import importlib.util
@@ -17,26 +17,26 @@ ADDRESS = "127.0.0.1"
 
 
 def project_folder(start: Path) -> Path:
-    """The nearest folder at or above `start` with a `docs/conf.py`.
+    """Return the nearest folder at or above `start` that contains `docs/conf.py`.
 
     Raises:
-        RequestError: there is none.
+        RequestError: If there is no such folder.
     """
     for folder in (start, *start.parents):
         if (folder / "docs/conf.py").is_file():
             return folder
     raise RequestError(
         f"no documentation to build: neither {start} nor a folder above it has docs/conf.py\n"
-        "    fix: go to a clone of the repository; `axlearn --help` explains the commands without it"
+        "    fix: run this in a clone of the repository, or see `axlearn --help` for the commands"
     )
 
 
 def build_site(project: Path, out: Path) -> Path:
-    """Builds the site of `project` in `out` and returns `out`. Unchanged pages are not built again.
+    """Build the site of `project` in `out` and return `out`. Unchanged pages are not rebuilt.
 
     Raises:
-        RequestError: the extra `docs` is not installed, or `out` is not a folder that can be written.
-        WorkError: Sphinx has found something wrong; it has printed what.
+        RequestError: If the extra `docs` is not installed, or `out` is not a writable folder.
+        WorkError: If Sphinx reports errors or warnings. It has printed them.
     """
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
@@ -47,40 +47,42 @@ def build_site(project: Path, out: Path) -> Path:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RequestError(f"{out} cannot be written: {error.strerror}\n    fix: name another with --out") from error
+        raise RequestError(f"{out} cannot be written: {error.strerror}\n    fix: use another --out") from error
     command = [sys.executable, "-m", "sphinx", "-b", "html", "-q", "-W", "--keep-going"]
     command += ["-c", str(project / "docs"), "-d", str(out.parent / f".{out.name}-cache"), str(project), str(out)]
-    # Docstrings are read from imported modules, and no import may take an accelerator from a run.
+    # Sphinx imports modules to read their docstrings. Keep these imports off accelerators that a run may use.
     result = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, cwd=project)
     if result.returncode:
-        raise WorkError(f"the documentation of {project} has the errors above\n    fix: mend them, then run this again")
+        raise WorkError(
+            f"the documentation of {project} has the errors above\n    fix: correct them, then run this again"
+        )
     return out
 
 
 class SiteServer(ThreadingHTTPServer):
-    """Serves one folder, to this machine alone."""
+    """Server for one folder that only listens on loopback."""
 
     daemon_threads = True
 
     def serve_folder(self, folder: Path) -> None:
-        """Answers requests until Ctrl-C."""
+        """Serve `folder` until Ctrl-C."""
         self.RequestHandlerClass = functools.partial(_QuietHandler, directory=str(folder))  # type: ignore[assignment]
-        echo(f"http://{ADDRESS}:{self.server_address[1]}/  (Ctrl-C stops)", err=True)
+        echo(f"http://{ADDRESS}:{self.server_address[1]}/  (press Ctrl-C to stop)", err=True)
         self.serve_forever(poll_interval=0.2)
 
 
 class _QuietHandler(SimpleHTTPRequestHandler):
-    """Without a line on the terminal for each file."""
+    """Request handler that does not log requests."""
 
     def log_message(self, format: str, *args: object) -> None:
-        """Prints nothing."""
+        """Print nothing."""
 
 
 def open_server(port: int) -> SiteServer:
-    """Takes the port. Raises `RequestError` where another program has it."""
+    """Bind the port. Raise `RequestError` if it is in use."""
     try:
         return SiteServer((ADDRESS, port), _QuietHandler)
     except OSError as error:
         raise RequestError(
-            f"port {port} of {ADDRESS} is taken: {error.strerror}\n    fix: --port 0 takes a free one"
+            f"port {port} of {ADDRESS} is in use: {error.strerror}\n    fix: use --port 0 to pick a free port"
         ) from error

@@ -1,4 +1,4 @@
-"""A new plugin package, from the files in `template/`."""
+"""Create a plugin package from the files in `template/`."""
 
 import re
 from pathlib import Path
@@ -11,27 +11,30 @@ TEMPLATE = Path(__file__).with_name("template")
 
 
 def write_plugin(name: str, folder: Path, registry: Registry, version: str) -> list[Path]:
-    """Writes a package with a layer, a feature, tests and entry points to `folder`; returns its files.
+    """Write a package with a layer, a feature, tests and entry points to `folder`.
 
     Args:
-        name: what files and `--with` will call it, in kebab-case.
-        folder: a directory that does not exist yet, or is empty.
-        registry: what is installed; the name must be free in it.
-        version: of axlearn-core.
+        name: Name of the layer and the feature, in kebab-case.
+        folder: A directory that does not exist or is empty.
+        registry: Installed names. `name` must not be among them.
+        version: Version of axlearn-core.
+
+    Returns:
+        The written files.
 
     Raises:
-        RequestError: the name is not valid or is taken, or the folder is not empty or not writable.
+        RequestError: If the name is invalid or in use, or the folder is not empty or not writable.
     """
     package = f"axlearn_plugins_{name.replace('-', '_')}"
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise RequestError(
-            f"{name!r} cannot be the name of a plugin\n    expected: lower-case words joined by hyphens, such as my-norm"
+            f"{name!r} is not a valid plugin name\n    expected: lower-case words joined by hyphens, such as my-norm"
         )
     for group in GROUPS:
         for entry in registry.claims[group].get(name, ()):
-            raise RequestError(f"the name {name!r} is taken by the {entry}\n    fix: choose another name")
+            raise RequestError(f"the name {name!r} is already used by the {entry}\n    fix: choose another name")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RequestError(f"{folder} is there already\n    fix: name another directory with --path, or remove it")
+        raise RequestError(f"{folder} already exists\n    fix: use another --path, or remove it")
     major, minor, *_ = version.split(".")
     values = {
         "name": name,
@@ -50,7 +53,5 @@ def write_plugin(name: str, folder: Path, registry: Registry, version: str) -> l
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(Template(source.read_text(encoding="utf-8")).substitute(values), encoding="utf-8")
     except OSError as error:
-        raise RequestError(
-            f"{folder} cannot be written: {error.strerror}\n    fix: name another with --path"
-        ) from error
+        raise RequestError(f"{folder} cannot be written: {error.strerror}\n    fix: use another --path") from error
     return targets

@@ -44,7 +44,7 @@ WRAPPED = {
 """Values for components that contain another component."""
 
 
-def toy(config: type[Node[Any]], **settings: Any) -> Node[Any]:
+def toy_config(config: type[Node[Any]], **settings: Any) -> Node[Any]:
     """Return a small config with all required fields set by field name, for any component."""
     node: Any = Decoder(registry()).decode_at(config(), "", settings)
     return patch(
@@ -57,18 +57,20 @@ def components() -> dict[str, type[Node[Any]]]:
     return {e.name: registry().component(e.name) for e in registry().entries("components")}
 
 
-def owned(test: Callable[[type], bool]) -> dict[str, Node[Any]]:
+def select_configs(test: Callable[[type], bool]) -> dict[str, Node[Any]]:
     """Return name -> toy config of the components whose class passes a check."""
-    components_by_name = {n: toy(c) for n, c in components().items() if isinstance(c.owner, type) and test(c.owner)}
+    components_by_name = {
+        n: toy_config(c) for n, c in components().items() if isinstance(c.owner, type) and test(c.owner)
+    }
     return {n: patch(c, WRAPPED.get(n, {})) for n, c in components_by_name.items()}
 
 
 def layers() -> dict[str, Node[Any]]:
     """Return the components that are layers."""
-    return owned(lambda owner: issubclass(owner, Layer))
+    return select_configs(lambda owner: issubclass(owner, Layer))
 
 
-def suites(base: type, configs: dict[str, Node[Any]], **more: Any) -> dict[str, type]:
+def make_suites(base: type, configs: dict[str, Node[Any]], **more: Any) -> dict[str, type]:
     """Return a test class for each component, such as `TestRmsNorm` for `rms-norm`."""
     return {
         f"Test{name.title().replace('-', '')}": type(f"Test{name}", (base,), {"config": config, **more})
@@ -82,11 +84,11 @@ PROTOCOLS = (
 )  # fmt: skip
 
 
-def met(owner: type, protocol: Any) -> int:
+def count_methods(owner: type, protocol: Any) -> int:
     """Return the number of methods of a protocol if a class has all of them with the same arguments, else 0."""
     methods = {n: f for n, f in vars(protocol).items() if inspect.isfunction(f) and not n.startswith("_")}
-    own = {n: getattr(owner, n, None) for n in methods}
-    fits = all(inspect.isfunction(own[n]) and _arguments(own[n])[: len(_arguments(f))] == _arguments(f)
+    attributes = {n: getattr(owner, n, None) for n in methods}
+    fits = all(inspect.isfunction(attributes[n]) and _arguments(attributes[n])[: len(_arguments(f))] == _arguments(f)
                for n, f in methods.items())  # fmt: skip
     return len(methods) * fits
 
@@ -95,9 +97,13 @@ def _arguments(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-def of(protocol: Any) -> dict[str, Node[Any]]:
+def implementations(protocol: Any) -> dict[str, Node[Any]]:
     """Return the components that implement a protocol and no larger one."""
-    return owned(lambda owner: bool(met(owner, protocol)) and max(PROTOCOLS, key=lambda p: met(owner, p)) is protocol)
+    return select_configs(
+        lambda owner: (
+            bool(count_methods(owner, protocol)) and max(PROTOCOLS, key=lambda p: count_methods(owner, p)) is protocol
+        )
+    )
 
 
 def kernels() -> dict[type[Op[Any]], list[KernelImplementation]]:
