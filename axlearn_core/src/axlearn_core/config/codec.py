@@ -29,7 +29,7 @@ class Names(Protocol):
     """Mapping between component names and config classes, such as the plugin registry."""
 
     def component(self, name: str) -> type[Node[Any]]:
-        """Return the config class registered as `name`. Raise `RequestError` with the nearest names if there is none."""
+        """Return the config class registered as `name`. Raise `RequestError` with the nearest names if it is unknown."""
         ...
 
     def name_of(self, cls: type) -> str:

@@ -244,7 +244,7 @@ def in_force() -> Selection | None:
 
 
 def choose(op: Call[R], name: str | None = None) -> Kernel[Call[R], R]:
-    """Return the kernel for a call from the active selection. If there is none, use `name` or the reference."""
+    """Return the kernel for a call from the active selection. Without a selection, use `name` or the reference."""
     selection = _in_force.get()
     if selection is None:
         selection, name = Selection(gradients=False), name or REFERENCE

@@ -62,7 +62,7 @@ def count(values: jax.Array) -> jax.Array:
 
 
 def mean(values: jax.Array) -> jax.Array:
-    """Average values [B, S] over tokens. Return 0 if there are no tokens."""
+    """Average values [B, S] over tokens. Return 0 for padding only."""
     real = tokens(*values.shape)
     return jnp.mean(values) if real is None else masked_mean(values, real)
 

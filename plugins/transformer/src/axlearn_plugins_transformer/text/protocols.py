@@ -1,4 +1,4 @@
-"""What an input and a tokenizer of text may have in addition to their contracts. Callers go without what is absent."""
+"""Optional capabilities of text inputs and tokenizers. Callers do without a missing capability."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from axlearn_core.contracts.text import EncodesBatches, EncodesPrompts
 
 @runtime_checkable
 class HasTokenizer(Protocol):
-    """An input of text.
+    """A text input.
 
     Attributes:
-        tokenizer: turns its text into tokens.
+        tokenizer: Tokenizer of the input.
     """
 
     tokenizer: Tokenizer
@@ -22,10 +22,10 @@ class HasTokenizer(Protocol):
 
 @runtime_checkable
 class HasSpecialTokens(Protocol):
-    """A tokenizer with tokens that stand for no text.
+    """A tokenizer with special tokens.
 
     Attributes:
-        special_tokens: id -> spelling, such as `{0: "<s>"}`.
+        special_tokens: Spelling of each special token by ID, such as `{0: "<s>"}`.
     """
 
     special_tokens: Mapping[int, str]
@@ -33,10 +33,10 @@ class HasSpecialTokens(Protocol):
 
 @runtime_checkable
 class HasBosId(Protocol):
-    """A tokenizer with a token that begins documents.
+    """A tokenizer with a beginning-of-document (BOS) token.
 
     Attributes:
-        bos_id: its id, or None if the model was trained without it.
+        bos_id: ID of the BOS token, or None if the model was trained without it.
     """
 
     bos_id: int | None
@@ -44,10 +44,10 @@ class HasBosId(Protocol):
 
 @runtime_checkable
 class SpellsBos(Protocol):
-    """A tokenizer that knows the text of the token that begins documents.
+    """A tokenizer that knows the spelling of its BOS token.
 
     Attributes:
-        bos_token: such as `<s>`, or None if there is none.
+        bos_token: Spelling, such as `<s>`, or None if the tokenizer has no BOS token.
     """
 
     bos_token: str | None
@@ -55,10 +55,10 @@ class SpellsBos(Protocol):
 
 @runtime_checkable
 class SpellsEos(Protocol):
-    """A tokenizer that knows the text of the token that ends documents.
+    """A tokenizer that knows the spelling of its end-of-document (EOS) token.
 
     Attributes:
-        eos_token: such as `</s>`.
+        eos_token: Spelling, such as `</s>`.
     """
 
     eos_token: str
@@ -66,10 +66,10 @@ class SpellsEos(Protocol):
 
 @runtime_checkable
 class HasFolder(Protocol):
-    """A tokenizer that was read from a file, beside which others may lie.
+    """A tokenizer that was read from a file, whose folder may contain related files.
 
     Attributes:
-        folder: of the file, or None if it came with a package.
+        folder: Folder of the file, or None if the tokenizer is part of a package.
     """
 
     folder: str | None
@@ -77,53 +77,53 @@ class HasFolder(Protocol):
 
 @runtime_checkable
 class HasAddedTokens(Protocol):
-    """A tokenizer whose vocabulary was extended after the model was made.
+    """A tokenizer whose vocabulary was extended after the model was created.
 
     Attributes:
-        added_tokens: id -> spelling. The model may lack rows for them.
+        added_tokens: Spelling of each added token by ID. The model may not have embeddings for them.
     """
 
     added_tokens: Mapping[int, str]
 
 
 def tokenizer_of(source: object) -> Tokenizer | None:
-    """Of a built input; None where it has no text."""
+    """Return the tokenizer of an input, or None if it is not a text input."""
     return source.tokenizer if isinstance(source, HasTokenizer) else None
 
 
 def special_tokens_of(tokenizer: Tokenizer) -> Mapping[int, str]:
-    """Id -> spelling of a tokenizer's special tokens; empty if it does not tell."""
+    """Return the spelling of each special token by ID. Empty if it is unknown."""
     return tokenizer.special_tokens if isinstance(tokenizer, HasSpecialTokens) else {}
 
 
 def first_token(tokenizer: Tokenizer) -> int:
-    """The token that a document begins with: the BOS token, or the end-of-document token if there is none."""
+    """Return the first token of a document: the BOS token, or the EOS token if the tokenizer has no BOS token."""
     bos = bos_id_of(tokenizer)
     return tokenizer.eos_id if bos is None else bos
 
 
 def bos_id_of(tokenizer: object) -> int | None:
-    """The id of the token that begins documents; None if there is none."""
+    """Return the ID of the BOS token, or None."""
     return tokenizer.bos_id if isinstance(tokenizer, HasBosId) else None
 
 
 def bos_token_of(tokenizer: object) -> str | None:
-    """The text of the token that begins documents; None if there is none, or the tokenizer cannot tell."""
+    """Return the spelling of the BOS token, or None if it does not exist or is unknown."""
     return tokenizer.bos_token if isinstance(tokenizer, SpellsBos) else None
 
 
 def folder_of(tokenizer: object) -> str | None:
-    """The folder that a tokenizer was read from; None if it came with a package, or cannot tell."""
+    """Return the folder that a tokenizer was read from, or None if it is part of a package or unknown."""
     return tokenizer.folder if isinstance(tokenizer, HasFolder) else None
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a prompt; see `EncodesPrompts`."""
+    """Return the token IDs of a prompt; see `EncodesPrompts`."""
     return tokenizer.encode_prompt(text) if isinstance(tokenizer, EncodesPrompts) else tokenizer.encode(text)
 
 
 def encodes_batches(tokenizer: object) -> TypeGuard[EncodesBatches]:
-    """Whether its `encode_batch` belongs to its `encode`: not where a subclass has another `encode` only."""
+    """Return True if `encode_batch` is consistent with `encode`. It is not if a subclass only overrides `encode`."""
     classes = type(tokenizer).__mro__
-    one, many = (next((c for c in classes if n in vars(c)), None) for n in ("encode", "encode_batch"))
-    return one is not None and many is not None and issubclass(many, one)
+    single, batch = (next((c for c in classes if n in vars(c)), None) for n in ("encode", "encode_batch"))
+    return single is not None and batch is not None and issubclass(batch, single)
