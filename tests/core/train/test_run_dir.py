@@ -39,7 +39,7 @@ def check(tmp_path, new, old=None, **options):
 def test_a_run_goes_on_with_another_execution_and_keeps_its_name(feature, tmp_path):
     actual = check(tmp_path, config(feature))
     assert actual.resumes
-    assert all(note.startswith("changed since the run began: ") for note in actual.notes)
+    assert all(note.startswith("changed since the run started: ") for note in actual.notes)
     assert actual.notes
     assert short_hash(config(feature)) == short_hash(config())
 
@@ -53,7 +53,7 @@ def test_microbatches_are_free_where_nothing_draws(feature, tmp_path):
 @pytest.mark.parametrize("feature", ["gradient-accumulation:steps=2", "pipeline:microbatches=2"])
 @pytest.mark.usefixtures("draws")
 def test_microbatches_are_mathematics_where_something_draws(feature, tmp_path):
-    with pytest.raises(CheckpointError, match=f"other microbatches: {REASON}") as error:
+    with pytest.raises(CheckpointError, match=f"different microbatches: {REASON}") as error:
         check(tmp_path, config(feature))
     assert error.value.exit_code == 2
     assert "scan" not in str(error.value)

@@ -121,4 +121,4 @@ def test_a_tracker_that_asks_for_the_state_is_refused_before_anything_is_built()
     with pytest.raises(ConfigError) as error:
         check(RUN.trainer(trackers=(Curious.Config(),)))
     assert "trackers.0" in str(error.value)
-    assert "a Tracker, which is offered run_dir" in str(error.value)
+    assert "expected: Tracker, which is offered run_dir" in str(error.value)
