@@ -100,7 +100,7 @@ def compare(
     cfg: Node[Any], tokens: int, length: int, functions: Sequence[str] = FUNCTIONS, devices: int = 1
 ) -> list[Result]:
     """Compare a batch of `tokens` tokens in rows of `length` with batches of `SMALL` tokens on one device."""
-    functional = Functional.of(cfg)
+    functional = Functional.from_config(cfg)
     random, shape = np.random.default_rng(0), (tokens // length, length)
     inputs, targets = (random.integers(0, cfg.vocab_size, shape).astype(np.int32) for _ in range(2))  # type: ignore[attr-defined]
 

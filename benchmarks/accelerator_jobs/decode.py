@@ -41,7 +41,7 @@ def _model(context: Context) -> Any:
 
     shape = shape_of("7b", rehearsal=context.rehearsal)
     config = resolve("llama2-7b", set=settings_of(shape) | {"model.param_dtype": "bfloat16"}).config
-    functional = Functional.of(config.model)
+    functional = Functional.from_config(config.model)
     return functional.bind(jax.jit(functional.init)(jax.random.key(0)))
 
 

@@ -162,7 +162,7 @@ BY_HAND: dict[str, Callable[[Any, Any], None]] = {
 
 def built(cfg: Any) -> Any:
     """Return the model of an experiment. Parameters depend only on their names, so models share common parameters."""
-    functional = Functional.of(cfg.model)
+    functional = Functional.from_config(cfg.model)
     key = jax.random.key(0) if functional.streams else None  # as in training, which draws random numbers
     return functional.bind({path: _filled(path, spec) for path, spec in functional.abstract.items()}, key=key)
 
@@ -217,7 +217,7 @@ def _losses(cfg: Any) -> np.ndarray:
     model = built(cfg)
     if cfg.objective is None:
         return np.array([model.loss(batch)[0] for batch in BATCHES])
-    objective = ModelAndObjective.of(cfg).bind_objective({}, {})
+    objective = ModelAndObjective.from_config(cfg).bind_objective({}, {})
     return np.array([objective.loss(model, batch, None)[0] for batch in BATCHES])
 
 

@@ -150,7 +150,7 @@ class Tensors:
         self.step, self.tokenizer = (-1 if wrong == "step" else 3), None
 
     def specs(self):
-        specs = Functional.of(self.config).abstract
+        specs = Functional.from_config(self.config).abstract
         return {"other": specs["weight"]} if self.wrong == "path" else dict(specs)
 
     def read(self, pattern="**", shardings=None):

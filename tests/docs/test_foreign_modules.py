@@ -36,7 +36,7 @@ def documented():
 @pytest.mark.parametrize("experiment", toy.experiments())
 def test_it_trains_with_the_optimizer_of_the_experiment(experiment, name):
     config = patch(toy.small(experiment), {path: documented()[name] for path in SLOTS[name]})
-    assert Functional.of(config.model).unnamed
+    assert Functional.from_config(config.model).unnamed
     trained = check_program(config)
     learner = config.learner.build(max_steps=config.max_steps, axes=trained.axes)
     params = {path: jax.ShapeDtypeStruct(s.shape, s.dtype) for path, s in trained.abstract.items()}

@@ -54,7 +54,7 @@ def test_a_feature_alone_is_applied_once_and_the_model_can_be_built(name):
     for _, feature in resolved.features:
         assert feature.apply(resolved.config) == resolved.config
         assert feature.in_effect(resolved.config)
-    assert Functional.of(resolved.config.model).num_parameters
+    assert Functional.from_config(resolved.config.model).num_parameters
 
 
 def test_any_order_beside_interleave_gives_one_tree():

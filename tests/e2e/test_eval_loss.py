@@ -101,8 +101,8 @@ CASES = {
 
 def trained(cfg):
     """(functions, state) of a config: what a run computes with."""
-    model = Functional.of(cfg.model)
-    both = ModelAndObjective.of(cfg, model)
+    model = Functional.from_config(cfg.model)
+    both = ModelAndObjective.from_config(cfg, model)
     learner = cfg.learner.build(max_steps=2, axes=both.axes)
     functions = TrainingFunctions(model, learner, both)
     return functions, jax.jit(functions.init, compiler_options=QUICK)(jax.random.key(0))

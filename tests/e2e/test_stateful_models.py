@@ -112,7 +112,7 @@ def test_a_checkpoint_without_the_variables_is_refused(tmp_path):
 
 
 def test_a_model_with_variables_is_not_bound_without_them():
-    functional = Functional.of(config("batch-norm").model)
+    functional = Functional.from_config(config("batch-norm").model)
     with pytest.raises(RequestError, match=r"variables of the model are missing: decoder\..*and \d+ more"):
         functional.bind(functional.abstract)
 

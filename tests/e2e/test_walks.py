@@ -129,7 +129,7 @@ def test_something_that_comes_back_is_seen():
 
 def test_from_a_file_to_a_layer():
     weights = open_weights(FIXTURE)
-    model = Functional.of(weights.config)
+    model = Functional.from_config(weights.config)
     with Walk(carries_array) as entered:
         model.bind(dict(weights.read()))
     assert_walk(entered, "A weight from a Hugging Face file to a layer")

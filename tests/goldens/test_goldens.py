@@ -23,7 +23,7 @@ def experiment(name: str) -> str:
     """The flat config, then the path, dtype, shape and axes of each parameter."""
     tree = registry().experiment(name)
     lines = [f"{path} = {value!r}" for path, value in flatten(tree, registry().display_name).items()]
-    functional = Functional.of(tree.model)
+    functional = Functional.from_config(tree.model)
     for path, array in sorted(functional.abstract.items()):
         axes = ", ".join(str(a) for a in functional.axes[path])
         lines.append(f"{path}: {array.dtype}[{', '.join(map(str, array.shape))}] ({axes})")

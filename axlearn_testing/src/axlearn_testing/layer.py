@@ -302,7 +302,7 @@ _contract = functools.cache(contract_of)
 @functools.cache
 def _build_functional(suite: type[LayerSuite], params: str, compute: str) -> Functional:
     instance = suite()
-    return Functional.of(instance.config, precision=Precision(params, compute), **instance.how().offered)
+    return Functional.from_config(instance.config, precision=Precision(params, compute), **instance.how().offered)
 
 
 @functools.cache

@@ -124,7 +124,7 @@ class ObjectiveSuite:
         )
 
     def test_the_model_keeps_its_paths(self) -> None:
-        program, model = self.program(), Functional.of(self.model)
+        program, model = self.program(), Functional.from_config(self.model)
         model_paths = [p for p in program.trained.abstract if not p.startswith(PREFIX)]
         assert model_paths == list(model.abstract), "the objective must not change the model's parameter paths"
         weights = program.weights(program.state)

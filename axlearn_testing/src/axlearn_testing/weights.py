@@ -42,7 +42,7 @@ class WeightsSuite:
 
     def test_they_are_those_of_their_model(self, tmp_path: Path) -> None:
         weights = self.weights(tmp_path)
-        model = Functional.of(weights.config)
+        model = Functional.from_config(weights.config)
         expected = {p: (x.shape, x.dtype) for p, x in {**model.abstract, **model.variables}.items()}
         assert {p: (x.shape, x.dtype) for p, x in weights.specs().items()} == expected
 

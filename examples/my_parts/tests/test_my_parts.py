@@ -240,9 +240,12 @@ def test_attention_generates_from_pages_what_it_generates_without():
     small = ax.resolve("quickstart", set=SMALL).config
     config = ax.resolve(small, with_=["rope", "interleave:every=2,window=4"]).config
     paged = ax.resolve(config, with_=["paged-cache:page_size=4"]).config
-    functional, rng = Functional.of(config.model), np.random.default_rng(0)
+    functional, rng = Functional.from_config(config.model), np.random.default_rng(0)
     params = {p: jnp.asarray(rng.normal(size=s.shape), s.dtype) for p, s in functional.abstract.items()}
-    tokens = [list(f.bind(params).generate([1, 2, 3], max_tokens=8)) for f in (functional, Functional.of(paged.model))]
+    tokens = [
+        list(f.bind(params).generate([1, 2, 3], max_tokens=8))
+        for f in (functional, Functional.from_config(paged.model))
+    ]
     assert tokens[0] == tokens[1]
     assert len(set(tokens[0])) > 1
 

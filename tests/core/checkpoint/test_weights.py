@@ -44,7 +44,7 @@ class Counting(LocalStorage):
 def write_run(run, *, steps=(10,), params=None, **settings):
     """A run as training writes it, whose average (where it keeps one) is twice its parameters."""
     config = ax.resolve("quickstart", set={**SETTINGS, **settings}).config
-    model = Functional.of(config.model)
+    model = Functional.from_config(config.model)
     params = params or {
         p: jax.random.normal(jax.random.key(i), s.shape) for i, (p, s) in enumerate(model.abstract.items())
     }
@@ -102,8 +102,8 @@ def test_a_pattern_and_no_shardings_read_a_part_onto_one_device(run):
 def test_where_a_run_keeps_averages_these_are_its_weights(tmp_path, dtype):
     ema = {"learner.ema_decay": 0.5, "learner.rules": [{"pattern": HEAD, "freeze": True}], "model.param_dtype": dtype}
     config = ax.resolve("quickstart", set={**SETTINGS, **ema}).config
-    params = {p: jnp.ones(s.shape, s.dtype) for p, s in Functional.of(config.model).abstract.items()}
-    config_learner = config.learner.build(max_steps=9, axes=Functional.of(config.model).axes)
+    params = {p: jnp.ones(s.shape, s.dtype) for p, s in Functional.from_config(config.model).abstract.items()}
+    config_learner = config.learner.build(max_steps=9, axes=Functional.from_config(config.model).axes)
     assert set(config_learner.init(params).ema) == params.keys() - {HEAD}
     write_averages(tmp_path / "run", config, params, config_learner)
     tensors = open_weights(tmp_path / "run").read()
@@ -184,7 +184,7 @@ def test_tensors_of_another_model_are_listed(tmp_path):
 def test_variables_are_weights_too_and_have_to_be_those_of_the_model(tmp_path, monkeypatch):
     mean = jax.ShapeDtypeStruct((4,), jnp.float32)
     write_run(tmp_path / "run")
-    plain = Functional.of
+    plain = Functional.from_config
     monkeypatch.setattr(Functional, "of", lambda config: attrs.evolve(plain(config), variables={"decoder.mean": mean}))
     refused(lambda: open_weights(tmp_path / "run"), "missing: decoder.mean [4]")
 
@@ -221,7 +221,7 @@ class Pickled(Configurable):
 
 def test_another_checkpointer_restores_whole_states(tmp_path, monkeypatch):
     config = patch(ax.resolve("quickstart", set=SETTINGS).config, {"checkpointer": Pickled.Config()})
-    params = {p: jnp.full(s.shape, 3, s.dtype) for p, s in Functional.of(config.model).abstract.items()}
+    params = {p: jnp.full(s.shape, 3, s.dtype) for p, s in Functional.from_config(config.model).abstract.items()}
     monkeypatch.setattr(Pickled, "kept", {7: {f"params.{p}": x for p, x in params.items()}})
     monkeypatch.setattr("axlearn_core.run.run.read_run_config", lambda storage, uri: config)
     weights = open_weights(tmp_path)

@@ -93,25 +93,25 @@ def with_part(part):
 )
 def test_what_a_model_may_not_hold(part, message):
     with pytest.raises(ConfigError, match=message):
-        Functional.of(with_part(part).model)
+        Functional.from_config(with_part(part).model)
 
 
 def test_a_linen_module_in_a_slot():
     cfg = patch(toy.small("llama2-7b"), {FEED_FORWARD: configure(linen.Dense, "features=input_dim")})
     with pytest.raises(ConfigError, match=rf"{FEED_FORWARD}: is a module of Linen(.|\n)*got: flax.linen.linear.Dense"):
-        Functional.of(cfg.model)
+        Functional.from_config(cfg.model)
 
 
 def test_numbers_may_be_plain_attributes():
-    assert Functional.of(with_part(Constants).model).num_parameters > 0
+    assert Functional.from_config(with_part(Constants).model).num_parameters > 0
 
 
 def test_a_stream_without_a_seed():
     alone = r"^model \(decoder.layer.feed_forward.dropout\): has no source of random numbers"
     with pytest.raises(ConfigError, match=alone):
-        Functional.of(with_part(Unseeded).model)
+        Functional.from_config(with_part(Unseeded).model)
     cfg = resolve(with_part(Unseeded), with_=["dropout:rate=0.1"]).config  # streams, of which one may be passed on
-    functions = cfg.functions(Functional.of(cfg.model))
+    functions = cfg.functions(Functional.from_config(cfg.model))
     with pytest.raises(ConfigError, match="has no source of random numbers"):
         jax.eval_shape(
             functions["train"].call, jax.eval_shape(functions["init"].call, jax.random.key(0)), dict(toy.batch())
@@ -124,19 +124,19 @@ def seeded():
 
 
 def test_parameters_without_names_are_said_to_be_replicated():
-    functional = Functional.of(seeded().model)
+    functional = Functional.from_config(seeded().model)
     (decision,) = replicated(functional)
     assert decision.subject == "decoder.layer.attention_norm, decoder.layer.feed_forward_norm, decoder.norm"
     assert "3 parameters" in decision.reason
     unnamed_axes = configure(nnx.RMSNorm, "num_features=dim", scale_metadata={"out_sharding": ["norm"]})
-    functional = Functional.of(patch(seeded(), {"model.**.norm": unnamed_axes}).model)
+    functional = Functional.from_config(patch(seeded(), {"model.**.norm": unnamed_axes}).model)
     assert functional.axes["decoder.layer.attention_norm.scale"] == ("layers", "norm")
     assert replicated(functional) == ()
 
 
 @pytest.mark.parametrize("experiment", toy.experiments())
 def test_all_parameters_of_what_is_shipped_have_names(experiment):
-    assert replicated(Functional.of(toy.small(experiment).model)) == ()
+    assert replicated(Functional.from_config(toy.small(experiment).model)) == ()
 
 
 class Wrong(Layer):

@@ -119,9 +119,9 @@ def test_without_padding_no_bit_changes(name):
 
 def functions(*features, layers=2):
     cfg = resolve(patch(toy.small("quickstart"), {"model.decoder.num_layers": layers}), with_=features).config
-    both = ModelAndObjective.of(cfg)
+    both = ModelAndObjective.from_config(cfg)
     learner = cfg.learner.build(max_steps=2, axes=both.axes)
-    return TrainingFunctions(Functional.of(cfg.model), learner, both)
+    return TrainingFunctions(Functional.from_config(cfg.model), learner, both)
 
 
 @functools.cache

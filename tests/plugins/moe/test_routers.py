@@ -180,7 +180,7 @@ def test_evaluation_counts_no_load():
 def test_its_state_is_float32_and_no_parameter():
     cfg = SigmoidRouter.Config()
     sizes = {"input_dim": 5, "num_experts": E, "top_k": 2}
-    functional = Functional.of(cfg, precision=Precision("bfloat16", "bfloat16"), **sizes)
+    functional = Functional.from_config(cfg, precision=Precision("bfloat16", "bfloat16"), **sizes)
     assert functional.abstract.keys() == {"weight"}
     assert {p: (s.shape, str(s.dtype)) for p, s in functional.variables.items()} == {"bias": ((E,), "float32")}
     assert functional.variable_axes == {"bias": ("experts",)}

@@ -41,7 +41,7 @@ def batch():
 
 def on(cfg, shape):
     """Return (loss, summaries, gradients) on a mesh. An empty shape is one device."""
-    functional = Functional.of(cfg)
+    functional = Functional.from_config(cfg)
     mesh = Mesh(shape=shape or {"fsdp": 1})
     layout = Layout(make_mesh(mesh, None if shape else jax.devices()[:1]), mesh)
     params, variables = jax.jit(functional.init_arrays, compiler_options=QUICK)(jax.random.key(0))
@@ -114,7 +114,7 @@ def test_rows_that_the_devices_do_not_divide():
     """Every device has all tokens, and the partial sums of the experts are added."""
     cfg = model()
     layer = cfg.decoder.layer.feed_forward
-    functional = Functional.of(layer, input_dim=16, precision=Precision())
+    functional = Functional.from_config(layer, input_dim=16, precision=Precision())
     params = functional.init(jax.random.key(0))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, 16)).astype(np.float32))
     expected = functional.bind(params)(x)
@@ -139,7 +139,7 @@ def test_experts_that_the_mesh_does_not_divide_are_named():
 
 def test_the_parameters_of_experts_are_sent_in_the_dtype_that_they_compute_in():
     layer = MixtureOfExperts.Config(num_experts=4, hidden_dim=24)
-    functional = Functional.of(layer, input_dim=16, precision=Precision(compute="bfloat16"))
+    functional = Functional.from_config(layer, input_dim=16, precision=Precision(compute="bfloat16"))
     mesh = Mesh(shape={"fsdp": 8})
     layout = Layout(make_mesh(mesh), mesh)
 

@@ -36,7 +36,7 @@ def logits(functional, params):
 
 @pytest.fixture(scope="module")
 def dense():
-    functional = Functional.of(model())
+    functional = Functional.from_config(model())
     params = jax.jit(functional.init, compiler_options=QUICK)(jax.random.key(0))
     return functional, params, logits(functional, params)
 
@@ -51,7 +51,7 @@ def dense():
 )
 def test_the_upcycled_model_computes_what_the_dense_one_did(feature, dense):
     source, params, expected = dense
-    target = Functional.of(feature.apply(model()))
+    target = Functional.from_config(feature.apply(model()))
     result = upcycle(params, source, target)
     assert {p: (v.shape, v.dtype) for p, v in result.items()} == {
         p: (s.shape, s.dtype) for p, s in {**target.abstract, **target.variables}.items()
@@ -63,9 +63,9 @@ def test_the_upcycled_model_computes_what_the_dense_one_did(feature, dense):
 
 @pytest.mark.slow
 def test_plain_layers_too():
-    source = Functional.of(model(PlainFeedForward.Config(hidden_dim=24)))
+    source = Functional.from_config(model(PlainFeedForward.Config(hidden_dim=24)))
     params = jax.jit(source.init, compiler_options=QUICK)(jax.random.key(0))
-    target = Functional.of(MoE(num_experts=2, top_k=2).apply(model(PlainFeedForward.Config(hidden_dim=24))))
+    target = Functional.from_config(MoE(num_experts=2, top_k=2).apply(model(PlainFeedForward.Config(hidden_dim=24))))
     np.testing.assert_allclose(
         logits(target, upcycle(params, source, target)), logits(source, params), rtol=1e-5, atol=1e-5
     )
@@ -88,7 +88,7 @@ def test_plain_layers_too():
 def test_a_model_that_cannot_be_made_of_it(target, message, dense):
     source, params, _ = dense
     with pytest.raises(CheckpointError, match=message):
-        upcycle(params, source, Functional.of(target))
+        upcycle(params, source, Functional.from_config(target))
 
 
 TINY = ["model.decoder.num_layers=2", "model.decoder.hidden_dim=32", "input.batch_size=8", "input.sequence_length=32"]

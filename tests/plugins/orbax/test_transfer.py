@@ -87,7 +87,7 @@ def test_maxtext_finds_its_tree(run, weights, options, tmp_path):
 def test_tunix_finds_its_state(run, weights, tmp_path):
 
     succeed("export-orbax", run, tmp_path / "out", "--layout", "tunix")
-    model = Functional.of(Run(run).config.model).describe()
+    model = Functional.from_config(Run(run).config.model).describe()
     with ocp.training.Checkpointer(tmp_path / "out") as manager:
         state = nnx.state(model)
         restored = manager.load_checkpointables(2, {"model_params": state})["model_params"]

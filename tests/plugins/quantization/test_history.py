@@ -85,17 +85,17 @@ def test_the_feature_takes_it(toy, batch):
     again = Quantization(gradients=False).apply(result)
     assert {n.history for n in find(again, QuantizedLinear).values()} == {4}
     assert "history" not in "".join(flatten(Quantization(format="fp8").apply(toy())))
-    model = Functional.of(result.model)
-    assert model.abstract == Functional.of(toy().model).abstract  # the parameters of the plain model
+    model = Functional.from_config(result.model)
+    assert model.abstract == Functional.from_config(toy().model).abstract  # the parameters of the plain model
     kinds = products(lambda p, v: model.bind(p, v).loss(batch)[0], model.abstract, model.variables)
     assert kinds.count(("float8_e4m3fn", "float8_e4m3fn")) == 7
 
 
 def test_a_program_says_that_its_microbatches_are_mathematics(toy):
-    reasons = Functional.of(DELAYED.apply(toy()).model).batch_dependence
+    reasons = Functional.from_config(DELAYED.apply(toy()).model).batch_dependence
     assert len(reasons) == 7
     assert all("largest magnitude of the batch" in reason for reason in reasons)
-    assert not Functional.of(Quantization(format="fp8").apply(toy()).model).batch_dependence
+    assert not Functional.from_config(Quantization(format="fp8").apply(toy()).model).batch_dependence
 
 
 @pytest.mark.parametrize(("settings", "problem"), [({"activations": None, "gradients": None}, "no quantized"), (
@@ -107,7 +107,7 @@ def test_it_needs_one_scale_for_each_operand(settings, problem):
 
 def test_experts_have_no_history(batch):
     config = ax.resolve("quickstart", with_=["moe:num_experts=4", "quantization:format=fp8,history=8"]).config
-    model = Functional.of(config.model)
+    model = Functional.from_config(config.model)
     with pytest.raises(RequestError, match=r"quantized experts: the history of 8 steps .*\n.*without the experts"):
         jax.eval_shape(lambda p, v: model.bind(p, v).loss(batch), model.abstract, model.variables)
 

@@ -140,13 +140,13 @@ def test_products_of_groups_are_close(settings, forward, backward, sizes):
 def test_the_experts_of_a_mixture_are_quantized(batch, dispatch):
     with_ = [f"moe:num_experts=4,dispatch={{type: {dispatch}}}", "quantization", "lora:rank=2,target=model.**"]
     config = ax.resolve("quickstart", with_=with_, set={"model.decoder.num_layers": 1}).config
-    result = Functional.of(config.model)
+    result = Functional.from_config(config.model)
     assert result.axes["decoder.layer.feed_forward.up.lora_a"] == ("layers", "experts", "embed", "rank")
     actual = products(lambda p: result.bind(p).loss(batch)[0], result.abstract)
     assert actual.count(("int8", "int8")) == 7
     by_name = patch(config, {"model.decoder.layer.feed_forward.dispatch": DroplessDispatch.Config(kernel="xla")})
     with pytest.raises(RequestError, match=r"quantized experts: the kernel 'xla' of the dispatch"):
-        jax.eval_shape(lambda p: Functional.of(by_name.model).bind(p).loss(batch), result.abstract)
+        jax.eval_shape(lambda p: Functional.from_config(by_name.model).bind(p).loss(batch), result.abstract)
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ def test_scan_remat_and_a_mesh_of_eight_devices(toy):
 
 
 def test_the_model_keeps_its_parameters(toy, batch):
-    dense, close = (Functional.of(c.model) for c in (toy(), Quantization().apply(toy())))
+    dense, close = (Functional.from_config(c.model) for c in (toy(), Quantization().apply(toy())))
     assert dense.abstract == close.abstract
     assert dense.axes == close.axes
     actual = products(lambda p: close.bind(p).loss(batch)[0], close.abstract)
@@ -192,7 +192,7 @@ def test_lora_and_quantization_in_any_order(batch):
     one, other = (ax.resolve("quickstart", with_=w).config for w in (names, names[::-1]))
     assert one == other
     assert type(find(one, f"{ATTENTION}.query.base")[f"{ATTENTION}.query.base"]) is QuantizedLinear.Config
-    result = Functional.of(one.model)
+    result = Functional.from_config(one.model)
     actual = products(lambda p: result.bind(p).loss(batch)[0], result.abstract)
     assert ("int8", "int8") in actual
 

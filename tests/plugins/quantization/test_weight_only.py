@@ -57,8 +57,8 @@ def test_tiles_divide_the_input():
 def test_a_stored_model_computes_the_same_from_less(toy, batch, storage, share):
     config = toy({"model.decoder.hidden_dim": 128, "model.decoder.layer.feed_forward.hidden_dim": 256})
     dense, serving = (
-        Functional.of(config.model),
-        Functional.of(weight_only_config(config, storage, tile_size=None).model),
+        Functional.from_config(config.model),
+        Functional.from_config(weight_only_config(config, storage, tile_size=None).model),
     )
     params = jax.jit(dense.init, compiler_options=QUICK)(jax.random.key(0))
     stored_params = quantize_params(params, serving)
@@ -82,8 +82,10 @@ def test_a_stored_model_computes_the_same_from_less(toy, batch, storage, share):
 def test_stored_experts_compute_the_same(toy, batch):
     config = MoE(num_experts=4).apply(toy({"model.decoder.num_layers": 1}))
     dense, serving = (
-        Functional.of(config.model),
-        Functional.of(weight_only_config(config, "int8", tile_size=16, target="model.**.feed_forward.*").model),
+        Functional.from_config(config.model),
+        Functional.from_config(
+            weight_only_config(config, "int8", tile_size=16, target="model.**.feed_forward.*").model
+        ),
     )
     assert serving.abstract["decoder.layer.feed_forward.up.weight_scale"].shape == (1, 4, 2, 64)
     params = jax.jit(dense.init, compiler_options=QUICK)(jax.random.key(0))

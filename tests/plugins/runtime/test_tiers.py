@@ -89,7 +89,7 @@ def test_a_run_goes_on_from_the_newest_local_state(whole, tmp_path, capsys):
     train(run, tmp_path, steps=14)
     assert "resuming from the checkpoint of step 10" in capsys.readouterr().err
     assert losses(run) == whole
-    place = Checkpoints.of(next(tmp_path.glob("local/*/process-0")))
+    place = Checkpoints.from_directory(next(tmp_path.glob("local/*/process-0")))
     for step in place.steps():
         assert place.verify(step).step == step  # an ordinary checkpoint
 

@@ -30,7 +30,7 @@ class Scores:
     """Return `score` of the training program, one target at a time."""
 
     def __init__(self, cfg, of, rows=2, length=48):
-        self.program = ModelProgram(Functional.of(invariant(cfg)), jax.local_devices()[:1])
+        self.program = ModelProgram(Functional.from_config(invariant(cfg)), jax.local_devices()[:1])
         self.weights = self.program.place(self.program.functional.weights_of(of))
         self.shape = rows, length
         self.score = self.program.compile("score", ScoreBucket(rows, length, 32))

@@ -45,7 +45,7 @@ def family(name):
     """Return the fixture of a family in float32. In bfloat16, tokens can differ between shapes of a program."""
     loaded = load(FIXTURES / name).model
     cfg = patch(loaded.cfg, {"dtype": "float32", "param_dtype": "float32"})
-    functional = Functional.of(cfg)
+    functional = Functional.from_config(cfg)
     weights = jax.tree.map(lambda x: x.astype("float32"), functional.weights_of(loaded))
     return functional.bind(weights.params, weights.variables)
 

@@ -100,8 +100,8 @@ def test_narrow_maps_are_not_divided():
 )
 def test_other_maps_need_all_rows(change):
     cfg = patch(config(), {**WIDE, "decoder.layer.attention.num_kv_heads": 2, **change})
-    assert min_rows(Functional.of(cfg).describe()) == ROWS
-    assert min_rows(Functional.of(patch(config(), WIDE)).describe()) == 24
+    assert min_rows(Functional.from_config(cfg).describe()) == ROWS
+    assert min_rows(Functional.from_config(patch(config(), WIDE)).describe()) == 24
 
 
 @pytest.mark.slow

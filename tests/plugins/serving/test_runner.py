@@ -112,7 +112,7 @@ def _zeros(layer):
 def test_other_weights_are_taken_while_it_runs():
     instance = ModelRunner.Config(**SIZES).build(model=model())
     other = config().build(rngs=nnx.Rngs(1))
-    functional = Functional.of(config())
+    functional = Functional.from_config(config())
     instance.update_weights(functional.weights_of(other))
     check(instance, other, seed=5)
     weights = functional.weights_of(other)

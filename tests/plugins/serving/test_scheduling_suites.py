@@ -40,7 +40,7 @@ class Starving(PriorityScheduler):
 
     def plan(self, max_steps):
         plan = super().plan(max_steps)
-        plan.parts = [part for part in plan.parts if part.state.arrival != 7 or part.state in plan.begun]
+        plan.parts = [part for part in plan.parts if part.state.arrival != 7 or part.state in plan.admitted]
         return plan
 
 

@@ -31,8 +31,8 @@ def base():
 def adapted(name):
     """Return the parameters and scales of the base model with random adapters."""
     config = serving_models.config(RANKS[name])
-    functional, rng = Functional.of(config), np.random.default_rng(len(name))
-    params = dict(Functional.of(serving_models.config()).weights_of(base()).params)
+    functional, rng = Functional.from_config(config), np.random.default_rng(len(name))
+    params = dict(Functional.from_config(serving_models.config()).weights_of(base()).params)
     for path, spec in functional.abstract.items():
         if adapters.is_adapter(path):
             params[path] = (0.4 * rng.standard_normal(spec.shape)).astype(spec.dtype)
@@ -41,7 +41,7 @@ def adapted(name):
 
 @functools.cache
 def merged(name):
-    functional = Functional.of(serving_models.config())
+    functional = Functional.from_config(serving_models.config())
     return functional.bind(adapters.merge(*adapted(name)), {})
 
 

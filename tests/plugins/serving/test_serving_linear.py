@@ -173,7 +173,7 @@ def test_a_served_map_is_a_projection_without_the_interface_of_training():
 
 
 def test_weights_that_a_server_takes_keep_the_shapes_of_training():
-    functional = Functional.of(serving_models.config())
+    functional = Functional.from_config(serving_models.config())
     with serve(serving_models.model(), set=SIZES) as engine:
         runner = engine.engine.runner
         assert {p: s.shape for p, s in runner.program.functional.abstract.items()} == {

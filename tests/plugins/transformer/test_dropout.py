@@ -54,16 +54,16 @@ def close(one, other, tolerance=1e-5):
 
 
 def test_parameters_begin_as_they_do_without_dropout():
-    plain = Functional.of(toy.small("llama2-7b").model).init(KEY)
-    dropped = Functional.of(config().model).init(KEY)
+    plain = Functional.from_config(toy.small("llama2-7b").model).init(KEY)
+    dropped = Functional.from_config(config().model).init(KEY)
     assert plain.keys() == dropped.keys()
     assert all((plain[p] == dropped[p]).all() for p in plain)
 
 
 def test_evaluation_draws_nothing():
     with_dropout, without = (
-        Functional.of(config().model),
-        Functional.of(patch(toy.small("llama2-7b"), {"model.dtype": "float32"}).model),
+        Functional.from_config(config().model),
+        Functional.from_config(patch(toy.small("llama2-7b"), {"model.dtype": "float32"}).model),
     )
     params = toy.filled(without)
     assert with_dropout.bind(params).loss(toy.batch())[0] == without.bind(params).loss(toy.batch())[0]
@@ -71,7 +71,7 @@ def test_evaluation_draws_nothing():
 
 
 def test_every_stream_has_keys_of_its_own():
-    functional = Functional.of(config().model)
+    functional = Functional.from_config(config().model)
     keys = [p for p, s in functional.streams.items() if randomness.is_key(s)]
     assert len(keys) == 3  # attention, feed-forward, embedding
     values = [
@@ -84,7 +84,7 @@ def test_every_stream_has_keys_of_its_own():
 
 def test_masks_differ_by_microbatch_and_step():
     batch = {k: jnp.concatenate([v[:8]] * 2) for k, v in toy.batch().items()}
-    functional = Functional.of(config().model)
+    functional = Functional.from_config(config().model)
     functions = TrainingFunctions(functional, None)
     params = toy.filled(functional)
     rows = [{k: v[i : i + 8] for k, v in batch.items()} for i in (0, 8)]
@@ -150,7 +150,7 @@ def test_blocks_of_any_class_drop_out(mode):
     dropped = Dropout(rate=0.3).apply(own)
     assert Dropout(rate=0.3).in_effect(dropped)
     assert Dropout(rate=0.2).apply(dropped) == Dropout(rate=0.2).apply(own)
-    plain, functional = Functional.of(own.model), Functional.of(dropped.model)
+    plain, functional = Functional.from_config(own.model), Functional.from_config(dropped.model)
     params = {p: toy.filled(plain)[p.replace(".base.", ".")] for p in functional.abstract}
     model = functional.bind(params)
     silent = plain.bind({p.replace(".base.", "."): x for p, x in params.items()})
@@ -163,7 +163,7 @@ def test_blocks_of_any_class_drop_out(mode):
 def test_adapters_go_on_the_halves_of_any_block():
     own = patch(toy.small("llama2-7b"), {"model.decoder.layer": OwnBlock.Config()})
     config = toy.resolve(own, with_=["dropout:rate=0.3", "lora:rank=2,target=model.**.attention.*"]).config
-    functional = Functional.of(config.model)
+    functional = Functional.from_config(config.model)
     adapters = {p for p in functional.abstract if p.endswith("lora_a")}
     assert {p.rpartition(".")[0] for p in adapters} == {
         f"decoder.layer.attention.base.{name}" for name in ("query", "key", "value", "output")

@@ -114,7 +114,7 @@ class Checkpoints:
     folder: str = ""
 
     @classmethod
-    def of(cls, place: "Checkpoints | Path | str") -> "Checkpoints":
+    def from_directory(cls, place: "Checkpoints | Path | str") -> "Checkpoints":
         """Return the checkpoints of a local directory."""
         return place if isinstance(place, Checkpoints) else cls(LocalStorage(place), str(place))
 
@@ -193,17 +193,17 @@ class Checkpoints:
 
 def steps(place: Checkpoints | Path) -> list[int]:
     """See `Checkpoints.steps`."""
-    return Checkpoints.of(place).steps()
+    return Checkpoints.from_directory(place).steps()
 
 
 def inspect(place: Checkpoints | Path, step: int) -> Manifest:
     """See `Checkpoints.inspect`."""
-    return Checkpoints.of(place).inspect(step)
+    return Checkpoints.from_directory(place).inspect(step)
 
 
 def verify(place: Checkpoints | Path, step: int) -> Manifest:
     """See `Checkpoints.verify`."""
-    return Checkpoints.of(place).verify(step)
+    return Checkpoints.from_directory(place).verify(step)
 
 
 def render(manifest: Manifest) -> bytes:

@@ -52,10 +52,10 @@ def rank_steps(cfg: Any, manifests: Mapping[int, Manifest]) -> dict[int, tuple[f
 
 def begun_by(storage: Storage, folder: str, files: Sequence[str], run: str) -> bool:
     """Return True if a save of `run` created the folder, which contains `files`."""
-    if (begun := f"{folder}/{BEGUN}") not in files:
+    if (marker := f"{folder}/{BEGUN}") not in files:
         return False
     try:
-        return json.loads(storage.read(begun)).get("run") == run
+        return json.loads(storage.read(marker)).get("run") == run
     except (StorageError, ValueError):
         return False
 

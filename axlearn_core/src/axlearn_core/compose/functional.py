@@ -66,7 +66,7 @@ class Functional:
     _template: tuple[tuple[tuple[Any, ...], Any], ...]
 
     @classmethod
-    def of(cls, config: Node[Any], **offered: object) -> "Functional":
+    def from_config(cls, config: Node[Any], **offered: object) -> "Functional":
         """Build the model abstractly, without allocating arrays.
 
         Args:
@@ -92,16 +92,16 @@ class Functional:
             if refused is None:
                 raise
             raise refused from error
-        return cls._of_module(model, build)
+        return cls._split(model, build)
 
     @classmethod
-    def of_module(cls, model: object) -> "Functional":
+    def from_module(cls, model: object) -> "Functional":
         """Split a model that is already built. It cannot be initialized again."""
         graph, state = nnx.split(model)
-        return cls._of_module(nnx.eval_shape(lambda: nnx.merge(graph, state)), None)
+        return cls._split(nnx.eval_shape(lambda: nnx.merge(graph, state)), None)
 
     @classmethod
-    def _of_module(cls, model: Any, build: Callable[[jax.Array], Any] | None) -> "Functional":
+    def _split(cls, model: Any, build: Callable[[jax.Array], Any] | None) -> "Functional":
         training, state = nnx.split(model)
         template = tuple(nnx.to_flat_state(state))
         arrays: dict[str, Params] = {"params": {}, "variables": {}, "totals": {}, "streams": {}}
@@ -270,4 +270,4 @@ def _batch_dependence(model: Any, streams: Mapping[str, Any]) -> tuple[str, ...]
 
 def count_parameters(config: Node[Any]) -> int:
     """Return the number of parameters of a model. Builds the model abstractly."""
-    return Functional.of(config).num_parameters
+    return Functional.from_config(config).num_parameters

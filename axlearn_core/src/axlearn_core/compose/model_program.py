@@ -84,4 +84,4 @@ class _Structure:
 
 @functools.lru_cache(maxsize=16)
 def _program(graph: object, tree: object, shapes: object, structure: _Structure) -> ModelProgram:
-    return ModelProgram(Functional.of_module(structure.model), jax.local_devices()[:1])
+    return ModelProgram(Functional.from_module(structure.model), jax.local_devices()[:1])

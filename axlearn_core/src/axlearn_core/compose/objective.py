@@ -35,7 +35,7 @@ class FrozenModel(nnx.Module):
     """
 
     def __init__(self, config: Node[Any], *, rngs: nnx.Rngs, weights: str | None = None):
-        self.weights, self.functional = weights, Functional.of(config)
+        self.weights, self.functional = weights, Functional.from_config(config)
         params, variables = self.functional.init_arrays(rngs.params())
         axes = {**self.functional.axes, **self.functional.variable_axes}
         for path, value in (params | variables).items():
@@ -63,7 +63,7 @@ class ModelAndObjective:
     objective: Functional | None = None
 
     @classmethod
-    def of(cls, config: Any, model: Functional | None = None) -> "ModelAndObjective":
+    def from_config(cls, config: Any, model: Functional | None = None) -> "ModelAndObjective":
         """Build the model and the objective of an experiment abstractly.
 
         Args:
@@ -73,7 +73,7 @@ class ModelAndObjective:
         Raises:
             ConfigError: If the objective is not a module, or if a frozen model cannot start with the weights of the model.
         """
-        model = Functional.of(config.model) if model is None else model
+        model = Functional.from_config(config.model) if model is None else model
         node = objective_of(config)
         if node is None:
             return cls(model)
@@ -95,7 +95,7 @@ class ModelAndObjective:
                     fix="derive its class from (Configurable, nnx.Module)",
                 )
             )
-        both = cls(model, Functional.of(node, model=config.model))
+        both = cls(model, Functional.from_config(node, model=config.model))
         both._check_copies()
         return both
 

@@ -65,8 +65,8 @@ class Program(Compiler):
     def __init__(self, config: Experiment, devices: Sequence[Any] | None = None, machine: Machine | None = None):
         devices = machines.local_devices(machine) if devices is None else devices
         self.config, batches = config, _batch_shapes(config)
-        self.functional = functional = Functional.of(config.model)
-        self.trained = trained = ModelAndObjective.of(config, functional)
+        self.functional = functional = Functional.from_config(config.model)
+        self.trained = trained = ModelAndObjective.from_config(config, functional)
         layout = Layout(make_mesh(config.mesh, devices, machine.domains if machine else 1), config.mesh)
         _check_batch(batches, layout)
         target = machine.target if machine else host().target(devices[0].device_kind)
@@ -93,17 +93,17 @@ class Program(Compiler):
         """
         trained = self.trained
         weights = trained.of_model(ModelWeights(state.params, state.variables))
-        begun = self.compile("begin")(jax.random.key(seed), weights).replace(step=state.step)
+        initial = self.compile("begin")(jax.random.key(seed), weights).replace(step=state.step)
 
         def keep_trained(new: Mapping[str, Any], old: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
             unchanged = {p for p in new if p not in model and p not in trained.copies and isinstance(old[p], jax.Array)}
             return {p: old[p] if p in unchanged else x for p, x in new.items()}
 
         if trained.objective is None:
-            return begun
-        return begun.replace(
-            params=keep_trained(begun.params, state.params, weights.params),
-            variables=keep_trained(begun.variables, state.variables, weights.variables),
+            return initial
+        return initial.replace(
+            params=keep_trained(initial.params, state.params, weights.params),
+            variables=keep_trained(initial.variables, state.variables, weights.variables),
         )
 
     def train_step(self, state: object, batch: Mapping[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
@@ -213,7 +213,7 @@ def refusal_of_layout(config: Any, mesh: Mesh, devices: int) -> str | None:
         devices: Number of devices.
     """
     try:
-        layout = _lay_out(mesh, ModelAndObjective.of(config, Functional.of(config.model)), devices)
+        layout = _lay_out(mesh, ModelAndObjective.from_config(config, Functional.from_config(config.model)), devices)
         _check_batch(_batch_shapes(config), layout)
     except ConfigError as error:
         problem = error.problems[0]
@@ -247,8 +247,8 @@ def check_program(config: Experiment, machine: Machine | None = None) -> ModelAn
         ConfigError: If a module is invalid, if a logical axis has no rule, or if mesh axes do not divide a dimension.
         RequestError: If the learner rejects the parameters.
     """
-    functional = Functional.of(config.model)
-    trained = ModelAndObjective.of(config, functional)
+    functional = Functional.from_config(config.model)
+    trained = ModelAndObjective.from_config(config, functional)
     functions = config.functions(functional)
     jax.eval_shape(functions["init"].call, jax.random.key(0))
     shapes = _batch_shapes(config)

@@ -158,10 +158,10 @@ class ObservesSteps(Protocol):
 
 
 @runtime_checkable
-class ChecksBeginning(Protocol):
+class ChecksStart(Protocol):
     """A training loop that requires something else to start a run, such as another run. Resuming does not require it."""
 
-    def check_beginning(self) -> None:
+    def check_start(self) -> None:
         """Check the requirements before anything is written. Only called at step 0.
 
         Raises:
@@ -171,10 +171,10 @@ class ChecksBeginning(Protocol):
 
 
 @runtime_checkable
-class BeginsElsewhere(Protocol):
+class LoadsInitialWeights(Protocol):
     """Config of a training loop that starts a run with weights from another source."""
 
-    def begun(self) -> Node[Any]:
+    def without_initial_weights(self) -> Node[Any]:
         """Return the config of the loop for a run that already has its weights."""
         ...
 

@@ -135,7 +135,7 @@ class WholeCheckpoint:
 
     @cached_property
     def _abstract(self) -> TrainState:
-        model = ModelAndObjective.of(self.config)
+        model = ModelAndObjective.from_config(self.config)
         learner = self.config.learner.build(max_steps=self.config.max_steps, axes=model.axes)
         state = jax.eval_shape(
             lambda params: TrainState(

@@ -14,7 +14,7 @@ from axlearn_core.checkpoint.base import WEIGHTS_ONLY
 from axlearn_core.compose import Functional
 from axlearn_core.config import Node, patch
 from axlearn_core.config import map as map_nodes
-from axlearn_core.contracts.capabilities import BeginsElsewhere
+from axlearn_core.contracts.capabilities import LoadsInitialWeights
 from axlearn_core.contracts.experiment import checkpoint_uri, loop_of
 from axlearn_core.contracts.parts import Weights
 from axlearn_core.errors import RequestError, WorkError
@@ -64,7 +64,7 @@ def derive_run(
     """
     path = new_directory(out)
     settings = _independent_config(config)
-    functional = Functional.of(settings.model)
+    functional = Functional.from_config(settings.model)
     expected = {**functional.abstract, **functional.variables}
     tensors = transform(weights)
     if wrong := [p for p in expected.keys() | tensors.keys() if _shape(tensors.get(p)) != _shape(expected.get(p))]:
@@ -165,11 +165,11 @@ def _write_checkpoint(
 def _independent_config(config: Any) -> Any:
     """Return the config of a run that has its own weights and checkpoints."""
 
-    def begun(part: Node[Any]) -> Node[Any]:
-        return part.begun() if isinstance(part, BeginsElsewhere) else part
+    def detach(part: Node[Any]) -> Node[Any]:
+        return part.without_initial_weights() if isinstance(part, LoadsInitialWeights) else part
 
     loop = loop_of(config)
-    settings = config if loop is None else patch(config, {"loop": map_nodes(loop, begun)})
+    settings = config if loop is None else patch(config, {"loop": map_nodes(loop, detach)})
     if checkpoint_uri(settings) is not None:
         settings = patch(settings, {"checkpointer.uri": None})
     return settings

@@ -44,7 +44,7 @@ def batch_dependence(config: object) -> tuple[str, ...]:
     """Return the reasons why the number of microbatches affects the results. Empty if it does not."""
     from axlearn_core.compose import ModelAndObjective  # imports JAX, which readers of runs do not need
 
-    return ModelAndObjective.of(config).batch_dependence
+    return ModelAndObjective.from_config(config).batch_dependence
 
 
 def short_hash(config: Node[Any]) -> str:

@@ -48,7 +48,7 @@ class RunWeights:
         self.checkpoint = checkpoint
         self.experiment: Any = checkpoint.config
         self.step = checkpoint.step
-        self.functional = Functional.of(self.config)
+        self.functional = Functional.from_config(self.config)
         model = {"params": self.functional.abstract, "variables": self.functional.variables}
         checkpoint.migrate([f"{part}.{path}" for part, specs in model.items() for path in specs])
         self._check_model()
@@ -108,7 +108,7 @@ class RunWeights:
         arrays = self.checkpoint.arrays
         sources: dict[str, Source] = {}
         if not self.checkpoint.weights_only:
-            trained = ModelAndObjective.of(self.experiment, self.functional)
+            trained = ModelAndObjective.from_config(self.experiment, self.functional)
             learner = self.experiment.learner.build(max_steps=self.experiment.max_steps, axes=trained.axes)
             every = evaluation_sources(learner, trained.abstract)
             sources = {path: every[path] for path in self.functional.abstract}

@@ -19,7 +19,7 @@ from axlearn_core.compose import Function, Functional, ModelAndObjective, Progra
 from axlearn_core.compose.objective import replicated
 from axlearn_core.config import REQUIRED, Configurable, Node, check, node, setting
 from axlearn_core.contracts.capabilities import (
-    ChecksBeginning,
+    ChecksStart,
     KeepsLocalTier,
     OwnsCheckpoints,
     ReportsSaves,
@@ -131,7 +131,7 @@ class Trainer(Configurable):
 
         def functions(self, functional: Functional) -> Mapping[str, Function]:
             """Return the pure functions of this experiment by name. See `axlearn_core.compose`."""
-            trained = ModelAndObjective.of(self, functional)
+            trained = ModelAndObjective.from_config(self, functional)
             learner = check_stateless(self.learner.build(max_steps=self.max_steps, axes=trained.axes), "learner")
             return TrainingFunctions(functional, learner, trained).declare()
 
@@ -187,8 +187,8 @@ class Trainer(Configurable):
                 check_metrics(run_dir, session.lock)
             decisions = (*decisions, *replicated(program.trained))
             lock = make_lock(program, session.facts, experiment=experiment, provenance=provenance, decisions=decisions)
-            if session.step == 0 and isinstance(loop, ChecksBeginning):
-                loop.check_beginning()
+            if session.step == 0 and isinstance(loop, ChecksStart):
+                loop.check_start()
             frozen = FrozenWeights.of(program) if session.begins else None
             lock |= {"run": session.run_id, SAVED: was_saved(session, restart=restart)}
             self._write(session, lock, config_text, assets, decisions)

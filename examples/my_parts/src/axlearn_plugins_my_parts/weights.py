@@ -72,4 +72,4 @@ class NpzWeights:
 
     @cached_property
     def _functional(self) -> Functional:
-        return Functional.of(self.config)
+        return Functional.from_config(self.config)

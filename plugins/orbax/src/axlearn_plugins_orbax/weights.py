@@ -60,7 +60,7 @@ class OrbaxWeights:
     @cached_property
     def functional(self) -> Functional:
         """The model."""
-        return Functional.of(self.config)
+        return Functional.from_config(self.config)
 
     @property
     def config(self) -> Node[Any]:

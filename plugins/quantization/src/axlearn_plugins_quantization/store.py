@@ -83,7 +83,7 @@ def quantize_run(
 
     def quantize(source: RunWeights) -> dict[str, Any]:
         dense = source.read()
-        params = quantize_params(dense, Functional.of(config.model))
+        params = quantize_params(dense, Functional.from_config(config.model))
         sizes.extend((size(dense), size(params)))
         return params
 

@@ -243,7 +243,7 @@ class ServingEngine(Configurable):
         return rows
 
     def _submit(self, plan: Plan, rows: Sequence[Row]) -> _InFlightStep:
-        for state in plan.begun:
+        for state in plan.admitted:
             if state.finished:
                 continue
             assert state.slot is not None

@@ -60,7 +60,7 @@ def serving_program(model: Node[Any], mesh: Mesh, config: ServingEngine.Config) 
         RequestError: If there are not enough devices.
         ConfigError: If the number of devices does not divide the heads or the width.
     """
-    functional, devices = Functional.of(model), jax.devices()
+    functional, devices = Functional.from_config(model), jax.devices()
 
     def program(count: int) -> ModelProgram:
         shape = {"tensor": count} if count > 1 else {}

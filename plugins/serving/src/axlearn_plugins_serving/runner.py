@@ -324,7 +324,7 @@ class RunnerProgram(ModelProgram):
         served = cache.apply(model)
         if cfg.adapters:
             served = read_adapters(cfg.adapters).apply(served)
-        super().__init__(Functional.of(served), devices, mesh, target, self._declare)
+        super().__init__(Functional.from_config(served), devices, mesh, target, self._declare)
 
     @classmethod
     def for_program(

@@ -61,14 +61,14 @@ class Plan:
 
     Attributes:
         parts: At most one part per request.
-        begun: Requests that start in this step. They have slots, and each has a part.
+        admitted: Requests that start in this step. They have slots, and each has a part.
         copies: Blocks to copy before the step, as (source, target).
         steps: Tokens to choose in each part. Above 1 only if all parts decode.
         preemptions: Number of requests that lost their blocks.
     """
 
     parts: list[Part] = attrs.field(factory=list)
-    begun: list[RequestState] = attrs.field(factory=list)
+    admitted: list[RequestState] = attrs.field(factory=list)
     copies: list[tuple[int, int]] = attrs.field(factory=list)
     steps: int = 1
     preemptions: int = 0
@@ -233,7 +233,7 @@ class PriorityScheduler(Configurable):
                 continue
             self.queue.take(state)
             bisect.insort(self._running, state, key=lambda s: s.order)
-            plan.begun.append(state)
+            plan.admitted.append(state)
             plan.copies += copies
             budget -= self._plan_chunk(plan, state, budget)
 

@@ -28,7 +28,7 @@ def models(*with_):
     """Return the toy model, the toy model with features, and the features."""
     plain = resolve("quickstart", set=SIZES)
     resolved = resolve(plain.config, with_=with_)
-    return Functional.of(plain.config.model), Functional.of(resolved.config.model), resolved.features
+    return Functional.from_config(plain.config.model), Functional.from_config(resolved.config.model), resolved.features
 
 
 def logits(functional, params):

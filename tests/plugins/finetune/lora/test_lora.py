@@ -104,7 +104,7 @@ def test_adapters_have_dtypes_of_their_own():
 
 def test_at_first_it_is_the_base_exactly(toy, batch):
     """A map with adapters has the same parameters, the same paths and a bitwise equal loss for the same seed."""
-    dense, adapted = (Functional.of(c.model) for c in (toy(), ALL.apply(toy())))
+    dense, adapted = (Functional.from_config(c.model) for c in (toy(), ALL.apply(toy())))
     a, b = (jax.jit(f.init, compiler_options=QUICK)(jax.random.key(3)) for f in (dense, adapted))
     assert a.keys() == split(b)[0].keys()
     assert all(np.array_equal(a[p], b[p]) for p in a)
@@ -133,7 +133,7 @@ def test_merged_weights_compute_the_same_and_come_apart_again(toy, batch, progra
     config = ALL.apply(toy())
     instance = program(config).functional
     params, scales = trained(config)[1].params, scales_of(program(config).functional.bind(instance.abstract))
-    dense = Functional.of(without_adapters(config).model)
+    dense = Functional.from_config(without_adapters(config).model)
     merged = merge(params, scales)
     assert merged.keys() == dense.abstract.keys()
 
@@ -155,12 +155,13 @@ def test_the_experts_of_a_mixture_have_adapters_of_their_own(toy, tmp_path):
     """An adapted map starts equal to its base, and its trained adapters merge and save separately."""
     dense = MoE(num_experts=3, shared_experts=1).apply(toy())
     config = Lora(rank=3, target="model.**.feed_forward.**").apply(dense)
-    whole = Functional.of(config.model)
+    whole = Functional.from_config(config.model)
     assert whole.abstract["decoder.layer.feed_forward.down.lora_a"].shape == (2, 3, 48, 3)
     assert whole.axes["decoder.layer.feed_forward.down.lora_a"] == ("layers", "experts", "mlp", "rank")
 
     plain, adapted = (
-        Functional.of(c.model.decoder.layer.feed_forward, input_dim=32, precision=Precision()) for c in (dense, config)
+        Functional.from_config(c.model.decoder.layer.feed_forward, input_dim=32, precision=Precision())
+        for c in (dense, config)
     )
     scales = scales_of(adapted.bind(adapted.abstract))
     assert set(scales) == {f"{part}{name}" for part in ("", "shared.") for name in ("gate", "up", "down")}
@@ -212,7 +213,7 @@ def test_eight_devices_train_as_one(toy, trained):
 @pytest.mark.parametrize("name", ["llama2-7b", "llama2-70b", "llama3-8b"])
 def test_published_models_take_adapters(name):
     dense, adapted = (ax.resolve(name, with_=w).config for w in ([], ["lora:rank=8"]))
-    before, after = (Functional.of(c.model) for c in (dense, adapted))
+    before, after = (Functional.from_config(c.model) for c in (dense, adapted))
     added = after.abstract.keys() - before.abstract.keys()
     assert {p.rpartition(".")[0].rpartition(".")[2] for p in added} == {"query", "key", "value", "output"}
     assert all(None not in after.axes[p] for p in added)
@@ -292,7 +293,7 @@ def test_a_directory_that_holds_nothing_is_named(option, tmp_path):
 def test_adapters_alone(toy, trained, tmp_path):
     config = ALL.apply(toy())
     params = trained(config)[1].params
-    scales = scales_of(Functional.of(config.model).bind(Functional.of(config.model).abstract))
+    scales = scales_of(Functional.from_config(config.model).bind(Functional.from_config(config.model).abstract))
     adapters.save(tmp_path, params, scales)
     actual = adapters.load(tmp_path)
     assert actual.scales == scales
@@ -324,7 +325,7 @@ def test_bfloat16_adapters_come_back_as_they_were(tmp_path):
 
 
 def test_what_is_adapted_is_told_from_what_is_not(toy):
-    model = Functional.of(Lora().apply(toy()).model)
+    model = Functional.from_config(Lora().apply(toy()).model)
     names = {".".join(map(str, p)) for p, m in nnx.iter_modules(model.bind(model.abstract)) if is_adapted(m)}
     assert names == {f"decoder.layer.attention.{n}" for n in ("query", "key", "value", "output")}
 

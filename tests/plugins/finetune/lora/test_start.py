@@ -26,9 +26,9 @@ def test_another_tokenizer_is_refused_before_anything_is_written(base):
     with pytest.raises(
         RequestError, match=r"is not the tokenizer of [\s\S]*got: digest utf-8 bytes[\s\S]*expected: dig"
     ):
-        StartFromRun.Config(run_dir=base).build(input=other).check_beginning()
-    StartFromRun.Config(run_dir=base, same_tokenizer=False).build(input=other).check_beginning()
-    StartFromRun.Config(run_dir=base).build(input=Input(TokenizerJson.Config(builtin="python-2k"))).check_beginning()
+        StartFromRun.Config(run_dir=base).build(input=other).check_start()
+    StartFromRun.Config(run_dir=base, same_tokenizer=False).build(input=other).check_start()
+    StartFromRun.Config(run_dir=base).build(input=Input(TokenizerJson.Config(builtin="python-2k"))).check_start()
 
 
 def test_a_base_that_is_gone_or_changed_does_not_stop_a_run_that_goes_on(base, tmp_path):

@@ -83,7 +83,7 @@ def linen_layer(module):
 
 
 def test_parameters_have_paths_and_axes_and_the_rest_is_replicated():
-    model = Functional.of(config("linen").model)
+    model = Functional.from_config(config("linen").model)
     own = {p.partition("module.")[2]: model.axes[p] for p in model.abstract if ".module." in p}
     assert own["Dense_0.kernel"] == ("layers", "embed", "mlp")
     assert own["Dense_1.kernel"] == ("layers", "mlp", "embed")
@@ -96,7 +96,7 @@ def test_parameters_have_paths_and_axes_and_the_rest_is_replicated():
         "decoder.layer.feed_forward draws random numbers",
         "decoder.layer.feed_forward.module.BatchNorm_0 normalizes over the batch",
     )
-    model = Functional.of(config("equinox").model)
+    model = Functional.from_config(config("equinox").model)
     own = {p.partition("module.")[2]: model.axes[p] for p in model.abstract if ".module." in p}
     assert own == {
         "up.weight": ("layers", "mlp", "embed"), "down.weight": ("layers", "embed", "mlp"),
@@ -187,7 +187,7 @@ def test_evaluation_draws_nothing_and_writes_nothing(kind):
 
 @pytest.mark.parametrize("kind", NODES)
 def test_in_bfloat16_parameters_stay_float32(kind):
-    model = Functional.of(config(kind, model__dtype="bfloat16").model)
+    model = Functional.from_config(config(kind, model__dtype="bfloat16").model)
     assert {str(s.dtype) for s in model.abstract.values()} == {"float32"}
     loss, _ = jax.eval_shape(lambda p, v: model.bind(p, v, KEY).loss(toy.batch()), model.abstract, model.variables)
     assert loss.shape == ()

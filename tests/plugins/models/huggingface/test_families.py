@@ -95,7 +95,7 @@ def test_a_family_is_at_most_sixty_lines():
 
 
 def test_qwen3_has_30_billion_parameters_and_uses_3():
-    model = Functional.of(resolve("qwen3-30b-a3b").config.model)
+    model = Functional.from_config(resolve("qwen3-30b-a3b").config.model)
     experts = sum(x.size for p, x in model.abstract.items() if "experts" in model.axes[p] and "router" not in p)
     assert round(model.num_parameters / 1e9, 1) == 30.5
     assert round((model.num_parameters - experts * (128 - 8) / 128) / 1e9, 2) in (3.3, 3.35)

@@ -95,7 +95,7 @@ def three_steps(name):
     auxiliary = [f"model.**.router.{n}" for n in ("load_balance", "z_loss", "rate")]
     unused = {p: 0.0 for p in auxiliary if find(source.config, p)}
     config = patch(source.config, {"learner": learner, **unused})
-    model = Functional.of(config.model)
+    model = Functional.from_config(config.model)
     functions = config.functions(model)
     state = jax.eval_shape(functions["init"].call, jax.random.key(0))
     learner = config.learner.build(max_steps=10, axes=source.model.axes)

@@ -29,7 +29,7 @@ SIZES = {
 
 def modules(config):
     """Return (parameters for a run of the config, scales of its adapters); no parameter is zero."""
-    model = Functional.of(config.model)
+    model = Functional.from_config(config.model)
     rng = np.random.default_rng(0)
     params = {p: jnp.asarray(rng.normal(size=s.shape) * 0.1, s.dtype) for p, s in model.abstract.items()}
     return params, scales_of(model.bind(model.abstract))

@@ -36,7 +36,7 @@ def test_every_published_experiment_is_here():
 
 @pytest.mark.parametrize("name", TOTALS)
 def test_the_parameters_are_those_of_the_published_weights(name):
-    functional = Functional.of(registry().experiment(name).model)
+    functional = Functional.from_config(registry().experiment(name).model)
     assert functional.num_parameters == TOTALS[name]
 
 

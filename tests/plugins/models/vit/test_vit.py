@@ -60,7 +60,7 @@ def test_three_steps_of_adamw(imported):
     source, params, batch, expected = imported
     optimizer = AdamW(learning_rate=3e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
     config = ax.patch(source.config, {"learner": Learner.Config(optimizer=optimizer, max_grad_norm=None)})
-    functions = config.functions(Functional.of(config.model))
+    functions = config.functions(Functional.from_config(config.model))
     learner = config.learner.build(max_steps=10, axes=source.model.axes)
     shapes = jax.eval_shape(functions["init"].call, jax.random.key(0))
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -97,7 +97,7 @@ def test_families_of_text_and_of_images_keep_apart():
 
 def test_the_published_size():
     # 86,567,656: https://huggingface.co/google/vit-base-patch16-224
-    assert Functional.of(ax.resolve("vit-b16").config.model).num_parameters == 86_567_656
+    assert Functional.from_config(ax.resolve("vit-b16").config.model).num_parameters == 86_567_656
 
 
 @pytest.mark.slow

@@ -252,7 +252,7 @@ def test_neighbours_of_a_cycle_are_different(count, window):
 def test_shards_never_read_one_record_at_the_same_time(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 9000)
     for chunk in (1000, 250, 90):  # as many records as shards plus one, some more, many more
-        records = FileRecords.of(list_files([str(tmp_path / "a.txt")]), chunk_bytes=chunk)
+        records = FileRecords.from_files(list_files([str(tmp_path / "a.txt")]), chunk_bytes=chunk)
         reads = [Order(7, True, 8).reads(records, 0, shard) for shard in range(8)]
         for index in range(100):
             assert len({r.name(index) for r in reads}) == 8
@@ -315,10 +315,10 @@ def test_what_is_small_is_small_before_compression(tmp_path):
     table = pyarrow.table({"text": [f"{i}" * 500 for i in range(2000)]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd", row_group_size=100)
     for name, size in (("a.jsonl", 1000 * len(lines[0])), ("a.parquet", 3_000_000)):
-        records = FileRecords.of(list_files([str(tmp_path / name)]))
+        records = FileRecords.from_files(list_files([str(tmp_path / name)]))
         assert records.num_bytes >= size
         assert is_small(records, 1)
-        half = FileRecords.of(list_files([str(tmp_path / name)]), keep=lambda file, part: part % 2 == 0)
+        half = FileRecords.from_files(list_files([str(tmp_path / name)]), keep=lambda file, part: part % 2 == 0)
         assert half.num_bytes < 0.6 * records.num_bytes
     assert not is_small([], 1)  # pyright: ignore[reportArgumentType]  # a list does not have `num_bytes`
 

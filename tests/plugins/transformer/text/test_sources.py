@@ -265,7 +265,7 @@ def test_records_and_configs_pickle(tmp_path):
 
 def test_chunk_size_follows_the_amount_of_data():
     def size(total):
-        return FileRecords.of([DataFile("x.txt", "x.txt", total)]).chunk_bytes
+        return FileRecords.from_files([DataFile("x.txt", "x.txt", total)]).chunk_bytes
 
     assert [size(100), size(64 << 15), size(1 << 40)] == [1 << 14, 1 << 15, 1 << 20]
     assert list_files(()) == ()

@@ -50,7 +50,7 @@ def converted(
     by, reasons = bridges(resolved.features)
 
     def transfer(source: RunWeights) -> Params:
-        target = Functional.of(config.model)
+        target = Functional.from_config(config.model)
         return transfer_params(source.read(), source.functional, target, by, reasons=reasons, seed=config.seed)
 
     lock = {"features": list(with_), "provenance": provenance(resolved)}

@@ -57,8 +57,8 @@ class StartFromRun(Configurable):
         same_tokenizer: bool = True
         loop: Node[Loop] = TrainLoop.Config()
 
-        def begun(self) -> Node[Loop]:
-            """See `axlearn_core.contracts.capabilities.BeginsElsewhere`."""
+        def without_initial_weights(self) -> Node[Loop]:
+            """See `axlearn_core.contracts.capabilities.LoadsInitialWeights`."""
             return self.loop
 
     def __init__(self, cfg: Config, *, input: Any = None):
@@ -67,8 +67,8 @@ class StartFromRun(Configurable):
         self._tokenizer = tokenizer_of(input)
         self._checked = False
 
-    def check_beginning(self) -> None:
-        """See `axlearn_core.contracts.capabilities.ChecksBeginning`."""
+    def check_start(self) -> None:
+        """See `axlearn_core.contracts.capabilities.ChecksStart`."""
         self._checked = True
         if self.cfg.run_dir is not None and self.cfg.same_tokenizer:
             _check_tokenizer(self.cfg.run_dir, self._tokenizer)
@@ -77,7 +77,7 @@ class StartFromRun(Configurable):
         """See `axlearn_core.train.loop.Loop`."""
         if session.start_step == 0:
             if not self._checked:  # nested in another loop, so the trainer did not check it
-                self.check_beginning()
+                self.check_start()
             # The learner gets a new state, so free the old state first.
             state, session.state = session.state.replace(learner=None), None
             session.state = self.started(state, session.program)
@@ -104,8 +104,8 @@ class StartFromRun(Configurable):
         params, variables = (
             {p: tensors.get(p, x) for p, x in part.items()} for part in (state.params, state.variables)
         )
-        begun = program.begin(0, state.replace(params=params, variables=variables))
-        return begun.replace(rng=state.rng)
+        initial = program.begin(0, state.replace(params=params, variables=variables))
+        return initial.replace(rng=state.rng)
 
 
 def _read_weights(uri: str, like: Mapping[str, Any], program: Program, step: int | None) -> Mapping[str, Any]:

@@ -122,7 +122,7 @@ def export_run(
     run_files = _kept_files(run_dir)
     text = text_processor(config)
     model_family, data = _describe_run(run_files, config, text)
-    model = Functional.of(config.model)
+    model = Functional.from_config(config.model)
     tensors = layout(model, model_family.table(model))
     dtypes: dict[str, list[str]] = json.loads(run_files.pop(TENSORS, b"{}"))
     default_code = files.CODES[dtype or str(config.model.param_dtype)]

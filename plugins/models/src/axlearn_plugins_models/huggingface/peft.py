@@ -84,7 +84,7 @@ def files(
     """Return (arrays by name, `adapter_config.json`) of the adapters of a trainer config; see `export_peft`."""
     model = without_adapters(config)
     family, _ = family_of(model)
-    tensors = layout(Functional.of(model.model), family.rules)
+    tensors = layout(Functional.from_config(model.model), family.rules)
     modules: dict[str, tuple[str, Any]] = {}
     for name, tensor in tensors.items():
         path = tensor.parts[0].path.removesuffix(".weight")

@@ -56,7 +56,7 @@ def _lacks(model_type: str, data: Json, stored: set[str]) -> list[str]:
     try:
         resolved, unread = model_family.resolve({k: v for k, v in data.items() if k != "architectures"})
         trainer: Any = resolved.config
-        model = Functional.of(trainer.model)
+        model = Functional.from_config(trainer.model)
         expected = set(layout(model, model_family.table(model)))
     except ConfigError as error:
         problems = [f"{p.path}: {p.message}" + (f" ({p.got})" if p.got else "") for p in error.problems]

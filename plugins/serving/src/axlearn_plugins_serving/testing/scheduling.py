@@ -72,7 +72,7 @@ class _Machine:
         slots = [s.slot for s in states]
         assert None not in slots, f"requests of a step have the slots {slots}"
         assert len(set(slots)) == len(slots), f"requests of a step have the slots {slots}"
-        assert all(any(s is b for s in states) for b in plan.begun), "a request starts without a part"
+        assert all(any(s is b for s in states) for b in plan.admitted), "a request starts without a part"
         assert self.scheduler.waiting() + len(self.scheduler.running) == len(self.left), "a request is lost"
         for part in plan.parts:
             state, end = part.state, part.start + part.count + (plan.steps - 1 if part.decodes else 0)

@@ -97,7 +97,7 @@ def _items(file: DataFile, text_field: str) -> Iterator[tuple[Kind, Any, str]]:
         return
     if kind == "text" and not is_url(file.path):
         check_head(file)
-    records = FileRecords.of([file], text_field=text_field, chunk_bytes=max(file.size, 1))
+    records = FileRecords.from_files([file], text_field=text_field, chunk_bytes=max(file.size, 1))
     for i in range(len(records)):
         for document in records[i]:
             if document.text:

@@ -102,7 +102,7 @@ class Files(Configurable):
             key = f"{os.path.basename(file.name)}:{file.size}:{part}"  # does not depend on the directory
             return not cfg.validation_fraction or is_held_out(key, cfg.validation_fraction) == held_out
 
-        records = FileRecords.of(
+        records = FileRecords.from_files(
             files,
             format=cfg.format,
             text_field=cfg.text_field,
@@ -166,7 +166,7 @@ class StandardLibrary(Configurable):
         """Return one part with the files of the split."""
         held_out = split == "validation"
         files = tuple(f for f in self.files if is_held_out(f.name, self.config.validation_fraction) == held_out)
-        return (Part(FileRecords.of(files, format="text", chunk_bytes=self.config.chunk_bytes), 1.0, files),)
+        return (Part(FileRecords.from_files(files, format="text", chunk_bytes=self.config.chunk_bytes), 1.0, files),)
 
 
 def standard_library_files() -> tuple[DataFile, ...]:
