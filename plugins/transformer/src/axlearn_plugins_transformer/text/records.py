@@ -115,7 +115,7 @@ class FileRecords:
     num_bytes: int = 0
 
     @classmethod
-    def of(
+    def from_files(
         cls,
         files: Sequence[DataFile],
         *,
