@@ -2,7 +2,7 @@
 
 python make_data.py [--out data] [--seed 0]
 
-The text counts up and down in words. The conversations ask for the number after or before another number.
+The text counts up and down in words. The conversations ask for the number after or before a given number.
 """
 
 import argparse

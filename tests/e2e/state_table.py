@@ -1,9 +1,9 @@
-"""What keeps state, and under what: each cell of the table in docs/layers.md, as a function that checks it.
+"""The table of state in docs/layers.md, with a function that checks each cell.
 
     uv run python tests/e2e/state_table.py     # writes the table
 
 `check(kind, column, path)` trains a small model with state of a kind and compares it with a plain reference: one device, an
-unrolled stack, no rematerialisation.
+unrolled stack, no rematerialization.
 """
 
 import json
@@ -24,7 +24,7 @@ COLUMNS = {
     "scan": "scanned stack",
     "unrolled": "sharded over 8 devices",
     "alternating": "alternating layers",
-    "remat": "rematerialisation",
+    "remat": "rematerialization",
     "accumulation": "gradient accumulation",
     "pipeline": "pipeline",
     "ema": "moving average (`ema`)",
@@ -34,22 +34,22 @@ COLUMNS = {
     "stored": "stored integers (`quantize`)",
 }
 EXPORT, PEFT = "no family describes", "PEFT's format cannot store this model's variables"
-"""How the errors of refused cells begin."""
+"""The first words of the errors in refused cells."""
 OUTCOMES = {
     "equal": "same losses and state as the plain model",
-    "in turn": "each microbatch draws its own numbers or takes the previous state; equal for any number of stages",
+    "per microbatch": "each microbatch draws its own numbers or continues from the previous state; equal for any number of stages",
     "left out": "only parameters are averaged; evaluation uses the newest state and draws no random numbers",
     "kept": "the state is carried over unchanged, bit for bit",
     "frozen": "frozen as part of the base, bit for bit; `lora export` and `--format peft` leave it out",
-    "moves": f"still updated; `lora export` writes it, and `--format peft` exits with 2: `{PEFT}`",
+    "updated": f"still updated; `lora export` writes it, and `--format peft` exits with 2: `{PEFT}`",
     "refused": f"exit code 2: `{EXPORT} ...`, with the parts that the format lacks",
 }
 SAME = dict.fromkeys(("scan", "unrolled", "alternating", "remat"), "equal") | {"ema": "left out", "resume": "kept"}
 MOVES = {
     **SAME,
-    "accumulation": "in turn",
-    "pipeline": "in turn",
-    "lora": "moves",
+    "accumulation": "per microbatch",
+    "pipeline": "per microbatch",
+    "lora": "updated",
     "export": "refused",
     "stored": "kept",
 }
@@ -63,7 +63,7 @@ TABLE = {
 
 
 def markdown():
-    """The table as the page has it."""
+    """Return the table as Markdown."""
     lines = [f"| | {' | '.join(KINDS.values())} |", f"|---{'|---' * len(KINDS)}|"]
     lines += [f"| {title} | {' | '.join(TABLE[k][column] for k in KINDS)} |" for column, title in COLUMNS.items()]
     lines += ["", "| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in OUTCOMES.items())]
@@ -71,7 +71,7 @@ def markdown():
 
 
 def check(kind, column, path):
-    """Trains and compares; raises `AssertionError` where a cell does not hold."""
+    """Train and compare. Raises `AssertionError` if the cell is wrong."""
     return globals()[f"_{column}"](kind, path)
 
 
@@ -292,7 +292,7 @@ SETTINGS = {
 
 
 def experiment(kind, *features):
-    """The config of a small run with state of a kind."""
+    """Return the config of a small run with state of this kind."""
     from stateful import FEATURES, with_state
 
     from axlearn_core.plugins.resolve import resolve
@@ -301,7 +301,7 @@ def experiment(kind, *features):
 
 
 def run(kind, place, steps, *features):
-    """Trains a run to a number of steps, or continues it; its directory."""
+    """Train a run to this number of steps, or continue it. Returns its directory."""
     import axlearn_core as ax
 
     ax.train(experiment(kind, *features), steps=steps, run_dir=place)
@@ -309,7 +309,7 @@ def run(kind, place, steps, *features):
 
 
 def deepseek(path):
-    """A run of a model that Hugging Face's format can describe, with biases that have moved."""
+    """Return a run whose model Hugging Face's format can describe, with updated biases."""
     from axlearn_core.run import Run
     from axlearn_plugins_models.huggingface.import_export import import_run
 
@@ -338,7 +338,7 @@ def _batch():
 
 
 def page(text):
-    """A page with the table between its marks."""
+    """Return the page with the table between its marks."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{markdown()}\n{END}{after}"

@@ -1,4 +1,4 @@
-"""Run the command `axlearn` with `python -m axlearn_core`."""
+"""Run the `axlearn` command with `python -m axlearn_core`."""
 
 from axlearn_core.cli.main import main
 

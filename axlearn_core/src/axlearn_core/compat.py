@@ -8,7 +8,7 @@ The core needs:
 - `jax._src.distributed` (0.10 to 0.12): the client of the coordinator. Remove it when JAX offers a public name.
 - three environment variables that JAX reads once, and one of the `tokenizers` library.
 - `GLIBC_TUNABLES` (glibc 2.35 and later), which glibc reads when a process starts. Remove it when `mallopt` supports huge pages, or
-  when XLA reuses the memory of a step for the next one.
+  when XLA reuses one step's memory for the next.
 - the `__class__` of two packages (all versions of Python). Python looks up `__call__` on the class of an object, and assigning
   `__class__` is the documented way to change the class of a module ("Customizing module attribute access" in its reference). Remove
   it when modules support `__call__`.
@@ -27,9 +27,9 @@ from typing import Any
 
 _lock = threading.Lock()
 TUNABLES = ("glibc.malloc.hugetlb=1", "glibc.cpu.x86_non_temporal_threshold=8388608")
-"""Settings for training processes. Huge pages: XLA's CPU client frees the memory of each step, and allocating it again in pages of
-4 KiB can take a third of the step time. Copies of at least 8 MiB, such as those of a save, bypass the caches. The default threshold
-of glibc is three eighths of the last-level cache, which can be hundreds of MB."""
+"""Settings for training processes. Huge pages: XLA's CPU client frees the memory after each step, and allocating it again in
+pages of 4 KiB can take a third of the step time. Copies of at least 8 MiB, such as those for a save, bypass the caches. By
+default, glibc's threshold is three eighths of the last-level cache, which can be hundreds of MB."""
 RESTARTED = "AXLEARN_RESTARTED"
 _values: dict[tuple[int, str], list[tuple[object, object]]] = {}
 """Original value and active replacements, oldest first, by (owner, name). Each entry is (token, value)."""
@@ -47,7 +47,7 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
         value: Replacement.
 
     Raises:
-        AttributeError: If the attribute does not exist, for example in another version of the library.
+        AttributeError: If the attribute does not exist, for example in a different version of the library.
     """
     key, entry = (id(owner), name), (object(), value)
     with _lock:
@@ -150,7 +150,7 @@ def one_core_for_tokenizers() -> None:
 
 
 def threads_for(devices: int) -> None:
-    """Give XLA enough threads for virtual CPU devices.
+    """Start enough XLA threads for virtual CPU devices.
 
     A device blocks a thread while it waits for other devices in a loop, and several loops can run concurrently. With one
     thread per device, waiting devices can occupy all threads and deadlock.
@@ -175,7 +175,7 @@ def restart_with_tunables() -> None:
     """Restart this program in the same process with `glibc_tunables`. Child processes get the original environment.
 
     Call this first, because the program repeats everything before it. It does nothing if the settings are already present or
-    were already tried, with another C library, in a debugger, or for a program on standard input.
+    were already tried, if the C library is not glibc, in a debugger, or if the program is read from standard input.
     """
     tunables, this, current = glibc_tunables(os.environ), str(os.getpid()), os.environ.get("GLIBC_TUNABLES", "")
     process, _, users = os.environ.pop(RESTARTED, "").partition(" ")

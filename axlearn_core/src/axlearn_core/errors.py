@@ -36,11 +36,11 @@ class InputError(RequestError):
 
 
 class CheckpointError(RequestError):
-    """A checkpoint or run directory is damaged, or belongs to another experiment."""
+    """A checkpoint or run directory is damaged, or belongs to a different experiment."""
 
 
 class StorageError(WorkError):
-    """A storage could not be listed, read, or written."""
+    """Files in storage could not be listed, read, or written."""
 
 
 class MissingFileError(StorageError):

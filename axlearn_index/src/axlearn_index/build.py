@@ -1,4 +1,4 @@
-"""Generate an index from pyproject files: their entry points, and the names in the table `tool.axlearn.index`.
+"""Generate an index from pyproject files: their entry points, and the names in the `tool.axlearn.index` table.
 
 Uses only the standard library, so that a build hook can run it before anything is installed.
 """

@@ -7,7 +7,7 @@
   as a Hopper. Remove when it reads the device kind of the mesh.
 - `paged_attention_kernel` of `jax.experimental.pallas.ops.gpu.paged_attention` (jax 0.10 to 0.12, deprecated in 0.12): the
   public function that calls it requires keys and values in separate arrays. If a JAX version lacks the kernel, our kernel
-  reports that it is not supported and the op falls back to another one.
+  reports that it is not supported, and the op falls back to a different one.
 - `tokamax._src` (0.0.12, 0.0.14), partly patched while a kernel is traced: implementations with given block sizes have no
   public names, and they query the local device. Remove when they have public names and accept a target.
 
@@ -62,7 +62,7 @@ def missing_paged_attention() -> str | None:
 
 
 def tokamax(name: str) -> Any:
-    """Import the module `name` of tokamax."""
+    """Import a tokamax module by name."""
     flags: Any = importlib.import_module("absl.flags")
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # otherwise tokamax would parse this program's command line

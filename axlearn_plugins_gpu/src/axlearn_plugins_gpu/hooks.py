@@ -15,7 +15,7 @@ from axlearn_plugins_gpu.rules import POLICIES, rules
 
 @hookimpl
 def axlearn_targets() -> list[Target]:
-    """Return the targets A100, H100, H200 and B200."""
+    """Return the A100, H100, H200 and B200 targets."""
     return list(TARGETS)
 
 

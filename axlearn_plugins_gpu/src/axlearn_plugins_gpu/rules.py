@@ -20,9 +20,9 @@ PACKAGES = {"remat": "axlearn-plugins-tools"}
 def rules() -> list[MeshRule]:
     """Return the mesh rules: FSDP, plus tensor parallelism within each host for large models.
 
-    Large models also split the residual stream over the GPUs of a host. The split is by width; Megatron-LM's sequence
-    parallelism splits by position (Korthikanti et al., 2022). Activations between layers take an eighth of the memory, for
-    the same NVLink traffic.
+    Large models also split the residual stream over the GPUs of a host. The split is by width, unlike Megatron-LM's sequence
+    parallelism, which splits by position (Korthikanti et al., 2022). Activations between layers then need an eighth of the
+    memory, with the same NVLink traffic.
     """
     return [
         MeshRule(

@@ -1,4 +1,4 @@
-"""Abstract JAX devices of GPUs. XLA's GPU compiler can compile for them without a GPU."""
+"""Abstract JAX devices that represent GPUs. XLA's GPU compiler can compile for them without a GPU."""
 
 import importlib
 import importlib.util

@@ -29,7 +29,7 @@ TILES = (2048, 1024, 512)
 
 HEADS = ("batch", None, "activation_heads", None)
 HIDDEN = -30_000.0
-"""Bias of hidden scores: low enough that exp gives zero, and representable in bfloat16."""
+"""Bias of masked scores: low enough that exp returns zero, and representable in bfloat16."""
 
 
 class _Static(NamedTuple):

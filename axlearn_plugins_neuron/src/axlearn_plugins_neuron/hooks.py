@@ -13,7 +13,7 @@ _ATTENTION = "axlearn_plugins_transformer.kernels.attention:AttentionOp"
 
 @hookimpl
 def axlearn_targets() -> list[Target]:
-    """Return the target Trainium2."""
+    """Return the Trainium2 target."""
     return [TRN2]
 
 

@@ -5,7 +5,7 @@ from importlib import metadata
 from packaging.version import Version
 
 FLOORS = {"jax-neuronx": "0.1.3", "libneuronxla": "2.2", "neuronx-cc": "2.17"}
-"""Minimum versions, as in the extra `sdk`. All versions on PyPI are older placeholders that reserve the names."""
+"""Minimum versions, as in the `sdk` extra. All versions on PyPI are older placeholders that reserve the names."""
 
 
 def missing(packages: tuple[str, ...] = tuple(FLOORS)) -> str | None:

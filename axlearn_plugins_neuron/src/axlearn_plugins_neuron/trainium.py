@@ -14,7 +14,7 @@ TRN2 = Target(
     summary="AWS Trainium2, by logical cores",
     size="hosts",
     platform="neuron",
-    device_kinds=("NC_v3d",),  # with LNC=1 the SDK reports NC_v3, for which these figures do not hold
+    device_kinds=("NC_v3d",),  # with LNC=1 the SDK reports NC_v3, and these figures are wrong
     devices_per_chip=CORES,
     chips_per_host=16,
     peak_flops={

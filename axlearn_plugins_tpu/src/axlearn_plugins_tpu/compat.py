@@ -1,8 +1,8 @@
 """Private names of tokamax that this plugin uses, and environment variables for libtpu.
 
-- `tokamax._src.ops` (0.0.12, 0.0.14): kernels with given tiles have no public names. Remove when they have.
+- `tokamax._src.ops` (0.0.12, 0.0.14): kernels with given tiles have no public names. Remove when they do.
 - `TensorCoreMesh` of Pallas, patched while a kernel of tokamax 0.0.14 is traced: tokamax starts the kernel on every core,
-  but may divide its tiles among fewer. Remove when it starts as many as it divides the tiles among.
+  but may divide its tiles among fewer. Remove when it starts the kernel only on those.
 
 On a machine without a TPU, libtpu searches for the machine's TPU description and prints that it is missing. It also lets
 only one process load it at a time, to protect the TPU. The environment variables below provide the description, and declare

@@ -12,7 +12,7 @@ from axlearn_core.contracts.mesh import MeshRule, Size
 from axlearn_core.contracts.remat import RematPolicy
 
 ATTENTION = ("query", "key", "value", "attention_residuals", "attention_out")
-"""Checkpoint names in attention. `attention_residuals` are the forward results that splash attention's backward kernel
+"""Checkpoint names in attention. `attention_residuals` marks the forward results that splash attention's backward kernel
 needs. The name `context` marks the same values again, in the layout that the output projection needs."""
 
 POLICIES = (

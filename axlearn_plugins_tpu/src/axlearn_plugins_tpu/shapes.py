@@ -81,7 +81,7 @@ def domain_shape(machine: Machine) -> Shape:
 
 
 def _shapes(slices: Slices, chips: int) -> Iterator[Shape]:
-    """Yield the shapes of a generation with this number of chips."""
+    """Yield the slice shapes of a TPU generation that have this number of chips."""
     yield from (s for s in slices.small if _product(s) == chips)
     if chips % 64 or chips > slices.boxes:
         return

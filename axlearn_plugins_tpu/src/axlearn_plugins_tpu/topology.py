@@ -1,4 +1,4 @@
-"""Abstract JAX devices of TPUs. libtpu can compile for them without a TPU."""
+"""Abstract JAX devices that represent TPUs. libtpu can compile for them without a TPU."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec

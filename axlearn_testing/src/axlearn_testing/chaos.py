@@ -38,7 +38,7 @@ stop     Send SIGSTOP, then SIGCONT after some seconds.
 slow     Let the process run for a tenth of the time, for some seconds.
 corrupt  Flip one bit of one file.
 fill     Stop the files of the process from growing beyond some bytes, for some seconds.
-cut      Take the network away, for some seconds.
+cut      Disconnect the network, for some seconds.
 """
 _SECONDS = (0.5, 4.0)
 _TICK = 0.02
@@ -148,7 +148,7 @@ class ChaosError(Exception):
 
 
 class Chaos:
-    """Planner of faults. The same seed gives the same plan."""
+    """Plans random faults. The same seed results in the same plan."""
 
     def __init__(self, seed: int):
         self.seed, self._dice = seed, random.Random(seed)
@@ -271,7 +271,7 @@ def fill(pid: int, limit: int, seconds: float) -> str:
 
 
 def cut(pid: int, seconds: float) -> str:
-    """Take the network of a process that has its own network namespace.
+    """Disconnect the network of a process that has its own network namespace.
 
     Raises:
         ChaosError: If it shares the network of this process, or this process is not root. A `TcpLink` needs neither.

@@ -1,4 +1,4 @@
-"""Suites for checkpointers and storages."""
+"""Suites for checkpointers and storage backends."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +27,7 @@ class CheckpointerSuite:
     config: Node[Any]
 
     def open(self, directory: Path) -> Any:
-        """Build a checkpointer over a directory."""
+        """Build a checkpointer that writes to a directory."""
         return self.config.build(directory=directory)
 
     def state(self, seed: int = 0) -> Any:
@@ -51,7 +51,7 @@ class CheckpointerSuite:
     def test_what_is_restored_is_what_was_saved(self, tmp_path: Path) -> None:
         extra = {"data": {"shards": {"0": [1, 2]}, "name": "ü"}, "step": 3, "none": None}
         self.saved(tmp_path, 3, extra=extra)
-        again = self.open(tmp_path)  # like another process would
+        again = self.open(tmp_path)  # as a different process would
         state, restored_extra = again.restore(3, jax.eval_shape(self.state))
         again.close()
         assert_equal(state, self.state(3), "state")
@@ -140,7 +140,7 @@ class CheckpointerSuite:
 
 
 class StorageSuite:
-    """Tests that every storage must pass; see `axlearn_core.contracts.storage.Storage`.
+    """Tests that every storage backend must pass; see `axlearn_core.contracts.storage.Storage`.
 
     Attributes:
         uri: URI of the storage. `{tmp}` is replaced with a directory of the test, which is empty or missing at first.
@@ -151,11 +151,11 @@ class StorageSuite:
     unwritable: str | None = None
 
     def storage(self, uri: str) -> Storage:
-        """Open the storage of a URI. The default uses the core's and the plugins' storages."""
+        """Open the storage of a URI. The default uses the backends of the core and of installed plugins."""
         return open_storage(uri)
 
     def opened(self, tmp_path: Path) -> Storage:
-        """Open the storage of `uri`, like another process would."""
+        """Open the storage of `uri`, as a different process would."""
         return self.storage(self.uri.format(tmp=tmp_path))
 
     def test_an_empty_storage_has_no_files(self, tmp_path: Path) -> None:

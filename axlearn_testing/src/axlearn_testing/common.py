@@ -35,7 +35,7 @@ def is_float(leaf: Any) -> bool:
 
 
 def norm(*arrays: object) -> float:
-    """Return the root of the sum of squares of all arrays, in float64."""
+    """Return the L2 norm over all arrays, in float64."""
     return float(np.sqrt(sum(np.sum(np.square(np.asarray(a, np.float64))) for a in arrays)))
 
 

@@ -1,7 +1,7 @@
 """Contracts of layers: the arguments of `build` and of the call, and the outputs.
 
-The contract of a layer follows from its declaration: the argument names of its call, and the interface fields that it
-needs.
+The contract of a layer is derived from its declaration: the argument names of its method, and the interface fields that
+it needs.
 
 Test sizes: 8 rows B of 16 positions S, width D 32, 8 heads N of size H 8, vocabulary V 64, 8 experts.
 """
@@ -27,7 +27,7 @@ Inputs = Callable[[np.random.Generator], tuple[Any, ...]]
 
 @attrs.frozen(kw_only=True)
 class Contract:
-    """Interface between a layer of one kind and its parent.
+    """The interface between a kind of layer and its parent.
 
     Attributes:
         name: Name of the contract.
@@ -77,7 +77,7 @@ def contract_of(config: Node[Any], among: Iterable[Contract] = ()) -> Contract |
 
 
 def normal(*shape: int) -> Inputs:
-    """Return a function that makes one float32 input of a shape."""
+    """Return a function that makes one float32 input of the given shape."""
     return lambda rng: (rng.standard_normal(shape, np.float32),)
 
 

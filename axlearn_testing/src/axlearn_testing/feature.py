@@ -114,7 +114,7 @@ class FeatureSuite:
                     assert str(one) == str(two), f"{label}: the two orders are refused with different errors"
 
     def _commutes(self, tree: Node[Any], ordered: Node[Any], other: str, label: str) -> None:
-        """Check that features of one stage commute if no order is declared; they would be ordered by name."""
+        """Check that features of the same stage commute if no order is declared, because they are then ordered by name."""
         features = resolve(tree, with_=[*self.needs(), self.text(), other]).features
         names = (self.name, other.partition(":")[0])
         pair = [f for name, f in features if name in names]
@@ -128,7 +128,7 @@ class FeatureSuite:
                 f"{label}: the reverse of the order by name is refused: {reversed_result}"
             )
             assert diff(ordered, reversed_result) == (), (
-                f"{label}: both are of one stage, and the config depends on their names"
+                f"{label}: both are in the same stage, and the config depends on their names"
             )
 
     def needs(self) -> tuple[str, ...]:

@@ -153,7 +153,7 @@ class LayerSuite:
     def test_parameters_and_inputs_matter(self) -> None:
         outputs = _single(type(self)).outputs
         floats, fixed = self._arguments()
-        # Add a different number to each element: a constant that is added to all logits changes no probability.
+        # Add a different number to each element. Adding the same number to all logits would not change any probability.
         rng = np.random.default_rng(self.seed + 2)
         changed = {p: x + rng.uniform(0.5, 1.5, x.shape) for p, x in floats.items() if p.startswith("['params']")}
         changed = {p: x.astype(floats[p].dtype) for p, x in changed.items()}
@@ -217,7 +217,9 @@ class LayerSuite:
         for seed in (0, 1):
             graph, state = nnx.split(self.how().built(self.config, seed=seed))
             jitted.trace(graph, state, self.inputs())
-        assert len(traces) == 1, "two layers of one config are traced twice: a value in the module compares unequal"
+        assert len(traces) == 1, (
+            "two layers with the same config are traced twice: a value in the module compares unequal"
+        )
 
     def _arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return parameters and inputs by path: the floats, and the other leaves."""
@@ -246,7 +248,7 @@ class LayerSuite:
         return measured
 
     def _weighted_sum(self, outputs: object, numpy: Any, dtype: str) -> Any:
-        """Return the sum of all floats in the outputs, with random weights."""
+        """Return a randomly weighted sum of all floats in the outputs."""
         rng = np.random.default_rng(self.seed + 1)
         floats = [x for x in jax.tree.leaves(outputs) if is_float(x)]
         weights = [rng.normal(0, x.size**-0.5, x.shape) for x in floats]

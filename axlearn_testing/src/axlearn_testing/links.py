@@ -1,4 +1,4 @@
-"""Faulty connections between a job and its services: a TCP link, an HTTP server and a storage."""
+"""Faulty connections between a job and its services: a TCP link, an HTTP server and a storage backend."""
 
 import contextlib
 import errno
@@ -16,8 +16,7 @@ from axlearn_core.errors import StorageError
 
 
 class TcpLink:
-    """Forwarder of TCP connections from a port of 127.0.0.1 to another address, which can be cut. Use it as a context
-    manager.
+    """Forwards TCP connections from a port of 127.0.0.1 to an address, and can cut them. Use it as a context manager.
 
     Attributes:
         port: Local port to connect to.
@@ -144,7 +143,7 @@ class HttpFaults:
 
 
 class FaultyStorage:
-    """Wrapper around a storage that makes some calls fail; see `axlearn_core.contracts.storage.Storage`.
+    """Wraps any `Storage` and makes some calls fail; see `axlearn_core.contracts.storage.Storage`.
 
     Attributes:
         failing: Fraction of calls that raise `StorageError`.

@@ -137,7 +137,9 @@ class _Observed:
         with pytest.raises(RuntimeError, match="no more data"):
             suite.run(tmp_path / "failed", input=BrokenInput.Config(), **edits)
         assert not (leaks := _new_threads(threads)), f"threads left after the run: {leaks}"
-        assert suite.run(tmp_path / "next", **edits).step == 5, "the next run of the process must be able to use it"
+        assert suite.run(tmp_path / "next", **edits).step == 5, (
+            "the next run in the same process must be able to use the part"
+        )
 
     def test_closing_is_always_allowed(self, tmp_path: Path) -> None:
         part = self.build(tmp_path / "unused")
@@ -189,7 +191,7 @@ class WatchdogSuite(_Observed):
     Attributes:
         config: Config of the watchdog, with a limit of about `seconds`, so that tests can see it act.
         seconds: Seconds without a beat after which it acts.
-        acted: Function from the run directory to whether it has acted, or None if a test cannot see or survive that.
+        acted: Returns whether the watchdog has acted, given the run directory. None if a test cannot see or survive its action.
     """
 
     slot = "watchdog"

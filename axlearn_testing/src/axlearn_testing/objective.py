@@ -57,7 +57,7 @@ class ObjectiveSuite:
         return {n: x for n, x in changed_values.items() if _valid(patch(self.config, {n: x}))}
 
     def program(self, devices: int = 1, objective: Node[Any] | None = None, **learner: Any) -> Program:
-        """Compose a training program of the model with this objective, or with another one."""
+        """Compose a training program for the model with this objective, or with the given one."""
         cfg = Trainer.Config(
             model=self.model,
             objective=objective or self.config,

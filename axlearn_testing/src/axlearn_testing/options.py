@@ -17,7 +17,7 @@ from axlearn_core.plugins.request import Request
 
 
 class CommandSuite:
-    """Tests for a command in the entry-point group `axlearn.commands`.
+    """Tests for a command in the `axlearn.commands` entry-point group.
 
     Attributes:
         name: Name of the entry point, such as `plan-search` for `axlearn plan search`.
@@ -56,7 +56,7 @@ class CommandSuite:
 
 
 class CommandOptionSuite:
-    """Tests for an option in the entry-point group `axlearn.options`.
+    """Tests for an option in the `axlearn.options` entry-point group.
 
     Attributes:
         command: Name of the command, such as `train`, or `plan-search` for `axlearn plan search`.

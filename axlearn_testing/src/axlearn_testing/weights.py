@@ -20,7 +20,7 @@ DEVICES = 8
 class WeightsSuite:
     """Tests that all weights must pass; see `axlearn_core.contracts.parts.Weights`.
 
-    Define `weights`, which opens them.
+    Subclasses define a `weights` method, which opens the weights to test.
     """
 
     def weights(self, tmp_path: Path) -> Weights:

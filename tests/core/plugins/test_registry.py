@@ -55,7 +55,7 @@ def test_two_distributions_with_one_name(install):
     assert "AXLEARN_PLUGINS=-axlearn-plugins-claim2" in message
     with pytest.raises(PluginError, match="'same'"):
         registry().entries("features")
-    assert registry().entry("features", "own1").load() == 1  # only the name that is claimed twice is out of reach
+    assert registry().entry("features", "own1").load() == 1  # only the name that is registered twice is out of reach
 
 
 def test_the_fix_that_a_conflict_names_works(install, monkeypatch):

@@ -122,4 +122,4 @@ def test_what_it_cannot_compile_for_is_refused(first_kernel):
 def test_a_jax_that_asks_in_another_way_compiles_for_hopper_only(monkeypatch):
     monkeypatch.setattr(compat, "MOSAIC", ("axlearn_core.errors", "axlearn_core.none"))
     assert mosaic.refusal("h100") is None
-    assert "compiles for Hopper only, and b200 is not a Hopper" in mosaic.refusal("b200")
+    assert "compiles only for Hopper, and b200 is not a Hopper GPU" in mosaic.refusal("b200")

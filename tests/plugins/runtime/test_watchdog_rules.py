@@ -136,8 +136,8 @@ def test_steps_that_become_slow_are_found_and_then_usual():
     for _ in range(4):
         clock.phase("step", 5)
     assert len(clock.alerts) == 1
-    assert "3 steps up to step" in clock.alerts[0][1]
-    assert "took 5 s; the usual time is 1 s" in clock.alerts[0][1]
+    assert "the last 3 steps (up to step " in clock.alerts[0][1]
+    assert "took up to 5 s; a step usually takes 1 s" in clock.alerts[0][1]
 
 
 def test_evaluation_and_saving_make_no_step_slow():

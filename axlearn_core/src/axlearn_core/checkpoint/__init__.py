@@ -1,4 +1,4 @@
-"""Checkpoints in a storage. `checkpoint.manifest` inspects checkpoints without importing JAX."""
+"""Checkpoints in local directories and remote storage. `checkpoint.manifest` inspects checkpoints without importing JAX."""
 
 from typing import TYPE_CHECKING
 

@@ -15,7 +15,7 @@ from axlearn_core.compat import coordination_client
 from axlearn_core.errors import WorkError
 
 PEER_SECONDS = 1800.0
-"""Timeout, in seconds, for other processes. It must exceed the duration of a save with the slowest storage."""
+"""Timeout, in seconds, for other processes. It must exceed the duration of the slowest save."""
 _GRACE = 60.0
 _numbers = count()
 

@@ -1,4 +1,4 @@
-"""Base class of checkpointers over a storage: background saves, atomic commits, ownership, and retention."""
+"""Base class of checkpointers that write to a `Storage`: background saves, atomic commits, ownership, and retention."""
 
 import json
 import logging
@@ -42,14 +42,15 @@ class ArrayReader(Protocol):
 
 TextFiles = Mapping[str, str | Callable[[], str]]
 WEIGHTS_ONLY = "weights_only"
-"""Key in `extra` of a checkpoint that only holds `step`, `params`, and `variables`, from which a run can start."""
+"""Key in `extra` of a checkpoint that contains only `step`, `params`, and `variables`, from which a run can start."""
 
 
 class StorageCheckpointer(Configurable):
     """Base class of checkpointers that store each step in a folder with a manifest.
 
-    It implements `axlearn_core.contracts.parts.Checkpointer`. `save` copies the state to host memory and returns; threads do
-    the rest. A checkpoint becomes visible when it is complete, so killing a process never leaves a partial checkpoint.
+    It implements `axlearn_core.contracts.parts.Checkpointer`. `save` copies the state to host memory and returns. Threads
+    write the files. A checkpoint becomes visible only when it is complete, so killing a process never leaves a partial
+    checkpoint.
 
     Subclasses write and read the files of arrays. They implement `_copy`, `_collect_files`, and `reader`.
 
@@ -58,8 +59,8 @@ class StorageCheckpointer(Configurable):
         files: Text files to store in each checkpoint, by name. A value is the text or a function that returns it.
         run: ID of the run that owns the saved checkpoints. Checkpoints of other runs are never deleted.
         on_result: See `axlearn_core.contracts.capabilities.ReportsSaves`.
-        max_saves_in_flight: Maximum number of concurrent saves. Another save waits for the oldest one.
-        layout_file: Path in the checkpoint of a file that every checkpoint of this class has.
+        max_saves_in_flight: Maximum number of concurrent saves. A further save waits for the oldest one.
+        layout_file: Path, inside a checkpoint, of a file that every checkpoint of this class has.
     """
 
     layout_file: str
@@ -76,7 +77,7 @@ class StorageCheckpointer(Configurable):
             best_metric: Name of one of the metrics passed to `save`.
             best_mode: `min` if smaller values are better, or `max`.
             uri: Location of the checkpoints, if not the run directory: a path, or a URI that a plugin supports.
-            max_failed_saves: Number of consecutive failed saves that only log a warning. Another failure stops training.
+            max_failed_saves: Number of consecutive failed saves that only log a warning. One more stops training.
         """
 
         every_steps: int = setting(default=500, ge=1)
@@ -112,7 +113,7 @@ class StorageCheckpointer(Configurable):
         raise NotImplementedError
 
     def _collect_files(self, folder: str) -> dict[str, dict[str, Any]]:
-        """Wait for the parts of all processes. Only process 0 calls this.
+        """Wait until all processes have written their parts. Only process 0 calls this.
 
         Args:
             folder: Staging folder of the step, with a trailing `/`.
@@ -169,8 +170,8 @@ class StorageCheckpointer(Configurable):
     ) -> bool:
         """Start saving a pytree of arrays, `extra`, and `files`.
 
-        Block while the maximum number of saves is in flight. The state may be donated after this returns. A failed save logs
-        a warning, until more than `max_failed_saves` consecutive saves have failed.
+        Blocks while the maximum number of saves is in flight. The state may be donated after this returns. A failed save
+        only logs a warning, unless more than `max_failed_saves` consecutive saves have failed.
 
         Args:
             step: Number of completed steps.
@@ -257,7 +258,7 @@ class StorageCheckpointer(Configurable):
 
         Raises:
             CheckpointError: If the step does not exist, if a file is damaged, or if arrays are missing, unexpected, or have
-                another shape.
+                the wrong shape.
         """
         checkpoint = self._verify_step(step)
         extra = self.read_extra(step)
@@ -303,7 +304,7 @@ class StorageCheckpointer(Configurable):
 
     def _load(self, checkpoint: Manifest, like: object, names: list[str]) -> Any:
         abstract = abstract_arrays(like, names)
-        # Read each byte once per job. Links between devices are faster than reading a storage from every replica.
+        # Read each byte once per job. Copying between devices is faster than reading from storage on every replica.
         places = {p: stream.spread_sharding(x.sharding, x.shape) for p, x in abstract.items()}
         loaded = self.reader(checkpoint).read(places)
         loaded = {p: jax.device_put(x, abstract[p].sharding) for p, x in loaded.items()}

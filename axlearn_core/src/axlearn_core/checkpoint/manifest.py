@@ -5,7 +5,7 @@ checkpoints/
     manifest.json     written last: owner, arrays, metrics, and the size and hash of every file
     extra.json        the `extra` argument of `save`
     config.yaml, ...  text files of the run
-    state/weights/    arrays of the model, in pieces with a hash each (see `shards`)
+    state/weights/    arrays of the model, as pieces with one hash each (see `shards`)
     state/others/     all other arrays of the training state, in the same format
   .140.partial/       a save in progress or interrupted; it is renamed to `140` when it is complete
 
@@ -72,7 +72,7 @@ class Manifest:
 
     Attributes:
         arrays: Arrays by dotted path in the training state. `ArrayInfo.path` differs from it if an earlier version stored the
-            array under another path; see `migrated`.
+            array under a different path; see `migrated`.
         files: `bytes` and `sha256` by path. Files of pieces have their hashes in an index instead.
         run: ID of the run that wrote the checkpoint, or empty if unknown.
     """
@@ -102,7 +102,7 @@ class Manifest:
 
 @attrs.frozen
 class Checkpoints:
-    """The checkpoints in a folder of a storage.
+    """The checkpoints in a storage folder.
 
     Attributes:
         name: Name of the location, for messages.

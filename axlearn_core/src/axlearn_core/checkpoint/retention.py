@@ -64,7 +64,7 @@ def clear_staging(place: Checkpoints, step: int, run: str) -> None:
     """Empty the staging folder of a step.
 
     Raises:
-        StorageError: If the folder contains files of another run.
+        StorageError: If the folder contains files of a different run.
     """
     storage, target = place.storage, f"{place.folder}{step}"
     folder = storage.staging(target)

@@ -4,8 +4,8 @@
     weights/0-1.bin   the next file, started when the first has `FILE` bytes
     weights/0.json    the index of process 0: shape, dtype, and pieces (file, offset, box, hash) of each array
 
-Processes hash and write their shards, each shard once per job. A reader with any mesh only reads the pieces that overlap its
-shards.
+Each shard is hashed and written once per job, by one of the processes that have it. A reader can use any mesh, and reads
+only the pieces that overlap its shards.
 """
 
 import hashlib
@@ -117,7 +117,7 @@ class Part:
 
 @attrs.define(eq=False)
 class BinaryFile:
-    """A file of parts, which are hashed while the file is written.
+    """A file that consists of parts. Each part is hashed while it is written.
 
     Attributes:
         hashes: Hash of each part that has been written.

@@ -89,7 +89,7 @@ def rebuild_state(like: object, names: Iterable[str], loaded: Mapping[str, jax.A
 def check_same(
     step: int, expected: Mapping[str, ArrayInfo], stored_arrays: Mapping[str, ArrayInfo], *, unexpected: bool
 ) -> None:
-    """Raise `CheckpointError` if arrays are missing, unexpected, or have another shape or dtype. List them all."""
+    """Raise one `CheckpointError` that lists all arrays that are missing, unexpected, or have the wrong shape or dtype."""
     problems = []
     for path, info in expected.items():
         if path not in stored_arrays:
@@ -109,7 +109,7 @@ def check_same(
 
 
 def _is_same(stored_array: ArrayInfo, expected: ArrayInfo) -> bool:
-    """Compare arrays. The dtype may differ if an earlier version stored the array under another path."""
+    """Compare arrays. The dtype may differ if an earlier version stored the array under a different path."""
     return stored_array.shape == expected.shape and (
         stored_array.dtype == expected.dtype or stored_array.path != expected.path
     )

@@ -1,4 +1,4 @@
-"""Open storages: `LocalStorage` for directories, and plugins (`axlearn_checkpoint_storage`) for other URI schemes."""
+"""Open a `Storage`: `LocalStorage` for directories, or a plugin's (`axlearn_checkpoint_storage`) for other URI schemes."""
 
 import os
 import re
@@ -174,7 +174,7 @@ def open_storage(uri: str | Path, plugins: Host | None = None) -> Storage:
 
     Raises:
         RequestError: If no plugin supports the URI scheme.
-        PluginError: If several plugins support it, or if the storage lacks required methods.
+        PluginError: If several plugins support it, or if the plugin's storage lacks required methods.
     """
     text = str(uri)
     parts = urlsplit(text)

@@ -1,4 +1,4 @@
-"""Read sharded arrays from pieces in a storage. Each piece is read once, verified, and copied to its shards."""
+"""Read sharded arrays from pieces in storage. Each piece is read once, verified, and copied to its shards."""
 
 import hashlib
 import math
@@ -29,7 +29,7 @@ class DamagedError(Exception):
 def read_index(
     storage: Storage, root: str, files: Mapping[str, Mapping[str, Any]], folder: str = WEIGHTS
 ) -> dict[str, StoredArray]:
-    """Read the index of a folder of a checkpoint. Return its arrays by path.
+    """Read the index of a folder in a checkpoint. Return the folder's arrays by path.
 
     Args:
         storage: Storage of the checkpoint.

@@ -97,7 +97,7 @@ class PartWriter:
         buffers: Host memory for copies.
         pool: Threads that write the files.
         rate: Rate limit of all writers.
-        alone: If True, write a complete checkpoint of the shards on this process, including replicas.
+        alone: If True, write a complete checkpoint from the shards on this process, including replicas.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class PartWriter:
             immediately because files are written concurrently.
         """
         buffer = self.buffers.take(data.nbytes, wait=False)
-        if buffer is None:  # files that are not full yet may hold the memory
+        if buffer is None:  # files that are not full yet may occupy the memory
             self._flush()
             buffer = self.buffers.take(data.nbytes)
         assert buffer is not None

@@ -1,4 +1,4 @@
-"""Names of the commands of the core and of plugins. This module does not import the commands.
+"""Names of all commands, from the core and from plugins. This module does not import the commands.
 
 The name of a command defines its parent: `checkpoint-list` is `axlearn checkpoint list`, because `checkpoint` is a command.
 """
@@ -53,7 +53,7 @@ def parent(name: str) -> str | None:
 
 
 def children(name: str) -> dict[str, str]:
-    """Return the direct subcommands of plugins: the full name of each, by its last word."""
+    """Return the direct subcommands that plugins add: each full name, by its last word."""
     names = sorted(n for n in plugin_commands() if n.startswith(f"{name}-") and parent(n) == name)
     return {n.removeprefix(f"{name}-"): n for n in names}
 

@@ -1,4 +1,4 @@
-"""Shared helpers of commands: request options, shell completion, and printing of results."""
+"""Helpers for commands: request options, shell completion, and printing of results."""
 
 import functools
 import json
@@ -20,7 +20,7 @@ from axlearn_core.plugins.registry import Group, registry
 _MIN_WIDTH = 20
 """Minimum width of a wrapped column, in characters. Narrower columns would be hard to read."""
 
-json_option = click.option("--json", "as_json", is_flag=True, help='Print a JSON list of objects with "name".')
+json_option = click.option("--json", "as_json", is_flag=True, help='Print a JSON list of objects, each with a "name".')
 
 
 def complete_experiments(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -59,7 +59,7 @@ REQUEST_OPTIONS = (
         "--without",
         multiple=True,
         metavar="FEATURE",
-        help="Remove a feature of the file; repeatable.",
+        help="Remove a feature that the file or the mesh rule adds; repeatable.",
         shell_complete=complete_features,
     ),
     click.option("--set", "set_", multiple=True, metavar="PATH=VALUE", help="Set a value; PATH may contain * and **."),
@@ -71,7 +71,7 @@ REQUEST_OPTIONS = (
 
 
 def request_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --with, --without, --set, --target, --layout and --steps to a command with an argument `experiment`.
+    """Add --with, --without, --set, --target, --layout and --steps to a command with an `experiment` argument.
 
     The command receives a `request` (`axlearn_core.plugins.request.Request`) in place of these options and the argument.
     """

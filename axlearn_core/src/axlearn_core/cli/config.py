@@ -1,4 +1,4 @@
-"""The command `axlearn config`: show, compare, explain, and check configs."""
+"""The `axlearn config` command: show, compare, explain, and check configs."""
 
 import re
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ def config(context: click.Context) -> None:
 def show(request: Request, flat: bool, as_json: bool) -> None:
     """Print the resolved config as YAML.
 
-    Commands accept the output as a file in place of an experiment.
+    Save the YAML to a file, and any command accepts the file in place of EXPERIMENT.
     """
     resolved = resolve(request)
     values = flatten(resolved.config, resolved.names.display_name)

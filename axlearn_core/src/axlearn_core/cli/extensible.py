@@ -21,10 +21,10 @@ _PLUGIN_VALUES = "axlearn.options"
 class ExtensibleCommand(click.Command):
     """A command with its own action that plugins can extend with subcommands and options.
 
-    - The entry point `NAME-WORD` in the group `axlearn.commands` adds the subcommand WORD to the command NAME. It also works as
-      a flag: `axlearn plan EXPERIMENT --search` is equivalent to `axlearn plan search EXPERIMENT`.
-    - The entry point `NAME--OPTION` in the group `axlearn.options` adds a `CommandOption` to the command NAME, which must use
-      `request_options`.
+    - The entry point `NAME-WORD` in the `axlearn.commands` group adds the subcommand WORD to the command NAME. It also works
+      as a flag: `axlearn plan EXPERIMENT --search` is equivalent to `axlearn plan search EXPERIMENT`.
+    - The entry point `NAME--OPTION` in the `axlearn.options` group adds a `CommandOption` to the command NAME, which must
+      use `request_options`.
 
     The click command must have the name of its entry point: `@click.command("plan-search", cls=ExtensibleCommand)`.
     """
@@ -148,7 +148,7 @@ class ExtensibleCommand(click.Command):
         return click.UsageError(message, error.ctx)
 
     def _add_hint(self, args: Sequence[str], error: click.UsageError) -> click.UsageError:
-        """Suggest the subcommand that the first word resembles, or that comes after other words."""
+        """Suggest a subcommand if the first word resembles its name, or if its name comes after other words."""
         subcommands = children(self.entry_name)
         similar = difflib.get_close_matches(args[0], subcommands, n=1) if args else []
         suggestions = [*similar, *(arg for arg in args if arg in subcommands)]
@@ -212,7 +212,7 @@ def check_option(entry: "Entry") -> None:
 
 
 def _find_longest_path(name: str, words: set[str]) -> list[str]:
-    """Return the longest path of subcommands, starting at a command, that consists of the given words."""
+    """Return the longest chain of subcommands, starting at a command, that consists of the given words."""
     paths = (
         [word, *_find_longest_path(child, words - {word})] for word, child in children(name).items() if word in words
     )

@@ -1,4 +1,4 @@
-"""The groups `axlearn bench` and `axlearn checkpoint`. Plugins register their commands as `GROUP-NAME`."""
+"""The `axlearn bench` and `axlearn checkpoint` groups. Plugins register their commands as `GROUP-NAME`."""
 
 import click
 
@@ -17,6 +17,6 @@ def bench() -> None:
 def checkpoint() -> None:
     """List, inspect and convert checkpoints.
 
-    Plugins add the commands: axlearn-plugins-tools adds `list` and `inspect`, and axlearn-plugins-models adds `import-hf` and
-    `export-hf`.
+    The commands come from plugins: `list` and `inspect` from axlearn-plugins-tools, `import-hf` and `export-hf` from
+    axlearn-plugins-models, `import-orbax` and `export-orbax` from axlearn-plugins-orbax.
     """

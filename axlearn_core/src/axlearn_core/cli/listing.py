@@ -1,4 +1,4 @@
-"""The commands `axlearn experiments`, `axlearn features` and `axlearn plugins`, which list installed plugins."""
+"""The `axlearn experiments`, `axlearn features` and `axlearn plugins` commands, which list what plugins provide."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def features() -> None:
 @features.command("list")
 @json_option
 def list_features(as_json: bool) -> None:
-    """List the installed features, without importing them."""
+    """List the installed features without importing them."""
     _print_entries("features", as_json)
 
 

@@ -1,4 +1,4 @@
-"""The command `axlearn`. Subcommands are imported on use, so `--help` imports neither JAX nor configs nor plugins."""
+"""The `axlearn` command. Subcommands are imported on use, so `--help` imports neither JAX nor configs nor plugins."""
 
 import difflib
 import importlib
@@ -12,11 +12,11 @@ from click.shell_completion import CompletionItem
 
 from axlearn_core.cli.commands import COMMANDS, children, command_line, parent, plugin_commands
 
-_TRAINING_COMMANDS = ("train", "bench")  # these restart the process with other settings of the C library
+_TRAINING_COMMANDS = ("train", "bench")  # these restart the process with different settings for the C library
 
 
 class Commands(click.Group):
-    """The top-level group: commands of the core and of plugins. It converts errors to exit codes."""
+    """The top-level group, which has the commands of the core and of plugins. It converts errors to exit codes."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return all names, starting with the commands of the core."""
@@ -80,7 +80,7 @@ class Commands(click.Group):
 
 
 class Group(click.Group):
-    """A group of subcommands of the core and of plugins, which register them as `GROUP-NAME`."""
+    """A group of subcommands from the core and from plugins. Plugins register theirs as `GROUP-NAME`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return all names."""

@@ -1,4 +1,4 @@
-"""The command `axlearn train`."""
+"""The `axlearn train` command."""
 
 import shlex
 import sys
@@ -14,14 +14,16 @@ from axlearn_core.cli.terminal import echo
 @click.command(cls=ExtensibleCommand)
 @experiment_argument
 @request_options
-@click.option("--run-dir", metavar="DIR|URI", help="Run directory (default: runs/<experiment>-<hash of the config>).")
+@click.option(
+    "--run-dir", metavar="DIR|URI", help="Run directory (default: runs/<experiment>-<hash of the mathematics>)."
+)
 @click.option(
     "--restore-step",
     metavar="N",
     type=click.IntRange(min=1),
     help="Step of the checkpoint to restore (default: the newest).",
 )
-@click.option("--allow-drift", is_flag=True, help="Resume a run although its computation changed.")
+@click.option("--allow-drift", is_flag=True, help="Resume although the mathematics or the data changed.")
 @click.option("--dry-run", is_flag=True, help="Print what would run, without writing files.")
 @click.option("--restart", is_flag=True, help="Start at step 0; renames earlier metrics and checkpoints.")
 def train(
@@ -29,7 +31,8 @@ def train(
 ) -> None:
     """Train an experiment, or resume its run.
 
-    Resumes from the newest checkpoint in the run directory. Ctrl-C saves a checkpoint and prints the command to resume.
+    Resumes from the newest checkpoint in the run directory. With axlearn-plugins-runtime, Ctrl-C saves a
+    checkpoint and prints the command to resume.
     """
     run_training(request, run_dir, allow_drift, dry_run, restore_step, restart)
 

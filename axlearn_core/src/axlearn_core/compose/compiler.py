@@ -1,4 +1,4 @@
-"""Trace, lower, and compile named functions for one mesh."""
+"""Trace, lower, and compile named functions for a mesh."""
 
 import functools
 import os
@@ -37,7 +37,7 @@ class Compiler:
         platform: Platform of the devices, which determines the available kernels.
         parts: Abstract arrays with shardings for each `Part`.
         mesh: Mesh config.
-        kernel_notes: Reports calls that do not use the kernel in the config.
+        kernel_notes: Reports calls that do not use the kernel that the config names.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Compiler:
         return merge_options(self.target.compiler_options if self.target else {}, choices, self.mesh.compiler_options)
 
     def options(self, name: str) -> dict[str, Any]:
-        """Return the XLA options of a traced function: `compiler_options` and the options that its kernels require.
+        """Return the XLA options for a traced function: `compiler_options`, and the options that its kernels require.
 
         Raises:
             ConfigError, PluginError: See `merge_options`.
@@ -135,7 +135,7 @@ class Compiler:
             options: XLA options. The function's options override them.
 
         Raises:
-            RequestError: If the function is unknown, or if its executable was compiled from another program.
+            RequestError: If the function is unknown, or if its executable was compiled from a different program.
             ConfigError: If the compiler rejects one of the config's options.
         """
         key = (name, _bucket_key(bucket), *sorted(options.items()))
@@ -263,9 +263,9 @@ class Compiler:
         """Use the compiled functions in a directory that `export` wrote, instead of compiling them. Return their names.
 
         Executables contain native code, so only load your own exports. Each executable is loaded when it is first needed. It
-        must match the program that would be compiled, the versions of JAX and the compiler, and the kind of devices and host.
-        To compare programs, this traces and lowers them, unless `identity` is given and equals the exported identity. The
-        caller is responsible for equal identities implying equal programs.
+        must match the program that would be compiled, the versions of JAX and the compiler, and the kind of devices and
+        host. To compare programs, this traces and lowers them, unless `identity` is given and equals the exported identity.
+        The caller must ensure that equal identities imply equal programs.
 
         Raises:
             RequestError: If the directory is not an export or is damaged, or if the version, machine, or identity differs.

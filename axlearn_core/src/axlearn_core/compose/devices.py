@@ -34,7 +34,7 @@ def cpu(machine: Machine) -> Sequence[Any]:
     """Return the virtual CPU devices of a machine.
 
     Raises:
-        RequestError: If JAX has already started with another number of devices.
+        RequestError: If JAX has already started with a different number of devices.
     """
     virtual(machine.devices)
     return _check_count(machine, jax.devices("cpu"))

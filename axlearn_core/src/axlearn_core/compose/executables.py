@@ -102,7 +102,7 @@ def write(
     identity: Mapping[str, str] | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write compiled functions atomically to a new directory that only this user can write.
+    """Write compiled functions atomically to a new directory that only this user can write to.
 
     In a job with several processes, one process writes the executables for all.
 

@@ -9,9 +9,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
 def count_flops(function: Callable[..., Any], *args: object) -> int:
-    """Return the FLOPs of matrix products and convolutions in `function(*args)`. A multiply-add counts as two.
+    """Return the FLOPs of the matrix multiplications and convolutions in `function(*args)`. A multiply-add counts as two.
 
-    Scans count by their length. A `while` loop counts once, and a conditional counts its most expensive branch.
+    The body of a scan counts once per iteration, and the body of a `while` loop counts once. Only the most expensive branch of
+    a conditional counts.
     """
     return _count(jax.make_jaxpr(function)(*args).jaxpr)
 
@@ -22,7 +23,7 @@ def equation_flops(eqn: Any) -> int:
     if name == "dot_general":
         contracted = math.prod(eqn.invars[0].aval.shape[d] for d in params["dimension_numbers"][0][0])
         return 2 * contracted * math.prod(eqn.outvars[0].aval.shape)
-    if name == "ragged_dot_general":  # each row is multiplied with one matrix, also if groups split the contraction
+    if name == "ragged_dot_general":  # each row is multiplied by one matrix, also if groups split the contraction
         ragged = params["ragged_dot_dimension_numbers"]
         lhs, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
         summed = ragged.dot_dimension_numbers[0][0]

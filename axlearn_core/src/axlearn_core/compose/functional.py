@@ -1,7 +1,7 @@
 """Represent a model as pure functions over flat dicts of arrays: `{"decoder.layer.attention.query.weight": array}`.
 
-The keys are module paths. Path patterns, checkpoints, and name tables of other libraries all use them. There are four kinds of
-`nnx.Variable`: parameters (`nnx.Param`), random streams (`nnx.RngState`, see `nn.randomness`), totals of a step
+The keys are module paths. Path patterns, checkpoints, and the tables that map names from other libraries all use them. There
+are four kinds of `nnx.Variable`: parameters (`nnx.Param`), random streams (`nnx.RngState`, see `nn.randomness`), step totals
 (`nn.variables.StepTotal`), and all others, which are called the model's variables.
 """
 
@@ -37,7 +37,7 @@ class ModelWeights:
 
 @attrs.frozen(eq=False)
 class Functional:
-    """A model split into its structure and its arrays.
+    """A model, split into its structure and its arrays.
 
     Attributes:
         abstract: `jax.ShapeDtypeStruct` of each parameter by path.
@@ -74,11 +74,11 @@ class Functional:
             offered: Arguments for the config's `build`, in addition to `rngs`.
 
         Raises:
-            ConfigError: If a module holds arrays outside variables or belongs to another library.
+            ConfigError: If a module has arrays outside variables, or belongs to a library other than flax.nnx.
         """
 
         def build(key: jax.Array) -> Any:
-            # Parameters have a separate stream, so that modules that draw other random numbers do not change their values.
+            # Parameters have a separate stream. Their values therefore do not depend on other random numbers that modules draw.
             rngs = nnx.Rngs(params=key, default=jax.random.fold_in(key, 1))
             with nnx.use_eager_sharding(False):  # axis names are logical, so the program shards instead of flax
                 return module_checks.check_part(config.build(rngs=rngs, **offered), config)
@@ -214,7 +214,7 @@ class Functional:
     def end_step(self, params: Params, variables: Params) -> Params:
         """Call `end_step` of each module after the last microbatch of a training step. Return the new variables.
 
-        Arrays of stacked layers have a leading axis `layers`. Traceable.
+        Arrays of stacked layers have a leading `layers` axis. Traceable.
         """
         model = self.bind(params, variables)
         modules: list[Any] = [module for _, module in nnx.iter_modules(model) if isinstance(module, EndsStep)]

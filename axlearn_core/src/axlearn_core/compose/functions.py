@@ -48,8 +48,8 @@ class Function:
             decide.
         donate: Positions of the donated arguments.
         differentiates: True if the function computes gradients. Otherwise, kernels without a backward pass are allowed.
-        required_kernels: Names of the ops that must use the kernel in the config. This applies to every op if the function
-            differentiates. Other ops may fall back to another kernel, which is reported.
+        required_kernels: Names of the ops that must use the kernel that the config names. This applies to every op if the
+            function differentiates. Other ops may fall back to a different kernel, which is reported.
         runs_once: Optimize compile time instead of run time.
         by_bucket: Pass the bucket to `call` as the last argument, which is static.
         of_model: Pass the bound model to `call` as the first argument. Only for functions that a model declares.

@@ -1,7 +1,8 @@
-"""Identity of a compiled program: everything that it depends on, by name, without tracing it.
+"""Compute the identity of a compiled program without tracing it: everything that the program depends on, by name.
 
 Equal identities imply equal programs, and only this module defines them. `executables` compares the circumstances of every
-export. The compiled step of a run and the programs of a server also compare the identity, and are loaded without tracing.
+export. For the compiled step of a run and the programs of a server, the identity is compared too, so that they can be loaded
+without tracing.
 """
 
 import functools
@@ -33,7 +34,7 @@ from axlearn_core.plugins.registry import normalize_name
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NEURON_CC_FLAGS")
 """Environment variables that compilers read."""
 _OUTPUT_FLAGS = re.compile(r"--xla_force_host_platform_device_count=\S*|--xla\w*_dump\w*(=\S*)?")
-"""Flags for the number of virtual devices, which exports compare separately, and for output folders."""
+"""Flags that do not affect programs: output folders, and the number of virtual devices, which exports compare separately."""
 _NO_PROGRAM = frozenset(
     {
         *(
@@ -111,7 +112,7 @@ def program_identity(
     parts["arrays"] = _digest_arrays(program.parts)
     parts["target"] = program.target.name if program.target else ""
     parts["processes"] = str(len({device.process_index for device in program.layout.mesh.devices.flat}))
-    parts["AXLEARN_PLUGINS"] = os.environ.get("AXLEARN_PLUGINS", "")  # a blocked plugin provides no kernels
+    parts["AXLEARN_PLUGINS"] = os.environ.get("AXLEARN_PLUGINS", "")  # a blocked plugin does not provide kernels
     parts["python"] = platform.python_version()
     parts |= {f"version of {name}": version for name, version in dependency_versions(frozenset(packages)).items()}
     return {**parts, **circumstances(), **{f"code of {name}": digest for name, digest in source_hashes().items()}}
@@ -127,7 +128,7 @@ def plugin_packages() -> tuple[str, ...]:
 
 
 def source_hashes() -> Mapping[str, str]:
-    """Return 16 hex digits of the SHA-256 of the source and libraries of each of `plugin_packages`, by package."""
+    """Hash the source and libraries of each package in `plugin_packages`. Return 16 hex digits of SHA-256 by package."""
     return {name: _hash_package(name) for name in plugin_packages()}
 
 

@@ -1,4 +1,4 @@
-"""Report calls that do not use the kernel in the config."""
+"""Report calls that do not use the kernel that the config names."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ class KernelNotes:
 
 
 def replaced_kernels(function: str, choices: Sequence[Choice]) -> list[Decision]:
-    """Return the decisions to use another kernel than the one in the config."""
+    """Return the decisions to use a different kernel from the one that the config names."""
     replaced = [choice for choice in choices if choice.named not in (None, choice.name)]
     decisions = [
         Decision(

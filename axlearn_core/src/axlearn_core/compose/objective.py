@@ -30,7 +30,7 @@ class FrozenModel(nnx.Module):
     """A frozen model inside an objective, such as a reference model or a teacher.
 
     Attributes:
-        weights: Path or URI of its weights for `open_weights`. None uses the weights that training starts with.
+        weights: Path or URI of its weights, which `open_weights` reads. None uses the weights that training starts with.
         functional: The model as pure functions.
     """
 
@@ -133,7 +133,7 @@ class ModelAndObjective:
 
     @property
     def specs(self) -> ModelWeights:
-        """Abstract weights of both."""
+        """Abstract weights of the model and the objective."""
         return ModelWeights(self.abstract, self.variables)
 
     @property
@@ -188,7 +188,7 @@ class ModelAndObjective:
         )
 
     def of_model(self, weights: ModelWeights) -> ModelWeights:
-        """Select the weights of the model from the weights of both."""
+        """Select the model's weights from the weights of the model and the objective."""
         if self.objective is None:
             return weights
         return ModelWeights(
@@ -201,7 +201,7 @@ class ModelAndObjective:
         return self.objective.bind(_without_prefix(params), _without_prefix(variables), key)
 
     def variables_of(self, model: object, objective: object = None) -> Params:
-        """Return the variables of both after their calls."""
+        """Return the variables of the model and the objective after their calls."""
         added = {} if self.objective is None else _with_prefix(self.objective.variables_of(objective))
         return {**self.model.variables_of(model), **added}
 

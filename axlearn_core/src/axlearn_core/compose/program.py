@@ -26,7 +26,7 @@ from axlearn_core.errors import ConfigError
 from axlearn_core.plugins.manager import host
 
 SMALL_BATCH = 2**20
-"""Maximum size, in bytes, of a batch that is copied an extra time because this is faster than calls in Python."""
+"""Maximum size, in bytes, of a batch that is copied once more. The copy is faster than the Python calls that avoid it."""
 
 BatchShapes = Mapping[str, tuple[tuple[int, ...], Any]]
 """Shape and dtype of each array of a batch by name."""
@@ -186,7 +186,7 @@ def _global(sharding: NamedSharding, value: Any) -> jax.Array:
         shape = (value.shape[0] * jax.process_count(), *value.shape[1:])
         shards = {(index[0].start, d.process_index) for d, index in sharding.devices_indices_map(shape).items()}
         if len(shards) > len({start for start, _ in shards}):
-            # An axis that does not shard the batch spans processes, so several processes need the same rows.
+            # A mesh axis that does not shard the batch spans processes, so several processes need the same rows.
             whole = multihost_utils.process_allgather(value, tiled=True)
             return jax.make_array_from_callback(shape, sharding, lambda index: whole[index])
     return jax.make_array_from_process_local_data(sharding, value)

@@ -1,6 +1,6 @@
 """Assets: files that belong to a run, such as its tokenizer.
 
-A field declared with `setting(asset=True)` holds the path of an asset. Every run keeps a copy of the file, and the run's
+A field declared with `setting(asset=True)` contains the path of an asset. Every run keeps a copy of the file, and the run's
 config refers to the copy by a relative path:
 
     input:
@@ -25,21 +25,21 @@ from axlearn_core.config.tree import children, join, with_children
 log = logging.getLogger(__name__)
 
 FOLDER = "files"
-"""Folder of a run that holds its assets."""
+"""Folder in a run directory that contains the run's assets."""
 _IMPORTED = "huggingface"
 """Folder of an imported run in which earlier versions stored files next to the tokenizer."""
 
 
 @attrs.frozen
 class Asset:
-    """A config field that holds the path of an asset.
+    """A config field that contains the path of an asset.
 
     Attributes:
         node: Dotted path of the node.
         field: Name of the field.
         value: Value of the field.
         siblings: Names of related files in the same folder as the asset.
-        folder: Name of the folder below `FOLDER` that holds the run's copy.
+        folder: Name of the folder below `FOLDER` that contains the run's copy.
     """
 
     node: str
@@ -65,7 +65,7 @@ def file_name(path: str) -> str:
 
 
 def map_assets(tree: Any, function: Callable[[Asset], str]) -> Any:
-    """Replace the value of each asset by the result of `function`, in the order of the tree."""
+    """Replace the value of each asset with the result of `function`, in the order of the tree."""
     return _map(tree, "", function)
 
 
@@ -105,7 +105,7 @@ def portable(tree: Any, keep: Callable[[Asset], bool] = lambda asset: False) -> 
         keep: Returns True for an asset that stays outside the run.
 
     Returns:
-        The new config, and the assets to copy by their path in the run. Two fields with the same path share a copy.
+        The new config, and the assets to copy by their path in the run. Fields with the same path share one copy.
     """
     copies: dict[str, Asset] = {}
     by_source: dict[tuple[str, tuple[str, ...]], str] = {}
@@ -201,7 +201,7 @@ def attach(tree: Any, run: RunFolder, *, earlier: bool = True) -> tuple[Any, lis
 
 
 def with_equal_names(tree: Any, other: Any) -> Any:
-    """Replace each asset by the one of `other` if they have equal contents, so that a diff omits copies."""
+    """Replace each asset path with the one in `other` if the files have equal contents. A diff then omits copies."""
     originals = {asset.path: asset.value for asset in assets(other)}
 
     def named(asset: Asset) -> str:

@@ -46,7 +46,7 @@ class Configured(Node[Any]):
         if "key" in interface_fields(cls) and "key" not in offered and "rngs" in offered:
             offered = {**offered, "key": offered["rngs"].params()}
         node, rest = take(self, offered)
-        precision = rest.pop("precision", None)  # flax uses this name for the precision of products
+        precision = rest.pop("precision", None)  # flax uses this name for the precision of matrix multiplications
         rest |= _dtypes(cls, precision)
         settings, fields = {}, fields_of(node)
         for attribute in attrs.fields(cls):
@@ -153,7 +153,9 @@ def _unknown_parameter(function: object, name: str, names: Sequence[str]) -> Req
 
 def configured_class(function: Callable[..., Any], interface_names: tuple[str, ...] = ()) -> type[Node[Any]]:
     """Return the node class of a callable. The class is cached."""
-    return _make_class(function, interface_names)  # the cache would treat f(a) and f(a, ()) as different calls
+    return _make_class(
+        function, interface_names
+    )  # pass both, because the cache would treat f(a) and f(a, ()) as different calls
 
 
 @functools.cache

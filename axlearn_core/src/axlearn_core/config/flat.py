@@ -63,7 +63,7 @@ def flatten(tree: object, name_of: Callable[[Any], str] = qualified_name) -> dic
 
 
 def field_kind(value: Node[Any], name: str) -> Kind | None:
-    """Return the kind of a field, or None if it inherits the kind of the slot that holds the node.
+    """Return the kind of a field, or None if it inherits the kind of the slot that contains the node.
 
     If a class adds a field to the class that it `computes_like`, the field counts as execution at its default value.
     """

@@ -10,7 +10,7 @@
 | `training` | how a model is trained, but not the function of the trained model | `linear.init`, `router.z_loss` |
 | `precision` | the dtypes of computation and storage | `model.dtype` |
 
-The innermost mark along a path applies. Replacing a class by one that `computes_like` it counts as execution.
+The innermost mark along a path applies. Replacing a class with one that `computes_like` it counts as execution.
 """
 
 from typing import Any, get_args

@@ -10,9 +10,8 @@
 
     layer = RMSNorm.Config(eps=1e-5).build(dim=512, rngs=rngs)
 
-A node is a value: frozen, hashable, comparable, and picklable. A parent offers interface dimensions when it builds a
-child. The child receives those that it declares, either as `interface()` fields of its config or as arguments of its
-constructor.
+A node is a value: frozen, hashable, comparable, and picklable. When a parent builds a child, it offers dimensions. The child
+receives those that it declares, either as `interface()` fields of its config or as arguments of its constructor.
 
 A field can declare what it affects: `setting(default=None, kind="execution")`. See `axlearn_core.config.kinds`.
 """
@@ -77,9 +76,9 @@ def setting(
     Args:
         default: Default value.
         kind: Kind of this field and of every unmarked field below it. If None, the field inherits the kind of the slot
-            that holds its node. The root has kind `mathematics`.
-        hide_default: Omit the field from files, hashes, and diffs while it has its default value. Use this to add a
-            field to a class without changing existing configs.
+            that contains its node. The root has the kind `mathematics`.
+        hide_default: Omit the field from files, hashes, and diffs if it has its default value. Use this to add a field to a
+            class without changing existing configs.
         asset: The value is a path to a file, and every run keeps a copy of that file. The field has type `str | None`.
             See `axlearn_core.config.assets`.
         siblings: Names of files in the same folder as the asset. A run copies the ones that exist.

@@ -1,9 +1,9 @@
-"""Arguments that a slot offers to the component that it holds.
+"""Arguments that a slot offers to its component.
 
     @offers("directory")
     class Checkpointer(Protocol): ...
 
-With this declaration, the parent of a field `checkpointer: Node[Checkpointer]` calls `build(directory=...)`. A component
+With this declaration, a parent with the field `checkpointer: Node[Checkpointer]` calls `build(directory=...)`. A component
 declares the arguments that it needs as `interface()` fields or as keyword arguments of its constructor. The config check
 reports a component that requires an argument its slot does not offer, before anything is built.
 """
@@ -22,7 +22,7 @@ P = TypeVar("P", bound=type)
 
 
 def offers(*names: str) -> Callable[[P], P]:
-    """Declare on a protocol which arguments a parent passes to `build` of a component in such a slot."""
+    """Declare which arguments a parent passes to `build` of a component that implements the protocol."""
 
     def declare(protocol: P) -> P:
         protocol.__offers__ = frozenset(names)  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ class Role:
 
 
 class StackRole(Role, fields=("mode", "remat")):
-    """A stack of layers: `mode` is `scan` or `unrolled`, and `remat` says what the backward pass recomputes of a layer."""
+    """A stack of layers: `mode` is `scan` or `unrolled`, and `remat` says which parts of a layer the backward pass recomputes."""
 
     __slots__ = ()
 

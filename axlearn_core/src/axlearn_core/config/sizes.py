@@ -1,6 +1,6 @@
-"""Sizes relative to another size, resolved when the layer is built.
+"""Sizes relative to a base size, which are resolved when the layer is built.
 
-Features can therefore stay independent of values that the user may change later.
+A feature can therefore set such a size without knowing the base size, which the user may change later.
 """
 
 from axlearn_core.config.node import Node, node, setting

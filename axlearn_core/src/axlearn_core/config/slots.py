@@ -11,7 +11,7 @@ from axlearn_core.errors import Problem
 
 
 def wrong_parts(value: Node[Any]) -> Iterator[Problem]:
-    """Yield a problem for each direct child whose class lacks methods of its slot's protocol.
+    """Yield a problem for each direct child whose class lacks a method of its slot's protocol.
 
     Only methods of classes are checked. Attributes exist only on instances, and the result of a factory function is
     unknown until it is called.
@@ -83,7 +83,7 @@ def _protocol(annotation: object) -> type | None:
 
 
 def _nodes(value: object, path: str) -> Iterator[tuple[str, Node[Any]]]:
-    """Yield the nodes in a slot, which holds a node, a tuple, or a mapping."""
+    """Yield the nodes in a slot, whose value is a node, a tuple, or a mapping."""
     if isinstance(value, Node):
         yield path, value
     elif isinstance(value, tuple):

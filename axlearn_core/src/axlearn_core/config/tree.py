@@ -56,7 +56,7 @@ def walk(tree: object, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from walk(child, join(path, name))
 
 
-def map(tree: object, function: Callable[[Any], Any]) -> Any:  # the name of this operation everywhere
+def map(tree: object, function: Callable[[Any], Any]) -> Any:  # the usual name of this operation
     """Apply `function` to every node, children first. Do not visit the nodes that it returns."""
     tree = with_children(tree, {k: map(v, function) for k, v in children(tree).items()})
     return function(tree) if isinstance(tree, Node) else tree
@@ -230,7 +230,7 @@ def _set(tree: object, parts: list[str], value: object, parent: str) -> Any:
 
 
 def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str, ...] = ()) -> Any:
-    """Replace every `target` node by `new` and keep the fields that both have.
+    """Replace every `target` node with `new` and keep the fields that both have.
 
     A field of the old node, including its children, is kept if `new` has the field and leaves it at its default.
     Replacement does not descend into the new nodes and does not match them again, so it is idempotent.

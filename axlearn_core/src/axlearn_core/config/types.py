@@ -1,7 +1,7 @@
 """Check values against type annotations, strictly: `True` is not an int, 2.9 is not an int, "false" is not a bool.
 
 Values are converted only to a canonical immutable form. Lists become tuples, mappings become `immutabledict`, and an int
-in a float field becomes a float, so `1` and `1.0` give equal configs.
+in a float field becomes a float, so configs with `1` and `1.0` are equal.
 """
 
 import collections.abc

@@ -112,7 +112,7 @@ class _Reader:
     problems: list[Problem] = attrs.field(factory=list)
 
     def read(self, part: Part, path: str, line: int | None = None, above: tuple[Part, ...] = ()) -> Any:
-        """Convert a YAML node. `above` holds its ancestors."""
+        """Convert a YAML node. `above` contains its ancestors."""
         self.count += 1  # counts each use of an alias
         if self.count > MAX_VALUES or len(self.problems) > MAX_VALUES:
             raise _TooMuch(f"more than {MAX_VALUES:,} values, aliases expanded", f"at most {MAX_VALUES:,}", part)
@@ -135,7 +135,7 @@ class _Reader:
         try:
             return self.yaml.constructor.construct_object(part)
         except (ValueError, LookupError, ArithmeticError, AttributeError, TypeError) as error:
-            # The value does not match its explicit tag.
+            # The scalar does not match its explicit tag.
             kind = part.tag.removeprefix(_TAG)
             return self._problem(path, f"does not match the tag !!{kind}: {str(error).partition(';')[0]}", part)
 

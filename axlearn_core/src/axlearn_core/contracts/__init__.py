@@ -1,1 +1,1 @@
-"""What the replaceable parts promise each other: protocols with shapes, axes and units. Imports no JAX at run time."""
+"""Protocols between the replaceable parts, with shapes, axes and units. This package does not import JAX at run time."""

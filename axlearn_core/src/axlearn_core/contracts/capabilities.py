@@ -1,4 +1,4 @@
-"""Optional capabilities of components. Callers test for them with `isinstance` and do without them otherwise."""
+"""Optional capabilities of components. Callers test for a capability with `isinstance`, and work without it too."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class DescribesPosition(Protocol):
 
 @runtime_checkable
 class StacksMaps(Protocol):
-    """A linear layer that can also hold a stack of weights, such as those of experts."""
+    """A linear layer that can also have a stack of weights, for example one weight per expert."""
 
     def grouped(self, x: jax.Array, product: Any) -> jax.Array:
         """Apply a stack of layers, each to its group of rows; see `axlearn_core.nn.linear.Linear.grouped`."""
@@ -123,7 +123,7 @@ class HasLearningRate(Protocol):
 
 @runtime_checkable
 class PlacesState(Protocol):
-    """A learner that does not keep its state with the parameters, but in host memory for example."""
+    """A learner that chooses where its state is stored, for example in host memory instead of next to the parameters."""
 
     def place(self, shardings: Any, state: Any) -> Any:
         """Return the shardings of the learner's state.
@@ -153,13 +153,13 @@ class ObservesSteps(Protocol):
     """A watchdog that inspects the results of steps."""
 
     def observe(self, step: int, values: Mapping[str, float]) -> None:
-        """Called after each step with its scalars, such as `loss`."""
+        """Inspect the scalars of a step, such as `loss`. Called after each step."""
         ...
 
 
 @runtime_checkable
 class ChecksStart(Protocol):
-    """A training loop that requires something else to start a run, such as another run. Resuming does not require it."""
+    """A training loop that has a requirement for starting a run, such as a finished source run. Resuming has none."""
 
     def check_start(self) -> None:
         """Check the requirements before anything is written. Only called at step 0.
@@ -172,7 +172,7 @@ class ChecksStart(Protocol):
 
 @runtime_checkable
 class LoadsInitialWeights(Protocol):
-    """Config of a training loop that starts a run with weights from another source."""
+    """Config of a training loop that starts a run with existing weights, such as those of a finished run."""
 
     def without_initial_weights(self) -> Node[Any]:
         """Return the config of the loop for a run that already has its weights."""

@@ -5,7 +5,7 @@ import attrs
 
 @attrs.frozen(kw_only=True)
 class Finding:
-    """The result for an entry point, or for a check of the hook `axlearn_doctor_checks`.
+    """The result for an entry point, or for a check from the `axlearn_doctor_checks` hook.
 
     Attributes:
         name: Name of the entry point, or of the object that was checked.

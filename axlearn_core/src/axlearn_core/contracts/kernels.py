@@ -30,7 +30,7 @@ class KernelImplementation:
         priority: The kernel with the highest priority among those that support a call is used. The reference has 0.
         platforms: JAX platforms that the kernel supports. Empty means all.
         tags: Activation tags of residuals that only this kernel has. A config may name them on any machine. They have no
-            effect if another kernel is used.
+            effect if a different kernel is used.
         compiler_options: XLA options by platform, for every program that contains this kernel. A config that sets one of
             them to a different value is an error.
     """
@@ -46,7 +46,7 @@ class KernelImplementation:
 
 @attrs.frozen(kw_only=True)
 class KernelContext:
-    """Facts about the program that contains a call of an op.
+    """Facts about the program that contains the call of an op.
 
     Attributes:
         platform: JAX platform of the program (`cpu`, `gpu`, `tpu`, `neuron`).
@@ -78,7 +78,7 @@ class Call(Protocol[R_co]):
         ...
 
     def abstract(self) -> Self:
-        """Replace arrays by their shapes and dtypes."""
+        """Replace arrays with their shapes and dtypes."""
         ...
 
     def reference(self) -> R_co:
@@ -111,7 +111,7 @@ class Kernel(Protocol[O_contra, R_co]):
     """A kernel, named by `KernelImplementation.load`. `O` is the class of the op, and `R` is its result."""
 
     def supports(self, op: O_contra, context: KernelContext) -> str | None:
-        """Return None if the kernel supports the call, else the reason ("the head size 80 is not a multiple of 128").
+        """Return None if the kernel supports the call, or else a reason ("the head size 80 is not a multiple of 128").
 
         The operands of `op` are abstract.
         """

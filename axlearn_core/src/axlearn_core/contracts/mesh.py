@@ -50,7 +50,7 @@ class MeshRule:
         target: Pattern of machine names (`tpu-v5e-*`, `h100-8x*`).
         parameters: Range of model sizes, in parameters: inclusive minimum and exclusive maximum.
         shape: Sizes of mesh axes; see `Size`.
-        rules: Mesh axes of logical axes. They override the default rules.
+        rules: Mesh axes for each logical axis. They override the default rules.
         features: Features to apply, in the syntax of the command line (`remat:save=[query,key]`).
         packages: Distribution that provides each feature, for the error message if it is not installed.
         indivisible: Mesh shape to use if the config has none and the default shape does not divide its parameters. This also
@@ -86,7 +86,7 @@ def sizes_on(machine: Machine, shape: Mapping[str, Size]) -> dict[str, int]:
 
 @node
 class TargetRule(Node[None]):
-    """Mesh rule of one config, for machines whose names match its key in `mesh.targets`."""
+    """A mesh rule inside a config. It applies to machines whose names match its key in `mesh.targets`."""
 
     shape: Mapping[str, Size] = {}
     rules: Mapping[str, tuple[str, ...]] = {}
@@ -95,11 +95,11 @@ class TargetRule(Node[None]):
 
 @node
 class Mesh(Node[None]):
-    """Shape of the device mesh, and mesh axes of logical axes.
+    """Shape of the device mesh, and rules that map logical axes to mesh axes.
 
     Attributes:
         shape: Sizes of mesh axes. One axis may be -1, for all remaining devices. An empty shape puts all devices on `fsdp`.
-        rules: Mesh axes of logical axes. They override the default rules.
+        rules: Mesh axes for each logical axis. They override the default rules.
         targets: Mesh rules by a pattern of machine names. A matching rule replaces those of plugins.
         compiler_options: XLA options. They override the options of the target.
     """
@@ -129,7 +129,7 @@ class Mesh(Node[None]):
             yield Problem(path="shape", message="only one axis can be -1", got=str(dict(self.shape)))
 
     def sizes(self, devices: int) -> dict[str, int]:
-        """Return the size of every axis for a number of devices. Raise `ConfigError` if the product differs."""
+        """Return the size of every axis for a number of devices. Raise `ConfigError` if their product is a different number."""
         shape = dict(self.shape) or {"fsdp": -1}
         product = 1
         for size in shape.values():

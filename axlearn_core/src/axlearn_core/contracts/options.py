@@ -10,7 +10,7 @@ import attrs
 class CommandOption:
     """An option that modifies the request of a command, such as `axlearn train --shadow`.
 
-    Register it as `COMMAND--OPTION` (`train--shadow`) in the entry-point group `axlearn.options`. Its module must not import
+    Register it as `COMMAND--OPTION` (`train--shadow`) in the `axlearn.options` entry-point group. Its module must not import
     JAX, because it is imported whenever the command parses its options.
 
     Attributes:

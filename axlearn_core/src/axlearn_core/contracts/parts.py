@@ -1,4 +1,4 @@
-"""Protocols of the replaceable components of a trainer.
+"""Protocols for the replaceable components of a trainer.
 
 Shapes: B global batch, S sequence length, D width, V vocabulary. `@offers` lists the arguments that the trainer offers to
 `build`; a component receives those that it declares (see `axlearn_core.config.offers`). For optional capabilities, see
@@ -42,8 +42,8 @@ class Model(Protocol):
         optional `summaries["weight"]` is the number of targets in the mean. Gradient accumulation and evaluation weight the
         loss and the scalars by it.
 
-        Evaluation uses the same loss without the terms that layers add by `add_loss`. A model with other regularization
-        terms defines a `held_out_loss` (`capabilities.HasHeldOutLoss`).
+        Evaluation uses the same loss, but without the terms that layers add with `add_loss`. A model with other
+        regularization terms defines `held_out_loss` (`capabilities.HasHeldOutLoss`).
         """
         ...
 
@@ -58,7 +58,7 @@ class Objective(Protocol):
 
     Evaluation does not use `loss`, which may include regularization. It uses the `evaluation_loss` of this objective or of
     one that it wraps (`capabilities.HasEvaluationLoss`), or else the loss of the model. If the loss of a row depends on the
-    other rows of the batch, set the attribute `batch_dependence` to the reason, as in a layer.
+    other rows of the batch, set the `batch_dependence` attribute to the reason, as in a layer.
     """
 
     def loss(self, model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Mapping[str, Any]]:
@@ -105,7 +105,10 @@ class Input(Protocol):
     """Source of batches. `vocab_size` is only offered if the model has one (`capabilities.HasVocabulary`)."""
 
     def train(self) -> BatchIterator:
-        """Return infinite shuffled batches. The global stream is the same for all process counts that divide the shards."""
+        """Return infinite shuffled batches.
+
+        The global stream is the same for every number of processes that divides the number of shards.
+        """
         ...
 
     def evaluation(self) -> BatchIterator:
@@ -178,8 +181,8 @@ class Learner(Protocol):
     def update(self, grads: Any, state: Any, params: Any, loss: jax.Array) -> tuple[Any, Any, dict[str, jax.Array]]:
         """Return new parameters, new state, and scalar summaries. Pure and traceable. Skip non-finite gradients.
 
-        The optional bool `summaries["skipped"]` is True if this step changed nothing. The trainer then also keeps the
-        model's variables. It does not log this value.
+        The optional bool `summaries["skipped"]` is True if this step changed nothing. The trainer then keeps the model's
+        variables unchanged too. It does not log this value.
         """
         ...
 

@@ -5,7 +5,7 @@ import attrs
 
 @attrs.frozen(kw_only=True)
 class RematPolicy:
-    """A named policy for the feature `remat`. The backward pass recomputes all activations that it does not list.
+    """A named policy for the `remat` feature. The backward pass recomputes all activations that the policy does not list.
 
     Attributes:
         name: Name in `--with remat:policy=NAME`.

@@ -1,4 +1,4 @@
-"""Protocol of the result of `read_layout`, a function that a plugin registers in the group `axlearn.functions`."""
+"""Protocol for the result of `read_layout`, a function that a plugin registers in the `axlearn.functions` group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class RequestLayout(Protocol):
         """Return a `Request` without `layout` and with the settings of the layout. The request's own settings override them.
 
         Raises:
-            RequestError: If the request is for another machine.
+            RequestError: If the request is for a different machine.
         """
         ...
 
@@ -23,6 +23,6 @@ class RequestLayout(Protocol):
         """Compare the config without and with the layout.
 
         Raises:
-            RequestError: If the layout is for another model, or if it changes the mathematics.
+            RequestError: If the layout is for a different model, or if it changes the mathematics.
         """
         ...

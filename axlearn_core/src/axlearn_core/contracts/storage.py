@@ -1,4 +1,4 @@
-"""Protocol of storages, which hold checkpoints and weights."""
+"""`Storage`, the protocol for backends that store checkpoints and weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import attrs
 
 @attrs.frozen(order=True)
 class StoredFile:
-    """A file in a storage: its path relative to the root, separated by `/`, and its size."""
+    """A stored file: its path relative to the root, separated by `/`, and its size."""
 
     path: str
     bytes: int
@@ -51,15 +51,15 @@ class Storage(Protocol):
     def staging(self, target: str) -> str:
         """Return the folder to write to before `commit` turns it into `target`.
 
-        In storages that cannot rename folders, such as object stores, this is `target`. There, a folder is complete when it
-        contains `MARKER`, which is written last.
+        If the backend cannot rename folders, as object stores cannot, this is `target` itself. A folder there is complete
+        when it contains `MARKER`, which is written last.
         """
         ...
 
     def commit(self, source: str, target: str) -> None:
         """Rename the folder `source` to the new folder `target`, atomically and durably.
 
-        In a storage that cannot rename, `MARKER` is the last file to appear and the first to disappear. If `source` equals
+        If the backend cannot rename, `MARKER` is the last file to appear and the first to disappear. If `source` equals
         `target`, nothing needs to be done.
 
         Raises:
@@ -82,7 +82,7 @@ class Storage(Protocol):
 
 
 class ForeignCheckpoints(Protocol):
-    """Checkpoints that another library wrote. They have no manifest, so their files cannot be verified.
+    """Checkpoints that a different library wrote. They have no manifest, so their files cannot be verified.
 
     Attributes:
         writer: Name of the library, for messages.

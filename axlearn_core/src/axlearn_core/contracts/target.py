@@ -1,4 +1,4 @@
-"""`Target`, a kind of hardware, and `Machine`, a number of its chips. This module does not import JAX."""
+"""`Target`, a kind of hardware, and `Machine`, a group of its chips. This module does not import JAX."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Target:
             for settings that JAX's lowering cannot receive otherwise. None if it is not needed.
         stand_in: Reason why a program compiled without the hardware differs from the real one. Empty if it does not.
         compiler_options: Options for `Lowered.compile`.
-        source: Source of the figures.
+        source: Where the figures come from.
         summary: One-line description for listings.
     """
 
@@ -116,7 +116,7 @@ class Target:
 
 @attrs.frozen(kw_only=True)
 class Machine:
-    """A number of chips of one target.
+    """A group of chips of the same target, such as a TPU slice or several GPU hosts.
 
     Attributes:
         chips: Total number of chips.

@@ -1,6 +1,6 @@
 """Optional capabilities of tokenizers, and the text facts of a model.
 
-Callers test for a capability with `isinstance` and do without it otherwise. The conformance suite checks each capability.
+Callers test for a capability with `isinstance`, and work without it too. The conformance suite checks each capability.
 """
 
 from __future__ import annotations

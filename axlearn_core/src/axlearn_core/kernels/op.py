@@ -1,4 +1,4 @@
-"""`Op`: a typed description of one call of an operation, shared by layers, kernels, plans, and tests."""
+"""`Op`: a typed description of a call of an operation, which layers, kernels, plans, and tests share."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -40,11 +40,11 @@ class Op(Generic[R]):
         raise NotImplementedError
 
     def flops(self) -> float:
-        """Return the FLOPs of all matrix products in the forward pass. A multiply-add counts as two."""
+        """Return the FLOPs of all matrix multiplications in the forward pass. A multiply-add counts as two."""
         raise NotImplementedError
 
     def bytes(self) -> float:
-        """Return the bytes of reading each operand once and writing each result once."""
+        """Return the number of bytes moved by reading each operand once and writing each result once."""
         return sum(map(_nbytes, self._arrays())) + sum(map(_nbytes, jax.tree.leaves(self.result())))
 
     def visible(self) -> float:
@@ -52,7 +52,7 @@ class Op(Generic[R]):
         return 1.0
 
     def kernel_flops(self, operands: Sequence[Shape], results: Sequence[Shape], *, opaque: bool) -> float | None:
-        """Return the FLOPs of one kernel launch in the op or its gradient, or None to count the kernel's products.
+        """Return the FLOPs of one kernel launch in the op or its gradient, or None to count the kernel's matmuls.
 
         Args:
             operands: Shapes of the launch's floating-point operands on one device.
@@ -74,7 +74,7 @@ class Op(Generic[R]):
         return jax.eval_shape(compute, [_spec(leaves[i]) for i in places])
 
     def abstract(self) -> Self:
-        """Replace each array by a `jax.ShapeDtypeStruct`."""
+        """Replace each array with a `jax.ShapeDtypeStruct`."""
         return attrs.evolve(self, **jax.tree.map(_spec, self._fields()))
 
     def run(self, kernel: str | None = None) -> R:

@@ -39,7 +39,7 @@ REFERENCE_KERNEL = _Reference()
 
 
 def reference(op: OpClass) -> KernelImplementation:
-    """Return the implementation `xla`, which computes the reference with priority 0."""
+    """Return the `xla` implementation, which computes the reference and has priority 0."""
     return KernelImplementation(name=REFERENCE, op=op.path(), load=f"{__name__}:REFERENCE_KERNEL")
 
 
@@ -138,7 +138,7 @@ class Selection:
         gradients: True if the program computes gradients.
         declared: Returns the kernels of an op class.
         choices: Choices in trace order, one per distinct call.
-        required: Names of the ops that must use the kernel in the config. None means all ops.
+        required: Names of the ops that must use the kernel that the config names. None means all ops.
     """
 
     platform: str = attrs.field(factory=jax.default_backend)

@@ -33,7 +33,7 @@ def value_and_grad(
 
     A scan runs the microbatches sequentially, so only the activations of one microbatch are live. Each microbatch is
     weighted by `summaries["weight"]`, the number of targets in its mean (default: 1), so the result equals that of the
-    whole batch. `weight` is summed, and the other scalars are averaged with the same weights. A
+    whole batch. `weight` is summed, and the other scalars are averaged with the same weights. An
     `axlearn_core.nn.summaries.Summary` defines how it is combined. Each microbatch receives the variables of the previous
     one and draws different random numbers.
 

@@ -1,4 +1,4 @@
-"""Express each evaluation parameter of a learner as a function of a few arrays of the training state."""
+"""Express each of a learner's evaluation parameters as a function of a few arrays in the training state."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""`Learner`: updates parameters with gradient clipping, an optax optimizer, parameter rules, and an optional EMA."""
+"""`Learner`: updates parameters with an optax optimizer, gradient clipping, parameter rules, and an optional EMA."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -21,7 +21,8 @@ from axlearn_core.learn.paths import fitting, flatten, select, unflatten
 class ParameterRule(Node[None]):
     """Settings for the parameters whose dotted path matches `pattern` (`decoder.**.norm.*`).
 
-    If several rules match a parameter, their scales multiply, and each of them can disable weight decay or freeze it.
+    If several rules match a parameter, their scales are multiplied. The parameter is frozen, or
+    excluded from weight decay, if any of them says so.
 
     Attributes:
         pattern: Pattern in which `*` matches one part of a path and `**` matches any number of parts. A leading `!`
@@ -109,8 +110,9 @@ class Learner(Configurable):
 
         Raises:
             RequestError: If a rule matches no parameter.
-            ConfigError: If all parameters are frozen, if a rule disables weight decay but the optimizer has no mask, or
-                if the learner has an EMA or scales updates of an optimizer that provides evaluation parameters.
+            ConfigError: If all parameters are frozen, or if a rule disables weight decay but the optimizer has no mask. Also
+                if the optimizer provides evaluation parameters, but the learner has an EMA or scales the optimizer's
+                updates.
         """
         plan = self._plan(params)
         self._check_evaluation(plan)

@@ -7,8 +7,8 @@ mask                 function from params to a tree of bools, True for parameter
                      optax's other name, `weight_decay_mask`)
 axes                 logical axis names of each parameter by path, or None if unknown
 
-If an optimizer evaluates with different parameters from the ones it trains (schedule-free), its node also has a method
-`evaluation_params(state, params) -> params`; see `EvaluatesWith`.
+If an optimizer evaluates with different parameters from the ones it trains (schedule-free), its node also has an
+`evaluation_params(state, params) -> params` method; see `EvaluatesWith`.
 """
 
 from collections.abc import Mapping

@@ -30,7 +30,7 @@ def _is_variable(value: object) -> bool:
 
 
 def flatten(tree: object) -> dict[str, Any]:
-    """Return the leaves of a tree by dotted path, in order. Replace variables by their arrays."""
+    """Return the leaves of a tree by dotted path, in order. Replace variables with their arrays."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable)
     return {path_of(k): v.get_value() if _is_variable(v) else v for k, v in leaves}
 

@@ -23,8 +23,8 @@ def is_unnamed(variable: Any) -> bool:
 def name_stack_axis(module: Any, name: str) -> None:
     """Name the leading axis of the stacked parameters of `module`, in place.
 
-    Flax does this only for parameters that have names. The other parameters need it so that their rank without the stack
-    axis is known.
+    Flax names the axis only for parameters that have names. The other parameters need the name too, because it shows which
+    of their axes is the stack axis.
     """
     for _, variable in nnx.iter_graph(module):
         if isinstance(variable, nnx.Param) and declared_names(variable) is None and variable.get_value().ndim:

@@ -1,4 +1,4 @@
-"""Parameter initializers: nodes that build a function `(key, shape, dtype, *, in_axis, out_axis) -> array`."""
+"""Parameter initializers: nodes that build functions `(key, shape, dtype, *, in_axis, out_axis) -> array`."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol

@@ -3,8 +3,8 @@
 Shapes: B batch, S positions, D width, N query heads, K key-value heads, H head size, F hidden size, V vocabulary.
 
 Conventions for layers: a parent knows the arguments and results of its child and offers dimensions to `build`, but never
-reads the child's settings. A trained parameter is an `nnx.Param` with a logical name for each axis. See `nn.randomness`
-for random numbers and `nn.variables` for other state. Ranks are never promoted implicitly.
+reads the child's settings. A trained parameter is an `nnx.Param` with a logical name for each axis. See `nn.randomness` for
+random numbers and `nn.variables` for other state. Broadcasting never adds dimensions implicitly.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 @attrs.frozen
 class Precision:
-    """Dtypes of a layer: one for its parameters, and one for its computation and results."""
+    """Dtypes of a layer: the dtype of its parameters, and the dtype of its computation and results."""
 
     params: str = "float32"
     compute: str = "float32"
@@ -63,8 +63,8 @@ class Context:
 class Layer(Configurable, nnx.Module):
     """Base class of layers.
 
-    The constructor takes the config and the parent's `rngs` and `precision`. A subclass declares the other arguments that
-    it needs from its parent.
+    The constructor's arguments are the config and the parent's `rngs` and `precision`. A subclass declares further arguments
+    that it needs from its parent.
     """
 
     @node

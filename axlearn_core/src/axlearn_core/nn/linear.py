@@ -66,7 +66,7 @@ def linear_product(x: jax.Array, weight: jax.Array, num_inputs: int) -> jax.Arra
     if is_sharded():  # reshaping to one matrix would merge sharded dimensions with others
         contracted = (tuple(range(x.ndim - num_inputs, x.ndim)), tuple(range(num_inputs)))
         return lax.dot_general(x, weight, (contracted, ((), ())))
-    # Reshape to one matrix. XLA for CPU copies the operands of products over several dimensions.
+    # Reshape to one matrix. XLA for CPU would copy the operands of a matmul over several dimensions.
     rows = x.reshape(-1, math.prod(weight.shape[:num_inputs]))
     y = rows @ weight.reshape(rows.shape[1], -1)
     return y.reshape(*x.shape[: x.ndim - num_inputs], *weight.shape[num_inputs:])

@@ -43,7 +43,7 @@ def check_part(part: object, node: Node[Any]) -> Any:
     """Return `part`, built from `node`, if a model can contain it.
 
     Raises:
-        UnfitPart: If it is or contains a Linen or Equinox module, or if it holds arrays outside variables or random keys
+        UnfitPart: If it is or contains a Linen or Equinox module, or if it has arrays outside variables or random keys
             outside streams.
     """
     library = library_of(part)

@@ -1,7 +1,8 @@
 """Padding masks for statistics over positions.
 
-A feed-forward layer receives activations but not the batch. The layer stack therefore activates the context of its rows
-(`known_to_layers`), and statistics look it up. Masks are only computed on demand. Shapes: B rows, S positions.
+A feed-forward layer receives activations, but not the batch, so it does not know which positions are padding. The layer
+stack therefore activates the context of its rows (`known_to_layers`), and functions that compute statistics look it up.
+Masks are only computed on demand. Shapes: B rows, S positions.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ def tokens(rows: int, length: int) -> jax.Array | None:
     """Return a mask [B, S] that is True for tokens, or None if all positions count.
 
     All positions also count in a layer whose positions differ from those of the batch, such as a pooled sequence. Such a
-    layer can activate another context.
+    layer can activate its own context.
     """
     context = _in_force.get()
     real = None if context is None else context.tokens()
@@ -76,9 +77,9 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def correction(mask: jax.Array, axis: int | None = None) -> jax.Array:
-    """Return the factor that converts a mean over all positions to a masked mean. It is exactly 1 if the mask is all True.
+    """Return the factor that converts a mean over all positions to a masked mean: exactly 1 if the mask is all True.
 
-    Dividing by the count would change the bits: XLA replaces division by a constant by multiplication.
+    Dividing by the count would change the bits, because XLA replaces division by a constant with multiplication.
     """
     size = mask.size if axis is None else mask.shape[axis]
     return jnp.float32(size) / jnp.maximum(jnp.sum(mask, axis=axis, dtype=jnp.float32), 1.0)

@@ -1,10 +1,10 @@
 """Random streams: the random numbers of a step, derived from one key and never stored.
 
-A module that draws random numbers holds an `nnx.RngStream`, as `nnx.Dropout(rate, rngs=rngs)` does. Its key in a step is
+A module that draws random numbers has an `nnx.RngStream`, as `nnx.Dropout(rate, rngs=rngs)` does. The stream's key in a step is
 
     fold_in(fold_in(fold_in(root, step), path of the stream), index of the layer)
 
-The path is hashed by CRC-32. A stack has one stream for all its layers, and only the index distinguishes their keys.
+The path is hashed with CRC-32. A stack has one stream for all its layers, and only the index distinguishes their keys.
 Scanned and unrolled stacks therefore draw the same numbers, as do resumed, resharded, and rematerialized steps.
 """
 

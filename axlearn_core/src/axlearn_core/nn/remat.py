@@ -47,7 +47,7 @@ class Remat(Configurable):
 
         Attributes:
             save: Tags, or regular expressions that match whole tags (`mlp_.*`). It may also be a general policy:
-                `nothing`, `dots` (products without a batch dimension), or `everything`.
+                `nothing`, `dots` (matmuls without a batch dimension), or `everything`.
             offload: Tags, or regular expressions, of activations to keep in host memory.
         """
 
@@ -95,7 +95,7 @@ class Remat(Configurable):
 
 
 def check_tags(patterns: Sequence[str], tags: Collection[str]) -> None:
-    """Raise `RequestError` if a pattern matches none of the tags and no tag of an installed kernel."""
+    """Raise `RequestError` if a pattern matches neither one of `tags` nor a tag of an installed kernel."""
     for pattern in patterns:
         if not any(re.fullmatch(pattern, name) for name in tags):
             every = {*tags, *kernel_tags()}

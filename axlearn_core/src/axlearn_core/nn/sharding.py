@@ -66,7 +66,7 @@ def is_sharded() -> bool:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Constrain the sharding of `x` by one logical axis name per dimension. None leaves a dimension unsharded.
+    """Constrain the sharding of `x`, given a logical axis name per dimension. None leaves a dimension unsharded.
 
     This is a hint to the compiler. Unlike parameters, a dimension is left unsharded if its mesh axes do not divide it.
     """

@@ -4,12 +4,13 @@
     add_summary("logit_max", maximum(logits))
     with collect() as collector: ...                         # at the root: collector.losses, collector.summaries
 
-Values cannot leak out of a scan or a rematerialized function. A stack therefore collects inside each layer and adds the
-results to the outer collector. Losses are summed over layers. A `Summary` defines how it is combined. A plain scalar is
-averaged over layers, and weighted by the number of targets over microbatches and batches.
+Traced values cannot leave a scan or a rematerialized function through a side effect. A stack therefore collects inside each
+layer and adds the results to the outer collector. Losses are summed over layers. A `Summary` defines how it is combined. A
+plain scalar is averaged: over layers with equal weights, and over microbatches and batches weighted by their number of
+targets.
 
-During evaluation on held-out data (`held_out`), auxiliary losses are reported as summaries. A model that adds collected
-losses to its loss then evaluates only its own scores.
+During evaluation on held-out data (`held_out`), auxiliary losses are reported as summaries instead. The evaluation loss of a
+model that adds collected losses to its loss is then only the model's own loss.
 """
 
 import contextlib

@@ -7,7 +7,7 @@ from axlearn_core.plugins.hookspecs import hookimpl
 
 @hookimpl
 def axlearn_targets() -> list[Target]:
-    """Return the CPU target. It has no peak FLOP/s, which differ between CPUs, so MFU is not reported."""
+    """Return the CPU target. Its peak FLOP/s is not set because it differs between CPUs, so MFU is not reported."""
     return [
         Target(
             name="cpu",
@@ -24,8 +24,8 @@ def axlearn_mesh_rules() -> list[MeshRule]:
     """Return the mesh rule for CPUs.
 
     XLA:CPU compiles unrolled layers to a faster program than a scan, but compiling takes longer. The rule therefore unrolls
-    layers only if the user names a CPU target. Weights are replicated if the processes cannot shard them evenly, such as a
-    width of 128 on three machines.
+    layers only if the user names a CPU target. Weights are replicated if the processes cannot shard them evenly, for example
+    if the width is 128 and there are three machines.
     """
     packages = {"scan": "axlearn-plugins-tools"}
     return [

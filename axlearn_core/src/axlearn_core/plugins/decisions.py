@@ -19,7 +19,7 @@ class Decision:
             `unchanged`: a requested feature that changed nothing.
             `replicated`: parameters without axis names.
             `not registered`: code that the config file cannot refer to.
-            `kernel`: a function that cannot use the kernel selected by the config.
+            `kernel`: a function that cannot use the kernel that the config names.
         subject: The machine, rule, feature, path, code, or function and op.
         reason: The reason or the changes, and how to override the decision.
     """

@@ -10,7 +10,7 @@
         def apply(self, cfg):
             return patch(cfg, {"model.**.attention.qk_norm": RMSNorm.Config(eps=self.eps)})
 
-A distribution registers its features in the entry-point group `axlearn.features`.
+A distribution registers its features in the `axlearn.features` entry-point group.
 """
 
 from typing import Any, ClassVar, Literal, TypeVar
@@ -48,8 +48,8 @@ class Feature(Node[Any]):
     - `replace`: replace components (RoPE, MoE).
     - `wrap`: wrap components (LoRA, quantization).
     - `tune`: set values.
-    - `execute`: change how the program runs (remat, pipeline parallelism). Such a feature may only change fields of the kinds
-      `execution` and `microbatches`. Changing another field is an error that names the path.
+    - `execute`: change how the program runs (remat, pipeline parallelism). Such a feature may only change fields of the
+      kinds `execution` and `microbatches`. If it changes any other field, an error names the path.
     """
 
     stage: ClassVar[Stage] = "tune"
@@ -71,7 +71,7 @@ class Feature(Node[Any]):
     example: ClassVar[str] = ""
     """Options for `--with NAME:EXAMPLE` that work with most experiments. Set this if the feature has required options.
 
-    The test suites that try every installed feature use it."""
+    Test suites use it when they try every installed feature."""
 
     @classmethod
     def __attrs_init_subclass__(cls) -> None:

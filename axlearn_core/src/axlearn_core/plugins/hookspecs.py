@@ -26,7 +26,7 @@ hookimpl = pluggy.HookimplMarker("axlearn")
 
 @hookspec
 def axlearn_kernels() -> Iterable[KernelImplementation]:  # type: ignore[empty-body]
-    """Return the kernels of this plugin. Each one refers to the class of its op and to its function as `"module:name"`."""
+    """Return the kernels of this plugin. Each one refers to its op's class and to its own code as `"module:name"`."""
 
 
 @hookspec
@@ -38,7 +38,7 @@ def axlearn_targets() -> Iterable[Target]:  # type: ignore[empty-body]
 def axlearn_before_devices() -> None:
     """Run before JAX initializes its backends.
 
-    Commands and runs call this. For example, a plugin can prevent a hardware library from searching for devices.
+    Commands and runs call this hook. For example, a plugin can prevent a hardware library from searching for devices.
     """
 
 
@@ -69,7 +69,7 @@ def axlearn_weights(uri: str) -> Weights | None:
 
 @hookspec
 def axlearn_foreign_checkpoints(storage: Storage, folder: str, uri: str) -> ForeignCheckpoints | None:
-    """Return the checkpoints that another library wrote to a folder, or None. `uri` is the URI of the folder."""
+    """Return the checkpoints that a different library wrote to a folder, or None. `uri` is the URI of the folder."""
 
 
 @hookspec

@@ -1,8 +1,8 @@
 """Find the package that provides a name, for errors about names that are not installed.
 
-The core does not list the names itself. A distribution publishes an index with an entry point in the group `axlearn.index`. The
-entry point refers to a package that contains `index.json`, a mapping group -> name -> distribution. axlearn-core depends on
-axlearn-index, which lists the plugins of this project. Reading an index does not import its package.
+The core does not list the names itself. A distribution publishes an index with an entry point in the `axlearn.index` group.
+The entry point refers to a package that contains `index.json`, a mapping from group to name to distribution. axlearn-core
+depends on axlearn-index, which lists the plugins of this project. Reading an index does not import its package.
 """
 
 import functools
@@ -44,7 +44,7 @@ class Index(NamedTuple):
 def entry_points() -> "EntryPoints":
     """Return the entry points of all installed distributions.
 
-    They are cached until `sys.path` changes, because reading them takes half of the time of `axlearn --help`.
+    They are cached until `sys.path` changes, because reading them takes half as long as all of `axlearn --help`.
     """
     return _entry_points(tuple(sys.path))
 
@@ -77,7 +77,7 @@ def _read_index(name: str, package: str, origin: tuple[str, str]) -> Index:
         if file is None:
             return Index(name, origin, {}, f"the package {package!r} has no {FILE}")
         names = json.loads(file.read_text("utf-8"))
-    except Exception as error:  # a broken index must only cost a hint in errors
+    except Exception as error:  # if an index is broken, errors must only lose a hint
         return Index(name, origin, {}, f"{FILE} of {package!r} cannot be read: {type(error).__name__}: {error}")
     if not _is_index(names):
         return Index(name, origin, {}, f"{file} is not an index\n    expected: {{group: {{name: distribution}}}}")

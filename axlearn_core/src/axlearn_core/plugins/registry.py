@@ -77,7 +77,7 @@ class Entry:
         return ",".join(str(r.specifier) for r in core_requirements) if core_requirements else None
 
     def find_incompatibility(self, core_version: str) -> str | None:
-        """Return an error message if the distribution does not support this version of the core, or else None."""
+        """Return an error message if the distribution does not support this version of the core, or None if it does."""
         from packaging.specifiers import SpecifierSet
 
         core_range = self.core_range
@@ -93,7 +93,7 @@ class Entry:
         """Import and return the object.
 
         Raises:
-            PluginError: If the distribution requires another version of the core, or if the import fails.
+            PluginError: If the distribution requires a different version of the core, or if the import fails.
         """
         if problem := self.find_incompatibility(core_version()):
             raise PluginError(problem)
@@ -176,7 +176,7 @@ class Registry:
         return PluginError("\n".join(lines))
 
     def entries(self, group: Group) -> list[Entry]:
-        """Return all entries of a group, sorted by name. Raise `PluginError` if two distributions register one name."""
+        """Return all entries of a group, sorted by name. Raise `PluginError` if two distributions register the same name."""
         for name in self.claims[group]:
             if problem := self.conflict(group, name):
                 raise problem
@@ -192,7 +192,11 @@ class Registry:
         for name in sorted(self.claims[group]):
             claims = self.claims[group][name]
             for entry in claims:
-                problem = "claimed twice" if len(claims) > 1 else "requires another version of the core"
+                problem = (
+                    f"registered by {len(claims)} distributions"
+                    if len(claims) > 1
+                    else "requires another version of the core"
+                )
                 wrong = len(claims) > 1 or entry.find_incompatibility(core_version())
                 entries.append((entry, problem if wrong else ""))
         return entries
@@ -210,7 +214,9 @@ class Registry:
             return self.claims[group][name][0]
         for entry in self.blocked:
             if (entry.group, entry.name) == (group, name):
-                raise RequestError(f"the {_singular(group)} {name!r} of {entry.origin} is blocked by {BLOCK}")
+                raise RequestError(
+                    f"the {_singular(group)} {name!r} of {entry.origin} is blocked by {BLOCK}\n    fix: remove it from {BLOCK}"
+                )
         if group == "components" and ":" in name:
             raise RequestError(
                 f"{name} was not registered as a component when this config was written, and this process has not defined "

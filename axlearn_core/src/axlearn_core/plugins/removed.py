@@ -87,7 +87,7 @@ def find_replacement(error: BaseException) -> tuple[str, str] | None:
     """Look up the removed name that caused an import error or attribute error.
 
     Returns:
-        (key in `NAMES`, replacement), or None if the error has another cause.
+        (key in `NAMES`, replacement), or None if the error has a different cause.
     """
     name = _missing_name(error)
     parts = name.split(".")

@@ -80,7 +80,7 @@ class Request:
         target: Hardware to run on, or `none` to apply no mesh rule.
         title: Title of the run (default: name of the experiment).
         document: Parsed YAML of a complete config, for the locations of its values.
-        layout: File with the parallel layout of the training (see `contracts.request_layout`).
+        layout: File with the parallel layout for training (see `contracts.request_layout`).
     """
 
     experiment: str | Path | Node[Any]

@@ -1,12 +1,12 @@
 """Resolve a request to a config, and record the source of every value.
 
-The steps are: the experiment, the requested features (see `plugins.order`), the features of the target's mesh rule, the settings
-of the run file, and the settings of the command line. The tree is compared before and after each step, so nodes need not track
-changes.
+The steps are: the experiment, the requested features (see `plugins.order`), the features of the target's mesh rule, the
+settings of the run file, the settings of the command line, and a replacement for a default mesh that cannot shard the
+parameters. The tree is compared before and after each step, so nodes need not track changes.
 
-If the request names a target, its whole mesh rule is applied. If the machine is detected, only the execution settings of the
-rule are applied. A rule of the config (`mesh.targets`) is one layout. On a detected machine, it is applied completely, or else
-the rule of the backend is used instead.
+If the request names a target, its whole mesh rule is applied. On a detected machine, only the execution settings of a
+plugin's rule are applied. A rule in the config (`mesh.targets`) is applied there completely or not at all; in the latter
+case, the backend's rule is used.
 """
 
 import functools
@@ -506,7 +506,7 @@ def _set_values(
         The tree and the changes. Setting a path to its current value also counts as a change, because it is explicit.
 
     Raises:
-        ConfigError: If a path is set to two values or does not match, or if a value is invalid.
+        ConfigError: If a path is set to two values or does not exist, or if a value is invalid.
     """
     edits: dict[str, Setting] = {}
     for setting in settings:
@@ -596,7 +596,7 @@ def _apply_feature(tree: Node[Any], feature: Feature, entry: Entry) -> Node[Any]
 
 
 def _check_execution(changes: tuple[Change, ...], before: Node[Any], after: Node[Any], entry: Entry) -> None:
-    """Raise `PluginError` if a feature of the stage `execute` changes more than the execution."""
+    """Raise `PluginError` if a feature of the `execute` stage changes more than the execution."""
     for change, kind in change_kinds(changes, before, after):
         if kind not in ("execution", "microbatches"):
             raise PluginError(
@@ -607,11 +607,11 @@ def _check_execution(changes: tuple[Change, ...], before: Node[Any], after: Node
 
 
 def _conflict_error(later: tuple[Entry, Change], earlier: tuple[Entry, Change], stage: str) -> RequestError:
-    """Return the error for two features of one stage that change the same path without a defined order."""
+    """Return the error for two features of the same stage that change the same path without a defined order."""
     (a, first), (b, second) = earlier, later
     return RequestError(
         f"two features of stage {stage!r} change {second.path}:\n"
         f"    {a.name} ({a.origin}): {first.old!r} -> {first.new!r}\n"
         f"    {b.name} ({b.origin}): {second.old!r} -> {second.new!r}\n"
-        "    fix: remove one of them"
+        "    fix: remove one of them; or, if you maintain one, declare its order with `before` or `after`"
     )

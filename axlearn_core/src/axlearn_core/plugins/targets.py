@@ -1,4 +1,4 @@
-"""Look up machines by name and find the mesh rule of a machine."""
+"""Look up machines by name, and find the mesh rule for a machine."""
 
 import importlib
 from collections.abc import Callable, Mapping

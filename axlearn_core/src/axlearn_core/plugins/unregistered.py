@@ -1,6 +1,6 @@
 """Write and read configs that use code that is not registered, such as a layer defined in a notebook.
 
-Config files refer to such a class or function as `module:Class`. If `configure` was called with an interface, the name is
+Config files refer to such a class or function as `module:Class`. If `configure` was called with interface names, the name is
 `module:Class(param=offered name)`. A value that cannot be serialized is written as `<python code> module:name`. Reading a file
 never imports code by these names. They only refer to classes and values that this process has already defined or written.
 
@@ -72,7 +72,7 @@ def stable_repr(value: object) -> str:
 
 
 def code_name(cls: type[Node[Any]]) -> str:
-    """Return `module:Class` for a config class, followed by the interface that was passed to `configure`."""
+    """Return `module:Class` for a config class, followed by the interface names that were passed to `configure`."""
     interface = ", ".join(cls.__interface__)
     return qualified_name(cls) + _suffix(cls.owner or cls) + (f"({interface})" if interface else "")
 
@@ -119,7 +119,7 @@ def _cell(cell: Any) -> str:
 
 
 def restore_values(config: Node[Any]) -> Node[Any]:
-    """Replace the names of values by the values in a config that was read from a file.
+    """Replace the names of values with the values, in a config that was read from a file.
 
     Raises:
         ConfigError: If this process did not write one of the values.
@@ -142,6 +142,6 @@ def restore_values(config: Node[Any]) -> Node[Any]:
 
 def _node_classes(base: type) -> Iterator[Any]:
     for cls in base.__subclasses__():
-        if "__attrs_attrs__" in vars(cls):  # attrs creates each class twice
+        if "__attrs_attrs__" in vars(cls):  # attrs creates each class twice; skip the undecorated copy
             yield cls
         yield from _node_classes(cls)

@@ -26,13 +26,13 @@ from axlearn_core.errors import CheckpointError, ConfigError, MissingFileError, 
 log = logging.getLogger(__name__)
 Tree = TypeVar("Tree", bound=Node[Any])
 Place = tuple[Storage, str]
-"""A storage and a folder in it, which is empty or has a trailing `/`."""
+"""A `Storage` and a folder in it. The folder is empty or has a trailing `/`."""
 
 
 def collect_assets(tree: Tree, *, required: bool = True) -> tuple[Tree, dict[str, bytes]]:
     """Return the config that a run stores, and the contents of its assets by path in the run.
 
-    A URL that no storage can read is kept in the config, with a note.
+    A URL is kept in the config, with a note, if no storage backend can read it.
 
     Args:
         tree: A config.
@@ -82,7 +82,7 @@ def _read(path: str) -> bytes:
 
 
 def _read_sibling(path: str, name: str) -> bytes | None:
-    """Return the contents of a file in the same folder as another file, or None if it does not exist."""
+    """Return the contents of the file `name` in the same folder as `path`, or None if it does not exist."""
     try:
         return _read(f"{path.rpartition('/')[0]}/{name}" if "/" in path else name)
     except (MissingFileError, FileNotFoundError):
@@ -104,7 +104,7 @@ def write_assets(storage: Storage, files: Mapping[str, bytes]) -> None:
 
 @attrs.frozen
 class StoredRun:
-    """A run in storages. Implements `axlearn_core.config.assets.RunFolder`.
+    """A run whose files are in one or more storage folders. Implements `axlearn_core.config.assets.RunFolder`.
 
     Attributes:
         name: Path of the run's config file, for messages.
@@ -141,7 +141,7 @@ def attach_assets(tree: Tree, name: str, places: Sequence[Place]) -> Tree:
 
     Raises:
         CheckpointError: If an asset is missing.
-        StorageError: If a storage cannot be read.
+        StorageError: If files cannot be read.
     """
     config, lost = attach(tree, StoredRun(name, places))
     if lost:
@@ -155,7 +155,7 @@ def attach_assets(tree: Tree, name: str, places: Sequence[Place]) -> Tree:
 
 
 def _download(storage: Storage, path: str) -> str | None:
-    """Copy a file and the other files in its folder from a storage to the cache. Return None if it does not exist."""
+    """Copy a file and the other files in its folder from storage to the cache. Return None if it does not exist."""
     folder, _, name = path.rpartition("/")
     prefix = f"{folder}/" if folder else ""
     paths = [f.path for f in storage.list(prefix if prefix else name)]
@@ -192,7 +192,7 @@ def cache_folder() -> Path:
 
 
 def aligned_assets(stored: Any, config: Any) -> Any:
-    """Replace asset paths in the stored config of a run by those of `config` if their contents are equal."""
+    """In the stored config of a run, replace asset paths with those in `config` if the files have equal contents."""
     paths = {asset.path: asset.value for asset in assets(config)}
 
     def aligned(asset: Asset) -> str:
@@ -240,7 +240,7 @@ def recovered_assets(config: Tree, stored: Any) -> tuple[Tree, list[str]]:
 
 
 def located_by_content(tree: Tree) -> Tree:
-    """Replace the paths of assets in runs by content hashes, so that equal runs have equal configs everywhere."""
+    """Replace asset paths inside runs with content hashes. Equal runs then have equal configs in every location."""
 
     def named(asset: Asset) -> str:
         folder = Path(asset.value).parent

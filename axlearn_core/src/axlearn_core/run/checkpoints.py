@@ -173,7 +173,7 @@ def find_step(uri: str | Path, steps: Sequence[int], step: int | None) -> int:
 
 
 def open_folder(uri: str | Path, storage: Storage, step: int | None = None) -> RunCheckpoint | None:
-    """Open a checkpoint if `uri` is a folder of checkpoints, with the config inside the checkpoint. Else return None."""
+    """Open a checkpoint if `uri` is a checkpoints folder, using the config inside the checkpoint. Otherwise, return None."""
     place = Checkpoints(storage, str(uri))
     if not (steps := place.steps()):
         return None
@@ -188,7 +188,7 @@ def open_folder(uri: str | Path, storage: Storage, step: int | None = None) -> R
 
 
 def _above(uri: str | Path) -> list[Place]:
-    """Return the run directory of its folder of checkpoints. Empty if `uri` has another name."""
+    """Return the run directory that contains a checkpoints folder. Empty if `uri` has a different name."""
     run, _, name = str(uri).rstrip("/").rpartition("/")
     return [(open_storage(run or "."), "")] if name == CHECKPOINTS else []
 

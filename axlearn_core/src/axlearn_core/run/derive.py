@@ -42,8 +42,8 @@ def derive_run(
 ) -> Path:
     """Write a run directory atomically, with one checkpoint that contains weights but no optimizer state.
 
-    Training the new run initializes its learner state: moments are zero, and the moving average equals the parameters. The new
-    run stores checkpoints in its own directory, and its loop does not load weights from another run.
+    When the new run is trained, its learner state is initialized: moments are zero, and the moving average equals the
+    parameters. The new run stores checkpoints in its own directory, and its loop does not load weights from elsewhere.
 
     Args:
         weights: Source weights.
@@ -83,7 +83,7 @@ def new_directory(uri: str | Path) -> Path:
     """Return the local path of a new directory.
 
     Raises:
-        RequestError: If it is the URI of a storage, or if the directory is not empty.
+        RequestError: If it is a storage URI, or if the directory is not empty.
     """
     path = local_target(uri)
     present = sorted(part.name for part in path.iterdir())[:3] if path.is_dir() else ["a file"] if path.exists() else []
@@ -101,7 +101,7 @@ def local_target(uri: str | Path) -> Path:
     """Return the local path to write to.
 
     Raises:
-        RequestError: If it is the URI of a storage.
+        RequestError: If it is a storage URI.
     """
     text = str(uri)
     if "://" in text and not text.startswith("file://"):

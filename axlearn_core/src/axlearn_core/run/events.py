@@ -1,4 +1,4 @@
-"""Events of a run in training, and their listeners: trackers, watchdog, profiler, clock, and job components."""
+"""Events of a training run, and the listeners that receive them: trackers, watchdog, profiler, clock, and job components."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class RunEvents:
             call(name, step, count_as)
 
     def notify(self, event: str, *arguments: Any) -> None:
-        """Call the method `event` of every listener that overrides it."""
+        """Call the `event` method of every listener that overrides it."""
         for call in self._calls[event]:
             call(*arguments)
 

@@ -1,4 +1,4 @@
-"""Lock of a run: versions, devices, flags, data, and kernels that it used."""
+"""The lock of a run, which records the versions, devices, flags, data, and kernels that the run used."""
 
 import os
 import platform

@@ -31,7 +31,7 @@ from axlearn_core.run.asset_copies import aligned_assets, located_by_content, wr
 Who = Callable[[str], str | None]
 CONFIG, LOCK = "config.yaml", "run.lock.json"
 SUPERVISOR = ("processes.jsonl", "launch")
-"""Files of a supervisor, which may exist before the run: process events, logs, and compiled programs."""
+"""Files that a supervisor may write before the run starts: process events, logs, and compiled programs."""
 LOCK_TYPES: Mapping[str, type] = {
     **dict.fromkeys(("versions", "flags", "data", "provenance", "mesh"), dict),
     **dict.fromkeys(("run", "hash", "python", "devices", "hlo_fingerprint"), str),
@@ -123,7 +123,7 @@ class RunDir:
 
         Raises:
             RequestError: If the directory contains something other than a run.
-            CheckpointError: If it contains a run of another experiment.
+            CheckpointError: If it contains a run of a different experiment.
         """
         try:
             str(path).encode()

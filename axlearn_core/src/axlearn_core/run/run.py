@@ -103,7 +103,7 @@ class Run:
 
     @cached_property
     def foreign_checkpoints(self) -> ForeignCheckpoints | None:
-        """Checkpoints of another library in the run's folder, or None if no plugin recognizes any."""
+        """Checkpoints in the run's folder that a different library wrote, or None if no plugin recognizes any."""
         return find_foreign(self.checkpoints)
 
     @cached_property
@@ -192,7 +192,7 @@ class Run:
 
 
 def find_foreign(place: Checkpoints) -> ForeignCheckpoints | None:
-    """Return the checkpoints of another library in a folder, or None if no plugin recognizes any."""
+    """Return the checkpoints in a folder that a different library wrote, or None if no plugin recognizes any."""
     return host().call_single("axlearn_foreign_checkpoints", storage=place.storage, folder=place.folder, uri=place.name)
 
 

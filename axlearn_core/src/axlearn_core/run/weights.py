@@ -20,7 +20,7 @@ from axlearn_core.run.checkpoints import RunCheckpoint, WholeCheckpoint, open_ch
 
 
 def open_run_weights(uri: str, storage: Storage, config: Node[Any] | None, step: int | None) -> "RunWeights | None":
-    """Open the weights of a run or of its folder of checkpoints. Return None if it is neither. See `Run.weights`.
+    """Open the weights of a run, given the run or its checkpoints folder. Return None for anything else. See `Run.weights`.
 
     Args:
         uri: Path or URI of the run or the folder.
@@ -37,7 +37,7 @@ def open_run_weights(uri: str, storage: Storage, config: Node[Any] | None, step:
 class RunWeights:
     """Weights of a run's checkpoint, as used for evaluation.
 
-    If the learner keeps moving averages, these are the weights. Arrays without an average are taken from the parameters.
+    If the learner keeps moving averages, the weights are the averages. Arrays without an average are taken from the parameters.
 
     Attributes:
         checkpoint: Checkpoint of the run.
@@ -138,7 +138,7 @@ def check_tensors(name: str, model: Mapping[str, Any], stored: Mapping[str, Any]
     """Compare the paths and shapes of a model's tensors with the stored ones.
 
     Raises:
-        CheckpointError: Lists tensors that are missing (with the nearest stored path), unexpected, or have another shape.
+        CheckpointError: Lists tensors that are missing (with the nearest stored path), unexpected, or have the wrong shape.
     """
     spare = stored.keys() - model.keys()
     problems = []

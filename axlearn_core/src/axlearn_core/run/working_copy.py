@@ -1,4 +1,4 @@
-"""Local working copies of run directories in a storage.
+"""Local working copies of run directories that are in storage.
 
 Checkpoints are written directly to the storage, below `checkpoints/`.
 """
@@ -14,7 +14,7 @@ CHECKPOINTS = "checkpoints/"
 
 
 def is_remote(run_dir: str | Path) -> bool:
-    """Return True if a run directory is the URI of a storage."""
+    """Return True if a run directory is a storage URI."""
     return "://" in str(run_dir) and urlsplit(str(run_dir)).scheme != "file"
 
 
@@ -38,7 +38,7 @@ def fetch_files(storage: Storage, uri: str, path: Path) -> list[str]:
         The names of the files.
 
     Raises:
-        WorkError: If the storage cannot be read, or if the copy cannot be written.
+        WorkError: If the storage cannot be read, or if the working copy cannot be written.
     """
     try:
         names = [f.path for f in storage.list() if is_copied(f.path)]

@@ -50,8 +50,8 @@ def train(
         target: Machine to run on, such as `cpu-8` (eight virtual devices) or `h100-8x64`. Its mesh rule applies; `none`
             applies no mesh rule. The default is the machine that JAX detects, with only the execution settings of its mesh
             rule.
-        run_dir: A path or a storage URI. The default is `runs/<experiment>-<hash of the config>`.
-        allow_drift: Resume a run even if its config or data changed.
+        run_dir: A path or a storage URI. The default is `runs/<experiment>-<hash of the mathematics>`.
+        allow_drift: Resume a run even if its mathematics or data changed.
         restore_step: Step of the checkpoint to resume from (default: the newest).
         restart: Start at step 0 and set existing metrics and checkpoints aside.
 
@@ -227,9 +227,9 @@ def trained_config(run_dir: Path | str, step: int | None) -> Node[Any] | None:
 
 
 def provenance(resolved: Resolved) -> dict[str, list[dict[str, str]]]:
-    """Return the history of each config path as JSON: who set which value, in order.
+    """Return the history of each config path as JSON: which source set which value, in order.
 
-    An asset has its value in the run's config file.
+    For an asset, the value is the path in the run's config file.
     """
     stored = {asset.path: asset.value for asset in assets_of(portable(resolved.config)[0])}
     sources = {asset.path: asset.value for asset in assets_of(resolved.config)}

@@ -1,4 +1,4 @@
-"""Multi-process jobs, through `jax.distributed`."""
+"""Process groups for multi-process jobs, based on `jax.distributed`."""
 
 import functools
 import json
@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.errors import escape_controls
 
-# Environment variables in which launchers give the number of processes.
+# Environment variables that launchers set to the number of processes.
 _COUNTS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "JAX_NUM_PROCESSES")
 
 
@@ -30,8 +30,8 @@ class Distributed(Configurable):
 
         Attributes:
             mode: `auto` joins if a launcher started more than one process, `on` always joins, and `off` never joins.
-            heartbeat_seconds: Seconds without a heartbeat after which JAX ends the job. `axlearn launch` notices an
-                exit at once.
+            heartbeat_seconds: Seconds without a heartbeat after which JAX ends the job. If a process exits, `axlearn launch`
+                notices it immediately.
             join_seconds: Seconds to wait for all processes to join.
         """
 

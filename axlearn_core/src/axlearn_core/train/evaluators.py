@@ -40,7 +40,8 @@ class LossEvaluator(Periodic):
     The loss is the model's own, such as the cross-entropy of the targets. It excludes auxiliary losses, penalties and label
     smoothing. Other summaries of the model and its layers are logged as `<name>_<summary>`.
 
-    Nats per byte is the summed loss divided by the summed bytes of the targets. It compares models with different tokenizers.
+    Nats per byte is the total loss divided by the total number of bytes in the targets. Use it to compare
+    models with different tokenizers.
     """
 
     @node

@@ -1,4 +1,4 @@
-"""The evaluation loss of held-out batches, without the terms that training adds."""
+"""Compute the evaluation loss of held-out batches, without the terms that training adds."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,8 +23,8 @@ def model_loss(model: Any, batch: Batch) -> Measured:
 def evaluation_loss(objective: Any, model: Any, batch: Batch) -> Measured:
     """Return (mean loss, summaries) of a held-out batch.
 
-    The training loss of an objective may include regularisation, so it is not used. Use `evaluation_loss` of the objective
-    or of the objective that it wraps. If neither has one, use the model's own loss.
+    The training loss of an objective may include regularization, so it is not used. The result is the `evaluation_loss` of
+    the objective, or of the objective that it wraps. If neither has one, it is the model's own loss.
 
     Args:
         objective: The bound objective in evaluation mode, or None if the model trains with its own loss.

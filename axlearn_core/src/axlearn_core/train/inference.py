@@ -58,7 +58,7 @@ def load(uri: str | Path, *, step: int | None = None) -> Loaded:
     """Load the model of a run, or of any source that `open_weights` opens, on one device.
 
     Args:
-        uri: A run directory, or the path or URI of another source of weights.
+        uri: A run directory, or the path or URI of weights in a supported format.
         step: Step of the checkpoint (default: the newest).
 
     Raises:

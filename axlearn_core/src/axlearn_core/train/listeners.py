@@ -120,7 +120,7 @@ def plugin_listeners(session: Any) -> list[tuple[RunListener, Entry | None]]:
         Each listener with the plugin to name in its errors, or None.
 
     Raises:
-        PluginError: The function of a plugin fails, or does not return a `RunListener` or None.
+        PluginError: A plugin's function fails, or its result is neither a `RunListener` nor None.
     """
     listeners: list[tuple[RunListener, Entry | None]] = []
     for plugin, locations in host().call_with_entries("axlearn_run_listeners"):

@@ -17,10 +17,10 @@ from axlearn_core.train.session import Session, StepTimer, batch_tokens
 
 @offers("input", "build_input")
 class Loop(Protocol):
-    """A training loop, which takes a session from its step to `max_steps`.
+    """A training loop, which trains from the session's step to `max_steps`.
 
-    Its constructor runs before anything is written. It may take the trainer's `input`, and `build_input`, which builds another
-    input.
+    Its constructor runs before anything is written. It may declare the arguments `input`, the trainer's input, and
+    `build_input`, which builds an input from a config.
     """
 
     def run(self, session: Session) -> None:
@@ -29,14 +29,14 @@ class Loop(Protocol):
 
 
 class StepCheck(Protocol):
-    """Takes some steps instead of the loop, to check what they compute. Runs on all processes."""
+    """Computes some steps in place of the loop, to verify their results. Runs on all processes."""
 
     def due(self, step: int) -> bool:
-        """Return True if this check takes the next step, after `step` finished steps."""
+        """Return True if this check computes the next step, after `step` finished steps."""
         ...
 
     def take_step(self, session: Session, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
-        """Return (state, scalars), as `session.program.train_step(session.state, batch)` does."""
+        """Compute the step. Return (state, scalars), as `session.program.train_step(session.state, batch)` does."""
         ...
 
 
@@ -48,11 +48,11 @@ class TrainLoop(Configurable):
 
     @node
     class Config(Configurable.Config["TrainLoop"]):
-        """Checks on training steps. They do not change an update.
+        """Checks on training steps. They do not affect the updates.
 
         Attributes:
-            max_nonfinite_steps: Number of consecutive non-finite steps that do not stop the run.
-            check: Takes some steps instead of the loop, to verify their results.
+            max_nonfinite_steps: Maximum number of consecutive non-finite steps. One more stops the run.
+            check: Computes some steps in place of the loop, to verify their results.
         """
 
         max_nonfinite_steps: int = setting(default=10, kind="execution", ge=0)
@@ -185,8 +185,8 @@ class _StepScalars:
             self.session.checkpointer.wait()
             raise WorkError(
                 f"{self.nonfinite} consecutive steps had a non-finite {' and '.join(bad)}, the last at step "
-                f"{step}; their updates were skipped, and the checkpoint has the state before them\n"
+                f"{step}; their updates were skipped, and a checkpoint was saved without them\n"
                 f"    batch: {position}\n"
-                "    fix: lower the learning rate, clip gradients more, or inspect the data there; "
+                "    fix: lower the learning rate, clip gradients at a smaller norm, or inspect this batch; "
                 "`loop.max_nonfinite_steps` sets the limit"
             )

@@ -1,4 +1,4 @@
-"""The model's own loss as an objective, and the initial weights of frozen models."""
+"""An objective that is the model's own loss, and the initial weights of frozen models."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -46,7 +46,7 @@ class FrozenWeights:
         """Open the weights that the objective names, without reading tensors.
 
         Raises:
-            CheckpointError: There are no weights, or they belong to another model.
+            CheckpointError: There are no weights, or they belong to a different model.
         """
         sources = {}
         for path, frozen in program.trained.frozen.items():

@@ -1,4 +1,4 @@
-"""Ownership of run directories and checkpoints. Both store the id of their run."""
+"""Check that run directories and checkpoints belong to the same run. Both store the ID of their run."""
 
 import uuid
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ SAVED = "saved"
 
 
 def claim_checkpoints(session: Any) -> None:
-    """Set the id of the run, and of its checkpointer.
+    """Set the ID of the run and of its checkpointer.
 
     Raises:
-        CheckpointError: The checkpoints belong to another run.
+        CheckpointError: The checkpoints belong to a different run.
         RequestError: The location of the checkpoints is unreachable.
     """
     checkpointer, run_dir = session.checkpointer, session.run_dir
@@ -30,7 +30,7 @@ def claim_checkpoints(session: Any) -> None:
             f"the checkpoints cannot be reached: {unreachable}\n"
             "    fix: make them reachable, or set another checkpointer.uri"
         ) from unreachable
-    # All processes take the id of process 0, which writes the lock.
+    # All processes use the ID of process 0, which writes the lock.
     session.run_id = allgather_data_state(session.lock.get("run") or owner or uuid.uuid4().hex[:16])
     if owns and owner and owner != session.run_id:
         raise CheckpointError(

@@ -29,7 +29,7 @@ def check_same_config(config: Node[Any]) -> None:
     """Compare the config and versions of all processes. Every process must call it before the first collective.
 
     Raises:
-        RequestError: They differ. The error lists the differences by process. Raised on every process.
+        RequestError: The configs or versions differ. The error lists the differences by process. Raised on every process.
         WorkError: A process does not respond. The error names it.
     """
     if jax.process_count() == 1:
@@ -52,7 +52,7 @@ def _compare(facts: Mapping[str, str], name: str, seconds: float = PEER_SECONDS)
     counts = Counter(digests)
     if len(counts) == 1:
         return
-    # Only one process of the majority and a few others send their configs: thousands would be too much to gather.
+    # Only one process of the majority and a few others send their configs. Gathering thousands of configs would take too long.
     majority = digests.index(counts.most_common(1)[0][0])
     others = [rank for rank, other in enumerate(digests) if other != digests[majority]]
     senders = [majority, *others[:SENDERS]]

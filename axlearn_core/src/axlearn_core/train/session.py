@@ -39,8 +39,9 @@ class RollBack(Exception):
 class Evaluator(Protocol):
     """An evaluator that runs during training.
 
-    The constructor should check as much as it can, because it runs before anything is written or trained. It may take `name` (the
-    key in `evaluators`), the trainer's `input`, and `build_input`, which builds another input.
+    The constructor should check as much as it can, because it runs before anything is written or trained. It may declare the
+    arguments `name` (the key in `evaluators`), `input` (the trainer's input), and `build_input`, which builds an input from
+    a config.
     """
 
     def due(self, step: int, last: bool) -> bool:
@@ -65,10 +66,10 @@ class Session:
         events: Listeners: trackers, watchdog, profiler, clock, and those of installed packages.
         run_dir: The checked run directory.
         lock: Lock of the resumed run, or empty for a new run.
-        run_id: Id of the run, which its checkpoints store.
+        run_id: ID of the run, which its checkpoints store.
         begins: False if the training state was restored. True if the run is new or starts from weights only.
         kept_step: Step of the newest checkpoint that is known to be complete.
-        peak_flops: Peak of all devices together for the dtype in use, in FLOP/s. None if it is unknown.
+        peak_flops: Total peak of all devices for the dtype in use, in FLOP/s. None if it is unknown.
         metrics: Latest value of each metric.
         facts: Facts about the data from `Input.describe`. Each checkpoint stores them.
         stop_signal: Signal that stopped the job, set once `stops` has returned True.
@@ -292,7 +293,7 @@ class Session:
 
 
 class StepTimer:
-    """Measures seconds per step between log lines, without the time of evaluation and saving."""
+    """Measures seconds per step between log lines, excluding time spent on evaluation and saving."""
 
     def __init__(self) -> None:
         self.last = time.perf_counter()

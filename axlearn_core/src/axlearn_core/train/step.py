@@ -1,4 +1,4 @@
-"""Pure functions of a training run over the training state."""
+"""The pure functions of a training run, which read and update the training state."""
 
 import zlib
 from collections.abc import Collection, Mapping
@@ -18,7 +18,7 @@ from axlearn_core.train.held_out import evaluation_loss
 Scalars = dict[str, jax.Array]
 
 OBJECTIVE_STREAM = zlib.crc32(b"objective")
-"""Folded into the key of a step to derive the objective's own key."""
+"""Constant that is folded into a step's key to derive the objective's own key."""
 
 
 class TrainingFunctions:
@@ -95,7 +95,7 @@ class TrainingFunctions:
         )
 
     def weights(self, state: TrainState) -> ModelWeights:
-        """Return the parameters for evaluation (an average if the learner keeps one) and the newest variables."""
+        """Return the parameters for evaluation (the moving average if the learner keeps one) and the newest variables."""
         return self.trained.of_model(self._evaluation_weights(state))
 
     def _evaluation_weights(self, state: TrainState) -> ModelWeights:
@@ -168,7 +168,7 @@ class TrainingFunctions:
         return {**sums, "summaries": reported} if reported else sums
 
     def place(self, shardings: TrainState, state: TrainState) -> TrainState:
-        """Return the shardings of the state. A learner may place its part in another memory."""
+        """Return the shardings of the state. A learner may place its part in a different memory, such as host memory."""
         if not isinstance(self.learner, PlacesState):
             return shardings
         return shardings.replace(learner=self.learner.place(shardings.learner, state.learner))

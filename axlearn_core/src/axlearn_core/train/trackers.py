@@ -48,9 +48,9 @@ class JsonlTracker(Configurable):
     run without the downtime between attempts. A value that is not finite is `null`, and `nonfinite` has the value as text:
     `{"step": 7, "loss": null, "nonfinite": {"loss": "nan"}}`. Each line of `samples.jsonl` has `step`, `name` and `text`.
 
-    Every line is flushed, so that a killed process loses no complete line. Starting at step k removes the lines after
-    step k from both files, so that a resumed run writes the same files as an uninterrupted one. Starting at step 0 sets
-    existing files aside as `metrics.superseded-TIME.jsonl` and `samples.superseded-TIME.jsonl`.
+    Every line is flushed, so a killed process does not lose complete lines. Starting at step k removes the lines after step
+    k from both files, so a resumed run writes the same files as an uninterrupted one. Starting at step 0 sets existing files
+    aside as `metrics.superseded-TIME.jsonl` and `samples.superseded-TIME.jsonl`.
     """
 
     @node

@@ -95,14 +95,14 @@ class Result:
 
 
 class Trainer(Configurable):
-    """Trains a model. Another component can replace any part of its config."""
+    """Trains a model. Any component in its config can be replaced."""
 
     @node
     class Config(Configurable.Config["Trainer"]):
         """The root config. Paths such as `model.decoder.num_layers` start here.
 
-        Execution settings measure, store or lay out the run. They do not change an update. Schedules end at `max_steps`,
-        so changing it changes the updates. A run may still be extended.
+        Execution settings determine how a run is measured, stored and laid out. They do not affect the updates.
+        `max_steps` does, because schedules end there; it may still be changed when a run is resumed.
 
         Attributes:
             objective: Training objective, or None for the model's own loss.
@@ -170,7 +170,7 @@ class Trainer(Configurable):
             run_dir: Run directory from `RunDir.check`.
             experiment: Name of the experiment, for display.
             config_text: Resolved config as YAML, to write to the run directory.
-            assets: Contents of the files that the config names, by path in the run.
+            assets: Contents of the asset files, by path in the run.
             provenance: Who set each config path, for the lock.
             restore_step: Step of the checkpoint to restore (default: the newest).
             restart: Start at step 0 and set existing checkpoints aside.
@@ -364,7 +364,7 @@ def _agreed_refusal() -> Iterator[None]:
 
 
 def _close(closed: Callable[..., None], kind: object, error: BaseException | None, _: object) -> None:
-    """Close a listener. If another error is ending the run, log an error of the listener instead of raising it."""
+    """Close a listener. If the run is already ending with an error, log the listener's error instead of raising it."""
     try:
         closed()
     except Exception as failure:

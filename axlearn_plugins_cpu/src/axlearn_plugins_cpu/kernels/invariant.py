@@ -31,14 +31,14 @@ def _refusal(op: AttentionOp | PagedAttentionOp) -> str | None:
     if biased:
         return "it does not support a bias"
     if size % 16 or value_size != size:
-        return f"it needs keys and values of one size that is a multiple of 16, got {size} and {value_size}"
+        return f"it needs keys and values of the same size, a multiple of 16, got {size} and {value_size}"
     if set(dtypes) != {"float32"}:
         return f"it needs float32 queries, keys and values, got {', '.join(dtypes)}"
     return None
 
 
 class _Rows:
-    """Attention over rows of a batch; each device handles its own rows and heads."""
+    """Attention over the rows of a batch. Each device computes its own rows and heads."""
 
     def supports(self, op: InvariantAttentionOp, context: KernelContext) -> str | None:
         """Support float32 without a bias, for head sizes that are multiples of 16."""

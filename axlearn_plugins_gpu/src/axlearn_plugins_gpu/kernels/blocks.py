@@ -1,7 +1,7 @@
 """Block sizes of Triton and Mosaic GPU kernels, by GPU. Does not import JAX.
 
-The compute capability of the target selects an entry. Shared memory limits the sizes: a pipeline stage holds one block of
-each operand (16-bit), and all stages must fit in the shared memory of a block. `source` names the measurement behind an
+The target's compute capability selects an entry. Shared memory limits the sizes: each pipeline stage stores one block of
+each (16-bit) operand, and all stages must fit in a block's shared memory. `source` names the measurement behind an
 entry (see `axlearn_plugins_gpu.choices`).
 """
 
@@ -49,11 +49,11 @@ class PipelinedBlocks:
     """Block sizes of a Mosaic GPU matmul: one block [m, n] of the result, over blocks of k in `stages`.
 
     Attributes:
-        pair: Whether two multiprocessors share a block of twice the size in both directions (Blackwell).
-        groups: Maximum number of groups for the earlier version of tokamax.
-        matrices: Number of matrices that each block of rows is multiplied with.
+        pair: Whether two multiprocessors share a block that is twice as large in both dimensions (Blackwell).
+        groups: Maximum number of groups for the older version of tokamax.
+        matrices: Number of matrices that each block of rows is multiplied by.
         warp_groups: Number of warp groups, each with its own block of n columns.
-        outer: Whether the kernel also computes the product of rows with rows, one per group.
+        outer: Whether the kernel also multiplies rows by rows, with one result per group (the gradient of the matrices).
     """
 
     m: int
@@ -69,7 +69,7 @@ class PipelinedBlocks:
 
     @property
     def multiple(self) -> int:
-        """Required divisor of both sides of the matrices. A side is n of one matmul and k of another."""
+        """Required divisor of both sides of the matrices. Each side is n in one matmul and k in a different one."""
         return max(self.k, self.n * (2 if self.pair else 1))
 
     @property
@@ -96,7 +96,7 @@ GATED_MOSAIC_LATER: dict[tuple[int, int], PipelinedBlocks] = {
     **GATED_MOSAIC,
     (9, 0): PipelinedBlocks(m=128, n=64, k=64, stages=4, matrices=2, warp_groups=2),
 }
-"""The same for the later version of tokamax, whose Hopper kernel can be lowered."""
+"""The same sizes for the newer version of tokamax, whose Hopper kernel can be lowered."""
 
 
 @attrs.frozen(kw_only=True)
@@ -193,7 +193,7 @@ class AttentionBlocks:
 Tables = Mapping[tuple[int, int], Sequence[AttentionBlocks]]
 
 _BLACKWELL = functools.partial(AttentionBlocks, query=256, key=128, multiple=256)
-"""A pair of multiprocessors shares 256 queries. All of them must exist, since the first ones decide which keys are visited."""
+"""A pair of multiprocessors shares 256 queries. All 256 must exist, because the first ones decide which keys are visited."""
 
 MOSAIC: Tables = {
     (9, 0): (
@@ -209,8 +209,8 @@ MOSAIC: Tables = {
 }
 """Block sizes of `attention` in Mosaic GPU, by compute capability, in order of head size.
 
-Blackwell's backward pass keeps five products of a block in tensor memory, which is too small for heads above 64. Its code
-is unrolled for every 128 queries: 4,096 took almost two minutes to compile.
+Blackwell's backward pass keeps five matmul results per block in tensor memory, which is too small for heads above 64. Its
+code is unrolled for every 128 queries: 4,096 queries took almost two minutes to compile.
 """
 
 MOSAIC_LATER: Tables = {
@@ -222,8 +222,8 @@ MOSAIC_LATER: Tables = {
         _BLACKWELL(largest=256, stages=2, splits=2, backward=None),
     ),
 }
-"""The same for the later version of tokamax. Blackwell's backward pass is two kernels, as Hopper's is. Each keeps fewer
-products in tensor memory (heads of 256 still do not fit) and has a loop over blocks that is not unrolled.
+"""The same sizes for the newer version of tokamax. Blackwell's backward pass has two kernels, as Hopper's does. Each keeps
+fewer matmul results in tensor memory (heads of 256 still do not fit), and its loop over blocks is not unrolled.
 """
 
 TRITON_ATTENTION: Tables = {
@@ -249,7 +249,7 @@ class PagedBlocks:
 
     Attributes:
         rows: Maximum number of query rows per block.
-        keys: Number of 16-bit keys with head size 128 per block; larger keys are fewer.
+        keys: Number of keys per block, for 16-bit keys with head size 128. Blocks of larger keys have fewer.
         warps: Warps per block.
         stages: Number of pipeline stages.
     """
@@ -282,5 +282,5 @@ def paged_blocks(target: str, rows: int, size: int, *, wide: bool) -> PagedBlock
 
 
 def num_table_parts(target: str, blocks: int, max_parts: int) -> int:
-    """Return the number of parts to split a table into, at most `most`, for two blocks per multiprocessor."""
+    """Return the number of parts to split a table into, at most `max_parts`, for two blocks per multiprocessor."""
     return max(1, min(max_parts, -(-2 * CHIPS[target].cores // blocks)))

@@ -77,7 +77,7 @@ class _CuDNN:
         hidden = None
         if other_mask is not None:
             visible = other_mask.materialize((0, query.shape[1]), (0, key.shape[1]), op.query_slots, op.key_slots)
-            # Half of the smallest number: the sum of two is still finite. An infinity would give NaN when subtracted.
+            # Half of the lowest number, so that the sum of two is still finite. Subtracting infinities would result in NaN.
             hidden = jnp.where(visible, 0, jnp.finfo(query.dtype).min / 2).astype(query.dtype)[:, None]
         kind = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
         static = _Static(scale=op.scale, mask=kind, window=window, biased=hidden is not None)

@@ -1,9 +1,9 @@
 """The `gated_linear_unit` op by tokamax's kernels in Triton and Mosaic GPU. The backward passes use XLA.
 
-One kernel computes both matmuls and the activation. Without gradients, neither product is written to memory. With
-gradients, Triton's kernel writes the products and Mosaic's does not: its backward pass recomputes them, so remat policies
-that save them (`mlp_gate`, `mlp_up`) save nothing. XLA's own matmuls use cuBLAS, and these kernels need a copy of the two
-matrices side by side, so configs must name them to use them.
+One kernel computes both matmuls and the activation. Without gradients, neither matmul result is written to memory. With
+gradients, Triton's kernel writes both results. Mosaic's kernel does not: its backward pass recomputes them, so remat
+policies that save them (`mlp_gate`, `mlp_up`) have no effect. The kernels need a copy of the two matrices side by side, and
+XLA's own matmuls use cuBLAS. The kernels are therefore used only if a config names them.
 """
 
 import functools
@@ -39,7 +39,7 @@ WITHOUT_RULES: dict[Activation, Callable[[jax.Array], jax.Array]] = {
 
 
 class _Tokamax:
-    """Base of both kernels. A block of rows is multiplied with the same columns of both matrices."""
+    """Base class of both kernels. A block of rows is multiplied by the same columns of both matrices."""
 
     mosaic: bool
 
@@ -165,7 +165,7 @@ def _backward(target: str, activation: Activation, residuals: Any, gradient: jax
 _gated_unit.defvjp(_forward, _backward)
 
 
-# Mosaic's kernel does not return the products. tokamax would compute them with XLA and not run the kernel at all.
+# Mosaic's kernel does not return the matmul results. tokamax would compute them with XLA and not run the kernel at all.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _pipelined_unit(x: jax.Array, gate: jax.Array, up: jax.Array, target: str, activation: Activation) -> jax.Array:
     kernels, blocks = tokamax.module("ops.gated_linear_unit.pallas_mosaic_gpu"), _pipelines()[CHIPS[target].capability]

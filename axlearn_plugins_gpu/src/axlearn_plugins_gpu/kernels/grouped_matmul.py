@@ -31,7 +31,7 @@ OUTER_ROWS = 64
 
 
 class _Tokamax:
-    """Base of both kernels. A block has rows of one group, so the work is proportional to the rows."""
+    """Base class of both kernels. All rows of a block belong to the same group, so work is proportional to the rows."""
 
     mosaic: bool
 
@@ -46,7 +46,7 @@ class _Tokamax:
         return (_check_mosaic_shapes if self.mosaic else _check_triton_shapes)(op, context.target)
 
     def __call__(self, op: "GroupedMatmulOp") -> jax.Array:
-        """Return the products, [M, N]. The caller has already split the operands over the devices."""
+        """Return the matmul results, [M, N]. The caller has already split the operands over the devices."""
         kernel_selection: Any = selection.in_force()  # not None: `supports` accepts only known GPUs
         return _product(op.lhs, op.rhs, op.sizes, kernel_selection.target, self.mosaic)
 

@@ -1,4 +1,4 @@
-"""Compile tokamax's Mosaic GPU kernels for a target Hopper or Blackwell, which need not be the local GPU.
+"""Compile tokamax's Mosaic GPU kernels for a Hopper or Blackwell target, which need not be the local GPU.
 
 Two libraries query the local machine instead of the target. tokamax asks the first local device which kernel to use. JAX's
 lowering of a Mosaic kernel asks the current mesh for the compute capability (`_infer_arch` in
@@ -6,9 +6,9 @@ lowering of a Mosaic kernel asks the current mesh for the compute capability (`_
 replaces that function while a program for one of this plugin's GPUs is lowered. The replacement looks up the device kind,
 and calls JAX's function for other GPUs. If no mesh is set, the kernel is traced under one that names the target.
 
-XLA compiles a kernel for the GPU of the program. But the assembler keeps the architecture of the process's first Mosaic
-kernel, and fails for any other one. `refusal` then rejects the kernels. If a program was traced for another architecture
-before the first kernel was lowered, lowering it raises an error.
+XLA compiles a kernel for the program's GPU. But the assembler keeps the architecture of the first Mosaic kernel in the
+process, and fails for any other architecture. `refusal` then rejects the kernels. If a program was traced for a different
+architecture before the first kernel was lowered, lowering it raises an error.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def refusal(target: str) -> str | None:
     if capability not in (HOPPER, BLACKWELL):
         return f"it supports Hopper and Blackwell, and {target} is neither"
     if capability != HOPPER and not compat.has_mosaic_architecture():
-        return f"Mosaic GPU of JAX {jax.__version__} compiles for Hopper only, and {target} is not a Hopper"
+        return f"Mosaic GPU in JAX {jax.__version__} compiles only for Hopper, and {target} is not a Hopper GPU"
     return _conflict(capability)
 
 

@@ -1,8 +1,8 @@
 """The `paged_attention` op by JAX's GPU kernel (`jax.experimental.pallas.ops.gpu.paged_attention`, in Pallas Triton).
 
-The kernel's only mask is a length. So it processes the keys that all new tokens of a request can see. XLA processes the few
-keys at the edges, which a window or the causal order hides from some of the tokens. Each part returns its largest score and
-the sum of its weights, which are used to combine the parts (Flash-Decoding, Dao et al., 2023).
+The kernel can only mask keys after a given length. It therefore processes the keys that all new tokens of a request can see.
+XLA processes the few keys at the edges, which a window or the causal order hides from some of the tokens. Each part returns
+its largest score and the sum of its weights, which are used to combine the parts (Flash-Decoding, Dao et al., 2023).
 
 Legend: P pages of S slots, R requests of C new tokens and at most M pages, N query heads, G key-value heads, n = N / G, H
 head size, Q = n C the queries of a request that share a key-value head, E pages at the edges.
@@ -22,7 +22,7 @@ from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 from axlearn_plugins_transformer.kernels.per_device import parts_of
 
 MAX_CHUNK = 128
-"""Maximum number of tokens per chunk, because XLA holds the scores of all pairs of them in memory."""
+"""Maximum number of tokens per chunk, because XLA keeps the scores of all pairs of tokens in memory."""
 ADA = (8, 9)
 """First compute capability with float8."""
 

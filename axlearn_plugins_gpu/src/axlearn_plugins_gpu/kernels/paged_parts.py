@@ -1,7 +1,8 @@
 """Paged attention to the first keys of each request, with JAX's GPU kernel.
 
-The library's function requires keys and values in two arrays, one head after the other. The op's pages interleave both, so
-slicing them would copy the cache. This module therefore calls the library's kernel body with its own block specs.
+The library's function requires keys and values in separate arrays, with one head after the other. The op's pages interleave
+keys and values, so slicing them would copy the cache. This module therefore calls the library's kernel body with its own
+block specs.
 
 Legend: see `paged_attention`; K is the number of parts of a table.
 """
@@ -41,7 +42,7 @@ class Parts(NamedTuple):
     highest: jax.Array
 
     def concatenate(self, other: "Parts") -> "Parts":
-        """Return the parts of both."""
+        """Return the parts of this object and of `other` as one."""
         return Parts(*(jnp.concatenate(pair) for pair in zip(self, other, strict=True)))
 
     def combine(self) -> jax.Array:

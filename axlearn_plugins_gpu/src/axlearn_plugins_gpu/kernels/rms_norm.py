@@ -1,7 +1,7 @@
 """The `rms_norm` op by tokamax's Triton kernels, forward and backward.
 
-The kernels read each row once. XLA can fuse the normalization with neighboring ops, which a separate kernel prevents, so
-configs must name this kernel to use it.
+The kernels read each row once. However, a separate kernel prevents XLA from fusing the normalization with neighboring ops.
+This kernel is therefore used only if a config names it.
 """
 
 import functools

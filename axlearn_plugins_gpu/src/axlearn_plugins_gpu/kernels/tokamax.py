@@ -15,8 +15,10 @@ from axlearn_plugins_gpu.chips import CHIPS
 from axlearn_plugins_gpu.kernels.abstract_gpu import use_abstract_gpu
 
 LATER = sys.version_info >= (3, 12)
-"""True for the later of the two supported versions. The earlier is the last one for Python 3.11. The later is the
-last one with grouped matmuls in Pallas Triton, and has more Mosaic GPU kernels.
+"""True if the newer of the two supported tokamax versions is used.
+
+The older version is the last that supports Python 3.11. The newer one is the last with grouped matmuls in Pallas Triton, and it
+has more Mosaic GPU kernels.
 """
 
 VERSION = "0.0.14" if LATER else "0.0.12"
@@ -43,7 +45,7 @@ def module(name: str) -> Any:
 
 @contextlib.contextmanager
 def use_core_count(target: str) -> Iterator[None]:
-    """Use the target's number of cores while tracing a kernel that numbers its blocks by the number of concurrent ones."""
+    """Report the target's core count while tracing a kernel whose block numbering depends on how many blocks run concurrently."""
     device = types.SimpleNamespace(core_count=CHIPS[target].cores)
     fake_jax = types.SimpleNamespace(devices=lambda: [device], get_default_device=lambda: device, Array=jax.Array)
     with compat.patch_tokamax(dict.fromkeys(_CORE_COUNT_USERS, fake_jax)):

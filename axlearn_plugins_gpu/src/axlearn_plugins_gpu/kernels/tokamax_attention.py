@@ -48,7 +48,7 @@ class _Static(NamedTuple):
 
 
 class _Tokamax:
-    """Base of both kernels: self-attention in one 16-bit dtype."""
+    """Base class of both kernels: self-attention in a single 16-bit dtype."""
 
     mosaic: bool
     tags_result = True

@@ -65,7 +65,7 @@ SPLASH: Mapping[str, SplashBlocks] = {
         query=1024, key=1024, key_compute=1024, backward_query=1024, backward_key=1024, backward_key_compute=1024
     ),
 }
-"""Target -> block sizes. The empty name is for a TPU that is not a known target."""
+"""Block sizes by target. The empty name is for a TPU that is not a known target."""
 
 GROUPED: Mapping[str, GroupedBlocks] = {
     "": GroupedBlocks(rows=128, inner=512, outer=512),
@@ -126,7 +126,7 @@ LOSS: Mapping[str, LossBlocks] = {
     "tpu-v6e": LossBlocks(vocabulary=2048),
     "tpu-7x": LossBlocks(vocabulary=2048),
 }
-"""Target -> block sizes, as in tokamax."""
+"""Block sizes by target, as in tokamax."""
 
 MAX_HEAD_BYTES = 512
 """Bytes of the widest head that the entries are meant for."""
@@ -141,5 +141,5 @@ def shrink_blocks(blocks: SplashBlocks, head_bytes: int) -> SplashBlocks:
 
 
 def largest_divisor(length: int, limit: int) -> int:
-    """Return the largest multiple of `LANES`, up to `most`, that divides `length` (itself a multiple of `LANES`)."""
+    """Return the largest multiple of `LANES`, up to `limit`, that divides `length` (itself a multiple of `LANES`)."""
     return max((n for n in range(LANES, min(length, limit) + 1, LANES) if length % n == 0), default=LANES)

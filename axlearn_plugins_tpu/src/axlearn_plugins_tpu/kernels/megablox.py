@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # a program imports this module only if it uses the op
 
 
 class _Megablox:
-    """Megablox kernel. A tile has rows of one group, or of several at a boundary, so work is proportional to the rows."""
+    """Megablox kernel. A tile spans groups only at their boundaries, so work is proportional to the number of rows."""
 
     def supports(self, op: "GroupedMatmulOp", context: KernelContext) -> str | None:
         """Support matrices with both dimensions at least a lane wide, in bfloat16 or float32."""
@@ -31,7 +31,7 @@ class _Megablox:
         return None
 
     def __call__(self, op: "GroupedMatmulOp") -> jax.Array:
-        """Return the products, [M, N]. The caller has already split the operands over the devices."""
+        """Return the matmul results, [M, N]. The caller has already split the operands over the devices."""
         kernel_selection = selection.in_force()
         lhs, rhs = op.lhs, op.rhs
         rows = lhs.shape[0]

@@ -44,7 +44,7 @@ def missing() -> str | None:
 
 
 class _Mosaic:
-    """Grouped matmul kernel. A tile has rows of one group, or of several at a boundary; the kernel pipelines its loads."""
+    """Grouped matmul kernel. A tile spans groups only at their boundaries. The kernel pipelines its loads."""
 
     def supports(self, op: "GroupedMatmulOp", context: KernelContext) -> str | None:
         """Support v5 and later, and matrices with dimensions in whole lanes, in bfloat16 or float32."""
@@ -61,7 +61,7 @@ class _Mosaic:
         return None
 
     def __call__(self, op: "GroupedMatmulOp") -> jax.Array:
-        """Return the products, [M, N]. The caller has already split the operands over the devices."""
+        """Return the matmul results, [M, N]. The caller has already split the operands over the devices."""
         kernel_selection = selection.in_force()
         lhs, rhs = op.lhs, op.rhs
         rows = lhs.shape[0]

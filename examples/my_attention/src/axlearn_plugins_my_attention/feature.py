@@ -1,4 +1,4 @@
-"""The feature `gated-attention`."""
+"""The `gated-attention` feature."""
 
 from typing import Any, TypeVar
 

@@ -1,4 +1,4 @@
-"""The component `gated-attention`."""
+"""The `gated-attention` component."""
 
 from typing import Any
 

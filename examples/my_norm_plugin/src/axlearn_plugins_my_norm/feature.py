@@ -1,4 +1,4 @@
-"""The feature `dynamic-tanh`."""
+"""The `dynamic-tanh` feature."""
 
 from typing import Any, TypeVar
 

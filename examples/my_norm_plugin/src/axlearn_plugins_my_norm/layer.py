@@ -1,4 +1,4 @@
-"""The component `dynamic-tanh`."""
+"""The `dynamic-tanh` component."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The feature `confidence-penalty`."""
+"""The `confidence-penalty` feature."""
 
 from typing import Any, TypeVar
 

@@ -1,4 +1,4 @@
-"""The component `confidence-penalty`."""
+"""The `confidence-penalty` component."""
 
 import jax
 import jax.numpy as jnp

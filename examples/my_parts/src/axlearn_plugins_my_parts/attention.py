@@ -1,4 +1,4 @@
-"""The component `cosine-attention`.
+"""The `cosine-attention` component.
 
 Features, plans and the server support it like the built-in attention layers.
 """
@@ -31,7 +31,7 @@ class CosineAttention(Layer):
     class Config(Layer.Config["CosineAttention"], WindowRole, AttentionKernelRole):
         """Settings of `CosineAttention`.
 
-        The roles let the feature `interleave` set `window`, and let `context-parallel` and `paged-cache` set `kernel`.
+        The roles let the `interleave` feature set `window`, and let `context-parallel` and `paged-cache` set `kernel`.
         `rope` and `alibi` set `position` because its annotation is a slot for a position encoding. `paged-cache` sets
         `kv_cache` for the same reason.
 

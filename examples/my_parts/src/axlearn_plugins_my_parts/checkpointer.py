@@ -1,4 +1,4 @@
-"""The component `msgpack`."""
+"""The `msgpack` component."""
 
 import hashlib
 import json
@@ -88,7 +88,7 @@ class MsgpackCheckpointer(Configurable):
             like: State with the expected structure, shapes, dtypes and shardings.
 
         Raises:
-            CheckpointError: If the step is missing, a file is damaged, or the checkpoint has another structure.
+            CheckpointError: If the step is missing, a file is damaged, or the checkpoint has a different structure.
         """
         location = f"checkpoint {step} in {self.storage.root}"
         try:

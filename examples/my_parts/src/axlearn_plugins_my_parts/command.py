@@ -1,4 +1,4 @@
-"""The command `axlearn plan one-line`."""
+"""The `axlearn plan one-line` command."""
 
 from typing import Any
 

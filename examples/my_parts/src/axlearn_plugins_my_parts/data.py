@@ -1,4 +1,4 @@
-"""The component `copy-task`."""
+"""The `copy-task` component."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The component `repeat-drafter`."""
+"""The `repeat-drafter` component."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The component `parameter-norms`."""
+"""The `parameter-norms` component."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The experiment `my-parts`."""
+"""The `my-parts` experiment."""
 
 from axlearn_core.extend import LinesTracker, LossEvaluator, Trainer
 from axlearn_plugins_my_parts.checkpointer import MsgpackCheckpointer

@@ -7,7 +7,7 @@ from axlearn_core.extend import KernelImplementation, Storage, Weights, hookimpl
 
 @hookimpl
 def axlearn_kernels() -> list[KernelImplementation]:
-    """Register the kernel `product`.
+    """Register the `product` kernel.
 
     The reference has priority 0. A lower priority means that the kernel only runs if a config selects it.
     """

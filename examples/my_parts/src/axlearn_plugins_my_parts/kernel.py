@@ -1,4 +1,4 @@
-"""The kernel `product` of the op `rms_norm`."""
+"""The `product` kernel for the `rms_norm` op."""
 
 import jax
 import jax.numpy as jnp

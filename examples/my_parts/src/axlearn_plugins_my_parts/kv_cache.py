@@ -1,4 +1,4 @@
-"""The component `int8-cache`."""
+"""The `int8-cache` component."""
 
 from typing import Any
 

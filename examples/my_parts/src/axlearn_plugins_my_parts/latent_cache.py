@@ -1,4 +1,4 @@
-"""The component `int8-latent-cache`."""
+"""The `int8-latent-cache` component."""
 
 from typing import Any
 

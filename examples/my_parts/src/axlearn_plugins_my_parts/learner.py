@@ -1,4 +1,4 @@
-"""The component `sign-learner`."""
+"""The `sign-learner` component."""
 
 from typing import Any
 

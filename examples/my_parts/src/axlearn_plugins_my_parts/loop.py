@@ -1,4 +1,4 @@
-"""The component `stop-at-loss`."""
+"""The `stop-at-loss` component."""
 
 from collections.abc import Mapping
 

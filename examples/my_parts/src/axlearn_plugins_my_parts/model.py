@@ -1,4 +1,4 @@
-"""The component `bigram`."""
+"""The `bigram` component."""
 
 from collections.abc import Mapping
 

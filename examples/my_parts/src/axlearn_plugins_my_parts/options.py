@@ -1,4 +1,4 @@
-"""The option `axlearn train --seed N`. Does not import JAX."""
+"""The `axlearn train --seed N` option. Does not import JAX."""
 
 import attrs
 
@@ -6,7 +6,7 @@ from axlearn_core.extend import CommandOption, Request, Setting, parse_value
 
 
 def set_seed(value: str, request: Request) -> Request:
-    """Return the request with another seed."""
+    """Return the request with this seed."""
     location = f"--seed {value}"
     setting = Setting(path="seed", value=parse_value(value, location), location=location)
     return attrs.evolve(request, settings=(*request.settings, setting))

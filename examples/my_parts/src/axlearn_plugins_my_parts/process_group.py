@@ -1,4 +1,4 @@
-"""The component `rank-from-environment`."""
+"""The `rank-from-environment` component."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The component `slowest-steps`."""
+"""The `slowest-steps` component."""
 
 import heapq
 import json

@@ -1,4 +1,4 @@
-"""The component `shortest-first`."""
+"""The `shortest-first` component."""
 
 from typing import Any
 

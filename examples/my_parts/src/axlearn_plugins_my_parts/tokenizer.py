@@ -1,4 +1,4 @@
-"""The component `character-tokenizer`."""
+"""The `character-tokenizer` component."""
 
 import hashlib
 import string

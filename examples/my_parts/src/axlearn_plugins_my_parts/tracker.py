@@ -1,4 +1,4 @@
-"""The component `csv`."""
+"""The `csv` component."""
 
 import csv
 from collections.abc import Mapping

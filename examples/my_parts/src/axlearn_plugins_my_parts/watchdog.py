@@ -1,4 +1,4 @@
-"""The component `stack-dump`."""
+"""The `stack-dump` component."""
 
 import faulthandler
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The component `orbax`: a checkpointer that stores arrays with Orbax, and adds the core's manifest and hashes."""
+"""The `orbax` component: a checkpointer that stores arrays with Orbax, and adds the core's manifest and hashes."""
 
 import json
 import logging
@@ -42,7 +42,7 @@ SPECIAL = "Orbax loses or misplaces arrays if a path contains glob or URL charac
 class OrbaxCheckpointer(StorageCheckpointer):
     """A checkpointer that writes and reads arrays with Orbax, on local paths and `gs://`.
 
-    Each step has an Orbax checkpoint in `state/`, with an item `weights` for the arrays of the model and an item `others`. When
+    Each step has an Orbax checkpoint in `state/`, with a `weights` item for the arrays of the model and an `others` item. When
     Orbax has finished, each process hashes a share of the files, and the manifest records all hashes. A restore first compares
     the hashes. Steps that plain Orbax wrote are also readable, but their files cannot be verified.
 
@@ -53,7 +53,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
 
     @node
     class Config(StorageCheckpointer.Config):
-        """The fields of `StorageCheckpointer`, and how Orbax stores arrays.
+        """Settings of `StorageCheckpointer`, and of the array storage in Orbax.
 
         Attributes:
             ocdbt: Store all arrays in one database. If False, store each array in a folder.
@@ -124,7 +124,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
         return self._foreign.describe(step) if self._foreign.has(step) else self.place.inspect(step)
 
     def read_extra(self, step: int) -> dict[str, Any]:
-        """See `StorageCheckpointer.read_extra`. A plain Orbax step has at most the key `WEIGHTS_ONLY`."""
+        """See `StorageCheckpointer.read_extra`. A plain Orbax step has at most the `WEIGHTS_ONLY` key."""
         if not self._foreign.has(step):
             return super().read_extra(step)
         parts = {path.partition(".")[0] for path in self.inspect(step).arrays}
@@ -181,8 +181,8 @@ class OrbaxCheckpointer(StorageCheckpointer):
     def _discard(self, folder: str) -> None:
         """Delete the files of a failed save, except the files that name its owner and the error.
 
-        They are needed if Orbax is still writing on this process, or on a process that does not know about the failure yet. They
-        remain until the step is saved again or the run is opened again.
+        The remaining files are needed if Orbax is still writing on this process, or on a process that does not know about the
+        failure yet. They are deleted when the step is saved again or the run is opened again.
         """
         storage, marks = self.place.storage, {}
         try:

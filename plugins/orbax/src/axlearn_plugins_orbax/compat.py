@@ -1,6 +1,6 @@
-"""All calls of Orbax. No other module imports Orbax, because the import takes most of a second.
+"""All calls to Orbax. No other module imports Orbax, because the import takes most of a second.
 
-It uses version 1 of the API, which is under `experimental` in Orbax 0.12.
+This module uses version 1 of the API, which is under `experimental` in Orbax 0.12.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Distributed hashing of Orbax's files, and reports of processes that failed during a save."""
+"""Distributed hashing of Orbax's files, and failure reports from processes during a save."""
 
 import json
 import logging
@@ -79,7 +79,7 @@ def collect_hashes(
 
 
 def list_hashes(storage: Storage, folder: str) -> set[str]:
-    """Return the files of hashes that the processes of a save have written so far.
+    """Return the hash files that the processes in a save have written so far.
 
     Args:
         storage: Storage of the save.

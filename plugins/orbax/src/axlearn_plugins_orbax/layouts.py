@@ -11,7 +11,7 @@ from axlearn_core.errors import RequestError
 
 @attrs.frozen
 class TreeLayout:
-    """The layout of parameters in a project's checkpoints.
+    """How a project lays out parameters in its checkpoints.
 
     Attributes:
         name: Name of the project on the command line.
@@ -68,7 +68,7 @@ def _nesting_error(path: str) -> RequestError:
 
 
 def _train_state(params: dict[str, Any], step: int) -> dict[str, Any]:
-    # MaxText expects Flax's collection `params` in the field `params` of its training state.
+    # MaxText expects Flax's `params` collection in the `params` field of its training state.
     return {"step": jnp.asarray(step, jnp.int32), "params": {"params": params}}
 
 
@@ -89,7 +89,7 @@ LAYOUTS = {
 
 
 def find_layout(item: str | None, paths: Iterable[str]) -> TreeLayout:
-    """Detect the layout of a checkpoint from the name of its item and the paths of its arrays."""
+    """Detect a checkpoint's layout from its item name and array paths."""
     paths = list(paths)
     if any(p.startswith(LAYOUTS["maxtext"].prefix) for p in paths):
         return LAYOUTS["maxtext"]

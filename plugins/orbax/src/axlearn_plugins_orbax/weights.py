@@ -79,7 +79,7 @@ class OrbaxWeights:
         return sorted(self._stored.keys() - self._paths.values())
 
     def specs(self) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """See `Weights.specs`. The dtypes are those of the model, not of the files."""
+        """See `Weights.specs`. The dtypes come from the model, not from the files."""
         return {**self.functional.abstract, **self.functional.variables}
 
     def read(self, pattern: str = "**", shardings: Mapping[str, Sharding] | None = None) -> dict[str, jax.Array]:

@@ -1,8 +1,8 @@
 """Blockwise attention with a running softmax, and its gradients.
 
-Shapes: b rows, G key-value heads, R query heads per key-value head (N = G * R), H head size, V value size, t queries per tile, c
-keys per chunk. Slots give the positions of queries and keys in the sequence. Pairs of a tile and a chunk that the mask hides
-completely are skipped at run time (Rabe & Staats, 2021; Dao et al., 2022).
+Shapes: b rows, G key-value heads, R query heads per key-value head (N = G * R), H head size, V value size, t queries per tile,
+c keys per chunk. A slot is the position of a query or key in the sequence. If the mask hides a chunk from a tile completely,
+the pair is skipped at run time (Rabe & Staats, 2021; Dao et al., 2022).
 """
 
 from collections.abc import Callable
@@ -94,7 +94,7 @@ class Scores:
         return tuple(a for a, r in zip(self.parts, self.roles, strict=True) if r == role)
 
     def may_see(self, query: jax.Array, queries: int, key: jax.Array, keys: int) -> jax.Array:
-        """Return whether any of `queries` queries from a slot on may see any of the keys. Bool scalar."""
+        """Return whether any query in a range of slots may see any key in a range of slots, as a bool scalar."""
         return _may_see(self.mask, (query, query + queries - 1), (key, key + keys - 1))
 
     def raw(self, query: jax.Array, key: jax.Array, query_slots: jax.Array, key_slots: jax.Array) -> jax.Array:
@@ -119,7 +119,7 @@ class Scores:
 
 
 def _roles(mask: masks.Mask) -> Any:
-    """Return the mask with each array replaced by its role: `queries`, `keys` or `rows`."""
+    """Return the mask with each array replaced with its role: `queries`, `keys` or `rows`."""
     kind: Any = type(mask)
     if isinstance(mask, masks.Segments):
         return kind("queries", "keys")
@@ -157,7 +157,8 @@ def _slots(start: jax.Array, count: int) -> jax.Array:
 def _pairs(tiles: QueryTiles, chunks: KeyChunks, scores: Scores, rows: tuple[jax.Array, ...]) -> Callable[..., Any]:
     """Return a function of (tile, chunk) that returns three values.
 
-    They are whether any pair is visible, a function that returns the mask, and a function of query and key that returns the scores.
+    The values are: whether any pair is visible, a function that returns the mask, and a function that maps query and key to
+        scores.
     """
     sizes = tiles.query.shape[2], chunks.key.shape[2]
 

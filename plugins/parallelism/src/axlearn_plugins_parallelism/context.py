@@ -51,7 +51,7 @@ _whole_sequence: contextvars.ContextVar[bool] = contextvars.ContextVar("axlearn_
 
 
 def _attend_unsharded(op: AttentionOp) -> jax.Array:
-    """Run the best other kernel, or the reference if the selection leads back here."""
+    """Run the best kernel for unsharded sequences, or the reference if the selection would choose this kernel again."""
     if _whole_sequence.get():
         return op.reference()
     token = _whole_sequence.set(True)
@@ -62,7 +62,7 @@ def _attend_unsharded(op: AttentionOp) -> jax.Array:
 
 
 class _SequenceKernel:
-    """Base class of kernels for sharded sequences. Falls back to another kernel if the sequence is not sharded."""
+    """Base class of kernels for sharded sequences. Falls back to a different kernel if the sequence is not sharded."""
 
     def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
         """Return the reason why a call is not supported, or None.
@@ -84,7 +84,7 @@ class _SequenceKernel:
         return None
 
     def __call__(self, op: AttentionOp) -> jax.Array:
-        """Run the op, by the best other kernel if the sequence is not sharded. Return [B, S, N, V]."""
+        """Run the op: [B, S, N, V]. If the sequence is not sharded, use the best kernel for that case."""
         place = placement()
         if place is None or not sequence_axes(place):
             return _attend_unsharded(op)
@@ -192,8 +192,8 @@ def _softmax_attention(scores: Scores, visit: Callable[..., Any]) -> Callable[..
 class _Ring(_BlockwiseKernel):
     """Ring attention (Liu et al., 2023), which passes keys and values around the devices.
 
-    The transfer of the next keys overlaps with the work on the current keys. A device never holds the keys of more than two
-    devices. In the backward pass the keys go around again, together with their gradients.
+    The transfer of the next keys overlaps with the work on the current keys. A device never stores the keys of more than two
+    devices. In the backward pass, the keys go around again, together with their gradients.
     """
 
     @staticmethod
@@ -246,9 +246,9 @@ class _AllGather(_BlockwiseKernel):
 
 
 class _AllToAll(_SequenceKernel):
-    """Attention that gives each device all positions of some heads and runs the best other kernel.
+    """Attention that assigns each device all positions of some heads ("Ulysses"; Jacobs et al., 2023).
 
-    This is "Ulysses" (Jacobs et al., 2023).
+    It then runs the best kernel for unsharded sequences.
     """
 
     def _refuses(self, op: AttentionOp, place: Placement, axes: Sequence[str]) -> str | None:

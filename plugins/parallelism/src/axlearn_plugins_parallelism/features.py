@@ -28,14 +28,14 @@ def with_rules(cfg: Tree, rules: Mapping[str, tuple[str, ...]]) -> Tree:
 
 @node
 class Pipeline(Feature):
-    """Pipeline parallelism: split every stack of layers into stages over the mesh axis `pipeline`.
+    """Pipeline parallelism: split every stack of layers into stages over the `pipeline` mesh axis.
 
     `--with pipeline:microbatches=8 --set mesh.shape="{pipeline: 2, fsdp: -1}"` splits the layers into two stages and the batch
     into 8 microbatches. `schedule=interleaved` gives each stage `rounds` smaller chunks of layers, which fills and drains the
     pipeline faster: (stages - 1) of (rounds * microbatches + stages - 1) ticks are idle. Other schedules have one round.
     `schedule=1f1b` runs the backward pass of each microbatch as soon as its loss is known. Its memory does not grow with the
     number of microbatches, but the forward pass of the layers runs twice. Parameters, checkpoints, remat and scan do not change.
-    On an experiment that already has the feature, the options are replaced.
+    If the experiment already has the feature, the options are replaced.
     """
 
     stage = "execute"
@@ -47,7 +47,7 @@ class Pipeline(Feature):
     rounds: int = setting(default=2, ge=2)
 
     def apply(self, cfg: Tree) -> Tree:
-        """Replace every `Stack` by a `PipelinedStack`, and shard the layers over the axis `pipeline`."""
+        """Replace every `Stack` with a `PipelinedStack`, and shard the layers over the `pipeline` axis."""
         options = {"microbatches": self.microbatches, "schedule": self.schedule, "rounds": self.rounds}
 
         def change(_: str, stack: Any) -> Any:
@@ -74,15 +74,15 @@ METHODS = {"ring": "ring", "all-gather": "context-all-gather", "all-to-all": "co
 
 @node
 class ContextParallel(Feature):
-    """Context parallelism: attention over sequences that are sharded over the mesh axis `seq`.
+    """Context parallelism: attention over sequences that are sharded over the `seq` mesh axis.
 
-    `--with context-parallel --set mesh.shape="{seq: 4, fsdp: -1}"` gives each of four devices a quarter of every row. `method`
-    sets how queries reach the keys of other devices. `ring` passes keys and values around, so no device ever holds all of them
-    (Liu et al., 2023). `all-gather` gathers them. `all-to-all` gives each device all positions of some heads (Jacobs et al.,
+    `--with context-parallel --set mesh.shape="{seq: 4, fsdp: -1}"` shards every row over four devices. `method`
+    sets how queries reach the keys of other devices. `ring` passes keys and values around, so no device ever stores all of them
+    (Liu et al., 2023). `all-gather` gathers them. `all-to-all` assigns each device all positions of some heads (Jacobs et al.,
     2023) and then runs the fastest available kernel; the number of devices must divide the heads. With `ring` and `all-gather`,
-    each device has an early and a late piece of the sequence, which balances the work under a causal mask. If the sequence is not
-    sharded, the best kernel is chosen as without this feature. On an experiment that already has the feature, the method is
-    replaced.
+    each device has an early and a late piece of the sequence, which balances the work under a causal mask. If the sequence is
+    not sharded, the best kernel is chosen as if the feature were not used. If the experiment already has the feature, the
+    method is replaced.
     """
 
     stage = "execute"
@@ -90,7 +90,7 @@ class ContextParallel(Feature):
     method: Literal["ring", "all-gather", "all-to-all"] = "ring"
 
     def apply(self, cfg: Tree) -> Tree:
-        """Set `kernel` of every attention layer with the role `AttentionKernelRole`."""
+        """Set `kernel` of every attention layer with the `AttentionKernelRole` role."""
         nothing = nothing_to_set("context-parallel", "an attention layer: a node with the role AttentionKernelRole")
         return set_fields(cfg, AttentionKernelRole, {"kernel": METHODS[self.method]}, nothing=nothing)
 
@@ -99,7 +99,7 @@ class ContextParallel(Feature):
 class SequenceParallel(Feature):
     """Sequence sharding between blocks, for tensor parallelism (Korthikanti et al., 2022).
 
-    Norms and residual sums work on each position separately. Their activations are sharded by position over the axis `tensor`
+    Norms and residual sums work on each position separately. Their activations are sharded by position over the `tensor` axis
     instead of being replicated, which divides their memory by the size of the axis. The all-reduce after each block becomes a
     reduce-scatter after the block and an all-gather before the next block. Without a `tensor` axis in the mesh, the feature has no
     effect at run time.
@@ -116,11 +116,11 @@ class SequenceParallel(Feature):
 
 @node
 class ExpertParallel(Feature):
-    """Exchange of tokens between experts that are sharded over the mesh axis `expert`.
+    """Exchange of tokens between experts that are sharded over the `expert` mesh axis.
 
     `exchange=all-to-all` (the default) sends each token only to the devices of its experts. `exchange=all-gather` gathers the
-    tokens of all devices that share the experts, as without this feature. Neither drops tokens. The feature applies to the dropless
-    dispatch. The dispatch with capacities always uses an all-to-all.
+    tokens of all devices that share the experts, as without this feature. Neither option drops tokens. The feature applies to
+    the dropless dispatch. The dispatch with capacities always uses an all-to-all.
     """
 
     stage = "execute"

@@ -1,4 +1,4 @@
-"""Features `optimizer-precision` and `offload-optimizer`."""
+"""The `optimizer-precision` and `offload-optimizer` features."""
 
 from typing import Any, Literal, TypeVar
 
@@ -12,7 +12,7 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 
 def with_learner(cfg: Tree, feature: str, **settings: Any) -> Tree:
-    """Return `cfg` with a `PlacedLearner` of these settings. Raise `ConfigError` if it has an unknown learner."""
+    """Return `cfg` with a `PlacedLearner` that has these settings. Raise `ConfigError` if the learner is of an unknown kind."""
     old = get(cfg, "learner")
     if type(old) not in (Learner.Config, PlacedLearner.Config):
         raise ConfigError(
@@ -33,7 +33,7 @@ class OptimizerPrecision(Feature):
     """Storage dtype of the optimizer's moments, by default `bfloat16`.
 
     Updates are computed in the optimizer's usual dtype. In bfloat16, a second moment with `b2` above about 0.99 stops changing
-    because its updates round to zero, so keep `b2` below that. On an experiment that already has the feature, the dtype is
+    because its updates round to zero, so keep `b2` below that. If the experiment already has the feature, the dtype is
     replaced.
     """
 
@@ -50,7 +50,7 @@ class OptimizerPrecision(Feature):
 class OffloadOptimizer(Feature):
     """Offload of the optimizer's moments to host memory between steps.
 
-    Each update loads the moments to the device and writes them back. The results do not change. On an experiment that already has
+    Each update loads the moments to the device and writes them back. The results do not change. If the experiment already has
     the feature, nothing changes.
     """
 

@@ -19,7 +19,7 @@ Tree = Any
 
 
 class Pruned(NamedTuple):
-    """A function without dead operations.
+    """A traced function without dead operations.
 
     Attributes:
         call: The function. Its first argument is the list of parameters.
@@ -104,7 +104,7 @@ class LossParts:
             raise uneven_rows(count, rows)
 
         def split(x: jax.Array) -> jax.Array:
-            if x.shape[0] != rows:  # the array has one row for all rows
+            if x.shape[0] != rows:  # a single row is shared by all rows
                 return jnp.broadcast_to(x[None], (count, *x.shape))
             parts = jnp.swapaxes(x.reshape(rows // count, count, *x.shape[1:]), 0, 1)
             return constrain(parts, None, "batch", *[None] * (parts.ndim - 2))
@@ -204,7 +204,7 @@ class LossParts:
 
 
 def _zero_output(x: Any, reports: Any, written: Written | None = None) -> StackOutput:
-    """Return zeros in these shapes, for results that do not depend on the output of the stack."""
+    """Return zeros with these shapes, for results that do not depend on the stack's output."""
     x, reports = jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), (x, reports))
     return StackOutput(x, reports, written or {})
 

@@ -1,7 +1,7 @@
 """Loss and gradients of a pipelined model with the 1F1B schedule (one forward, one backward).
 
-Shapes: M microbatches of b rows, S positions, D width, P stages. Differentiating a loop over the stages runs all forward passes
-first, and saves activations of every microbatch. Here, one loop over ticks computes the gradients. Each tick
+Shapes: M microbatches of b rows, S positions, D width, P stages. Differentiating a loop over the stages would run all forward
+passes first, and save activations for every microbatch. Here, one loop over ticks computes the gradients. Each tick
 
 1. runs the part before the stack (the embedding) for the microbatch that enters the first stage,
 2. runs a forward pass on every stage, and saves its input, [b, S, D], in one of `slots`,
@@ -9,9 +9,9 @@ first, and saves activations of every microbatch. Here, one loop over ticks comp
 4. runs the backward pass of an earlier microbatch on every stage, and recomputes the layers from the saved input,
 5. differentiates the part before the stack for the microbatch that leaves the first stage.
 
-Memory does not grow with M. The forward pass of the layers runs twice, as with rematerialisation. Saving activations instead would
-take `slots` times the activations of one microbatch. Steps 1, 3 and 5 run outside of the stages, under the same mesh rules as
-without a pipeline.
+Memory does not grow with M. The forward pass of the layers runs twice, as with rematerialization. Saving the activations
+instead would need memory for the activations of `slots` microbatches. Steps 1, 3 and 5 run outside of the stages, under the
+same mesh rules as without a pipeline.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ Tree = Any
 
 
 def interleave_gradients(loss: Loss) -> Loss:
-    """Return a loss with the same value and gradients that computes its gradients by the 1F1B schedule on stages.
+    """Return an equal loss whose gradients are computed with the 1F1B schedule on stages.
 
     The loss must run one `PipelinedStack` with `schedule: 1f1b` exactly once. `summaries["weight"]` weights its microbatches.
 
@@ -72,7 +72,7 @@ class _Flow(NamedTuple):
         received: (x, (losses, summaries)) from the previous stage, [P, ...]: the output of its layers, and the summed reports of
             all layers so far.
         returned: (dx, dlosses) from the next stage, [P, ...].
-        inputs: (x, variables) that each stage starts its microbatches with, [P, slots + 1, ...]. The last slot takes discarded
+        inputs: (x, variables) that each stage starts its microbatches with, [P, slots + 1, ...]. The last slot is for discarded
             values.
         variables: Variables of the layers after the microbatches so far, [layers, ...].
     """
@@ -101,7 +101,7 @@ class _Sums(NamedTuple):
 
 @attrs.frozen(eq=False)
 class _Gradients:
-    """The loop over ticks during its trace.
+    """Traces the loop over ticks that computes the gradients.
 
     Attributes:
         place: Mesh and mesh rules.
@@ -112,7 +112,7 @@ class _Gradients:
         pre: The part before the stack.
         first: Input of the stack for the first microbatch, [b, S, D].
         variables: Initial variables of the layers.
-        reports: Shapes of (losses, summaries) of the layers of a stage.
+        reports: Shapes of (losses, summaries) of a stage's layers.
         post: The part after the stack.
         scales: Share of each microbatch in the loss, [M], and the sum of the weights.
     """

@@ -1,10 +1,10 @@
-"""A stack of layers that is sharded over the mesh axis `pipeline`, with microbatches that pass from stage to stage.
+"""A stack of layers that is sharded over the `pipeline` mesh axis, with microbatches that pass from stage to stage.
 
 Shapes: M microbatches of b rows each, S positions, D width, P stages, R rounds (chunks of layers per stage).
 
-Every device of a stage runs the same program on its own chunk of layers. This is a `shard_map` over the axis `pipeline` only. The
-compiler handles all other axes, so layers have the same sharding as without a pipeline. Differentiating the loop gives the
-gradients: the backward pass runs the ticks in reverse.
+Every device of a stage runs the same program on its own chunk of layers. This is a `shard_map` over the `pipeline` axis only.
+The compiler handles all other axes, so layers have the same sharding as without a pipeline. The gradients come from
+differentiating the loop, so the backward pass runs the ticks in reverse.
 """
 
 import math
@@ -33,25 +33,25 @@ RESIDUAL = ("batch", "residual_sequence", "activation_embed")
 
 
 class PipelinedStack(Stack):
-    """A `Stack` that runs layers in stages over the mesh axis `pipeline`. Parameters and checkpoints are the same as `Stack`'s.
+    """A `Stack` that runs layers in stages over the `pipeline` mesh axis. Parameters and checkpoints are the same as `Stack`'s.
 
-    The batch is split into microbatches on every mesh, even with one stage. So values that depend on the grouping of rows, such as
-    the load-balance loss of experts, do not depend on the mesh. Losses and plain summaries of layers are means over the
-    microbatches. With a cache (for decoding) it runs as a plain stack.
+    The batch is split into microbatches on every mesh, even with a single stage. Values that depend on the grouping of rows,
+    such as the experts' load-balance loss, therefore do not depend on the mesh. Losses and plain summaries of layers are means
+    over the microbatches. With a cache (for decoding) it runs as a plain stack.
     """
 
     @node
     class Config(Stack.Config):
         """Config of the schedule.
 
-        The schedule affects execution only, because each microbatch passes the same layers.
+        The schedule affects only execution, because each microbatch passes through the same layers.
 
         Attributes:
             microbatches: Number of microbatches per batch. Rows k, k + M, ... form microbatch k.
-            schedule: `gpipe`, `interleaved` (each stage has `rounds` chunks of layers) or `1f1b`. With `1f1b`, a learner that is
-                `pipelined` runs the backward pass of each microbatch as soon as its loss is known. Functions without gradients,
-                such as evaluation, run as with `gpipe`.
-            rounds: Chunks of layers per stage, for the schedule `interleaved`.
+            schedule: `gpipe`, `interleaved` (each stage has `rounds` chunks of layers) or `1f1b`. With `1f1b`, a learner with
+                `pipelined=True` runs the backward pass of each microbatch as soon as its loss is known. Functions without
+                gradients, such as evaluation, run as with `gpipe`.
+            rounds: Chunks of layers per stage, for the `interleaved` schedule.
         """
 
         computes_like = Stack.Config
@@ -131,7 +131,7 @@ class PipelinedStack(Stack):
                 return y, _update_variables(variables, written)
 
             return _with_reports(stage)
-        # The layers of the round are sliced inside the rematerialised function. As inputs of the function they would be saved for
+        # The layers of the round are sliced inside the rematerialized function. As inputs of the function they would be saved for
         # each tick. Without `remat`, all tagged activations are saved.
         plain = Stack.Config(mode=self.cfg.mode).build()
         local = [leaf[0] for leaf in leaves]
@@ -160,13 +160,13 @@ class _SaveTagged(Remat):
     """A remat policy that saves all tagged activations."""
 
     def wrap(self, function: Callable[..., Any], *, in_loop: bool) -> Callable[..., Any]:
-        """Rematerialise `function`."""
+        """Rematerialize `function`."""
         policy = jax.checkpoint_policies.save_any_names_but_these()
         return jax.checkpoint(function, policy=policy, prevent_cse=not in_loop)
 
 
 def stage_rules(place: Placement) -> dict[str, tuple[str, ...]]:
-    """Return the mesh rules inside a stage. They do not contain the axis `pipeline`, which is manual there."""
+    """Return the mesh rules inside a stage. They do not contain the `pipeline` axis, which is manual there."""
     return {name: tuple(a for a in axes if a != AXIS) for name, axes in place.rules.items()}
 
 
@@ -194,7 +194,7 @@ class LayerChunks(NamedTuple):
     Attributes:
         leaves: Arrays, [layers, ...] with one round, else [stages, rounds, layers of a chunk, ...]. Random keys are stored as key
             data.
-        graphs: For each kind of layer: the graph definition, the tree structure of its arrays, and its number of leaves.
+        graphs: For each kind of layer, the graph definition, the tree structure of its arrays, and its number of leaves.
         keys: Whether each leaf is the data of random keys.
         kinds: Kinds of the layers of a chunk.
         rounds: Chunks per stage.
@@ -230,7 +230,7 @@ class LayerChunks(NamedTuple):
         return cls(leaves, graphs, keys, chunks.pop(), plan.rounds)
 
     def layers(self, leaves: Iterable[jax.Array], index: jax.Array | None = None) -> Layers:
-        """Build the layers of one chunk, with the random streams of the microbatch `index`."""
+        """Build the layers of a chunk, with the random streams for microbatch `index`."""
         arrays = iter(jax.random.wrap_key_data(x) if is_key else x for x, is_key in zip(leaves, self.keys, strict=True))
         states = [tree.unflatten([next(arrays) for _ in range(n)]) for _, tree, n in self.graphs]
         layers = Layers(self.kinds, tuple(graph for graph, *_ in self.graphs), tuple(states))
@@ -264,7 +264,7 @@ def _with_reports(stage: Callable[..., jax.Array]) -> Callable[..., Any]:
 
 
 def _microbatches(tree: Any, rows: int, count: int) -> tuple[Any, Callable[[jax.Array], jax.Array]]:
-    """Split arrays [B, ...] into [M, b, ...], and repeat arrays with one row for all rows M times.
+    """Split arrays [B, ...] into [M, b, ...]. An array with a single row, shared by all rows, is repeated M times.
 
     Returns:
         The split tree, and a function that joins an output again.
@@ -329,7 +329,7 @@ def _ticks(plan: Schedule, stage: Callable[..., Any], variables: Written, x: jax
         variables = jax.tree.map(lambda a, b: jnp.where(valid, a.astype(b.dtype), b), new, variables)
         y = y.astype(x.dtype)
         last = valid & (me == plan.stages - 1) & (round == plan.rounds - 1)
-        place = jnp.where(last, index, plan.microbatches)  # the slot after the outputs takes discarded values
+        place = jnp.where(last, index, plan.microbatches)  # the slot after the outputs is for discarded values
         outputs = lax.dynamic_update_index_in_dim(outputs, y, place, 0)
         reports = jax.tree.map(lambda v: jnp.where(valid, v, 0), reports)
         return (lax.ppermute(y, AXIS, ring), outputs, variables), reports

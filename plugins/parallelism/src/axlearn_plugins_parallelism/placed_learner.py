@@ -16,7 +16,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class PlacedLearner(Learner):
-    """A `Learner` that can store the optimizer's moments in another dtype or in host memory.
+    """A `Learner` that can store the optimizer's moments in a different dtype or in host memory.
 
     Updates do not change: the state is loaded to the device and cast to the optimizer's usual dtype, and stored again afterwards.
     Scalars such as counters keep their dtype and memory.
@@ -29,8 +29,8 @@ class PlacedLearner(Learner):
         Attributes:
             state_dtype: Storage dtype of the moments. None keeps the optimizer's dtype.
             offload: Whether to keep the moments in host memory. Affects execution only, as updates run on the device.
-            pipelined: Whether to compute the gradients of a pipelined stack with `schedule: 1f1b` by that schedule. Affects
-                execution only.
+            pipelined: Whether to use the 1F1B schedule for gradients if the model has a pipelined stack with `schedule: 1f1b`.
+                Affects execution only.
         """
 
         computes_like = Learner.Config

@@ -33,19 +33,19 @@ class Schedule(NamedTuple):
 
     @property
     def ticks(self) -> int:
-        """Length of the schedule, in units of the time of one chunk for one microbatch."""
+        """Length of the schedule. The unit is the time in which a chunk processes a microbatch."""
         return self.rounds * self.microbatches + self.stages - 1
 
     @property
     def bubble(self) -> float:
-        """Share of the ticks in which a stage is idle."""
+        """Share of ticks in which a stage is idle."""
         return (self.stages - 1) / self.ticks
 
     def work(self, tick: Any, stage: Any) -> Work:
         """Return the work of a stage at a tick. Both may be ints or traced values.
 
-        The output of the last stage reaches the first stage one tick later, exactly when its next round begins. So outputs never
-        wait in a buffer.
+        The output of the last stage reaches the first stage one tick later, exactly when its next round begins. Outputs
+        therefore never wait in a buffer.
         """
         item = tick - stage
         valid = (item >= 0) & (item < self.rounds * self.microbatches)

@@ -1,8 +1,8 @@
 """Distribute the positions of a sequence over devices so that causal attention is balanced.
 
 The P devices of the axis start with consecutive parts of the sequence. Under a causal mask, the last device would have the most
-work. So each part is cut into two halves, and device d gets the halves d and 2P - 1 - d of all 2P halves. This "zig-zag" order
-gives all devices equal work (ring-flash-attention; Llama 3, Dubey et al., 2024, section 3.3.2).
+work. Therefore each part is cut into two halves, and device d gets halves d and 2P - 1 - d out of 2P. This "zig-zag" order
+balances the work of all devices (ring-flash-attention; Llama 3, Dubey et al., 2024, section 3.3.2).
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from jax import lax
 
 
 class Parts(NamedTuple):
-    """The parts of a sequence on the devices of some mesh axes, inside a `shard_map`.
+    """The parts of a sequence on the devices along some mesh axes, inside a `shard_map`.
 
     Attributes:
         axes: Mesh axes, outermost first.
-        devices: Number of devices of all these axes (P).
+        devices: Number of devices along all these axes (P).
         size: Positions of one half, or of one part if parts are not cut.
         halves: 2, or 1 if a part has an odd length. With 1, no positions are exchanged.
     """

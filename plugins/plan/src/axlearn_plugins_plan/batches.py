@@ -12,8 +12,8 @@ from axlearn_core.errors import AxlearnError, RequestError
 def abstract_batch(config: Any, vocab_size: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     """Return name -> shape and dtype of each array of a config's global training batches.
 
-    Uses the method `batch_shapes()` of the input's config, which returns name -> (shape, dtype). Reads one batch if the config has
-    no such method, which requires the data.
+    Uses the `batch_shapes()` method of the input's config, which returns name -> (shape, dtype). If the config has no such
+    method, reads one batch, which requires the data.
 
     Args:
         config: A `Trainer.Config`, or a config with the same `input` and `build_input`.

@@ -31,16 +31,16 @@ TRACED = 5
 
 @attrs.frozen(kw_only=True)
 class Measured:
-    """Measurements of a training step. Bytes are per device, or per process if all devices share its memory.
+    """Measurements of a training step. Bytes are per device, or for the whole process if all devices share its memory.
 
     Attributes:
-        devices: Number and kind, such as `8 x NVIDIA H100 80GB HBM3`.
+        devices: Number and kind of the devices, such as `8 x NVIDIA H100 80GB HBM3`.
         seconds: Time of each measured step, without its input.
         compile_seconds: Time to compile the step. Short if JAX's cache had the program.
-        input_seconds: Median time to read a batch. A training run overlaps it with steps.
+        input_seconds: Median time to read a batch. A training run reads batches while steps run.
         tokens: Tokens per step. None for batches without tokens.
-        model_flops: FLOPs per step, by the convention of model FLOPs utilisation.
-        peak_flops: Peak FLOP/s of all devices together. None if unknown.
+        model_flops: Model FLOPs per step, as used for model FLOPs utilization (MFU).
+        peak_flops: Total peak FLOP/s of all devices. None if unknown.
         planned_bytes: Memory of the compiled step, times `sharing`.
         planned_at_most: Whether `planned_bytes` is an upper bound. True on TPUs, because only `axlearn plan` reads the compiler's
             buffer assignment.
@@ -73,7 +73,7 @@ class Measured:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation, or None if the peak is unknown."""
+        """Model FLOPs utilization, or None if the peak is unknown."""
         return self.model_flops / self.median / self.peak_flops if self.peak_flops else None
 
 
@@ -82,7 +82,7 @@ def measure_step(
 ) -> Measured:
     """Measure training steps of a request on the local devices.
 
-    The state is initialised as in a training run. Batches come from the experiment's input and are on the devices before each step
+    The state is initialized as in a training run. Batches come from the experiment's input and are on the devices before each step
     starts. Nothing is evaluated or saved.
 
     Args:
@@ -210,7 +210,7 @@ class _Watermark:
 
 
 def _resident(reset: bool = False) -> int | None:
-    """Return the peak resident set size of the process in bytes since the last reset. `reset` resets the peak first."""
+    """Return the peak resident set size of the process since the last reset, in bytes. With `reset`, reset the peak first."""
     status = Path("/proc/self/status")
     try:
         if reset:

@@ -20,7 +20,7 @@ from axlearn_core.cli.terminal import echo
 def step(request: Any, measure: int, warmup: int, trace: str | None, as_json: bool) -> None:
     """Measure training steps of EXPERIMENT on the local devices.
 
-    Prints the step time, tokens/s, model FLOPs utilisation, and the used and planned
+    Prints the step time, tokens/s, model FLOPs utilization, and the used and planned
     memory. Runs the program of `axlearn train` on batches of the experiment's input.
     Saves nothing.
     """

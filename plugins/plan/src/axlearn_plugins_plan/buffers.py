@@ -1,8 +1,8 @@
-"""Read the compiler's buffer assignment, which XLA writes with the option `xla_dump_to`.
+"""Read the compiler's buffer assignment, which XLA writes with the `xla_dump_to` option.
 
-On TPUs, the statistics of a compiled program (`memory_analysis`) report too much memory. For Llama 2 70B on TPU v5p they report
-120.9 GiB, but libtpu had assigned all buffers within 94.8 GiB and compiled the program for a chip with 95.7 GiB. libtpu rejects
-programs by its buffer assignment, so a plan reads the same assignment.
+On TPUs, `memory_analysis` of a compiled program reports too much memory. For Llama 2 70B on TPU v5p it reports 120.9 GiB, but
+libtpu assigned all buffers within 94.8 GiB, and compiled the program for a chip with 95.7 GiB. libtpu rejects programs by its
+buffer assignment, so a plan reads the same assignment.
 """
 
 import os
@@ -21,7 +21,7 @@ _FLAG = re.compile(rf"--{OPTION}=(\S+)")
 _FILES = "*buffer-assignment.txt"
 _LINE = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.M)
 _OTHER_MEMORY = re.compile(r"\bcolor [1-9]")
-"""A color is a memory space. No color or color 0 is the main memory of the device; other colors are on-chip or host memory."""
+"""A color is a memory space. Main memory has color 0 or no color. Other colors are on-chip or host memory."""
 
 
 @attrs.frozen(kw_only=True)
@@ -30,7 +30,7 @@ class Buffers:
 
     Attributes:
         arguments: Bytes of the program's arguments, without those in host memory.
-        temporaries: Bytes of all other allocations: one heap and some separate buffers.
+        temporaries: Bytes of all other allocations, which are a heap and some separate buffers.
     """
 
     arguments: int

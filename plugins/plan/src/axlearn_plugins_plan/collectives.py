@@ -29,7 +29,7 @@ _SLICE = 100_000
 
 @attrs.frozen(kw_only=True)
 class Collective:
-    """One collective of a module, as seen by one device.
+    """A collective of a module, from the view of a single device.
 
     Attributes:
         kind: One of `KINDS`.
@@ -59,7 +59,7 @@ class Collective:
 
 
 def bytes_sent(kind: str, operand_bytes: float, size: int) -> float:
-    """Return the bytes that each of `size` devices sends in a bandwidth-optimal ring algorithm (Thakur et al., 2005)."""
+    """Return the bytes that each of `size` devices sends with a bandwidth-optimal ring algorithm (Thakur et al., 2005)."""
     if size < 2:
         return 0.0
     if kind == "all-gather":
@@ -72,12 +72,12 @@ def bytes_sent(kind: str, operand_bytes: float, size: int) -> float:
 
 
 def collectives(module: Module, places: Places) -> list[Collective]:
-    """Return all collectives that move data, in the order of the text.
+    """Return all collectives that move data, in program order.
 
     Includes collectives inside fusions and asynchronous computations.
 
     Raises:
-        ValueError: The module has replica groups of an unknown form.
+        ValueError: The module has replica groups in an unknown format.
     """
     result = []
     for computation, times in module.scheduled():
@@ -89,7 +89,7 @@ def collectives(module: Module, places: Places) -> list[Collective]:
                 kind = instruction.opcode.removesuffix("-start")
                 if kind not in KINDS:
                     continue
-                # The pieces of a collective that is spread over several fusions share its channel.
+                # A collective that is spread over several fusions has the same channel in each of them.
                 channel = instruction.attribute("channel_id")
                 if instruction is not outer and channel is not None:
                     if channel in channels:
@@ -150,10 +150,10 @@ def _collective(
 def _between_slices(
     instruction: Instruction, inside: Computation, places: Places, times: float, name: str
 ) -> Collective:
-    """Build a collective over the network, which a TPU program hands to its host. Each device sends its own share.
+    """Build a collective between TPU slices, which the program delegates to its host. Each device sends its own share.
 
     Raises:
-        ValueError: The target has an unknown form.
+        ValueError: The target has an unknown format.
     """
     if everyone := _ALL_SLICES.search(instruction.rest):
         slices = [int(n) - 1 for n in everyone[1].split(",")]
@@ -181,7 +181,7 @@ def _between_slices(
 def _split(kind: str, size: int, members: int, domains: int, within: int) -> tuple[float, float]:
     """Return (bytes over links, bytes over the network) that one device sends.
 
-    A group that spans several domains has `within` members in each. These share the traffic that leaves the domain.
+    A group that spans several domains has `within` members in each domain. They share the traffic that leaves the domain.
     """
     if domains == 1:
         return bytes_sent(kind, size, members), 0.0

@@ -18,9 +18,8 @@ from axlearn_core.cli.terminal import echo
 def plan(request: Any, function: str, as_json: bool) -> None:
     """Print the memory, time and traffic of a training step on any hardware.
 
-    Compiles the program that `axlearn train` runs for the --target machine. Exits
-    with code 1 if it does not fit. --function plans another function: evaluate, score,
-    prefill, or decode with a cache as long as a training row.
+    Requires --target. Compiles the program that `axlearn train` would run on that machine. Exits with code 1 if it does not
+    fit. With --function, plans evaluate, score, prefill, or decode (with a cache as long as a training row) instead.
 
     Commands also work as flags: `axlearn plan EXPERIMENT --search`.
     """
@@ -43,7 +42,7 @@ def plan(request: Any, function: str, as_json: bool) -> None:
 
 
 def styled(line: str) -> str:
-    """Colour one line of a plan."""
+    """Color one line of a plan."""
     if line.startswith("  fits:"):
         return click.style(line, fg="green")
     if line.startswith("  does not fit:"):

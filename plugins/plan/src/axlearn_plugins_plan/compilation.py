@@ -1,4 +1,4 @@
-"""Compile a function for a machine that may be absent, and measure its device memory."""
+"""Compile a function for a machine that may be absent, and determine its device memory."""
 
 import contextlib
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def compile_function(program: Compiler, function: str, bucket: Any, machine: Mac
         (compiled function, memory). The function is None if the compiler ran out of device memory.
 
     Raises:
-        WorkError: The compiler stopped for another reason.
+        WorkError: The compiler stopped for a different reason.
     """
     options: dict[str, Any] = dict(_NEVER_RUN) if machine.target.stand_in else {}
     with _buffers(program, machine) as dump:
@@ -61,7 +61,7 @@ def compile_function(program: Compiler, function: str, bucket: Any, machine: Mac
 
 
 def _buffers(program: Compiler, machine: Machine) -> contextlib.AbstractContextManager[Dump | None]:
-    """Open a dump of the buffer assignment for TPUs, whose memory statistics are too high. Other platforms get None."""
+    """Open a dump of the buffer assignment for TPUs, whose memory statistics are too high. Yields None on other platforms."""
     if machine.target.platform != "tpu" or machine.target.stand_in:
         return contextlib.nullcontext()
     return open_dump(program.compiler_options)

@@ -1,6 +1,6 @@
 """Count the floating-point operations of a program from its jaxpr, including kernels.
 
-There are two conventions for attention. *Full* counts all pairs of positions, as in most published utilisations (Chowdhery et al.,
+There are two conventions for attention. *Full* counts all pairs of positions, as in most published utilizations (Chowdhery et al.,
 2022, appendix B). *Causal* counts only the pairs that the mask allows.
 """
 
@@ -30,13 +30,13 @@ _CUDNN = re.compile(r"dot_product_attention_(?:fp8_)?(fwd|bwd)")
 
 @attrs.frozen
 class Work:
-    """An equation that computes, and the number of its executions.
+    """An equation that performs floating-point operations, and how often it runs.
 
     Attributes:
         times: Executions per step, summed over all devices.
-        visible: Share of the pairs of positions that the mask of the enclosing attention op allows.
+        visible: Share of position pairs that the enclosing attention op's mask allows.
         kernel: Whether the equation is inside a kernel. Kernels skip masked blocks.
-        product: FLOPs of one execution if the op reports them (`Op.kernel_flops`), which overrides the kernel's body.
+        product: FLOPs of one execution if the op reports them (`Op.kernel_flops`). They replace the count of the kernel's body.
     """
 
     equation: Any
@@ -57,7 +57,7 @@ class Work:
             query, key, value = (self.equation.invars[i].aval.shape for i in range(3))
             batch, length, heads, size = query  # JAX passes only the layout BTNH to cuDNN
             forward = 2 * batch * heads * length * key[1] * (size + value[3])
-            return self.times * forward * (1 if match[1] == "fwd" else 2.5)  # five backward products, two forward
+            return self.times * forward * (1 if match[1] == "fwd" else 2.5)  # five matmuls backward, two forward
         return self.times * equation_flops(self.equation)
 
     @property
@@ -70,7 +70,7 @@ class Work:
 
 @attrs.frozen
 class Scope:
-    """A call of an op, found by the name stacks of its equations.
+    """A call of an op, identified by the name stacks of its equations.
 
     Attributes:
         op: The abstract call.
@@ -89,11 +89,11 @@ def works(
     kernel: bool = False,
     op: Op[Any] | None = None,
 ) -> Iterator[Work]:
-    """Yield all live equations of a jaxpr that compute, including the jaxprs that it calls.
+    """Yield the live equations in a jaxpr, and in the jaxprs that it calls, that perform floating-point operations.
 
-    Loops multiply by their trip counts. A `while` loop of unknown length counts once. A conditional counts as its most expensive
-    branch. A kernel counts by its op if the op reports FLOPs (`Op.kernel_flops`), else its body counts once per grid point. If the
-    grid is only known at run time, the kernel's declared cost counts.
+    The body of a loop is multiplied by its trip count, or counts once if the trip count is unknown. A conditional counts as its
+    most expensive branch. A kernel counts as the FLOPs that its op reports (`Op.kernel_flops`). If the op reports none, the
+    kernel's body counts once per grid point, or the kernel's declared cost counts if the grid is only known at run time.
 
     Args:
         jaxpr: Jaxpr traced under a `ScopedSelection`.
@@ -135,9 +135,9 @@ def works(
 
 
 def live_equations(jaxpr: Any) -> list[Any]:
-    """Return the equations that a result needs or that have an effect, in order.
+    """Return the equations that affect a result or have a side effect, in order.
 
-    Rematerialised code may contain calls whose results were all saved. The compiler removes these as well.
+    Rematerialized code may contain calls whose results were all saved. The compiler removes these as well.
     """
     needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     result = []
@@ -162,8 +162,8 @@ class ModelFlops:
     """Model FLOPs of one call of a function, without recomputation.
 
     Attributes:
-        full: FLOPs with all pairs of positions in attention.
-        causal: FLOPs with the pairs that the masks allow. A block that allows some of its pairs counts as half.
+        full: FLOPs if attention computes all pairs of positions.
+        causal: FLOPs of the pairs that the masks allow. A block that is partly masked counts as half.
     """
 
     full: float
@@ -208,14 +208,14 @@ def _jaxpr(program: Program, name: str, bucket: Any) -> Any:
 
 @attrs.frozen(eq=False)
 class _ScopedKernel:
-    """A kernel whose equations carry a scope name. Nothing else changes."""
+    """A wrapper that adds a scope name to the equations of a kernel."""
 
     kernel: Kernel[Any, Any]
     scope: str
 
     @property
     def tags_result(self) -> bool:
-        """Same as the wrapped kernel's."""
+        """Return the wrapped kernel's value."""
         return tags_result(self.kernel)
 
     def supports(self, op: Any, context: KernelContext) -> str | None:
@@ -230,10 +230,10 @@ class _ScopedKernel:
 
 @attrs.define(eq=False)
 class ScopedSelection(Selection):
-    """The usual selection of kernels, with equations that are named after the call they belong to.
+    """Selects kernels as usual, and names each equation after the op call that it belongs to.
 
     Attributes:
-        scopes: The calls, in the order of the trace.
+        scopes: The op calls, in trace order.
     """
 
     scopes: list[Scope] = attrs.field(factory=list)

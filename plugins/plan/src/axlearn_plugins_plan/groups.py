@@ -42,10 +42,10 @@ def replica_groups(text: str, devices: int) -> np.ndarray:
     - `[2,4]<=[8]` and `[2,4]<=[4,2]T(1,0)`: an iota that is reshaped, transposed and reshaped again.
     - `mesh['x'=2,'y'=4] {'y'}`: the devices of a group differ in these axes. `{'y':(2)2}` names a sub-axis of size 2 after a
       sub-axis of size 2.
-    - `mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y'}`: the same with another device order, which may also be a list.
+    - `mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y'}`: the same with a different device order, which may also be a list.
 
     Raises:
-        ValueError: The text has none of these forms.
+        ValueError: The text matches none of these forms.
     """
     text = text.strip()
     if text == "{}":
@@ -89,7 +89,7 @@ class Places:
 
     Attributes:
         shape: Mesh axis -> size, outermost axis first.
-        domains: Number of the link domain of each partition, in the order of the mesh.
+        domains: Index of each partition's link domain, in the order of the mesh.
     """
 
     shape: Mapping[str, int]
@@ -101,7 +101,7 @@ class Places:
         return "+".join(a for a, c in zip(self.shape, coordinates, strict=True) if len(set(c.tolist())) > 1)
 
     def spread(self, members: np.ndarray) -> tuple[int, int]:
-        """Return (number of domains of a group, maximum number of its members in one domain)."""
+        """Return (number of domains that a group spans, maximum number of its members in one domain)."""
         _, counts = np.unique(self.domains[members.reshape(-1)], return_counts=True)
         return len(counts), int(counts.max())
 

@@ -1,7 +1,7 @@
 """Parse the text of an optimized XLA module: computations, instructions, buffer shapes and trip counts.
 
-`compiled.as_text()` returns this text. XLA's `hlo_parser` defines its grammar (openxla.org/xla). Only the parts that a plan needs
-are parsed.
+`compiled.as_text()` returns this text. XLA's `hlo_parser` defines its grammar (openxla.org/xla). The parser covers only the
+parts that a plan needs.
 """
 
 import math
@@ -24,7 +24,7 @@ HOST = 5
 
 @attrs.frozen
 class Buffer:
-    """An array in the layout of the module.
+    """An array as laid out in the module.
 
     Attributes:
         space: Memory space of the array. `HBM` if the layout does not name a space.
@@ -41,7 +41,7 @@ class Buffer:
 
 
 def bits(dtype: str) -> int:
-    """Return the bits of one element of a dtype (`bf16`, `f8e4m3fn`, `s4`, `pred`), or 0 for tokens and opaque values."""
+    """Return the bits per element of a dtype (`bf16`, `f8e4m3fn`, `s4`, `pred`), or 0 for tokens and opaque values."""
     if dtype == "pred":
         return 8
     match = re.match(r"(?:bf|[a-z])(\d+)", dtype)
@@ -49,7 +49,7 @@ def bits(dtype: str) -> int:
 
 
 def buffers(shape: str) -> tuple[Buffer, ...]:
-    """Parse the arrays of a shape, in order for a tuple."""
+    """Parse the arrays in a shape. The arrays of a tuple are in order."""
     result = []
     for dtype, dims, layout in _BUFFER.findall(shape):
         space = re.search(r"S\((\d+)\)", layout)
@@ -60,11 +60,11 @@ def buffers(shape: str) -> tuple[Buffer, ...]:
 
 @attrs.frozen(eq=False)
 class Instruction:
-    """One instruction.
+    """An instruction.
 
     Attributes:
         shape: Text of the shape.
-        operands: Names of the instructions that it reads.
+        operands: Names of the instructions whose values it reads.
         rest: Text of the attributes.
         text: Text between the parentheses: the value of a constant or the index of a parameter.
     """
@@ -91,7 +91,7 @@ class Instruction:
         return _CALLED.findall(self.rest)
 
     def attribute(self, name: str) -> str | None:
-        """Return the text after `name=`, with its brackets, or None if there is no such attribute."""
+        """Return the text after `name=`, including brackets, or None if there is no such attribute."""
         match = re.search(rf"(?:^|[ ,]){name}=", self.rest)
         if match is None:
             return None
@@ -108,7 +108,7 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """Instruction whose value the computation returns."""
+        """The instruction that computes the return value."""
         return next(i for i in self.instructions.values() if i.root)
 
     @cached_property
@@ -201,7 +201,7 @@ class Module:
             sides = [self._constant(condition, condition, o, {}) for o in root.operands]
         if compared.opcode != "compare" or len(sides) != 2:
             return None
-        # JAX writes a scan and a fori_loop as `i < n`, with `i` starting at 0 and increasing by 1.
+        # JAX lowers the loop condition of `scan` and `fori_loop` to `i < n`, where `i` starts at 0 and increases by 1.
         direction, (lower, right) = compared.attribute("direction"), sides
         if direction == "LT" and lower is None:
             return right

@@ -10,7 +10,7 @@ from axlearn_core.cli.terminal import echo
 
 @click.group()
 def kernels() -> None:
-    """Show the kernel of each op call."""
+    """Show which kernel each op call uses, and why."""
 
 
 @kernels.command()

@@ -17,7 +17,7 @@ _USED = re.compile(rf"Used {_SIZE} of {_SIZE} hbm")
 _PART = re.compile(rf"^\s*(program|arguments)\s+{_SIZE}\b", re.M)
 _HOST = ("pinned_host", "unpinned_host")
 _SMALL = 2**20
-"""Bytes by which two counts of the arguments may differ. A larger difference means a dump of another program."""
+"""Bytes by which two counts of the arguments may differ. A larger difference means that the dump belongs to a different program."""
 
 
 @attrs.frozen(kw_only=True)
@@ -28,9 +28,9 @@ class Memory:
         arguments: Training state and batch, which outlive a step.
         temporaries: Buffers that exist only during the step: activations, gradients, gathered weights.
         code: The program itself, or 0 if the compiler does not count it.
-        capacity: Memory that the device has for a program. None if unknown.
+        capacity: Device memory available to a program. None if unknown.
         refused: Whether the compiler stopped because the program does not fit.
-        at_most: Whether the temporaries are an upper bound. This holds on TPUs if the buffer assignment was not read.
+        at_most: Whether the temporaries are an upper bound. True on TPUs if the buffer assignment was not read.
         compiled: Whether the program was compiled by a compiler that rejects programs that do not fit.
     """
 
@@ -54,7 +54,7 @@ class Memory:
 
 
 def capacity(machine: Machine) -> int | None:
-    """Return the bytes that one device has for a program, or None if unknown.
+    """Return the memory of a device that a program can use, in bytes, or None if unknown.
 
     Virtual CPU devices share the memory of this machine.
     """
@@ -114,7 +114,7 @@ def refused_memory(message: str, arguments: int, machine: Machine, buffers: Buff
         buffers: Buffer assignment that the compiler wrote before it stopped, if known.
 
     Returns:
-        The memory, or None if the compiler stopped for another reason.
+        The memory, or None if the compiler stopped for a different reason.
     """
     parts = {name: _bytes(number, unit) for name, number, unit in _PART.findall(message)}
     if match := _TEMPORARIES.search(message) or _USED.search(message):

@@ -1,4 +1,4 @@
-"""Compile a function of an experiment for a machine, and collect the figures of a plan."""
+"""Compile a function of an experiment for a machine, and collect figures such as memory and time in a plan."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,7 @@ from axlearn_plugins_plan.traffic import hbm_bytes
 
 @attrs.frozen(kw_only=True)
 class Plan:
-    """The figures of one call of a function on one machine. Bytes and collectives are per device.
+    """The figures for a function call on a machine. Bytes and collectives are per device.
 
     Attributes:
         function: Name of the function; `train` for a training step.
@@ -44,8 +44,8 @@ class Plan:
         executed: dtype -> FLOPs that the program executes on all devices.
         hbm_traffic: Bytes read from and written to device memory. None if the compiler stopped.
         collectives: Collectives of the program. None if the compiler stopped.
-        rows: Rows in the batch.
-        tokens: Tokens in the batch. None if the function takes no tokens.
+        rows: Number of rows in the batch.
+        tokens: Number of tokens in the batch. None if the function takes no tokens.
         tags: Activation tags of a training step. Empty if the model has no tags.
         gradient_bytes: Bytes of the gradients. 0 if the function does not differentiate.
         compiler_options: XLA options from the target, the kernels and the config.
@@ -76,13 +76,13 @@ class Plan:
     compile_seconds: float
 
     def mfu(self, causal: bool = False) -> float | None:
-        """Return the model FLOPs utilisation at the roofline, or None if the hardware's peak is unknown."""
+        """Return the model FLOPs utilization at the roofline, or None if the hardware's peak is unknown."""
         flops = self.flops.causal if causal else self.flops.full
         return utilisation(flops, self.roofline.step, self.machine.target, self.machine.devices)
 
     @property
     def mfu_note(self) -> str | None:
-        """Reason for a utilisation above 1 at the roofline, or None if there is no such utilisation."""
+        """Explanation if the utilization at the roofline is above 1, or None if it is not."""
         full, causal = self.mfu(), self.mfu(causal=True)
         if causal is not None and causal > 1:
             faster = ", ".join(sorted(d for d, flops in self.executed.items() if flops and d != "bfloat16"))
@@ -93,7 +93,7 @@ class Plan:
 
     @property
     def prediction(self) -> Prediction | None:
-        """Predicted time of a training step, or None if no measured step is known for the target."""
+        """Predicted time of a training step, or None if there are no measured steps for the target."""
         if self.function != "train" or self.collectives is None:
             return None
         grouped = any(choice.op.name == "grouped_matmul" for choice in self.kernels)
@@ -238,7 +238,7 @@ def _read_module(module: Any, program: Program, machine: Machine) -> tuple[float
 
 
 def _remat(config: Node[Any]) -> tuple[str, ...]:
-    """Return the rematerialisation settings of the config, with the path of each stack."""
+    """Return the rematerialization settings of the config, with the path of each stack."""
     lines = []
     for path, stack in find(config, StackRole).items():
         if stack.remat is None:

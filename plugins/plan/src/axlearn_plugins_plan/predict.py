@@ -2,10 +2,10 @@
 
     seconds = (compute / efficiency + exposed * (links + network)) * (chips / 256) ** scale
 
-Each target has an efficiency. Grouped matmuls (experts) multiply it by one more factor. Each platform has the share of the
-communication that does not overlap with compute. A step is never shorter than its communication. `steps.toml` lists the steps with
-their citations and the fitted coefficients. `benchmarks/step_times.py` repeats the fit and prints the leave-one-out error of each
-step.
+The efficiency is fitted for each target, and multiplied by a factor for grouped matmuls (experts). The exposed share of the
+communication, which does not overlap with compute, is fitted for each platform. A step is never shorter than its communication.
+`steps.toml` lists the steps with their citations and the fitted coefficients. `benchmarks/step_times.py` repeats the fit and
+prints the leave-one-out error of each step.
 """
 
 import math
@@ -25,12 +25,12 @@ BASE_CHIPS = 256
 
 @attrs.frozen(kw_only=True)
 class Step:
-    """A published or measured step, with the roofline of our program for the same training.
+    """A published or measured step, and the roofline of our program for the same training setup.
 
     Attributes:
         seconds: Time of the step.
         compute, links, network: Seconds at the roofline of our compiled program.
-        grouped: Whether experts do most of the work.
+        grouped: Whether most FLOPs are in experts.
         system: System that ran the step. The roofline always comes from our program.
         source: Citation.
     """
@@ -53,11 +53,11 @@ class Model:
     """The fitted coefficients.
 
     Attributes:
-        efficiency: Target -> share of its peak that matrix products reach.
-        grouped: Factor on the efficiency if experts do most of the work.
+        efficiency: Target -> share of its peak FLOP/s that matmuls reach.
+        grouped: Factor on the efficiency if most FLOPs are in experts.
         exposed: Platform -> share of the communication that does not overlap with compute.
-        scale: Exponent of the number of chips.
-        spread: Ratio between predicted and measured time that bounds four of five steps, with each step left out of the fit.
+        scale: Exponent of the factor chips / 256.
+        spread: Ratio between predicted and measured time that four of five steps do not exceed if they are left out of the fit.
     """
 
     efficiency: Mapping[str, float]
@@ -80,9 +80,10 @@ class Prediction:
 
     Attributes:
         seconds: Predicted time of the step.
-        low, high: Range that holds four of five known steps, relative to a prediction that leaves the step out.
-        steps: Number of fitted steps of the target.
-        trainings: Number of different trainings among these steps. Several systems may have run the same training.
+        low, high: Range around the prediction. For four of five known steps, the measured time is in this range if the step is
+            left out of the fit.
+        steps: Number of the target's steps in the fit.
+        trainings: Number of different training setups among these steps. Different systems may have run the same setup.
         sources: Citations of the steps.
     """
 
@@ -96,7 +97,7 @@ class Prediction:
 
 @cache
 def load_measurements() -> tuple[tuple[Step, ...], Model]:
-    """Load the steps of `steps.toml` and the fitted coefficients."""
+    """Load the steps and the fitted coefficients from `steps.toml`."""
     table = tomllib.loads(files("axlearn_plugins_plan").joinpath("steps.toml").read_text("utf-8"))
     return tuple(Step(**row) for row in table["step"]), Model(**table["model"])
 

@@ -18,9 +18,9 @@ class Remedy:
     Attributes:
         words: Options to add to the command line.
         total: Estimated bytes per device after the change.
-        seconds: Estimated lower bound on the time it adds to a step. None if unknown.
+        seconds: Estimated lower bound on the additional time per step. None if unknown.
         chips: Factor on the number of chips.
-        why: Effect of the change.
+        why: How the change saves memory.
     """
 
     words: str
@@ -55,7 +55,7 @@ def remedies(plan: Plan, features: frozenset[str], most: int = 3) -> list[Remedy
 
 
 def _accumulation(plan: Plan) -> Iterator[Remedy]:
-    """Suggest more microbatches, which shrink the temporaries but need a buffer for the summed gradients."""
+    """Suggest more microbatches. They shrink the temporaries but need a buffer for the summed gradients."""
     shards = 1
     for axis in ("data", "fsdp", "expert"):
         shards *= plan.mesh.get(axis, 1)
@@ -149,7 +149,7 @@ def _offload(plan: Plan) -> Iterator[Remedy]:
 
 
 def _shard_copies(plan: Plan) -> Iterator[Remedy]:
-    """Suggest FSDP over the `data` axis, whose devices hold copies of the state."""
+    """Suggest FSDP over the `data` axis, which replicates the state."""
     copies = plan.mesh.get("data", 1)
     if copies == 1 or plan.machine.domains > 1:
         return

@@ -140,7 +140,7 @@ def _collectives(plan: Plan) -> Iterator[str]:
 
 
 def kernel_lines(choices: Sequence[Choice]) -> Iterator[str]:
-    """Format each call site with its chosen kernel, and why the others were rejected."""
+    """Format each call site with its chosen kernel and the reasons why the other kernels were rejected."""
     for choice in choices:
         yield choice.call
         yield f"    {choice.name}"

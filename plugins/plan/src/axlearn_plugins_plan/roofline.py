@@ -11,7 +11,7 @@ from axlearn_plugins_plan.collectives import Collective
 
 @attrs.frozen(kw_only=True)
 class Roofline:
-    """Seconds of one step for each limit. None if the figure of the hardware or of the program is unknown.
+    """Seconds per step for each hardware limit. None if the hardware's or the program's figure is unknown.
 
     Attributes:
         compute: Time of the executed FLOPs, spread evenly over the devices, at the peak rates of their dtypes.
@@ -27,13 +27,13 @@ class Roofline:
 
     @property
     def step(self) -> float | None:
-        """The largest limit, which assumes full overlap. None if the compute time is unknown."""
+        """The largest limit, which is the step time with full overlap. None if the compute time is unknown."""
         times = [t for t in (self.compute, self.hbm, self.links, self.network) if t is not None]
         return max(times) if self.compute is not None else None
 
     @property
     def serial(self) -> float | None:
-        """Time if communication does not overlap with compute and memory access. None if the compute time is unknown."""
+        """Step time if communication does not overlap with compute and memory access. None if the compute time is unknown."""
         if self.compute is None:
             return None
         return max(self.compute, self.hbm or 0.0) + max(self.links or 0.0, self.network or 0.0)
@@ -46,7 +46,7 @@ class Roofline:
 
 
 def peak(target: Target, dtype: str) -> float | None:
-    """Return the peak FLOP/s of one device for matrix products in a dtype.
+    """Return the peak FLOP/s of a device for matmuls in a dtype.
 
     Falls back to the bfloat16 peak if the target has no figure for the dtype. Wider dtypes are slower, so the time remains a lower
     bound.
@@ -94,6 +94,6 @@ def _seconds(size: float | None, bandwidth: float | None) -> float | None:
 
 
 def utilisation(flops: float, seconds: float | None, target: Target, devices: int) -> float | None:
-    """Return the model FLOPs utilisation, relative to the bfloat16 peak of all devices."""
+    """Return the model FLOPs utilization, relative to the bfloat16 peak of all devices."""
     best = target.peak_flops.get("bfloat16")
     return None if not seconds or not best else flops / seconds / (best * devices)

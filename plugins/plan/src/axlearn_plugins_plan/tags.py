@@ -18,8 +18,8 @@ _HEADS = ("batch", "sequence", "activation_heads", None)
 _KEYS = ("batch", "sequence", "activation_kv", None)
 _WIDTH = ("batch", "sequence", "activation_embed")
 _HIDDEN = ("batch", "sequence", "activation_mlp")
-# The tags that `axlearn_core.nn.remat` describes. Other tags use the sharding constraint next to the tag, or else are assumed
-# to be sharded over the batch and the sequence.
+# The tags that `axlearn_core.nn.remat` describes. Other tags have the sharding of the constraint next to the tag. Without a
+# constraint, they are assumed to be sharded over the batch and the sequence.
 _AXES: Mapping[str, tuple[str | None, ...]] = {
     **dict.fromkeys(("query", "context"), _HEADS),
     **dict.fromkeys(("key", "value"), _KEYS),
@@ -33,8 +33,8 @@ class Tag:
     """An activation tag, summed over all layers that have it.
 
     Attributes:
-        kept: `saved`, `offloaded` or `recomputed` by the enclosing policy. `free` if there is no policy, so that the backward pass
-            saves what it needs.
+        kept: `saved`, `offloaded` or `recomputed` by the enclosing policy. `free` if there is no policy, in which case all
+            values that the backward pass needs are saved.
         bytes: Bytes per device to save the activation.
         flops: FLOPs per device to recompute the activation from the layer's input and the preceding tags.
     """

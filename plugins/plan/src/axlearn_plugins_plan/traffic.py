@@ -1,8 +1,8 @@
 """Count the bytes that a program moves to and from device memory, from its optimized module.
 
-Each top-level instruction reads its operands and writes its results once. Values inside a fusion stay on chip. A slice counts the
-bytes that it reads, also inside a nested fusion. An in-place update counts the bytes that it writes. Arrays in other memory spaces
-do not count.
+Each top-level instruction is assumed to read its operands and write its results once. Values inside a fusion stay on chip. For
+a slice, only the bytes that it reads count, also inside a nested fusion. For an in-place update, only the bytes that it writes
+count. Arrays in other memory spaces do not count.
 The real traffic may differ: a kernel may read an operand more than once, and a compiler may keep an operand on chip.
 """
 
@@ -64,7 +64,7 @@ def _size(computation: Computation, name: str) -> float:
 def _fusion_bytes(module: Module, computation: Computation, fusion: Instruction, body: Computation) -> float:
     """Return the bytes that a fusion moves.
 
-    An operand that is only sliced counts its slices. A result that is updated in place counts the update.
+    If an operand is only sliced, only its slices count. If a result is updated in place, only the update counts.
     """
     total = 0.0
     updated: set[str] = set()

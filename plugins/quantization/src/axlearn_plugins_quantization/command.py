@@ -17,9 +17,9 @@ from axlearn_core.cli.terminal import echo
 @click.option("--target", default="model.**", show_default=True, metavar="PATTERN", help="Linear maps to quantize.")
 @click.option("--step", type=click.IntRange(min=0), help="Checkpoint step (default: newest).")
 def quantize(run_dir: str, out: str, storage: Any, tile_size: int | None, target: str, step: int | None) -> None:
-    """Store the linear weights of RUN_DIR as integers in the new run OUT.
+    """Write a copy of RUN_DIR with its linear weights stored as integers.
 
-    OUT can generate text but cannot be trained. Prints OUT, and the parameter sizes to
+    The new run OUT can generate text but cannot be trained. Prints OUT, and the parameter sizes to
     standard error.
     """
     from axlearn_plugins_quantization.store import quantize_run

@@ -1,4 +1,4 @@
-"""The feature `quantization`, and the config edit that stores weights as integers."""
+"""The `quantization` feature, and the config edit that stores weights as integers."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
@@ -21,17 +21,17 @@ FORMATS: dict[str, tuple[str, str]] = {"int8": ("int8", "int8"), "fp8": ("float8
 
 @node
 class Quantization(Feature):
-    """Training with quantized matrix products, through qwix.
+    """Quantized matrix multiplications for training, through qwix.
 
-    The feature quantizes the products of every linear map that matches `target`, which is one or several patterns of config paths
+    The feature quantizes the matmuls in every linear map that matches `target`, a config-path pattern or a list of them
     (default: the whole model). `format` is `int8` (the default) or `fp8`, which uses e4m3 in the forward pass and e5m2 for
     gradients. If layers alternate between several components, all of them match by the path of their slot. Parameters and the
-    optimizer do not change. `gradients=false` keeps the products of the backward pass in floating point. `history=128` uses one
-    scale for all activations of a map and one for its weights, from their largest magnitudes in the latest 128 microbatches.
-    Experts count as linear maps. Embeddings and the output layer do not, so they are not quantized.
+    optimizer do not change. `gradients=false` keeps the matmuls in the backward pass in floating point. `history=128` uses a
+    single scale for all activations of a map and a single scale for its weights, from their largest magnitudes in the latest
+    128 microbatches. Experts count as linear maps. Embeddings and the output layer do not, so they are not quantized.
 
-    On linear maps that are already quantized, the given options are updated. A map with LoRA adapters keeps its adapters, and only
-    its base is quantized. The feature has the stage `tune` because it must come after features that wrap linear maps.
+    If a linear map is already quantized, the given options are updated. A map with LoRA adapters keeps its adapters, and only
+    its base is quantized. The feature has the `tune` stage because it must come after features that wrap linear maps.
     """
 
     stage = "tune"
@@ -42,7 +42,7 @@ class Quantization(Feature):
     target: str | tuple[str, ...] = "model.**"
 
     def apply(self, cfg: Tree) -> Tree:
-        """Replace each matching linear map by a quantized one."""
+        """Replace each matching linear map with a quantized one."""
         return place_nodes(cfg, self.target, self._quantize_map, subject="quantization")
 
     def _quantize_map(self, part: Linear.Config) -> Node[Any]:
@@ -75,7 +75,7 @@ def weight_only_config(
 
 
 def place_nodes(cfg: Tree, target: str | tuple[str, ...], place: Callable[[Any], Node[Any]], *, subject: str) -> Tree:
-    """Replace each matching core linear map, quantized or not, by `place(node)`.
+    """Replace each matching core linear map, quantized or not, with `place(node)`.
 
     Raises:
         ConfigError: A pattern does not match any linear map.

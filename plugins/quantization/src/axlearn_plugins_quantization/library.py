@@ -1,4 +1,4 @@
-"""All calls of qwix. Quantized layers import qwix when they are first built, because the import takes a second."""
+"""All calls to qwix. Quantized layers import it when they are first built, because the import takes a second."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ Dimensions = Any
 
 @functools.cache
 def load() -> tuple[Any, Any, Any]:
-    """Import qwix. Return (package, module of training products, module of grouped products).
+    """Import qwix. Return (package, module with training matmuls, module with grouped matmuls).
 
     Raises:
         PluginError: qwix is missing, or does not work with the installed versions of JAX and Flax.
@@ -49,12 +49,12 @@ def _version(metadata: Any, name: str) -> str:
 
 @attrs.frozen
 class Rule:
-    """The quantization of a product of activations and weights. Converts to a `qwix.QtRule`.
+    """How to quantize a matmul of activations and weights. Converts to a `qwix.QtRule`.
 
     Attributes:
         weights: Dtype of the weights.
-        activations: Dtype of the activations. None does not quantize them, so the product is in floating point.
-        gradients: Dtype of the gradients in both products of the backward pass. None does not quantize these products.
+        activations: Dtype of the activations. None leaves them in floating point, and the matmul too.
+        gradients: Dtype of the gradients in both matmuls of the backward pass. None does not quantize these matmuls.
         tile_size: Number of elements along the last contracted dimension that share a scale. None means all.
     """
 
@@ -88,8 +88,8 @@ def product(rule: Rule, dimensions: Dimensions) -> Callable[[jax.Array, jax.Arra
 def delayed_product(rule: Rule, dimensions: Dimensions) -> Callable[..., jax.Array]:
     """Return a function for a rule with one scale per operand.
 
-    It maps `(activations, weights, magnitude of activations, magnitude of weights) -> product`. The magnitudes, float32 [], map to
-    the largest numbers of the dtypes. Larger values saturate.
+    It maps `(activations, weights, magnitude of activations, magnitude of weights) -> product`. A magnitude, float32 [], is
+    scaled to the largest number of the dtype. Larger values saturate.
     """
     dot, config = load()[1], _config(rule)
     one_scale = {f"{side}_disable_channelwise_axes": True for side in ("lhs", "rhs", "dlhs_grad", "drhs_grad")}
@@ -105,7 +105,7 @@ def delayed_product(rule: Rule, dimensions: Dimensions) -> Callable[..., jax.Arr
 
 
 def _calibrate_to(magnitude: jax.Array) -> Callable[[Any], Any]:
-    """Return a function that replaces qwix's calibration of an operand by `magnitude`."""
+    """Return a function that replaces qwix's calibration of an operand with `magnitude`."""
 
     def calibrate(measured: Any) -> Any:
         absmax = measured["absmax"]
@@ -166,13 +166,14 @@ def _with_standard_promotion(plain: Callable[..., jax.Array]) -> Callable[..., j
 
 
 def grouped_product(rule: Rule, x: jax.Array, weights: jax.Array, exact: Any) -> jax.Array:
-    """Multiply rows with the weights of their groups, quantized by a rule.
+    """Multiply rows by the weights of their groups, quantized according to a rule.
 
     Args:
         rule: The rule, without tiles.
         x: Rows, [G, ..., K], or [M, K] if the rows are sorted by group.
         weights: Weights, [G, K, N].
-        exact: The floating-point product. `exact.sizes` is the number of rows of each group in [M, K], int32 [G], or None.
+        exact: The floating-point grouped matmul. `exact.sizes` is the number of rows of each group in [M, K], int32 [G], or
+            None.
 
     Raises:
         RequestError: The rule has tiles, or the config names a kernel for `exact`.
@@ -254,7 +255,7 @@ def _config(rule: Rule) -> Any:
 
 
 def quantized(weight: jax.Array, inputs: int, storage: str, tile_size: int | None) -> tuple[jax.Array, jax.Array]:
-    """Quantize a weight [*input_dims, *output_dims]. Return (values, scales), with a scale per output and tile of inputs."""
+    """Quantize a weight [*input_dims, *output_dims]. Return (values, scales), with a scale for each output and tile of inputs."""
     array = load()[0].quantize(
         weight,
         storage,
@@ -266,7 +267,7 @@ def quantized(weight: jax.Array, inputs: int, storage: str, tile_size: int | Non
 
 
 def stored_product(x: jax.Array, values: jax.Array, scales: jax.Array, dimensions: Dimensions) -> jax.Array:
-    """Multiply activations with a weight from `quantized`. Return the product in the dtype of the activations."""
+    """Multiply activations by a weight from `quantized`. Return the product in the dtype of the activations."""
     package = load()[0]
     with jax.numpy_dtype_promotion("standard"):
         return package.dot_general(x, package.QArray(values, scales.astype(x.dtype)), dimensions)

@@ -1,4 +1,4 @@
-"""A linear map with quantized products for training."""
+"""A linear map with quantized matmuls for training."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -28,19 +28,19 @@ class Magnitudes(nnx.Variable):
 
 
 class QuantizedLinear(Linear):
-    """`x @ weight + bias` with a quantized product.
+    """`x @ weight + bias` with a quantized matmul.
 
-    The parameters are the same as `Linear`'s, in their own dtype. Each step quantizes weights and activations by their largest
-    magnitude, with one scale per token and one per output. Gradients pass through the rounding unchanged.
+    The parameters are the same as `Linear`'s, in their own dtype. Each step quantizes activations and weights by their largest
+    magnitude, with a scale per token and a scale per output. Gradients pass through the rounding unchanged.
 
-    With `history`, there is one scale for all activations and one for all weights, from their largest magnitudes in the latest
-    training microbatches (delayed scaling; Micikevicius et al., arXiv 2209.05433). Larger values saturate. Gradients also have one
-    scale, but from their current largest magnitude.
+    With `history`, there is a single scale for all activations and a single scale for all weights, from their largest
+    magnitudes in the latest training microbatches (delayed scaling; Micikevicius et al., arXiv 2209.05433). Larger values
+    saturate. Gradients also have a single scale, but it comes from their current largest magnitude.
     """
 
     @node
     class Config(Linear.Config):
-        """Dtypes and scales of the product. See `library.Rule`.
+        """Dtypes and scales of the matmul. See `library.Rule`.
 
         Attributes:
             history: Number of microbatches for delayed scaling. None scales each microbatch by its own magnitudes.
@@ -115,7 +115,7 @@ class QuantizedLinear(Linear):
         """See `Linear.grouped`. For rows in groups of any size, the weights of all groups share one scale per output.
 
         Raises:
-            RequestError: There is no quantized grouped product for the config.
+            RequestError: The config does not support quantized grouped matmuls.
         """
         cfg: Any = self.cfg
         if cfg.history is not None:

@@ -19,7 +19,7 @@ from axlearn_plugins_quantization.weight_only import Storage, WeightOnlyLinear
 
 
 def quantize_params(params: Mapping[str, Any], functional: Functional) -> dict[str, Any]:
-    """Convert the parameters and variables of a dense model to those of the same model with weight-only maps.
+    """Convert a dense model's parameters and variables for the same model with weight-only maps.
 
     Args:
         params: Path -> array of the dense model.

@@ -69,7 +69,7 @@ class WeightOnlyLinear(Layer):
         return y + expand_to(self.computed(self.bias), y.ndim) if self.cfg.bias else y
 
     def grouped(self, x: jax.Array, product: Any) -> jax.Array:
-        """See `axlearn_core.nn.linear.Linear.grouped`. The weights are converted to floating point for the product.
+        """See `axlearn_core.nn.linear.Linear.grouped`. The weights are converted to floating point for the matmul.
 
         Raises:
             RequestError: The mesh shards the inputs, but tiles of inputs have separate scales.

@@ -39,7 +39,7 @@ class Action(Protocol):
 class DumpStacks(Configurable):
     """Writes the stacks of all threads of this process, and its child processes, to `<run>/stacks-RANK.txt`.
 
-    The stacks of child processes (data workers) are included if the program `py-spy` is installed.
+    The stacks of child processes (data workers) are included if the `py-spy` program is installed.
     """
 
     @node
@@ -96,7 +96,7 @@ class RestartProcess(Configurable):
 
 
 class Webhook(Configurable):
-    """Posts the incident as JSON to a URL. An environment variable holds the URL because it is often a secret.
+    """Posts the incident as JSON to a URL. The URL comes from an environment variable because it is often a secret.
 
     Raises:
         RequestError: The variable is not set, or is not an http or https URL.

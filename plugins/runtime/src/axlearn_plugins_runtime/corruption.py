@@ -1,4 +1,4 @@
-"""The component `sdc-check`: detect silent data corruption by repeating a step and comparing replicas."""
+"""The `sdc-check` component: detect silent data corruption by repeating a step and comparing replicas."""
 
 import socket
 import zlib
@@ -24,7 +24,7 @@ Row = tuple[str, str, str, int]
 class CorruptionCheck(Configurable):
     """Computes every N-th step twice, compares the results bit by bit, and compares the replicas on all devices.
 
-    A device with intermittent errors gives two different results. A device with permanent errors differs from its replicas.
+    A device with intermittent errors computes two different results. A device with permanent errors differs from its replicas.
     Checksums are computed on the devices. Computing a step twice needs memory for a second training state.
     """
 
@@ -35,7 +35,7 @@ class CorruptionCheck(Configurable):
         Attributes:
             every_steps: Steps between checks.
             rerun: Compute the checked step twice. The program must be deterministic, as XLA programs are by default.
-            replicas: Compare the shards that several devices hold.
+            replicas: Compare shards that are replicated on several devices.
             wait_seconds: Seconds that processes wait for each other's checksums.
         """
 

@@ -1,4 +1,4 @@
-"""The feature `sdc-check`."""
+"""The `sdc-check` feature."""
 
 from typing import Any, TypeVar
 

@@ -1,4 +1,4 @@
-"""The feature `watchdog`."""
+"""The `watchdog` feature."""
 
 from typing import Any, Literal, TypeVar
 
@@ -22,10 +22,10 @@ ON_HANG = {
 class WatchdogFeature(Feature):
     """Detects hangs, slow steps, starved input and loss spikes, and reports them in `<run>/watchdog.jsonl`.
 
-    `hang_seconds` is the minimum limit of a phase and `save_seconds` that of a save. Restoring and compiling may take an hour.
-    `on_hang`: `report` only logs the hang, `stacks` also writes the stacks of all threads, `stop` also saves and stops, and
-    `restart` writes the stacks and exits with code 75 for a supervisor. To use other rules and actions, set `watchdog.rules` in
-    a run file. The feature replaces an experiment's own watchdog.
+    `hang_seconds` is the minimum time limit for a phase, and `save_seconds` is the minimum time limit for a save. Restoring and
+    compiling may take an hour. `on_hang` sets the actions: `report` only logs the hang, `stacks` also writes the stacks of all
+    threads, `stop` also saves and stops, and `restart` writes the stacks and exits with code 75 for a supervisor. To use custom
+    rules and actions, set `watchdog.rules` in a run file. The feature replaces an experiment's own watchdog.
     """
 
     stage = "execute"

@@ -37,7 +37,7 @@ class Part:
 
     Attributes:
         step: Step of the training state.
-        attempt: Id of the attempt that wrote the part. Parts of a step belong together if their attempts are equal.
+        attempt: Id of the attempt that wrote the part. Parts with the same step and attempt belong together.
         process: Index of the process that wrote the part.
         timeline: Id of the timeline. It changes when a run rolls back to an earlier step, which invalidates later parts.
     """
@@ -202,7 +202,7 @@ def open_directory(directory: str) -> Path:
 
 
 def list_needs(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> list[Need]:
-    """Return the boxes of arrays that the devices of this process hold."""
+    """Return the array boxes on the devices of this process."""
     needs = {}
     for path, spec in abstract.items():
         sharding: Any = spec.sharding

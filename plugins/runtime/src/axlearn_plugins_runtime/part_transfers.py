@@ -26,7 +26,7 @@ class Transfer:
     Attributes:
         source: Index of the sending process.
         target: Index of the receiving process.
-        part: The part to send.
+        part: Part to send.
         files: (name, bytes) of each file of the part.
     """
 
@@ -41,7 +41,7 @@ class Transfer:
         return sum(size for _, size in self.files)
 
     def spans(self, begin: int, end: int) -> Iterator[tuple[str, int, int, int]]:
-        """Yield (file, offset in the file, offset in the chunk, bytes) of each piece of a chunk of the stream."""
+        """Yield (file, file offset, chunk offset, bytes) for each piece of the chunk from `begin` to `end` in the stream."""
         start = 0
         for name, size in self.files:
             low, high = max(begin, start), min(end, start + size)
@@ -51,7 +51,7 @@ class Transfer:
 
 
 def offer_parts(parts: LocalParts, candidates: Sequence[Part], missing: Sequence[Sequence[Need]]) -> list[Any]:
-    """Return the parts on this machine that other processes need, as JSON: [process, part, files, [[need, box], ...]]."""
+    """Return this machine's parts that other processes need, as JSON: [process, part, files, [[need, box], ...]]."""
     offers = []
     for part in candidates:
         arrays = parts.index([part])
@@ -193,7 +193,7 @@ def exchange_bytes(chunk: np.ndarray, pairs: Pairs) -> np.ndarray:
         pairs: Pairs of processes. Equal on every process.
 
     Returns:
-        The chunk of the process paired with this one as its source, or zeros if there is none.
+        The chunk that was sent to this process, or zeros if none was sent.
     """
     mesh, permute = _permutation(pairs)
     sharding = NamedSharding(mesh, PartitionSpec("process"))

@@ -1,4 +1,4 @@
-"""The component `shadow-check`: compare training steps with a second execution of the same steps."""
+"""The `shadow-check` component: compare training steps with a second execution of the same steps."""
 
 import json
 from collections.abc import Mapping
@@ -21,14 +21,14 @@ _LAYERS = "layers"
 
 
 class ShadowCheck(Configurable):
-    """Compares the loss and gradients of every N-th step with those computed with another feature.
+    """Compares the loss and gradients in every N-th step with a second computation that has an additional feature.
 
-    Both are computed before the real step from the same parameters, batch and random key, by two separate programs. The run's
-    own program then computes the real step as usual. The comparison needs device memory for two copies of the gradients.
+    Both are computed before the real step from the same parameters, batch and random key, by separate programs. The run's own
+    program then computes the real step as usual. The comparison needs device memory for two copies of the gradients.
 
-    A distance is the norm of the difference of the gradients, relative to the norm of the real ones. The check logs
+    A distance is the norm of the gradient difference, relative to the norm of the real gradients. The check logs
     `shadow_loss`, `shadow_gradients` (all parameters together), `shadow_gradient/PATH` (each parameter) and `shadow_layer/N`
-    (each layer of a stack). `shadow.jsonl` in the run directory has the distance of each parameter in each layer.
+    (each layer of a stack). `shadow.jsonl` in the run directory lists the distance for each parameter in each layer.
     """
 
     @node

@@ -1,4 +1,4 @@
-"""The feature `shadow`, also available as `axlearn train --shadow FEATURE`."""
+"""The `shadow` feature, also available as `axlearn train --shadow FEATURE`."""
 
 from typing import Any, TypeVar
 
@@ -16,10 +16,10 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 @node
 class ShadowFeature(Feature):
-    """Computes every N-th step a second time with another feature, and logs the divergence of loss and gradients.
+    """Computes every N-th step a second time with an additional feature, and logs how far loss and gradients diverge.
 
     `feature` is the feature of the second execution, as for `--with`: `precision:dtype=bfloat16`. The divergence is logged by
-    layer and parameter. The run itself does not change, bit by bit. A compared step takes about as long as three steps. Requires
+    layer and parameter. The run itself stays bitwise identical. A compared step takes about as long as three steps. Requires
     the core's training loop.
     """
 
@@ -33,7 +33,7 @@ class ShadowFeature(Feature):
         """Add the check to the loop.
 
         Raises:
-            RequestError: The loop already has another check, or the feature cannot be applied to the config.
+            RequestError: The loop already has a different check, or the feature cannot be applied to the config.
         """
         loop = loop_of(cfg)
         if not isinstance(loop, TrainLoop.Config) or not isinstance(loop.check, ShadowCheck.Config | None):

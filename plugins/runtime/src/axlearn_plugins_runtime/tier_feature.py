@@ -1,4 +1,4 @@
-"""The feature `local-tier`."""
+"""The `local-tier` feature."""
 
 from typing import Any, TypeVar
 

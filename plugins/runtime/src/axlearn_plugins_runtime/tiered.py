@@ -1,4 +1,4 @@
-"""The component `tiered`: checkpoints, and frequent local states on the machines of the job."""
+"""The `tiered` component: checkpoints, and frequent local states on the machines of the job."""
 
 import json
 import logging
@@ -43,8 +43,8 @@ class LocalTier(Configurable):
             every_steps: Steps between local states.
             directory: Directory on every machine, writable only by this user. Environment variables are expanded.
             keep: Number of complete states to keep.
-            copies: Number of other machines that keep a copy of each part. Required to survive the loss of a machine if no two
-                processes hold the same shards.
+            copies: Number of other machines that keep a copy of each part. Required to survive the loss of a machine if each
+                shard is on a single process.
             suspect_steps: Roll back to the previous checkpoint if a non-finite step occurs within this many steps after a local
                 restore.
             wait_seconds: Seconds that processes wait for each other in a restore.
@@ -187,7 +187,7 @@ class TieredCheckpointer(ShardedCheckpointer):
         part_transfers.send_parts(transfers, self.parts)
 
     def _machine(self) -> str:
-        """Return an id that processes with a shared directory have in common."""
+        """Return an id that is equal for processes that share a directory."""
         return f"{socket.gethostname()}:{self.parts.root}"
 
     def restore_newest(self, like: Any) -> tuple[Any, dict[str, Any], int] | None:
@@ -314,7 +314,7 @@ class TieredCheckpointer(ShardedCheckpointer):
                 return rebuild_state(like, names, loaded), extra, step
 
     def _cover(self, parts: list[Part], like: Any, abstract: Mapping[str, Any]) -> tuple[str, Any]:
-        """Make sure that this machine has all parts that its process needs. Fetch missing parts from other machines.
+        """Make sure that this machine has all parts that its process needs, and fetch missing parts from other machines.
 
         Returns:
             (`whole`, arrays) on success, (`missing`, None) if no machine has a needed part, or (`again`, None) if parts were set
@@ -365,7 +365,7 @@ class TieredCheckpointer(ShardedCheckpointer):
         return gather_objects(value, name, self.local.wait_seconds)
 
     def _join(self, timeline: str) -> None:
-        """Take the attempt and timeline ids of process 0 on all processes."""
+        """Use process 0's attempt and timeline ids on all processes."""
         self._attempt, self._timeline = self._gather([uuid.uuid4().hex[:12], timeline], "local tier")[0]
 
     def _begin_timeline(self) -> None:

@@ -1,4 +1,4 @@
-"""The component `watchdog`: rules with actions, checked by a separate thread."""
+"""The `watchdog` component: rules with actions, checked by a separate thread."""
 
 import faulthandler
 import json
@@ -19,7 +19,7 @@ from axlearn_plugins_runtime.watchdog_rules import Hang, LossSpike, Rule, SlowSt
 
 
 class RuleWatchdog(Configurable):
-    """Checks rules until the run ends, starting before the first compilation. Runs the actions of broken rules.
+    """Checks rules from before the first compilation until the run ends, and runs the actions of broken rules.
 
     Incidents are logged to standard error and to `<run>/watchdog.jsonl`, one object per line. If native code holds the
     interpreter lock, this thread cannot run. A faulthandler timer then writes the stacks after twice the limit of the phase,
@@ -113,7 +113,7 @@ class RuleWatchdog(Configurable):
 
     @staticmethod
     def _attempt(act: Any) -> None:
-        """Run an action and print its error. A full disk, for example, must not end the watchdog."""
+        """Run an action and print its error. An error, such as a full disk, must not end the watchdog."""
         try:
             act()
         except Exception as error:

@@ -179,11 +179,14 @@ class SlowSteps(_BaseRule):
             return None
         slow, self._slow = self._slow, []
         history.extend(slow)  # a permanently slower step becomes the new normal
-        return f"{len(slow)} steps up to step {step} took {max(slow):.3g} s; the usual time is {usual:.3g} s"
+        return (
+            f"the last {len(slow)} steps (up to step {step}) each took up to {max(slow):.3g} s; "
+            f"a step usually takes {usual:.3g} s"
+        )
 
 
 class StarvedInput(_BaseRule):
-    """Devices that wait for data: the loop spends more than `share` of its time in the phase `input`.
+    """Devices that wait for data: the loop spends more than `share` of its time in the `input` phase.
 
     The loop requests a batch while the devices compute the previous step. If the input is fast enough, the loop waits for the
     devices and not for the batch.

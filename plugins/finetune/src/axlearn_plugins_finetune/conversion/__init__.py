@@ -1,4 +1,4 @@
-"""Transfer the parameters of a run to another model."""
+"""Transfer the parameters of a run to a different model."""
 
 from axlearn_plugins_finetune.conversion.carry import FRESH, ZERO, Bridge, bridges, transfer_params
 from axlearn_plugins_finetune.conversion.convert import transfer_run

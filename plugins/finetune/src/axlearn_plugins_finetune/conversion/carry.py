@@ -1,14 +1,14 @@
-"""Transfer the parameters of a model to another model that a feature built from the same config.
+"""Transfer a model's parameters to a second model, which a feature built from the same config.
 
 Everything here also applies to the models' other variables, such as running statistics.
 
-Parameters that both models have are matched by their name within a layer and the number of the layer, even if the layer is in
-another stack. For parameters that the old model lacks, a feature's bridge computes the value or asks for initialisation. A feature
-declares its bridge as
+Parameters that both models have are matched by their name within a layer and the number of the layer, even if the layer is in a
+different stack. For parameters that the old model lacks, a feature's bridge computes the value or asks for initialization. A
+feature declares its bridge as
 
     bridge = "axlearn_plugins_moe.upcycle:bridge"        # "module:attribute", loaded when needed
 
-A feature whose parameters cannot be computed from other models declares the reason, for the error message:
+If a feature's parameters cannot be computed from other models, it declares the reason for the error message:
 
     no_bridge = "keys and values are made of a latent that no projection of the old attention gives"
 """
@@ -35,7 +35,7 @@ Params = dict[str, Any]
 class Fill(enum.Enum):
     """A marker that a bridge returns instead of the value of a parameter."""
 
-    FRESH = "as the model initialises it"
+    FRESH = "as the model initializes it"
     ZERO = "zero"
 
 
@@ -53,7 +53,7 @@ class Bridge(Protocol):
         axes: Sequence[str | None],
         old: Callable[[str], np.ndarray | None],
     ) -> np.ndarray | Fill | None:
-        """Return the value of a parameter of the new model, or None if the feature does not add this parameter.
+        """Return the value of a parameter in the new model, or None if the feature does not add this parameter.
 
         Args:
             path: Path of the parameter, or its name within the layer if the parameter is in a stack of mixed layers.
@@ -92,14 +92,14 @@ def transfer_params(
         target: The new model.
         by: Bridges of the additional features of `target`.
         reasons: Feature name -> reason why it has no bridge, for the error message.
-        seed: Seed for initialised parameters.
+        seed: Seed for initialized parameters.
 
     Returns:
         Path -> array, for the parameters and variables of `target`.
 
     Raises:
-        CheckpointError: A parameter of `target` has no source or has another shape in `source`, or a parameter of `source` would
-            be lost.
+        CheckpointError: A parameter of `target` has no source or has a different shape in `source`, or a parameter of `source`
+            would be lost.
     """
     old, new = _SourceParams(params, _LayerPaths(source)), _LayerPaths(target)
     stacks = sorted({*old.layers.kinds, *new.kinds}, key=len, reverse=True)
@@ -129,7 +129,7 @@ def transfer_params(
 
 
 class _LayerPaths:
-    """The paths of the parameters of each layer of a model, for stacks with one or several kinds of layers."""
+    """The parameter paths of each layer in a model. A stack may have several kinds of layers."""
 
     def __init__(self, model: Functional):
         modules = nnx.iter_modules(model.describe())
@@ -153,7 +153,7 @@ class _LayerPaths:
         return "", path, None
 
     def place(self, stack: str, name: str, index: int) -> tuple[str, int]:
-        """Return the path of the parameter `name` of one layer of a stack, and the layer's row in it."""
+        """Return where layer `index` of a stack keeps the parameter `name`: the path and row of the stacked array."""
         if stack not in self.kinds:
             return f"{stack}.{name}", index
         kinds = self.kinds[stack]

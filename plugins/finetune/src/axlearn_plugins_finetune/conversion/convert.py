@@ -60,8 +60,8 @@ def converted(
 def transfer_run(run_dir: str | Path, config: Any, functional: Functional, *, step: int | None = None) -> Params:
     """Transfer the parameters of a run to a config with different features.
 
-    A config does not record its features. So this uses the bridges of all installed features. The error message lists the reasons
-    of features without a bridge that are in effect in `config` but not in the run.
+    A config does not record its features, so this uses the bridges of all installed features. If a feature without a bridge is
+    in effect in `config` but not in the run, the error message includes the feature's reason.
 
     Args:
         run_dir: A trained run, or its URI.
@@ -74,7 +74,7 @@ def transfer_run(run_dir: str | Path, config: Any, functional: Functional, *, st
 
     Raises:
         CheckpointError: `run_dir` is not a run, or its parameters cannot be transferred. The message names the feature.
-        RequestError: There are several processes, so no process has all devices.
+        RequestError: There is more than one process, so no process has all devices.
     """
     if jax.process_count() > 1:
         run = shlex.quote(str(run_dir))

@@ -1,1 +1,1 @@
-"""Low-rank adaptation: the component `lora-linear`, the feature `lora` and the command `axlearn lora`."""
+"""Low-rank adaptation: the `lora-linear` component, the `lora` feature and the `axlearn lora` command."""

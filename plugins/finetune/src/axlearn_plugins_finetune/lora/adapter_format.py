@@ -6,7 +6,7 @@ from axlearn_core.plugins.registry import registry
 
 
 class AdapterFormat(Protocol):
-    """A writer of adapters for another library. A plugin registers the class as the component `NAME-adapters`."""
+    """A writer of adapters for another library. A plugin registers the class as the `NAME-adapters` component."""
 
     def export(self, run_dir: str, directory: str, *, base: str | None, step: int | None) -> None:
         """Write the adapters of a run.

@@ -145,7 +145,7 @@ class Exported:
             )
 
     def check_shapes(self, params: Params) -> None:
-        """Raise `RequestError` unless `params` has the maps of the adapters. The parameters may be abstract."""
+        """Raise `RequestError` unless `params` has the maps that the adapters belong to. The parameters may be abstract."""
         for path, value in self.variables.items():
             shape = tuple(params[path].shape) if path in params else None
             if shape != tuple(value.shape):

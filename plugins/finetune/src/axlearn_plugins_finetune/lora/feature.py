@@ -1,4 +1,4 @@
-"""The feature `lora`."""
+"""The `lora` feature."""
 
 import inspect
 from collections.abc import Iterable, Iterator
@@ -28,11 +28,11 @@ FROZEN = ParameterRule(pattern="!**.lora_*", freeze=True)
 class Lora(Feature):
     """Low-rank adapters on linear maps, with everything else frozen (Hu et al., 2021).
 
-    `target` is one or several patterns of config paths. Every matching linear map gets adapters. The default matches the maps of
-    attention, and `model.**` matches all linear maps. If layers alternate between several components (`alternate`), all of them
-    match by the path of their slot. `rank` (16 for a new adapter) is the width of an adapter. Its update is multiplied by `alpha`
-    (16) / rank. `base` is the directory of a run, whose parameters a new run starts from. `adapters` is a directory written by
-    `axlearn lora export`.
+    `target` is a config-path pattern or a list of them. Every matching linear map gets adapters. The default matches the maps
+    of attention, and `model.**` matches all linear maps. If layers alternate between several components (`alternate`), all of
+    them match by the path of their slot. `rank` (16 for a new adapter) is the width of an adapter. Its update is multiplied by
+    `alpha` (16) / rank. `base` is the directory of a run, whose parameters a new run starts from. `adapters` is a directory
+    written by `axlearn lora export`.
 
     Linear maps that already have adapters are not adapted twice; the given `rank` and `alpha` replace theirs.
     """
@@ -91,7 +91,7 @@ class Lora(Feature):
 
 
 def without_adapters(cfg: Tree) -> Tree:
-    """Return the config of the dense model, which undoes the feature `lora`."""
+    """Return the config of the dense model, which undoes the `lora` feature."""
 
     def undo(part: Node[Any]) -> Node[Any]:
         if isinstance(part, LoraLinear.Config):

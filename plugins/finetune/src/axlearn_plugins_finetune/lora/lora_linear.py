@@ -1,8 +1,8 @@
 """Low-rank adaptation of a linear map (Hu et al., 2021, arXiv 2106.09685).
 
-The adapters are attributes of the adapted map, not of a wrapper module. So the map's parameters keep their paths (`query.weight`),
-the adapters are next to them (`query.lora_a`, `query.lora_b`), and checkpoints of the base need no translation. The map is built as
-a subclass of its own class (`with_subclass`), so that `isinstance` checks still find it.
+The adapters are attributes of the adapted map, not of a wrapper module. The map's parameters therefore keep their paths
+(`query.weight`), the adapters are next to them (`query.lora_a`, `query.lora_b`), and checkpoints of the base can be loaded
+unchanged. The map is built as a subclass of its own class (`with_subclass`), so that `isinstance` checks still find it.
 """
 
 import functools
@@ -30,7 +30,7 @@ ADAPTERS = ("lora_a", "lora_b")
 class LoraLinear(Layer):
     """`base(x) + alpha / rank * (x @ A) @ B` with trainable A and B.
 
-    B is initialised to zero, so the map initially equals its base. The config builds a module of a subclass of the base's class.
+    B is initialized to zero, so the map initially equals its base. The config builds a module of a subclass of the base's class.
     With the same seed, the base has the same parameters as without adapters.
     """
 
@@ -61,7 +61,7 @@ class LoraLinear(Layer):
 
 
 class LoraMap:
-    """A mixin that adds adapters to a projection. It comes before the projection's class.
+    """A mixin that adds adapters to a projection. It precedes the projection's class in the list of bases.
 
     Attributes:
         lora_a: A, [*input_dims, rank].

@@ -17,7 +17,7 @@ from axlearn_plugins_finetune.lora.start import StartFromRun
 
 
 def bridge(path: str, shape: Sequence[int], axes: Sequence[str | None], old: Callable[[str], Any]) -> Any:
-    """Initialise new adapters, so that they have no effect. See `axlearn_plugins_finetune.conversion.Bridge`."""
+    """Initialize new adapters, so that they have no effect. See `axlearn_plugins_finetune.conversion.Bridge`."""
     return FRESH if adapters.is_adapter(path) else None
 
 
@@ -55,7 +55,7 @@ def merge_run(run_dir: str | Path, out: str | Path, *, exported: Path | None = N
         step: Step of the checkpoint. The default is the newest.
 
     Raises:
-        RequestError: There are no adapters, they were trained on another base, or `out` already exists.
+        RequestError: There are no adapters, they were trained on a different base, or `out` already exists.
     """
     new_directory(out)
     configure_devices(None)

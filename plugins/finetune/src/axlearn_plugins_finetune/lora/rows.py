@@ -1,7 +1,7 @@
 """Choose an adapter for each row of a batch, so that one server can serve many fine-tuned models (S-LoRA, Sheng et al., 2023).
 
-All adapters of a map are concatenated into two matrices. Each row multiplies with all adapters, and a mask selects the results of
-its own adapter. This takes two dense products and no gathers of matrices. It scales to a few dozen adapters.
+All adapters of a map are concatenated into two matrices. Each row is multiplied by all adapters, and a mask selects the result
+of its own adapter. This needs two dense matmuls and no gathers of matrices, and scales to a few dozen adapters.
 
 Shapes: N adapters, R largest rank.
 """
@@ -51,11 +51,11 @@ def row_adapters(choice: jax.Array) -> Iterator[None]:
 
 
 class RowLoraLinear(Layer):
-    """A linear map with several adapters, one of which `row_adapters` chooses for each row. The default is the base."""
+    """A linear map with adapters. `row_adapters` selects an adapter for each row; otherwise rows use only the base."""
 
     @node
     class Config(Layer.Config["RowLoraLinear"]):
-        """Config of the base and its adapters, which are initialised to zero.
+        """Config of the base and its adapters, which are initialized to zero.
 
         Attributes:
             base: Projection of any kind.
@@ -78,7 +78,7 @@ class RowLoraLinear(Layer):
 
 
 class RowMap:
-    """A mixin that adds adapters for rows to a projection. It comes before the projection's class.
+    """A mixin that adds row adapters to a projection. It precedes the projection's class in the list of bases.
 
     Attributes:
         rows_a: A of all adapters, [*input_dims, N, R].
@@ -103,7 +103,7 @@ class RowMap:
         """[..., *input_dims] -> [..., *output_dims].
 
         Raises:
-            RequestError: Adapters are chosen for another number of rows.
+            RequestError: The number of chosen adapters differs from the number of rows.
         """
         base: Any = super()
         y, choice = base.__call__(x), _choice.get()
@@ -124,7 +124,7 @@ class RowMap:
 
 
 class GroupedRowMap(RowMap):
-    """Adapters for rows of a projection that supports stacks of maps. Stacks cannot use them."""
+    """Row adapters for a projection that supports stacks of maps. Calls with a stack raise an error."""
 
     def grouped(self, x: jax.Array, product: Any) -> jax.Array:
         """Raise `RequestError`."""

@@ -1,4 +1,4 @@
-"""Start a run from the parameters of another run."""
+"""Start a run from the parameters of an earlier run."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,8 +43,8 @@ class StartFromRun(Configurable):
 
         Attributes:
             run_dir: Run of the same model, or other weights that `axlearn_core.open_weights` opens. Missing adapters keep their
-                initial values. The parameters of a run of another model are transferred if the additional features of this model
-                have bridges (for example, from a dense model to experts).
+                initial values. If the run has a different model, its parameters are transferred if this model's additional
+                features have bridges (for example, from a dense model to experts).
             step: Step of the checkpoint. None means the newest.
             adapters: Directory written by `axlearn lora export`.
             same_tokenizer: Whether to reject data whose tokenizer differs from `run_dir`'s.
@@ -109,7 +109,7 @@ class StartFromRun(Configurable):
 
 
 def _read_weights(uri: str, like: Mapping[str, Any], program: Program, step: int | None) -> Mapping[str, Any]:
-    """Read the weights of a run. Transfer them if the run has another model."""
+    """Read the weights of a run. Transfer them if the run has a different model."""
     try:
         return read_like(open_weights(uri, step=step), like, name=uri)
     except ModelMismatchError:
@@ -127,7 +127,7 @@ def read_like(weights: Weights, like: Mapping[str, Any], *, name: str) -> dict[s
         name: Name of the weights, for error messages.
 
     Raises:
-        ModelMismatchError: The weights belong to another model.
+        ModelMismatchError: The weights belong to a different model.
         CheckpointError: The weights have adapters that the model lacks, or a file is damaged.
     """
     specs = weights.specs()
@@ -142,7 +142,7 @@ def _check_tokenizer(uri: str, tokenizer: Any) -> None:
         config = Run(uri).config
     except CheckpointError:
         raise
-    except RequestError:  # weights with a scheme that is not a storage
+    except RequestError:  # weights with a scheme that has no storage backend
         return
     node = tokenizer_of_input(config)
     if tokenizer is None or node is None:

@@ -25,7 +25,7 @@ def open_adapters(directory: Path, *, base: str | None = None) -> "AdaptedWeight
 
     Raises:
         CheckpointError: A file is missing or damaged, or the base is unknown.
-        RequestError: The base is another model.
+        RequestError: The base is a different model.
     """
     exported = adapters.load(directory)
     uri = base or exported.run

@@ -1,4 +1,4 @@
-"""The feature `distill`."""
+"""The `distill` feature."""
 
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ class Distill(Feature):
     keeps a fine-tuned model close to its starting point. The loss is `alpha` (0.5) times the divergence from the teacher at
     `temperature`, plus 1 - `alpha` times the cross-entropy of the text. `base` is a run, or other weights, to start training from.
 
-    On an experiment that already has this objective, the given options are updated.
+    If the experiment already has this objective, the given options are updated.
     """
 
     stage = "replace"

@@ -43,9 +43,9 @@ class PreferenceInput(Configurable):
             sequence_length: Length of each of the two rows of a pair.
             source: Source of preferences.
             tokenizer: Tokenizer of the prompts and answers.
-            special_tokens: Whether special tokens in the text are plain `text`, or are to `parse` as tokens.
+            special_tokens: `text` treats special tokens in the data as plain text, `parse` converts them to tokens.
             shuffle: Whether to shuffle the training pairs.
-            too_long: Action for a pair with a longer row.
+            too_long: What to do with a pair that does not fit into its rows.
         """
 
         batch_size: int = setting(default=REQUIRED, gt=0, le=2**24)
@@ -127,7 +127,7 @@ class PreferenceInput(Configurable):
         return PreferenceBatches(self, "validation", lambda position, current: int(rows[position]), len(rows))
 
     def describe(self) -> Mapping[str, Any]:
-        """Return facts for the run lock: files, bytes, a hash of names and sizes, the tokenizer hash, and pairs."""
+        """Return facts for the run lock: files, bytes, a hash of names and sizes, the tokenizer hash, and the number of pairs."""
         return {
             **describe(self.source),
             "tokenizer": encoding_of(self),

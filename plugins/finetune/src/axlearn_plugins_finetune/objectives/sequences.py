@@ -16,7 +16,7 @@ from axlearn_plugins_transformer.layer_roles import LanguageModelRole
 
 
 def check_language_model(model: Node[Any], path: str) -> None:
-    """Raise `ConfigError` unless the config has the role `LanguageModelRole`, like a `causal-lm`."""
+    """Raise `ConfigError` unless the config has the `LanguageModelRole` role, like a `causal-lm`."""
     if not isinstance(model, LanguageModelRole):
         raise ConfigError(
             Problem(

@@ -42,7 +42,7 @@ class Compiled:
         seconds: Time of a step, from the same formula as the estimate.
         compile_seconds: Time to compile.
         cached: Whether the plan came from the cache.
-        error: Reason why there is no plan. Empty if there is one.
+        error: Why compilation failed. Empty if there is a plan.
     """
 
     fits: bool = False
@@ -56,7 +56,7 @@ class Compiled:
 
 
 def request_words(request: Request) -> list[str]:
-    """Return a request as command-line arguments, without its target."""
+    """Convert a request to command-line arguments, without its target."""
     words = [str(request.experiment)]
     for use in request.features:
         words += ["--with", use.text]
@@ -68,12 +68,12 @@ def request_words(request: Request) -> list[str]:
 
 
 def plan_words(request: Request, row: Ranked) -> list[str]:
-    """Return the arguments of `axlearn plan` for one layout of a request."""
+    """Return the `axlearn plan` arguments for a layout of a request."""
     return [*request_words(request), "--target", row.machine.name, *row.choice.words]
 
 
 def resolved_request(request: Request, row: Ranked) -> Request:
-    """Return the request of one layout, equivalent to `plan_words`."""
+    """Return the request for a layout, equivalent to `plan_words`."""
     more = Request.of(request.experiment, with_=list(row.choice.features), set=row.choice.settings)
     return attrs.evolve(
         request,
@@ -94,14 +94,14 @@ def versions() -> dict[str, str]:
 
 
 class Cache:
-    """A directory of plans, one JSON file each, named by a hash of the config, the machine and the versions."""
+    """A directory with a JSON file per plan, named by a hash of the config, the machine and the versions."""
 
     def __init__(self, directory: Path):
         self.directory = directory
         self._versions = json.dumps(versions())
 
     def path(self, request: Request, row: Ranked) -> Path:
-        """Return the path of one layout's plan."""
+        """Return the path of a layout's plan."""
         config = resolve(resolved_request(request, row)).to_yaml()
         text = f"{config}\n{row.machine.name}\n{self._versions}\n{FIGURES_VERSION}"
         return self.directory / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
@@ -129,7 +129,7 @@ def run_plan(words: Sequence[str], seconds: float) -> tuple[Mapping[str, Any] | 
         seconds: Timeout.
 
     Returns:
-        (plan, reason). The plan is None after a timeout or an error, and the reason says why.
+        (plan, reason). After a timeout or an error, the plan is None and the reason describes the failure.
     """
     command = [sys.executable, "-m", "axlearn_core", "plan", *words, "--json"]
     with scratch_directory() as temporary:  # removes the files of a process that times out
@@ -186,14 +186,14 @@ class Clock:
 
     @property
     def allows_another(self) -> bool:
-        """True if there is time for a compilation as long as the longest so far."""
+        """True if the remaining time is at least that of the longest compilation so far."""
         return self.remaining_seconds > self.longest
 
 
 def compile_layouts(
     request: Request, rows: Sequence[Ranked], cache: Cache, clock: Clock, progress: Callable[[str], None]
 ) -> list[Compiled]:
-    """Compile layouts in parallel. Layouts that exceed the budget have an error."""
+    """Compile layouts in parallel. A layout that exceeds the budget gets an error instead of a plan."""
 
     def compile_layout(row: Ranked) -> Compiled:
         words = plan_words(request, row)

@@ -1,10 +1,10 @@
 """Estimate the memory and time of a layout with formulas from one trace of the step.
 
-This ranks thousands of layouts in seconds without compiling any. An estimate has the same terms as a compiled program (FLOPs, bytes
-to and from memory, collectives by mesh axes), so both share one roofline and one prediction. A few coefficients per platform model
-the compiler's buffers and passes over memory (`figures.toml`). They were chosen by hand to match compiled layouts. The memory of
-TPUs, and of pipelines on GPUs, follows the phases of a step (`tpus.py`, `stages.py`). Trainium uses the GPU coefficients, which
-have not been checked against compiled layouts.
+The formulas rank thousands of layouts in seconds without compiling any. An estimate has the same terms as a compiled program
+(FLOPs, bytes to and from memory, collectives by mesh axes), so the same roofline and prediction apply to both. A few
+coefficients per platform model the compiler's buffers and memory traffic (`figures.toml`). They were chosen by hand to match
+compiled layouts. For TPUs, and for pipelines on GPUs, memory is estimated for each phase of a step (`tpus.py`, `stages.py`).
+Trainium uses the GPU coefficients, which have not been checked against compiled layouts.
 """
 
 import math
@@ -34,8 +34,8 @@ class Estimate:
     Attributes:
         arguments: Bytes of the training state and the batch. Exact.
         kept: Bytes that the forward pass saves for the backward pass.
-        columns: Bytes of each of `COLUMNS`; `figures.toml` has their coefficients. For platforms with phases, bytes that add up to
-            `temporaries`.
+        columns: Bytes of each of `COLUMNS`; `figures.toml` has their coefficients. For platforms that are estimated by phase,
+            bytes that add up to `temporaries`.
         temporaries: Bytes of buffers that exist only during the step.
         roofline: Roofline of the step.
         host: Transfers to and from host memory.
@@ -55,7 +55,7 @@ class Estimate:
 
 
 def collective(kind: str, axes: Sequence[str], figures: MeshFigures, operand: float, times: float) -> Collective | None:
-    """Build a collective in the form of a compiled program's, or return None for a group of one device."""
+    """Build a collective like those read from a compiled program. Return None for a group of one device."""
     members, domains, within = figures.spread(axes)
     if members < 2:
         return None
@@ -83,16 +83,16 @@ def communication(
 ) -> list[Collective]:
     """Return the collectives of one device in a step.
 
-    Each pass of each microbatch gathers the parameters, and a reduce-scatter sums their gradients. Axes with copies of the
-    parameters all-reduce the gradients. Tensor parallelism exchanges the residual stream of each layer. In a pipeline, the stages
-    do this at every tick and send the residual stream to the next stage.
+    Each pass of each microbatch gathers the parameters, and a reduce-scatter sums their gradients. Over axes that replicate the
+    parameters, the gradients are all-reduced. Tensor parallelism exchanges the residual stream in each layer. In a pipeline,
+    the stages do all of this at every tick, and send the residual stream to the next stage.
 
     Args:
         figures: Figures of the mesh.
         trace: Trace of the step on the whole batch.
         steps: Microbatches per step.
         coefficients: Coefficients of the platform.
-        pipeline: The schedule, or None on one stage.
+        pipeline: The schedule, or None without stages.
     """
     passes = 3.0 if pipeline is not None and pipeline.recomputes else 2.0
     steps = steps if pipeline is None else pipeline.ticks
@@ -150,11 +150,11 @@ def estimate(
     Args:
         choice: The layout.
         figures: Figures of its mesh.
-        trace: Trace of the step with the layout's rematerialisation, on the whole batch.
+        trace: Trace of the step with the layout's rematerialization, on the whole batch.
         steps: Microbatches per step.
-        batch_bytes: Bytes of the whole batch, which holds integers.
+        batch_bytes: Bytes of the whole batch, which consists of integers.
         coefficients: Coefficients of the platform.
-        work: Effect of the pipeline on the work of a step.
+        work: How the pipeline changes the FLOPs of a step.
     """
     pipeline = work.pipeline
     state, learner = figures.state_bytes
@@ -196,13 +196,13 @@ def estimate(
 
 @attrs.frozen(kw_only=True)
 class Work:
-    """The effect of a pipeline on the work of a step.
+    """How a pipeline changes the FLOPs of a step.
 
     Attributes:
         pipeline: The schedule, or None without stages.
         everything: Trace of the step without recomputation in the layers.
-        layer_flops: dtype -> FLOPs of the layers on all devices, in a step that recomputes all of them.
-        forward_flops: dtype -> FLOPs of the layers' forward pass on all devices.
+        layer_flops: dtype -> FLOPs in the layers on all devices, for a step that recomputes all layers.
+        forward_flops: dtype -> FLOPs in the layers' forward pass on all devices.
     """
 
     pipeline: Pipeline | None = None
@@ -216,7 +216,7 @@ class Work:
         return 1.0 if self.pipeline is None else self.pipeline.stretch / self.pipeline.stages
 
     def executed(self, trace: StepTrace) -> dict[str, float]:
-        """Return dtype -> FLOPs on all devices, as a plan counts them.
+        """Return dtype -> FLOPs on all devices, counted as in a plan.
 
         Idle stages compute too. Work outside of the stages counts once.
         """
@@ -232,13 +232,13 @@ class Work:
 
 @attrs.frozen(kw_only=True)
 class Host:
-    """Bytes that one device moves to and from host memory in a step."""
+    """Bytes that a device moves to and from host memory in a step."""
 
     activations: float
     optimizer: float
 
     def fits(self, target: Target) -> bool:
-        """Return whether the data fits in host memory. True if the size of the host memory is unknown."""
+        """Return True if the data fits in host memory, or if the size of the host memory is unknown."""
         return target.host_bytes is None or (self.activations + self.optimizer) / 2 <= HOST_SHARE * target.host_bytes
 
 
@@ -246,7 +246,7 @@ def with_host(seconds: float, host: Host) -> float:
     """Return the time of a step including host transfers.
 
     Activations move to the host during the forward pass and return during the backward pass, which takes twice as long. The
-    optimizer state moves after the gradients are ready, so its transfer does not overlap.
+    optimizer state moves after the gradients are ready, so its transfer does not overlap with compute.
     """
     one_way = host.activations / 2 / HOST_BANDWIDTH
     return max(seconds / 3, one_way) + max(seconds * 2 / 3, one_way) + host.optimizer / HOST_BANDWIDTH
@@ -273,7 +273,7 @@ def _pipeline_columns(
     activations = residual_bytes(pipeline, sizes, chunk)
     if coefficients.phases:
         return activations, pipeline_peak(pipeline, sizes, chunk, activations, offloaded)
-    # XLA schedules and rematerialises for 95% of 80% of a GPU's memory.
+    # XLA schedules and rematerializes for 95% of 80% of a GPU's memory.
     room = 0.95 * 0.8 * (figures.machine.target.hbm_bytes or math.inf) - state
     peak = peak_terms(pipeline, sizes, chunk, room)
     return activations, peak | ({"offloaded": 2 * offloaded} if offloaded else {})

@@ -17,16 +17,17 @@ class Coefficients:
     """Coefficients that describe the compiler of a platform.
 
     Attributes:
-        phases: Whether temporaries follow the phases of a TPU step (`tpus.py`). If not, they are the saved activations plus the
-            columns, and on pipeline stages they follow the phases of a GPU step (`stages.py`).
+        phases: Whether temporaries are estimated by the phases of a TPU step (`tpus.py`). If not, they are the sum of the saved
+            activations and the columns, except on pipeline stages, where they are estimated by the phases of a GPU step
+            (`stages.py`).
         memory: Column of `estimate.COLUMNS` -> bytes of temporaries per byte of the column.
         traffic_activations: Bytes of memory traffic per byte of activations that layers compute.
         traffic_weights: Bytes of memory traffic per byte of gathered parameters, for each microbatch.
         stream_gathers: All-gathers of the residual stream per layer and step if tensor parallelism shards the stream.
         stream_scatters: Reduce-scatters of the residual stream per layer and step if tensor parallelism shards the stream.
         stream_sums: All-reduces per layer and step if the residual stream is replicated.
-        gathers_by_sums: Whether the compiler replaces gathers and scatters by all-reduces, which send twice as much.
-        error: Relative error of the estimated memory that nine of ten compiled layouts stay within.
+        gathers_by_sums: Whether the compiler replaces gathers and scatters with all-reduces, which send twice as much.
+        error: Relative error of the memory estimate that nine of ten compiled layouts do not exceed.
         source: Source of the coefficients.
     """
 

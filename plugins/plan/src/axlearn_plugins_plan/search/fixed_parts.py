@@ -22,7 +22,8 @@ PATHS = {
 def fixed_parts(request: Request) -> frozenset[str]:
     """Return the parts that the command line or the run file sets: by a feature, by `without`, or by a value.
 
-    A layout must not set them again. Its command line would give one feature two values, or the request's value would win.
+    A layout must not set these parts again. Otherwise the same feature would have two values, or the request's value would
+    override the layout's.
     """
     request = merge_file(request, registry())
     features = {use.name for use in request.features} | {*request.without}
@@ -43,7 +44,7 @@ def check_varied(vary: Sequence[str], kept_parts: frozenset[str]) -> None:
 
 
 def _overlap(setting: str, path: str) -> bool:
-    """Return whether a setting reaches the path, an ancestor, or a descendant. Both may be patterns."""
+    """Return whether a setting affects the path, an ancestor, or a descendant. Both may be patterns."""
     path_parts, setting_parts = path.split("."), setting.split(".")
     above = any(matches(setting, ".".join(path_parts[:n])) for n in range(1, len(path_parts) + 1))
     return above or any(matches(path, ".".join(setting_parts[:n])) for n in range(1, len(setting_parts) + 1))

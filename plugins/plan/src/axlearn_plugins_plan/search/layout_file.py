@@ -1,4 +1,4 @@
-"""Layout files, which set how a training runs on a machine but not what it computes. `--layout FILE` reads one.
+"""Layout files, which set how training runs on a machine but not what it computes. `--layout FILE` reads a layout file.
 
 layout: 1
 experiment: llama2-70b
@@ -32,7 +32,7 @@ _KEYS = {
 
 @attrs.frozen(kw_only=True)
 class LayoutFile:
-    """A layout of one model on one machine. See `axlearn_core.contracts.request_layout.RequestLayout`.
+    """A layout for a model on a machine. See `axlearn_core.contracts.request_layout.RequestLayout`.
 
     Attributes:
         experiment: Experiment that the layout was found for. For information only.
@@ -117,7 +117,7 @@ def read_layout(path: str | Path) -> LayoutFile:
 
     Raises:
         RequestError: The file cannot be read.
-        ConfigError: The file is not a valid layout file. The error has the line of every problem.
+        ConfigError: The file is not a valid layout file. The error lists every problem with its line.
     """
     file = Path(path)
     try:

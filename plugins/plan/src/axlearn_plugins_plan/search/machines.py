@@ -14,7 +14,8 @@ def machine_names(target: str | None, chips: str | None) -> list[str]:
 
     Args:
         target: Machine names, separated by commas.
-        chips: Range `A..B`. If set, search all powers of two of chips in this range instead of the sizes in the names.
+        chips: Range `A..B`. If set, search all chip counts in this range that are powers of two, instead of the sizes in the
+            names.
 
     Raises:
         RequestError: The target is missing or unknown, or no machine has a size in the range.
@@ -48,9 +49,9 @@ def chip_range(text: str) -> tuple[int, int]:
 
 
 def sizes(machine: Machine, low: int, high: int) -> list[Machine]:
-    """Return the machines of the same target with a power of two of chips from `low` to `high`.
+    """Return machines of the same target whose chip count is a power of two from `low` to `high`.
 
-    GPU machines keep the number of chips per host.
+    GPU machines keep their number of chips per host.
     """
     target, names = machine.target, []
     chips = 1

@@ -1,4 +1,4 @@
-"""Compute figures per device that all layouts on one mesh share: the state, the parameters and the shards of activations."""
+"""Compute per-device figures that are equal for all layouts on a mesh: the state, the parameters, and activation shards."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,13 @@ COMPUTED_ITEMSIZE = 2
 
 @attrs.frozen
 class Parameter:
-    """One parameter on one device.
+    """A parameter on a single device.
 
     Attributes:
         shape: Shape of the shard.
         stored: Bytes of the stored shard.
-        numbers: Elements of the shard.
-        group: Number of devices that it is gathered over for compute.
+        numbers: Number of elements in the shard.
+        group: Number of devices that the parameter is gathered over for compute.
         stacked: Whether it has a dimension for the layers.
     """
 
@@ -44,7 +44,7 @@ class Parameter:
 
 @attrs.frozen(kw_only=True)
 class Stacked:
-    """The parameters of the layers on one device, in bytes.
+    """The layers' parameters on a single device, in bytes.
 
     Attributes:
         stored: All stored parameters.
@@ -65,7 +65,7 @@ class Stacked:
 
 @attrs.define(eq=False, slots=False)
 class MeshFigures:
-    """Figures per device that all layouts on one mesh share."""
+    """Per-device figures that are equal for all layouts on a mesh."""
 
     program: Program
     config: Any
@@ -153,7 +153,7 @@ class MeshFigures:
 
     @cached_property
     def gathered(self) -> Mapping[int, float]:
-        """Number of devices that parameters are gathered over -> bytes of their shards in the compute precision."""
+        """Gather group size -> bytes of the parameter shards with this group size, in the compute precision."""
         by_group: dict[int, float] = {}
         for p in self.parameters:
             by_group[p.group] = by_group.get(p.group, 0.0) + p.numbers * COMPUTED_ITEMSIZE
@@ -161,7 +161,7 @@ class MeshFigures:
 
     @cached_property
     def parameter_bytes(self) -> tuple[float, float, float]:
-        """(gathered bytes of the layers, gathered bytes of all other parameters, stored bytes of all parameters)."""
+        """(gathered bytes in the layers, gathered bytes of all other parameters, stored bytes of all parameters)."""
         layer_bytes = sum(p.gathered for p in self.parameters if p.stacked)
         other_bytes = sum(p.gathered for p in self.parameters if not p.stacked)
         return layer_bytes, other_bytes, sum(p.stored for p in self.parameters)
@@ -181,7 +181,7 @@ class MeshFigures:
         )
 
     def spread(self, axes: Sequence[str]) -> tuple[int, int, int]:
-        """Return (members, domains, maximum members in one domain) of a group over some mesh axes."""
+        """Return (members, domains, maximum members in one domain) for a group over some mesh axes."""
         members = self._size(axes)
         inner, within = 1, 1
         per = self.machine.devices_per_domain
@@ -201,7 +201,7 @@ def _bytes(tree: Any, places: Any) -> float:
 
 
 def whole_stream(figures: MeshFigures, trace: StepTrace) -> float:
-    """Return the bytes of a device's residual stream over the full width, with the length that context parallelism leaves."""
+    """Return a device's bytes for the residual stream with its full width, sharded only by rows and context parallelism."""
     if not trace.stream:
         return 0.0
     devices = figures.batch_shards * figures.choice.shape.get("seq", 1)

@@ -22,10 +22,10 @@ ROUNDS = 2
 
 @attrs.frozen(kw_only=True)
 class Pipeline:
-    """A pipeline schedule, with the options of the feature `pipeline`.
+    """A pipeline schedule, with the options of the `pipeline` feature.
 
     Attributes:
-        stages: Size of the mesh axis `pipeline`.
+        stages: Size of the `pipeline` mesh axis.
         microbatches: Microbatches per step.
         schedule: One of `SCHEDULES`.
         rounds: Chunks of layers per stage. Only interleaved schedules have more than one.
@@ -49,7 +49,7 @@ class Pipeline:
 
     @property
     def ticks(self) -> int:
-        """Length of one pass, in units of the time of one chunk for one microbatch."""
+        """Length of a pass. The unit is the time in which a chunk processes a microbatch."""
         return self.rounds * self.microbatches + self.stages - 1
 
     @property
@@ -59,12 +59,12 @@ class Pipeline:
 
     @property
     def recomputes(self) -> bool:
-        """True if the backward pass recomputes the layers from the inputs of stages."""
+        """True if the backward pass recomputes the layers from the stage inputs."""
         return self.schedule == "1f1b"
 
 
 def schedules(request: Request) -> tuple[str, ...]:
-    """Return the schedules that resolve with a request and add no new config problems."""
+    """Return the schedules that can be added to a request without new config problems."""
     if "pipeline" not in registry().claims["features"]:
         return ()
     base_paths = _problem_paths(request)
@@ -90,13 +90,13 @@ def _problem_paths(request: Request) -> set[str]:
 
 
 def with_pipeline(request: Request, pipeline: Pipeline) -> Request:
-    """Return the request with another schedule."""
+    """Return the request with a different schedule."""
     features = tuple(f for f in request.features if f.name != "pipeline")
     return attrs.evolve(request, features=(*features, parse_feature(pipeline.feature)))
 
 
 def layer_counts(program: Program) -> set[int]:
-    """Return the numbers of layers of all stacks."""
+    """Return the number of layers in each stack, without duplicates."""
     trained = program.trained
     return {
         size
@@ -120,7 +120,7 @@ def pipeline_of(config: Node[Any], stages: int) -> Pipeline | None:
 def pipelines(
     shape: Mapping[str, int], rows: int, shards: int, layers: set[int], names: Sequence[str]
 ) -> Iterator[Pipeline]:
-    """Yield the schedules of a mesh with equally many layers per stage and a row of each microbatch per device.
+    """Yield the schedules that split the layers equally, with at least one row of each microbatch per device.
 
     There are at least twice as many microbatches as stages. With fewer, stages are idle for more than a third of the time.
 
@@ -128,7 +128,7 @@ def pipelines(
         shape: Shape of the mesh.
         rows: Rows per step.
         shards: Number of devices that the rows are sharded over.
-        layers: Numbers of layers of all stacks.
+        layers: Number of layers in each stack.
         names: Names of the schedules.
     """
     stages = shape.get("pipeline", 1)

@@ -1,4 +1,4 @@
-"""Rank every legal layout of a request on one machine by its estimate."""
+"""Rank every legal layout of a request on a machine by its estimate."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,7 +64,7 @@ class Ranked:
 
 @attrs.define(eq=False, slots=False)
 class Space:
-    """The legal layouts of one request on one machine."""
+    """The legal layouts of a request on a machine."""
 
     request: Request
     vary: tuple[str, ...]
@@ -95,7 +95,7 @@ class Space:
         return int(self.batch["tokens"].size) if "tokens" in self.batch else None
 
     def trace_remat(self, remat: str | None) -> StepTrace:
-        """Return the trace of the request's step with another value of `--with` for rematerialisation."""
+        """Trace the request's step with a different rematerialization option, as for `--with`."""
         if remat not in self._programs:
             request = self.request
             if remat is not None:
@@ -106,7 +106,7 @@ class Space:
         return self._programs[remat][1]
 
     def remats(self) -> dict[str | None, StepTrace]:
-        """Return option -> trace, without options that save as much as another option and compute no less."""
+        """Return option -> trace, without options that save as much as a different option and compute no less."""
         traces: dict[str | None, StepTrace] = {None: self.trace_remat(None)}
         if not self.varies_feature("remat"):
             return traces
@@ -130,26 +130,26 @@ class Space:
         return {o: t for o, t in traces.items() if o is None or not any(as_good(p, o) for p in sizes if p != o)}
 
     def varies_feature(self, name: str) -> bool:
-        """Return whether the feature is installed and the request does not set the same part of the layout."""
+        """Return True if the feature is installed and the request does not set the same part of the layout."""
         return name in registry().claims["features"] and name not in self.fixed
 
     @cached_property
     def schedules(self) -> tuple[str, ...]:
         """Pipeline schedules that the request supports."""
-        # The FLOPs of a schedule are derived from traces with full and with no rematerialisation, so remat must not be fixed.
+        # A schedule's FLOPs are derived from traces with full and without rematerialization, so remat must not be fixed.
         return schedules(self.request) if self.varies_feature("pipeline") and "remat" not in self.fixed else ()
 
     @cached_property
     def layers(self) -> set[int]:
-        """Numbers of layers of all stacks."""
+        """Number of layers in each stack, without duplicates."""
         return layer_counts(self.program)
 
     @cached_property
     def layer_flops(self) -> tuple[dict[str, float], dict[str, float]]:
-        """(dtype -> FLOPs of the layers in a step, dtype -> FLOPs of their forward pass), on all devices.
+        """(dtype -> FLOPs in the layers per step, dtype -> FLOPs in their forward pass), on all devices.
 
-        The forward pass is the difference between a step with full recomputation and a step without. A backward pass has twice the
-        FLOPs of a forward pass.
+        A step with full recomputation runs one more forward pass than a step without. A backward pass has twice the FLOPs of a
+        forward pass.
         """
         everything, nothing = self.trace_remat("remat:policy=everything"), self.trace_remat("remat:policy=full")
         forward = {d: max(0.0, f - everything.executed.get(d, 0.0)) for d, f in nothing.executed.items()}
@@ -162,7 +162,7 @@ class Space:
         return trace_step(single_device_program(patch(self.base, edits), self.machine), self.batch)
 
     def base_steps(self) -> int:
-        """Return the number of microbatches of the request."""
+        """Return the number of microbatches in the request."""
         return accumulate_steps(self.base)
 
     def ranked(self, progress: Callable[[str], None] = lambda _: None) -> list[Ranked]:
@@ -192,7 +192,7 @@ class Space:
         return sorted(rows, key=sort_key)
 
     def _meshes(self, base_shape: dict[str, int], staged: bool) -> Iterator[MeshFigures]:
-        """Yield the meshes with one stage, or with `staged` the meshes with several, under the rules of the feature `pipeline`."""
+        """Yield the meshes without stages, or if `staged`, the meshes with stages and the `pipeline` feature's mesh rules."""
         base = self.base
         if staged and not self.schedules and base_shape.get("pipeline", 1) == 1:
             return
@@ -206,7 +206,7 @@ class Space:
                 yield MeshFigures(self.program, base, self.machine, mesh)
 
     def _pipelines(self, figures: MeshFigures, rows: int, is_base: bool) -> Iterator[Pipeline | None]:
-        """Yield the schedules on one mesh. None keeps the schedule of the request."""
+        """Yield the schedules to try on a mesh. None keeps the request's schedule."""
         shape = figures.choice.shape
         if shape.get("pipeline", 1) == 1 or is_base:
             yield None
@@ -214,7 +214,7 @@ class Space:
             yield from pipelines(shape, rows, figures.batch_shards, self.layers, self.schedules)
 
     def _choices(self, figures: MeshFigures, is_base: bool, remats: Mapping[str | None, StepTrace]) -> Iterator[Choice]:
-        """Yield every layout on one mesh. `is_base` says that the mesh has the shape of the request's mesh."""
+        """Yield every layout on a mesh. `is_base` means that the mesh has the same shape as the request's mesh."""
         staged = figures.choice.shape.get("pipeline", 1) > 1
         # libtpu rejects most programs that offload activations of pipeline stages to host memory.
         options = [o for o, t in remats.items() if not staged or o is None or not any(a.offloaded for a in t.kept)]
@@ -258,7 +258,7 @@ class Space:
         return Work(pipeline=pipeline, layer_flops=layers, forward_flops=forward, everything=everything)
 
     def estimate_choice(self, choice: Choice, figures: MeshFigures) -> Ranked:
-        """Estimate one layout on its mesh."""
+        """Estimate a layout on its mesh."""
         trace = self.trace_remat(choice.remat)
         factor = (choice.batch or self.rows) / self.rows
         batch_bytes = factor * sum(s.size * s.dtype.itemsize for s in self.batch.values())
@@ -284,13 +284,13 @@ def sort_key(row: Ranked) -> tuple[Any, ...]:
 
 
 def step_seconds(machine: Machine, bound: Any, grouped: bool) -> float:
-    """Return the predicted time of a step, or the roofline without overlap if the target has no known steps."""
+    """Predict the time of a step. Falls back to the roofline without overlap if the target has no known steps."""
     prediction = predict(machine, bound, grouped=grouped)
     return prediction.seconds if prediction is not None else bound.serial or 0.0
 
 
 def spaces(request: Request, machines: Sequence[str], vary: Sequence[str]) -> list[Space]:
-    """Return one space of layouts for each machine."""
+    """Return a space of layouts for each machine."""
     return [Space(attrs.evolve(request, target=m), tuple(vary)) for m in machines]
 
 

@@ -53,7 +53,7 @@ def text(request: Request, result: Result) -> str:
 
 
 def notes(result: Result) -> list[str]:
-    """Return notes on the ranked, pruned and compiled layouts, and on the errors of the estimates."""
+    """Return notes on the ranked, pruned and compiled layouts, and on the estimation errors."""
     errors = [abs(r.memory_error) for r in result.rows if r.memory_error is not None]
     lines = [
         f"{result.ranked:,} legal layouts, {result.left_out:,} pruned by memory, {len(result.rows)} compiled; "
@@ -161,7 +161,7 @@ STYLE = (
 
 
 def picture(result: Result, width: int = 760, height: int = 380) -> str:
-    """Plot memory against step time as SVG. The line is the Pareto front, the ring is the shipped layout."""
+    """Plot memory against step time as SVG, with a line for the Pareto front and a ring for the shipped layout."""
     if not result.rows:
         return ""
     left, right, top, bottom = 64, width - 40, 24, height - 52
@@ -192,7 +192,7 @@ def picture(result: Result, width: int = 760, height: int = 380) -> str:
 
 
 def _axis_labels(xs: Sequence[float], ys: Sequence[float], left: int, right: int, top: int, bottom: int) -> str:
-    """Return the SVG labels of both axes: their names and their limits, or one value if the limits are equal."""
+    """Return the SVG labels of both axes: the name and the limits, or a single value if the limits are equal."""
     labels = [(left + 16, bottom + 18, "middle", seconds(min(xs))), (left - 8, bottom - 12, "end", f"{min(ys):.1f}")]
     labels += [(right, bottom + 18, "middle", seconds(max(xs)))] if max(xs) > min(xs) else []
     labels += [(left - 8, top + 4, "end", f"{max(ys):.1f}")] if max(ys) > min(ys) else []

@@ -20,7 +20,7 @@ MAX_COMPILED = 12
 
 @attrs.frozen(kw_only=True)
 class Row:
-    """A layout of the result.
+    """A layout in the result.
 
     Attributes:
         ranked: The layout and its estimate.
@@ -42,7 +42,7 @@ class Row:
 
     @property
     def row_seconds(self) -> float:
-        """Seconds per row of the batch, which compares layouts with different batch sizes."""
+        """Seconds per row of the batch, to compare layouts with different batch sizes."""
         return self.seconds / max(self.ranked.rows, 1)
 
     @property
@@ -65,9 +65,9 @@ class Result:
         front: The rows on the Pareto front of time and memory.
         ranked: Number of legal layouts.
         left_out: Number of layouts pruned because their estimated memory exceeds the device's by more than `bound`.
-        bound: The largest relative error of the memory estimate among the compiled layouts, but at least the platform's error.
-        failures: Pairs of a layout's options and the reason why it was not compiled.
-        ended: Reason for the end of the search.
+        bound: Largest relative error of the memory estimates of compiled layouts, but at least the platform's error.
+        failures: Pairs of (options of a layout, reason why it was not compiled).
+        ended: Why the search ended.
     """
 
     rows: tuple[Row, ...]
@@ -161,8 +161,9 @@ def candidates(
 ) -> list[Ranked]:
     """Return the layouts to compile next, in order.
 
-    Takes layouts that may fit, fastest first. Every third layout comes from the estimated Pareto front. Among layouts whose times
-    agree to a thousandth, only the one with the least memory is compiled.
+    Selects layouts that may fit, fastest first. Every third layout is taken from the estimated Pareto front, to find layouts
+    that use less memory. If the times of several layouts agree to a thousandth, only the layout with the least memory is
+    compiled.
     """
     bound = error_bound(layouts, results, fitted)
     ratio = correction(layouts, results)
@@ -178,7 +179,7 @@ def candidates(
 
 
 def _queue(fits: Sequence[Ranked], layouts: Sequence[Ranked], results: dict[int, Compiled]) -> list[Ranked]:
-    """Return the candidates on one machine, in the order of `candidates`."""
+    """Return the candidates on a single machine, in the order of `candidates`."""
     measured = {_layout_key(r) for r in layouts if id(r) in results}
     fastest = []
     for r in fits:
@@ -196,7 +197,7 @@ def _queue(fits: Sequence[Ranked], layouts: Sequence[Ranked], results: dict[int,
 
 
 def _layout_key(row: Ranked) -> tuple[str, str]:
-    """Return a key that is equal for layouts of one machine whose times agree to a thousandth."""
+    """Return a key that is equal for layouts on the same machine whose times agree to a thousandth."""
     return row.machine.name, f"{row.seconds / max(row.rows, 1):.3e}"
 
 

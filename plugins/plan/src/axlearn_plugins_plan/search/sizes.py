@@ -13,7 +13,7 @@ class Sizes:
 
     Attributes:
         stream: Residual stream between two layers (x).
-        whole_stream: Residual stream over the full width, with the length that context parallelism leaves.
+        whole_stream: Residual stream with its full width, and the sequence sharded only by context parallelism.
         kept: Activations that a layer saves for its backward pass, including its input (k).
         everything: Activations that a layer saves without recomputation.
         layer: Tagged activations of a layer.
@@ -22,15 +22,15 @@ class Sizes:
         routed: Residual stream with one row per chosen expert. 0 without experts.
         offloaded: Activations that a layer saves in host memory.
         layers: Stored parameters of the layers (S).
-        rounded: Copies of these in the compute precision. 0 if they are stored in that precision.
+        rounded: Copies of the layers' parameters in the compute precision. 0 if they are stored in that precision.
         shapes: One parameter of the layers for each shape (Z).
-        largest: Largest parameter, over all layers. If it is gathered, there is a second copy in another layout.
+        largest: Largest parameter, over all layers. If it is gathered, there is a second copy in a different layout.
         alike: All parameters as large as `largest`.
         sharded: Whether parameters are gathered for compute.
         rest: All other stored parameters.
         gathered: Gathered parameters of one layer.
         vocabulary: All other gathered parameters.
-        head: Largest of these, which maps the stream to logits.
+        head: The largest parameter in `vocabulary`, which maps the stream to logits.
         logits: Logits.
         tensor: Whether tensor parallelism shards matmuls.
     """
@@ -80,9 +80,9 @@ def sizes_of(
     Args:
         figures: Figures of the mesh.
         trace: Trace of the step on the whole batch.
-        recomputing_nothing: Trace of the same step without rematerialisation.
+        recomputing_nothing: Trace of the same step without rematerialization.
         microbatches: Microbatches per step.
-        pipeline: The schedule, or None on one stage.
+        pipeline: The schedule, or None without stages.
     """
     count = layers_of(trace)
     divisor = count * microbatches
@@ -91,7 +91,7 @@ def sizes_of(
         activations = trace.tagged  # a chunk without a policy saves the tagged activations
     elif pipeline is not None and pipeline.rounds > 1 and count > pipeline.chunks:
         activations = trace.distinct  # JAX rounds only the residuals of the whole chunk
-    # Saved duplicates are merged. Recomputed duplicates have one copy in the layout of each user.
+    # XLA merges saved duplicates. A recomputed duplicate has a copy in the layout of each of its users.
     everything = recomputing_nothing.distinct if any(a.repeated for a in trace.kept) else recomputing_nothing.kept
     layer_bytes, vocabulary, stored = figures.parameter_bytes
     stacked = figures.stacked
@@ -118,7 +118,7 @@ def sizes_of(
         gathered=layer_bytes / (count / (pipeline.stages if pipeline is not None else 1)),
         vocabulary=vocabulary,
         head=head,
-        # (tokens, width) times (width, vocabulary); operands and product have the same itemsize
+        # (tokens, width) times (width, vocabulary); the operands and the result have the same itemsize
         logits=full_stream * head / (COMPUTED_ITEMSIZE * width**2) if width else 0.0,
         tensor=figures.choice.shape.get("tensor", 1) > 1,
     )

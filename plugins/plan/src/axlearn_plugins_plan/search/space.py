@@ -1,4 +1,4 @@
-"""Enumerate the legal layouts on a machine: meshes, rematerialisation, microbatches and offloading."""
+"""Enumerate the legal layouts on a machine: meshes, rematerialization, microbatches and offloading."""
 
 import itertools
 import json
@@ -30,8 +30,9 @@ class MeshChoice:
 
     Attributes:
         shape: Axis -> size, without axes of size 1.
-        stream: Logical axis (`activation_embed`, `residual_sequence`) -> mesh axes, for rules that differ from the base config.
-        requested: Whether the request already sets the shape, so that the layout must not set it again.
+        stream: Logical axis (`activation_embed`, `residual_sequence`) -> mesh axes, only for rules that differ from the base
+            config.
+        requested: Whether the request already sets the shape. If so, the layout must not set it again.
     """
 
     shape: Mapping[str, int]
@@ -41,11 +42,11 @@ class MeshChoice:
 
 @attrs.frozen(kw_only=True)
 class Choice:
-    """One layout, as changes to the request. None keeps the value of the request.
+    """A layout, as changes to the request. None keeps the request's value.
 
     Attributes:
         mesh: The mesh.
-        remat: Value of `--with` for rematerialisation.
+        remat: Value of `--with` for rematerialization.
         microbatches: Microbatches per step.
         offload_optimizer: Whether the optimizer state is in host memory.
         batch: Rows per step.
@@ -111,7 +112,7 @@ def format_value(value: Any) -> str:
 
 
 def meshes(program: Program, config: Any, machine: Machine, free: Sequence[str]) -> list[MeshChoice]:
-    """Return every mesh of the machine's devices that can shard all parameters, in a fixed order.
+    """Return all meshes on the machine that can shard every parameter, in a fixed order.
 
     Args:
         program: Program of the config, for the logical axes of its parameters.
@@ -148,7 +149,7 @@ def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _crosses(shape: Mapping[str, int], machine: Machine) -> bool:
-    """Return whether only outer axes cross the slices of a TPU."""
+    """Return whether only outer axes cross TPU slices."""
     if machine.target.platform != "tpu":
         return True
     domains = machine.domains
@@ -158,7 +159,7 @@ def _crosses(shape: Mapping[str, int], machine: Machine) -> bool:
 
 
 def _fits_torus(shape: Mapping[str, int], machine: Machine, devices: Sequence[Any]) -> bool:
-    """Return whether JAX can build the mesh on the slices of a TPU."""
+    """Return whether JAX can build the mesh on the TPU slices."""
     try:
         make_mesh(Mesh(shape=shape), devices, machine.domains)
     except (ConfigError, NotImplementedError, ValueError):
@@ -169,7 +170,7 @@ def _fits_torus(shape: Mapping[str, int], machine: Machine, devices: Sequence[An
 def _streams(tensor: int, mesh: Mesh) -> list[Mapping[str, tuple[str, ...]]]:
     """Return the shardings of the residual stream to try.
 
-    These are the base config's, and with tensor parallelism also the alternative: replicated, or sharded by width.
+    These are the base config's sharding and, with tensor parallelism, the alternative (replicated or sharded by width).
     """
     if tensor == 1:
         return [{}]
@@ -197,18 +198,18 @@ def _legal(program: Program, mesh: Mesh, shape: Mapping[str, int], stream: Mappi
 
 
 def microbatches(rows: int, shards: int) -> list[int]:
-    """Return the numbers of microbatches (powers of two) that give each of `shards` devices equally many rows."""
+    """Return the microbatch counts (powers of two) that give each of `shards` devices the same number of rows."""
     powers = itertools.takewhile(lambda n: n <= MAX_MICROBATCHES, (2**i for i in itertools.count()))
     return [n for n in powers if rows % (n * shards) == 0]
 
 
 def remat_options(tags: Sequence[Tag], offload: bool = False) -> list[str]:
-    """Return the values of `--with` for rematerialisation to try.
+    """Return the rematerialization options to try, as for `--with`.
 
     They range from saving only the inputs of layers to saving every tag in `GROUPS`. Projections that are computed together are
     saved together. The options are each group alone, the prefixes of the groups sorted by saved FLOPs per byte, and each prefix
-    without one group. With `offload`, each prefix is also offloaded to host memory. The caller drops options that save as much as
-    another option but recompute more.
+    without one group. With `offload`, each prefix is also offloaded to host memory. The caller drops an option if a different
+    one saves as much but recomputes less.
     """
     sizes = {t.name: (t.flops, max(t.bytes, 1.0)) for t in tags}
     if "attention_residuals" in sizes:  # the residuals of the attention kernel, which include the context

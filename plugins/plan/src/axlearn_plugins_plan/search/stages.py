@@ -1,8 +1,9 @@
 """Estimate the temporaries of a step on pipeline stages: the saved residuals, and the peak on GPUs.
 
-The formulas follow the schedules (axlearn_plugins_parallelism) and the buffers that XLA keeps alive around their loops. S denotes
-the float32 parameters of a device's layers, L the layers of a chunk, T the ticks, M the microbatches, P the stages, x the residual
-stream of one microbatch, k the activations that a layer saves for one microbatch (including x), and Z one parameter of each shape.
+The formulas model the schedules in axlearn_plugins_parallelism and the buffers that XLA keeps alive around their loops. S
+denotes the float32 parameters of a device's layers, L the layers of a chunk, T the ticks, M the microbatches, P the stages, x
+the residual stream of one microbatch, k the activations that a layer saves for one microbatch (including x), and Z one
+parameter of each shape.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from axlearn_plugins_plan.search.sizes import Sizes
 
 
 def residual_bytes(pipeline: Pipeline, sizes: Sizes, chunk: float) -> float:
-    """Return the bytes that are saved for the backward pass of the batch.
+    """Return the bytes that are saved for the batch's backward pass.
 
     Args:
         pipeline: The schedule.
@@ -20,11 +21,11 @@ def residual_bytes(pipeline: Pipeline, sizes: Sizes, chunk: float) -> float:
         chunk: Layers per chunk.
     """
     if pipeline.schedule == "1f1b":
-        # 2 P - 1 slots for the inputs of stages, one slot for unneeded values, and the recomputed layers of one microbatch.
+        # 2 P - 1 slots for stage inputs, one slot for unneeded values, and the recomputed layers of one microbatch.
         return 2 * pipeline.stages * sizes.stream + chunk * sizes.kept
     if pipeline.rounds == 1:
         return pipeline.ticks * chunk * sizes.kept
-    # A chunk is rematerialised as a whole. Each tick saves its input and the tagged activations of its layers.
+    # A chunk is rematerialized as a whole. Each tick saves its input and the tagged activations of its layers.
     return pipeline.ticks * (sizes.stream + chunk * (sizes.kept - sizes.stream))
 
 
@@ -77,13 +78,13 @@ def _after_forward(
     This applies to schedules that run all forward passes first.
     """
     batch = pipeline.microbatches * sizes.stream
-    # Chunks slice the layers in a different order than stages store them, which needs a second float32 copy.
+    # Chunks slice the layers in a different order than stages store them, so XLA makes a second float32 copy.
     copies = sizes.layers if pipeline.rounds > 1 else 0.0
-    # `ends` counts the outputs of the stages, the inputs of the loss and their gradient. An interleaved schedule gathers a sharded
-    # stream in a different layout, which needs one more. `head` includes float32 gradients and their sum.
+    # `ends` counts the stages' outputs, the loss's inputs and their gradient. An interleaved schedule needs one more buffer,
+    # because it gathers a sharded stream in a different layout. `head` includes float32 gradients and their sum.
     ends = 4 if pipeline.rounds > 1 and sizes.stream < sizes.whole_stream else 3
     yield {"kept": residuals, "ends": ends * batch, "head": 2.5 * sizes.vocabulary, "copies": copies}
-    # The gradients of the inputs and outputs of the stages, and of the head. A tick slices its activations from the saved ones.
+    # The gradients of the stages' inputs and outputs, and of the head. A tick slices its activations from the saved ones.
     loop = {"kept": residuals, "ends": 2 * batch, "head": sizes.rest / 4, "tick": chunk * sizes.kept, "copies": copies}
     room_left = 2 * residuals < room  # XLA counts the buffers that a loop fills twice
     # The gradients of the outputs are copied between two ticks because a tick reads and changes them.
@@ -91,16 +92,15 @@ def _after_forward(
     if pipeline.rounds == 1:  # the sums, the gradients of the tick and, if there is room, the zeros of the next tick
         yield loop | {"layer": _layer_backward_bytes(sizes), "gradients": (2 + float(room_left)) * sizes.layers}
         return
-    # The layers inside a chunk are not rematerialised separately, so all their activations are live together. In addition to the
-    # sums there are the chunk's bfloat16 weights and its gradients. For a chunk of one layer, the gradients go straight into the
-    # sums.
+    # The layers inside a chunk are not rematerialized separately, so all their activations are live together. The chunk's
+    # bfloat16 weights and its gradients are live too. For a chunk of one layer, the gradients are added directly to the sums.
     chunk_share = (0.5 if chunk == 1 else 1.5) / pipeline.rounds
     layer = _matmul_bytes(sizes) if chunk == 1 else _layer_backward_bytes(sizes)
     yield loop | {"tick": chunk * sizes.everything, "layer": layer, "gradients": (1 + chunk_share) * sizes.layers}
 
 
 def _between_ticks(pipeline: Pipeline, sizes: Sizes, chunk: float, room_left: bool) -> dict[str, float]:
-    """Return the bytes of the gradient sums, and of the zeros that the next tick's gradients start from.
+    """Return the bytes of the gradient sums, and of the zeros that initialize the next tick's gradients.
 
     If there is room, XLA creates the zeros of the next tick early. They cover all activations of an interleaved chunk. In other
     schedules they coexist with the tick's gradients, which XLA adds to new sums one by one. A chunk of one or two layers is not a
@@ -117,15 +117,15 @@ def _between_ticks(pipeline: Pipeline, sizes: Sizes, chunk: float, room_left: bo
 def _layer_backward_bytes(sizes: Sizes) -> float:
     """Return the bytes of one layer's backward pass, without its saved activations.
 
-    The factors 0.6 and 2 are the same as without stages (`figures.toml`).
+    The factors 0.6 and 2 are also used without stages (`figures.toml`).
     """
     return 0.6 * sizes.layer + sizes.stream + _matmul_bytes(sizes)
 
 
 def _matmul_bytes(sizes: Sizes) -> float:
-    """Return the bytes of the gathered weights of this and the next matmul, and of the buffers of tensor parallelism.
+    """Return the bytes of the weights gathered for this matmul and the next, and of the tensor-parallel buffers.
 
-    Tensor parallelism gathers the stream's gradients of both blocks and the input of a matmul. It also has the sums of three
-    matmuls that are not scattered yet.
+    Tensor parallelism gathers the stream's gradients in both blocks, and the input of a matmul. It also keeps the sums from
+    three matmuls that are not scattered yet.
     """
     return 2 * sizes.gathered + (6 * sizes.whole_stream if sizes.tensor else 0.0)

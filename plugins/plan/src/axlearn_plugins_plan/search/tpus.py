@@ -1,7 +1,7 @@
-"""Estimate the peak of the temporaries of a step on TPUs.
+"""Estimate the peak memory of temporaries during a step on TPUs.
 
-The formulas count the buffers of each size that libtpu 0.0.42 assigns at the peak, for the layouts of
-`benchmarks/results/2026-11-26-tpu-memory.md`. libtpu uses less memory if memory is short.
+For each buffer size, the formulas count the buffers that libtpu 0.0.42 assigns at the peak. The counts were read from the
+layouts in `benchmarks/results/2026-11-26-tpu-memory.md`. libtpu reduces memory use if memory is short.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def single_stage_peak(sizes: Sizes, layers: float, accumulates: bool, learner: f
         "accumulated": sizes.stored if accumulates else 0.0,
         "rounded": sizes.rounded,  # all copies are made before the loop over layers
     }
-    # The gradients of the logits, the gathered head, its gradient and the sum of that gradient.
+    # The logits' gradients, the gathered head, the head's gradient, and the sum of that gradient over microbatches.
     phases = [common | {"ends": sizes.stream, "head": 3 * sizes.head, "logits": sizes.logits}]
     backward = common | {"gradients": sizes.layers, "layer": layer_backward_bytes(sizes)}
     if learner:  # the state of the largest parameter is loaded early
@@ -46,7 +46,7 @@ def pipeline_peak(
         pipeline: The schedule.
         sizes: Sizes for one of its microbatches.
         chunk: Layers per chunk.
-        residuals: Bytes that are saved for the backward pass of the batch.
+        residuals: Bytes that are saved for the batch's backward pass.
         learner: See `single_stage_peak`.
     """
     phases = [*_passes(pipeline, sizes, chunk, residuals), *([_update(sizes, learner)] if learner else ())]
@@ -56,8 +56,8 @@ def pipeline_peak(
 def _update(sizes: Sizes, learner: float) -> dict[str, float]:
     """Return the live buffers during the update with an offloaded optimizer state.
 
-    The whole state is loaded and then written back. The largest parameters have both the old and the new state in memory. Part of
-    the state of the other parameters is already written back. A state on the device is updated in place.
+    The whole state is loaded and then written back. For the largest parameters, both the old and the new state are in memory.
+    For the other parameters, part of the state is already written back. A state on the device is updated in place.
     """
     share = sizes.alike / sizes.stored
     return {"gradients": sizes.stored, "optimizer": learner * (2 * share + 1.5 * (1 - share))}
@@ -69,13 +69,13 @@ def _passes(pipeline: Pipeline, sizes: Sizes, chunk: float, residuals: float) ->
     if pipeline.schedule == "1f1b":  # the gradient sums and the tick's gradients; the loss is part of a tick
         layer += sizes.stream + 2 * sizes.whole_stream
         return [common | {"layer": layer, "head": sizes.vocabulary, "gradients": 2 * sizes.layers + sizes.rest}]
-    # `ends` counts the batch's stream at the inputs and outputs of the stages, the gradients of both, and one more in the loss.
+    # `ends` counts the batch's stream at the stages' inputs and outputs, the gradients of both, and one more in the loss.
     batch = pipeline.microbatches * sizes.stream
     loss = common | {"ends": 5 * batch, "head": 2.5 * sizes.vocabulary}
     loop = common | {"ends": 4 * batch, "layer": layer}
     if pipeline.rounds == 1:
         loop |= {"tick": chunk * sizes.kept, "gradients": 2 * sizes.layers}
-    else:  # the layers inside a chunk are not rematerialised separately; a tick has the gradients of one chunk
+    else:  # the layers inside a chunk are not rematerialized separately; a tick has the gradients of one chunk
         gradients = (1 + 1 / pipeline.rounds) * sizes.layers
         loop |= {"tick": chunk * sizes.everything, "head": 2 * sizes.vocabulary, "gradients": gradients}
     return [loss, loop]
@@ -84,8 +84,8 @@ def _passes(pipeline: Pipeline, sizes: Sizes, chunk: float, residuals: float) ->
 def layer_backward_bytes(sizes: Sizes) -> float:
     """Return the bytes of one layer's backward pass, without its saved activations.
 
-    There are several buffers of the stream, both sharded and gathered over the tensor axis, and more for the routed rows of
-    experts. Offloaded activations need two buffers: one in use, and one in transfer.
+    The stream has several buffers, both sharded and gathered over the tensor axis. The experts' routed rows need additional
+    buffers. Offloaded activations need two buffers: one in use, and one in transfer.
     """
     streams = 4 * sizes.whole_stream + 1.5 * sizes.stream + 3 * sizes.routed
     return streams + 3 * sizes.hidden + 0.5 * sizes.heads + sizes.gathered + 2 * sizes.offloaded

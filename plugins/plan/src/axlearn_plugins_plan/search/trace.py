@@ -1,4 +1,4 @@
-"""Trace one training step without devices: its FLOPs, and the activations that each layer saves."""
+"""Trace a training step without devices, and collect its FLOPs and the activations that each layer saves."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ UNCHANGED = ("name", "sharding_constraint", "reduce_precision")
 
 @attrs.frozen(kw_only=True)
 class Activation:
-    """An array of one layer, with the batch as its first dimension.
+    """An activation in a layer. Its first dimension is the batch.
 
     Attributes:
         shape: Global shape for the whole batch.
@@ -38,7 +38,7 @@ class Activation:
         axes: Logical axis of each dimension.
         layers: Number of layers with this activation.
         offloaded: Whether it is in host memory.
-        repeated: Whether another activation has the same values, such as a kernel's result and its tagged copy.
+        repeated: Whether it duplicates the values of an earlier activation, such as the tagged copy of a kernel's result.
     """
 
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class StepTrace:
         executed: dtype -> FLOPs on all devices, including recomputation.
         kept: Activations that the forward pass saves for the backward pass, for the whole batch.
         layer: Tagged activations of a layer.
-        routed: Input and output rows of a layer's experts, one activation per width. Empty without experts.
+        routed: Input and output rows of a layer's experts, with one activation for each width. Empty without experts.
     """
 
     executed: Mapping[str, float]
@@ -66,7 +66,7 @@ class StepTrace:
     routed: tuple[Activation, ...] = ()
 
     def scaled(self, factor: float) -> "StepTrace":
-        """Return the trace for a batch with `factor` times as many rows."""
+        """Scale the trace to a batch with `factor` times as many rows."""
         if factor == 1:
             return self
 
@@ -89,7 +89,7 @@ class StepTrace:
 
     @cached_property
     def distinct(self) -> tuple[Activation, ...]:
-        """Saved activations without repeated ones. XLA merges these if JAX does not round the saved values."""
+        """Saved activations without duplicates, which XLA merges if JAX does not round the saved values."""
         return tuple(a for a in self.kept if not a.repeated)
 
     @cached_property
@@ -114,12 +114,12 @@ class StepTrace:
 
     @property
     def flops(self) -> float:
-        """FLOPs of all dtypes."""
+        """Total FLOPs over all dtypes."""
         return sum(self.executed.values())
 
 
 def single_device_config(config: Node[Any]) -> Node[Any]:
-    """Return the config for one device without microbatches, with a scan over layers that exposes the saved activations."""
+    """Return the config for a single device without microbatches. A scan over the layers exposes the saved activations."""
     edits: dict[str, Any] = {"mesh.shape": {"fsdp": 1}}
     if accumulate_steps(config) != 1:
         edits["learner.accumulate_steps"] = 1
@@ -153,7 +153,7 @@ def trace_step(program: Program, batch: Mapping[str, Any]) -> StepTrace:
     layer: list[Activation] = []
     for scan, times in _stacks(jaxpr, 1.0):
         body = scan.params["jaxpr"].jaxpr
-        # Stacked outputs have one more axis outside of the body. JAX's name for the number of carries varies by version.
+        # Stacked outputs have one more axis outside of the body. JAX versions name the number of carries differently.
         carries = sum(o.aval.ndim == b.aval.ndim for o, b in zip(scan.outvars, body.outvars, strict=True))
         carried = [v.aval.shape for v in body.outvars[:carries] if v.aval.ndim == 3]
         length, width = (max((shape[axis] for shape in carried), default=0) for axis in (1, 2))
@@ -183,7 +183,7 @@ def _largest(activations: Iterable[Activation]) -> tuple[Activation, ...]:
 
 
 def _stacks(jaxpr: Any, times: float) -> Iterator[tuple[Any, float]]:
-    """Yield the forward scans over layers (recognised by their tags) with their number of executions."""
+    """Yield the forward scans over layers, recognized by their tags, and the number of times that each runs."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan" and not equation.params["reverse"]:
             body = equation.params["jaxpr"].jaxpr
@@ -256,5 +256,5 @@ def logical_axes(shape: Sequence[int], length: int, width: int) -> tuple[str | N
 
 
 def total_bytes(activations: Sequence[Activation]) -> float:
-    """Return the bytes of activations over all layers and all devices."""
+    """Return the total bytes of activations over all layers and devices."""
     return sum(math.prod(a.shape) * a.itemsize * a.layers for a in activations)

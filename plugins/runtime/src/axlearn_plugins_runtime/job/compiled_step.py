@@ -3,10 +3,11 @@
     compiled/<identity>/executables.json    index with the source and target; see `axlearn_core.compose.executables`
     compiled/<identity>/train-0.executable  the compiled program
     compiled/<identity>.seal                signatures of the index
-    compiled/<identity>.tries               one byte for each attempt that loaded it and has not finished a step
+    compiled/<identity>.tries               one byte per attempt that loaded it and has not finished a step
 
-An executable is code, and a run directory may come from another user. An executable is loaded only if no other user can write
-it, and if it is signed by this user or by the supervisor of this job. The user's key is in the cache folder of the home directory.
+An executable is code, and a run directory may come from another user. Therefore an executable is loaded only if no other user
+can write to it, and if this user or the job's supervisor signed it. The user's key is in the cache folder of the home
+directory.
 """
 
 import contextlib
@@ -48,7 +49,7 @@ RESTART = 75
 
 
 class CompiledStep(RunListener):
-    """Saves and loads the function `train` of a program. See `axlearn_core.contracts.capabilities.KeepsExecutables`.
+    """Saves and loads the `train` function of a program. See `axlearn_core.contracts.capabilities.KeepsExecutables`.
 
     Args:
         run_dir: Run directory, which every process must be able to read.

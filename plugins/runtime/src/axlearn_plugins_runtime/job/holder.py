@@ -30,9 +30,10 @@ STALE_SECONDS = 6 * BEAT_SECONDS
 class Holder:
     """A lock on a run directory or a checkpoint location. Call `release` at the end.
 
-    A holder on this machine is dead if its process is. A holder on another machine is dead if its file is old by this machine's
-    clock and does not change for two beats, because clocks may differ. A holder of the same supervisor (`AXLEARN_JOB`) is dead,
-    because the supervisor ended it before it started this process.
+    The lock of a dead holder can be taken over. A holder on this machine is dead if its process has ended. A holder on a
+    different machine is dead if its file is old by this machine's clock and does not change for two beats, because clocks may
+    differ. A holder with the same supervisor (`AXLEARN_JOB`) is dead, because the supervisor ended it before it started this
+    process.
 
     Args:
         storage: Storage of the location.
@@ -191,7 +192,7 @@ def lock_holder(session: Any) -> HolderListener:
 def _locations(session: Any) -> dict[str, Storage]:
     """Return the storage of every location that the run writes to, by name.
 
-    These are its directory, its URI, and the location of its checkpoints if that is another one.
+    These are its directory, its URI, and its checkpoint location if that is elsewhere.
     """
     run_dir, checkpointer = session.run_dir, session.checkpointer
     places = {str(run_dir.path): open_storage(run_dir.path)}

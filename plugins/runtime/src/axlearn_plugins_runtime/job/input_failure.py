@@ -1,7 +1,8 @@
 """Input failures in multi-process jobs: all processes stop at the same step and save it.
 
-A process without a batch cannot take a step, and the others would wait for it in a collective. Therefore each process buffers
-its next batches. When the input of one process fails, it still has enough batches to reach a step that all processes agree on.
+A process without a batch cannot run a step, and the other processes would wait for it in a collective. Therefore each process
+buffers its next batches. When the input of one process fails, it still has enough batches to reach a step that all processes
+agree on.
 """
 
 import contextlib
@@ -93,7 +94,7 @@ class LookAhead:
 
 
 class StopAgreement:
-    """Agreement of all processes on the step after which they stop, when one process asks to stop.
+    """Makes all processes agree on a step to stop after, when one process asks to stop.
 
     A thread polls the job's coordinator for a request every `seconds` seconds. It does not use the devices, because the process
     may be waiting there for another process.

@@ -1,4 +1,4 @@
-"""Runs at a URI: copy the working copy to the storage at each checkpoint and at the end."""
+"""Runs at a URI: upload the working copy to storage at each checkpoint and at the end."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ class RunMirror:
         self._pushed: dict[str, tuple[int, int]] = {}
 
     def fetch(self) -> None:
-        """Make the working copy equal to the storage. See `fetch_files`."""
+        """Download changes, so that the working copy equals the run at the URI. See `fetch_files`."""
         names = fetch_files(self.storage, self.uri, self.path)
         self._pushed = {name: self._state(name) for name in names}
 
@@ -49,7 +49,7 @@ class RunMirror:
 
 
 class MirrorListener(RunListener):
-    """Updates a run at a URI from its working copy. Runs on process 0.
+    """Uploads the working copy of a run to its URI. Runs on process 0.
 
     It is closed after the other listeners, so that files they write at the end are also copied.
     """

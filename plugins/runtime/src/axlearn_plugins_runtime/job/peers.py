@@ -80,7 +80,7 @@ class PeerWatch(RunListener):
         self.close()
 
     def close(self) -> None:
-        """Stop watching. The shell then reports no exit of this process."""
+        """Stop watching. Afterwards, the shell does not report the exit of this process."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -88,7 +88,7 @@ class PeerWatch(RunListener):
 
     def _watch(self) -> None:
         client, number = coordination_client(), 0
-        pause = max(BEAT_SECONDS, jax.process_count() / 200)  # one process serves all of them
+        pause = max(BEAT_SECONDS, jax.process_count() / 200)  # a single process serves all heartbeats
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # the coordinator is gone; the shell prints the notice
             while True:
                 number += 1
@@ -130,7 +130,7 @@ class PeerWatch(RunListener):
                 self.notify(f"error: {line}")
 
     def _relay_report(self, client: Any) -> None:
-        """Report once what process 0 has reported."""
+        """Print the report of process 0 once."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # no process is lost
             line = client.key_value_try_get(_LOST)
             if line not in self._reported:

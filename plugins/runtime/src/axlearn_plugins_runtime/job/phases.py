@@ -24,9 +24,9 @@ WRITE_EVERY = 5.0
 class PhaseClock:
     """Sums the seconds of each phase in one attempt of a run.
 
-    Each record is one JSON object per line: `attempt` (the start time, which identifies it), `time`, `event` (`start`, `run`,
-    `end`, `saved` or `save-failed`), `step` (finished steps), `seconds` (total of each phase so far), `host` and `pid`. The
-    events `saved` and `save-failed` also have `checkpoint` (the step of the checkpoint), and `save-failed` has a `reason`.
+    Each line of the file is a record, a JSON object: `attempt` (the start time, which identifies it), `time`, `event` (`start`,
+    `run`, `end`, `saved` or `save-failed`), `step` (finished steps), `seconds` (total of each phase so far), `host` and `pid`.
+    The events `saved` and `save-failed` also have `checkpoint` (the step of the checkpoint), and `save-failed` has a `reason`.
     Checkpoints finish in other threads, so a lock guards the state.
 
     Args:
@@ -53,7 +53,7 @@ class PhaseClock:
 
         Args:
             phase: `restore`, `compile`, `input`, `step`, `evaluate` or `save`.
-            count_as: Phase to count the time since the last call as, if not the previous phase.
+            count_as: Phase that the time since the last call counts toward (default: the previous phase).
             step: Number of finished steps, if it changed.
         """
         with self._lock:

@@ -78,7 +78,7 @@ class Agent:
         return {"host": socket.gethostname(), "pid": os.getpid()}
 
     def prepare(self) -> None:
-        """Start warm workers until there are `processes` of them. The event `ready` follows."""
+        """Start warm workers until there are `processes` of them. The `ready` event follows."""
         self._starter.submit(self._prepare)
 
     def coordinator(self, address: str) -> str:
@@ -88,7 +88,7 @@ class Agent:
             return f"{address}:{free.getsockname()[1]}"
 
     def start(self, attempt: int, ranks: Mapping[int, Mapping[str, str]], words: Sequence[str]) -> None:
-        """Assign ranks to warm workers, or to new ones. The event `started` has the process id of each.
+        """Assign ranks to warm workers, or to new ones. The `started` event has the process id of each.
 
         Args:
             attempt: Number of the attempt.
@@ -225,7 +225,7 @@ class Agent:
                 self._share_modules()
 
     def _share_modules(self) -> None:
-        """Send warm workers the list of modules that the run has imported. Rank 0 writes it, maybe on another host."""
+        """Send warm workers the list of modules that the run has imported. Rank 0 writes it, possibly on a different host."""
         for worker in list(self.warm):
             if not worker.imported and self.modules.exists():
                 worker.imported = True

@@ -81,7 +81,7 @@ def check_hosts(config: Any, machine: Machine | None, hosts: int | None, process
     """Return the number of hosts that train.
 
     Raises:
-        RequestError: The target has another number of hosts, or the mesh or batch cannot be split over the processes.
+        RequestError: The target has a different number of hosts, or the mesh or batch cannot be split over the processes.
     """
     if machine is not None and (machine.target.size == "hosts" or machine.chips > machine.chips_per_host):
         needed = max(1, machine.chips // machine.chips_per_host)

@@ -1,4 +1,4 @@
-"""Environment variables of trainers, without variables of another scheduler or attempt."""
+"""Environment variables of trainers, without variables from an outer scheduler or an earlier attempt."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ _STALE = re.compile(
     r"|JAX_(COORDINATOR_ADDRESS|COORDINATOR_BIND_ADDRESS|NUM_PROCESSES|PROCESS_ID|LOCAL_DEVICE_IDS)"
     r"|(MASTER_ADDR|MASTER_PORT|WORLD_SIZE|RANK|LOCAL_RANK)"
 )
-"""Variables with the coordinator, rank or process count of another job. Each attempt sets its own."""
+"""Variables with the coordinator, rank or process count of a different job. Each attempt sets its own."""
 _OF_RAY = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT")
 """Variables that Ray sets for its own processes."""
 

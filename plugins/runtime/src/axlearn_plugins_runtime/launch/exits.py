@@ -60,7 +60,7 @@ class Death:
         rank: The rank.
         kind: Kind of exit.
         reason: One line for the user.
-        at_fault: True if it counts as a failure of the host.
+        at_fault: True if the host is considered the cause.
     """
 
     rank: int

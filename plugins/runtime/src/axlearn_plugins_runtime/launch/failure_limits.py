@@ -13,7 +13,7 @@ class Limits:
 
     Attributes:
         budgets: Number of restarts by kind of death.
-        host_deaths: Number of deaths at fault of a host after which it is set aside.
+        host_deaths: Number of deaths caused by a host after which it is set aside.
         crash_loop: Number of consecutive deaths without a newer checkpoint after which the job stops.
         freeze_seconds: Maximum time that a signal may stop a process.
         hang_seconds: Maximum time of a step, or of a wait for a batch.

@@ -17,7 +17,7 @@ class Host:
         present: True if its agent responds.
         proven: True if a process became ready on it since its last failure.
         training: True if ranks run on it.
-        deaths: Number of deaths at its own fault.
+        deaths: Number of deaths that it caused.
         excluded: True if it failed too often.
         last_reason: Reason of its last failure.
     """
@@ -46,7 +46,7 @@ class Host:
         return "ready" if self.proven else "starting"
 
     def set_agent(self, name: str, address: str) -> None:
-        """Record that the agent responds. Reset the deaths if it runs on another machine than before."""
+        """Record that the agent responds. Reset the deaths if it runs on a different machine than before."""
         if self.name != name:
             self.deaths, self.excluded = 0, False
         self.name, self.address, self.present = name, address, True

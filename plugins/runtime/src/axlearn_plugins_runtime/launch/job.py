@@ -51,14 +51,14 @@ class Job:
         return self.hosts * self.processes_per_host
 
     def files(self, folder: str) -> dict[str, str]:
-        """Return the texts of the run files by path in a folder of another machine, the main one first.
+        """Return the texts of the run files by path in a folder on a different machine, the main one first.
 
         Returns an empty dict if the job has no run file.
         """
         return {} if self.document is None else place_files(self.experiment, self.document, self.bases, folder)
 
     def train_words(self, experiment: str | None = None) -> tuple[str, ...]:
-        """Return the arguments of `axlearn` that train. They are the same on every host.
+        """Return the arguments of `axlearn` that train. They are identical on every host.
 
         Args:
             experiment: Path to which the launcher wrote the run file (default: the original path).
@@ -117,7 +117,7 @@ class Launcher(Protocol):
 
 @attrs.frozen
 class NoOptions:
-    """The options of a launcher that has none."""
+    """Options class for a launcher without options."""
 
 
 def parse_options(cls: type, texts: Mapping[str, str], launcher: str) -> Any:

@@ -19,7 +19,7 @@ EVENTS = (
 class Journal:
     """Appends events: `time, attempt, rank, host, pid, event, reason`.
 
-    On a storage that cannot append, each event rewrites the file.
+    If the storage cannot append, each event rewrites the file.
 
     Args:
         storage: Storage of the run directory.

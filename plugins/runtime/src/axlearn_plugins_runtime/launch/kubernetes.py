@@ -147,7 +147,7 @@ def job_set(job: Job) -> Manifest:
     """Return a JobSet with a Job for each slice and an indexed pod for each host.
 
     If a pod ends with an error, its Job fails at once and all pods restart from the newest checkpoint. Exit codes in `FINAL` end
-    the JobSet instead, because another attempt would fail in the same way. An eviction does not count against `restarts`.
+    the JobSet instead, because a retry would fail in the same way. An eviction does not count against `restarts`.
     """
     slices = _slices(job)
     per_slice = job.hosts // slices

@@ -7,7 +7,7 @@ from axlearn_core.errors import WorkError
 
 
 class Pool(Protocol):
-    """The hosts of an engine, by number. Reports of agents and losses of hosts arrive as events."""
+    """The hosts of an engine, by number. Agent reports and lost hosts arrive as events."""
 
     count: int
 
@@ -24,11 +24,11 @@ class Pool(Protocol):
         ...
 
     def wait(self, timeout: float) -> list[tuple[int, dict[str, Any]]]:
-        """Wait up to `timeout` seconds. Return the (host, event) pairs. A lost host is the event `lost`."""
+        """Wait up to `timeout` seconds. Return the (host, event) pairs. A lost host is the `lost` event."""
         ...
 
     def revive(self, host: int) -> None:
-        """Ask the engine for a new agent in place of a lost one. The events `host` and `ready` report it."""
+        """Ask the engine for a new agent in place of a lost one. The `host` and `ready` events report it."""
         ...
 
     def close(self) -> None:

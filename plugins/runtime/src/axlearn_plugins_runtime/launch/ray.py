@@ -24,7 +24,7 @@ QUIET = {
 }
 """Environment variables to set before Ray is imported."""
 OLDEST = (2, 55)
-"""Oldest supported version of Ray, as in the extra `ray`."""
+"""Oldest supported version of Ray, as in the `ray` extra."""
 
 
 @attrs.frozen(kw_only=True)

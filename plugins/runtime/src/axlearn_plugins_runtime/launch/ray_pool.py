@@ -29,7 +29,7 @@ class RayPool:
     """A pool of Ray actors. See `pool.Pool`.
 
     Args:
-        ray: The module `ray`, connected to a cluster.
+        ray: The `ray` module, connected to a cluster.
         job: The job to train.
         spread: Place each host on a separate node.
         resources: Ray resources of a bundle.

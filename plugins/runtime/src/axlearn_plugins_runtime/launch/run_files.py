@@ -18,9 +18,9 @@ DELIMITER = "AXLEARN_RUN_FILE"
 
 
 def read_document(name: str) -> str:
-    """Return the text of a run file. In the config of a run, make the paths of assets absolute.
+    """Return the text of a run file. If it is the config of a run, make its asset paths absolute.
 
-    The text is later read from another folder.
+    The paths must be absolute because the text is later read from a different folder.
     """
     text = Path(name).read_text(encoding="utf-8")
     data = parse(text, name).data

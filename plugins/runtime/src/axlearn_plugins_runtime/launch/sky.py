@@ -36,7 +36,7 @@ class SkyOptions:
         infra: Infrastructure: `aws`, `gcp/us-central1`, `azure`, `k8s/CONTEXT`, `ssh/POOL` or `slurm/CLUSTER` (default: the
             cheapest).
         spot: Use spot machines, which the cloud may reclaim.
-        managed: Use `sky jobs launch`, which replaces lost machines. If False, use `sky launch` of one cluster.
+        managed: Use `sky jobs launch`, which replaces lost machines. If False, use `sky launch` with a single cluster.
         image: Image of the machines, such as `docker:REGISTRY/NAME:TAG`.
         setup: Shell line that installs the run's packages on each machine.
         python: Python interpreter on the machines.
@@ -79,7 +79,7 @@ class SkyLauncher:
 
 
 def find_sky() -> str:
-    """Return the path of the command `sky`.
+    """Return the path of the `sky` command.
 
     Raises:
         RequestError: The command does not exist.

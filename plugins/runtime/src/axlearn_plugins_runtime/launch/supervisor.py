@@ -61,7 +61,7 @@ class Supervisor:
         hosts: Number of hosts that train at once.
         limits: Limits on failures and stalls.
         journal: Journal of the run.
-        reduce: See `Reduce`. Called with fewer processes than requested.
+        reduce: See `Reduce`. Called if fewer processes than requested can train.
         processes_per_host: Trainer processes on each host.
         now: Returns the current time in seconds, for tests.
         notify: Prints one line to the user.
@@ -181,7 +181,7 @@ class Supervisor:
         try:
             coordinator = self.pool.ask(members[0].number, "coordinator", members[0].address)
         except HostLostError:
-            coordinator = ""  # the event `lost` will end this attempt
+            coordinator = ""  # the `lost` event will end this attempt
         for index, host in enumerate(members):
             local_ranks = range(index * self.processes_per_host, (index + 1) * self.processes_per_host)
             environments = {rank: self._environment(coordinator, processes, rank) for rank in local_ranks}
@@ -331,7 +331,7 @@ class Supervisor:
         over = {n for n in late if not any(step <= live[n].step for step in saving)}
         if not over:
             return None
-        # Waiting ranks are in the same step or one step ahead. A rank that is alone in its phase holds them up.
+        # Waiting ranks are in the same step or one step ahead. A rank that is alone in its phase delays them.
         last = min(over, key=lambda n: (live[n].step, -silences[n]))
         alone = sum((r.step, r.phase) == (live[last].step, live[last].phase) for r in live.values()) == 1
         rank = live[last]

@@ -1,4 +1,4 @@
-"""A trainer that a scheduler starts: finds its rank, trains, and exits with a code for the kind of failure.
+"""A trainer started by a scheduler. It finds its rank, trains, and exits with a code for the kind of failure.
 
     python -m axlearn_plugins_runtime.launch.task slurm|kubernetes|sky train EXPERIMENT ...
 
@@ -26,7 +26,7 @@ from axlearn_plugins_runtime.launch.worker import run
 EXIT_CODES = {"request": 2, "user": 1, "data": 65, "infrastructure": 74, "peer": 74, "stalled": 75}
 """Exit code by kind of failure. A preemption after saving exits with 128 + 15."""
 FINAL = (1, 2, 65)
-"""Exit codes for which another attempt would fail in the same way."""
+"""Exit codes after which a retry would fail in the same way."""
 FIRST_PORT, PORTS = 24576, 8192
 """Ports of the coordinator, below Linux's ephemeral ports."""
 

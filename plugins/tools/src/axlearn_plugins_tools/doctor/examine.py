@@ -21,7 +21,7 @@ from axlearn_core.plugins.targets import load
 
 
 def examine(names: Registry) -> Iterator[Finding]:
-    """Yield a finding for each entry point and index, and those of the plugins' checks.
+    """Yield a finding for each entry point and index, and the findings of the plugins' checks.
 
     Also yields a finding for each distribution that declares no supported core version, for each blocked entry point,
     and for each block that has no effect.

@@ -59,7 +59,7 @@ def read(pattern: str, *, text_field: str = "text", limit: int | None = None) ->
 
     Args:
         pattern: A path, a glob or a URL. Each JSONL line or Parquet row is one row. Any other file is one text.
-        text_field: Field of JSONL and Parquet rows that holds the text.
+        text_field: Field of JSONL and Parquet rows with the text.
         limit: Maximum number of rows.
 
     Raises:

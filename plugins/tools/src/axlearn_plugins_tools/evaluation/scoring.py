@@ -58,9 +58,10 @@ def windows(ids: Sequence[int], counted: Sequence[bool], *, length: int, stride:
     Each token after the first is predicted once.
 
     Args:
-        ids: Tokens of the text. The first is only used as context. counted: Whether each token counts. length: Length
-        of the longest row. stride: Maximum number of new tokens per row. The remaining tokens are context that overlaps
-        with the previous row.
+        ids: Tokens of the text. The first is only used as context.
+        counted: Whether each token counts.
+        length: Length of the longest row.
+        stride: Maximum number of new tokens per row. The remaining tokens are context that overlaps with the previous row.
             The default is `length`, which is the fastest. A smaller stride gives each token more context.
     """
     step = min(stride or length, length)

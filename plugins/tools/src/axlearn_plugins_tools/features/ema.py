@@ -1,4 +1,4 @@
-"""The feature `ema`."""
+"""The `ema` feature."""
 
 from typing import Any, TypeVar
 

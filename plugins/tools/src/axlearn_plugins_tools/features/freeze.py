@@ -1,4 +1,4 @@
-"""The feature `freeze`."""
+"""The `freeze` feature."""
 
 from typing import Any, TypeVar
 

@@ -1,4 +1,4 @@
-"""The feature `gradient-accumulation`."""
+"""The `gradient-accumulation` feature."""
 
 from typing import Any, TypeVar
 

@@ -1,4 +1,4 @@
-"""The feature `optimizer`."""
+"""The `optimizer` feature."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ RATE = "learning_rate"
 
 @node
 class UseOptimizer(Feature):
-    """Trains with another optimizer.
+    """Trains with a different optimizer.
 
     `component` is the name of a registered optimizer (`lion`). `settings` are its settings (`{b1: 0.95}`). The learning
     rate and its schedule are copied from the old optimizer, unless the settings contain one or one of the two

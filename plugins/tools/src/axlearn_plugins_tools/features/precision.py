@@ -1,4 +1,4 @@
-"""The feature `precision`."""
+"""The `precision` feature."""
 
 from collections.abc import Iterable
 from typing import Any, Literal, TypeVar

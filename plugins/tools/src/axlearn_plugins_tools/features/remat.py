@@ -1,4 +1,4 @@
-"""The feature `remat`."""
+"""The `remat` feature."""
 
 import re
 from collections.abc import Iterable
@@ -41,9 +41,9 @@ class UseRemat(Feature):
 
     Set at most one of these options. The default is `policy=full`.
 
-    - `policy`: `full` saves only the layer's input, `dots` the products without a batch dimension, and `everything` all
-      activations under a checkpoint. `none` removes rematerialization. Plugins add policies for layers of any kind. A
-      layer does not need all tags of such a policy.
+    - `policy`: `full` saves only the layer's input, `dots` also the results of matmuls without a batch dimension, and
+      `everything` all activations under a checkpoint. `none` removes rematerialization. Plugins add policies for layers of any
+      kind. A layer does not need all tags of such a policy.
     - `save`: Activation tags to save (`[query, key, value, context]`), or regular expressions that match whole tags
       (`["mlp_.*"]`). All other activations are recomputed.
     - `recompute`: Tags or regular expressions to recompute. All other tagged activations are saved. Activations without a

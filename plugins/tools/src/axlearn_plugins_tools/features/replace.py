@@ -1,4 +1,4 @@
-"""The feature `replace`."""
+"""The `replace` feature."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 @node
 class Replace(Feature):
-    """Replaces components that are selected by path, by name, or both.
+    """Replaces components. Select them by path, by name, or both.
 
     `component` is the name of a registered component (`layer-norm`). `settings` are its settings (`{bias: false}`).
     `path` is a path or pattern of nodes (`model.decoder.layer.norm`, `**.norm`). `target` is the name of the component
@@ -84,7 +84,7 @@ def _has_component(cfg: Node[Any], kind: type, settings: Mapping[str, Any]) -> b
 
 
 def _expect_nodes(cfg: Node[Any], pattern: str) -> None:
-    """Raise `ConfigError` if no path matches the pattern or none of the paths holds a node.
+    """Raise `ConfigError` if no path matches the pattern, or if no matching path has a node.
 
     A child that is left out is None.
     """

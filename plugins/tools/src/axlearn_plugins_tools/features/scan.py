@@ -1,4 +1,4 @@
-"""The feature `scan`."""
+"""The `scan` feature."""
 
 from typing import Any, TypeVar
 

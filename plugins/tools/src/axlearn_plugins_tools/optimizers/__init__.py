@@ -1,4 +1,4 @@
-"""Optimizers for axlearn beyond AdamW: the components `muon` and `schedule-free`."""
+"""Optimizers for axlearn beyond AdamW: the `muon` and `schedule-free` components."""
 
 from axlearn_plugins_tools.optimizers.muon import Muon
 from axlearn_plugins_tools.optimizers.schedule_free import ScheduleFree

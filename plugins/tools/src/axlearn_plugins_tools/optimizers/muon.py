@@ -60,7 +60,7 @@ class Muon(Node[Optimizer]):
             return {k: v if isinstance(v, optax.MaskedNode) else numbers[k] for k, v in tree.items()}
 
         def scale(tree: Any) -> Any:
-            # Do not use jax.tree.map: partition() replaces the parameters of other optimizers by masked nodes.
+            # Do not use jax.tree.map: partition() replaces the parameters of other optimizers with masked nodes.
             masked = optax.MaskedNode
             return {k: v if isinstance(v, masked) else v * _rms_scale(v, numbers[k], self.rms) for k, v in tree.items()}
 
@@ -79,7 +79,7 @@ class Muon(Node[Optimizer]):
         adamw = optax.adamw(rate, b1=self.b1, b2=self.b2, eps=self.eps, weight_decay=self.weight_decay, mask=mask)
 
         def label(tree: Any) -> Any:
-            # Parameters of another optimizer appear as masked nodes without axes.
+            # Parameters of other optimizers appear as masked nodes without axes.
             for path, value in tree.items():
                 if path in axes and axes[path] is None and is_array(value) and value.ndim > 1:
                     raise RequestError(_unnamed(path))

@@ -1,4 +1,4 @@
-"""Schedule-free AdamW, and the feature `schedule-free`."""
+"""Schedule-free AdamW, and the `schedule-free` feature."""
 
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -75,7 +75,7 @@ class UseScheduleFree(Feature):
     """Trains with schedule-free AdamW, which needs no horizon.
 
     Evaluation, generation and export use its average. The learning rate keeps the peak and the warm-up of the old
-    optimizer. `learning_rate` sets another peak. Published runs use one to ten times the peak of AdamW. `b1` defaults
+    optimizer. `learning_rate` sets a different peak. Published runs use one to ten times the peak of AdamW. `b1` defaults
     to 0.9. If the experiment already uses schedule-free AdamW, this only sets the options.
     """
 

@@ -31,7 +31,7 @@ _IGNORED_FIELDS = ("evaluators", "checkpointer", "distributed", "trackers", "pro
 
 @attrs.frozen
 class Change:
-    """A value, or a node with another class, that differs between two configs.
+    """A difference between two configs: a value, or a node with a different class.
 
     Attributes:
         path: Config path.
@@ -70,13 +70,15 @@ class Result:
     """Result of a bisection.
 
     Attributes:
-        first: Metric of the first run. second: Metric of the second run. changes: All changes between the runs. moving:
-        Minimal set of changes that moves the metric more than halfway. Empty if the runs do not differ by more than
+        first: Metric of the first run.
+        second: Metric of the second run.
+        changes: All changes between the runs.
+        moving: Minimal set of changes that moves the metric more than halfway. Empty if the runs do not differ by more than
             their seeds.
         moved: Metric of the first run with `moving`.
         alone: Metric of the first run with each change of `moving` alone, or None if that config cannot be trained.
         trainings: Number of training runs.
-        ended: Reason for the end of the search.
+        ended: Why the search ended.
     """
 
     first: Score

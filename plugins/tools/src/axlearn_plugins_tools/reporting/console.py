@@ -129,7 +129,7 @@ class _Remaining(ProgressColumn):
     """Remaining time, counted down between two logged steps."""
 
     def render(self, task: Task) -> Text:
-        """Format the time until the field `ends_at`."""
+        """Format the time until the `ends_at` field."""
         ends_at = task.fields["ends_at"]
         return Text(
             "" if ends_at is None or task.finished else f"ETA {clock(ends_at - time.monotonic())}", style="cyan"

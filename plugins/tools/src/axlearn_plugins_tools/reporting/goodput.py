@@ -1,4 +1,4 @@
-"""Goodput: the share of a run's time that went into kept training steps, and the use of the other time."""
+"""Goodput: the share of a run's time spent on training steps that were kept, and how the remaining time was spent."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,8 +48,8 @@ class Goodput:
     """The time of all attempts.
 
     Attributes:
-        attempts: All attempts, oldest first. seconds: Seconds for `productive` and for each key of `BADPUT`. The sum is
-        the time from the first record to the last.
+        attempts: All attempts, oldest first.
+        seconds: Seconds for `productive` and for each key of `BADPUT`. The sum is the time from the first record to the last.
     """
 
     attempts: Sequence[Attempt]

@@ -185,7 +185,7 @@ def _step_times(run: Run) -> str:
 
 
 def _goodput(run: Run) -> str:
-    """Return the use of time, the attempts if there are several, and the incidents."""
+    """Return the time by phase, the attempts if there is more than one, and the incidents."""
     parts = []
     if run.attempts:
         goodput = goodput_of(run.attempts)
@@ -227,7 +227,7 @@ def _samples(run: Run) -> str:
 
 
 def _config(run: Run) -> str:
-    """Return the config tree. Nodes are open if they contain a value that was changed after the experiment set it."""
+    """Return the config tree. A node is expanded if it contains a value that was changed after the experiment set it."""
     data = {k: v for k, v in run.config.items() if k not in ("resolved", "type")}
     if not data:
         return ""

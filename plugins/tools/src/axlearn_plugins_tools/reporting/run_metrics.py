@@ -32,7 +32,7 @@ LOGGED = {
     "loss": "Training loss at the last logged step.",
     "step_seconds": "Seconds per step since the previous logged step.",
     "tokens_per_second": "Tokens per second over all processes.",
-    "mfu": "Model FLOP utilisation, from 0 to 1.",
+    "mfu": "Model FLOP utilization, from 0 to 1.",
 }
 """Values with a separate metric. All other values are `axlearn_train_scalar{name=...}`."""
 

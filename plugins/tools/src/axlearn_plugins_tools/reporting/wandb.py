@@ -1,4 +1,4 @@
-"""Log scalars and samples to Weights & Biases. Needs the extra `wandb`."""
+"""Log scalars and samples to Weights & Biases. Needs the `wandb` extra."""
 
 import html
 import importlib

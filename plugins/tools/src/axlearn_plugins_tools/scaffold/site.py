@@ -12,7 +12,7 @@ from axlearn_core.cli.terminal import echo
 from axlearn_core.errors import RequestError, WorkError
 
 NEEDS = ("sphinx", "myst_parser", "furo", "sphinx_copybutton")
-"""Modules of the extra `docs`."""
+"""Modules of the `docs` extra."""
 ADDRESS = "127.0.0.1"
 
 
@@ -35,7 +35,7 @@ def build_site(project: Path, out: Path) -> Path:
     """Build the site of `project` in `out` and return `out`. Unchanged pages are not rebuilt.
 
     Raises:
-        RequestError: If the extra `docs` is not installed, or `out` is not a writable folder.
+        RequestError: If the `docs` extra is not installed, or `out` is not a writable folder.
         WorkError: If Sphinx reports errors or warnings. It has printed them.
     """
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
