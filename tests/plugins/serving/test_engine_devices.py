@@ -60,7 +60,8 @@ def test_one_device_where_two_do_not_divide_the_model():
     odd |= {"model.decoder.layer.attention.head_dim": 8}
     assert count(config(), model(**odd)) == 1
     with pytest.raises(
-        ConfigError, match=r"2 devices cannot share the products of this model\n.*dimension .* is not divisible"
+        ConfigError,
+        match=r"2 devices cannot split the matrix multiplications of this model\n.*dimension .* is not divisible",
     ):
         count(config(tensor_parallel=2), model(**odd))
 

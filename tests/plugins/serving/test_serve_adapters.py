@@ -146,7 +146,7 @@ def test_an_adapter_cannot_have_the_name_of_the_model(tmp_path):
     words = ["serve", str(tmp_path / "base"), "--port", "0", "--adapter", "tuned=dir"]
     result = CliRunner().invoke(cli, [*words, "--served-model-name", "tuned"])
     assert result.exit_code == 2
-    assert "--adapter tuned has the name of the served model" in result.output
+    assert "--adapter tuned has the same name as the served model" in result.output
     result = CliRunner().invoke(cli, ["serve", str(tmp_path / "tuned"), *words[2:]])
     assert result.exit_code == 2
     assert "--served-model-name" in result.output

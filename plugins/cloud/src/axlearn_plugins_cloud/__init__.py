@@ -1,1 +1,1 @@
-"""Storages in object stores: `s3://`, `gs://`, and some fsspec protocols."""
+"""Checkpoint storage in object stores: `s3://`, `gs://`, and some fsspec protocols."""

@@ -12,7 +12,7 @@ STATUSES = {408, 429, 500, 502, 503, 504}
 
 
 class FsspecObjects:
-    """The objects of a bucket (a container in Azure) of an fsspec protocol; see `Objects`."""
+    """The objects in a bucket (a container in Azure) behind an fsspec protocol; see `Objects`."""
 
     def __init__(self, protocol: str, bucket: str):
         self.protocol, self.bucket = protocol, bucket

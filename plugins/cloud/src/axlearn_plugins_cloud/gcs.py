@@ -25,7 +25,7 @@ class GcsObjects:
 
     @cached_property
     def bucket(self) -> Any:
-        """Bucket, created on first use, so that a missing bucket or credential is an error of that call."""
+        """Bucket, created on first use. If it or a credential is missing, that call fails."""
         client = storage.Client()
         adapter = HTTPAdapter(pool_maxsize=32)
         client._http.mount("https://", adapter)

@@ -1,4 +1,4 @@
-"""Hook that opens storages by URI. Imports a client only for its own scheme."""
+"""Hook that opens checkpoint storage by URI. Imports a client only for its own scheme."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FSSPEC = ("abfs", "az", "memory")
 
 @hookimpl
 def axlearn_checkpoint_storage(uri: str) -> Storage | None:
-    """Return the storage of a `s3://` or `gs://` URI, or of a protocol in `FSSPEC`; None for other schemes."""
+    """Return the storage for an `s3://` or `gs://` URI, or of a protocol in `FSSPEC`; None for other schemes."""
     scheme = urlsplit(uri.partition("::")[0]).scheme if "://" in uri.partition("::")[0] else uri.partition("::")[0]
     if "::" in uri:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""A storage on top of an object store. Transient errors are retried, and a marker object commits a folder."""
+"""Storage on top of an object store. Transient errors are retried, and a marker object commits a folder."""
 
 import builtins
 import logging
@@ -23,7 +23,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 20.0
 class ObjectStorage:
     """Storage in the objects below a prefix of a bucket; see `axlearn_core.contracts.storage.Storage`.
 
-    A file is held in memory while it is written; the checkpointer's files are 64 MiB. Since a folder cannot be renamed, it
+    A file is kept in memory while it is written; the checkpointer's files are 64 MiB. Since a folder cannot be renamed, it
     is written in its final place. It is complete when its `MARKER` exists.
 
     Attributes:

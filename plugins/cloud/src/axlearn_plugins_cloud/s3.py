@@ -40,7 +40,7 @@ class S3Objects:
 
     @cached_property
     def client(self) -> Any:
-        """Client, created on first use, so that a missing setting is an error of that call."""
+        """Client, created on first use. If a setting is missing, that call fails."""
         config = Config(
             connect_timeout=CONNECT_SECONDS,
             read_timeout=READ_SECONDS,

@@ -1,4 +1,4 @@
-"""The command `axlearn upcycle`."""
+"""The `axlearn upcycle` command."""
 
 import shlex
 from collections.abc import Sequence

@@ -52,7 +52,7 @@ def _collect(y: jax.Array, token: jax.Array | None, length: int) -> jax.Array:
 
 
 def _spread(x: jax.Array, token: jax.Array | None, count: int) -> jax.Array:
-    """Gather the token of each of the R assignments: [B, S, D] -> [B, R, D]."""
+    """Gather each assignment's token: [B, S, D] -> [B, R, D]."""
     if token is not None:
         return jnp.take_along_axis(x, token[..., None], axis=1)
     batch, length, width = x.shape
@@ -87,7 +87,7 @@ class DroplessDispatch(Configurable):
     """Sorts assignments by expert and multiplies groups of any size.
 
     This is the approach of MegaBlocks (Gale et al., 2022). Never drops a token. On several devices, the experts are
-    sharded over the logical axis `experts`. Each device gathers the tokens of all devices in its group, runs its own
+    sharded over the logical `experts` axis. Each device gathers the tokens of all devices in its group, runs its own
     experts on them, and scatters the sums back. Each device therefore needs memory for the tokens of the whole group.
 
     With `exchange="all-to-all"`, each token is sent only to the devices of its own experts. This sends less if a token
@@ -99,7 +99,7 @@ class DroplessDispatch(Configurable):
         """Execution settings; they do not change which tokens the experts process.
 
         Attributes:
-            kernel: Implementation of the op `grouped_matmul`. None selects the best one.
+            kernel: Implementation of the `grouped_matmul` op. None selects the best one.
             exchange: Collective that moves tokens between devices.
         """
 

@@ -1,4 +1,4 @@
-"""All-to-all exchange of rows with the devices of their experts.
+"""All-to-all exchange: sends rows to the devices of their experts and back.
 
 It runs inside a `shard_map`.
 

@@ -1,6 +1,6 @@
-"""Projections of experts: ordinary linear maps, stacked along a leading axis `experts`.
+"""Projections of experts: ordinary linear maps, stacked along a leading `experts` axis.
 
-Any linear map (adapted, quantized) with a method `grouped` can serve as an expert projection. Its parameters have the
+Any linear map (adapted, quantized) with a `grouped` method can serve as an expert projection. Its parameters have the
 same names as in a dense layer.
 
 E experts, K input dimension, N output dimension, M rows.
@@ -24,11 +24,11 @@ from axlearn_plugins_moe.grouped_matmul import GroupedMatmulOp
 
 
 class Product(Protocol):
-    """The matrix product that a dispatch passes to the projections of its experts.
+    """The matrix multiplication that a dispatch passes to its experts' projections.
 
     Attributes:
         sizes: Rows per expert, int32 [E], if the rows are [M, K] sorted by expert. None if the rows are [E, ..., K].
-        kernel: Implementation of the op `grouped_matmul`, or None to select the best one.
+        kernel: Implementation of the `grouped_matmul` op, or None to select the best one.
     """
 
     @property
@@ -62,7 +62,7 @@ class ExpertProjection(Projection, Protocol):
     def grouped(self, x: jax.Array, product: Product) -> jax.Array:
         """Apply each expert's projection to its rows, which are laid out as `product` describes.
 
-        The parameters of the module have a leading axis `experts`.
+        The parameters of the module have a leading `experts` axis.
         """
         ...
 
@@ -85,11 +85,11 @@ class Experts(NamedTuple):
 
 @attrs.frozen(eq=False)
 class GroupedProduct:
-    """The product for rows [M, K] that are sorted by expert; see `Product`.
+    """The multiplication for rows [M, K] that are sorted by expert; see `Product`.
 
     Attributes:
         sizes: Rows per expert, int32 [E].
-        kernel: Implementation of the op `grouped_matmul`, or None to select the best one.
+        kernel: Implementation of the `grouped_matmul` op, or None to select the best one.
         adds_bias: Whether this device adds the bias, if several devices each compute a partial sum. None for one device.
     """
 
@@ -111,7 +111,7 @@ class GroupedProduct:
 
 
 class BatchedProduct:
-    """The product for rows [E, ..., K]; see `Product`."""
+    """The multiplication for rows [E, ..., K]; see `Product`."""
 
     sizes: jax.Array | None = None
     kernel: str | None = None
@@ -129,7 +129,7 @@ class BatchedProduct:
 
 
 def build_stacked(cfg: Node[Any], count: int, *, rngs: nnx.Rngs, **offered: Any) -> Any:
-    """Build `count` projections as one module whose parameters have a leading axis `experts`.
+    """Build `count` projections as one module whose parameters have a leading `experts` axis.
 
     Args:
         cfg: Config of one projection.
@@ -138,7 +138,7 @@ def build_stacked(cfg: Node[Any], count: int, *, rngs: nnx.Rngs, **offered: Any)
         **offered: Further arguments of `cfg.build`.
 
     Raises:
-        RequestError: The projection has no method `grouped`.
+        RequestError: The projection has no `grouped` method.
     """
 
     @nnx.split_rngs(splits=count)

@@ -1,4 +1,4 @@
-"""The feature `moe`."""
+"""The `moe` feature."""
 
 from typing import Any, TypeVar
 
@@ -25,8 +25,8 @@ class MoE(Feature):
     By default, a softmax router chooses 2 of 8 experts for each token, and no token is dropped. Experts take the hidden
     size, the activation and the linear maps of the layer that they replace.
 
-    If the model already has experts, the given options are set on them and the others stay. `every` and `dense_layers`
-    then move the experts. This works only if some layers still have a dense feed-forward layer to copy.
+    If the model already has experts, the feature sets the given options and keeps the others. `every` and `dense_layers` then
+    move the experts. This works only if some layers still have a dense feed-forward layer to copy.
 
     Attributes:
         num_experts: Number of experts (default: 8).
@@ -52,7 +52,7 @@ class MoE(Feature):
     hidden_dim: int | Node[int] | None = setting(default=None, ge=1)
 
     def apply(self, cfg: Tree) -> Tree:
-        """Put experts into every slot for a feed-forward layer."""
+        """Put experts into every feed-forward slot."""
         nothing = Problem(
             path="model",
             message="moe finds no feed-forward layer to replace",

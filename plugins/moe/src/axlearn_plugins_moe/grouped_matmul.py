@@ -1,4 +1,4 @@
-"""The op `grouped_matmul`: multiply consecutive groups of rows, each by its own matrix.
+"""The `grouped_matmul` op: multiply consecutive groups of rows, each by its own matrix.
 
 M rows, G groups, K inner dimension, N outer dimension.
 """
@@ -17,7 +17,7 @@ from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels.op import Op, Shape
 
 BLOCK = 128
-"""Rows per product in the blocked implementation."""
+"""Rows per matmul in the blocked implementation."""
 
 
 @attrs.frozen(eq=False)
@@ -44,11 +44,11 @@ class GroupedMatmulOp(Op[jax.Array]):
         return {"lhs": self.lhs, "rhs": self.rhs}
 
     def flops(self) -> float:
-        """Count one matrix product per row."""
+        """Count one vector-matrix multiplication per row."""
         return 2.0 * math.prod(self.lhs.shape) * self.rhs.shape[2]
 
     def kernel_flops(self, operands: Sequence[Shape], results: Sequence[Shape], *, opaque: bool) -> float | None:
-        """Count one product of all rows, for the forward and the backward pass alike.
+        """Count one matmul over all rows, for the forward and the backward pass alike.
 
         A kernel's grid covers every group for all rows; only the data determine which of them it skips.
         """
@@ -73,7 +73,7 @@ class _XLABlocked:
         return None
 
     def __call__(self, op: GroupedMatmulOp) -> jax.Array:
-        """Return the product, [M, N]."""
+        """Return the results, [M, N]."""
         return _blocked_matmul(op.lhs, op.rhs, op.sizes, min(BLOCK, op.lhs.shape[0]))
 
 

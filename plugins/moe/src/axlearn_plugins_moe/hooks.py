@@ -1,4 +1,4 @@
-"""Kernels of the op `grouped_matmul`. This module does not import JAX."""
+"""Kernels of the `grouped_matmul` op. This module does not import JAX."""
 
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.plugins.hookspecs import hookimpl

@@ -102,7 +102,7 @@ class MixtureOfExperts(Layer):
     def _report(self, routing: Routing, length: int) -> None:
         """Add summaries of the expert load.
 
-        An even load gives an entropy of 1 and a maximum load of 1.
+        With an even load, the entropy and the maximum load are both 1.
         """
         expert, num_experts = routing.expert, self.cfg.num_experts
         counted = assignment_mask(expert, length, routing.token)

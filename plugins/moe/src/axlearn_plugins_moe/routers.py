@@ -100,7 +100,7 @@ class SoftmaxRouter(LinearRouter):
                 probabilities (Switch). None normalizes if a token has several experts; with one expert, the weight
                 would be 1 and the router would learn nothing.
             scale: Factor on the weights after normalization (the routed scaling factor of DeepSeek-V2, arXiv 2405.04434).
-            num_groups: Number of groups of adjacent experts (device-limited routing, section 2.2.2 of the same paper).
+            num_groups: Number of groups that adjacent experts form (device-limited routing, section 2.2.2 of the same paper).
             top_groups: Groups per token: those whose best expert has the largest probability.
             load_balance: Weight of the load-balance loss (Fedus et al., 2021) over all tokens of the batch.
             z_loss: Weight of log(Z)^2 (Zoph et al., 2022).
@@ -155,7 +155,7 @@ class SigmoidRouter(LinearRouter):
         Attributes:
             normalize: Divide the weights of a token's experts by their sum.
             scale: Factor on the weights after normalization (the routed scaling factor; 2.5 in DeepSeek-V3).
-            num_groups: Number of groups of adjacent experts (node-limited routing).
+            num_groups: Number of groups that adjacent experts form (node-limited routing).
             top_groups: Groups per token: those with the largest sum of their two best scores.
             load_balance: Weight of the sequence-wise balance loss (1e-4 in DeepSeek-V3). 0 disables it.
             rate: Change of the bias per step. The default is that of DeepSeek-V3 (section 4.2). 0 freezes the bias.
@@ -171,7 +171,7 @@ class SigmoidRouter(LinearRouter):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, rngs=rngs, precision=precision)
         check_groups("sigmoid", cfg)
-        rngs.params()  # the bias used to draw this key; drawing it keeps the initial values of the experts
+        rngs.params()  # the bias drew this key in an earlier version; still drawing it keeps the experts' initial values
         zeros = jnp.zeros(cfg.num_experts, jnp.float32)
         self.bias = BalancingBias(zeros, out_sharding=("experts",), eager_sharding=False)
         self.load = StepTotal(zeros, out_sharding=("experts",), eager_sharding=False)
@@ -205,8 +205,8 @@ class SigmoidRouter(LinearRouter):
 class ExpertChoiceRouter(LinearRouter):
     """Each expert chooses its best tokens of a row, so the load is even by design.
 
-    See Zhou et al., 2022. An expert takes `S * top_k / num_experts` tokens of a row of S, rounded up. A token can have
-    any number of experts, including zero.
+    See Zhou et al., 2022. An expert chooses `S * top_k / num_experts` tokens of a row of S, rounded up. A token can have any
+    number of experts, including zero.
 
     **Not causal**: the experts of a token depend on later tokens, in training and in evaluation. A language model
     therefore sees some of the future that it does not have during generation. When it generates, a row of one token uses

@@ -21,8 +21,8 @@ class Routing(NamedTuple):
     Attributes:
         expert: Expert index, int32 [B, R].
         weight: Factor on the expert's output, float32 [B, R].
-        token: Position in the row, int32 [B, R]. None if R = K * S and the list holds the first choices of all tokens,
-            then the second choices of all tokens, and so on.
+        token: Position in the row, int32 [B, R]. None if R = K * S and the list contains the first choices of all tokens, then
+            the second choices of all tokens, and so on.
     """
 
     expert: jax.Array
@@ -47,7 +47,7 @@ def flatten_choices(experts: jax.Array) -> jax.Array:
 
 
 def assignment_mask(expert: jax.Array, length: int, token: jax.Array | None = None) -> jax.Array | None:
-    """Return a mask of the assignments of real tokens, bool [B, R].
+    """Return a mask that selects the assignments of real tokens, bool [B, R].
 
     Returns None if there is no padding. See `Routing` for `expert` and `token`.
     """

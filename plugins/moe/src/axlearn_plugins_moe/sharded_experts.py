@@ -52,7 +52,8 @@ class _Parameters:
         }
         self._flat = {n: nnx.to_flat_state(state) for n, (_, state) in parts.items()}
         self.arrays = {n: [v.get_value() for _, v in flat] for n, flat in self._flat.items()}
-        # A layer of a stack holds slices of the stacked parameters under the full axis names; its axes are the last.
+        # A layer of a stack contains slices of the stacked parameters, but keeps the full axis names. Its own axes are the last
+        # ones.
         self.axes = {
             n: [v.get_metadata()["out_sharding"][-v.get_value().ndim :] for _, v in flat]
             for n, flat in self._flat.items()

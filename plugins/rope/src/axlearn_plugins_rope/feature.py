@@ -1,4 +1,4 @@
-"""The feature `rope`."""
+"""The `rope` feature."""
 
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ class Rope(Feature):
     """Puts rotary position embeddings into every attention layer.
 
     Sets the given options on existing rotary embeddings. Replaces any other position encoding, and fills empty slots,
-    with a new rotary embedding. If a slot alternates between several (`alternate`), the feature changes each of them.
+    with a new rotary embedding. If a slot alternates between several encodings (`alternate`), the feature changes each of them.
 
     Attributes:
         theta: Base of the frequencies (10000 for a new embedding).
@@ -34,7 +34,7 @@ class Rope(Feature):
     scaling: Node[Scaling] | None = None
 
     def apply(self, cfg: Tree) -> Tree:
-        """Fill every slot for a position encoding."""
+        """Put a rotary embedding into every position-encoding slot."""
         options = {k: v for k, v in (("theta", self.theta), ("scaling", self.scaling)) if v is not None}
 
         def set_rotary(old: Any) -> Node[Any]:

@@ -1,4 +1,4 @@
-"""Validation of requests before an engine accepts them."""
+"""Validate requests before an engine accepts them."""
 
 import math
 from collections.abc import Collection, Iterable
@@ -16,10 +16,10 @@ MAX_LOGPROBS = 20
 def check_request(
     request: Request, *, vocab_size: int, max_context: int, max_logit_bias: int, adapters: Collection[str] = ()
 ) -> None:
-    """Check that a request can be computed.
+    """Check that the engine can compute a request.
 
     Raises:
-        RequestError: If it cannot.
+        RequestError: If it cannot compute the request.
     """
     sampling = request.sampling
     _check_prompt(request.prompt, vocab_size)

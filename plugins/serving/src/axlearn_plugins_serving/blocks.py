@@ -1,8 +1,9 @@
-"""The pool of cache blocks: their holders, and their reuse by later prompts.
+"""The pool of cache blocks: tracks who holds each block, and lets later prompts reuse contents.
 
 The key of a full block is a hash of its tokens and of the key of the block before it. The first key also includes the adapter
-and the version of the weights. Equal keys mean equal contents, so requests with a common prefix share its blocks, as in vLLM's
-automatic prefix caching. Blocks that no request holds keep their content until they are reallocated, least recently used first.
+and the version of the weights. Equal keys mean equal contents, so requests with a common prefix share the prefix's blocks, as
+in vLLM's automatic prefix caching. Blocks that no request holds keep their content until they are reallocated, least recently
+used first.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ def root_key(adapter: str | None, version: int) -> Key:
 
 
 def block_keys(root: Key, tokens: Sequence[int], block_size: int, *, prefix: Sequence[Key] = ()) -> list[Key]:
-    """Return the keys of the full blocks of a sequence.
+    """Return the keys of a sequence's full blocks.
 
     Args:
         root: Key from `root_key`.
@@ -84,9 +85,9 @@ class BlockPool:
         return self.num_blocks - self.available
 
     def match(self, keys: Iterable[Key]) -> list[int]:
-        """Return the blocks of the longest prefix of `keys` with content.
+        """Return the blocks for the longest cached prefix of `keys`.
 
-        This does not hold them.
+        Does not add holders.
         """
         blocks = []
         for key in keys:
@@ -106,7 +107,7 @@ class BlockPool:
     def count_idle(self, blocks: Iterable[int]) -> int:
         """Count the idle blocks among `blocks`.
 
-        Holding these makes them unavailable for allocation.
+        Idle blocks can be allocated until someone holds them.
         """
         return sum(1 for block in blocks if self._holders[block] == 0)
 
@@ -134,7 +135,7 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Remove a holder from each block of a sequence, given in order.
 
-        The end of a sequence is evicted first.
+        The last blocks of the sequence are evicted first.
         """
         for block in reversed(blocks):
             self._holders[block] -= 1
@@ -150,7 +151,7 @@ class BlockPool:
     def set_content(self, block: int, key: Key) -> None:
         """Set the content of a held block.
 
-        Has no effect if another block has the same content.
+        Has no effect if a different block already has this content.
         """
         if self._keys[block] is None and key not in self._contents:
             self._keys[block], self._contents[key] = key, block
@@ -164,7 +165,7 @@ class BlockPool:
             self._tails[key], self._tail_keys[block] = block, key
 
     def forget(self) -> None:
-        """Forget all contents, such as after a change of the weights.
+        """Forget all contents, for example after the weights have changed.
 
         Held blocks stay held.
         """

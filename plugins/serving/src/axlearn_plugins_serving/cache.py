@@ -25,7 +25,7 @@ class Cache:
     Args:
         pool: Blocks of the runner.
         slots: Maximum number of running requests.
-        prefixes: Whether requests with a common prefix share its blocks.
+        prefixes: Whether requests with a common prefix share the prefix's blocks.
         window: Number of keys that a token attends to in any layer, including itself; None if there is no limit.
     """
 
@@ -123,7 +123,7 @@ class Cache:
     def trim(self, state: RequestState) -> None:
         """Release the blocks of a running request that have left the attention window.
 
-        Submitted steps may still read them, but their next owner writes to them in a later step.
+        Submitted steps may still read them. This is safe, because their next owner writes to them in a later step.
         """
         if self.window is None:
             return

@@ -10,7 +10,7 @@ _CACHED = "/jax/compilation_cache/cache_hits"
 
 
 class CompileCount:
-    """A counter of XLA compilations from its creation on.
+    """Counts XLA compilations since it was created.
 
     Attributes:
         total: Programs compiled or read from JAX's compilation cache.

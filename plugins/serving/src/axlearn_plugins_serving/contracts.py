@@ -1,10 +1,10 @@
 """Interfaces between the server, the engine and the runner.
 
 A server (HTTP, a command, an evaluator) adds requests to an `Engine` and calls `step` from one thread. The engine chooses
-which tokens each step computes and which blocks of the cache hold them. A `Runner` computes the step on devices. This
-module does not import JAX.
+which tokens each step computes and which cache blocks store them. A `Runner` computes the step on devices. This module does not
+import JAX.
 
-Positions start at 0 at a request's first prompt token. A block holds `block_size` consecutive positions of one request.
+Positions start at 0 at a request's first prompt token. A block stores `block_size` consecutive positions of a request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ class Sampling:
         top_k: Number of most likely tokens to sample from; None samples from all.
         top_p: Sample from the smallest set of tokens with at least this total probability (Holtzman et al., 2020).
         min_p: Minimum probability of a token, relative to the most likely one (Nguyen et al., 2024).
-        seed: Seed of the samples. The same seed gives the same tokens in any batch. None picks a random seed.
+        seed: Seed of the samples. The same seed produces the same tokens in any batch. None picks a random seed.
         presence_penalty: Subtracted from the logit of each token that is already in the output.
         frequency_penalty: Subtracted from a token's logit once for each time the token is in the output.
         logit_bias: Token -> value added to its logit.
@@ -102,7 +102,7 @@ class Request:
     Attributes:
         id: Id of the request, unique among unfinished requests.
         prompt: Token ids; at least one.
-        priority: Smaller values run first. Requests of equal priority run in order of arrival.
+        priority: Smaller values run first. Requests with equal priority run in order of arrival.
         client: Client that sent the request. Waiting clients of the same priority take turns.
         adapter: Name of a LoRA adapter; None uses the base model.
     """
@@ -168,7 +168,7 @@ class Statistics:
         prompt_tokens: Prompt tokens of all admitted requests.
         cached_prompt_tokens: Prompt tokens that were already in the cache.
         output_tokens: Output tokens so far.
-        preemptions: Number of times a request lost its blocks to another.
+        preemptions: Number of times a request lost its blocks to a different request.
         steps: Calls of the runner.
         compilations: Compilations since warm-up; any value but 0 is a bug.
         step_seconds: Time spent submitting steps to the runner and waiting for it.
@@ -195,7 +195,7 @@ class Statistics:
 
 
 class Engine(Protocol):
-    """An engine that continues many prompts at once.
+    """Continues many prompts at once.
 
     Call its methods from one thread only.
 
@@ -306,7 +306,7 @@ class Pending(Protocol):
 
 @runtime_checkable
 class HasConfig(Protocol):
-    """A module that stores the config that built it.
+    """A module that stores its own config.
 
     Attributes:
         cfg: The config, a `Node`.
@@ -343,7 +343,7 @@ class HasProgram(Protocol):
 
 @runtime_checkable
 class ReadsWeights(Protocol):
-    """Open weights that are not read yet, such as an `axlearn_core.run.RunWeights`."""
+    """Opened weights that have not been read yet, such as an `axlearn_core.run.RunWeights`."""
 
     def specs(self) -> Mapping[str, Any]:
         """Return path -> shape and dtype of each tensor."""
@@ -376,7 +376,7 @@ class PacesSteps(Protocol):
 
 
 class Runner(Protocol):
-    """A runner that computes steps of a model on its devices.
+    """Computes the steps of a model on its devices.
 
     Steps use a cache of blocks and run in the order of `submit`.
 
@@ -390,7 +390,7 @@ class Runner(Protocol):
         chunk: Prompt tokens computed together. A partial chunk costs as much as a full one, unless it is a single token.
         max_context: Maximum number of tokens in a request, including its output.
         max_logit_bias: Maximum number of tokens in a request's `logit_bias`.
-        max_blocks_per_request: Maximum number of blocks of a request.
+        max_blocks_per_request: Maximum number of blocks per request.
         decode_steps: Maximum value of `steps` in `submit`.
         adapters: Names of the LoRA adapters that requests can use.
 
@@ -450,11 +450,11 @@ class Runner(Protocol):
         ...
 
     def read_blocks(self, blocks: Sequence[int]) -> Any:
-        """Return the contents of blocks as a pytree of NumPy arrays."""
+        """Return the blocks' contents as a pytree of NumPy arrays."""
         ...
 
     def write_blocks(self, blocks: Sequence[int], contents: Any) -> None:
-        """Write into blocks what `read_blocks` of the same model's runner returned."""
+        """Write contents that `read_blocks` returned, for a runner of the same model."""
         ...
 
     def update_weights(self, weights: Any) -> None:

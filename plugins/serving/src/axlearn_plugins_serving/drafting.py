@@ -19,15 +19,15 @@ from axlearn_plugins_serving.scheduler import Limits, Part, Plan
 
 @offers()
 class Drafter(Protocol):
-    """A drafter of the next tokens of requests.
+    """Drafts the next tokens of requests.
 
-    Each engine has at most one, in the slot `drafter`.
+    An engine has at most one drafter, in its `drafter` slot.
     """
 
     def draft(self, state: RequestState, most: int) -> Sequence[int]:
         """Return at most `most` tokens that may follow a request's tokens.
 
-        It may return none.
+        The list may be empty.
         """
         ...
 

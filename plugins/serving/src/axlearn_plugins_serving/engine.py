@@ -38,7 +38,7 @@ from axlearn_plugins_serving.scheduler import Limits, Part, Plan, PrioritySchedu
 
 
 class _InFlightStep(NamedTuple):
-    """A submitted step whose results are not read yet."""
+    """A submitted step whose results have not been read yet."""
 
     plan: Plan
     pending: Pending
@@ -56,13 +56,15 @@ class ServingEngine(Configurable):
             scheduler: Chooses what each step computes. It is offered `cache` and `limits`.
             drafter: Drafts tokens of greedy requests, which the model verifies if a step has room. None disables drafts.
             max_waiting: Maximum number of waiting requests; further requests are rejected.
-            max_context: Maximum number of tokens in a prompt and its output; None uses as many as fit into the cache.
-            prefix_cache: Whether requests with a common prefix share its cached blocks.
+            max_context: Maximum number of tokens in a prompt and its output. None uses the runner's limit: its
+                `max_context`, or less if its cache is smaller.
+            prefix_cache: Whether requests with a common prefix share the prefix's cached blocks.
             pipeline: Whether to plan a step while the previous one computes.
-            tensor_parallel: Number of devices that share each product and the heads of the cache. None uses one device. On
-                CPUs, `axlearn serve` uses two if there are two or more cores and the model can be divided.
-            hold_seconds: Decode several tokens in one dispatch if they take less than this many seconds in total. A new
-                request may wait this long for the step to end.
+            tensor_parallel: Number of devices that split each matrix multiplication and the heads of the cache. None uses one
+                device, or two virtual CPU devices if JAX has them and they divide the model. `axlearn serve` creates them on
+                two or more cores.
+            hold_seconds: Decode up to `runner.decode_steps` tokens in one dispatch if they take at most this many seconds in
+                total. A new request may wait this long for the step to end.
         """
 
         runner: Node[Runner] = ModelRunner.Config()
@@ -310,7 +312,7 @@ class ServingEngine(Configurable):
 def _build_row(part: Part, mask: Any, *, token_known: bool) -> Row:
     """Build the row of a part.
 
-    With `token_known`, pass the last token, because the runner's own may follow a rejected draft.
+    With `token_known`, the row contains the last token, because the runner's last token may follow a rejected draft.
     """
     state, tokens, targets = part.state, (), None
     assert state.slot is not None
@@ -335,8 +337,8 @@ def _context_length(cfg: ServingEngine.Config, runner: Runner) -> int:
     room = min(room, runner.max_context)
     if cfg.max_context is not None and cfg.max_context > room:
         raise RequestError(
-            f"the context cannot be {cfg.max_context} tokens\n    expected: at most {room}, which is what fits into the cache\n"
-            "    fix: lower max_context, or increase the runner's num_blocks"
+            f"the context cannot be {cfg.max_context} tokens\n    expected: at most {room}, the limit of the runner\n"
+            "    fix: lower max_context, or raise runner.max_context (and runner.num_blocks, if it is set)"
         )
     return cfg.max_context or room
 

@@ -1,4 +1,4 @@
-"""The devices of an engine, and how many of them share each product."""
+"""The devices of an engine, and how many of them split each matrix multiplication."""
 
 import contextlib
 import os
@@ -24,8 +24,8 @@ from axlearn_plugins_serving.runner import ModelRunner
 
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 VIRTUAL_DEVICES = 2
-"""Number of virtual CPU devices that share each product by default. XLA's single-threaded work then runs in two threads. Measured
-on two cores."""
+"""Number of virtual CPU devices that split each matrix multiplication by default. XLA's single-threaded work then runs in two
+threads. Measured on two cores."""
 
 
 def set_up_devices(config: ServingEngine.Config, *, owns_cores: bool = False) -> None:
@@ -36,7 +36,7 @@ def set_up_devices(config: ServingEngine.Config, *, owns_cores: bool = False) ->
     Args:
         config: Config of the engine.
         owns_cores: Whether this engine is the only one on the machine's cores, or loads programs exported for such an engine.
-            Two devices then share each product by default.
+            By default, two devices then split each matrix multiplication.
     """
     configure_devices(None)
     shares = owns_cores and _may_share(config) and _count_cores() >= VIRTUAL_DEVICES
@@ -44,12 +44,12 @@ def set_up_devices(config: ServingEngine.Config, *, owns_cores: bool = False) ->
     if count > 1:
         runner = config.runner
         if isinstance(runner, ModelRunner.Config) and runner.decode_steps > 1:
-            compat.threads_for(count)  # in a loop with collectives, each device holds a thread
+            compat.threads_for(count)  # in a loop with collectives, each device occupies a thread
         _create_virtual_devices(count)
 
 
 def serving_program(model: Node[Any], mesh: Mesh, config: ServingEngine.Config) -> ModelProgram:
-    """Build the program of an engine. `tensor_parallel` devices share each product.
+    """Build the program of an engine. `tensor_parallel` devices split each matrix multiplication.
 
     Args:
         model: Config of a `CausalLM`.
@@ -79,7 +79,8 @@ def serving_program(model: Node[Any], mesh: Mesh, config: ServingEngine.Config) 
             parity = isinstance(config.runner, ModelRunner.Config) and config.runner.mode == "parity"
             if not parity or find_parity_problem(shared) is None:
                 log_message(
-                    f"note: {VIRTUAL_DEVICES} virtual CPU devices share each product; serving.tensor_parallel=1 uses one"
+                    f"note: {VIRTUAL_DEVICES} virtual CPU devices split each matrix multiplication; "
+                    "serving.tensor_parallel=1 uses one"
                 )
                 return shared
     return program(1)
@@ -95,9 +96,9 @@ def _create_virtual_devices(count: int) -> None:
 
 
 def _may_share(config: ServingEngine.Config) -> bool:
-    """Return True if virtual CPU devices may share products by default.
+    """Return True if virtual CPU devices may split matrix multiplications by default.
 
-    Several tokens per dispatch need a loop, which XLA for CPU may never finish with few threads.
+    Decoding several tokens per dispatch needs a loop with collectives, which XLA for CPU may never finish with few threads.
     """
     return isinstance(config.runner, ModelRunner.Config) and config.runner.decode_steps == 1
 
@@ -115,7 +116,7 @@ def _count_cores() -> float:
 def _division_problem(error: ConfigError, count: int) -> Problem:
     return Problem(
         path="serving.tensor_parallel",
-        message=f"{count} devices cannot share the products of this model",
+        message=f"{count} devices cannot split the matrix multiplications of this model",
         got=str(error).replace("\n", " ").partition(" fix:")[0].strip(),
         fix="use a divisor of the number above, or 1",
     )

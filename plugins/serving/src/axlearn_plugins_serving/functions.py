@@ -32,7 +32,7 @@ from axlearn_plugins_transformer.layer_roles import OutputHeadRole
 from axlearn_plugins_transformer.transformer import Cache
 
 HEAD = "head"
-"""Key of the output layer of a model that ties it to its embedding. Transposed once, so that its rows are contiguous."""
+"""Key of the output layer, if the model ties it to its embedding. It is transposed once, so that its rows are contiguous."""
 
 
 @attrs.frozen(kw_only=True)
@@ -42,12 +42,12 @@ class Sizes:
     Attributes:
         blocks: Number of blocks in the cache.
         block_size: Tokens per block.
-        slots: A.
+        slots: Maximum number of running requests.
         blocks_per_call: Number of blocks that one call copies, reads or writes.
         steps: Maximum number of tokens that `serve_decode` chooses.
         adapters: Number of adapters.
         min_rows: Minimum number of rows outside attention. Pads steps so that results do not depend on the number of rows.
-        layout: Layout of the weights of linear maps; None keeps the layout of training.
+        layout: Layout of the linear maps' weights; None keeps the training layout.
     """
 
     blocks: int

@@ -131,7 +131,7 @@ class LocalEngine:
         return self._stream(Request(id=f"local-{next(self._ids)}", prompt=tokens, sampling=sampling), stops)
 
     def update_weights(self, weights: Any) -> None:
-        """Replace the weights with others of the same model.
+        """Replace the model's weights.
 
         Requests of other threads continue with the new weights.
 

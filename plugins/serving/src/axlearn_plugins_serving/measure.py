@@ -9,7 +9,7 @@ from axlearn_plugins_serving.contracts import Statistics
 from axlearn_plugins_serving.scheduler import Plan
 
 MAX_DURATIONS, CHUNK = 8, 32
-"""Number of durations to keep per shape of a step, and the number of prompt tokens by which shapes differ."""
+"""Number of durations to keep per step shape, and the granularity of shapes in prompt tokens."""
 MAX_PLANS, PLAN_QUANTILE, DURATION_SCALE, SUBMIT_SECONDS = 64, 0.75, 0.95, 0.004
 """Constants that decide when to plan the next step. The step in flight is assumed to end after `DURATION_SCALE` times the shortest
 duration of its shape. Planning starts early enough that a fraction `PLAN_QUANTILE` of the last `MAX_PLANS` plans would have
@@ -29,7 +29,7 @@ class Meter:
         self.drafted_tokens = self.accepted_tokens = 0
         self.runner_seconds = self.host_seconds = 0.0
         self._step_runner_seconds = 0.0
-        self._token_seconds: float | None = None  # time to decode one token of each request
+        self._token_seconds: float | None = None  # moving average of the time to decode one token per request
         self._last_read: float | None = None
         self._start_times: deque[float] = deque(maxlen=64)
         self._free_at = 0.0  # when the devices start, or started, the step in flight
@@ -45,7 +45,7 @@ class Meter:
         self._step_runner_seconds += time.perf_counter() - started
 
     def record_step(self, seconds: float) -> None:
-        """Record the total time of a step of the engine."""
+        """Record the total time of an engine step."""
         self.runner_seconds += self._step_runner_seconds
         self.host_seconds += max(0.0, seconds - self._step_runner_seconds)
         self._step_runner_seconds = 0.0
@@ -79,7 +79,7 @@ class Meter:
         now, shape = time.perf_counter(), _step_shape(plan)
         if self._step_runner_seconds > SUBMIT_SECONDS:
             self._durations.setdefault(shape, deque(maxlen=MAX_DURATIONS)).append(now - self._free_at)
-        else:  # the engine did not wait, so the step ended at an unknown time: it planned the next step too late
+        else:  # the engine planned too late, so the step ended at an unknown time before this read
             self._durations.pop(shape, None)
         self._free_at = now  # the next step in flight starts now
         if not all(part.decodes for part in plan.parts):
@@ -92,9 +92,9 @@ class Meter:
         self._last_read = now
 
     def fits(self, steps: int, seconds: float) -> bool:
-        """Return True if so many decoding steps take at most `seconds`.
+        """Return True if this many decoding steps take at most `seconds`.
 
-        False until some were measured.
+        Returns False until decoding steps have been measured.
         """
         return self._token_seconds is not None and steps * self._token_seconds <= seconds
 

@@ -200,7 +200,7 @@ def fit_config(config: ServingEngine.Config, model: Any, text: TextProcessor | N
 
 
 def warn_about_end_token(uri: str | Path, input: Any, tokenizer: Any) -> None:
-    """Warn if no file of the model names the end token, so that a common one is used."""
+    """Warn if none of the model's files names the end token, in which case a common one is used."""
     if any(part.eos is None and part.path is not None for part in find(input, TokenizerJson).values()):
         log_message(
             f"warning: outputs end at {tokenizer.eos_token!r}, which is in the vocabulary of {uri} but not set by its files; "

@@ -1,4 +1,4 @@
-"""Packing of rows into the arrays of steps, and unpacking of results."""
+"""Pack rows into the arrays of steps, and unpack results."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +17,8 @@ class Places:
     """The positions of a row's results.
 
     Attributes:
-        chosen: (call, index of the result) of the chosen token; None if no token is chosen.
-        targets: (call, index of the first target, number of targets) of each part of the row.
+        chosen: (call, result index) of the chosen token; None if no token is chosen.
+        targets: (call, index of the first target, number of targets) for each part of the row.
     """
 
     chosen: tuple[int, int] | None = None
@@ -27,7 +27,7 @@ class Places:
 
 @attrs.frozen
 class _Part:
-    """Tokens of a row that are computed in one row of a step."""
+    """Tokens of a row that are computed together, in one row of a step."""
 
     index: int
     start: int
@@ -43,7 +43,7 @@ def sampling_kind(sampling: Sampling, masked: bool) -> int:
 
 
 class Packer:
-    """A packer of rows into the compiled shapes."""
+    """Packs rows into the compiled step shapes."""
 
     def __init__(self, buckets: Sequence[StepBucket], unused: int):
         """Build a packer. `unused` is the slot of unassigned rows."""

@@ -1,4 +1,4 @@
-"""The feature `paged-cache`, which gives a model paged caches."""
+"""The `paged-cache` feature, which replaces a model's caches with paged caches."""
 
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -26,7 +26,7 @@ class UsePagedCache(Feature):
 
     Training and checkpoints do not change, because only generation uses a cache. `page_size` is the number of tokens per page.
     `heads_first` stores pages in the layout that CPUs read best. `store` is the storage dtype of keys and values, with a scale
-    per token and head. `kernel` names a kernel of the op `paged_attention` to use instead of the attention's own.
+    per token and head. `kernel` names a kernel of the `paged_attention` op to use instead of the attention's own.
     """
 
     stage = "execute"
@@ -39,7 +39,7 @@ class UsePagedCache(Feature):
     kernel: str | None = None
 
     def apply(self, cfg: Tree) -> Tree:
-        """Fill every slot for a cache."""
+        """Put a paged cache into every cache slot."""
         nothing = Problem(
             path="model",
             message="paged-cache found no attention layer with a cache",

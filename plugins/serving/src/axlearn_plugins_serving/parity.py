@@ -1,4 +1,4 @@
-"""The mode `parity`: supported models and devices, and minimum numbers of rows."""
+"""`parity` mode: supported models and devices, and minimum numbers of rows."""
 
 import math
 from collections.abc import Sequence
@@ -18,18 +18,19 @@ from axlearn_plugins_transformer.attention_variants.alibi import Alibi
 from axlearn_plugins_transformer.layer_roles import ExpertsRole
 
 ROWS = 64
-"""Minimum number of rows outside attention in the mode `parity`. XLA for CPU multiplies fewer rows with another algorithm. The
-minimum depends on the inputs: 56 rows for maps of 256 inputs, 40 for 512 and 640, 24 for 768, and 4 for 1,024 and more."""
+"""Minimum number of rows outside attention in `parity` mode. XLA for CPU multiplies fewer rows with a different algorithm. The
+minimum depends on the input size of the maps: 56 rows for 256 inputs, 40 for 512 and 640, 24 for 768, and 4 for 1,024 and
+more."""
 WIDE_MAP_ROWS = {1024: 8, 768: 24}
-"""Smallest number of inputs of the maps -> minimum number of rows, for models with only wide maps (see `has_wide_maps`)."""
+"""Smallest input size of the maps -> minimum number of rows, for models with only wide maps (see `has_wide_maps`)."""
 MIN_WIDE_INPUTS, INPUT_MULTIPLE, OUTPUT_MULTIPLE = 768, 256, 64
-"""Properties of maps that need fewer rows. Tested with 11 numbers of inputs and 14 numbers of outputs."""
+"""Properties of maps that need fewer rows. Tested with 11 input sizes and 14 output sizes."""
 
 
 def min_rows(model: Any) -> int:
-    """Return the number of rows to pad to.
+    """Return the number of rows to pad to for bitwise equal results.
 
-    With it, the rows of `model`, a `CausalLM`, do not depend on their number, bit for bit.
+    With this padding, the results of `model`, a `CausalLM`, do not depend on the number of rows.
     """
     if not has_wide_maps(model):
         return ROWS
@@ -38,9 +39,9 @@ def min_rows(model: Any) -> int:
 
 
 def has_wide_maps(model: Any, devices: int = 1) -> bool:
-    """Return True if all products of a `CausalLM` are wide.
+    """Return True if all linear maps of a `CausalLM` are wide.
 
-    See `MIN_WIDE_INPUTS`. `devices` share the outputs of each product.
+    See `MIN_WIDE_INPUTS`. The outputs of each map are split over `devices`.
 
     XLA for CPU then computes the same bits for a shard of the outputs as for all of them. Tested on 2 devices.
     """
@@ -65,7 +66,7 @@ def _maps(model: Any) -> list[Any]:
 
 
 def find_parity_problem(program: Program | ModelProgram) -> str | None:
-    """Return why a program's devices cannot share products bit for bit.
+    """Return why a program's devices cannot split matmuls bit for bit.
 
     Returns None if they can or if there is one device.
     """

@@ -1,4 +1,4 @@
-"""Loading of a server's compiled programs from files.
+"""Load a server's compiled programs from files.
 
 An exported program is code. Programs are only loaded from a directory that the user names, or from `programs` in a run
 directory that belongs to the user; never from a directory in Hugging Face format.
@@ -58,7 +58,8 @@ def load_programs(program: ModelProgram, functions: Shapes, configs: Mapping[str
     """Load functions of a runner from a directory without tracing or compiling.
 
     Raises:
-        ProgramsError: If the programs are for another model, settings, code, version or machine, or one is missing or damaged.
+        ProgramsError: If the programs are for a different model, machine or version, for different settings or code, or if one
+            is missing or damaged.
     """
     try:
         program.load(directory, identity(program, configs))
@@ -74,9 +75,9 @@ def load_programs(program: ModelProgram, functions: Shapes, configs: Mapping[str
 
 
 class BackgroundLoader:
-    """A background loader of functions.
+    """Loads functions in the background.
 
-    A function that is needed earlier is loaded at once.
+    A function that is needed before then is loaded at once.
 
     Args:
         program: Program with all functions exported and verified.

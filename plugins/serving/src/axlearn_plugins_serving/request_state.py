@@ -7,7 +7,7 @@ from axlearn_plugins_serving.contracts import Request, TokenLogprobs
 
 
 class RequestState:
-    """A request from `add` until it ends.
+    """The state of a request, from `add` until it ends.
 
     The scheduler, the cache and the engine each write their own attributes.
 
@@ -16,20 +16,20 @@ class RequestState:
         seed: Seed of its random numbers.
         arrival: Sequence number of the request.
         limit: Maximum number of output tokens.
-        tokens: Tokens of the prompt and of the output as far as it was read from the runner.
+        tokens: Tokens of the prompt, and output tokens that were read from the runner.
         target: Number of `tokens` to compute before the request decodes. Set when it starts.
         computed: Positions covered by submitted steps.
         inflight: Tokens that submitted steps choose and that were not read yet.
         slot: Slot in the runner's tables; None while the request waits.
         blocks: Blocks of the cache, in order of position.
-        freed: How many of the first `blocks` were given back because no later token attends to them.
-        keys: Keys of the full blocks of `tokens`, as far as they were computed.
+        freed: Number of leading `blocks` that were released because no later token attends to them.
+        keys: Keys of the full blocks in `tokens` that were computed so far.
         key_version: Version of the weights that `keys` belong to.
         announced: Keys of blocks that the request is computing. The last key may be for a partial block.
-        stored: Number of `blocks` with content that the cache knows.
+        stored: Number of `blocks` whose content is registered in the cache.
         shares: Whether other requests may use its blocks. False after the weights change.
         cached_tokens: Prompt tokens that were in the cache when the request started; None before.
-        prompt_logprobs: Log-probabilities of the prompt, as far as they were read.
+        prompt_logprobs: Log-probabilities of prompt tokens that were read so far.
         places: n-gram -> index after its last token, for a drafter.
         indexed: Number of `tokens` that are in `places`.
         sent_prompt_logprobs: Whether `prompt_logprobs` were returned.

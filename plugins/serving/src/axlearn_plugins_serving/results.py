@@ -1,4 +1,4 @@
-"""Conversion of the runner's results to outputs of requests."""
+"""Convert the runner's results to outputs of requests."""
 
 from collections.abc import Sequence
 from typing import Any

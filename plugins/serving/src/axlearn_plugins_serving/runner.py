@@ -2,7 +2,7 @@
 
 It compiles its functions before the first request.
 
-`RunnerProgram` holds these functions. It also works without a runner: a plan compiles it for devices that are not present.
+`RunnerProgram` contains these functions. It also works without a runner: a plan compiles it for devices that are not present.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,7 +40,7 @@ SETUP_FUNCTIONS = ("serve_tables", "serve_cache", "serve_weights")
 
 
 class ModelRunner(Configurable):
-    """A runner of a model on the devices of a program. See `contracts.Runner`.
+    """Runs a model on the devices of a program. See `contracts.Runner`.
 
     Args:
         cfg: Config of the runner.
@@ -58,7 +58,7 @@ class ModelRunner(Configurable):
 
         Attributes:
             block_size: Tokens per block.
-            num_blocks: Number of blocks in the cache; None has room for `max_rows` requests of `max_context` tokens.
+            num_blocks: Number of blocks in the cache; None allocates enough for `max_rows` requests of `max_context` tokens.
             max_rows: Maximum number of running requests.
             max_context: Maximum number of tokens in a request, including its output. The default is 2,048, or the model's
                 own context length if that is smaller.
@@ -72,7 +72,7 @@ class ModelRunner(Configurable):
             mode: `fast`, or `parity` for results that match the training program in its batch-invariant mode bit for bit.
             cache_dtype: Storage dtype of cached keys and values, with a scale per token and head. None uses the model's dtype.
             adapters: Name -> directory written by `axlearn lora export`. Requests select an adapter by name.
-            kernel: Kernel of the op `paged_attention`; None picks the best kernel for the mode.
+            kernel: Kernel of the `paged_attention` op; None picks the best kernel for the mode.
         """
 
         block_size: int = setting(default=32, ge=1)
@@ -112,7 +112,7 @@ class ModelRunner(Configurable):
 
         @property
         def blocks_per_request(self) -> int:
-            """Maximum number of blocks of a request."""
+            """Maximum number of blocks per request."""
             return -(-self.max_context // max(1, self.block_size))
 
         @property
@@ -392,7 +392,7 @@ class RunnerProgram(ModelProgram):
         return shapes
 
     def shapes(self) -> Shapes:
-        """Return the shapes of all functions of the runner."""
+        """Return the shapes of all the runner's functions."""
         return {**{name: [None] for name in SETUP_FUNCTIONS}, **self.step_shapes()}
 
     def notes(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Schedulers, which choose the tokens that the next step computes.
 
-A scheduler fills the slot `scheduler` of the engine and is offered `cache` (see `axlearn_plugins_serving.cache`) and `limits`.
-Any class that implements `Scheduler` can fill the slot.
+A scheduler fills the engine's `scheduler` slot and is offered `cache` (see `axlearn_plugins_serving.cache`) and `limits`. Any
+class that implements `Scheduler` can fill the slot.
 """
 
 import bisect
@@ -76,7 +76,7 @@ class Plan:
 
 @offers("cache", "limits")
 class Scheduler(Protocol):
-    """A scheduler of requests. It gives them blocks and slots through the cache."""
+    """Schedules requests, and assigns blocks and slots to them through the cache."""
 
     @property
     def running(self) -> Collection[RequestState]:
@@ -126,8 +126,8 @@ class PriorityScheduler(Configurable):
             step_tokens: Maximum number of tokens in a step; None uses the limit of the runner. A smaller value shortens steps
                 with prompts: other requests get tokens more evenly, and prompts take longer.
             joint_prompt_tokens: Stop adding prompts to a step that has this many prompt tokens. Prompts in the same step all
-                wait for the longest. In separate steps, the first ends sooner and the last no later. Values that are too
-                small to keep the processor busy waste time.
+                wait for the longest. In separate steps, the first ends sooner and, on CPUs, the last no later. This was
+                not measured on accelerators. Values that are too small to keep the processor busy waste time.
             preempt_for_priority: Whether a request may preempt one of lower priority.
         """
 
@@ -219,7 +219,7 @@ class PriorityScheduler(Configurable):
         total = self._prompt_budget(plan)
         while budget > 0:
             state = self.queue.first()
-            if state is None or state.inflight:  # the results in flight may end it
+            if state is None or state.inflight:  # the results in flight may end this request
                 return
             if total - budget >= self.joint_prompt_tokens and not self._outranks_prompts(state, plan):
                 return
@@ -238,7 +238,7 @@ class PriorityScheduler(Configurable):
             budget -= self._plan_chunk(plan, state, budget)
 
     def _plan_chunk(self, plan: Plan, state: RequestState, budget: int) -> int:
-        """Add tokens of a prompt, in whole chunks if one fits.
+        """Add tokens of a prompt, in whole chunks if at least one chunk fits.
 
         Return the budget that they use.
         """

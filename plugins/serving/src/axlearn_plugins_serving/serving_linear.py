@@ -1,7 +1,7 @@
 """`ServingLinear`: a linear map with a weight layout for serving.
 
-A server does not train, so it can store each weight as its processor reads it best. Layouts apply to the model with separate
-layers. Checkpoints, adapters and the weights that a server loads keep the shapes and paths of `Linear`.
+A server does not train, so it can store each weight in the layout that its processor reads fastest. Layouts apply to the model
+with separate layers. Checkpoints, adapters and the weights that a server loads keep the shapes and paths of `Linear`.
 """
 
 import abc
@@ -22,11 +22,12 @@ from axlearn_plugins_serving.paged import has_latents
 WeightLayout = Literal["transposed", "column_parallel"]
 
 WEIGHT_FIRST_ROWS = 224
-"""Up to this many rows, a transposed weight is the first factor, which XLA for CPU reads in place. It copies the second."""
+"""Up to this many rows, a transposed weight is the first operand of the matmul. XLA for CPU reads the first operand in place
+and copies the second."""
 
 
 class ServingLinear(nnx.Module):
-    """A `Linear` in another layout.
+    """A `Linear` whose weight has a different layout.
 
     Attributes:
         cfg: Config of the `Linear`.
@@ -91,7 +92,7 @@ class TransposedLinear(ServingLinear):
         rows = x.reshape(-1, weight.shape[1])
         if rows.shape[0] > WEIGHT_FIRST_ROWS:
             y = lax.dot_general(rows, weight, (((1,), (1,)), ((), ())))
-        else:  # without the barriers, XLA folds the transposes into the product and the weight comes second again
+        else:  # without the barriers, XLA folds the transposes into the matmul, and the weight becomes the second operand again
             columns = lax.optimization_barrier(rows.T)
             y = lax.optimization_barrier(weight @ columns).T
         return y.reshape(*x.shape[: x.ndim - len(self.cfg.input_dims)], *self.cfg.output_dims)
@@ -100,7 +101,7 @@ class TransposedLinear(ServingLinear):
 class ColumnParallelLinear(ServingLinear):
     """A `Linear` that shards its outputs and gathers its inputs.
 
-    The first output dimension is sharded like the logical axis `mlp`.
+    The first output dimension is sharded like the logical `mlp` axis.
 
     No device computes partial sums, so sums do not depend on the number of devices. Outputs are gathered if `Linear` does not
     shard them.
@@ -128,7 +129,7 @@ LAYOUTS: Mapping[WeightLayout, type[ServingLinear]] = {
 
 
 def lay_out_maps(model: Any, layout: WeightLayout) -> None:
-    """Replace each plain `Linear` of a model by a `ServingLinear`.
+    """Replace each plain `Linear` of a model with a `ServingLinear`.
 
     The model must have separate layers.
 
@@ -150,7 +151,7 @@ def lay_out_maps(model: Any, layout: WeightLayout) -> None:
 
 
 def stores_transposed(model: Node[Any], devices: Sequence[Any]) -> bool:
-    """Return True if the mode `fast` stores the model's maps as [outputs, inputs].
+    """Return True if `fast` mode stores the model's maps as [outputs, inputs].
 
     This is the case on CPUs, unless layers read the weights of their maps in each step, as latent attention does.
     """

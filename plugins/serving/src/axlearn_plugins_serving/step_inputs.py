@@ -1,6 +1,6 @@
 """The inputs of a step, packed into one integer array.
 
-This needs only one transfer to the devices.
+A single transfer moves them to the devices.
 
 Legend: R rows of one token, K chunks of C tokens, L = R + K, T = R + K C, M blocks of a request.
 """

@@ -9,7 +9,7 @@ from axlearn_plugins_serving.request_state import RequestState
 class WaitingQueue:
     """A queue ordered by priority, then by turns of clients, then by arrival.
 
-    The cost of an operation depends only on the number of distinct priorities, and only logarithmically.
+    The cost of each operation is logarithmic in the number of distinct priorities.
     """
 
     def __init__(self) -> None:

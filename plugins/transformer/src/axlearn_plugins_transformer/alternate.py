@@ -1,4 +1,4 @@
-"""Stacks of different layers, by an `Alternate` in any slot of a layer config.
+"""Stacks of different layers, with an `Alternate` in any slot of the layer config.
 
     feed_forward: {type: alternate, children: [{type: gated-feed-forward}, {type: mixture-of-experts}]}
 
@@ -50,7 +50,7 @@ class Alternate(Node[Any]):
 def change_slot(slot: Any, change: Callable[[Any], Any]) -> Any:
     """Apply `change` to the node in a slot.
 
-    If the slot holds an `Alternate`, apply it to each of its nodes.
+    If the slot contains an `Alternate`, apply `change` to each of its nodes.
     """
     if not isinstance(slot, Alternate):
         return change(slot)

@@ -25,7 +25,7 @@ class PositionEncoding(Protocol):
 
     It is built with `head_dim`, `num_heads`, `rngs` and `precision`.
 
-    An encoding that also, or only, changes the scores is a `ScoreBias`.
+    An encoding that changes the scores, instead of or in addition to queries and keys, is a `ScoreBias`.
     """
 
     def __call__(self, query: jax.Array, key: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -53,7 +53,7 @@ def bias_of(position: Any) -> Bias | None:
 def window_of(window: int | Node[int | None] | None) -> int | None:
     """Return the size of a window.
 
-    A node may give the size, so that layers of one stack can have different windows.
+    A node may build the size, so that layers of the same stack can have different windows.
     """
     return window.build() if isinstance(window, Node) else window
 
@@ -62,7 +62,7 @@ def cached_slots(context: Context) -> jax.Array:
     """Return the cache slots of the tokens, int32 [B or 1, S].
 
     Raises:
-        RequestError: A row holds several documents.
+        RequestError: A row contains several documents.
     """
     if context.segment_ids is not None:
         raise RequestError("attention with a cache requires one document per row: leave out segment_ids")
@@ -107,7 +107,7 @@ class Attention(Layer):
             window: Number of positions that a query sees, including its own: an int, a node that builds an int or None,
                 or None for all.
             causal: Hide later positions from each query. Set it to False for encoders.
-            kernel: Implementation of the op `attention`, or of the op of `kv_cache`. None selects the best one.
+            kernel: Implementation of the `attention` op, or of the op that `kv_cache` uses. None selects the best one.
             query: Query projection.
             key: Key projection.
             value: Value projection.
@@ -140,7 +140,7 @@ class Attention(Layer):
                 yield Problem(
                     path="num_kv_heads",
                     message="does not divide num_heads",
-                    got=f"{self.num_kv_heads} of {self.num_heads}",
+                    got=f"num_kv_heads={self.num_kv_heads}, num_heads={self.num_heads}",
                     expected=f"one of {', '.join(divisors)}",
                 )
 

@@ -58,7 +58,7 @@ class TwoPartDecoder(Protocol):
         ...
 
     def finish(self, x: jax.Array) -> jax.Array:
-        """Compute the hidden states of any outputs of `begin`: [B, S, D] -> [B, S, D]."""
+        """Compute the hidden states from any outputs of `begin`: [B, S, D] -> [B, S, D]."""
         ...
 
 
@@ -95,7 +95,7 @@ class CausalLM(Layer):
             logit_softcap: Soft cap of the logits, or None.
             z_loss: Weight of log(Z)^2.
             loss_chunk: Positions per row whose logits are in memory at a time. None fits them into 256 MiB per device.
-            loss_kernel: Implementation of the op `cross_entropy`. None selects the best one.
+            loss_kernel: Implementation of the `cross_entropy` op. None selects the best one.
         """
 
         vocab_size: int = setting(default=REQUIRED, ge=1, le=2**24)
@@ -244,7 +244,7 @@ def _constrain_logits(logits: jax.Array) -> jax.Array:
 
 
 def num_params(cfg: Node[Any]) -> int:
-    """Return the number of parameters of a model.
+    """Return the number of parameters in a model.
 
     The model is built abstractly, without allocating memory.
     """

@@ -1,4 +1,4 @@
-"""Layers with dropout, and the feature `dropout` that inserts them."""
+"""Layers with dropout, and the `dropout` feature that inserts them."""
 
 from typing import Any, TypeVar
 
@@ -125,7 +125,7 @@ class Dropout(Feature):
     """
 
     stage = "wrap"
-    after = ("lora",)  # both change the layers in `attention` and `feed_forward`
+    after = ("lora",)  # both features change the layers in `attention` and `feed_forward`
     example = "rate=0.1"
 
     rate: float = setting(default=0.1, ge=0, lt=1)

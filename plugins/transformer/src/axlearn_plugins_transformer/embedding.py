@@ -85,7 +85,7 @@ class LearnedPositions(Layer):
         """Settings of the table.
 
         Attributes:
-            max_length: Number of positions. Later positions give NaN.
+            max_length: Number of positions. Later positions return NaN.
             init: Initializer of the table.
         """
 
@@ -113,7 +113,7 @@ class LearnedPositions(Layer):
 class Head(Layer):
     """The weight of an output head that is not tied to the embedding.
 
-    The loss multiplies by it.
+    The loss multiplies the hidden states by it.
     """
 
     @node
@@ -138,7 +138,7 @@ class Head(Layer):
 
 
 class OutputHead(Protocol):
-    """Holds the weight of the output layer.
+    """Contains the weight of the output layer.
 
     It is built with `vocab_size`, `dim`, `rngs` and `precision`.
     """

@@ -38,7 +38,7 @@ class GatedFeedForward(Layer):
             hidden_dim: Hidden size; it may be relative to the width. The default is Llama's: 8/3 of the width, rounded
                 up to a multiple of 128.
             activation: Activation function.
-            kernel: Implementation of the op `gated_linear_unit`. None selects the best one.
+            kernel: Implementation of the `gated_linear_unit` op. None selects the best one.
             gate: Gate projection.
             up: Up projection.
             down: Down projection.

@@ -257,6 +257,6 @@ def _path(key: tuple[Any, ...]) -> str:
 
 
 def _axes(variable: Any, rank: int) -> tuple[str | None, ...]:
-    # A separate layer holds slices of stacked arrays under the full axis names; its axes are the last ones.
+    # A separate layer contains slices of stacked arrays, but keeps the full axis names. Its own axes are the last ones.
     names = variable.get_metadata().get("out_sharding")
     return tuple(names)[len(names) - rank :] if names else ()

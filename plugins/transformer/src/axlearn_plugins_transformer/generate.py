@@ -18,7 +18,7 @@ from axlearn_plugins_transformer.functions import Draw, GenerationBucket, Genera
 SMALLEST_PROMPT = 16
 """Prompts are padded to at least this length and to a power of two, so that few lengths are compiled."""
 CACHE_STEP = 128
-"""Cache lengths are multiples of this number, for the same reason."""
+"""Cache lengths are multiples of this number, so that few lengths are compiled."""
 
 
 @runtime_checkable

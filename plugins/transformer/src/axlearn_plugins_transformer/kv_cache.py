@@ -36,7 +36,7 @@ class KVCache(Protocol):
     def attend(self, cache: Any, op: AttentionOp, slots: jax.Array, kernel: str | None) -> tuple[jax.Array, Any]:
         """Write the new keys and values, and attend to the contents of the cache.
 
-        Slots after the new tokens may hold arbitrary values; the causal mask hides them.
+        Slots after the new tokens may contain arbitrary values; the causal mask hides them.
 
         Args:
             cache: Cache from `init` or an earlier call.
@@ -58,7 +58,7 @@ def build_cache(cfg: Node[Any]) -> Any:
     """Build the layout of a cache.
 
     Raises:
-        RequestError: The layout does not have the methods `init` and `attend`.
+        RequestError: The layout does not have `init` and `attend` methods.
     """
     layout = cfg.build()
     missing = [name for name in ("init", "attend") if not callable(getattr(layout, name, None))]

@@ -21,7 +21,7 @@ class WindowRole(Role, fields=("window",)):
 class AttentionKernelRole(Role, fields=("kernel",)):
     """Attention with a `kernel`.
 
-    It names an implementation of the op `attention`, or of the op of its cache.
+    It names an implementation of the `attention` op, or of the op that its cache uses.
     """
 
     __slots__ = ()

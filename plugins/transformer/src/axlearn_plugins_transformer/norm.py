@@ -31,7 +31,7 @@ class RMSNorm(Layer):
         Attributes:
             eps: Constant added to the mean square.
             offset: Constant added to the weight, for models that store the weight around zero (Gemma).
-            kernel: Implementation of the op `rms_norm`. None selects the best one.
+            kernel: Implementation of the `rms_norm` op. None selects the best one.
             init: Initializer of the weight.
         """
 

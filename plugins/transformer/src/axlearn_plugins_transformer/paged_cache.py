@@ -24,13 +24,13 @@ from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 class PagedSlots:
     """The slots for the new tokens of a step, passed as `Context.slots`.
 
-    Each of the T tokens is one row.
+    Each of the T tokens is a separate row.
 
     Attributes:
         table: Pages of each request in token order, int32 [R, M].
         lengths: Tokens of each request including new ones, int32 [R].
         write: Destination `page * S + slot` of each new token, int32 [T]. An index after the last page is not written.
-        split: Number of new tokens of each request.
+        split: Number of new tokens per request.
     """
 
     table: jax.Array
@@ -109,7 +109,7 @@ def write_slots(pages: jax.Array, new: jax.Array, write: jax.Array, *, heads_fir
 class PagedCache(Configurable):
     """Keys and values in pages that any request can own.
 
-    Attention uses the op `paged_attention`.
+    Attention uses the `paged_attention` op.
 
     `Context.slots` is a `PagedSlots` for rows of one token. With plain slots, the rows own equally many pages.
     """

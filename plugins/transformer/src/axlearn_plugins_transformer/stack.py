@@ -50,7 +50,7 @@ class LayerStack(Protocol):
     def init(self, make: MakeLayer, layer: Node[Any], num_layers: int, rngs: nnx.Rngs) -> Any:
         """Build the layers as one module.
 
-        The parameters are stacked along a leading axis `layers`.
+        The parameters are stacked along a leading `layers` axis.
         """
         ...
 
@@ -75,7 +75,7 @@ def unstack(layers: Any, num_layers: int) -> nnx.List:
 def each_layer(layers: Any, num_layers: int) -> Sequence[Any]:
     """Return, for each layer, a module of its kind.
 
-    Its parameters may hold several layers.
+    Its parameters may belong to several layers.
     """
     if isinstance(layers, MixedLayers):
         return [layers.of_kind(kind) for kind in layers.kinds]
@@ -114,7 +114,7 @@ class Stack(Configurable):
     def init(self, make: MakeLayer, layer: Node[Any], num_layers: int, rngs: nnx.Rngs) -> Any:
         """Build the layers as one module.
 
-        The parameters are stacked along a leading axis `layers`.
+        The parameters are stacked along a leading `layers` axis.
         """
         configs = layer_configs(layer, num_layers)
         distinct = list(dict.fromkeys(configs))
@@ -182,7 +182,7 @@ class Stack(Configurable):
 def _layer(
     graphs: Sequence[Any], context: Context, remat: Remat | None, shared: bool, kind: int, in_loop: bool = False
 ) -> Callable[..., Any]:
-    """Return the function of a kind of layer.
+    """Return the function for a kind of layer.
 
     It is `(x, arrays, cache) -> (x, (cache, (losses, summaries), variables))`. With `shared`, the code of a kind is
     traced and lowered once, and each layer calls it. XLA inlines it.

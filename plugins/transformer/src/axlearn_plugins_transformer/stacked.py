@@ -21,7 +21,7 @@ Written = dict[int, variables.Values]
 class MixedLayers(nnx.Module):
     """Layers of several kinds.
 
-    Attribute `0` holds all layers of the first kind, stacked, and attribute `1` all layers of the second kind.
+    Attribute `0` contains all layers of the first kind, stacked, and attribute `1` all layers of the second kind.
 
     Attributes:
         kinds: Kind of each layer. The layer's row in the stack is the number of earlier layers of that kind.

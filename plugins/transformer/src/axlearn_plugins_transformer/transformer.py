@@ -183,7 +183,7 @@ class Decoder(Layer):
         return x, Cache((*entries, entry), cache.length + tokens.shape[1])
 
     def finish(self, x: jax.Array) -> jax.Array:
-        """Compute the hidden states of outputs of `begin`; see `TwoPartDecoder`."""
+        """Compute the hidden states from outputs of `begin`; see `TwoPartDecoder`."""
         last = self._last_layer()
         return x if last is None else self._normalize(last.feed_forward_half(x))
 

@@ -29,7 +29,7 @@ class EquinoxLayer(WrappedLayer):
       batch.
     - Floating-point arrays are parameters (`nnx.Param` at `module.<path>`). Other arrays are stored unchanged. Parameters
       are cast to the compute dtype when the module is called.
-    - `axes` gives the axis names. Parameters without axis names are replicated.
+    - `axes` sets the axis names. Parameters without axis names are replicated.
     - A module that draws random numbers (dropout) gets a separate `key` for each example, from a stream of the layer. In
       evaluation it gets no key and runs in inference mode (`eqx.nn.inference_mode`).
     - Modules with `eqx.nn.State` (`eqx.nn.BatchNorm`) are not supported.

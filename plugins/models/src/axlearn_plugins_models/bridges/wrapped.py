@@ -1,4 +1,4 @@
-"""Base of layers that wrap modules of other libraries: variables, axis names, dtypes and a sample input."""
+"""Base of layers that wrap other libraries' modules: variables, axis names, dtypes and a sample input."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -23,13 +23,13 @@ class Arrays(nnx.Module):
 
 @attrs.frozen
 class Structure:
-    """The parts of a module that are not arrays, hidden from flax. Equal structures compute the same."""
+    """The parts of a module that are not arrays, hidden from flax. Equal structures compute the same function."""
 
     value: Any
 
 
 class WrappedLayer(Layer):
-    """A module of another library as a layer.
+    """A layer that wraps a module of a different library.
 
     Its parameters are at `module.<path>`, with the library's names.
 

@@ -74,7 +74,7 @@ class DeepSeekV3(Family):
         return settings | ({f"{d.FEED_FORWARD}.first.*.hidden_dim": size} if hf.get("first_k_dense_replace") else {})
 
     def described(self, config: Any) -> Json:
-        """Invert `features` and `settings`."""
+        """Return the `config.json` keys; the inverse of `features` and `settings`."""
         attention, slot = config.model.decoder.layer.attention, config.model.decoder.layer.feed_forward
         dense: list[Any] = [*slot.first] if isinstance(slot, Alternate) else []
         experts: Any = slot.children[0] if isinstance(slot, Alternate) else slot
@@ -102,7 +102,7 @@ class DeepSeekV3(Family):
         }  # fmt: skip
 
     def missing(self, data: Json) -> Json:
-        """Return the missing form of the RoPE parameters."""
+        """Return the RoPE keys that other versions of transformers need."""
         return missing_forms(data)
 
 

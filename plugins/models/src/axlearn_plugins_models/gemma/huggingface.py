@@ -50,7 +50,7 @@ class Gemma2(Family):
         return read_rope(hf)
 
     def described(self, config: Any) -> Json:
-        """Invert `features` and `settings`."""
+        """Return the `config.json` keys; the inverse of `features` and `settings`."""
         decoder = config.model.decoder
         windows = decoder.layer.attention.window.children
         fields = {"rms_norm_eps": decoder.norm.eps, "sliding_window": windows[0].size}
@@ -64,7 +64,7 @@ class Gemma2(Family):
         return write_rope(attention.position)
 
     def missing(self, data: Json) -> Json:
-        """Return the missing form of the RoPE parameters."""
+        """Return the RoPE keys that other versions of transformers need."""
         return missing_forms(data)
 
 
@@ -82,20 +82,20 @@ class Gemma3(Gemma2):
     every = 6
 
     def settings(self, hf: Settings) -> Json:
-        """Return the settings of Gemma 2 and the norm of the heads."""
+        """Return Gemma 2's settings and the norm for heads."""
         settings = super().settings(hf)
         return settings | {f"{d.ATTENTION}.qk_norm": settings[f"{d.LAYER}.norm"]}
 
     def position(self, hf: Settings) -> Json:
-        """Return the position encodings of both kinds of layers."""
+        """Return the position encodings for both kinds of layers."""
         near, wide = (read_rope(hf, rope=parameters(hf, kind, KINDS)) for kind in KINDS)
         return {"type": "alternate", "children": [*[near] * (hf.get(PATTERN, self.every) - 1), wide]}
 
     def written(self, attention: Any) -> Json:
-        """Return the RoPE parameters of both kinds of layers."""
+        """Return the RoPE parameters for both kinds of layers."""
         near, *_, wide = map(write_rope, attention.position.children)
         return {"full_attention": wide, "sliding_attention": near}
 
     def missing(self, data: Json) -> Json:
-        """Return the missing form of the RoPE parameters of both kinds of layers."""
+        """Return the RoPE keys that other transformers versions need, for both kinds of layers."""
         return missing_forms(data, KINDS)

@@ -63,7 +63,7 @@ ATTENTION_RULES = (
 
 
 def feed_forward_rules(ours: str = "feed_forward", theirs: str = "mlp") -> tuple[Rule, ...]:
-    """Return the rules of the three matrices of a gated feed-forward layer."""
+    """Return the rules for the three matrices of a gated feed-forward layer."""
     return tuple(
         Rule(f"{OURS}.{ours}.{part}.weight", f"{THEIRS}.{theirs}.{part}_proj.weight", "o i -> i o")
         for part in ("gate", "up", "down")
@@ -73,7 +73,7 @@ def feed_forward_rules(ours: str = "feed_forward", theirs: str = "mlp") -> tuple
 def expert_rules(
     theirs: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> tuple[Rule, ...]:
-    """Return the rules of the router and of the matrices of each expert."""
+    """Return the rules for the router and for each expert's matrices."""
     return (
         Rule(f"{OURS}.feed_forward.router.weight", f"{THEIRS}.{theirs}.gate.weight", "e d -> d e"),
         *(
@@ -86,7 +86,7 @@ def expert_rules(
 def mixture_rules(
     theirs: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> tuple[Rule, ...]:
-    """Return the rules of a decoder with experts in every layer."""
+    """Return the rules for a decoder with experts in every layer."""
     return (*OUTER_RULES, *NORM_RULES, *ATTENTION_RULES, *expert_rules(theirs, names))
 
 
@@ -117,5 +117,5 @@ class RopeDecoder(Family):
         return {"rope_parameters": write_rope(config.model.decoder.layer.attention.position)}
 
     def missing(self, data: Json) -> Json:
-        """Return the missing form of the RoPE parameters."""
+        """Return the RoPE keys that other versions of transformers need."""
         return missing_forms(data, (self.rope,))

@@ -36,7 +36,7 @@ def model_settings(text: TextProcessor, length: int | None) -> Json:
 
 
 def complete_text_files(text: TextProcessor, config: Mapping[str, Any], contents: MutableMapping[str, bytes]) -> None:
-    """Add the text files of a run to the files of an export. Files that already describe the run are not changed.
+    """Add a run's text files to the files of an export. Files that already describe the run are not changed.
 
     Args:
         text: Text processor of the run.
@@ -101,7 +101,7 @@ def _describes(generation: Mapping[str, Any], text: TextProcessor) -> bool:
 
 
 def _stated(generation: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a sampling setting in a generation_config.json, or None if it has none."""
+    """Return the value of a sampling setting in a generation_config.json, or None if it is not set."""
     if name == "temperature" and generation.get("do_sample") is False:
         return 0.0
     return generation.get(name, 1.0 if name == "temperature" and generation.get("do_sample") else None)

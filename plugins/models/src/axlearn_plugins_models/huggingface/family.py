@@ -35,7 +35,8 @@ IRRELEVANT = frozenset(
     unk_token_id use_cache qk_head_dim n_ctx
     """.split()  # noqa: SIM905 - a list with one word per line would be longer than the code that uses it
 )
-"""Keys of `config.json` that do not change what a model computes from its weights, or that families read with other keys."""
+"""Keys of `config.json` that do not change what a model computes from its weights, or that families read together with other
+keys."""
 
 
 class Settings(Mapping[str, Any]):

@@ -199,7 +199,7 @@ def check_readable(tensors: Iterable[Stored]) -> None:
 
 
 def problem_list(heading: str, problems: Sequence[str], fix: str) -> CheckpointError:
-    """Return one error for many problems."""
+    """Return a single error that lists all problems."""
     more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
     lines = "\n".join(f"    {p}" for p in [*problems[:12], *more])
     return CheckpointError(f"{heading}\n{lines}\n    fix: {fix}")
@@ -217,7 +217,7 @@ def check_tensors(
         location: Directory, for the message.
 
     Raises:
-        CheckpointError: If tensors are missing, unused, or have another shape. The message lists all of them.
+        CheckpointError: If tensors are missing, unused, or have the wrong shape. The message lists all of them.
     """
     stray = sorted(stored.keys() - expected.keys() - set(spare))
     problems = []

@@ -84,7 +84,7 @@ def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set
 
 
 def _keep_files(source: Source, run_dir: Path) -> None:
-    """Copy what only an export needs: the small files, and the dtype and file of each tensor."""
+    """Copy the data that only an export needs: the small files, and the dtype and file of each tensor."""
     folder = run_dir / KEPT_FOLDER
     folder.mkdir()
     for file in {f for pattern in SIDE_FILES for f in source.directory.glob(pattern)}:
@@ -168,16 +168,15 @@ def _kept_files(run_dir: str | Path) -> dict[str, bytes]:
 def _describe_run(run_files: Mapping[str, bytes], config: Any, text: TextProcessor | None) -> tuple[Family, Json]:
     """Return the family and `config.json` of a run.
 
-    Uses the `config.json` of the import, or else the one next to the run's tokenizer, which runs have that were trained or
-    merged from an import. These files contain facts that `family_of` cannot know. If neither describes the run's model any
-    more, builds a new one.
+    Uses the `config.json` of the import. A run that was trained or merged from an import uses the one next to its tokenizer.
+    These files contain facts that `family_of` cannot know. If neither describes the run's model any more, builds a new one.
     """
     data = json.loads(run_files.get(CONFIG, b"{}"))
     if data and (description := _match_config(data, config)):
         return description
     adjacent = json.loads((None if text is None else read_sibling(text.tokenizer, CONFIG)) or b"{}")
     if text is not None and isinstance(adjacent, dict) and adjacent.get("model_type") in families():
-        with contextlib.suppress(AttributeError, RequestError):  # it describes another kind of model
+        with contextlib.suppress(AttributeError, RequestError):  # it describes a different kind of model
             if context_length(adjacent) == text.context_length and (description := _match_config(adjacent, config)):
                 return description
     model_family, new_data = family_of(config)

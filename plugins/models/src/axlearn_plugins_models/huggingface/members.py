@@ -15,7 +15,7 @@ JSON_BYTES = 64 << 20
 def member(directory: Path, name: str) -> Path:
     """Return the path of a file in a directory.
 
-    A link may point to another file of the directory, or, in a cache of the Hugging Face hub (`snapshots/REVISION`), to one
+    A link may point to a different file in the directory, or, in a cache of the Hugging Face hub (`snapshots/REVISION`), to one
     of its `blobs`.
 
     Raises:

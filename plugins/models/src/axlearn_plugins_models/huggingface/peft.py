@@ -52,8 +52,7 @@ def export_peft(
 
     Raises:
         RequestError: If the run has no adapters, no Hugging Face family describes its base model, or the format does not
-        support
-            one of the adapters.
+            support one of the adapters.
         WorkError: If the directory cannot be written.
     """
     from safetensors.flax import save_file
@@ -81,7 +80,7 @@ def export_peft(
 def files(
     config: Any, adapters: Mapping[str, Any], scales: Mapping[str, float], *, base: str | None = None
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return (arrays by name, `adapter_config.json`) of the adapters of a trainer config; see `export_peft`."""
+    """Return (arrays by name, `adapter_config.json`) for the adapters in a trainer config; see `export_peft`."""
     model = without_adapters(config)
     family, _ = family_of(model)
     tensors = layout(Functional.from_config(model.model), family.rules)

@@ -26,7 +26,7 @@ class Kind:
 
     Attributes:
         name: Key in a nested `rope_parameters`.
-        base: Key of its theta in files of transformers 4.
+        base: Key of its theta in files that transformers 4 wrote.
         theta: Default theta.
         scaled: Whether `rope_scaling` of transformers 4 applies to these layers.
     """
@@ -46,10 +46,11 @@ def parameters(hf: Settings, kind: Kind = ALL_LAYERS, kinds: Sequence[Kind] = ()
     Args:
         hf: `config.json`.
         kind: Kind of layers.
-        kinds: All kinds of layers of the family, or empty if it has one.
+        kinds: All kinds of layers in the family, or empty if all layers are alike.
 
     Raises:
-        ConfigError: If two entries contradict each other, or the file has entries for other kinds of layers.
+        ConfigError: If two entries contradict each other, or the file has entries for kinds of layers that the family does not
+            have.
     """
     path, entries = _entries(hf, kind, kinds)
     merged: Json = {}
@@ -78,7 +79,7 @@ def _mapping(hf: Settings, key: str) -> Mapping[str, Any]:
 
 
 def _entries(hf: Settings, kind: Kind, kinds: Sequence[Kind]) -> tuple[str, Mapping[str, Any]]:
-    """Return (path, entries) of a kind of layers, in the form of transformers 5."""
+    """Return (path, entries) for a kind of layers, in the form that transformers 5 uses."""
     written = _mapping(hf, "rope_parameters")
     nested = sorted(name for name, value in written.items() if isinstance(value, Mapping))
     names = [k.name for k in kinds]

@@ -61,7 +61,7 @@ class Source:
 
 
 def is_model(directory: Path) -> bool:
-    """Return whether a directory may hold a model in this format: its `config.json` has a `model_type`."""
+    """Return whether a directory may contain a model in this format: its `config.json` has a `model_type`."""
     return (directory / CONFIG).is_file() and "model_type" in _json(directory)
 
 
@@ -172,7 +172,7 @@ def _resolve(model_family: Family, directory: Path, data: Json, settings: Json) 
 
 
 def _vocabulary(hf: Settings) -> int:
-    """Return the number of rows of the model's embedding. Raise `ConfigError` if `config.json` does not state it."""
+    """Return the number of rows in the model's embedding. Raise `ConfigError` if `config.json` does not state it."""
     if type(hf.need("vocab_size")) is not int:
         raise ConfigError(
             Problem(

@@ -1,7 +1,8 @@
 """Stream weights from files to sharded parameters and back, one slice at a time.
 
-Besides the parameters, the host holds at most two slices of `SLICE` bytes: one as read, and one in the layout of the
-parameter. For CPU devices there are two for each of `THREADS`. A slice is a range of consecutive rows of a tensor.
+Besides the parameters, at most two slices of `SLICE` bytes are in host memory: one as read, and one in the layout of the
+parameter. With CPU devices, there are two slices per thread (see `THREADS`). A slice is a range of consecutive rows of a
+tensor.
 """
 
 import math
@@ -100,7 +101,7 @@ def values(
 
 
 def _rows(shape: tuple[int, ...], size: int, unit: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of the first axis of at most `SLICE` bytes, in multiples of `unit` rows."""
+    """Yield ranges of the first axis. Each has at most `SLICE` bytes and a multiple of `unit` rows."""
     if not shape:
         yield 0, 1
         return

@@ -72,7 +72,7 @@ class Axes:
 
 @attrs.frozen
 class Rule:
-    """One line of a table; see the module docstring.
+    """A rule that maps parameters to a tensor; see the module docstring.
 
     Attributes:
         ours: Path of a parameter, or of several that are one tensor in the file.

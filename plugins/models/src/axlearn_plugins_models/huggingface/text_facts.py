@@ -17,7 +17,7 @@ GENERATION, TOKENIZER_CONFIG, TEMPLATE = "generation_config.json", "tokenizer_co
 
 @attrs.frozen
 class TextFacts:
-    """Facts about the text of a model.
+    """The text settings that a model's files state.
 
     Attributes:
         eos: Token that ends a document, or None if no file names one.
@@ -60,7 +60,7 @@ def read_text_facts(directory: Path, config: Mapping[str, Any], rows: int) -> Te
     Args:
         directory: Model directory.
         config: Content of its `config.json`.
-        rows: Number of rows of the model's embedding.
+        rows: Number of rows in the model's embedding.
 
     Raises:
         CheckpointError: If a file is missing or damaged.
@@ -208,7 +208,7 @@ def _read(directory: Path, name: str) -> Mapping[str, Any]:
 
 
 def _ids(value: Any) -> Iterator[int]:
-    """Yield the ids of a value that is one id or a list of them. Other values are ignored."""
+    """Yield the ids in a value, which may be a single id or a list. Other values are ignored."""
     for one in value if isinstance(value, list) else [value]:
         if type(one) is int and 0 <= one < 1 << 31:
             yield one

@@ -51,7 +51,7 @@ def unknown_type(directory: Path, data: Json) -> RequestError:
 
 
 def _lacks(model_type: str, data: Json, stored: set[str]) -> list[str]:
-    """Return what a family does not describe in a `config.json` and its tensors."""
+    """Return the parts of a `config.json` and its tensors that a family does not describe."""
     model_family = family(model_type)
     try:
         resolved, unread = model_family.resolve({k: v for k, v in data.items() if k != "architectures"})

@@ -21,7 +21,7 @@ Rows = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class ImageBatches:
-    """A `BatchIterator` over this process's rows. `order` gives the row numbers of a batch; the state is a count of
+    """A `BatchIterator` over this process's rows. `order` returns the row numbers of a batch; the state is the number of
     batches.
 
     Batches have `images` float32 [B, E, E, C], `labels` int32 [B], and `weights` float32 [B].
@@ -66,7 +66,7 @@ class ImageBatches:
 
 
 class Images(Configurable):
-    """Base of image inputs: endless training batches in their own order, and one pass over held-out images."""
+    """Base of image inputs: endless training batches, and one pass over held-out images."""
 
     @node
     class Config(Configurable.Config[T_co]):
@@ -80,7 +80,7 @@ class Images(Configurable):
         process_count: int = interface(default=1)
 
         def batch_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-            """Return name -> (shape, dtype) of a global batch of color images, or an empty dict without `image_size`."""
+            """Return name -> (shape, dtype) for a global batch of color images, or an empty dict without `image_size`."""
             if self.image_size is None:
                 return {}
             rows = (self.batch_size,)
@@ -175,7 +175,7 @@ class ImageArrays(Images):
 
     @node
     class Config(Images.Config["ImageArrays"]):
-        """`paths` are files or glob patterns. All images are held in memory."""
+        """`paths` are files or glob patterns. All images are kept in memory."""
 
         paths: str | tuple[str, ...] = REQUIRED
         held_out: float = setting(default=0.05, gt=0, lt=1)
@@ -201,7 +201,7 @@ class ImageArrays(Images):
         self._evaluation = tuple(np.concatenate([part[i][cut:] for part, cut in splits]) for i in (0, 1))
 
     def train(self) -> ImageBatches:
-        """Return endless passes over the training images, each in its own order. The images of a batch are distinct."""
+        """Return endless passes over the training images, each in a new order. The images of a batch are distinct."""
         count, size, seed = len(self._training[1]), self.cfg.batch_size, self.cfg.seed
         permutation = Permutations(count, seed)
         order = Cycle(count, size, seed, permutation)

@@ -29,7 +29,7 @@ BIASED = Linear.Config(bias=True)
 
 
 class ImageEmbedding(Protocol):
-    """Embedding of images into sequences of vectors. Built with `dim`, `rngs`, `precision`."""
+    """Embeds images as sequences of vectors. Built with `dim`, `rngs`, `precision`."""
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Map float [B, E, E, C] to [B, 1 + S, D], with the class token first."""
@@ -78,7 +78,7 @@ class PatchEmbedding(Layer):
         self.position = self.parameter(rngs, cfg.init, (1, count, cfg.dim), (None, "rank", "embed"))
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Map float [B, E, E, C] to [B, 1 + S, D]. Raise `RequestError` if the images have another size."""
+        """Map float [B, E, E, C] to [B, 1 + S, D]. Raise `RequestError` if the images have a different size."""
         cfg = self.cfg
         batch, edge = images.shape[0], cfg.image_size
         if images.shape[1:] != (edge, edge, cfg.channels):
@@ -140,7 +140,7 @@ class ImageEncoderModel(Protocol):
 
 
 class ImageClassifier(Layer):
-    """Image classifier."""
+    """Classifies images with an encoder, a pooled vector and a linear head."""
 
     @node
     class Config(Layer.Config["ImageClassifier"]):
@@ -158,7 +158,7 @@ class ImageClassifier(Layer):
         output_dtype: str = setting(default="float32", kind="precision")
 
         def validate(self) -> Iterable[Problem]:
-            """Yield problems of dtypes that do not exist or are not set."""
+            """Yield problems with dtypes that do not exist or are not set."""
             yield from super().validate()
             for name, dtype in (("param_dtype", self.param_dtype), ("dtype", self.dtype)):
                 if dtype is None:

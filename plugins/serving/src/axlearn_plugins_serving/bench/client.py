@@ -1,4 +1,4 @@
-"""The client of the benchmark: send a load and measure each request."""
+"""The benchmark's client: send a load and measure each request."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ _PATHS: Mapping[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1
 
 
 def new_client(url: str, api_key: str | None, timeout: float) -> httpx.AsyncClient:
-    """Create a client of the server at `url`, without limits on connections.
+    """Create a client for the server at `url`, without connection limits.
 
     Raises:
         RequestError: If `url` is not an HTTP URL.
@@ -125,7 +125,7 @@ async def measure(
 ) -> tuple[list[Record], float]:
     """Send requests at their arrival times.
 
-    Under `concurrency`, a request may have to wait. Its latencies count from when it is sent.
+    With a `concurrency` limit, a request may wait before it is sent. Its latencies do not include this wait.
 
     Returns:
         One record per body, and the total time in seconds.

@@ -51,7 +51,7 @@ def summarize(records: Sequence[Record], seconds: float, goals: Mapping[str, flo
     Args:
         records: One record per request.
         seconds: Time from sending the first request to the end of the last one.
-        goals: Latency name -> maximum in seconds for a request to count as good.
+        goals: Latency name -> limit in seconds. A request is good if it meets all limits.
     """
     answers = [r for r in records if r.error is None]
     samples = {

@@ -47,7 +47,7 @@ class Lengths:
 
 @attrs.frozen(kw_only=True)
 class Load:
-    """The load to send.
+    """The load to send: the number, lengths and arrival times of requests.
 
     Attributes:
         endpoint: Endpoint to call.
@@ -56,7 +56,7 @@ class Load:
         output: Maximum output lengths in tokens.
         prefix: Length of a prefix that all prompts share, in addition to `input`.
         seed: Seed of lengths, tokens and arrivals.
-        ignore_eos: Whether outputs continue after the end token, so that they have exactly their maximum length.
+        ignore_eos: Whether to continue after the end token. Every output then has its maximum length.
         temperature: Sampling temperature.
         rate: Requests per second, with Poisson arrivals; infinity sends all at once.
         concurrency: Maximum number of concurrent requests; None for no limit.
@@ -84,8 +84,8 @@ class Load:
             model: Name of the model.
             vocab_size: Upper bound of token ids, exclusive.
             tokenizer: Decodes the texts of chats.
-            warm_up: Whether to use other tokens and another prefix, so that the server has not cached the prompts of the
-                measured requests.
+            warm_up: Whether to use different tokens and a different prefix. The server then cannot have cached the prompts of
+                the measured requests.
         """
         random = np.random.default_rng([self.seed, 1] if warm_up else self.seed)
         inputs, outputs = self.input.draw(random, self.count), self.output.draw(random, self.count)

@@ -35,14 +35,14 @@ _WAIT_SECONDS = 0.05
 
 @attrs.frozen(kw_only=True)
 class Settings:
-    """The settings of a worker.
+    """The model, engine config and programs that a worker starts with.
 
     Attributes:
         uri: Path or URI of the model.
         config: Config of the engine.
         step: See `open_engine`.
         programs: Directory of exported programs, or None.
-        needs_programs: Whether the worker fails if the programs do not fit. Otherwise it compiles.
+        needs_programs: Whether to fail if the programs do not fit the server. If False, the worker compiles its own.
         folder: Folder for transfers.
     """
 
@@ -55,7 +55,7 @@ class Settings:
 
 
 class Worker:
-    """A loop that runs the requests of a connection on an engine."""
+    """Runs the requests from a connection on an engine."""
 
     def __init__(self, connection: Any, engine: Any, folder: Path, tokenizer: Any):
         self.connection, self.engine, self.folder, self.tokenizer = connection, engine, folder, tokenizer

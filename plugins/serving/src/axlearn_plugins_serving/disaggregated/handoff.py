@@ -1,7 +1,7 @@
-"""Transfer of a prompt's full blocks between engines, through shared memory.
+"""Transfer a prompt's full blocks between engines through shared memory.
 
-Blocks are identified by the hash of their tokens, like prefixes that requests share. The receiver therefore sees a prompt that is
-cached except for its last tokens. A prompt whose blocks are lost is computed again, so correctness does not depend on them.
+Blocks are identified by a hash of their tokens, as in prefix sharing between requests. The receiving engine therefore finds the
+prompt in its cache, except for the last tokens. If blocks are lost, the engine computes the prompt again.
 """
 
 import tempfile
@@ -50,7 +50,7 @@ def shared_folder() -> "tempfile.TemporaryDirectory[str]":
 
 
 def write_prefix(engine: ServingEngine, tokens: tuple[int, ...], adapter: str | None, path: Path) -> Transfer | None:
-    """Write an engine's cached blocks of a prompt to a file.
+    """Write the cached blocks of a prompt to a file.
 
     Returns None if there are none.
     """

@@ -22,7 +22,7 @@ def open_router(
     prefill: int = 1,
     decode: int = 1,
 ) -> OpenedEngine:
-    """Start the workers of a model and return when all of them accept requests.
+    """Start a model's workers and return when all of them accept requests.
 
     Args:
         uri: As for `open_engine`.

@@ -1,4 +1,4 @@
-"""The router's handle of a worker: its process and connection."""
+"""The router's handle for a worker: its process and connection."""
 
 import contextlib
 import multiprocessing.connection

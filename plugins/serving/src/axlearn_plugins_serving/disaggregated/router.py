@@ -2,7 +2,7 @@
 
 A request waits in the router until a worker has room. A prefill worker computes its prompt and writes the full blocks of the cache
 to a file in shared memory. A decode worker reads the file, computes the few remaining tokens of the prompt, and continues. If a
-worker dies, the router starts another one. It retries the requests without output so far and ends the others with an error.
+worker dies, the router starts a new one, retries the requests that have no output yet, and ends the others with an error.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from axlearn_plugins_serving.measure import Meter
 
 _POLL_SECONDS = 0.002
 _ATTEMPTS = 3
-"""Maximum number of times that a request is tried, and that a worker is started if it dies before it is ready."""
+"""Maximum number of attempts per request, and of starts per worker that dies before it is ready."""
 
 
 @attrs.define(eq=False)
@@ -153,7 +153,7 @@ class RouterEngine:
         return bool(self._entries)
 
     def statistics(self) -> Statistics:
-        """Return the sums over all workers.
+        """Return statistics summed over all workers.
 
         `waiting` counts the requests that wait in the router.
         """
@@ -164,7 +164,7 @@ class RouterEngine:
         return Statistics(**{**sums, "blocks": blocks, "waiting": len(self._waiting), "running": running})
 
     def update_weights(self, weights: Any) -> None:
-        """Raise an error, because weights cannot be sent to other processes."""
+        """Raise an error, because weights cannot be sent to the worker processes."""
         raise RequestError("the weights of worker processes cannot be updated\n    fix: serve with a single engine")
 
     def close(self) -> None:

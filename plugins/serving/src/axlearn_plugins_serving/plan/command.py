@@ -57,7 +57,7 @@ def plan_serving(request: Any, export: str | None, as_json: bool) -> None:
 def require_plan() -> None:
     """Raise `RequestError` if axlearn-plugins-plan is not installed.
 
-    It analyses compiled programs.
+    It analyzes compiled programs.
     """
     if importlib.util.find_spec("axlearn_plugins_plan") is None:
         raise RequestError(

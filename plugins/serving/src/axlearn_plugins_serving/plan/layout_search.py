@@ -29,7 +29,7 @@ class ServingLayout:
 
     Attributes:
         replicas: Number of servers, each with the whole model.
-        machine: Part of the machine that a replica runs on. All its devices share each product.
+        machine: Part of the machine that a replica runs on. All its devices split each matrix multiplication.
         rows: Maximum number of running requests per replica.
         cache_dtype: Storage dtype of keys and values; None is the model's dtype.
         shipped: Whether this is the layout without a search.
@@ -92,7 +92,7 @@ class ServingResult:
 def list_layouts(
     machine: Machine, max_rows: int, cache_dtype: str | None, vary: Sequence[str]
 ) -> list[list[ServingLayout]]:
-    """Return chains of layouts with increasing requests and memory.
+    """Return chains of layouts, each with increasing numbers of requests and increasing memory.
 
     The first chain is the shipped layout alone.
     """
@@ -127,7 +127,7 @@ def search_serving(
 ) -> ServingResult:
     """Compile a server's steps on every part of a machine.
 
-    The search ends when the time is used up.
+    The search ends when its time is up.
 
     For each size of a replica, the number of requests doubles as long as they fit.
 

@@ -28,15 +28,15 @@ class ServingPlan:
 
     Attributes:
         weights: Bytes of the weights, as steps use them.
-        cache: Bytes of the cache with the config's number of blocks.
+        cache: Bytes of the cache, with as many blocks as the config sets.
         tables: Bytes of the sampling tables.
         token_bytes: Bytes of the cache per token.
         capacity: Bytes of the device's memory; None if unknown.
         context: Assumed number of cached tokens per request: half of the maximum.
-        alone: Step of one request.
-        full: Step of the maximum number of running requests.
-        mixed: Step of the maximum number of running requests and as many prompt tokens as fit.
-        layers_compiled: Numbers of layers of the compiled programs; None if all layers were compiled.
+        alone: Step with one request.
+        full: Step with the maximum number of running requests.
+        mixed: Step with the maximum number of running requests and as many prompt tokens as fit.
+        layers_compiled: Numbers of layers in the compiled programs; None if all layers were compiled.
     """
 
     title: str
@@ -93,7 +93,7 @@ class ServingPlan:
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens that a cache in all remaining memory holds; None if unknown."""
+        """Capacity, in tokens, of a cache that uses all remaining memory; None if unknown."""
         if self.capacity is None or not self.token_bytes:
             return None
         room = self.capacity - self.weights - self.tables - self.working
@@ -111,14 +111,14 @@ def plan_model(
     notes: Sequence[str] = (),
     export: Path | None = None,
 ) -> ServingPlan:
-    """Compile the steps of a server for a machine and analyse the compiled programs.
+    """Compile the steps of a server for a machine and analyze the compiled programs.
 
     Args:
         model: Config of a `CausalLM`. Its `param_dtype` is the dtype of the weights.
         machine: Machine to plan for. Its devices need not be present.
         title: Name of the model.
         config: Config of the engine.
-        mesh: Layout of the devices. By default, all devices share each product (`tensor`).
+        mesh: Layout of the devices. By default, all devices split each matrix multiplication (`tensor`).
         notes: Notes to add to the plan.
         export: New directory for the programs of all shapes, which are compiled with all layers; None writes none.
 
@@ -134,7 +134,7 @@ def plan_model(
         raise RequestError(f"a {type(runner).__qualname__} cannot be planned\n    expected: model-runner")
     if config.tensor_parallel not in (None, machine.devices):
         raise RequestError(
-            "a plan covers one replica, whose devices share each product\n"
+            "a plan covers one replica, whose devices split each matrix multiplication\n"
             f"    got: serving.tensor_parallel={config.tensor_parallel}, and {machine.devices} devices of {machine.name}\n"
             "    fix: leave one of them out, or name a target with as many devices"
         )
@@ -176,14 +176,14 @@ def plan_model(
 
 
 def tensor_parallel(machine: Machine) -> Mesh:
-    """Return a mesh in which all devices share each product."""
+    """Return a mesh in which all devices split each matrix multiplication."""
     return Mesh(shape={"tensor": machine.devices} if machine.devices > 1 else {})
 
 
 def cast_to_compute_dtype(model: Node[Any]) -> tuple[Node[Any], tuple[str, ...]]:
     """Return the config with weights in the compute dtype, and a note if it changed.
 
-    Training keeps float32 weights of a model that computes in bfloat16. Exports for serving are in bfloat16.
+    Training keeps weights in float32 even if the model computes in bfloat16. Exports for serving are in bfloat16.
     """
     if not isinstance(model, Layer.Config):
         return model, ()

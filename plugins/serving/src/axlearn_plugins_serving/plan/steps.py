@@ -32,7 +32,7 @@ from axlearn_plugins_transformer.layer_roles import ExpertsRole
 
 LAYERS = "decoder.num_layers"
 DEPTHS = (2, 3)
-"""Numbers of layers to compile instead of many equal layers. Figures are extrapolated linearly from them."""
+"""Numbers of layers to compile if a model has many equal layers. Figures for all layers are extrapolated linearly."""
 
 
 @attrs.frozen(kw_only=True)
@@ -67,7 +67,7 @@ class Compiled:
 
 @attrs.frozen(kw_only=True)
 class StepPlan:
-    """The plan of one shape of a step.
+    """The plan of a step with a given shape.
 
     Attributes:
         bucket: Shape of the step.
@@ -111,7 +111,7 @@ class Steps:
 
     @property
     def layers_compiled(self) -> tuple[int, ...] | None:
-        """Numbers of layers of the compiled programs; None if all layers were compiled."""
+        """Numbers of layers in the compiled programs; None if all layers were compiled."""
         return self.depths if self.shallow else None
 
     def plan(self, bucket: StepBucket, requests: int, prompt: int, context: int) -> StepPlan:
@@ -195,7 +195,7 @@ class Steps:
         specs = self.program.arguments("serve", bucket)[0]
         for path, array in weights.items():
             size, rows, share = math.prod(array.shape), tokens, 1.0
-            if ".embedding." in f".{path}":  # only rows of it are read
+            if ".embedding." in f".{path}":  # only some of its rows are read
                 continue
             if array.axes[-1:] == ("vocab",):
                 rows = results

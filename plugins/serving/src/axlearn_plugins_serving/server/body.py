@@ -32,7 +32,7 @@ class Body(BaseModel):
 class TemplatePart(Body):
     """A part of a request that the chat template reads.
 
-    Templates write some parts as JSON, so the order of the fields affects the tokens.
+    Templates may write these parts as JSON, so the order of the fields affects the tokens.
     """
 
     _sent: dict[str, Any] = PrivateAttr(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Validation of large bodies in a separate process.
+"""Validate large bodies in a separate process.
 
 Parsing and validating JSON holds the GIL. This takes a few milliseconds for megabytes of one text, but half a second for as many
 bytes of numbers or brackets. Such a body is validated in another process first, so that the server only parses valid ones.

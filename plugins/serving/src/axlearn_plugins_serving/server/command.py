@@ -27,7 +27,7 @@ _SWITCH_SECONDS = 5e-4  # with Python's 5 ms, the engine's thread would wait for
 )
 @click.option("--served-model-name", metavar="NAME", help="Name of the model (default: directory name).")
 @click.option("--chat-template", metavar="FILE|plain", help="Chat template (default: the model's own).")
-@click.option("--api-key-env", metavar="VARIABLE", help="Environment variable with the API key.")
+@click.option("--api-key-env", metavar="VARIABLE", help="Environment variable with the API key that clients must send.")
 @click.option("--set", "set_", multiple=True, metavar="serving.PATH=VALUE", help="Set a value of the engine's config.")
 @click.option(
     "--adapter", "adapters", multiple=True, metavar="NAME=DIR", help="Serve exported adapters as the model NAME."
@@ -49,7 +49,7 @@ _SWITCH_SECONDS = 5e-4  # with Python's 5 ms, the engine's thread would wait for
     metavar="BYTES",
     default=4 * 2**20,
     show_default=True,
-    help="Request size limit.",
+    help="Maximum size of a request body.",
 )
 @click.option(
     "--grace",
@@ -57,7 +57,7 @@ _SWITCH_SECONDS = 5e-4  # with Python's 5 ms, the engine's thread would wait for
     metavar="SECONDS",
     default=30.0,
     show_default=True,
-    help="Time to drain on SIGTERM.",
+    help="Seconds to finish running requests after SIGTERM.",
 )
 @click.option("--log-requests", is_flag=True, help="Log each request to standard error.")
 @click.option(
@@ -65,7 +65,7 @@ _SWITCH_SECONDS = 5e-4  # with Python's 5 ms, the engine's thread would wait for
     type=click.Choice(["axlearn", "vllm"]),
     default="axlearn",
     show_default=True,
-    help="Engine. vllm is an installed vLLM: runs are exported for it, and arguments after -- go to `vllm serve`.",
+    help="Engine. `vllm` runs an installed vLLM: a run is exported for it first, and arguments after -- go to `vllm serve`.",
 )
 @click.argument("more", nargs=-1, metavar="[-- VLLM_ARGUMENTS]")
 @click.pass_context
@@ -253,7 +253,7 @@ def _open(
 
 
 def _check_names(name: str, config: Any) -> None:
-    """Raise `RequestError` if an adapter has the name of the model.
+    """Raise `RequestError` if an adapter has the same name as the served model.
 
     Clients could request only one of them.
     """
@@ -262,7 +262,7 @@ def _check_names(name: str, config: Any) -> None:
 
     if isinstance(config.runner, ModelRunner.Config) and name in config.runner.adapters:
         raise RequestError(
-            f"--adapter {name} has the name of the served model\n"
+            f"--adapter {name} has the same name as the served model\n"
             "    fix: rename the adapter, or the model with --served-model-name"
         )
 

@@ -118,7 +118,7 @@ class _Texts:
         return (attrs.evolve(usage, completion=0) if self.empty else usage).as_json()
 
     def _prompt(self, choice: Choice) -> tuple[str, list[int]]:
-        """Return the text of the prompt and the offset of each of its tokens."""
+        """Return the prompt's text and each token's offset."""
         prompt: Any = self.body.prompt
         if not isinstance(prompt, str):
             prompt = prompt[choice.index // (self.body.n or 1)]

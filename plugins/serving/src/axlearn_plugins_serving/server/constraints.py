@@ -61,7 +61,7 @@ class _Vocabulary:
 
 
 class Grammars:
-    """A builder of constraints over a tokenizer. The vocabulary is read on first use."""
+    """Builds constraints for a tokenizer. The vocabulary is read on first use."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -70,7 +70,7 @@ class Grammars:
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token.
 
-        For a special token, they are its spelling. An unused id has none.
+        Special tokens return their spelling, and unused ids return no bytes.
         """
         if token >= self._tokenizer.vocab_size:
             return b""

@@ -208,7 +208,7 @@ class EngineThread:
         self._call_loop(self._set, added, error)
 
     def _wait_for_more(self) -> bool:
-        """Wait as long as the next step need not be planned yet.
+        """Wait for more requests until the next step must be planned.
 
         Returns True if commands arrived for it.
         """

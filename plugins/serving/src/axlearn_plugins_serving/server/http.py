@@ -22,7 +22,7 @@ T = TypeVar("T", bound=BaseModel)
 async def read_body(request: HttpRequest) -> bytes:
     """Return the body of a request with the content type JSON.
 
-    Browsers send such a request to another site only if that site allows it, which this server never does.
+    Browsers send such a request across sites only if the server allows it, which this server never does.
 
     Raises:
         ApiError: 415 for any other content type.

@@ -12,7 +12,7 @@ _SECONDS = 0.5
 
 @functools.cache
 def _trim() -> Callable[[int], int] | None:
-    """Return `malloc_trim` of the GNU C library, or None with another C library."""
+    """Return `malloc_trim` of the GNU C library, or None with a different C library."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
@@ -46,7 +46,7 @@ class MemoryReturn:
 
 
 class Budget:
-    """A number of bytes that tasks share. Tasks wait in order for their share.
+    """A budget of bytes that tasks share. Tasks wait for their share in order of arrival.
 
     Args:
         limit: Maximum number of bytes taken at a time. A task that asks for more than this waits until all bytes are free.
@@ -66,6 +66,6 @@ class Budget:
             self._used += size
 
     def release(self, size: int) -> None:
-        """Give bytes back."""
+        """Return bytes to the budget."""
         self._used -= size
         self._freed.set()

@@ -1,4 +1,4 @@
-"""The engine requests of an HTTP request: text, log-probabilities and usage."""
+"""The engine requests behind an HTTP request: text, log-probabilities and usage."""
 
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -15,10 +15,10 @@ from axlearn_plugins_transformer.text.decoding import OutputText
 
 @attrs.frozen
 class ScoredToken:
-    """The log-probabilities of a token and the offset of its text.
+    """A token's log-probabilities and the offset of its text.
 
     Attributes:
-        offset: Number of characters of the output before the token.
+        offset: Number of output characters before the token.
     """
 
     offset: int
@@ -120,7 +120,7 @@ class Usage:
 
 
 class Job:
-    """The engine requests of one HTTP request. Always `close` it.
+    """The engine requests behind an HTTP request. Always `close` the job.
 
     Attributes:
         choices: Choices by index, with `per_prompt` of them for each prompt.
@@ -176,7 +176,7 @@ class Job:
                 batch.append(choice.push(output))
                 if choice.finish is not None:
                     running -= 1
-                    if output.finish is None:  # the engine does not know stop strings
+                    if output.finish is None:  # the engine does not know about stop strings
                         self._thread.abort([output.id])
             yield batch
         self._observe()

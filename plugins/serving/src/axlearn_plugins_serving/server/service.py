@@ -33,7 +33,7 @@ NO_TEMPLATE = (
 
 @attrs.define(eq=False)
 class Service:
-    """A served model.
+    """A served model, with its engine thread, text processing and names.
 
     Attributes:
         thread: Runs the engine.

@@ -26,8 +26,8 @@ COUNTED = 1024 * 1024
 class TextPool:
     """Threads for work on texts: parsing, rendering, tokenizing.
 
-    Short texts run in the event loop, long texts in two threads, and huge texts in a third. A prompt of a few pages therefore
-    never waits behind a client that sends megabytes.
+    Short texts are processed in the event loop, long texts in two threads, and huge texts in a third. A prompt of a few pages
+    therefore never waits behind a client that sends megabytes.
     """
 
     def __init__(self) -> None:
@@ -50,8 +50,8 @@ class TextPool:
 class TextLimit:
     """A limit on the length of texts, based on the context.
 
-    A context of N tokens holds at most N times as many characters as the longest token has. A longer text never fits; a shorter
-    text may still have too many tokens.
+    A context of N tokens has at most N times as many characters as the longest token. A longer text never fits; a shorter text
+    may still have too many tokens.
 
     Args:
         tokenizer: Tokenizer of the model.

@@ -1,6 +1,6 @@
 """Conformance suites for schedulers and drafters.
 
-They run no model: each next token is random.
+They do not run a model; every next token is random.
 """
 
 import random
@@ -22,7 +22,7 @@ LIMITS = Limits(rows=4, step_tokens=20, prompt_tokens=16, chunk=4, positions=48)
 
 
 class _Machine:
-    """A driver of a scheduler and its cache that checks each plan."""
+    """Drives a scheduler and its cache, and checks each plan."""
 
     def __init__(self, config: Node[Any], blocks: int, requests: int, *, max_steps: int):
         self.cache = Cache(BlockPool(blocks, BLOCK), LIMITS.rows)

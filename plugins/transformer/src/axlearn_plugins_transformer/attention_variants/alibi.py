@@ -16,7 +16,7 @@ class Alibi(Layer):
     """A position encoding that lowers the score of a key linearly with its distance.
 
     It has no parameters. Each head has its own slope. Queries and keys do not change. Distances are counted in slots of
-    the row, which gives the right distances within packed documents. Explicit `positions` are ignored.
+    the row, so distances are also right within packed documents. Explicit `positions` are ignored.
     """
 
     @node

@@ -1,4 +1,4 @@
-"""The feature `alibi`."""
+"""The `alibi` feature."""
 
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ class UseAlibi(Feature):
     excludes = ("rope",)
 
     def apply(self, cfg: Tree) -> Tree:
-        """Fill every slot for a position encoding."""
+        """Put ALiBi into every position-encoding slot."""
         nothing = Problem(
             path="model",
             message="alibi finds no attention layer with a slot for a position encoding",

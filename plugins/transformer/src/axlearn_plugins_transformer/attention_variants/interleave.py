@@ -1,4 +1,4 @@
-"""The feature `interleave`."""
+"""The `interleave` feature."""
 
 from typing import Any, TypeVar
 
@@ -49,7 +49,7 @@ class Interleave(Feature):
     window: int | None = setting(default=None, ge=1)
 
     def apply(self, cfg: Tree) -> Tree:
-        """Set `window` of every node with the role `WindowRole`."""
+        """Set `window` in every node with a `WindowRole`."""
         nothing = Problem(
             path="model",
             message="interleave finds no attention layer with a window",

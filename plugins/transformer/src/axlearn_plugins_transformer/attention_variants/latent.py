@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-AI, 2024, "DeepSeek-V2", arXiv 2405.04434).
 
 Legend: B batch, S positions, T cached positions, D width, N heads, H content size of a head, P positional size of a head,
-U size of a value, Q and R ranks of the latents of queries and of keys and values.
+U size of a value, Q rank of the query latents, R rank of the key-value latents.
 """
 
 from typing import Any
@@ -53,9 +53,9 @@ class LatentAttention(Layer):
             head_dim: Content size of a head (default: the width divided by `num_heads`).
             rope_head_dim: Positional size of a head; it may be relative to `head_dim`.
             value_head_dim: Size of a value; it may be relative to `head_dim`.
-            kv_rank: Rank of the latents of keys and values; it may be relative to `head_dim`.
-            query_rank: Rank of the latents of queries; it may be relative to the width. None computes queries directly
-                from x (DeepSeek-V2-Lite).
+            kv_rank: Rank of the key-value latents; it may be relative to `head_dim`.
+            query_rank: Rank of the query latents; it may be relative to the width. None computes queries directly from x
+                (DeepSeek-V2-Lite).
             position: Position encoding, or None.
             norm: Norm of the latents, or None.
             scale: Factor on the scores (default: (head_dim + rope_head_dim) ** -0.5).
@@ -206,7 +206,7 @@ class LatentAttention(Layer):
         up_key, key_bias = _affine(self.key, self.rank, self.precision.compute)
         queries = [jnp.einsum("bsnh,rnh->bsnr", q, up_key), q_rope]
         keys = [latents[:, :, None], k_rope]
-        if key_bias is not None:  # equal for all keys of a query, but a cap on the scores makes it matter
+        if key_bias is not None:  # equal for all keys of a query, so it only matters if the scores are capped
             queries.append(jnp.einsum("bsnh,nh->bsn", q, key_bias)[..., None])
             keys.append(jnp.ones_like(k_rope[..., :1]))
         q, k = jnp.concatenate(queries, axis=-1), jnp.concatenate(keys, axis=-1)

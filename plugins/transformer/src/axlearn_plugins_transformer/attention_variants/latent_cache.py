@@ -18,7 +18,7 @@ class SeenLatents(NamedTuple):
 
 
 class LatentAttentionOp(Protocol):
-    """Builds the attention of a layer's queries to cached latents."""
+    """Builds the op in which a layer's queries attend to cached latents."""
 
     def __call__(self, slots_view: SeenLatents) -> AttentionOp:
         """Build the op over these latents, with the slots of queries and keys."""
@@ -40,7 +40,7 @@ class LatentCache(Protocol):
     ) -> tuple[jax.Array, Any]:
         """Write the new latents, and attend to the contents of the cache.
 
-        Slots after the new tokens may hold arbitrary values; the causal mask hides them.
+        Slots after the new tokens may contain arbitrary values; the causal mask hides them.
 
         Args:
             cache: Cache from `init` or an earlier call.

@@ -1,4 +1,4 @@
-"""The feature `mla`."""
+"""The `mla` feature."""
 
 from typing import Any, TypeVar
 
@@ -20,13 +20,13 @@ class UseLatentAttention(Feature):
     The new attention keeps the heads, their size, position encoding, window, softcap, causality, kernel and the
     projections that both have. `num_kv_heads` is dropped because every head has its own keys, and `qk_norm` because the
     latents have norms. The position encoding applies to a part of the queries, of size `rope_head_dim`, and to one key
-    that all heads share. Any other setting of the attention, such as another KV cache, is an error.
+    that all heads share. Any other setting of the attention, such as a different KV cache, is an error.
 
     Unset options default to the ratios of the paper. If the attention is already latent, only the given options change.
 
     Attributes:
-        kv_rank: Rank of the latents of keys and values.
-        query_rank: Rank of the latents of queries, or 0 for none.
+        kv_rank: Rank of the key-value latents.
+        query_rank: Rank of the query latents, or 0 for none.
         rope_head_dim: Positional size of a head.
         value_head_dim: Size of a value.
     """

@@ -1,4 +1,4 @@
-"""The op `attention`: scaled dot-product attention.
+"""The `attention` op: scaled dot-product attention.
 
 B batch, Q queries, K keys, N query heads, G key-value heads (N is a multiple of G), H head size, V size of a value.
 """
@@ -55,7 +55,7 @@ class AttentionOp(Op[jax.Array]):
     def context(self, kernel: str | None = None) -> jax.Array:
         """Run the op, constrain the heads to the mesh rules, and tag the result as `context`.
 
-        A kernel with the attribute `tags_result` has already tagged it; a second tag would save the array twice.
+        A kernel with a `tags_result` attribute has already tagged it; a second tag would save the array twice.
         """
         call: Any = self  # pyright treats the class variable `name` as an instance variable
         chosen: Any = choose(call, kernel)
@@ -93,12 +93,12 @@ class AttentionOp(Op[jax.Array]):
         }
 
     def flops(self) -> float:
-        """Count two products over all pairs of positions, including masked pairs."""
+        """Count two matmuls over all pairs of positions, including masked pairs."""
         batch, queries, heads, size = self.query.shape
         return 2.0 * batch * heads * queries * self.key.shape[1] * (size + self.value.shape[3])
 
     def visible(self) -> float:
-        """Return the share of pairs of positions that the mask shows."""
+        """Return the share of position pairs that the mask shows."""
         return visible_pairs(self.mask, self.query.shape[1], self.key.shape[1]) if self.aligned else 1.0
 
     def kernel_flops(self, operands: Sequence[Shape], results: Sequence[Shape], *, opaque: bool) -> float | None:

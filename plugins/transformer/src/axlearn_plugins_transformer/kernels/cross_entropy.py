@@ -1,4 +1,4 @@
-"""The op `cross_entropy`: output layer and loss in one.
+"""The `cross_entropy` op: output layer and loss in one.
 
 It does not materialize the logits of all positions.
 
@@ -21,7 +21,7 @@ from axlearn_plugins_transformer.kernels.per_device import parts_of
 
 WEIGHT_AXES = ("embed", "vocab")
 LOGIT_BYTES = 2**28
-"""Bytes of logits that a device holds at a time if `Options.chunk` is None."""
+"""Bytes of logits that a device has in memory at a time if `Options.chunk` is None."""
 MIN_POSITIONS = 512
 """Minimum number of positions per device in such a chunk. With fewer, reading the output layer dominates the time."""
 
@@ -30,7 +30,7 @@ class Options(NamedTuple):
     """Static options of the op.
 
     Attributes:
-        dtype: Dtype of the matrix products. Logits and loss are float32.
+        dtype: Dtype of the matmuls. Logits and loss are float32.
         chunk: Positions per row whose logits exist at a time. None uses `LOGIT_BYTES` per device.
         softcap: Bound on the logits, applied with a tanh: (-softcap, softcap) (Gemma 2). None does not cap them.
         z_loss: Weight of log(Z)^2, which keeps logits from drifting (Chowdhery et al., 2022).
@@ -46,7 +46,7 @@ class Options(NamedTuple):
 
 @attrs.frozen(eq=False)
 class CrossEntropyOp(Op[tuple[jax.Array, jax.Array]]):
-    """The weighted sum of the cross-entropy of `hidden @ weight` with `targets`.
+    """The weighted sum of the cross-entropy between `hidden @ weight` and `targets`.
 
     The results are (loss, cross-entropy), float32 scalars. The loss includes the z-loss; the cross-entropy has no gradient.
 
@@ -75,14 +75,14 @@ class CrossEntropyOp(Op[tuple[jax.Array, jax.Array]]):
         return {"chunk": self.static.chunk, "softcap": self.static.softcap, "z_loss": self.static.z_loss}
 
     def flops(self) -> float:
-        """Count one product."""
+        """Count one matmul."""
         return 2.0 * math.prod(self.hidden.shape) * self.weight.shape[1]
 
     def kernel_flops(self, operands: Sequence[Shape], results: Sequence[Shape], *, opaque: bool) -> float | None:
         """Count from the arrays [T, D] x [D, V] of a launch.
 
-        There is one product forward, and three backward. The kernel body contains more products, each of which runs for
-        some steps of the grid.
+        The forward pass has one matmul, and the backward pass three. The kernel body contains more matmuls, each of which runs
+        in some steps of the grid.
         """
         rows, weight = (shape for shape in operands if len(shape) == 2)
         return 2.0 * rows[0] * math.prod(weight) * (3 if len(results[0]) > 1 else 1)
@@ -90,10 +90,10 @@ class CrossEntropyOp(Op[tuple[jax.Array, jax.Array]]):
     def reference(self) -> tuple[jax.Array, jax.Array]:
         """Scan over chunks of positions.
 
-        The gradient takes three products and recomputes none of them.
+        Loss and gradients take three matmuls, none of which is recomputed.
 
-        Each chunk adds to the gradient of the output layer. If it takes less memory, the scan instead saves the gradients
-        of the logits, in the dtype of the products, for one product after the scan.
+        Each chunk adds to the gradient of the output layer. If this takes less memory, the scan instead saves the gradients of
+        the logits, in the dtype of the matmuls. One matmul after the scan then uses them.
         """
         return _loss(self.hidden, self.weight, self.targets, self.weights, self.static)
 
@@ -111,7 +111,7 @@ def logits_of(hidden: jax.Array, weight: jax.Array, options: Options) -> jax.Arr
 
 
 class _Chunk(NamedTuple):
-    """A chunk of positions of all rows."""
+    """A chunk of positions, in all rows."""
 
     hidden: jax.Array  # [B, C, D]
     targets: jax.Array  # [B, C]
@@ -182,9 +182,9 @@ def _loss(
 
 
 def _logit_grads(chunk: _Chunk, weight: jax.Array, options: Options) -> tuple[jax.Array, ...]:
-    """Return the loss, the cross-entropy and the gradient of the logits of a chunk.
+    """Return a chunk's loss, cross-entropy and logit gradients.
 
-    The gradient is [B, C, V] in the dtype of the products.
+    The gradient is [B, C, V] in the dtype of the matmuls.
     """
     logits = logits_of(chunk.hidden, weight, options)
     loss, entropy, log_z = _chunk_losses(logits, chunk, options.z_loss)
@@ -238,7 +238,7 @@ def _forward(
     )
     hidden_grads = hidden_grads[:, : hidden.shape[1]]
     # Sum before the layers' backward pass; otherwise XLA keeps the per-device sums until after it. A tied output layer also
-    # transposes the gradient: XLA on CPUs would swap the operands, and it cannot run that product in bfloat16.
+    # transposes the gradient: XLA on CPUs would swap the operands, and it cannot run that matmul in bfloat16.
     hidden_grads, weight_grads = lax.optimization_barrier((hidden_grads, _sum_parts(weight_grads, options)))
     return losses, (hidden_grads, weight_grads.astype(weight.dtype))
 
@@ -264,7 +264,7 @@ def _scan_weight_grads(padded: _Chunk, count: int, weight: jax.Array, options: O
 
 
 def _scan_logit_grads(padded: _Chunk, count: int, weight: jax.Array, options: Options) -> _Scanned:
-    """Save the gradients of all logits, then compute each gradient in one product."""
+    """Save the gradients of all logits, then compute each gradient with one matmul."""
     rows, length, _ = padded.hidden.shape
     size = length // count
 
@@ -287,7 +287,7 @@ def _scan_logit_grads(padded: _Chunk, count: int, weight: jax.Array, options: Op
 def _sum_parts(weight_grads: jax.Array, options: Options) -> jax.Array:
     """Sum over the parts of [parts, D, V].
 
-    Across devices, use the dtype of the product, as other gradients do.
+    Across devices, use the dtype of the matmul, as for other gradients.
     """
     if weight_grads.shape[0] == 1:
         return weight_grads[0]

@@ -1,4 +1,4 @@
-"""The op `gated_linear_unit`: `activation(gate(x)) * up(x)` (Shazeer, 2020).
+"""The `gated_linear_unit` op: `activation(gate(x)) * up(x)` (Shazeer, 2020).
 
 `gate` and `up` are projections.
 
@@ -31,8 +31,8 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class GatedLinearUnitOp(Op[jax.Array]):
     """`activation(gate(x)) * up(x)`.
 
-    A kernel computes both products at once, so it needs their matrices. A projection is `plain` if it is only a matrix
-    product, without adapters, quantization or bias. The result is [B, S, F] in the dtype of the projections.
+    A kernel computes both matmuls at once, so it needs their matrices. A projection is `plain` if it only multiplies by a
+    matrix, without adapters, quantization or bias. The result is [B, S, F] in the dtype of the projections.
 
     Attributes:
         x: [B, S, D].
@@ -52,7 +52,7 @@ class GatedLinearUnitOp(Op[jax.Array]):
 
     @property
     def plain(self) -> bool:
-        """True if both projections are only matrix products."""
+        """True if both projections only multiply by a matrix."""
         return _matrix(self.gate) is not None and _matrix(self.up) is not None
 
     def operands(self) -> Mapping[str, Any]:
@@ -78,7 +78,7 @@ class GatedLinearUnitOp(Op[jax.Array]):
         return self.x.astype(gate.precision.compute), gate.computed(gate.weight), up.computed(up.weight)
 
     def flops(self) -> float:
-        """Count two products. Adapters count their own."""
+        """Count two matmuls. Adapters count their own."""
         return 4.0 * math.prod(self.x.shape) * self.hidden_dim
 
     def bytes(self) -> float:
@@ -102,7 +102,7 @@ class GatedLinearUnitOp(Op[jax.Array]):
         return jax.ShapeDtypeStruct((*self.x.shape[:-1], self.hidden_dim), dtype)
 
     def reference(self) -> jax.Array:
-        """Compute two products, tagged for remat policies."""
+        """Compute two matmuls and tag their results for remat policies."""
         gate: Any = self.gate
         up: Any = self.up
         gates, ups = tag(gate(self.x), "mlp_gate"), tag(up(self.x), "mlp_up")

@@ -6,8 +6,8 @@ from axlearn_core.plugins.hookspecs import hookimpl
 _MODULE = "axlearn_plugins_transformer.kernels.attention"
 _PAGED = "axlearn_plugins_transformer.kernels.paged_attention"
 _DOTS_ONLY = {"cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}}
-"""Restricts YNNPACK to matrix products. By default, XLA on CPUs also uses it for other operations on 4,096 elements or more,
-with results that differ from those of smaller operations. A norm's 1 / sqrt(mean) would then depend on the batch size."""
+"""Restricts YNNPACK to matrix multiplications. By default, XLA on CPUs also uses it for other operations on 4,096 elements or
+more, with results that differ from those of smaller operations. A norm's 1 / sqrt(mean) would then depend on the batch size."""
 
 
 @hookimpl

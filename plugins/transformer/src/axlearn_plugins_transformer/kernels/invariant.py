@@ -6,8 +6,9 @@ Each query is in a tile of `ROWS` rows. A loop multiplies the tile by the keys o
 at slot 0. All sums therefore follow the order of the slots, independent of the batch, the chunks of a prompt and the pages
 of a cache. Both kernels run the same loop. A block that a query does not see does not change its sums.
 
-The kernels call separate ops, so a plugin can implement both ops in another order of summation. It must use the same order
-for both. Its kernels decide by `traits`, which is equal for both ops of a model, so training and serving use the same one.
+The kernels call separate ops, so a plugin can implement both ops with a different order of summation. It must use the same
+order for both. Its kernels decide by `traits`, which is equal for both ops of a model, so training and serving use the same
+one.
 
 A program that uses one of these kernels is compiled so that the rest of it does not depend on the number of rows either
 (see `hooks.py`).
@@ -29,7 +30,7 @@ from axlearn_plugins_transformer.kernels.masks import Causal, SlidingWindow
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, on_each_device
 
 ROWS = 32
-"""Minimum number of rows of a product. XLA on CPUs multiplies 16 rows or fewer with another algorithm."""
+"""Minimum number of rows in a matmul. XLA on CPUs multiplies 16 rows or fewer with a different algorithm."""
 KEYS = 128
 TILE_BATCH = 8
 """Number of tiles that are computed together."""
@@ -118,7 +119,7 @@ class Traits(NamedTuple):
 def traits(op: AttentionOp | PagedAttentionOp) -> Traits:
     """Return the traits of a call.
 
-    The call is of either op, or of an op that the kernel `invariant` computes.
+    The call is of either op, or of an op that the `invariant` kernel computes.
     """
     size, query, biased = op.query.shape[-1], str(op.query.dtype), op.bias is not None
     if isinstance(op, AttentionOp):
@@ -166,7 +167,7 @@ def _convert(op_class: type[Any], op: Any) -> Any:
 
 
 class _Invariant:
-    """The batch-invariant kernel of the op `attention`."""
+    """The batch-invariant kernel of the `attention` op."""
 
     def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
         """Support causal attention, with or without a window."""
@@ -209,7 +210,7 @@ def _attend_rows(op: InvariantAttentionOp) -> jax.Array:
 
 
 class _InvariantPaged:
-    """The batch-invariant kernel of the op `paged_attention`."""
+    """The batch-invariant kernel of the `paged_attention` op."""
 
     def supports(self, op: PagedAttentionOp, context: KernelContext) -> str | None:
         """Support calls with a static split and a page size that divides the block size."""

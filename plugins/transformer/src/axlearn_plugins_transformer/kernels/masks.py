@@ -20,7 +20,7 @@ from axlearn_core.nn.layer import Context
 Range = tuple[int, int]
 
 BLOCKS = 64
-"""Number of query blocks, and of key blocks, into which `visible_pairs` divides a mask."""
+"""Number of query blocks and of key blocks that `visible_pairs` divides a mask into."""
 
 
 class Mask:
@@ -59,7 +59,7 @@ class Mask:
 
     @property
     def parts(self) -> tuple["Mask", ...]:
-        """The masks whose conjunction this mask is."""
+        """The masks that this mask combines. A position pair is visible if all of them show it."""
         return (self,)
 
 

@@ -1,4 +1,4 @@
-"""The op `paged_attention`: attention over keys and values in pages, for serving.
+"""The `paged_attention` op: attention over keys and values in pages, for serving.
 
 See Kwon et al., 2023. One call serves requests in prefill and in decoding. Each request has one query per new token;
 the queries of all requests are concatenated along one axis without padding.
@@ -28,7 +28,7 @@ class Split(NamedTuple):
 
     Attributes:
         singles: Number of leading requests, which have one token each.
-        chunk: Number of tokens of each of the other requests.
+        chunk: Number of new tokens in each of the other requests.
     """
 
     singles: int
@@ -93,7 +93,7 @@ class PagedAttentionOp(Op[jax.Array]):
 
     @property
     def page_size(self) -> int:
-        """The number of slots of a page, S."""
+        """The number of slots per page, S."""
         return self.pages.shape[3 if self.heads_first else 1]
 
     def keys_and_values(self, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -149,9 +149,9 @@ class PagedAttentionOp(Op[jax.Array]):
         return options
 
     def flops(self) -> float:
-        """Count two products of each token with all slots of its table row.
+        """Count two matmuls of each token with all slots of its table row.
 
-        This is an upper bound for its request.
+        This is an upper bound, because its request may use fewer slots.
         """
         tokens, heads, size = self.query.shape
         return 2.0 * tokens * heads * self.table.shape[1] * self.page_size * (size + (self.value_size or size))
@@ -164,7 +164,7 @@ class PagedAttentionOp(Op[jax.Array]):
         return 2.0 * tokens * heads * self.table.shape[1] * self.page_size * (size + (self.value_size or size))
 
     def bytes(self) -> float:
-        """Count only as many pages as the table can hold."""
+        """Count only as many pages as the table has entries."""
         used = min(1.0, self.table.shape[0] * self.table.shape[1] / self.pages.shape[0])
         pages = math.prod(self.pages.shape) * self.pages.dtype.itemsize
         return super().bytes() - (1 - used) * pages
@@ -210,7 +210,7 @@ def _axes(op: PagedAttentionOp) -> tuple[tuple[str | None, ...], tuple[str | Non
 def divides_heads(op: PagedAttentionOp) -> bool:
     """Return whether each device can attend with its own heads.
 
-    This holds if attention needs no communication under the current placement.
+    This is the case if attention needs no communication under the current placement.
     """
     heads, pages = _axes(op)
     parts, parts_of_pages = parts_of(op.query.shape, heads)[1], parts_of(op.pages.shape, pages)[2]

@@ -1,4 +1,4 @@
-"""An implementation of `paged_attention` for a static number of new tokens.
+"""An implementation of `paged_attention` for calls with a static number of new tokens.
 
 Legend: R requests of at most M pages of S slots, C tokens of a request, N query heads, G key-value heads, n = N / G, H head
 size, V size of a value, W pages per iteration, with W S keys.

@@ -1,4 +1,4 @@
-"""Kernels on several devices, which run on shards of the activations."""
+"""Run kernels on several devices, each on its shard of the activations."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ def split_over(shape: Sequence[int], axes: Sequence[str | None]) -> tuple[tuple[
 
 
 def parts_of(shape: Sequence[int], axes: Sequence[str | None]) -> tuple[int, ...]:
-    """Return the number of shards of each dimension of an array.
+    """Return the number of shards along each dimension of an array.
 
     Args:
         shape: Global shape.

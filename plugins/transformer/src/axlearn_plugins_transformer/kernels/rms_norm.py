@@ -1,4 +1,4 @@
-"""The op `rms_norm` (Zhang & Sennrich, 2019)."""
+"""The `rms_norm` op (Zhang & Sennrich, 2019)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -41,7 +41,7 @@ class RMSNormOp(Op[jax.Array]):
         return {"eps": self.eps, "offset": self.offset}
 
     def flops(self) -> float:
-        """Return 0, because the op has no matrix product."""
+        """Return 0, because the op does not multiply matrices."""
         return 0.0
 
     def reference(self) -> jax.Array:

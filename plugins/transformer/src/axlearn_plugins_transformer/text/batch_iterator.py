@@ -40,8 +40,8 @@ class Position:
 class Batches:
     """A `BatchIterator` over Grain's iterators, with a state per virtual shard.
 
-    A position can therefore be resumed with another number of worker processes. It can also be resumed with another number
-    of processes, if the "shards" of all processes are merged into one mapping.
+    A position can therefore be resumed with a different number of worker processes. It can also be resumed with a different
+    number of processes, if the "shards" of all processes are merged into one mapping.
 
     Args:
         streams: Grain's iterators, by the ids of their shards.

@@ -1,4 +1,4 @@
-"""The feature `chat`."""
+"""The `chat` feature."""
 
 from typing import Any, Literal, TypeVar
 

@@ -76,7 +76,7 @@ class ChatInput(LanguageModelInput):
         return example(ids[:-1], ids[1:], marks[1:]) if any(marks[1:]) else None
 
     def describe(self) -> Mapping[str, Any]:
-        """Return the facts of the base class and a hash of the template."""
+        """Return the base class's facts and a hash of the template."""
         return {**super().describe(), "template": self.template.digest}
 
     def _check_source(self) -> None:

@@ -1,8 +1,8 @@
 """Conversations rendered by a Jinja template, with the positions of answers.
 
-The templates are those of Hugging Face tokenizers (`chat_template` in tokenizer_config.json, or chat_template.jinja). They
-come from other people, so they run in Jinja's sandbox, in a separate process with limits on time and memory, and can call
-only the functions that they are given.
+The templates are those of Hugging Face tokenizers (`chat_template` in tokenizer_config.json, or chat_template.jinja). They come
+from untrusted sources, so they run in Jinja's sandbox, in a separate process with limits on time and memory, and can only call
+the functions that are passed to them.
 """
 
 import copy
@@ -78,7 +78,7 @@ class ChatTemplate(Configurable):
             path: A tokenizer_config.json or a .jinja file. None uses the template next to the tokenizer's file, or the
                 plain template if there is none.
             plain: Use the plain template even if the tokenizer has one.
-            today: Date (YYYY-MM-DD) for templates that ask for it. Training needs a fixed date, so that equal data gives
+            today: Date (YYYY-MM-DD) for templates that ask for it. Training needs a fixed date, so that equal data produces
                 equal tokens. None uses the current time, for serving.
         """
 
@@ -215,7 +215,7 @@ class ChatTemplate(Configurable):
 
         Spelled-out special tokens are parsed.
         """
-        if isinstance(self.tokenizer, EncodesSpecialTokens):  # encode the whole text: pieces may give other tokens
+        if isinstance(self.tokenizer, EncodesSpecialTokens):  # encode the whole text: pieces may tokenize differently
             ids, offsets = self.tokenizer.encode_special(rendered.text)
             return ids, _mark_answers(offsets, rendered.answers)
         ids, marks, offset = [], [], 0

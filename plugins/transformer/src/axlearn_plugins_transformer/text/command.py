@@ -1,4 +1,4 @@
-"""The command `axlearn generate`."""
+"""The `axlearn generate` command."""
 
 import sys
 

@@ -109,7 +109,7 @@ class ConversationRecords:
     def of(cls, files: Sequence[DataFile], keep: Callable[[str], bool] = lambda line: True) -> "ConversationRecords":
         """Read every file once and check every row.
 
-        Return the rows for whose content `keep` is True.
+        Return the rows whose content passes `keep`.
         """
         entries = []
         for owner, file in enumerate(files):
@@ -162,7 +162,7 @@ class ChatFiles(Configurable):
         Attributes:
             paths: Paths, globs or URLs of training files.
             validation_paths: Paths, globs or URLs of validation files.
-            validation_fraction: Share of the conversations of `paths` to hold out.
+            validation_fraction: Share of the conversations in `paths` to hold out.
         """
 
         paths: str | tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """Incremental decoding of tokens to text, with stop strings.
 
-All paths that generate text use it.
+All code that generates text uses it.
 """
 
 import itertools

@@ -72,7 +72,7 @@ def fingerprint_files(files: Sequence[DataFile]) -> tuple[DataFile, ...]:
             raise InputError(f"cannot read the data file {file.path}: {error.strerror or error}") from None
         return attrs.evolve(file, modified=modified, blocks=blocks, digest=digest)
 
-    if sum(f.size for f in files) < 1 << 24:  # too little work for threads
+    if sum(f.size for f in files) < 1 << 24:  # there is too little work for threads
         return tuple(map(fingerprint, files))
     with ThreadPoolExecutor(THREADS) as pool:
         return tuple(pool.map(fingerprint, files))

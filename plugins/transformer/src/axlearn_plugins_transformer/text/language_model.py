@@ -37,7 +37,7 @@ from axlearn_plugins_transformer.text.tokenizers import (
 from axlearn_plugins_transformer.text.workers import WorkerStream
 
 CHARACTERS = 1 << 18
-"""Characters that a process tokenizes at once, over all shards and sources. This takes about 100 times as many bytes."""
+"""Maximum number of characters that a process tokenizes at once, over all shards and sources. Each takes about 100 bytes."""
 
 
 class LanguageModelInput(Configurable):
@@ -154,7 +154,7 @@ class LanguageModelInput(Configurable):
     def examples(self, documents: Sequence[Document], start: int = 0, characters: int = 0) -> list[Example | None]:
         """Return the examples of the document at `start`.
 
-        Includes the following documents that are tokenized with it. If a subclass overrides `example`, documents are
+        The result includes the following documents that are tokenized with it. If a subclass overrides `example`, documents are
         converted one by one.
 
         Args:
@@ -256,9 +256,9 @@ class LanguageModelInput(Configurable):
         return SmallData(part, encode, cfg.packing, cfg.sequence_length, window, seed, cfg.shuffle, report, only_part)
 
     def _with_rows(self, part: Part) -> Part:
-        """Drop records that do not give rows.
+        """Drop records that do not produce any rows.
 
-        A shard that skipped one would read the same record as another shard.
+        A shard that skipped such a record would read the same record as a different shard.
         """
         records = part.records
         return attrs.evolve(part, records=records.with_lines()) if isinstance(records, FileRecords) else part
@@ -361,7 +361,7 @@ def _records_at(
 ) -> dict[str, Any]:
     """Return, by shard, the record in which its rows begin and the next one.
 
-    If the first is used up, rows begin there.
+    If the first one is used up, rows begin in the next one.
     """
     names: dict[str, list[str]] = {}
     for shard, part_places in places.items():

@@ -1,4 +1,4 @@
-"""Conversion of messages into the form that chat templates expect.
+"""Convert messages into the form that chat templates expect.
 
 Training, evaluation and serving use it.
 """

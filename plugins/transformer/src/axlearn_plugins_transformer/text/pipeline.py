@@ -3,8 +3,8 @@
     large data: records -> every num_shards-th of a shuffled, endless order -> documents -> examples -> packed rows
     small data: all examples -> an endless order of packed rows -> every num_shards-th
 
-Each virtual shard is a separate pipeline. It gives the same rows of every batch, regardless of the process or worker that
-runs it. The global stream therefore depends only on the seed and the number of virtual shards.
+Each virtual shard is a separate pipeline. It produces the same rows of every batch, whichever process or worker runs it. The
+global stream therefore depends only on the seed and the number of virtual shards.
 
 Legend: S sequence length, T tokens of a document.
 """
@@ -36,7 +36,7 @@ from axlearn_plugins_transformer.text.small_data import SmallData
 from axlearn_plugins_transformer.text.sources import Part
 
 Encode = Callable[[Sequence[Document], int], Sequence[Example | None]]
-"""(documents, start) -> examples from that document on, at least one, and as many as are best encoded together."""
+"""(documents, start) -> examples from that document on: at least one, and as many as are efficient to encode together."""
 Finish = Callable[[Sequence[Mapping[str, np.ndarray]]], dict[str, np.ndarray]]
 
 INLINE = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # one thread or process prefetches for all shards
@@ -175,7 +175,7 @@ class Order:
     num_shards: int
 
     def of(self, part: int) -> int:
-        """Return the seed of a part of a mixture.
+        """Return the seed for a part of a mixture.
 
         Parts of the same size are shuffled differently.
         """
@@ -296,7 +296,7 @@ def training_rows(
 ) -> grain.IterDataset:
     """Return the endless rows of one virtual shard.
 
-    Parts of a mixture are packed separately and share rows by weight.
+    Parts of a mixture are packed separately. Each part gets a share of the rows by its weight.
     """
     streams: list[grain.IterDataset] = []
     for i, part in enumerate(data):
@@ -430,7 +430,7 @@ class _ShardsIterator(grain.DatasetIterator):
 def start_worker(pid_file: str, index: int, count: int) -> None:
     """Initialize a Grain worker process.
 
-    End it when its parent process is gone, even after `kill -9`. Write the process id to `pid_file`.
+    The worker exits when its parent process is gone, even after `kill -9`. Write the process id to `pid_file`.
     """
     with open(pid_file, "w") as file:
         file.write(str(os.getpid()))

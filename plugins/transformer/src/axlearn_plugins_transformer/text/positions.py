@@ -24,7 +24,7 @@ def is_current(state: Mapping[str, Any]) -> bool:
 
 
 def check_position(state: Mapping[str, Any], small: Sequence[bool]) -> None:
-    """Raise InputError if a shard's position belongs to data of another size.
+    """Raise InputError if a shard's position belongs to data of a different size.
 
     Args:
         state: The position, in the current order.

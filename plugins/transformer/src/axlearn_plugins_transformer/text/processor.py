@@ -152,7 +152,7 @@ class TextProcessor(Configurable):
         return self._decoders.spell(tokens)
 
     def prompt_offsets(self, ids: Sequence[int], text: str | None = None) -> tuple[str, list[int]]:
-        """Return the text of a prompt, and the offset of each of its tokens in that text.
+        """Return a prompt's text, and the offset of each token in it.
 
         Args:
             ids: Tokens of the prompt.

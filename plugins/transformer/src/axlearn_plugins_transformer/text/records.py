@@ -97,7 +97,7 @@ class FileRecords:
     Attributes:
         files: The files.
         formats: Format of each file.
-        text_field: Field of JSONL and Parquet rows that holds the text.
+        text_field: Field of JSONL and Parquet rows that contains the text.
         chunk_bytes: Size of a chunk.
         owners: Index of each record's file.
         parts: Index of each record within its file.

@@ -1,4 +1,4 @@
-"""Layouts of small data: the tokens of each row of an endless sequence.
+"""Layouts of small data: they define the tokens of each row in an endless sequence.
 
 This module does not import Grain.
 
@@ -14,14 +14,14 @@ from axlearn_plugins_transformer.text.cycle import Cycle, Permutations, shuffle_
 from axlearn_plugins_transformer.text.examples import Example
 
 Span = tuple[int, int, int]
-"""Index of an example, and start and stop of a range of its tokens."""
+"""Index of an example, then start and stop of a token range in it."""
 
 BINS = 16
 """Number of rows that first-fit packing fills at a time."""
 
 
 class Layout(Protocol):
-    """The rows of an endless sequence of epochs, by number.
+    """The rows of endless epochs, by number.
 
     Attributes:
         epoch_rows: Minimum number of rows per epoch.
@@ -91,7 +91,7 @@ class ConcatLayout:
 
 
 class PackedLayout:
-    """Rows of whole pieces. They are packed once, and every epoch shuffles them.
+    """Packs whole examples (or row-sized pieces of long ones) into rows once, and shuffles the rows every epoch.
 
     If an epoch has at most `window` rows, every window contains each of them. Their order within a window is shuffled if
     windows are batches.
@@ -166,7 +166,7 @@ def split_rows(rows: list[list[Span]], count: int) -> list[list[Span]]:
 
     Rows with one piece are not split.
 
-    A batch with more rows than an epoch would repeat some. Emptier rows cost the same and avoid the repeats.
+    A batch with more rows than an epoch would repeat rows. Emptier rows cost the same and avoid this.
     """
     rows = list(rows)
     while len(rows) < count:

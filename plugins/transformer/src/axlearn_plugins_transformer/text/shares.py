@@ -1,4 +1,4 @@
-"""Distribution of the rows of a batch over the sources of a mixture.
+"""Distribute the rows of a batch over the sources of a mixture.
 
 This module does not import Grain.
 """
@@ -42,7 +42,7 @@ class Shares:
         return self._entry(turn * self.num_shards + (shard + scattered) % self.num_shards)
 
     def most(self, part: int, rows: int) -> int:
-        """Return the maximum number of rows of a part among `rows` adjacent rows."""
+        """Return the maximum number of rows from a part among `rows` adjacent rows."""
         return min(rows, rows * self.proportions[part] // sum(self.proportions) + 2)
 
     def _entry(self, index: int) -> tuple[int, int]:

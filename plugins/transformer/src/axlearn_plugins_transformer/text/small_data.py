@@ -2,8 +2,8 @@
 
 This module does not import Grain.
 
-If each shard read different records, it would run out of them and repeat the records of other shards. Rows that shards
-take in turn are different as long as there are enough, and every epoch contains each row once.
+If each shard read different records, it would run out of them and repeat the records of other shards. Instead, shards take rows
+in turn. These rows are different as long as there are enough, and every epoch contains each row once.
 
 Legend: S sequence length.
 """
@@ -31,7 +31,7 @@ BATCHES = 64
 def is_small(records: Records, tokens: int) -> bool:
     """Return whether to encode all records before the first batch.
 
-    This holds for at most 4 MiB of data, or for data that 64 batches use up, but never for more than 32 MiB, because one
+    This is the case for at most 4 MiB of data, or for data that 64 batches use up, but never for more than 32 MiB, because one
     token takes 12 bytes of memory. Records that do not know their size are not small.
 
     Args:
@@ -49,7 +49,7 @@ class SmallData:
 
     Attributes:
         part: The data.
-        encode: Creates the examples of all documents of a record.
+        encode: Creates the examples for all documents in a record.
         packing: "concat", "first-fit" or "none".
         sequence_length: S.
         window: Maximum number of rows per batch from this part. They are different, as far as the data allows.

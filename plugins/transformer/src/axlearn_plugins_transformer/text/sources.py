@@ -23,7 +23,7 @@ Split = Literal["train", "validation"]
 
 @attrs.frozen
 class Part:
-    """A part of the data.
+    """A part of the data, with its share of the training rows.
 
     Attributes:
         records: The records.
@@ -62,10 +62,10 @@ class Files(Configurable):
         Attributes:
             paths: Paths, globs or URLs of training files.
             validation_paths: Paths, globs or URLs of validation files.
-            validation_fraction: Share of the chunks of `paths` to hold out.
+            validation_fraction: Share of the chunks in `paths` to hold out.
             format: File format. `auto` uses the suffix.
-            text_field: Field of JSONL and Parquet rows that holds the text.
-            chunk_bytes: Size of the chunks of text that are read at once. None scales it with the amount of data.
+            text_field: Field of JSONL and Parquet rows that contains the text.
+            chunk_bytes: Size of the text chunks that are read at once. None scales it with the amount of data.
             max_line_bytes: Limit on a JSONL line. Longer lines are an error, because tokenizing a line takes about a
                 hundred times its size in memory.
         """
@@ -132,8 +132,8 @@ def many(paths: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 _THIRD_PARTY = {"site-packages", "dist-packages", "__pycache__"}
-_TESTS = {"test", "tests", "idle_test"}  # many systems do not install them, and some are not UTF-8 on purpose
-_GENERATED = {"encodings", "pydoc_data"}  # near duplicates of each other, so held-out files would be too easy
+_TESTS = {"test", "tests", "idle_test"}  # many systems do not install these, and some files are not UTF-8 on purpose
+_GENERATED = {"encodings", "pydoc_data"}  # files that nearly duplicate each other, so held-out ones would be too easy
 EXCLUDED = frozenset(_THIRD_PARTY | _TESTS | _GENERATED)
 
 
@@ -152,7 +152,7 @@ class StandardLibrary(Configurable):
 
         Attributes:
             validation_fraction: Share of the files to hold out.
-            chunk_bytes: Size of the chunks of text that are read at once.
+            chunk_bytes: Size of the text chunks that are read at once.
         """
 
         validation_fraction: float = setting(default=0.05, gt=0, lt=1)
@@ -183,7 +183,7 @@ def standard_library_files() -> tuple[DataFile, ...]:
             if name.endswith(".py") and not os.path.islink(path) and (size := os.path.getsize(path)):
                 files.append(DataFile(path, os.path.relpath(path, root).replace(os.sep, "/"), size))
     if not files:
-        raise InputError(f"the standard library of this Python does not have source files in {root}")
+        raise InputError(f"this Python has no standard-library source files in {root}")
     return fingerprint_files(sorted(files, key=lambda f: f.name))
 
 
@@ -235,7 +235,7 @@ class Mixture(Configurable):
 
 
 DIGESTS = 64
-"""Up to this many files have individual digests in the run lock. More files have only a common digest."""
+"""Up to this many files have individual digests in the run lock. More files only share one digest."""
 
 
 def describe(source: Source) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class TemplateProcess:
             selector.register(process.stdout, selectors.EVENT_READ)
             while not answer.endswith(b"\n"):
                 if not selector.select(max(0.0, end - time.monotonic())):
-                    raise TemplateFailed(f"it takes longer than {seconds:g} s")
+                    raise TemplateFailed(f"rendering took longer than {seconds:g} s")
                 chunk = process.stdout.read1(1 << 16)  # type: ignore[attr-defined]
                 if not chunk:
                     raise TemplateFailed(f"its process ended; the memory limit is {MEMORY:,} bytes")

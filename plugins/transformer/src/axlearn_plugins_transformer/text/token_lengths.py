@@ -32,7 +32,7 @@ class BoundsTokens(Protocol):
 def longest_token(tokenizer: Tokenizer) -> int | None:
     """Return the maximum number of characters that a token represents.
 
-    Returns None if the tokenizer does not tell.
+    Returns None if the tokenizer does not report it.
     """
     return tokenizer.longest_token() if isinstance(tokenizer, BoundsTokens) else None
 

@@ -45,7 +45,7 @@ class ByteTokenizer(Configurable):
     def decode(self, ids: Sequence[int]) -> str:
         """Decode the bytes and replace invalid UTF-8.
 
-        The end-of-document id gives no text.
+        The end-of-document id adds no text.
         """
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
@@ -54,7 +54,7 @@ class ByteTokenizer(Configurable):
         return 1
 
     def token_bytes(self) -> np.ndarray:
-        """Return the number of bytes of text of each token, float32 [vocab_size]."""
+        """Return the number of text bytes per token, float32 [vocab_size]."""
         return np.array([1.0] * 256 + [0.0], np.float32)
 
 
@@ -77,7 +77,7 @@ class TokenizerJson(Configurable):
         Attributes:
             path: A `tokenizer.json` file.
             builtin: Name of a tokenizer that ships with this package.
-            eos: Token that ends a document. None uses the common one that the vocabulary contains.
+            eos: Token that ends a document. None looks for a common one in the vocabulary.
             bos: Token at the beginning of documents and prompts, or None if the model does not use one.
         """
 
@@ -212,7 +212,7 @@ class TokenizerJson(Configurable):
         return self._tokenizer.id_to_token(token_id)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode tokens and replace invalid UTF-8. Special tokens give no text."""
+        """Decode tokens and replace invalid UTF-8. Special tokens add no text."""
         return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=True)[0]  # `decode` holds the GIL
 
     def longest_token(self) -> int | None:
@@ -223,7 +223,7 @@ class TokenizerJson(Configurable):
         return most_characters(self._tokenizer)
 
     def token_bytes(self) -> np.ndarray:
-        """Return the number of bytes of text of each token, float32 [vocab_size].
+        """Return the number of text bytes per token, float32 [vocab_size].
 
         It is 0 for special tokens.
         """

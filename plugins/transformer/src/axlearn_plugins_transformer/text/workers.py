@@ -63,7 +63,7 @@ class WorkerStream:
                 batch, error = self._results.get(timeout=self._seconds)
             except queue.Empty:
                 problem = f"did not return a batch within {self._seconds:g} s"
-            except BaseException:  # interrupted while waiting: the result of the request would be stale
+            except BaseException:  # interrupted while waiting, so the result of the request would be stale
                 self._abandon()
                 raise
             else:
@@ -82,7 +82,7 @@ class WorkerStream:
 
     def set_state(self, state: Any) -> None:
         """Move to a position from `get_state`."""
-        if self._asked:  # a batch of the old position is pending
+        if self._asked:  # a batch from the old position is pending
             self._abandon()
             self._start()
         self._stream.set_state(state)
@@ -92,7 +92,7 @@ class WorkerStream:
         """Stop the worker."""
         self._calls.put(False)
         self._thread.join(CLOSE_SECONDS)
-        if self._thread.is_alive():  # it is waiting for a worker that hangs
+        if self._thread.is_alive():  # the thread is waiting for a worker that hangs
             self._kill()
             self._thread.join(CLOSE_SECONDS)
         self._folder.cleanup()

@@ -24,7 +24,7 @@ def write_text(
 ) -> Iterator[str]:
     """Yield pieces of the text that a model generates after a prompt.
 
-    If the engine cannot serve the model, generate with the model's method `generate`.
+    If the engine cannot serve the model, use the model's `generate` method.
 
     Args:
         loaded: The model with its tokenizer.
@@ -63,7 +63,7 @@ def stream_text(
 ) -> Iterator[str]:
     """Generate text like `write_text`, but without an engine.
 
-    Uses the model's method `generate`.
+    Uses the model's `generate` method.
     """
     text = _processor(loaded)
     options: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, **sampling_defaults(text, temperature)}
@@ -130,7 +130,7 @@ def _processor(loaded: Loaded) -> TextProcessor:
 def _open(loaded: Loaded, text: TextProcessor, num_tokens: int) -> Any:
     """Return an engine for one request of `num_tokens` tokens.
 
-    Returns None if no plugin provides the function `serve`.
+    Returns None if no plugin provides a `serve` function.
     """
     if "serve" not in registry().claims["functions"]:
         return None
