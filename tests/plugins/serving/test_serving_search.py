@@ -78,7 +78,7 @@ def test_requests_are_doubled_until_they_no_longer_fit(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--target", "cpu-8"], "has no figures: nothing can be ranked"),
+        (["--target", "cpu-8"], "lacks the hardware figures needed to rank layouts"),
         ([], "a search needs a target machine"),
         (["--target", "h100-1x1,h100-8x1"], "needs exactly one machine"),
         (["--target", "tpu-v5p-8", "--chips", "8..32"], "needs exactly one machine"),

@@ -24,7 +24,7 @@ Batch = Mapping[str, Any]
 
 tokens        int32   [B, S]  input token IDs
 targets       int32   [B, S]  the next token for each input token
-weights       float32 [B, S]  1 for targets that count in the loss, 0 for padding
+weights       float32 [B, S]  1 for targets that count toward the loss, 0 for padding
 segment_ids   int32   [B, S]  1, 2, ... for the documents packed into a row, 0 for padding
 positions     int32   [B, S]  position within the row's part of the document, from 0
 bytes         float32 [B, S]  bytes of text per target; only in evaluation, for losses per byte

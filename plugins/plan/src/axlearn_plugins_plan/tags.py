@@ -109,7 +109,7 @@ def _device_bytes(jaxpr: Any, producers: Mapping[Any, Any], equation: Any, place
     if local:
         return size
     operand = equation.invars[0]
-    neighbours = [producers.get(operand)] if not isinstance(operand, Literal) else []  # literals hash by identity
+    neighbours = [producers.get(operand)] if not isinstance(operand, Literal) else []  # a literal has no producer
     neighbours += [e for e in jaxpr.eqns if e.invars and e.invars[0] is equation.outvars[0]]
     for neighbour in neighbours:
         if neighbour is not None and neighbour.primitive.name == "sharding_constraint":
@@ -131,7 +131,7 @@ def _slice_flops(producers: Mapping[Any, Any], scopes: Sequence[Scope], equation
     pending, visited, total = list(equation.invars), set(), 0.0
     while pending:
         var = pending.pop()
-        producer = producers.get(var) if not isinstance(var, Literal) else None  # literals hash by identity
+        producer = producers.get(var) if not isinstance(var, Literal) else None  # a literal has no producer
         if producer is None or producer.primitive.name == "name" or id(producer) in visited:
             continue
         visited.add(id(producer))

@@ -104,7 +104,7 @@ class YarnScaling(Node[Scaling]):
 
         def scaled(head_dim: int, theta: float) -> Frequencies:
             def pair(rotations: float) -> float:
-                """Return the index of the pair with this many rotations over the length."""
+                """Return the index of the pair with this many rotations over the original length."""
                 return head_dim * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
             low, high = pair(self.beta_fast), pair(self.beta_slow)

@@ -219,10 +219,14 @@ class TieredCheckpointer(ShardedCheckpointer):
         steps = self.steps() if jax.process_index() == 0 else []
         behind = [s for s in self._gather(steps, "going back")[0] if s <= restored]
         if not behind:
-            log.warning("step %d is not finite, %d after a local restore; no earlier checkpoint", step, step - restored)
+            log.warning(
+                "step %d is not finite, %d steps after a local restore; there is no earlier checkpoint to roll back to",
+                step,
+                step - restored,
+            )
             return None
         log.warning(
-            "step %d is not finite, %d after a local restore: rolling back to step %d",
+            "step %d is not finite, %d steps after a local restore: rolling back to step %d",
             step,
             step - restored,
             behind[-1],

@@ -118,7 +118,7 @@ def _division_problem(error: ConfigError, count: int) -> Problem:
         path="serving.tensor_parallel",
         message=f"{count} devices cannot split the matrix multiplications of this model",
         got=str(error).replace("\n", " ").partition(" fix:")[0].strip(),
-        fix="use a divisor of the number above, or 1",
+        fix="use a divisor of the size of that dimension, or 1",
     )
 
 

@@ -96,7 +96,7 @@ def test_what_is_wrong_with_the_files_is_said_and_compiled(run, what, monkeypatc
         "foreign": "it is not signed by this user or by this job's supervisor",
         "unsigned": "its signature cannot be read: ",
     }
-    assert f"note: the compiled step in {folder} is not loaded: {reasons[what]}" in text
+    assert f"note: the compiled step in {folder} was not loaded: {reasons[what]}" in text
     assert LOADED not in text
     assert len(tiny.logged(run)) == 3
     assert LOADED in train(run, 3, "--restart")  # it was compiled and kept anew
@@ -189,16 +189,16 @@ def test_files_without_a_seal_are_never_loaded(seal, tmp_path, monkeypatch, capf
     assert program.discarded == 1
     assert step.facts == {}
     reason = "signature cannot be read" if seal == "missing" else "not signed by this user"
-    assert re.search(f"is not loaded: .*{reason}", capfd.readouterr().err)
+    assert re.search(f"was not loaded: .*{reason}", capfd.readouterr().err)
 
 
 def test_loading_that_never_ends_ends_the_process_for_its_supervisor():
     script = (
         "import time\nfrom axlearn_plugins_runtime.job.compiled_step import time_limit\n"
-        "with time_limit(60, 'it is not loaded after'): pass\n"
-        "with time_limit(0.3, 'it is not loaded after'): time.sleep(60)\n"
+        "with time_limit(60, 'it was not loaded within'): pass\n"
+        "with time_limit(0.3, 'it was not loaded within'): time.sleep(60)\n"
     )
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
     assert process.returncode == 75
-    assert "it is not loaded after 0.3 s: this process ends (exit code 75)" in process.stderr
+    assert "it was not loaded within 0.3 s: exiting with code 75" in process.stderr
     assert 'File "<string>", line 4' in process.stderr

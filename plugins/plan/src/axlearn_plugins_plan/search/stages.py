@@ -89,7 +89,9 @@ def _after_forward(
     room_left = 2 * residuals < room  # XLA counts the buffers that a loop fills twice
     # The gradients of the outputs are copied between two ticks because a tick reads and changes them.
     yield loop | _between_ticks(pipeline, sizes, chunk, room_left) | {"ends": 3 * batch}
-    if pipeline.rounds == 1:  # the sums, the gradients of the tick and, if there is room, the zeros of the next tick
+    # In a layer's backward pass, the gradient sums and the tick's gradients are live. If there is room, so are the zeros that
+    # initialize the next tick's gradients.
+    if pipeline.rounds == 1:
         yield loop | {"layer": _layer_backward_bytes(sizes), "gradients": (2 + float(room_left)) * sizes.layers}
         return
     # The layers inside a chunk are not rematerialized separately, so all their activations are live together. The chunk's

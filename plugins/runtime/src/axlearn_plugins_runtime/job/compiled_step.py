@@ -88,13 +88,13 @@ class CompiledStep(RunListener):
         name = ""
         if self._folder is not None and self._folder.exists():
             try:
-                with time_limit(LOAD_SECONDS, f"the compiled step in {self._folder} is not loaded after"):
+                with time_limit(LOAD_SECONDS, f"the compiled step in {self._folder} was not loaded within"):
                     self._load_files(self._folder, batch)
                 name = self._folder.name
             except Exception as error:  # for any error, compile the step instead
                 self._is_unfit = True
                 reason = (str(error) or type(error).__name__).splitlines()[0]
-                _log_note(f"the compiled step in {self._folder} is not loaded: {reason}")
+                _log_note(f"the compiled step in {self._folder} was not loaded: {reason}")
         names = gather_objects(name, "compiled step")
         self._loaded = bool(name) and set(names) == {name}
         if not self._loaded:
@@ -178,7 +178,7 @@ def time_limit(seconds: float, description: str) -> Iterator[None]:
     """
 
     def end() -> None:
-        _log_note(f"{description} {seconds:g} s: this process ends (exit code {RESTART}); run the same command again")
+        _log_note(f"{description} {seconds:g} s: exiting with code {RESTART}; run the same command again")
         faulthandler.dump_traceback(all_threads=True)
         os._exit(RESTART)
 

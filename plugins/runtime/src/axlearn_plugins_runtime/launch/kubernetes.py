@@ -208,7 +208,7 @@ def _check_pod_names(job: Job, slices: int, per_slice: int) -> None:
     longest = f"{job.name}-{HOSTS}-{slices - 1}-{per_slice - 1}-xxxxx"
     if len(longest) > 63:
         raise RequestError(
-            f"the name {job.name!r} is too long: pods would be called {longest}, but 63 characters are allowed\n"
+            f"the name {job.name!r} is too long: pods would be called {longest}, but at most 63 characters are allowed\n"
             f"    fix: use a --name with at most {len(job.name) - (len(longest) - 63)} characters"
         )
 

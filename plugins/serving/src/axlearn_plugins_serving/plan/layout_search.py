@@ -143,7 +143,7 @@ def search_serving(
     """
     if not machine.target.peak_flops or machine.target.hbm_bytes is None:
         raise RequestError(
-            f"the target {machine.name} has no figures: nothing can be ranked\n"
+            f"the target {machine.name} lacks the hardware figures needed to rank layouts\n"
             "    fix: name a target for which `axlearn targets list` shows a peak"
         )
     configure_devices(machine)
@@ -185,7 +185,7 @@ def _plan_layout(
         return None
     step = plan.full.roofline.step
     if step is None:
-        raise RequestError(f"the target {layout.machine.name} has no figures: nothing can be ranked")
+        raise RequestError(f"the target {layout.machine.name} lacks the hardware figures needed to rank layouts")
     tokens = layout.replicas * plan.full.requests / step
     return ServingRow(layout=layout, tpot=step, tokens_per_second=tokens, bytes=plan.total, fits=plan.fits)
 

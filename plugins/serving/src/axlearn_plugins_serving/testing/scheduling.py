@@ -108,7 +108,7 @@ class SchedulerSuite:
     @pytest.mark.parametrize("max_steps", [1, 3])
     @pytest.mark.parametrize("blocks", [13, 60], ids=["scarce", "plenty"])
     def test_every_request_is_computed_within_the_limits(self, blocks: int, max_steps: int) -> None:
-        """Run forty requests of three priorities and clients.
+        """Run forty requests from three clients, with three priority levels.
 
         One cache is large, and one is too small for four requests.
         """
