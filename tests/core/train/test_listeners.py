@@ -168,7 +168,7 @@ def test_a_refusal_keeps_its_class_and_a_message_names_the_plugin(listening, tmp
     monkeypatch.setattr(listening, "REFUSE", "save")
     with pytest.raises(WorkError, match=r"^this save is refused$"):
         train(tmp_path / "run")
-    message = "listening of axlearn-plugins-listening 0.1 raises the next error, at the event saving"
+    message = "the next error comes from listening of axlearn-plugins-listening 0.1, at the event saving"
     assert message in capfd.readouterr().err
 
 

@@ -308,7 +308,7 @@ class Compiler:
         return on_cpu and (name, _bucket_key(bucket)) in self._cached
 
     def discard(self, name: str, bucket: Any = None) -> None:
-        """Discard the loaded executable of a function and bucket, so that it is compiled."""
+        """Discard the loaded executable of a function and bucket, so that the next call compiles it."""
         if self._exported.pop((name, str(_bucket_key(bucket))), None) is not None:
             self._compiled = {k: v for k, v in self._compiled.items() if k[:2] != (name, _bucket_key(bucket))}
 

@@ -78,7 +78,7 @@ def code_name(cls: type[Node[Any]]) -> str:
 
 
 def _suffix(value: object) -> str:
-    """Return `#` and a digest if a class or function can be redefined under its name, or an empty string."""
+    """Return `#` and a digest if a class or function can be redefined under its name, otherwise an empty string."""
     module, _, name = qualified_name(value).partition(":")
     if not is_named(value) or (module != "__main__" and "<" not in name):
         return ""

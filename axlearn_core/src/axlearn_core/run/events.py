@@ -138,7 +138,7 @@ def name_failures(method: Callable[..., None], plugin: Entry | None) -> Callable
             method(*arguments)
         except AxlearnError:
             title = f"{plugin.name} of {plugin.origin}"
-            log_message(f"note: {title} raises the next error, at the event {event}", from_all=True)
+            log_message(f"note: the next error comes from {title}, at the event {event}", from_all=True)
             raise
         except Exception as error:  # listeners may raise any error
             problem = str(plugin.wrap_error(f"has a run listener that failed at the event {event}", error))

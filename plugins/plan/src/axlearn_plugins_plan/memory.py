@@ -49,7 +49,7 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """True if the program fits, or if the capacity is unknown and the compiler did not stop."""
+        """True if the program fits, or if the capacity is unknown and the compiler did not reject the program."""
         return not self.refused and (self.compiled or self.capacity is None or self.total <= self.capacity)
 
 

@@ -16,10 +16,10 @@ MAX_LOGPROBS = 20
 def check_request(
     request: Request, *, vocab_size: int, max_context: int, max_logit_bias: int, adapters: Collection[str] = ()
 ) -> None:
-    """Check that the engine can compute a request.
+    """Check that the engine can handle a request.
 
     Raises:
-        RequestError: If it cannot compute the request.
+        RequestError: If it cannot handle the request.
     """
     sampling = request.sampling
     _check_prompt(request.prompt, vocab_size)

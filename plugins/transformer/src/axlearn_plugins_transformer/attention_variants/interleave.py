@@ -67,7 +67,7 @@ class Interleave(Feature):
             raise ConfigError(
                 Problem(
                     path="window",
-                    message="interleave cannot change windows that vary by layer in another way",
+                    message="interleave cannot change windows that already vary by layer in a different pattern",
                     fix="leave interleave out, or set this to a number or to null",
                 )
             )

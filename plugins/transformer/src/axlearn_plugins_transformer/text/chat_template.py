@@ -44,7 +44,7 @@ _TOKENIZER_CONFIG, _SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_ma
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 """Path of the template for conversations with tools, relative to a `chat_template.jinja`."""
 _FILES = ("chat_template.jinja", "chat_template.json", _TOKENIZER_CONFIG)
-_IMPORTED = "huggingface"  # folder of imported runs with the model's files other than the tokenizer
+_IMPORTED = "huggingface"  # folder in an imported run that holds the model's files other than the tokenizer
 
 
 class Span(NamedTuple):
