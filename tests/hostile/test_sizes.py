@@ -31,7 +31,7 @@ def test_memory_that_ends_is_one_error(monkeypatch):
     result = CliRunner().invoke(cli, ["config", "check", "quickstart"])
     assert result.exit_code == 1, result.output
     assert "out of memory: Unable to allocate 256. TiB" in result.stderr
-    assert "fix: `axlearn plan` says" in result.stderr
+    assert "`axlearn plan` estimates the memory" in result.stderr
 
 
 def test_what_jax_says_of_memory_is_one_error(monkeypatch):

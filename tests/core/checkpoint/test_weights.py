@@ -185,7 +185,9 @@ def test_variables_are_weights_too_and_have_to_be_those_of_the_model(tmp_path, m
     mean = jax.ShapeDtypeStruct((4,), jnp.float32)
     write_run(tmp_path / "run")
     plain = Functional.from_config
-    monkeypatch.setattr(Functional, "of", lambda config: attrs.evolve(plain(config), variables={"decoder.mean": mean}))
+    monkeypatch.setattr(
+        Functional, "from_config", lambda config: attrs.evolve(plain(config), variables={"decoder.mean": mean})
+    )
     refused(lambda: open_weights(tmp_path / "run"), "missing: decoder.mean [4]")
 
 

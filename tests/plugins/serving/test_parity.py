@@ -148,5 +148,5 @@ def test_scores_do_not_depend_on_the_shape_of_the_batch():
 
 def test_pages_that_make_up_no_block_are_refused():
     instance = ModelRunner.Config(**{**SIZES, "block_size": 3, "mode": "parity"}).build(model=model())
-    with pytest.raises(RequestError, match="pages of 3 slots"):
+    with pytest.raises(RequestError, match="the page size 3 does not divide"):
         instance.warm_up()

@@ -119,7 +119,7 @@ def test_programs_for_devices_that_are_not_here(tmp_path):
     ("words", "says"),
     [
         (["vit-tiny", "--target", "cpu-8"], "cannot be served because it does not generate tokens"),
-        (["quickstart"], "none is named"),
+        (["quickstart"], "a plan needs a target machine"),
         (
             ["quickstart", "--target", "cpu-8", "--function", "decode"],
             "--function is an option of `axlearn plan`, not of `axlearn plan serve`",

@@ -101,7 +101,7 @@ def test_what_cannot_be_carried_over_says_which_feature_is_why(params):
     usable, reasons = bridges(features)
     with pytest.raises(CheckpointError) as error:
         transfer_params(params, plain, latent, usable, reasons=reasons)
-    assert "mla: it makes keys and values of one short latent" in str(error.value)
+    assert "mla: it computes keys and values from a short latent" in str(error.value)
     assert "missing: decoder.layer.0.attention.down.weight" in str(error.value)
     assert "fix: remove mla" in str(error.value)
 

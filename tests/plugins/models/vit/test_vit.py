@@ -83,7 +83,7 @@ def test_a_round_trip_changes_no_bit(tmp_path):
         n: t.rows(0, t.shape[0]).tobytes() for n, t in other.items()
     }
     assert json.loads((tmp_path / "out/config.json").read_text()) == json.loads((source / "config.json").read_text())
-    with pytest.raises(RequestError, match="has no tokenizer"):
+    with pytest.raises(RequestError, match="does not have a tokenizer"):
         ax.load(tmp_path / "run").generate("a")
 
 
