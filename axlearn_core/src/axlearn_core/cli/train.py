@@ -54,7 +54,10 @@ def run_training(
     from axlearn_core.train.api import train as run
 
     owns_process.set()
-    result = run(request, **arguments)
+    try:
+        result = run(request, **arguments)
+    finally:
+        owns_process.clear()  # the process may go on, as in a notebook that calls the command
     if result.stop_signal is not None:
         words = [w for w in sys.argv[1:] if w not in ("--allow-drift", "--restart")]
         echo(f"saved step {result.step} in {result.name}\nto resume: axlearn {shlex.join(words)}", err=True)

@@ -6,7 +6,11 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
+from click.testing import CliRunner
 
+from axlearn_core.cli.main import cli
+from axlearn_core.errors import RequestError
+from axlearn_core.run.events import owns_process
 from axlearn_core.run.record import RunDir
 from axlearn_core.train.session import Session
 from axlearn_plugins_runtime.job import signals
@@ -51,6 +55,24 @@ def test_a_signal_stops_it_and_a_second_one_at_once(session):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) == handler
     session.raise_failure()  # a signal is not a failure
+
+
+def test_a_second_signal_ends_only_a_process_of_the_command_line(session):
+    with session:
+        assert signal.set_wakeup_fd(-1) == -1, "a timer would end the process that called ax.train"
+
+
+def test_the_command_owns_the_process_only_while_it_trains(monkeypatch):
+    owned = []
+
+    def train(request, **arguments):
+        owned.append(owns_process.is_set())
+        raise RequestError("not today")
+
+    monkeypatch.setattr("axlearn_core.train.api.train", train)
+    assert CliRunner().invoke(cli, ["train", "quickstart"]).exit_code != 0
+    assert owned == [True]
+    assert not owns_process.is_set()
 
 
 def test_a_signal_ends_the_wait_for_a_batch(session, monkeypatch, capsys):

@@ -50,6 +50,8 @@ class StopSignals:
         for number in signals:
             self._old[number] = signal.signal(number, self._stop)
         self._old[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._end_wait)
+        if not owns_process.is_set():
+            return
         receive, send = self._sockets = socket.socketpair()
         send.setblocking(False)
         self._old_wakeup = signal.set_wakeup_fd(send.fileno(), warn_on_full_buffer=False)
@@ -97,8 +99,6 @@ def _watch(receive: socket.socket, signals: tuple[int, ...]) -> None:
             if count >= 2:
                 break
         else:
-            return
-        if not owns_process.is_set():
             return
         timer = threading.Timer(END_SECONDS, _end_process)
         timer.daemon = True
