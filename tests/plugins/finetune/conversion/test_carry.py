@@ -135,6 +135,6 @@ def test_the_command_converts_a_run(tmp_path):
     assert ax.train(f"{new}/config.yaml", run_dir=new).step == 2
     refused = call(str(tmp_path / "no"), "--with", "mla")
     assert refused.exit_code == 2
-    assert "mla: it makes keys" in refused.output
+    assert "mla: it computes keys" in refused.output
     assert not (tmp_path / "no").exists()
     assert "already exists" in call(str(new)).output

@@ -87,7 +87,7 @@ def test_what_no_bridge_carries_over_says_why(runs, tmp_path):
     base, _ = runs
     start = {"loop": {"type": "start-from-run", "run_dir": str(base)}}
     with pytest.raises(
-        CheckpointError, match=r"is a run of another model: [\s\S]*mla: it makes keys[\s\S]*fix: remove mla"
+        CheckpointError, match=r"is a run of another model: [\s\S]*mla: it computes keys[\s\S]*fix: remove mla"
     ):
         ax.train("quickstart", with_=["mla"], set={**SETTINGS, **start}, steps=1, run_dir=tmp_path / "mla")
     wide = {**SETTINGS, **start, "model.decoder.layer.feed_forward.hidden_dim": 48}
