@@ -16,7 +16,7 @@ from axlearn_core.cli.terminal import echo
 @click.option("--function", metavar="NAME", default="train", show_default=True, help="Function to plan.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with bytes per chip.")
 def plan(request: Any, function: str, as_json: bool) -> None:
-    """Print the memory, time and traffic of a training step on any hardware.
+    """Predict the memory, time and traffic of a step on any hardware.
 
     Requires --target. Compiles the program that `axlearn train` would run on that machine. Exits with code 1 if it does not
     fit. With --function, plans evaluate, score, prefill, or decode (with a cache as long as a training row) instead.

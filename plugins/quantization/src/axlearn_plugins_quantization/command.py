@@ -17,7 +17,7 @@ from axlearn_core.cli.terminal import echo
 @click.option("--target", default="model.**", show_default=True, metavar="PATTERN", help="Linear maps to quantize.")
 @click.option("--step", type=click.IntRange(min=0), help="Checkpoint step (default: newest).")
 def quantize(run_dir: str, out: str, storage: Any, tile_size: int | None, target: str, step: int | None) -> None:
-    """Write a copy of RUN_DIR with its linear weights stored as integers.
+    """Write a copy of RUN_DIR with integer linear weights.
 
     The new run OUT can generate text but cannot be trained. Prints OUT, and the parameter sizes to
     standard error.

@@ -44,7 +44,7 @@ def launch(
     dry_run: bool,
     **train: Any,
 ) -> None:
-    """Train EXPERIMENT, or the experiment of a run file, on several hosts.
+    """Train an experiment or a run file on several hosts.
 
     Under Ray the run is supervised: a failed process is replaced, and training
     resumes from the newest checkpoint. Other launchers submit to a scheduler.

@@ -37,7 +37,7 @@ def evaluate(
     model: str, data: tuple[str, ...], step: int | None, limit: int | None, max_length: int | None, stride: int | None,
     text_field: str, as_json: bool,
 ) -> None:  # fmt: skip
-    """Evaluate a model on texts, conversations or multiple-choice questions.
+    """Evaluate a model on texts, chats or multiple-choice questions.
 
     The model is a run, a directory in Hugging Face format, or exported adapters.
 

@@ -13,9 +13,9 @@ from axlearn_core.train.trackers import writing
 @click.command()
 @click.argument("run_dir", metavar="RUN_DIR|URI")
 def report(run_dir: str) -> None:
-    """Write RUN_DIR/report.html: losses, throughput, step times, samples, config.
+    """Write RUN_DIR/report.html, a page about the run.
 
-    The page is self-contained. It shows the origin of each config value. The command prints its path. For a run at a
+    The page shows losses, throughput, step times, samples and the config. It is self-contained, and shows the origin of each config value. The command prints its path. For a run at a
     URI, it writes the page to the local working copy, such as `runs/s3/bucket/run/report.html`.
     """
     from axlearn_plugins_tools.reporting import write_report

@@ -19,9 +19,9 @@ FILES = ("config.yaml", "run.lock.json", "metrics.jsonl")
 @click.argument("paths", metavar="[FOLDER | RUN_DIR RUN_DIR]", nargs=-1, type=click.Path(path_type=Path))
 @json_option
 def runs(paths: tuple[Path, ...], as_json: bool) -> None:
-    """List the runs of a folder with their last metrics, or compare two runs.
+    """List the runs in a folder, or compare two runs.
 
-    The default folder is `runs`. Runs that cannot be read are marked.
+    The list shows each run's last metrics. The default folder is `runs`. Runs that cannot be read are marked.
     """
     if len(paths) > 2:
         raise RequestError(f"{len(paths)} paths\n    expected: a folder of runs, or two runs to compare")
