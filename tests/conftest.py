@@ -4,6 +4,7 @@ Programs are compiled quickly instead of well, because most of them run once. Te
 compilation cache, so each program is compiled once.
 """
 
+import fnmatch
 import os
 import shutil
 import sys
@@ -31,7 +32,13 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 
 
+# Processor seconds that the default suite may take, if set. `.ci/run` sets it, so that the suite stays short on any load.
+LIMIT = "AXLEARN_TESTS_PROCESSOR_SECONDS"
+SPENT = pytest.StashKey[list[float]]()
+
+
 def pytest_configure(config):
+    config.stash[SPENT] = []
     if not hasattr(config, "workerinput") and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         config.compiled = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="axlearn-tests-")
 
@@ -39,6 +46,66 @@ def pytest_configure(config):
 def pytest_unconfigure(config):
     if compiled := getattr(config, "compiled", None):
         shutil.rmtree(compiled, ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` is applied
+def pytest_collection_modifyitems(config, items):
+    """Mark the cases that `fast_cases` does not name, and the ones that `slow_cases` names, as slow."""
+    used: set[tuple[str, str]] = set()
+    for item in items:
+        for marker in ("fast_cases", "slow_cases"):
+            for mark in item.iter_markers(marker):
+                matches = [p for p in mark.args if _matches(item, p)]
+                used.update((_owner(item, mark), p) for p in matches)
+                if bool(matches) == (marker == "slow_cases"):
+                    item.add_marker(pytest.mark.slow)
+    if any("::" in argument for argument in config.args):
+        return  # some cases were not collected
+    for item in items:
+        for mark in (*item.iter_markers("fast_cases"), *item.iter_markers("slow_cases")):
+            for pattern in mark.args:
+                if (_owner(item, mark), pattern) not in used:
+                    raise pytest.UsageError(f"{_owner(item, mark)}: {mark.name} names no case {pattern!r}")
+
+
+def _matches(item, pattern):
+    """Whether a pattern names the case or, in a class, the test."""
+    case = item.callspec.id if hasattr(item, "callspec") else ""
+    names = (case, item.originalname, f"{item.originalname}[{case}]")
+    return pattern in names or any(fnmatch.fnmatchcase(name, pattern) for name in names)
+
+
+def _owner(item, mark):
+    """The test or class that has the mark."""
+    on_test = mark in item.own_markers
+    return item.nodeid.partition("[")[0] if on_test else item.nodeid.rpartition("::")[0].partition("[")[0]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    spent = sum(os.times()[:4])  # of this process and its children
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["processor_seconds"] = spent
+        return
+    total = session.config.stash[SPENT]
+    total.append(spent if not total else sum(os.times()[:2]))  # workers report their own time
+    limit = os.environ.get(LIMIT)
+    if limit and sum(total) > float(limit):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    node.config.stash[SPENT].append(getattr(node, "workeroutput", {}).get("processor_seconds", 0.0))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    spent, limit = sum(config.stash[SPENT]), os.environ.get(LIMIT)
+    terminalreporter.write_line(f"processor time: {spent:.0f} s")
+    if limit and spent > float(limit):
+        terminalreporter.write_line(
+            f"the suite took more than {limit} s of processor time (${LIMIT}): mark long tests as slow", red=True
+        )
 
 
 def pytest_addoption(parser):
