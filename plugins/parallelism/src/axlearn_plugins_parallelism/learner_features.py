@@ -32,9 +32,9 @@ def with_learner(cfg: Tree, feature: str, **settings: Any) -> Tree:
 class OptimizerPrecision(Feature):
     """Storage dtype of the optimizer's moments, by default `bfloat16`.
 
-    Updates are computed in the optimizer's usual dtype. In bfloat16, a second moment with `b2` above about 0.99 stops changing
-    because its updates round to zero, so keep `b2` below that. If the experiment already has the feature, the dtype is
-    replaced.
+    Updates are computed in the optimizer's usual dtype. In bfloat16, a second moment with `b2` above about 0.996, such as
+    0.999, stops decreasing, because small relative changes are lost to rounding. If the experiment already has the feature, the
+    dtype is replaced.
     """
 
     stage = "tune"
