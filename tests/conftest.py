@@ -72,7 +72,7 @@ def _matches(item, pattern):
     """Whether a pattern names the case or, in a class, the test."""
     case = item.callspec.id if hasattr(item, "callspec") else ""
     names = (case, item.originalname, f"{item.originalname}[{case}]")
-    return pattern in names or any(fnmatch.fnmatchcase(name, pattern) for name in names)
+    return pattern in names or any(fnmatch.fnmatchcase(name, pattern.replace("[", "[[]")) for name in names)
 
 
 def _owner(item, mark):

@@ -84,6 +84,7 @@ BROUGHT = {"axlearn-testing": {"pytest"}}
 """Packages that an extra installs."""
 
 
+@pytest.mark.slow_cases("axlearn_core", "runtime", "serving", "transformer")
 @pytest.mark.parametrize("path", PROJECTS, ids=lambda path: path.parent.name)
 def test_what_is_imported_is_required(path):
     """Check that imported modules belong to requirements.
@@ -126,6 +127,7 @@ FOR_ENTRY_POINTS = {
 """Requirements for their entry points. Modules do not need to import them."""
 
 
+@pytest.mark.slow_cases("axlearn_core", "runtime", "serving", "transformer")
 @pytest.mark.parametrize("path", PROJECTS, ids=lambda path: path.parent.name)
 def test_what_is_required_is_imported(path):
     project = project_of(path)["project"]

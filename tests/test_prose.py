@@ -83,6 +83,18 @@ def test_hard_sentences_are_found(hard, plain):
     assert hardness(plain) == 0
 
 
+@pytest.mark.slow_cases(
+    "axlearn_core",
+    "axlearn_testing",
+    "docs",
+    "plugins/finetune",
+    "plugins/models",
+    "plugins/plan",
+    "plugins/runtime",
+    "plugins/serving",
+    "plugins/tools",
+    "plugins/transformer",
+)
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_sentences_are_plain(folder):
     collected = [sentence for file in _files(folder) for text in prose(file) for sentence in sentences(text)]

@@ -178,6 +178,7 @@ def test_priorities_that_results_contradict_are_named(harness):
     assert "tokamax-mosaic takes 0.50 of the time of cudnn" in line
 
 
+@pytest.mark.slow
 def test_batches_are_halved_until_they_fit(harness):
     from accelerator_jobs.timing import OutOfMemoryError, largest_batch
 
@@ -227,6 +228,7 @@ def test_outcomes_are_read_from_what_pytest_prints(harness, kind):
     assert kernel_tests.skip_reasons(PRINTED[kind]) == ["needs a thing"]
 
 
+@pytest.mark.slow
 def test_tests_of_kernels_that_are_missing_or_fail_are_told(harness, tmp_path, monkeypatch):
     from accelerator_jobs import kernel_tests
     from accelerator_jobs.context import Context

@@ -27,6 +27,7 @@ def simple(benchmark, *, interval, save, recovery, mean, seed=0, days=4_000):
     return benchmark.Simulation(benchmark.Cluster(failures_per_day=86400 / mean), still, tier, seed=seed).run(days)
 
 
+@pytest.mark.slow_cases("60-5-120-40000.0", "60-5-120-5580.0", "600-30-600-40000.0")
 @pytest.mark.parametrize("mean", [1800.0, 5580.0, 40000.0])
 @pytest.mark.parametrize(("interval", "save", "recovery"), [(60, 5, 120), (600, 30, 600), (3600, 5, 0)])
 def test_one_tier_is_dalys_closed_form(benchmark, interval, save, recovery, mean):

@@ -15,6 +15,7 @@ def input_speed(monkeypatch):
     return importlib.import_module("input_speed")
 
 
+@pytest.mark.fast_cases("ours")
 @pytest.mark.parametrize("system", ["ours", "grain"])
 def test_a_pass_has_the_tokens_of_the_files(input_speed, tmp_path, system):
     tokens = input_speed.write(tmp_path / "few", 0.1, 6)

@@ -57,6 +57,7 @@ def test_rows_of_other_lengths_and_a_vocabulary_of_its_own(parity, length):
     check(parity.compare(parity.model_config(64, vocabulary=5003), 8192, length))
 
 
+@pytest.mark.fast_cases("None")
 @pytest.mark.parametrize("kernel", ["invariant", None])
 def test_a_training_program_is_compiled_as_the_kernel_needs(kernel):
     config = patch(resolve("quickstart", target="none").config, {"model.decoder.layer.attention.kernel": kernel})

@@ -17,6 +17,7 @@ def serving(*words):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["h100", "tpu-v5e"])
 def test_a_dry_run_of_a_target(target, tmp_path):
     result = serving("--dry-run", "--target", target, "--out", tmp_path / "figures.json")

@@ -14,6 +14,16 @@ from axlearn_testing import KernelSuite
 SHARED = ("ring", "context-all-gather", "context-all-to-all")
 """Kernels that need several devices; on one device they are the reference."""
 
+VALUES = "test_values_and_gradients_are_those_of_the_reference"
+SLOW_CASES = {
+    "attention": ("alibi-*", "causal-*", "window-*"),
+    "gated_linear_unit": ("gelu*", "silu-80-*"),
+    "grouped_matmul": ("0-0-200-*", "1-2-3-*", "*-bfloat16"),
+    "invariant_attention": ("causal-*",),
+    "paged_attention": ("prefill-*", "split-bfloat16-*", "split-bias-*", "split-finite-*", "split-w*"),
+}
+"""Cases of each op that other cases cover in part, and that take seconds to compile."""
+
 
 def test_every_op_has_cases():
     assert installed.kernels().keys() <= cases.CASES.keys()
@@ -23,8 +33,9 @@ for _op, _declared in installed.kernels().items():
     for _kernel in _declared:
         _name = f"Test{_op.name}_{_kernel.name}".title().replace("_", "").replace("-", "")
         _mesh = {"seq": 4} if _kernel.name in SHARED else {}
+        _slow = [f"{VALUES}[{case}]" for case in SLOW_CASES.get(_op.name, ())]
         _more = {"mesh": _mesh, "op": _op, "name": _kernel.name, "cases": cases.CASES.get(_op, ())}
-        _suite = type(_name, (KernelSuite,), _more)
+        _suite = pytest.mark.slow_cases(*_slow)(type(_name, (KernelSuite,), _more))
         if _kernel.load.startswith("axlearn_plugins_cpu.") and library.missing is not None:
             # tests/plugins/cpu fails if the library should exist.
             _suite = pytest.mark.skip(reason=library.missing)(_suite)

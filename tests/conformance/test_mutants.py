@@ -24,6 +24,38 @@ def _marked(values, slow):
     return [pytest.param(v, id=str(i), marks=pytest.mark.slow if slow(v) else ()) for i, v in values]
 
 
+@pytest.mark.slow_cases(
+    "CheckpointerSuite-does-not-save-`extra`",
+    "CommandOptionSuite-is-not-listed",
+    "EvaluatorSuite-changes-the-state",
+    "EvaluatorSuite-ignores-the-model",
+    "EvaluatorSuite-never-runs",
+    "EvaluatorSuite-returns-NaN",
+    "EvaluatorSuite-returns-a-metric-without-its-own-name",
+    "EvaluatorSuite-returns-random-values",
+    "KVCacheSuite-loses-written-entries",
+    "KVCacheSuite-rounds-to-bfloat16",
+    "KVCacheSuite-writes-all-rows-to-one-slot",
+    "KernelSuite-is-off-by-half-a-percent",
+    "LatentCacheSuite-loses-written-entries",
+    "LatentCacheSuite-rounds-to-bfloat16",
+    "LatentCacheSuite-writes-all-rows-to-one-slot",
+    "LayerSuite-depends-on-the-mesh",
+    "LearnerSuite-applies-gradients-that-are-not-finite",
+    "LearnerSuite-changes-nothing",
+    "LearnerSuite-increases-the-loss",
+    "LearnerSuite-uses-half-of-the-batch",
+    "ObjectiveSuite-ignores-its-option",
+    "ObjectiveSuite-ignores-the-batch",
+    "ObjectiveSuite-ignores-the-model",
+    "ObjectiveSuite-sums-over-the-batch-instead-of-averaging",
+    "ProfilerSuite-prints-to-standard-output",
+    "ProfilerSuite-writes-no-trace",
+    "TrainerSuite-depends-on-the-clock",
+    "TrainerSuite-evaluates-nothing",
+    "TrainerSuite-saves-nothing",
+    "TrainerSuite-skips-the-first-batch-of-a-resumed-run",
+)
 @pytest.mark.parametrize("mutant", _marked([(m, m) for m in PLANTED], lambda m: m.slow))
 def test_the_suite_fails_for_a_wrong_one(mutant, request):
     with pytest.raises((*mutants.FAILURES, *mutant.errors)):
@@ -33,6 +65,31 @@ def test_the_suite_fails_for_a_wrong_one(mutant, request):
 RIGHT = {(m.right, m.test): m for m in PLANTED}
 
 
+@pytest.mark.slow_cases(
+    "CommandOptionSuite-is-not-listed",
+    "EvaluatorSuite-changes-the-state",
+    "EvaluatorSuite-ignores-the-model",
+    "EvaluatorSuite-returns-a-metric-without-its-own-name",
+    "EvaluatorSuite-returns-random-values",
+    "KVCacheSuite-loses-written-entries",
+    "KVCacheSuite-writes-all-rows-to-one-slot",
+    "LatentCacheSuite-loses-written-entries",
+    "LatentCacheSuite-writes-all-rows-to-one-slot",
+    "LayerSuite-divides-by-zero",
+    "LearnerSuite-applies-gradients-that-are-not-finite",
+    "LearnerSuite-changes-nothing",
+    "LearnerSuite-increases-the-loss",
+    "LearnerSuite-uses-half-of-the-batch",
+    "ObjectiveSuite-ignores-its-option",
+    "ObjectiveSuite-ignores-the-batch",
+    "ObjectiveSuite-ignores-the-model",
+    "ObjectiveSuite-sums-over-the-batch-instead-of-averaging",
+    "ProfilerSuite-prints-to-standard-output",
+    "ProfilerSuite-writes-no-trace",
+    "TrainerSuite-depends-on-the-clock",
+    "TrainerSuite-evaluates-nothing",
+    "TrainerSuite-skips-the-first-batch-of-a-resumed-run",
+)
 @pytest.mark.parametrize("mutant", _marked([(m, m) for m in RIGHT.values()], lambda m: m.slow))
 def test_the_same_test_passes_for_the_right_one(mutant, request):
     """Check that the planted error is the reason for the failure."""

@@ -94,6 +94,7 @@ globals().update(installed.make_suites(CheckpointerSuite, installed.implementati
 for _name, _config in installed.implementations(parts.Tracker).items():
     _read = {"read": staticmethod(READERS[_name])} if _name in READERS else {}
     _read |= {"remote": "Prometheus scrapes it over HTTP"} if _name == "prometheus" else {}
+    _read |= {"pytestmark": pytest.mark.slow_cases("test_it_takes_a_whole_run")} if _name == "tensorboard" else {}
     globals().update(installed.make_suites(TrackerSuite, {_name: _config}, **_read))
 for _name, _config in installed.implementations(Loop).items():
     _own = type(_config).__module__.startswith("axlearn_core.")
@@ -114,9 +115,14 @@ class Objective(ObjectiveSuite):
         return {**one, **pairs}
 
 
-globals().update(installed.make_suites(Objective, installed.implementations(parts.Objective)))
+for _name, _config in installed.implementations(parts.Objective).items():
+    _own = type(_config).__module__.startswith("axlearn_core.")
+    # The programs of plugins' objectives have several models and take seconds to compile.
+    _slow = () if _own else ("test_every_option_*", "test_microbatches_*", "test_sharded_*", "test_the_loss_*")
+    globals().update(installed.make_suites(Objective, {_name: _config}, pytestmark=[pytest.mark.slow_cases(*_slow)]))
 
 
+@pytest.mark.slow_cases("test_what_is_not_finite_changes_nothing[nan-loss]")
 class TestAccumulatingLearner(LearnerSuite):
     config = patch(installed.toy_config(installed.components()["learner"]), {"accumulate_steps": 4, "ema_decay": 0.5})
 

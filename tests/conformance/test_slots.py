@@ -49,8 +49,13 @@ _profilers = {
 }
 globals().update(installed.make_suites(ProfilerSuite, _profilers))
 globals().update(installed.make_suites(WatchdogSuite, installed.implementations(parts.Watchdog)))
-globals().update(installed.make_suites(KVCacheSuite, installed.implementations(KVCache)))
-globals().update(installed.make_suites(LatentCacheSuite, installed.implementations(LatentCache)))
+_long = {
+    "pytestmark": pytest.mark.slow_cases(
+        "test_chunks_are_the_whole[prefill]", "test_chunks_are_the_whole[tokens]", "test_what_it_*[softcap]"
+    )
+}
+globals().update(installed.make_suites(KVCacheSuite, installed.implementations(KVCache), **_long))
+globals().update(installed.make_suites(LatentCacheSuite, installed.implementations(LatentCache), **_long))
 
 
 class TextEvaluator(EvaluatorSuite):

@@ -124,6 +124,19 @@ def follow(page: Path, run: Run, cwd: Path, *, slow: bool) -> None:
                 assert blocks.agrees(block.expected, result["out"]), f"it prints something else: {details}"
 
 
+@pytest.mark.slow_cases(
+    "README.md",
+    "docs/cli.md",
+    "docs/data.md",
+    "docs/experiments.md",
+    "docs/moe.md",
+    "docs/quantization.md",
+    "docs/search.md",
+    "docs/serving.md",
+    "docs/tpu.md",
+    "docs/training.md",
+    "docs/tutorials/plugin.md",
+)
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_the_page_does_what_it_says(page, run, tmp_path):
     follow(page, run, tmp_path, slow=False)

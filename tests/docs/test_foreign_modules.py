@@ -32,6 +32,7 @@ def documented():
     return names
 
 
+@pytest.mark.fast_cases("llama2-7b-norm", "llama3-8b-norm")
 @pytest.mark.parametrize("name", SLOTS)
 @pytest.mark.parametrize("experiment", toy.experiments())
 def test_it_trains_with_the_optimizer_of_the_experiment(experiment, name):

@@ -47,6 +47,7 @@ def declared():
     }
 
 
+@pytest.mark.slow
 def test_the_table_has_every_protocol_that_says_what_it_offers():
     slots = {protocol: names for protocol, (names, _, _) in rows().items()}
     assert {"Checkpointer", "Evaluator", "Loop"} <= declared().keys()

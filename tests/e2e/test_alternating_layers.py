@@ -48,6 +48,7 @@ def with_(*features):
         return str(error)
 
 
+@pytest.mark.fast_cases("scan", "schedule-free", "sdc-check", "watchdog")
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_feature_alone_is_applied_once_and_the_model_can_be_built(name):
     resolved = resolve(CONFIG, with_=[use(name), *registry().feature(name).needs])

@@ -93,6 +93,12 @@ CASES = {
 }
 
 
+@pytest.mark.fast_cases(
+    "check-a feature of the mesh rule that is missing",
+    "check-more than the slot offers",
+    "train-a feature of the mesh rule that is missing",
+    "train-more than the slot offers",
+)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("command", ["train", "check"])
 def test_a_part_that_does_not_fit_is_one_clear_error(case, command, tmp_path, monkeypatch):

@@ -32,6 +32,7 @@ def test_a_run_of_an_earlier_version_generates_and_resumes_with_equal_losses(tmp
             assert values[value] == pytest.approx(expected[step][value], rel=1e-5), (step, value)
 
 
+@pytest.mark.fast_cases("llama2-7b@data=2,fsdp=2,tensor=2")
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in PROGRAMS])
 def test_a_program_is_what_it_was(case):
     assert programs.fingerprints(case) == PROGRAMS[case]

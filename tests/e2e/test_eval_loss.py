@@ -169,6 +169,7 @@ def training(functions, state, batch):
     return float(loss), summaries.values_of(report)
 
 
+@pytest.mark.fast_cases("penalty of a model")
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_cross_entropy_that_numpy_computes(case):
     change, features, logged = CASES[case]
@@ -213,6 +214,7 @@ def test_it_is_that_of_the_moving_average():
     assert abs(loss - cross_entropy(functions, state.params, state.variables, batches)[0]) > 1e-3
 
 
+@pytest.mark.slow
 def test_preferences_are_measured_without_smoothing_and_auxiliary_losses():
     features = ["dpo:data=pairs.jsonl,label_smoothing=0.3", "moe:num_experts=4,top_k=2"]
     cfg = resolve(patch(toy.small("quickstart"), ONE_LAYER), with_=features).config

@@ -56,6 +56,7 @@ def test_a_feature_that_needs_options_has_an_example(name):
     assert all(f"{option}=" in cls.example for option in needed), f"{name} needs {needed}; give it an `example`"
 
 
+@pytest.mark.slow_cases("quickstart")
 @pytest.mark.parametrize("experiment", ALL)
 def test_each_feature_alone_changes_the_tree_or_is_in_effect_and_twice_is_once(experiment):
     for name in FEATURES:
@@ -75,6 +76,7 @@ def test_each_feature_alone_changes_the_tree_or_is_in_effect_and_twice_is_once(e
         assert again == result[0], f"{name} on {experiment}: twice is not once"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", ALL)
 def test_the_order_of_a_pair_does_not_matter(experiment):
     for first, second in PAIRS:
@@ -93,6 +95,7 @@ def _without_places(text):
     return sorted(text.split())
 
 
+@pytest.mark.fast_cases("quickstart")
 @pytest.mark.parametrize("experiment", ALL)
 def test_a_pair_of_one_stage_gives_the_same_tree_applied_in_either_order(experiment):
     """Without a stated order, names decide it within a stage, and must not decide what comes of it."""

@@ -44,6 +44,7 @@ def test_layouts_that_name_no_kernel_decide_nothing(parallelism):
     assert trace_all(program_of(parallelism)) == []
 
 
+@pytest.mark.fast_cases("all-to-all")
 @pytest.mark.parametrize("parallelism", METHODS)
 def test_functions_that_cannot_use_the_kernel_of_a_layout_say_what_they_use(parallelism):
     program, kernel = program_of(parallelism), METHODS[parallelism]
@@ -58,6 +59,7 @@ def test_functions_that_cannot_use_the_kernel_of_a_layout_say_what_they_use(para
     assert "the sequence length 15 is not divisible" in decisions[-1].reason
 
 
+@pytest.mark.slow
 def test_a_run_under_a_layout_samples_and_keeps_the_decision(tmp_path, capfd):
     settings = {
         **toy.SIZES,

@@ -69,6 +69,7 @@ def texts_with(folder, *needles):
     return matches
 
 
+@pytest.mark.slow
 def test_a_trained_run_goes_on_where_it_is_moved_to(tmp_path, tokenizer, capfd, monkeypatch):
     train(tmp_path / "run", tokenizer, steps=1)
     texts = [row for row in texts_with(tmp_path / "run", str(tmp_path)) if not row[1].lstrip().startswith('"by":')]
@@ -193,6 +194,7 @@ MADE = {
 }
 
 
+@pytest.mark.fast_cases("converted")
 @pytest.mark.parametrize("kind", MADE)
 def test_a_run_made_of_another_does_not_need_it(kind, imported, tmp_path):
     base, directory = imported

@@ -37,6 +37,7 @@ def installed(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
+@pytest.mark.fast_cases("amax-accumulation")
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(("kind", "column"), CELLS)
 def test_a_cell_holds(kind, column, tmp_path):
@@ -44,6 +45,7 @@ def test_a_cell_holds(kind, column, tmp_path):
         state_table.check(kind, column, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     ("before", "now", "problem"),

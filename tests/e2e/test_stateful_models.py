@@ -17,6 +17,7 @@ KINDS = ("dropout", "batch-norm", "amax")
 UNROLLED, SHARDED = {"features": ("remat:save=[]",), "mode": "unrolled"}, {"mesh": (("fsdp", 8),)}
 
 
+@pytest.mark.fast_cases("batch-norm-{'features': ('remat:save=[]',), 'mode': 'unrolled'}")
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
@@ -34,6 +35,7 @@ def test_how_it_runs_changes_nothing(kind, how):
     same(trained(kind, *how.pop("features", ()), **how), trained(kind))
 
 
+@pytest.mark.fast_cases("batch-norm", "dropout")
 @pytest.mark.parametrize("kind", [*KINDS, "router-bias"])
 def test_state_moves_and_is_where_its_layer_is(kind):
     _, variables, state, program = trained(kind)
@@ -49,6 +51,7 @@ def test_state_moves_and_is_where_its_layer_is(kind):
         assert layers == (2 if ".layer." in path else 1)
 
 
+@pytest.mark.slow_cases("router-bias")
 @pytest.mark.parametrize("kind", ["batch-norm", "amax", "router-bias"])
 def test_evaluation_reads_variables_and_writes_none(kind):
     _, _, state, program = trained(kind)
@@ -59,6 +62,7 @@ def test_evaluation_reads_variables_and_writes_none(kind):
     assert float(program.eval_step(other, batch)["loss_sum"]) != float(first["loss_sum"])
 
 
+@pytest.mark.fast_cases("amax")
 @pytest.mark.parametrize("kind", KINDS)
 def test_microbatches_take_variables_from_one_to_the_next(kind):
     whole, parts = trained(kind), trained(kind, "gradient-accumulation:steps=2")

@@ -72,6 +72,7 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.slow
 def test_interrupting_saves_and_says_how_to_go_on(whole, tmp_path):
     run = tmp_path / "run"
     process = tiny.start(*tiny.arguments(run, steps=5000, settings=("checkpointer.every_steps=100000",)))

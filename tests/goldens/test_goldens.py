@@ -58,6 +58,7 @@ def compare(file: Path, text: str, config: pytest.Config) -> None:
     )
 
 
+@pytest.mark.fast_cases("llama2-7b", "llama3-8b", "mistral-7b", "quickstart", "vit-b16")
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiment(name, pytestconfig):
     compare(HERE / "experiments" / f"{name}.txt", experiment(name), pytestconfig)

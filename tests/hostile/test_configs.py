@@ -37,6 +37,7 @@ def check_error(result):
     assert max(map(len, result.stderr.splitlines())) < 20_000
 
 
+@pytest.mark.slow_cases("10,000 fields", "10,000 settings", "10,000 unknown keys", "nested lists")
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_one_error(name, tmp_path):
     file = tmp_path / "run.yaml"

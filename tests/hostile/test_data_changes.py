@@ -72,6 +72,7 @@ def test_a_touched_file_is_the_same(tmp_path):
     batches.close()
 
 
+@pytest.mark.slow_cases("truncated")
 @pytest.mark.parametrize("change", ["same size", "truncated", "gone"])
 def test_a_change_while_it_is_read_is_noticed(change, tmp_path):
     file = tmp_path / "data.txt"

@@ -117,6 +117,7 @@ def model(tmp_path):
     return shutil.copytree(FIXTURES / "llama3", tmp_path / "model", ignore=shutil.ignore_patterns("expected*"))
 
 
+@pytest.mark.slow_cases("type-list", "type-number")
 @pytest.mark.parametrize("name", ATTACKS)
 def test_one_error_and_nothing_is_written(name, model, tmp_path):
     attack, message = ATTACKS[name]

@@ -48,6 +48,7 @@ def template(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.fast_cases("a change of what it is given", "a long text", "globals", "include")
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_template_is_one_error(name, template):
     instance = template(ATTACKS[name])

@@ -23,6 +23,7 @@ def abstract(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
+@pytest.mark.fast_cases("orbax")
 def test_state_and_extra_come_back_bit_for_bit(make, state):
     writer = make()
     writer.files = {"config.yaml": "a: 1\n", "run.lock.json": lambda: "{}"}
@@ -39,6 +40,7 @@ def test_state_and_extra_come_back_bit_for_bit(make, state):
     assert (reader.directory / "5" / "run.lock.json").read_text() == "{}"
 
 
+@pytest.mark.slow_cases("sharded-bool", "sharded-float16")
 @pytest.mark.parametrize(
     "dtype",
     ["bool", "int4", "uint8", "int32", "uint32", "float16", "bfloat16", "float8_e4m3fn", "float32", "complex64"],
@@ -79,6 +81,7 @@ def test_saving_returns_before_the_checkpoint_is_there(make, state, monkeypatch)
     assert one.steps() == [1]
 
 
+@pytest.mark.fast_cases("sharded")
 def test_the_state_may_be_donated_as_soon_as_save_returns(make):
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
     one, value = make(keep_last=None), {"x": jnp.zeros((256, 1024))}
@@ -121,6 +124,15 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow_cases(
+    "orbax-<lambda>-extra\\\\.json: got sha256",
+    "orbax-<lambda>-manifest\\\\.json: No such file",
+    "orbax-<lambda>-manifest\\\\.json: is damaged0",
+    "orbax-<lambda>-manifest\\\\.json: is damaged2",
+    "orbax-<lambda>-state/.*(is too short|got 1 bytes, expected \\\\d+)",
+    "orbax-<lambda>-state/.*: No such file",
+    "orbax-<lambda>-state/.*: got sha256 \\\\w+, expected \\\\w+",
+)
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -248,6 +260,7 @@ def test_failed_saves_are_warnings_until_there_are_too_many(make, monkeypatch, c
     assert results == [(1, failed), (2, failed), (3, failed), (5, None), (6, failed), (7, failed), (8, failed)]
 
 
+@pytest.mark.slow_cases("orbax-fields2-steps2", "orbax-fields3-steps3", "orbax-fields4-steps4")
 @pytest.mark.parametrize(
     ("fields", "steps"),
     [

@@ -98,6 +98,7 @@ def test_a_pattern_and_no_shardings_read_a_part_onto_one_device(run):
     assert all(len(x.sharding.device_set) == 1 for x in tensors.values())
 
 
+@pytest.mark.fast_cases("float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_where_a_run_keeps_averages_these_are_its_weights(tmp_path, dtype):
     ema = {"learner.ema_decay": 0.5, "learner.rules": [{"pattern": HEAD, "freeze": True}], "model.param_dtype": dtype}

@@ -18,6 +18,7 @@ def answers(line, word):
     return [tuple(item.split(",")) for item in result.stdout.split()]
 
 
+@pytest.mark.fast_cases("axlearn ru-ru-expected1", "axlearn tr-tr-expected0")
 @pytest.mark.parametrize(
     ("line", "word", "expected"),
     [

@@ -246,6 +246,7 @@ def only_mine(monkeypatch):
     monkeypatch.setenv("AXLEARN_PLUGINS", ",".join(f"-{name}" for name in sorted(others)))
 
 
+@pytest.mark.fast_cases("points5-plan-core-has the click name 'plan-cores'")
 @pytest.mark.parametrize(
     ("points", "name", "message"),
     [
@@ -331,6 +332,7 @@ def test_the_suite_takes_a_right_option(suite, name):
     getattr(suite(), name)()
 
 
+@pytest.mark.slow_cases("test_it_is_listed_and_imports_no_jax-changes4")
 @pytest.mark.parametrize(("name", "changes"), [(n, c) for n, wrong in WRONG.items() for c in wrong])
 def test_the_suite_finds_a_wrong_option(suite, name, changes):
     from axlearn_core.errors import PluginError

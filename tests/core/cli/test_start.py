@@ -34,6 +34,7 @@ def test_help_imports_no_jax_no_trees_and_no_plugins(words):
     assert not {m for m in modules if m.startswith(("axlearn_plugins", "axlearn_core.config", "rich", "cattrs"))}
 
 
+@pytest.mark.fast_cases("words2", "words3")
 @pytest.mark.parametrize(
     "words", [["experiments", "list"], ["features", "list"], ["plugins", "list", "--json"], ["plugins", "show", "core"]]
 )
@@ -54,6 +55,7 @@ def test_the_package_and_its_config_names_import_no_jax():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.fast_cases("words0-80")
 @pytest.mark.parametrize(("words", "most"), [(["--help"], 80), (["experiments", "list"], 160)])
 def test_start_imports_little(words, most):
     # Beyond what the libraries below it import. `benchmarks/startup.py` measures the time.
@@ -74,6 +76,7 @@ def test_exit_codes_and_streams_of_a_real_process(tmp_path):
     assert "--json" in process.stderr
 
 
+@pytest.mark.slow
 def test_a_hook_module_that_imports_jax_is_warned_of(install):
     site = install(
         "axlearn-plugins-slow", modules={"slow_hooks": "import jax"}, points={"plugins": {"slow": "slow_hooks"}}

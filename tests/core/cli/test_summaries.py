@@ -54,6 +54,7 @@ def rounded(count: int) -> str:
     return f"{count / divisor:.3g}{unit}"
 
 
+@pytest.mark.fast_cases("llama2-7b", "llama3-8b", "mistral-7b", "mixtral-8x7b", "quickstart", "vit-b16")
 @pytest.mark.parametrize("name", sorted(registry().claims["experiments"]))
 def test_the_docstring_of_an_experiment_gives_its_number_of_parameters(name):
     from axlearn_core.compose.functional import count_parameters

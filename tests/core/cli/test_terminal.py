@@ -48,6 +48,7 @@ def on_a_terminal(*command):
     return b"".join(parts).decode()
 
 
+@pytest.mark.fast_cases("command2")
 @pytest.mark.parametrize(
     "command", [("diff", "quickstart", "FILE"), ("explain", "FILE", "input.source"), ("show", "FILE", "--flat")]
 )
@@ -60,6 +61,7 @@ def test_values_do_not_steer_a_terminal(command, tmp_path):
     assert "\x1b[3" in text  # and colours are
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a\u202eb.txt", "a\x1b[2Jb.txt", "a\x1b]0;title\x07b.txt"])
 def test_a_pipe_gets_values_as_they_are(tmp_path, name):
     file = tmp_path / "run.yaml"

@@ -190,6 +190,7 @@ def exported(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow_cases("XLA_FLAGS")
 @pytest.mark.parametrize("variable", ["XLA_FLAGS", "LIBTPU_INIT_ARGS", "NEURON_CC_FLAGS"])
 def test_an_export_is_of_its_flags_even_if_its_program_is_compared(exported, monkeypatch, variable):
     composed = program()
@@ -220,6 +221,7 @@ def test_further_options_of_the_compiler_compile_anew(exported, monkeypatch):
     assert not loaded, "the export was compiled without this option"
 
 
+@pytest.mark.fast_cases("before")
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 def test_an_identity_speaks_for_its_own_export_alone(exported, tmp_path, first):
     """Of two exports in one program, only the one that came with an identity is taken without a look at its program."""

@@ -57,6 +57,7 @@ def close(a, b, tolerance=1e-6):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)
 
 
+@pytest.mark.fast_cases("16", "4")
 @pytest.mark.parametrize("parts", [1, 2, 4, 16])
 def test_microbatches_give_the_loss_summaries_and_gradients_of_the_whole_batch(parts):
     got = jax.jit(lambda p, b: split(loss, p, b, parts))(params(), batch())

@@ -69,6 +69,7 @@ def close(a, b, tolerance=1e-6):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)
 
 
+@pytest.mark.fast_cases("1000000.0")
 @pytest.mark.parametrize("norm", [1.0, 1e6])
 def test_the_default_is_clipping_and_adamw_by_hand(norm):
     instance = learner(optimizer=AdamW(learning_rate=3e-4), max_grad_norm=norm)
@@ -91,6 +92,7 @@ def test_any_optax_optimizer_stands_in_the_slot_and_its_schedule_is_reported():
     np.testing.assert_allclose(summaries["learning_rate"], schedule(2), rtol=1e-6)
 
 
+@pytest.mark.fast_cases("nested")
 @pytest.mark.parametrize("kind", ["flat", "nested", "state"])
 def test_any_pytree_of_parameters_gives_the_same_numbers(kind):
     flat = tree(0)
@@ -187,6 +189,7 @@ def platform(request):
         yield request.param
 
 
+@pytest.mark.fast_cases("gpu-loss")
 @pytest.mark.parametrize("bad", ["gradient", "loss"])
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(bad, platform):
     instance = learner(ema_decay=0.5)
@@ -204,6 +207,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(bad, platform)
     assert (later.updates, later.skipped, later.skipped_in_a_row) == (3, 1, 0)
 
 
+@pytest.mark.fast_cases("gpu-optimizer1")
 @pytest.mark.parametrize(
     "optimizer",
     [

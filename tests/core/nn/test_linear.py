@@ -20,6 +20,7 @@ def linear(inputs, outputs, **options):
     )
 
 
+@pytest.mark.slow_cases("inputs0-outputs0-False", "inputs1-outputs1-False")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), DIMS)
 def test_the_last_dimensions_are_summed(inputs, outputs, bias):

@@ -57,6 +57,7 @@ def test_a_mean_over_a_mask_of_ones_has_the_bits_of_a_mean(shape):
     np.testing.assert_array_equal(slope, other)
 
 
+@pytest.mark.slow_cases("mean over tokens")
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_combine_to_the_whole(kind):
     of, expected, _ = KINDS[kind]

@@ -12,6 +12,7 @@ FEATURES = [entry.name for entry in registry().entries("features")]
 COMPONENTS = [entry.name for entry in registry().entries("components")]
 
 
+@pytest.mark.fast_cases("llama2-70b", "llama2-7b", "llama3-8b", "mistral-7b", "quickstart", "vit-b16", "vit-tiny")
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_goes_to_yaml_and_back(name, tmp_path):
     resolved = resolve(name)

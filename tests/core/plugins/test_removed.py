@@ -82,6 +82,7 @@ def test_another_error_of_an_import_names_nothing_removed(install):
     assert find_replacement(AttributeError("x")) is None
 
 
+@pytest.mark.fast_cases("")
 @pytest.mark.parametrize("marker", ["@hookimpl", ""])
 def test_the_doctor_says_what_replaces_a_removed_hook(install, monkeypatch, marker):
     installed = {"axlearn-core", "axlearn-plugins-tools"}

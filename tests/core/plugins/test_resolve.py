@@ -92,6 +92,7 @@ def test_options_are_merged_and_checked():
         resolve("toy", with_=["toy-rope:theta=1", "toy-rope:theta=2"])
 
 
+@pytest.mark.slow_cases("toy-moe:num_experts=2.0-expected4")
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

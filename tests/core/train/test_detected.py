@@ -39,6 +39,7 @@ def lock(run_dir):
     return json.loads((run_dir / "run.lock.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("toy")
 def test_a_run_says_and_keeps_what_was_decided(tmp_path, capfd):
     result = train("quickstart", steps=2, set=TINY, run_dir=tmp_path / "run")

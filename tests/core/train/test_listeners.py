@@ -141,6 +141,7 @@ def test_an_object_without_the_methods_is_refused_with_its_plugin(listening, tmp
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.fast_cases("opened")
 @pytest.mark.parametrize("event", ["opened", "step_begins", "saving", "closed"])
 def test_an_error_of_a_listener_names_its_plugin_and_the_event(listening, tmp_path, monkeypatch, event):
     monkeypatch.setattr(listening, "FAIL", event)

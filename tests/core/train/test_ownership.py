@@ -33,6 +33,7 @@ def train(run, *, steps=4, settings=(), **more):
     )
 
 
+@pytest.mark.slow
 def test_a_name_that_is_not_utf8_is_refused_and_others_work(tmp_path):
     with pytest.raises(RequestError, match=r"the scheme 'nfs' is unknown"):
         train("nfs://bucket/run")
@@ -43,6 +44,7 @@ def test_a_name_that_is_not_utf8_is_refused_and_others_work(tmp_path):
     assert train(tmp_path / "a [1]*?", steps=4).step == 4
 
 
+@pytest.mark.slow
 def test_checkpoints_carry_the_run_and_outlive_its_directory(tmp_path):
     place = tmp_path / "checkpoints"
     settings = {"checkpointer.uri": str(place)}

@@ -33,6 +33,7 @@ def losses(storage):
     return [json.loads(line)["loss"] for line in storage.read("metrics.jsonl").decode().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_in_a_bucket_goes_on_on_another_machine(s3, tmp_path, capsys):
     uri = f"{s3[0]}/runs/toy"
     storage = open_storage(uri)
@@ -58,6 +59,7 @@ def test_a_run_in_a_bucket_goes_on_on_another_machine(s3, tmp_path, capsys):
     assert "quickstart" in Path(report.stdout.strip()).read_text()
 
 
+@pytest.mark.slow
 def test_a_run_moved_to_a_bucket_has_its_tokenizer(s3, tmp_path, monkeypatch):
     """A run is uploaded file by file, used from the bucket, and resumed there without the local copy."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -85,6 +87,7 @@ def test_a_run_moved_to_a_bucket_has_its_tokenizer(s3, tmp_path, monkeypatch):
     cache_folder.cache_clear()
 
 
+@pytest.mark.slow
 def test_what_is_here_gives_way_to_what_is_there(s3):
     uri = f"{s3[0]}/runs/toy"
     train(uri, steps=2)
@@ -96,6 +99,7 @@ def test_what_is_here_gives_way_to_what_is_there(s3):
     assert not (copy / "stale.txt").exists()
 
 
+@pytest.mark.slow
 def test_one_trainer_and_one_config(s3):
     uri = f"{s3[0]}/runs/toy"
     train(uri, steps=2)

@@ -49,6 +49,7 @@ def fast(monkeypatch):
     monkeypatch.setattr(retries, "LONGEST_PAUSE", 0.1)
 
 
+@pytest.mark.fast_cases("memory")
 @pytest.mark.parametrize("store", ["s3", "gs", "memory"])
 def test_a_run_is_saved_listed_resumed_pruned_and_read(store, tmp_path, request, capsys):
     bucket = {"s3": lambda: request.getfixturevalue("s3")[0], "gs": lambda: request.getfixturevalue("gs")}.get(
@@ -138,6 +139,7 @@ def catch(call):
     return None
 
 
+@pytest.mark.slow
 def test_a_reader_during_a_save_sees_the_older_one(s3):
     uri, faults = f"{s3[0]}/run", s3[1]
     writer, reader = checkpointer(uri), checkpointer(uri)
@@ -260,6 +262,11 @@ def refused(arguments, *expected):
         assert text in result.stderr, result.stderr
 
 
+@pytest.mark.fast_cases(
+    "environment4-s3://-expected4",
+    "environment6-s3://bucket/../run-expected6",
+    "environment7-simplecache::s3://bucket/run-expected7",
+)
 @pytest.mark.parametrize(
     ("environment", "uri", "expected"),
     [

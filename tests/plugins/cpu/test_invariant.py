@@ -69,6 +69,7 @@ def run_pages(op, instructions=0):
     return jax.jit(lambda: attend(op, instructions, invariant=True))()
 
 
+@pytest.mark.fast_cases("{'length': 129}-2", "{'length': 129}-3")
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
 @pytest.mark.parametrize(
     "options", [{}, {"window": 40}, {"softcap": 3.0}, {"size": 80, "window": 7}, {"length": 129}], ids=str
@@ -115,6 +116,7 @@ def test_a_row_does_not_depend_on_the_batch_or_on_what_comes_later(length, windo
     assert_same_bits(run_rows(attrs.evolve(dense, **cut)), run_rows(dense)[1:2, :length])
 
 
+@pytest.mark.slow
 def test_devices_have_the_bits_of_one():
     """Rows and heads are split over the devices; gradients are compared too."""
     dense = rows(batch=4)
@@ -147,6 +149,7 @@ def test_devices_have_the_bits_of_one():
 NAMES = "query", "key", "value"
 
 
+@pytest.mark.fast_cases("{'window': 40}")
 @pytest.mark.parametrize("options", [{}, {"window": 40}, {"softcap": 3.0}, {"size": 16}], ids=str)
 def test_values_and_gradients_are_those_of_xla(options):
     dense = rows(**options)

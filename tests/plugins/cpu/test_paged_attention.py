@@ -34,6 +34,7 @@ def error(op, instructions=0):
     return np.max(np.abs(got - expected)) / np.max(np.abs(expected))
 
 
+@pytest.mark.fast_cases("three tokens-0", "three tokens-1", "three tokens-2", "three tokens-3")
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
 @pytest.mark.parametrize("requests", REQUESTS)
 def test_requests(requests, instructions):
@@ -42,6 +43,7 @@ def test_requests(requests, instructions):
     assert error(call(requests), instructions) < 1e-5
 
 
+@pytest.mark.fast_cases("2-heads8-groups1-")
 @pytest.mark.parametrize(
     ("shape", "tolerance"),
     [
@@ -68,6 +70,7 @@ def test_shapes(shape, tolerance, instructions):
         assert error(call(requests, **shape), instructions) < tolerance
 
 
+@pytest.mark.slow_cases("chunks", "more than one block")
 @pytest.mark.parametrize("requests", REQUESTS)
 def test_bfloat16_is_read_and_rounded_exactly(requests):
     op = call(requests, dtype="bfloat16")
@@ -76,6 +79,7 @@ def test_bfloat16_is_read_and_rounded_exactly(requests):
     np.testing.assert_array_equal(got, expected.astype(jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_random_requests():
     rng = np.random.default_rng(0)
     for seed, window, softcap in itertools.product(range(6), (None, 40), (None, 5.0)):

@@ -44,6 +44,7 @@ def test_without_the_compiler_the_error_says_what_to_install(monkeypatch):
         topology_devices(find_machine("h100-8x1"))
 
 
+@pytest.mark.slow
 def test_the_compiler_is_not_heard_where_there_is_no_gpu():
     code = "import jax; assert jax.devices()[0].platform == 'cpu'"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -132,6 +132,7 @@ class Careful(Grouped):
         )
 
 
+@pytest.mark.fast_cases("b200-248")
 @pytest.mark.parametrize("rows", [256, 248])  # on Hopper, Mosaic or Triton computes the gradient of the matrices
 @pytest.mark.parametrize("target", ["h100", "b200"])
 def test_a_network_of_grouped_products_has_the_reference_gradients(library, first_kernel, monkeypatch, target, rows):
@@ -189,6 +190,10 @@ def gated_cases():
         yield Case(name=activation, run=run, operands=tuple(operands), tolerance=3e-2)
 
 
+@pytest.mark.slow_cases(
+    "test_values_and_gradients_are_those_of_the_reference[gelu_tanh]",
+    "test_values_and_gradients_are_those_of_the_reference[silu]",
+)
 @pytest.mark.usefixtures("in_jax")
 class TestGated(Interpreted):
     op = GatedLinearUnitOp
@@ -213,6 +218,7 @@ def units(rows=64, inner=256, outer=512, dtype="bfloat16"):
     return [((2, rows, inner), dtype), ((inner, outer), dtype), ((inner, outer), dtype)]
 
 
+@pytest.mark.fast_cases("False-h100")
 @pytest.mark.parametrize("target", ["h100", pytest.param("h200", marks=slow)])
 @pytest.mark.parametrize("gradients", [False, True])
 def test_grouped_products_compile_for_hopper(library, target, gradients):

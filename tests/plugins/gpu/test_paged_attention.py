@@ -72,12 +72,14 @@ def error(op):
     return np.max(np.abs(computed(op) - expected)) / np.max(np.abs(expected))
 
 
+@pytest.mark.slow_cases("test_values_and_gradients_are_those_of_the_reference[split-finite-window-bfloat16]")
 class TestKernel(Interpreted):
     op = PagedAttentionOp
     name = "pallas-triton"
     cases = tuple(c for c in cases.CASES[PagedAttentionOp] if "finite" in c.name)
 
 
+@pytest.mark.fast_cases("(3, 0, 1, [5, 17, 1])-{}")
 @pytest.mark.parametrize(
     ("requests", "options"),
     [
@@ -99,6 +101,7 @@ def test_numbers_are_those_of_the_reference(requests, options):
     assert error(finite_call(requests, **options)) < 2e-5
 
 
+@pytest.mark.slow
 def test_numbers_of_16_bits():
     for store in (None, "int8", "float8_e4m3fn"):
         assert error(finite_call((2, 2, 8, [300, 40, 130, 8]), dtype="bfloat16", store=store)) < 2e-2
@@ -179,6 +182,7 @@ def test_a_jax_without_the_kernel(monkeypatch, modules):
     assert f"JAX {jax.__version__} does not have the kernel of {compat.PAGED_ATTENTION}" in answer
 
 
+@pytest.mark.fast_cases("1-None")
 @pytest.mark.parametrize(("slots", "window"), [(8, None), (1, None), (4, 5), (8, 8)])
 def test_a_block_has_as_many_keys_as_an_instruction_of_tensor_cores(slots, window):
     """With fewer keys, Triton fills the instruction with copies of registers, and adds each product several times."""
@@ -273,6 +277,7 @@ def shapes(
     return [query, (pages, store or dtype, *axes), *whole, *moved, *scales]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["h100", *LATER_TARGETS])
 def test_it_compiles(target):
     for options, sizes in (

@@ -19,6 +19,7 @@ def resolved(experiment, target, **kwargs):
     return ax.resolve(Request.of(experiment, target=target, **kwargs))
 
 
+@pytest.mark.fast_cases("a100-8x4", "h200-8x2")
 @pytest.mark.parametrize("target", ["a100-8x4", "h100-8x16", "h200-8x2", "b200-8x64"])
 def test_small_models_are_fully_sharded_and_large_ones_split_over_the_host(target):
     small, large = (resolved(e, target).config for e in ("llama2-7b", "llama2-70b"))
@@ -101,6 +102,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 def test_a_step_that_may_be_skipped_copies_no_state():
     _, step = compiled("llama2-7b", "h100-8x1", set=SMALL)
     memory = step.memory_analysis()

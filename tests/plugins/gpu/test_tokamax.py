@@ -97,6 +97,11 @@ def declared(op):
     return [attrs.evolve(k, platforms=()) for k in axlearn_kernels() if k.op == op.path()]
 
 
+@pytest.mark.slow_cases(
+    "test_values_and_gradients_are_those_of_the_reference[2x16x24-offset1.0-float32]",
+    "test_values_and_gradients_are_those_of_the_reference[2x16x32-offset1.0-bfloat16]",
+    "test_values_and_gradients_are_those_of_the_reference[2x16x4x8-offset0.0-float32]",
+)
 class TestNorm(Interpreted):
     op = RMSNormOp
     cases = tuple(cases.CASES[RMSNormOp])
@@ -105,6 +110,7 @@ class TestNorm(Interpreted):
 QUICK = ("silu-64-bfloat16", "silu-64-float32", "relu_squared-64-bfloat16", "silu-80")
 
 
+@pytest.mark.slow_cases("test_values_and_gradients_are_those_of_the_reference[silu-64-bfloat16]")
 class TestGated(Interpreted):
     op = GatedLinearUnitOp
     cases = tuple(c for c in cases.CASES[GatedLinearUnitOp] if c.name.startswith(QUICK))
@@ -160,6 +166,7 @@ def test_what_a_device_has_decides(library):
         assert GATED.supports(*unit((2, 32, 32), 128)) is None
 
 
+@pytest.mark.slow
 def test_devices_compute_their_own_rows_and_columns(interpreted):
     rng = np.random.default_rng(0)
     x, weight, gate, up = (

@@ -11,6 +11,7 @@ from axlearn_plugins_moe.exchange import run_exchanged
 DEVICES, HELD, ROWS = 4, 2, 6
 
 
+@pytest.mark.fast_cases("all of one expert")
 @pytest.mark.parametrize("choice", ["random", "all of one expert"])
 def test_every_row_is_worked_on_by_its_expert_and_comes_back_to_its_place(choice):
     rng = np.random.default_rng(0)

@@ -172,6 +172,10 @@ def test_all_names_are_registered():
     assert names.feature("moe") is MoE
 
 
+@pytest.mark.fast_cases(
+    "moe:num_experts=4,top_k=5-more3-feed_forward.top_k: a token cannot use more experts than there are[\\\\s\\\\S]*fix:",
+    "moe:num_experts=6-more1-got: 6 over 8 devices\\\\s*fix: ",
+)
 @pytest.mark.parametrize(
     ("with_", "more", "message"),
     [

@@ -34,6 +34,7 @@ DISPATCHES = {
 }
 
 
+@pytest.mark.fast_cases("switch-capacity")
 @pytest.mark.parametrize(
     ("router", "dispatch"),
     [

@@ -58,6 +58,7 @@ def inputs():
     return np.random.default_rng(0).normal(size=(3, 7, D)).astype(np.float32)
 
 
+@pytest.mark.fast_cases("expert choice")
 @pytest.mark.parametrize("name", ROUTERS)
 def test_padding_counts_in_no_statistic(name):
     module, x = layer(ROUTERS[name], CapacityDispatch.Config(capacity_factor=0.75)), inputs()
@@ -108,6 +109,7 @@ def test_load_balance_of_rows_is_over_rows_with_tokens_and_the_bias_counts_token
     np.testing.assert_array_equal(load, total)
 
 
+@pytest.mark.fast_cases("expert choice")
 @pytest.mark.parametrize("name", ROUTERS)
 def test_without_padding_no_bit_changes(name):
     module = layer(ROUTERS[name], CapacityDispatch.Config(capacity_factor=0.75))
@@ -162,6 +164,7 @@ def filled_up():
     return batch, {**batch, "tokens": np.where(real, batch["tokens"], (batch["tokens"] + 7) % toy.VOCABULARY)}
 
 
+@pytest.mark.fast_cases("rematerialised")
 @pytest.mark.parametrize("name", ["scan", "unrolled", "rematerialised", "pipeline"])
 def test_statistics_know_the_tokens_however_layers_run(name):
     loss = loss_of(functions(*FEATURES[name]))

@@ -120,6 +120,7 @@ def test_some_arrays_are_read_and_only_their_files_compared(make):
         read(one, "step")
 
 
+@pytest.mark.slow_cases("False-True-True", "True-False-False", "True-False-True")
 @pytest.mark.parametrize("compression", [True, False])
 @pytest.mark.parametrize("zarr3", [True, False])
 @pytest.mark.parametrize("ocdbt", [True, False])

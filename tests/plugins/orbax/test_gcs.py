@@ -41,6 +41,7 @@ def test_steps_are_saved_pruned_verified_and_read(make):
     assert got["step"] == 3
 
 
+@pytest.mark.slow
 def test_damage_is_found_and_an_unfinished_step_is_not_listed(make, gs):
     one = make()
     for step in (1, 2):

@@ -75,6 +75,7 @@ def checkpoint(*words, code=0):
     return result
 
 
+@pytest.mark.slow_cases("write_tunix", "write_v1_alone")
 @pytest.mark.parametrize("write", WRITERS, ids=lambda w: w.__name__)
 def test_a_folder_of_plain_orbax(write, tmp_path):
     write(tmp_path)

@@ -92,6 +92,7 @@ def test_a_save_that_was_not_merged_fails(tmp_path, monkeypatch):
     one.close()
 
 
+@pytest.mark.slow_cases("a#b")
 @pytest.mark.parametrize("name", ["a b", "a#b", "a;b", "a%20b", "ü"])
 def test_a_local_path_has_another_name(name, tmp_path):
     state = {"params": {"w": jnp.ones((4, 2))}, "step": jnp.asarray(1)}
@@ -113,6 +114,7 @@ def test_the_field_is_named_by_a_check_of_the_config():
         resolve(request).checked()
 
 
+@pytest.mark.slow
 def test_orbax_is_imported_by_a_checkpointer_and_not_by_its_config():
     code = (
         "import sys; from axlearn_core.plugins.registry import registry\n"

@@ -36,6 +36,7 @@ def whole(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_an_uninterrupted_one(whole, tmp_path):
     train(tmp_path / "run", 3)
     train(tmp_path / "run", 6)
@@ -50,6 +51,7 @@ def test_the_checkpointer_changes_no_number(whole, tmp_path):
     assert tiny.losses(tmp_path / "run") == tiny.losses(whole)
 
 
+@pytest.mark.slow
 def test_commands_read_a_run(whole, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("def add(a, b):\n    return a + b\n" * 20)
@@ -100,6 +102,7 @@ def test_a_run_and_a_step_of_it_are_served(whole):
     assert texts[0] != texts[1], "both steps were the same"
 
 
+@pytest.mark.slow
 def test_another_checkpointer_is_refused_by_name(whole, tmp_path):
     for ours, theirs in (
         (ORBAX, ax.checkpoint.ShardedCheckpointer.Config()),

@@ -64,6 +64,7 @@ def same(got, expected):
 FORMATS = [("--ocdbt", "--zarr3"), ("--ocdbt", "--no-zarr3"), ("--no-ocdbt", "--zarr3"), ("--no-ocdbt", "--no-zarr3")]
 
 
+@pytest.mark.fast_cases("--no-ocdbt --zarr3", "--ocdbt --no-zarr3")
 @pytest.mark.parametrize("options", FORMATS, ids=" ".join)
 def test_maxtext_finds_its_tree(run, weights, options, tmp_path):
     succeed("export-orbax", run, tmp_path / "out", *options)
@@ -97,6 +98,7 @@ def test_tunix_finds_its_state(run, weights, tmp_path):
         np.testing.assert_array_equal(flat[path].get_value(), value)
 
 
+@pytest.mark.fast_cases("plain-mine")
 @pytest.mark.parametrize(
     ("layout", "item"), [("maxtext", None), ("tunix", None), ("plain", None), ("plain", "mine")], ids=str
 )
@@ -145,6 +147,7 @@ def write_v1_tree(path, weights):
     return path
 
 
+@pytest.mark.fast_cases("write_v0_tree")
 @pytest.mark.parametrize(
     "write", [write_v0_tree, write_v0_manager, write_v0_item, write_v1_state, write_v1_tree], ids=lambda w: w.__name__
 )
@@ -193,6 +196,7 @@ def test_what_is_no_checkpoint_is_refused(run, tmp_path):
     assert "already exists" in refused("import-orbax", tmp_path / "out", run, "--config", run)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Exception ignored in")  # of a coroutine that Orbax gives up
 def test_a_damaged_file_of_plain_orbax_is_one_error(run, tmp_path):
     succeed("export-orbax", run, tmp_path / "out", "--no-compression")

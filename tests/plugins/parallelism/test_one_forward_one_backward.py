@@ -219,6 +219,7 @@ def test_a_loss_that_cannot_be_cut_is_refused():
         )
 
 
+@pytest.mark.slow
 def test_what_computes_no_gradients_goes_through_the_stages_as_before():
     trainer_program, _ = program("pipeline:microbatches=4,schedule=1f1b", shape={"pipeline": 2})
     params = {

@@ -24,6 +24,7 @@ def measure(**options):
     return bench.measure_step(resolved, **{"steps": 3, "warmup": 1, "trace": None, **options})
 
 
+@pytest.mark.slow
 def test_figures_follow_from_the_steps(tmp_path):
     measured = measure(trace=tmp_path / "trace")
     facts = bench.as_json(measured)

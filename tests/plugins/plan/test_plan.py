@@ -263,6 +263,7 @@ def test_the_roofline_is_the_slowest_of_its_parts():
     assert peak(target, "float32") == 100.0
 
 
+@pytest.mark.slow_cases("tpu-tpu-v5p-tokamax-mosaic-tpu")
 @pytest.mark.parametrize(
     ("platform", "target", "kernel"),
     [
@@ -361,6 +362,7 @@ def test_a_fused_loss_counts_its_products_once():
     assert counted("tpu", "tpu-v5e", loss, *shapes, gradients=(0, 1)) == 4 * product
 
 
+@pytest.mark.fast_cases("b200-64")
 @pytest.mark.parametrize(("target", "size"), [("h100", 128), ("b200", 64)])
 def test_attention_in_mosaic_counts_by_its_formula(target, size, monkeypatch):
     pytest.importorskip("tokamax", reason="needs tokamax: axlearn-plugins-gpu[kernels]")

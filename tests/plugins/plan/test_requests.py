@@ -19,6 +19,7 @@ def refused(*words: str) -> str:
     return result.stderr
 
 
+@pytest.mark.slow_cases("cpu-8-model.decoder.layer.attention.kernel=cudnn-reason6")
 @pytest.mark.parametrize(
     ("target", "setting", "reason"),
     [

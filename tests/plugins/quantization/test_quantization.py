@@ -29,6 +29,7 @@ from axlearn_plugins_quantization.quantized_linear import QuantizedLinear
 ATTENTION = "model.decoder.layer.attention"
 
 
+@pytest.mark.slow_cases("inputs1-outputs1-settings0-0.013-0.013")
 @pytest.mark.parametrize(("settings", "forward", "backward"), [(INT8, 0.013, 0.013), (FP8, 0.045, 0.08)])
 @pytest.mark.parametrize(("inputs", "outputs"), [((96,), (4, 32)), ((4, 24), (80,))])
 def test_values_and_gradients_are_close(settings, forward, backward, inputs, outputs):
@@ -108,6 +109,7 @@ def test_training_experts_follows_float32(toy, feature, steps, bound):
     assert far(close, exact) < bound
 
 
+@pytest.mark.fast_cases("None-settings1-0.045-0.08", "None-settings2-0.013-0.0")
 @pytest.mark.parametrize(("settings", "forward", "backward"), [(INT8, 0.013, 0.013), (FP8, 0.045, 0.08), (
     {"gradients": None}, 0.013, 0.0)])  # fmt: skip
 @pytest.mark.parametrize("sizes", [None, (100, 0, 60)])
@@ -136,6 +138,7 @@ def test_products_of_groups_are_close(settings, forward, backward, sizes):
     assert away(actual[0], gradients(exact)[0]) > 1e-4
 
 
+@pytest.mark.fast_cases("capacity-dispatch")
 @pytest.mark.parametrize("dispatch", ["dropless-dispatch", "capacity-dispatch"])
 def test_the_experts_of_a_mixture_are_quantized(batch, dispatch):
     with_ = [f"moe:num_experts=4,dispatch={{type: {dispatch}}}", "quantization", "lora:rank=2,target=model.**"]

@@ -24,6 +24,7 @@ def build(cfg):
     return cfg.build(input_dims=(128,), output_dims=(4, 32), axes=axes, rngs=nnx.Rngs(0), precision=Precision())
 
 
+@pytest.mark.slow_cases("int8-None-0.009")
 @pytest.mark.parametrize(
     ("storage", "tile", "bound"), [("int8", None, 0.009), ("int4", None, 0.14), ("int4", 32, 0.11)]
 )
@@ -53,6 +54,7 @@ def test_tiles_divide_the_input():
         build(WeightOnlyLinear.Config(tile_size=48))
 
 
+@pytest.mark.fast_cases("int4-0.145")
 @pytest.mark.parametrize(("storage", "share"), [("int8", 0.27), ("int4", 0.145)])
 def test_a_stored_model_computes_the_same_from_less(toy, batch, storage, share):
     config = toy({"model.decoder.hidden_dim": 128, "model.decoder.layer.feed_forward.hidden_dim": 256})

@@ -137,6 +137,7 @@ def test_layers_share_cosines_of_whole_heads_on_cpus(whole):
     assert cosines == 1 if whole else cosines > layers
 
 
+@pytest.mark.fast_cases("bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_whole_heads_turn_by_the_same_angles(dtype):
     halves, whole = rope(16), rope(16)

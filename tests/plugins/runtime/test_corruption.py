@@ -49,6 +49,7 @@ def plant(monkeypatch, call):
     return leaves
 
 
+@pytest.mark.slow
 def test_it_changes_no_step(tmp_path):
     train(tmp_path / "plain")
     train(tmp_path / "checked", "sdc-check:every_steps=2")

@@ -18,6 +18,7 @@ from axlearn_plugins_runtime.train_options import EVERY, SHADOW
 train = functools.partial(small_runs.train, steps=3, **small_runs.REPLICAS, **{"model.decoder.num_layers": 2})
 
 
+@pytest.mark.slow
 def test_gradients_part_and_the_run_does_not(tmp_path):
     train(tmp_path / "plain")
     train(tmp_path / "shadow", 'shadow:feature="precision:dtype=bfloat16",every_steps=2')

@@ -82,6 +82,7 @@ def whole(tmp_path_factory):
     return losses(run / "run")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_newest_local_state(whole, tmp_path, capsys):
     run = tmp_path / "run"
     interrupted(run, tmp_path, at=12)
@@ -111,6 +112,7 @@ def test_a_flipped_bit_is_set_aside_and_the_next_state_taken(whole, tmp_path, ca
     assert [k.read_bytes() for k in damaged] == [bytes(whole_file)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["manifest.json", "state/others/0.json", "extra.json"])
 def test_every_file_counts(damage, whole, tmp_path, capsys):
     run = tmp_path / "run"
@@ -123,6 +125,7 @@ def test_every_file_counts(damage, whole, tmp_path, capsys):
     assert losses(run) == whole
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_set_aside_too(whole, tmp_path, capsys, caplog):
     run = tmp_path / "run"
     interrupted(run, tmp_path, at=13)
@@ -137,6 +140,7 @@ def test_a_damaged_checkpoint_is_set_aside_too(whole, tmp_path, capsys, caplog):
     assert losses(run) == whole
 
 
+@pytest.mark.slow
 def test_what_is_ahead_of_a_rollback_does_not_count(whole, tmp_path, capsys):
     run = tmp_path / "run"
     interrupted(run, tmp_path, at=12)
@@ -170,6 +174,7 @@ def test_a_step_that_is_not_finite_goes_back_once(whole, tmp_path, capsys, monke
     assert local_steps(tmp_path)[0] > 6
 
 
+@pytest.mark.slow
 def test_a_run_without_the_feature_goes_on_from_checkpoints(whole, tmp_path, capsys):
     run = tmp_path / "run"
     interrupted(run, tmp_path, at=12)

@@ -161,6 +161,7 @@ PROCESS = """
 """
 
 
+@pytest.mark.fast_cases("holding the interpreter")
 @pytest.mark.parametrize(
     ("hang", "code"),
     [("time.sleep(60)", RESTART), ("ctypes.PyDLL(None).sleep(60)", 1)],
@@ -175,6 +176,7 @@ def test_a_process_that_hangs_is_ended_for_its_supervisor(tmp_path, hang, code):
     assert 'File "<string>", line' in (tmp_path / "stacks-0.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_hangs_is_found_and_ended(tmp_path):
     (tmp_path / "hanging.py").write_text(
         textwrap.dedent("""

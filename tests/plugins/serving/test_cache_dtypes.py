@@ -38,6 +38,7 @@ def test_numbers_come_back_within_a_step(dtype):
     assert np.all(back[0] == 0)
 
 
+@pytest.mark.fast_cases("False")
 @pytest.mark.parametrize("heads_first", [True, False])
 def test_the_kernel_reads_scaled_pages_as_the_reference_does(heads_first):
     rng = np.random.default_rng(1)
@@ -61,6 +62,7 @@ def token_bytes(engine):
     return sum(x.nbytes for x in jax.tree.leaves(runner.cache)) / (runner.num_blocks * runner.block_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_log_probabilities_come_near_in_less_memory(dtype):
     prompt = np.random.default_rng(2).integers(0, 64, 30).tolist()

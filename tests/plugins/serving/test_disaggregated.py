@@ -167,6 +167,7 @@ def test_requests_that_the_router_refuses(router):
     assert not router.busy()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_apart(run_dir, tmp_path):
     without = patch(ServingEngine.Config(), {"prefix_cache": False})
     with pytest.raises(RequestError, match="need the prefix cache"):

@@ -88,6 +88,14 @@ SETTINGS = {
 }
 
 
+@pytest.mark.fast_cases(
+    "chunks-at-once",
+    "chunks-no-prefixes",
+    "few-blocks-no-priority",
+    "roomy-alone",
+    "several-steps-alone",
+    "small-steps-alone",
+)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("sizes", ENGINES)
 def test_random_requests_get_what_they_get_alone(sizes, settings):

@@ -85,6 +85,7 @@ def test_the_mesh_of_the_training_does_not_matter():
     assert program.mesh.rules == {"activation_embed": ("tensor",)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("number", [2, 4])
 def test_devices_that_share_products_give_the_tokens_of_one(number, transposed, monkeypatch):
@@ -107,6 +108,7 @@ def test_devices_that_share_products_give_the_tokens_of_one(number, transposed, 
         assert list(output) == list(generator(prompt, max_tokens=8))
 
 
+@pytest.mark.slow
 def test_seeded_samples_and_scores_of_prompts_are_those_of_one_device():
     built = model().build(rngs=nnx.Rngs(0))
     some = prompts(np.random.default_rng(1), built.vocab_size)
@@ -149,6 +151,7 @@ def test_cores_are_those_of_the_quota(monkeypatch, tmp_path):
         assert count == cores if cores else count >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama2", "qwen3", "gemma2", "mixtral"])
 def test_a_directory_is_read_onto_two_devices(family, tmp_path):
     directory = tmp_path / "model"

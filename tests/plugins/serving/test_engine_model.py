@@ -56,6 +56,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.fast_cases("settings3")
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_greedy_is_that_of_each_prompt_alone(settings):
     prompts = prompts_at_random(24)
@@ -72,6 +73,7 @@ def test_greedy_is_that_of_each_prompt_alone(settings):
         assert generation.samples[0].finish == "length"
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_the_model():
     prompt = prompts_at_random(1, seed=3)[0]
     with serve(model(), set=SIZES) as engine:
@@ -88,6 +90,7 @@ def test_log_probabilities_are_those_of_the_model():
     assert [p.logprob for p in plain.logprobs] == pytest.approx([p.logprob for p in result.logprobs], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_samples_are_reproducible_whatever_else_is_computed():
     prompts = prompts_at_random(8, seed=4)
     sampling = Sampling(max_tokens=8, seed=5, temperature=0.9, top_k=20)
@@ -135,6 +138,7 @@ def test_weights_may_be_donated_after_an_update():
         assert engine.generate([[1, 2, 3]], max_tokens=5, temperature=0)[0].tokens == alone(model(seed=1), [1, 2, 3], 5)
 
 
+@pytest.mark.slow
 def test_requests_of_several_threads_run_together():
     prompts = prompts_at_random(12, seed=7)
     with serve(model(), set={**SIZES, "max_waiting": 2}) as engine:

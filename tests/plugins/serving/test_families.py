@@ -59,6 +59,7 @@ def _each(names):
     return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("experiment", _each(toy.experiments()))
 def test_every_request_gets_the_tokens_that_it_gets_alone(experiment, setting):

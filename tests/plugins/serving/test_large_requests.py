@@ -179,6 +179,7 @@ BODIES += [(schemas.DetokenizeRequest, "tokens", {"tokens": ["x"] * MANY})]
 BODIES += [(schemas.ResponseRequest, "input", {"input": [{}] * MANY})]
 
 
+@pytest.mark.slow_cases("bias", "unknown fields")
 @pytest.mark.parametrize(("model", "body"), [(m, b) for m, _, b in BODIES], ids=[name for _, name, _ in BODIES])
 def test_a_body_with_thousands_of_errors_is_not_read_to_its_end(model, body):
     with pytest.raises(ValidationError) as caught:

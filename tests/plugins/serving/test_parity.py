@@ -16,11 +16,13 @@ from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_transformer.kernels.hooks import axlearn_kernels
 
 
+@pytest.mark.fast_cases("()")
 @pytest.mark.parametrize("features", [(), ("alibi",), ("interleave",)], ids=str)
 def test_log_probabilities_are_bitwise_those_of_training(features):
     check_parity_scores(config(*features), model(*features))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [128, pytest.param(256, marks=pytest.mark.slow)])
 def test_bitwise_with_maps_that_64_divides(width):
     sizes = {"decoder.layer.attention.num_kv_heads": 4, "decoder.hidden_dim": width, "vocab_size": width}
@@ -123,6 +125,7 @@ def test_rows_of_products_do_not_depend_on_their_number(inputs):
             assert np.asarray(mean(x[:rows])).tobytes() == means[:rows].tobytes(), rows
 
 
+@pytest.mark.slow_cases("('moe',)-experts")
 @pytest.mark.parametrize(
     ("features", "reason"),
     [(("moe",), "experts"), (("mla",), "latent"), (("precision:dtype=bfloat16",), "bfloat16")],

@@ -23,6 +23,7 @@ def check(instance, of, seed, count=8):
         assert output[:count] == list(generator(prompt, max_tokens=count))
 
 
+@pytest.mark.fast_cases("()")
 @pytest.mark.parametrize("features", [(), ("alibi",), ("mla",), ("interleave",), ("moe",)], ids=str)
 def test_requests_together_get_what_each_gets_alone(features):
     instance = runner(*features)
@@ -39,6 +40,7 @@ def test_every_family(name):
         check(instance, family(name), seed)
 
 
+@pytest.mark.slow
 def test_several_steps_in_one_dispatch_are_those_steps():
     some = prompts(np.random.default_rng(1), 64)
     instance = runner(decode_steps=4)
@@ -126,6 +128,7 @@ def test_steps_of_several_tokens_are_for_rows_that_decode():
         runner().submit([Row(slot=0, start=3, blocks=[0])], 2)
 
 
+@pytest.mark.slow
 def test_the_last_feed_forward_layer_is_computed_for_tokens_that_are_chosen_alone():
     """Compare the FLOPs that a wider layer adds to a step: for all tokens in the first of two layers, and in the second only for
     chosen tokens and for a chunk whose targets are scored."""

@@ -13,6 +13,7 @@ from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_transformer.generate import Generator
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 def test_tensor_parallel_is_one_device():
     sizes = {**SMALL, "model.decoder.layer.attention.num_kv_heads": 4, "mesh.shape": {"tensor": 4}}

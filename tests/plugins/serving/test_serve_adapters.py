@@ -74,6 +74,7 @@ def test_each_request_has_its_own_adapter(directories):
     assert len(distinct) == len(prompts)
 
 
+@pytest.mark.slow
 def test_prompts_are_scored_with_the_adapter_of_their_request(directories):
     prompt = tuple(np.random.default_rng(3).integers(0, 64, 21).tolist())
     options = {"max_tokens": 0, "prompt_logprobs": True}

@@ -31,6 +31,7 @@ def quantized(storage):
     return functional.bind(*split)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", TILES)
 def test_each_request_gets_the_tokens_that_it_gets_alone(storage):
     narrow = quantized(storage)

@@ -62,6 +62,7 @@ def test_vllm_gets_the_directory_and_the_options(fake, monkeypatch):
     assert "secret" not in json.dumps(facts["arguments"])
 
 
+@pytest.mark.slow
 def test_a_run_is_exported_and_the_export_is_removed(fake, tmp_path):
     from axlearn_plugins_models.huggingface.import_export import import_run
 
@@ -76,6 +77,7 @@ def test_a_run_is_exported_and_the_export_is_removed(fake, tmp_path):
     assert "mine" in facts["arguments"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code_of_signal", "expected"), [(0, 0), (3, 3)])
 def test_a_signal_reaches_vllm_and_its_code_is_ours(fake, code_of_signal, expected):
     record = fake("time.sleep(60)", code_of_signal)
@@ -91,6 +93,7 @@ def test_a_signal_reaches_vllm_and_its_code_is_ours(fake, code_of_signal, expect
     assert f"stopped by {int(signal.SIGTERM)}" in out
 
 
+@pytest.mark.slow
 def test_vllm_that_fails_ends_the_command_with_its_code(fake):
     fake("sys.exit(7)")
     process = serve(FIXTURE, "--engine", "vllm")
@@ -108,6 +111,7 @@ def test_without_vllm_the_error_says_what_to_install(monkeypatch):
         external.find_vllm()
 
 
+@pytest.mark.fast_cases("arguments2-unexpected arguments: --max-model-len 64")
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -125,6 +129,7 @@ def test_options_of_the_other_engine_are_refused(fake, arguments, says):
     assert not record.exists()
 
 
+@pytest.mark.slow
 def test_a_directory_without_a_model_is_refused(fake, tmp_path):
     fake()
     process = serve(tmp_path, "--engine", "vllm")

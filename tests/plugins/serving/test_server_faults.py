@@ -42,6 +42,41 @@ def server():
         assert server.engine.free == server.engine.blocks
 
 
+@pytest.mark.slow_cases(
+    "body-too-large",
+    "detokenize-text",
+    "field-of-chats",
+    "max-tokens-text",
+    "n-huge",
+    "null",
+    "prompt-and-output-too-long",
+    "response-empty",
+    "response-store",
+    "response-tokens",
+    "role",
+    "schema-elsewhere",
+    "schema-empty-enum",
+    "schema-huge",
+    "schema-lengths",
+    "schema-pattern",
+    "schema-type",
+    "schema-unmet",
+    "seed-huge",
+    "stop-empty",
+    "stop-number",
+    "stream-options-unknown",
+    "stream-text",
+    "temperature-negative",
+    "temperature-text",
+    "tokenize-both",
+    "tokenize-none",
+    "top-k-float",
+    "top-k-low",
+    "top-logprobs",
+    "top-p-high",
+    "unknown-charset",
+    "unknown-field",
+)
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
 def test_a_bad_request_gets_the_right_answer(server, bad):
     refused = httpx.post(server.url + bad.path, content=bad.content, headers={"content-type": bad.kind})

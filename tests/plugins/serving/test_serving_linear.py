@@ -65,6 +65,14 @@ class Holder(nnx.Module):
         self.stack.weight.set_value(jnp.ones((2, 24, 4, 10)))  # like two experts
 
 
+@pytest.mark.slow_cases(
+    "transposed-inputs0-outputs0-1",
+    "transposed-inputs0-outputs0-16",
+    "transposed-inputs0-outputs0-240",
+    "transposed-inputs1-outputs1-1",
+    "transposed-inputs1-outputs1-240",
+    "transposed-inputs2-outputs2-1",
+)
 @pytest.mark.parametrize("rows", [1, FEW, MANY])
 @pytest.mark.parametrize(("inputs", "outputs"), DIMS)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -102,6 +110,7 @@ def test_devices_share_columns_and_never_a_sum(axes, gathers):
     assert len(re.findall("sharding_constraint", text)) == (3 if gathers else 1)
 
 
+@pytest.mark.fast_cases("column_parallel")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_plain_maps_are_replaced_wherever_they_stand(layout):
     model = Holder()
@@ -128,6 +137,7 @@ def scaled(part):
     return Scaled.Config(bias=part.bias, init=part.init)
 
 
+@pytest.mark.fast_cases("plain")
 @pytest.mark.parametrize("kind", ["plain", "a subclass", "lora"])
 def test_maps_of_every_kind_are_served_as_they_generate(kind, capsys):
     cfg = serving_models.config(*(["lora:rank=2"] if kind == "lora" else []))
@@ -157,6 +167,7 @@ class ReadsWeight(nnx.Module):
         return x @ self.up.weight[...].reshape(24, 24)
 
 
+@pytest.mark.fast_cases("column_parallel")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layer_that_reads_the_weight_of_its_map_computes_the_same(layout):
     module, x = ReadsWeight(), jax.random.normal(jax.random.key(0), (3, 24))
@@ -172,6 +183,7 @@ def test_a_served_map_is_a_projection_without_the_interface_of_training():
     assert sorted(".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(served))) == ["bias", "matrix"]
 
 
+@pytest.mark.slow
 def test_weights_that_a_server_takes_keep_the_shapes_of_training():
     functional = Functional.from_config(serving_models.config())
     with serve(serving_models.model(), set=SIZES) as engine:

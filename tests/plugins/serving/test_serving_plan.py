@@ -30,6 +30,7 @@ def plan(*words):
     return CliRunner().invoke(cli, ["plan", *map(str, words)])
 
 
+@pytest.mark.slow
 def test_what_eight_devices_hold():
     result = plan("quickstart", "--serve", "--target", "cpu-8", "--json", *SMALL, *HEADS)
     assert result.exit_code == 0, result.output
@@ -51,6 +52,7 @@ def test_what_eight_devices_hold():
     assert actual["layers_compiled"] is None
 
 
+@pytest.mark.slow
 def test_equal_layers_are_not_all_compiled(monkeypatch):
     cfg = patch(ModelRunner.Config(), SIZES)
     machine = find_machine("cpu-8")
@@ -115,6 +117,7 @@ def test_programs_for_devices_that_are_not_here(tmp_path):
     assert {f["function"] for f in index["functions"]} >= {"serve", "serve_cache", "serve_weights"}
 
 
+@pytest.mark.slow_cases("words0-cannot be served because it does not generate tokens")
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -149,6 +152,7 @@ def test_planning_needs_the_package_that_plans(monkeypatch):
         assert "pip install 'axlearn-plugins-serving[plan]'" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_server_does_not_import_the_package_that_plans():
     code = (
         "import sys, axlearn_plugins_serving.server.command, axlearn_plugins_serving.local_engine\n"

@@ -26,6 +26,7 @@ def reference_limits(logits, top_k, top_p, min_p):
     return mask & (np.exp(logits) >= min_p)
 
 
+@pytest.mark.slow_cases("64-1.0-0.0")
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"),
     [(VOCABULARY, 1.0, 0.0), (5, 1.0, 0.0), (VOCABULARY, 0.7, 0.0), (20, 0.9, 0.1), (1, 1.0, 0.0)],
@@ -56,6 +57,7 @@ def logits_with_weights(weights):
     return logits
 
 
+@pytest.mark.slow_cases("0.5-1")
 @pytest.mark.parametrize(
     ("top_p", "count"),
     [
@@ -97,6 +99,7 @@ def test_the_likeliest_token_is_that_of_argmax(special):
     assert (np.asarray(token_sampling.likeliest(jnp.asarray(logits))) == np.asarray(jnp.argmax(logits, axis=-1))).all()
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_the_model():
     prompt = prompts(np.random.default_rng(0), VOCABULARY)[1]
     requests = Requests(runner(), [prompt], [Sampling(temperature=0.7, logprobs=5, prompt_logprobs=True)])

@@ -83,6 +83,7 @@ def loss(length, width, vocabulary, dtype="float32", z_loss=0.0):
     )
 
 
+@pytest.mark.slow_cases("test_values_and_gradients_are_those_of_the_reference[100x384x384-float32-0.01]")
 @pytest.mark.usefixtures("interpreted")
 class TestTheLoss(KernelSuite):
     """Test positions that do not fill a block. With 384, the second tile is partial unless it is narrower."""
@@ -144,6 +145,7 @@ def test_on_several_devices_it_is_the_same_also_where_it_is_taken_away():
         np.testing.assert_allclose(ours, theirs, atol=2e-5 * float(jnp.abs(theirs).max()), rtol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("tiles", [2, 3])
 def test_two_cores_share_the_tiles_of_the_vocabulary_or_one_has_them_all(tiles):
@@ -171,6 +173,7 @@ def entropy(hidden, weight, targets, dtype="bfloat16"):
     return CrossEntropyOp(hidden, weight, targets, weights, Options(dtype=dtype)).run(NAME)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generation", not_only("tpu-v5e-4", SUPPORTED))
 def test_it_compiles_forward_and_backward(generation):
     operands = ((2, 600, 1024), "bfloat16"), ((1024, 4352), "float32"), ((2, 600), "int32")

@@ -72,6 +72,7 @@ def test_every_listed_shape_is_found_and_close_to_a_cube():
     assert shape_of("tpu-7x", 9216) == (16, 24, 24)
 
 
+@pytest.mark.slow_cases("tpu-v5p")
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
 def test_devices_of_absent_tpus_are_those_of_the_target(target):
     pytest.importorskip("libtpu", reason="needs libtpu")
@@ -114,6 +115,7 @@ def test_a_tpu_on_the_bus_is_seen(devices, expected, tmp_path):
     assert tpu_here(tmp_path) is expected
 
 
+@pytest.mark.slow
 def test_jax_starts_in_silence_where_libtpu_is_and_no_tpu():
     pytest.importorskip("libtpu", reason="needs libtpu")
     if tpu_here():

@@ -79,6 +79,10 @@ def simulated(monkeypatch):
     monkeypatch.setitem(PAGED, "", PagedBlocks(queries=8, keys=16))
 
 
+@pytest.mark.slow_cases(
+    "test_values_and_gradients_are_those_of_the_reference[capped-bfloat16]",
+    "test_values_and_gradients_are_those_of_the_reference[mixed-float32]",
+)
 @pytest.mark.usefixtures("simulated")
 class TestRaggedPaged(KernelSuite):
     op, name = PagedAttentionOp, "ragged-paged"
@@ -140,6 +144,10 @@ def test_devices_read_the_pages_of_their_own_heads(simulated, monkeypatch):
 QUICK = ("window", "prefix", "decoding", "odd", "alibi")
 
 
+@pytest.mark.slow_cases(
+    "test_values_and_gradients_are_those_of_the_reference[prefix-256x256-4of2-float32]",
+    "test_values_and_gradients_are_those_of_the_reference[window-256x256-4of2-float32]",
+)
 class TestSplash(Interpreted):
     op, name = AttentionOp, "splash"
     cases = tuple(c for c in cases.CASES[AttentionOp] if c.name.startswith(QUICK))
@@ -151,6 +159,7 @@ class TestSplashOnTheOtherCases(Interpreted):
     cases = tuple(c for c in cases.CASES[AttentionOp] if not c.name.startswith(QUICK))
 
 
+@pytest.mark.slow_cases("test_values_and_gradients_are_those_of_the_reference[300-float32]")
 class TestMegablox(Interpreted):
     op, name = GroupedMatmulOp, "megablox"
     cases = tuple(
@@ -168,6 +177,7 @@ class TestMegablox(Interpreted):
     )
 
 
+@pytest.mark.fast_cases("shape1-2")
 @pytest.mark.parametrize(("shape", "groups"), [({"data": 2, "tensor": 4}, 4), ({"fsdp": 2, "tensor": 4}, 2)])
 def test_devices_attend_on_their_own_rows_and_heads(interpreted, shape, groups):
     """Also with fewer key-value heads than devices that share the heads."""

@@ -14,6 +14,7 @@ from axlearn_plugins_tpu.generations import TARGETS
 from axlearn_plugins_tpu.rules import ATTENTION, POLICIES, RULES
 
 
+@pytest.mark.slow_cases("llama2-7b-tpu-v6e-256-shape4-tpu-attention-offload")
 @pytest.mark.parametrize(
     ("experiment", "target", "shape", "remat"),
     [

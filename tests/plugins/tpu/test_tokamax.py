@@ -69,6 +69,7 @@ class Interpreted(KernelSuite):
         return use(Selection(target="tpu-v5e", declared=lambda op: implementations))
 
 
+@pytest.mark.slow_cases("test_values_and_gradients_are_those_of_the_reference[200x384x128-float32]")
 class TestGroupedProducts(Interpreted):
     """With 384 elements, the second tile is half as wide as the first. A group ends within a tile of rows; one is empty."""
 
@@ -165,6 +166,7 @@ def test_it_compiles_where_devices_have_matrices_of_their_own():
     assert [c.name for c in choices.choices] == [NAME]
 
 
+@pytest.mark.slow_cases("")
 @pytest.mark.parametrize("target", sorted(GROUPED))
 def test_the_tiles_are_those_of_the_target(target, monkeypatch):
     tiles = []

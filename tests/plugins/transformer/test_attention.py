@@ -37,6 +37,9 @@ MASKS = {
 }
 
 
+@pytest.mark.fast_cases(
+    "prefix-2-None", "prefix-4-None", "segments-4-None", "window and segments-4-None", "window-2-None"
+)
 @pytest.mark.parametrize(("kv_heads", "softcap"), [(1, 5.0), (2, None), (4, None)])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_reference_is_softmax_attention(mask, kv_heads, softcap):
@@ -63,6 +66,7 @@ GRID = [
 ]
 
 
+@pytest.mark.fast_cases("causal-(4, 1)-float32")
 @pytest.mark.parametrize(("mask", "heads", "dtype"), GRID)
 def test_blocked_equals_reference_in_values_and_gradients(mask, heads, dtype):
     args = operands(256, *heads, dtype=dtype)
@@ -96,6 +100,7 @@ def test_blocked_multiplies_only_blocks_that_are_visible():
     assert flops(Causal() & SlidingWindow(128), "xla-blocked") < 0.48 * full  # 7 of 16
 
 
+@pytest.mark.fast_cases("4")
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_queries_at_given_slots_are_rows_of_the_whole(kv_heads):
     q, k, v = operands(9, kv_heads=kv_heads)

@@ -40,6 +40,9 @@ def operands():
     return operands_of(D)
 
 
+@pytest.mark.fast_cases(
+    "20-0.1-3.0-240", "64-0.0-None-16", "64-0.0-None-240", "7-0.1-None-240", "None-0.1-3.0-16", "None-0.1-3.0-240"
+)
 @pytest.mark.parametrize("width", [D, WIDE])
 @pytest.mark.parametrize(
     ("chunk", "z_loss", "softcap"),
@@ -138,6 +141,7 @@ def test_positions_without_weight_do_not_count(operands):
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.fast_cases("shape1-32")
 @pytest.mark.parametrize("width", [32, 512])
 @pytest.mark.parametrize("shape", [(1, 1, 8, 1, 1, 1), (1, 2, 2, 1, 1, 2)])
 def test_chunks_send_nothing_of_the_weight(shape, width):

@@ -82,6 +82,7 @@ def test_every_stream_has_keys_of_its_own():
     assert any("dropout draws random numbers" in reason for reason in functional.batch_dependence)
 
 
+@pytest.mark.slow
 def test_masks_differ_by_microbatch_and_step():
     batch = {k: jnp.concatenate([v[:8]] * 2) for k, v in toy.batch().items()}
     functional = Functional.from_config(config().model)
@@ -96,6 +97,7 @@ def test_masks_differ_by_microbatch_and_step():
     assert accumulated != value_and_grad(functions.training_loss, params, {}, toy.batch(), KEY)[0][0]
 
 
+@pytest.mark.fast_cases("scan-more1")
 @pytest.mark.parametrize(
     ("mode", "more"), [("unrolled", ()), ("scan", ("remat:save=[]",)), ("unrolled", ("remat:save=[]",))]
 )
@@ -103,6 +105,7 @@ def test_how_the_stack_runs_changes_no_mask(mode, more):
     close(loss_and_gradients(config(mode, *more)), loss_and_gradients(config()))
 
 
+@pytest.mark.fast_cases("shape0")
 @pytest.mark.parametrize(
     "shape", [{"fsdp": 8}, {"data": 4, "tensor": 2}, pytest.param({"tensor": 8}, marks=pytest.mark.slow)]
 )
@@ -111,6 +114,7 @@ def test_the_mesh_changes_no_mask(shape):
     close(loss_and_gradients(sharded, devices=jax.devices()), loss_and_gradients(config()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [{}, {"pipeline": 2, "fsdp": 4}])
 def test_a_pipeline_draws_per_microbatch_whatever_its_stages(shape):
     piped = patch(config("scan", "pipeline:microbatches=2"), {"mesh.shape": shape})
@@ -143,6 +147,7 @@ class OwnBlock(Layer):
         return x + y + self.feed_forward(x), cache
 
 
+@pytest.mark.fast_cases("scan")
 @pytest.mark.parametrize("mode", ["scan", "unrolled"])
 def test_blocks_of_any_class_drop_out(mode):
     edits = {"model.decoder.layer": OwnBlock.Config(), "model.decoder.stack.mode": mode, "model.dtype": "float32"}

@@ -100,6 +100,7 @@ def test_lengths_within_a_bucket_compile_once(tiny, build):
     assert sorted(compiled) == ["decode", "prefill", "unstack"]
 
 
+@pytest.mark.slow_cases("prompt0-settings0-the prompt is empty")
 @pytest.mark.parametrize(
     ("prompt", "settings", "message"),
     [

@@ -85,6 +85,7 @@ def test_layer_norm(bias):
     np.testing.assert_allclose(layer(jnp.asarray(x, jnp.float32)), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_cases("gelu", "silu")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_feed_forward_layers(activation):
     x, act = normal(2, 3, 8), ACTIVATIONS[activation]
@@ -133,6 +134,7 @@ def test_attention_parts():
     np.testing.assert_allclose(layer(x, Context())[0], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_cases("settings0-pre")
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -156,6 +158,7 @@ def test_blocks_normalise_where_they_are_told_to(settings, expected):
     np.testing.assert_allclose(layer(normal(1, 5, 8), Context())[0], x, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_dtypes_come_from_the_parent_unless_a_layer_sets_its_own():
     cfg = TransformerLayer.Config(
         attention=Attention.Config(num_heads=2), feed_forward=PlainFeedForward.Config(dtype="float32")

@@ -30,6 +30,7 @@ def brute(rule):
     return np.array([[[bool(rule(b, q, k)) for k in range(LENGTH)] for q in range(LENGTH)] for b in range(2)])
 
 
+@pytest.mark.slow_cases("segments")
 @pytest.mark.parametrize("name", CASES)
 def test_masks_are_what_they_say(name):
     mask, rule = CASES[name]
@@ -38,6 +39,7 @@ def test_masks_are_what_they_say(name):
     assert (np.broadcast_to(actual, expected.shape) == expected).all()
 
 
+@pytest.mark.slow_cases("prefix", "segments")
 @pytest.mark.parametrize("name", CASES)
 def test_parts_of_a_mask_are_slices_of_the_whole_and_block_tells_the_truth(name):
     mask, rule = CASES[name]

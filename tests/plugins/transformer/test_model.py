@@ -96,6 +96,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.fast_cases("unrolled-none")
 @pytest.mark.parametrize(("mode", "remat"), WAYS)
 def test_how_the_stack_runs_changes_no_number(tiny, batch, grads, mode, remat):
     loss, _, expected = grads(tiny(), batch)
@@ -210,6 +211,7 @@ class Reporting(TransformerLayer):
         return x, cache
 
 
+@pytest.mark.fast_cases("unrolled-None")
 @pytest.mark.parametrize(
     ("mode", "remat"),
     [

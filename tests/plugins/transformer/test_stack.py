@@ -85,6 +85,7 @@ def close(got, expected):
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
 
 
+@pytest.mark.fast_cases("one layer-plain")
 @pytest.mark.parametrize(
     "remat",
     [pytest.param(None, id="plain"), pytest.param(Remat.Config(save=("wide2",)), id="remat", marks=pytest.mark.slow)],

@@ -25,6 +25,7 @@ def test_a_decoder_finishes_only_the_tokens_that_somebody_asks_for(tiny, build):
         np.testing.assert_allclose(decoder.finish(begun[:, some]), expected[:, some], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.fast_cases("2")
 @pytest.mark.parametrize("layers", [1, 2])
 def test_stacked_layers_and_a_single_one_are_run_whole(tiny, build, layers):
     decoder = build(tiny({"decoder.num_layers": layers})).decoder
@@ -54,6 +55,7 @@ class NegatedDecoder(Decoder):
         return -x, cache
 
 
+@pytest.mark.fast_cases("decoder")
 @pytest.mark.parametrize("changed", ["layer", "stack", "decoder"])
 def test_what_a_subclass_computes_is_not_taken_apart(tiny, changed):
     def of_class(kind, part):

@@ -71,6 +71,7 @@ def test_variables_go_with_their_layers():
     assert all(np.array_equal(back[p], values[p]) for p in values)
 
 
+@pytest.mark.slow
 def test_several_features_at_once(params):
     with_ = ["interleave:window=16", "moe:num_experts=3,every=2,shared_experts=1", "lora:rank=2,target=model.**"]
     plain, target, features = models(*with_)

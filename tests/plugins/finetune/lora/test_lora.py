@@ -151,6 +151,7 @@ def test_merged_weights_compute_the_same_and_come_apart_again(toy, batch, progra
         np.testing.assert_allclose(again[path], params[path], rtol=0, atol=2e-7, err_msg=path)
 
 
+@pytest.mark.slow
 def test_the_experts_of_a_mixture_have_adapters_of_their_own(toy, tmp_path):
     """An adapted map starts equal to its base, and its trained adapters merge and save separately."""
     dense = MoE(num_experts=3, shared_experts=1).apply(toy())
@@ -210,6 +211,7 @@ def test_eight_devices_train_as_one(toy, trained):
         np.testing.assert_allclose(value, eight.params[path], atol=5e-5, err_msg=path)
 
 
+@pytest.mark.slow_cases("llama2-70b")
 @pytest.mark.parametrize("name", ["llama2-7b", "llama2-70b", "llama3-8b"])
 def test_published_models_take_adapters(name):
     dense, adapted = (ax.resolve(name, with_=w).config for w in ([], ["lora:rank=8"]))

@@ -68,6 +68,7 @@ def sequence_scores(trainer, params, batch, answer):
     return (picked * batch[f"{answer}_weights"]).sum(1)
 
 
+@pytest.mark.fast_cases("3")
 @pytest.mark.parametrize("padding", [1, 3])
 def test_pairs_that_pad_a_batch_do_not_count(padding):
     """Zero rows in the last evaluation batch do not change the loss and summaries of the real pairs."""
@@ -87,6 +88,7 @@ def test_pairs_that_pad_a_batch_do_not_count(padding):
         np.testing.assert_allclose(x, expected_report[name], rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.fast_cases("0.2")
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_dpo_is_its_formula(smoothing):
     trainer = program(f"{PAIRS},beta=0.3,label_smoothing={smoothing}", **{"objective.loss_chunk": 5})
@@ -110,6 +112,7 @@ def test_dpo_is_its_formula(smoothing):
     assert report["weight"] == toy.ROWS
 
 
+@pytest.mark.fast_cases("features2")
 @pytest.mark.parametrize("features", [(PAIRS,), (PAIRS, "lora:rank=2"), (PAIRS, "dropout:rate=0.0")])
 def test_the_first_loss_of_dpo_is_ln_2(features):
     trainer = program(*features)
@@ -153,6 +156,7 @@ def test_a_model_that_is_its_own_teacher_has_no_divergence():
     assert abs(value) < 1e-5
 
 
+@pytest.mark.slow
 def test_evaluation_of_a_distilled_model_is_its_own_loss():
     trainer, plain = program("distill:temperature=2.0"), program()
     state = moved(trainer)
@@ -163,6 +167,7 @@ def test_evaluation_of_a_distilled_model_is_its_own_loss():
     np.testing.assert_allclose(got["loss_sum"], expected["loss_sum"], rtol=1e-6)
 
 
+@pytest.mark.fast_cases("distill:temperature=2.0")
 @pytest.mark.parametrize("feature", [PAIRS, "distill:temperature=2.0"])
 def test_frozen_models_hold_no_state_of_the_optimizer_and_begin_as_the_model(feature):
     trainer = program(feature)

@@ -25,6 +25,7 @@ def ids(batch):
     return [row.tobytes() for row in batch["chosen_tokens"]]
 
 
+@pytest.mark.slow_cases("31", "60")
 @pytest.mark.parametrize("count", [1, 5, 8, 9, 13, 31, 60])
 def test_the_pairs_of_a_batch_are_different(count, tmp_path):
     batches = pairs(tmp_path, count)

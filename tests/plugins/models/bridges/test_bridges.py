@@ -155,6 +155,7 @@ def trained(kind, mesh=(), **settings):
 UNROLLED, SHARDED = {"model__decoder__stack__mode": "unrolled"}, {"mesh": (("data", 2), ("fsdp", 2), ("tensor", 2))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
@@ -172,6 +173,7 @@ def test_how_it_runs_changes_nothing(kind, how):
         np.testing.assert_allclose(value, other[1][path], rtol=1e-4, atol=1e-5, err_msg=path)
 
 
+@pytest.mark.fast_cases("equinox")
 @pytest.mark.parametrize("kind", NODES)
 def test_evaluation_draws_nothing_and_writes_nothing(kind):
     _, _, state, program = trained(kind)

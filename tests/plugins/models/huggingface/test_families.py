@@ -38,6 +38,7 @@ def written(source, params):
 QUICK = {"deepseek-v3", "gemma3", "gpt2", "llama3", "qwen3-moe"}
 
 
+@pytest.mark.fast_cases("llama3")
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
 def test_every_tensor_comes_back_and_the_config_too(name, monkeypatch):
     monkeypatch.setattr(stream, "SLICE", 1500)  # small slices, so that these tensors are read in several
@@ -71,6 +72,7 @@ def test_a_config_json_states_the_sizes_of_heads(model_type):
     assert (written["head_dim"], written["num_key_value_heads"]) == (width // heads, heads)
 
 
+@pytest.mark.fast_cases("gpt2")
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt2"])
 def test_weights_are_placed_on_many_devices(name, monkeypatch):
     monkeypatch.setattr(stream, "SLICE", 1500)
@@ -120,6 +122,7 @@ def test_a_run_that_was_not_imported_finds_its_family():
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 40.0, "original_max_position_embeddings": 32}
 
 
+@pytest.mark.fast_cases("deepseek-v2-changes0", "deepseek-v2-changes2", "deepseek-v2-changes6", "deepseek-v2-changes7")
 @pytest.mark.parametrize(
     "changes",
     [

@@ -42,6 +42,13 @@ def add(directory: Path, name: str, dtype: str, shape: list[int], width: int) ->
         index.write_text(json.dumps(content))
 
 
+@pytest.mark.fast_cases(
+    "BOOL-llama3-model.layers.0.self_attn.rotary_emb.inv_freq",
+    "BOOL-mistral-model.layers.1.self_attn.rotary_emb.inv_freq",
+    "F8_E4M3-mistral-model.layers.1.self_attn.rotary_emb.inv_freq",
+    "U8-llama3-model.layers.0.self_attn.rotary_emb.inv_freq",
+    "U8-mistral-model.layers.1.self_attn.rotary_emb.inv_freq",
+)
 @pytest.mark.parametrize(("model", "name"), [(m, n) for m, names in IGNORED.items() for n in names])
 @pytest.mark.parametrize("dtype", ["U8", "BOOL", "F8_E4M3"])
 def test_what_a_family_ignores_may_have_any_dtype(model, name, dtype, tmp_path):

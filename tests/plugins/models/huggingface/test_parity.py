@@ -67,6 +67,7 @@ def rows(expected):
     return [jnp.asarray(x, jnp.int32) for x in (tokens, np.stack(positions), np.stack(segments))]
 
 
+@pytest.mark.fast_cases("llama3")
 @pytest.mark.parametrize("name", some(MODELS, {*MODELS} - SLOW))
 def test_logits(name):
     source, params, _, expected = loaded(name)
@@ -78,6 +79,7 @@ def test_logits(name):
     assert_close(logits[2:], expected["packed_logits"])
 
 
+@pytest.mark.fast_cases("gemma3")
 @pytest.mark.parametrize("name", some(MODELS, {"gemma3", "deepseek-v3"}))
 def test_greedy_tokens_with_a_cache(name):
     _, _, model, expected = loaded(name)

@@ -34,6 +34,7 @@ def test_every_published_experiment_is_here():
     assert {e.name for e in registry().entries("experiments")} - small == TOTALS.keys()
 
 
+@pytest.mark.fast_cases("gpt2-124m", "llama2-70b", "llama2-7b", "llama3-8b", "mistral-7b", "qwen3-30b-a3b")
 @pytest.mark.parametrize("name", TOTALS)
 def test_the_parameters_are_those_of_the_published_weights(name):
     functional = Functional.from_config(registry().experiment(name).model)

@@ -170,6 +170,7 @@ def test_an_export_of_gemma3_is_read_by_both():
     assert position("gemma3", rope_parameters=written["rope_parameters"]) == original
 
 
+@pytest.mark.slow_cases("gemma3")
 @pytest.mark.parametrize("model", ["llama3", "qwen3", "gemma2", "gemma3", "deepseek-v3", "mixtral"])
 def test_what_was_imported_from_one_version_is_exported_for_both(model):
     """An unchanged run is exported with the form that its config.json lacks."""

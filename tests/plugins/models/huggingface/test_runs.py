@@ -207,6 +207,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_cases("family", "new-family")
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_said_and_nothing_is_written(name, tmp_path):
     directory = model_copy("llama3", tmp_path)
@@ -225,6 +226,7 @@ def test_an_import_keeps_its_checkpoint_to_itself(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.fast_cases("import")
 @pytest.mark.parametrize("kind", ["import", "export"])
 def test_of_what_was_cut_off_nothing_is_left(kind, tmp_path, monkeypatch):
     source = model_copy("llama3", tmp_path)

@@ -56,6 +56,7 @@ def test_tokenizer_config_alone(directory):
     assert end(directory)[0] == "<s>"
 
 
+@pytest.mark.slow_cases("1000000000000", "True", "value6")
 @pytest.mark.parametrize("value", [None, [], "2", True, -1, 10**12, {"a": 1}])
 def test_no_file_names_one(directory, value):
     write(directory, "generation_config.json", eos_token_id=value)

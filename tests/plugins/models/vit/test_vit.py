@@ -119,6 +119,7 @@ TOGETHER = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "features"), [TOGETHER[0], *(pytest.param(*t, marks=pytest.mark.slow) for t in TOGETHER[1:])]
 )

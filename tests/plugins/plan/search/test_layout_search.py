@@ -166,6 +166,7 @@ ASKED = [
 ]
 
 
+@pytest.mark.fast_cases("options4-remat")
 @pytest.mark.parametrize(("options", "part"), ASKED)
 def test_what_the_request_sets_is_kept_and_every_layout_stays_legal(options, part):
     base = Request.of("quickstart", target="h100-8x1", **options)
@@ -209,6 +210,7 @@ def request_with_microbatches(steps):
     return Request.of("quickstart", target="h100-8x1", set={"mesh.targets": {"h100-8x1": rule}, "input.batch_size": 32})
 
 
+@pytest.mark.slow
 def test_pipelines_take_the_place_of_the_microbatches_of_a_rule():
     pipelines = []
     for steps in (1, 2):
@@ -232,6 +234,7 @@ def test_it_prints_the_best_first_and_the_shipped_one_among_them(compiler, tmp_p
     assert "layouts ranked" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_second_search_takes_what_the_first_compiled(compiler, tmp_path):
     words = ("--target", "h100-8x1", "--front", "2", "--cache", str(tmp_path / "c"), "--json")
     first = run(*words)
@@ -240,6 +243,7 @@ def test_a_second_search_takes_what_the_first_compiled(compiler, tmp_path):
     assert len(compiler) == count
 
 
+@pytest.mark.slow
 def test_table_picture_page_and_layout_file(compiler, tmp_path):
     pytest.importorskip("matplotlib")
     files = {name: tmp_path / f"best.{name}" for name in ("png", "html", "yaml")}
@@ -259,6 +263,7 @@ def test_table_picture_page_and_layout_file(compiler, tmp_path):
         resolve("quickstart", layout=files["yaml"])
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_no_best(monkeypatch, tmp_path):
     monkeypatch.setattr(compiled, "run_plan", lambda words, _: (plan_of(words) | {"fits": False}, ""))
     result = run("--target", "h100-8x1", "--front", "2", "--cache", str(tmp_path))
@@ -273,6 +278,7 @@ def test_a_damaged_cache_is_compiled_again(compiler, tmp_path, request_, ranked)
     assert cache.read(path) is None
 
 
+@pytest.mark.slow_cases("words8-no layout of quickstart is legal")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -293,6 +299,7 @@ def test_what_is_asked_wrongly_is_one_error(words, message, tmp_path):
     assert message in result.stderr
 
 
+@pytest.mark.slow
 def test_a_budget_too_small_for_one_compilation_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr(compiled, "run_plan", lambda *_: (None, compiled.TIMEOUT))
     result = run("--target", "h100-8x1", "--cache", str(tmp_path))
@@ -334,6 +341,7 @@ def on_tpus():
     return rank.Space(Request.of("quickstart", target="tpu-v5p-16", set=batch), ())
 
 
+@pytest.mark.slow
 def test_activations_of_stages_stay_on_the_device(on_tpus, monkeypatch):
     monkeypatch.setattr(
         rank, "remat_options", lambda *_: ["remat:offload=[attention_out]", "remat:save=[attention_out]"]
@@ -354,6 +362,7 @@ def test_memory_on_tpus_is_that_of_phases(on_tpus):
         assert in_update or row.estimate.columns["rounded"] > 0, "layers compute in bfloat16 with float32 parameters"
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_the_request_offloads_is_offloaded(on_tpus):
     request = Request.of("quickstart", target="tpu-v5p-16", set={"input.batch_size": 64}, with_=["offload-optimizer"])
     (requested,) = [r for r in rank.Space(request, ()).ranked() if r.choice.shipped]
@@ -371,6 +380,7 @@ def test_activations_go_to_the_host_in_the_forward_pass_and_come_back_in_the_bac
     assert seconds(0.0, 2.0) == 5.0, "the transfer of the optimizer state does not overlap"
 
 
+@pytest.mark.slow
 def test_what_the_hosts_memory_cannot_hold_is_not_proposed(request_, ranked):
     space = rank.Space(request_, ())
     offloaded = [r for r in ranked if r.choice.offload_optimizer]

@@ -82,6 +82,7 @@ JOBS = {
 }  # fmt: skip
 
 
+@pytest.mark.fast_cases("everything-jobset")
 @needs_schemas
 @pytest.mark.parametrize("kind", ["jobset", "rayjob"])
 @pytest.mark.parametrize("name", JOBS)
@@ -248,6 +249,7 @@ def test_what_is_submitted_is_what_a_dry_run_prints(monkeypatch, tmp_path, capsy
     assert (tmp_path / "apply.yaml").read_text() + (tmp_path / "create.yaml").read_text() == printed
 
 
+@pytest.mark.slow
 def test_one_run_file_goes_to_the_command_line(tmp_path):
     (tmp_path / "run.yaml").write_text("experiment: quickstart\nset: {max_steps: 3, input.batch_size: 4}\n")
     words = [

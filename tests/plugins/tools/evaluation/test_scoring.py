@@ -53,6 +53,7 @@ def log_probabilities(model):
     return of
 
 
+@pytest.mark.fast_cases("64-before1")
 @pytest.mark.parametrize(("context_length", "before"), [(None, [TOKENIZER.eos_id, *b"ab"]), (64, [*b"ab"])])
 def test_a_context_of_an_imported_model_begins_as_its_tokenizer_says(model, context_length, before):
     text = TextProcessor.Config(context_length=context_length)

@@ -42,6 +42,7 @@ def resolved(experiment, *features):
     return resolve(experiment, with_=features).config
 
 
+@pytest.mark.slow_cases("ema-quickstart")
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 @pytest.mark.parametrize("use", USES)
 def test_it_resolves_and_twice_is_once(experiment, use):

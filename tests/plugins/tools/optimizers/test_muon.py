@@ -90,6 +90,7 @@ def test_muon_orthogonalises_each_matrix_of_a_stack_and_leaves_the_rest_to_adamw
         np.testing.assert_allclose(new[path], expected[path], rtol=1e-6)
 
 
+@pytest.mark.fast_cases("0.1")
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_embeddings_have_a_multiple_of_the_rate(weight_decay):
     axes = {"q": ("embed", "mlp"), "head": ("embed", "vocab"), "e": ("vocab", "embed")}

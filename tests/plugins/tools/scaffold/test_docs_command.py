@@ -61,6 +61,7 @@ def test_a_port_that_is_taken(project, monkeypatch):
     assert not (project / "build").exists()
 
 
+@pytest.mark.slow
 def test_it_builds_and_a_broken_link_is_an_error(project, monkeypatch):
     monkeypatch.chdir(project)
     assert run("--no-serve").exit_code == 0
@@ -71,6 +72,7 @@ def test_it_builds_and_a_broken_link_is_an_error(project, monkeypatch):
     assert "has the errors above" in result.stderr
 
 
+@pytest.mark.slow
 def test_it_serves_until_it_is_stopped(project):
     command = [sys.executable, "-m", "axlearn_core", "docs", "--port", "0"]
     with subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -46,6 +46,7 @@ def site(package, tmp_path_factory) -> Path:
     return site
 
 
+@pytest.mark.slow
 def test_it_is_listed_shown_and_selected_by_name(package, site, tmp_path):
     assert "axlearn-plugins-my-gate" in axlearn("plugins", "list", cwd=tmp_path, site=site)
     assert "Replaces every RMSNorm with my-gate" in axlearn("features", "show", "my-gate", cwd=tmp_path, site=site)

@@ -57,6 +57,7 @@ def operands(length, heads=4, kv_heads=2, size=8, value_size=8):
     return [jnp.asarray(np.random.default_rng(i).standard_normal(s), jnp.float32) for i, s in enumerate(shapes)]
 
 
+@pytest.mark.slow_cases("None-xla-blocked-256")
 @pytest.mark.parametrize(("kernel", "length"), [("xla", 20), ("xla-blocked", 256)])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_the_op_adds_the_bias(kernel, length, softcap):
@@ -96,6 +97,7 @@ def test_a_bias_counts_the_distance_to_both_sides():
 CFG = attention.Attention.Config(num_heads=4, position=Alibi.Config())
 
 
+@pytest.mark.fast_cases("4")
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_the_layer_with_a_cache_is_the_layer_without(layer, run, kv_heads, normal):
     module = layer(attrs.evolve(CFG, num_kv_heads=kv_heads))

@@ -36,6 +36,7 @@ USES = ["mla", "mla:kv_rank=64,query_rank=0,rope_head_dim=16,value_head_dim=24",
         "interleave:every=4,window=1024"]  # fmt: skip
 
 
+@pytest.mark.slow_cases("mla-quickstart")
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 @pytest.mark.parametrize("use", USES)
 def test_it_resolves_and_twice_is_once(experiment, use):

@@ -112,6 +112,7 @@ def test_values_and_gradients_are_those_of_the_paper(layer, normal):
     np.testing.assert_allclose(found_grads[1], grads[1], atol=1e-5 * np.linalg.norm(grads[1]))
 
 
+@pytest.mark.fast_cases("alibi, window")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_with_a_cache_is_without(layer, run, name, normal):
     module = layer(variant(name))

@@ -84,6 +84,7 @@ def test_a_tokenizer_of_the_library_is_decoded_by_it(name):
     assert isinstance(decoder, StreamDecoder if hasattr(TOKENIZERS[name], "to_json") else WindowDecoder)
 
 
+@pytest.mark.fast_cases("python")
 @pytest.mark.parametrize("tokenizer", [BYTES, PYTHON], ids=["bytes", "python"])
 @settings(deadline=None, max_examples=150)
 @given(text=st.text(max_size=80), prompt=st.text(st.characters(codec="utf-8"), max_size=12))

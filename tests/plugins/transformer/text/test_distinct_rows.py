@@ -53,6 +53,20 @@ def distinct(cfg, batches, seed=1):
     return min(counts)
 
 
+@pytest.mark.slow_cases(
+    "1-False-concat",
+    "1-True-concat",
+    "1-True-first-fit",
+    "1-True-none",
+    "3-False-concat",
+    "3-True-concat",
+    "700-False-concat",
+    "700-False-first-fit",
+    "700-False-none",
+    "700-True-concat",
+    "700-True-first-fit",
+    "700-True-none",
+)
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("count", [1, 3, 10, 60, 700])
@@ -67,6 +81,7 @@ def test_rows_are_as_different_as_the_documents_allow(count, shuffle, packing, t
         assert distinct(cfg, 6) >= min(batch_size, most), (batch_size, sequence_length)
 
 
+@pytest.mark.fast_cases("small-False-concat", "small-False-first-fit", "small-False-none", "small-True-concat")
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("line_ends", [True, False])
 def test_one_long_document_fills_a_batch_with_different_rows(packing, line_ends, tmp_path, either_size):
@@ -82,6 +97,7 @@ def test_shards_that_read_one_record_read_it_in_orders_of_their_own(packing, tmp
     assert distinct(text_input(tmp_path, packing=packing), 5) == 8
 
 
+@pytest.mark.fast_cases("20-concat", "20-first-fit", "20-none", "3-concat")
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("count", [1, 3, 20])
 def test_chunks_in_which_no_line_begins_repeat_no_rows(count, packing, tmp_path, as_large):

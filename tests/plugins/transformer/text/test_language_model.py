@@ -98,6 +98,7 @@ def test_an_epoch_has_every_document_once_and_epochs_differ(corpus, either_size)
     with_stream.close()
 
 
+@pytest.mark.slow_cases("large-2-first-fit", "large-4-first-fit", "large-8-concat", "large-8-first-fit")
 @pytest.mark.parametrize("packing", ["concat", "first-fit"])
 @pytest.mark.parametrize("processes", [2, 4, 8])
 def test_the_global_stream_is_the_same_for_any_number_of_processes(corpus, processes, packing, either_size):
@@ -131,6 +132,20 @@ def test_seeds_and_shuffling_change_the_order(corpus, either_size):
     assert equal(first(2**40 + 1), first(1))
 
 
+@pytest.mark.fast_cases(
+    "small-0-concat",
+    "small-0-first-fit",
+    "small-0-none",
+    "small-1-concat",
+    "small-1-first-fit",
+    "small-1-none",
+    "small-33-concat",
+    "small-33-first-fit",
+    "small-33-none",
+    "small-7-concat",
+    "small-7-first-fit",
+    "small-7-none",
+)
 @pytest.mark.parametrize("packing", ["concat", "first-fit", "none"])
 @pytest.mark.parametrize("at", [0, 1, 7, 33])
 def test_resume_is_exact_anywhere(corpus, packing, at, either_size):

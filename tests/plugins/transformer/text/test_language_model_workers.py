@@ -22,6 +22,7 @@ from axlearn_plugins_transformer.text import (
 )
 
 
+@pytest.mark.fast_cases("small-1")
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_worker_processes_give_the_same_stream_and_end(corpus, workers, either_size):
     cfg, many = config(corpus), config(corpus, workers=workers)
