@@ -28,7 +28,7 @@ from scipy.stats import kendalltau
 from axlearn_core.config import flatten
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
-from axlearn_plugins_plan.search.compiled import Cache, Clock, compile_layouts, resolved_request
+from axlearn_plugins_plan.search.compile_layouts import Cache, Clock, compile_layouts, resolved_request
 from axlearn_plugins_plan.search.rank import Space
 from axlearn_plugins_plan.search.search import search
 
@@ -66,7 +66,7 @@ def measure(row: Row, args, log_message) -> dict:
     request = Request.of(row.model, target=row.target)
     started = time.perf_counter()
     space = Space(request, ())
-    ranked = space.ranked(log_message)
+    ranked = space.rank_layouts(log_message)
     ranking = time.perf_counter() - started
     cache, clock = Cache(args.cache), Clock(60 * args.budget)
     result = search(request, [space], cache, clock, args.front, log_message) if args.front else None
@@ -107,7 +107,7 @@ def measure_paper(row: Row, cache, clock, log_message) -> dict:
     if not row.features and not row.settings:
         return {}
     request = Request.of(row.model, target=row.target, with_=row.features, set=row.settings)
-    own = [r for r in Space(request, ()).ranked(log_message) if r.choice.shipped]
+    own = [r for r in Space(request, ()).rank_layouts(log_message) if r.choice.shipped]
     (result,) = compile_layouts(request, own, cache, clock, log_message)
     if result.error:
         log_message(f"not compiled: the paper's layout: {result.error}")

@@ -50,14 +50,14 @@ def ours(layers):
     from axlearn_core.plugins.resolve import resolve
     from axlearn_plugins_plan.buffers import open_dump
     from axlearn_plugins_plan.groups import Places, domains_of
-    from axlearn_plugins_plan.plan import prepared
+    from axlearn_plugins_plan.plan import compose_program
 
     start = time.perf_counter()
     sets = {
         "mesh.targets": {},
         **({"model.decoder.num_layers": layers} if layers else {}),
     }  # the mesh rule of the backend: FSDP
-    program, batch = prepared(resolve("llama2-70b", target=TARGET, set=sets))
+    program, batch = compose_program(resolve("llama2-70b", target=TARGET, set=sets))
     with open_dump(program.compiler_options) as dump:
         compiled = program.compile("train", batch, **dump.options)
         buffers = dump.read()

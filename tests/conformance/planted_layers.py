@@ -120,7 +120,7 @@ DISGUISED = Multiplying(disguised=True)
 class _Products(KernelSuite):
     """Tests of the kernels in this module."""
 
-    def declared(self, name: str) -> KernelImplementation:
+    def find_declaration(self, name: str) -> KernelImplementation:
         if name == selection.REFERENCE:
             return selection.reference(Product)
         return KernelImplementation(name=name.lower(), op=Product.path(), load=f"{__name__}:{name.upper()}")

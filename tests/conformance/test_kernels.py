@@ -36,7 +36,7 @@ for _op, _declared in installed.kernels().items():
         _slow = [f"{VALUES}[{case}]" for case in SLOW_CASES.get(_op.name, ())]
         _more = {"mesh": _mesh, "op": _op, "name": _kernel.name, "cases": cases.CASES.get(_op, ())}
         _suite = pytest.mark.slow_cases(*_slow)(type(_name, (KernelSuite,), _more))
-        if _kernel.load.startswith("axlearn_plugins_cpu.") and library.missing is not None:
+        if _kernel.load.startswith("axlearn_plugins_cpu.") and library.unavailable_reason is not None:
             # tests/plugins/cpu fails if the library should exist.
-            _suite = pytest.mark.skip(reason=library.missing)(_suite)
+            _suite = pytest.mark.skip(reason=library.unavailable_reason)(_suite)
         globals()[_name] = _suite

@@ -11,7 +11,7 @@ import axlearn_plugins_transformer.text as text
 from axlearn_core.errors import CheckpointError, ConfigError, RequestError
 from axlearn_core.run import Run, open_weights
 from axlearn_core.train.api import default_run_dir
-from axlearn_plugins_finetune.conversion.convert import converted
+from axlearn_plugins_finetune.conversion.convert import convert_run
 from axlearn_plugins_finetune.lora.merge import export_run as export_adapters
 from axlearn_plugins_finetune.lora.merge import merge_run
 from axlearn_plugins_models.huggingface.import_export import export_run, import_run
@@ -182,12 +182,12 @@ def imported(tmp_path):
 
 MADE = {
     "imported": lambda run, out: shutil.copytree(run, out),
-    "converted": lambda run, out: converted(run, out, set=["seed=1"]),
-    "lora": lambda run, out: converted(run, out, with_=[f"lora:rank=2,base={run.name}"]),
-    "upcycled": lambda run, out: converted(run, out, with_=["moe:num_experts=2,top_k=1"]),
+    "converted": lambda run, out: convert_run(run, out, set=["seed=1"]),
+    "lora": lambda run, out: convert_run(run, out, with_=[f"lora:rank=2,base={run.name}"]),
+    "upcycled": lambda run, out: convert_run(run, out, with_=["moe:num_experts=2,top_k=1"]),
     "quantized": lambda run, out: quantize_run(run, out, storage="int8"),
     "merged": lambda run, out: (
-        converted(run, out.with_name("adapted"), with_=["lora:rank=2"]),
+        convert_run(run, out.with_name("adapted"), with_=["lora:rank=2"]),
         merge_run(out.with_name("adapted"), out),
         shutil.rmtree(out.with_name("adapted")),
     ),
@@ -217,7 +217,7 @@ def test_a_run_made_of_another_does_not_need_it(kind, imported, tmp_path):
 
 def test_exported_adapters_name_the_base_that_they_need(imported, tmp_path):
     base, _ = imported
-    converted(base, tmp_path / "adapted", with_=["lora:rank=2"])
+    convert_run(base, tmp_path / "adapted", with_=["lora:rank=2"])
     export_adapters(tmp_path / "adapted", tmp_path / "adapters")
     with pytest.raises(
         CheckpointError, match=r"does not name the run that its adapters were trained on\n    fix: name it"

@@ -19,7 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from axlearn_core.contracts.kernels import KernelContext
-from axlearn_plugins_neuron.sdk import missing
+from axlearn_plugins_neuron.sdk import unavailable_reason
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import And, Causal, Full
 from axlearn_plugins_transformer.kernels.per_device import per_device
@@ -45,9 +45,9 @@ class _Flash:
 
     def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
         """Support self-attention with head sizes up to 128 and lengths in tiles of 512, without a soft cap or a bias."""
-        if reason := missing(("jax-neuronx", "neuronx-cc")):
+        if reason := unavailable_reason(("jax-neuronx", "neuronx-cc")):
             return reason
-        return unsupported(op)
+        return unsupported_reason(op)
 
     def __call__(self, op: AttentionOp) -> jax.Array:
         """Return the attention output, [B, S, N, V]."""
@@ -73,7 +73,7 @@ class _Flash:
 NKI_FLASH = _Flash()
 
 
-def unsupported(op: AttentionOp) -> str | None:
+def unsupported_reason(op: AttentionOp) -> str | None:
     """Return why the kernels cannot compute a call, or None. Does not check that the SDK is installed."""
     query, key, value = (x.shape for x in (op.query, op.key, op.value))
     if len(set(op.dtypes.values())) > 1:

@@ -8,7 +8,7 @@ FLOORS = {"jax-neuronx": "0.1.3", "libneuronxla": "2.2", "neuronx-cc": "2.17"}
 """Minimum versions, as in the `sdk` extra. All versions on PyPI are older placeholders that reserve the names."""
 
 
-def missing(packages: tuple[str, ...] = tuple(FLOORS)) -> str | None:
+def unavailable_reason(packages: tuple[str, ...] = tuple(FLOORS)) -> str | None:
     """Return why the SDK cannot be used, with a fix, or None if it can."""
     problems = []
     for name in packages:

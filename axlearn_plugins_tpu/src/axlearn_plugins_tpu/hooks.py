@@ -15,7 +15,7 @@ OTHER_DEVICES = ("0x001f", "0x0042")
 """Other Google PCI devices: the storage and network adapters of its virtual machines."""
 
 
-def tpu_here(bus: Path = Path("/sys/bus/pci/devices")) -> bool:
+def has_local_tpu(bus: Path = Path("/sys/bus/pci/devices")) -> bool:
     """Return whether this machine has a TPU, or an unknown Google PCI device that may be one."""
     for device in bus.glob("*"):
         vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "device"))
@@ -27,7 +27,7 @@ def tpu_here(bus: Path = Path("/sys/bus/pci/devices")) -> bool:
 @hookimpl
 def axlearn_before_devices() -> None:
     """Describe a host to libtpu on a machine without a TPU. JAX loads libtpu as a compiler, which would print warnings."""
-    if not tpu_here():
+    if not has_local_tpu():
         compat.describe_host("v5litepod-4")
 
 

@@ -45,7 +45,7 @@ SLICES = {
 """Target name -> slice shapes."""
 
 
-def shape_of(target: str, chips: int, unit: int = 1) -> Shape:
+def find_shape(target: str, chips: int, unit: int = 1) -> Shape:
     """Return the shape of a slice with `chips` chips.
 
     Args:
@@ -77,7 +77,7 @@ def domain_shape(machine: Machine) -> Shape:
     """Return the shape of one slice of a machine. Raise `RequestError` if no slice has that size."""
     target = machine.target
     unit = target.cores_per_chip if target.size == "cores" else 1
-    return shape_of(target.name, machine.chips // machine.domains, unit)
+    return find_shape(target.name, machine.chips // machine.domains, unit)
 
 
 def _shapes(slices: Slices, chips: int) -> Iterator[Shape]:

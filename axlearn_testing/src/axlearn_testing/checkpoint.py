@@ -40,7 +40,7 @@ class CheckpointerSuite:
             "learner": (jnp.arange(6).reshape(2, 3), {"empty": ()}, [jnp.zeros((), jnp.float32)]),
         }
 
-    def saved(self, directory: Path, *steps: int, extra: object = None) -> None:
+    def save_steps(self, directory: Path, *steps: int, extra: object = None) -> None:
         """Save checkpoints at some steps. The state of a step is `state(step)`."""
         checkpointer = self.open(directory)
         for step in steps:
@@ -50,7 +50,7 @@ class CheckpointerSuite:
 
     def test_what_is_restored_is_what_was_saved(self, tmp_path: Path) -> None:
         extra = {"data": {"shards": {"0": [1, 2]}, "name": "ü"}, "step": 3, "none": None}
-        self.saved(tmp_path, 3, extra=extra)
+        self.save_steps(tmp_path, 3, extra=extra)
         again = self.open(tmp_path)  # as a different process would
         state, restored_extra = again.restore(3, jax.eval_shape(self.state))
         again.close()
@@ -62,7 +62,7 @@ class CheckpointerSuite:
         empty = self.open(tmp_path)
         assert (empty.steps(), empty.latest_step()) == ([], None)
         empty.close()
-        self.saved(tmp_path, 2, 10, 9)
+        self.save_steps(tmp_path, 2, 10, 9)
         again = self.open(tmp_path)
         assert (again.steps(), again.latest_step()) == ([2, 9, 10], 10)
         again.close()
@@ -78,7 +78,7 @@ class CheckpointerSuite:
 
     def test_restored_arrays_have_the_shardings_that_are_asked_for(self, tmp_path: Path) -> None:
         need_devices(2)
-        self.saved(tmp_path, 1)
+        self.save_steps(tmp_path, 1)
         half = NamedSharding(Mesh(jax.devices()[:2], ("data",)), PartitionSpec("data"))
         like: Any = jax.eval_shape(self.state)
         like["params"]["a.weight"] = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=half)
@@ -97,7 +97,7 @@ class CheckpointerSuite:
             assert [p.read_text() for p in tmp_path.rglob(name)] == [text], name
 
     def test_another_model_and_a_missing_step_are_refused(self, tmp_path: Path) -> None:
-        self.saved(tmp_path, 1)
+        self.save_steps(tmp_path, 1)
         checkpointer = self.open(tmp_path)
         like: Any = jax.eval_shape(self.state)
         for change in (
@@ -113,7 +113,7 @@ class CheckpointerSuite:
         checkpointer.close()
 
     def test_damage_is_found_before_anything_is_read(self, tmp_path: Path) -> None:
-        self.saved(tmp_path, 1, 2)
+        self.save_steps(tmp_path, 1, 2)
         for file in sorted(p for p in tmp_path.rglob("*") if p.is_file() and p.stat().st_size):
             original = file.read_bytes()
             file.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
@@ -154,26 +154,26 @@ class StorageSuite:
         """Open the storage of a URI. The default uses the backends of the core and of installed plugins."""
         return open_storage(uri)
 
-    def opened(self, tmp_path: Path) -> Storage:
+    def open(self, tmp_path: Path) -> Storage:
         """Open the storage of `uri`, as a different process would."""
         return self.storage(self.uri.format(tmp=tmp_path))
 
     def test_an_empty_storage_has_no_files(self, tmp_path: Path) -> None:
-        assert list(self.opened(tmp_path).list()) == []
-        assert list(self.opened(tmp_path).list("a/")) == []
+        assert list(self.open(tmp_path).list()) == []
+        assert list(self.open(tmp_path).list("a/")) == []
         with pytest.raises(MissingFileError):
-            self.opened(tmp_path).read("a/b")
+            self.open(tmp_path).read("a/b")
 
     def test_what_is_read_is_what_was_written(self, tmp_path: Path) -> None:
         chunks = [b"0123", memoryview(b"456789"), b""]
-        self.opened(tmp_path).write("a/b.bin", chunks)
-        again = self.opened(tmp_path)
+        self.open(tmp_path).write("a/b.bin", chunks)
+        again = self.open(tmp_path)
         assert again.read("a/b.bin") == b"0123456789"
         again.write("a/b.bin", [b"x"])
-        assert self.opened(tmp_path).read("a/b.bin") == b"x", "a later write replaces an earlier one"
+        assert self.open(tmp_path).read("a/b.bin") == b"x", "a later write replaces an earlier one"
 
     def test_a_range_is_read_into_a_buffer(self, tmp_path: Path) -> None:
-        storage = self.opened(tmp_path)
+        storage = self.open(tmp_path)
         storage.write("a", [bytes(range(256)) * 1024])
         for begin, size in ((0, 0), (0, 1), (255, 3), (1000, 200_000), (256 * 1024 - 5, 5)):
             buffer = bytearray(size)
@@ -181,7 +181,7 @@ class StorageSuite:
             assert buffer == (bytes(range(256)) * 1024)[begin : begin + size], (begin, size)
 
     def test_a_file_that_ends_early_is_an_error(self, tmp_path: Path) -> None:
-        storage = self.opened(tmp_path)
+        storage = self.open(tmp_path)
         storage.write("a", [b"0123"])
         for begin in (2, 4, 9):
             with pytest.raises(StorageError):
@@ -190,10 +190,10 @@ class StorageSuite:
             storage.read_into("b", 0, memoryview(bytearray(1)))
 
     def test_files_are_listed_by_prefix_with_their_sizes(self, tmp_path: Path) -> None:
-        storage = self.opened(tmp_path)
+        storage = self.open(tmp_path)
         for path in ("b/2", "a", "b/1/x", "b/10"):
             storage.write(path, [path.encode()])
-        sizes = {f.path: f.bytes for f in self.opened(tmp_path).list()}
+        sizes = {f.path: f.bytes for f in self.open(tmp_path).list()}
         assert sizes == {"a": 1, "b/1/x": 5, "b/10": 4, "b/2": 3}
         assert [f.path for f in storage.list()] == sorted(sizes)
         assert [f.path for f in storage.list("b/")] == ["b/1/x", "b/10", "b/2"]
@@ -204,20 +204,20 @@ class StorageSuite:
             yield b"half"
             raise KeyboardInterrupt
 
-        storage = self.opened(tmp_path)
+        storage = self.open(tmp_path)
         storage.write("a", [b"whole"])
         for path in ("a", "b"):
             with pytest.raises(KeyboardInterrupt):
                 storage.write(path, chunks())
-        assert {f.path: f.bytes for f in self.opened(tmp_path).list()} == {"a": 5}
+        assert {f.path: f.bytes for f in self.open(tmp_path).list()} == {"a": 5}
         assert storage.read("a") == b"whole"
 
     def test_a_commit_moves_all_files_at_once(self, tmp_path: Path) -> None:
-        storage = self.opened(tmp_path)
+        storage = self.open(tmp_path)
         for path in ("partial/x", "partial/y/z"):
             storage.write(path, [path.encode()])
         storage.commit("partial", "steps/10")
-        assert [f.path for f in self.opened(tmp_path).list()] == ["steps/10/x", "steps/10/y/z"]
+        assert [f.path for f in self.open(tmp_path).list()] == ["steps/10/x", "steps/10/y/z"]
         assert storage.read("steps/10/y/z") == b"partial/y/z"
         storage.write("other/x", [b"other"])
         with pytest.raises(StorageError):
@@ -227,21 +227,21 @@ class StorageSuite:
             storage.commit("nowhere", "steps/20")
 
     def test_what_is_staged_is_committed(self, tmp_path: Path) -> None:
-        storage = self.opened(tmp_path)
+        storage = self.open(tmp_path)
         for target in ("10", "steps/20"):
             staging = storage.staging(target)
             assert staging == storage.staging(target), "every process writes to the same folder"
             storage.write(f"{staging}/state/x", [b"1"])
             storage.write(f"{staging}/{MARKER}", [b"2"])
             storage.commit(staging, target)
-            assert [f.path for f in self.opened(tmp_path).list(f"{target}/")] == [
+            assert [f.path for f in self.open(tmp_path).list(f"{target}/")] == [
                 f"{target}/{MARKER}", f"{target}/state/x"
             ]  # fmt: skip
             with pytest.raises(MissingFileError):
                 storage.commit(storage.staging("nothing"), "nothing")
 
     def test_one_of_several_creates_a_file(self, tmp_path: Path) -> None:
-        storages = [self.opened(tmp_path) for _ in range(8)]
+        storages = [self.open(tmp_path) for _ in range(8)]
         with ThreadPoolExecutor(8) as pool:
             created = list(pool.map(lambda n: storages[n].create("a/lock", str(n).encode()), range(8)))
         assert created.count(True) == 1
@@ -250,27 +250,27 @@ class StorageSuite:
         assert storages[1].create("a/lock", b"again")
 
     def test_names_may_have_any_characters(self, tmp_path: Path) -> None:
-        storage = self.opened(tmp_path)
+        storage = self.open(tmp_path)
         names = ["a [1]/b*?", "ü/%20/&=+ #", "p.q/..r"]
         for name in names:
             storage.write(name, [name.encode()])
-        assert [f.path for f in self.opened(tmp_path).list()] == sorted(names)
+        assert [f.path for f in self.open(tmp_path).list()] == sorted(names)
         for name in names:
             assert storage.read(name) == name.encode()
             storage.delete(name)
         assert list(storage.list()) == []
 
     def test_deleting_is_done_once(self, tmp_path: Path) -> None:
-        storage = self.opened(tmp_path)
+        storage = self.open(tmp_path)
         for path in ("a/x", "a/y/z", "ab", "c"):
             storage.write(path, [b"1"])
         for _ in range(2):
             storage.delete("a")
             storage.delete("c")
-        assert [f.path for f in self.opened(tmp_path).list()] == ["ab"]
+        assert [f.path for f in self.open(tmp_path).list()] == ["ab"]
 
     def test_its_directory_has_its_files(self, tmp_path: Path) -> None:
-        storage = self.opened(tmp_path)
+        storage = self.open(tmp_path)
         storage.write("a/x", [b"1"])
         try:
             directory = storage.directory()
@@ -278,7 +278,7 @@ class StorageSuite:
             pytest.skip("needs a storage with a local or mounted directory")
         assert (directory / "a" / "x").read_bytes() == b"1"
         (directory / "b").write_bytes(b"22")
-        assert {f.path: f.bytes for f in self.opened(tmp_path).list()} == {"a/x": 1, "b": 2}
+        assert {f.path: f.bytes for f in self.open(tmp_path).list()} == {"a/x": 1, "b": 2}
 
     def test_what_cannot_be_written_is_an_error(self, tmp_path: Path) -> None:
         if self.unwritable is None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 
-def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def compile_fast(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Return `jax.jit(function)`. On CPUs it compiles with few optimizations, because compilation dominates the tests."""
     quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     return jax.jit(function, compiler_options=quick, **options)
@@ -24,7 +24,7 @@ def need_devices(count: int) -> None:
         )
 
 
-def leaves_of(tree: object) -> dict[str, Any]:
+def leaves_by_path(tree: object) -> dict[str, Any]:
     """Return path -> leaf."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
@@ -45,7 +45,7 @@ def assert_close(got: object, expected: object, tolerance: float, label: str) ->
     The difference of a leaf may be `tolerance` times the leaf's norm, or a hundredth of that times the norm of the whole
     tree. The second limit is for leaves that are close to zero compared with the others.
     """
-    got_leaves, expected_leaves = leaves_of(got), leaves_of(expected)
+    got_leaves, expected_leaves = leaves_by_path(got), leaves_by_path(expected)
     assert got_leaves.keys() == expected_leaves.keys(), f"{label}: the structures differ"
     tree_norm = norm(*(x for x in expected_leaves.values() if is_float(x)))
     for path, x in expected_leaves.items():
@@ -60,7 +60,7 @@ def assert_close(got: object, expected: object, tolerance: float, label: str) ->
 
 def assert_equal(got: object, expected: object, label: str) -> None:
     """Assert that two trees of arrays are bitwise equal, with equal dtypes."""
-    got_leaves, expected_leaves = leaves_of(got), leaves_of(expected)
+    got_leaves, expected_leaves = leaves_by_path(got), leaves_by_path(expected)
     assert got_leaves.keys() == expected_leaves.keys(), f"{label}: the structures differ"
     for path, x in expected_leaves.items():
         assert got_leaves[path].dtype == x.dtype, f"{label}{path}: {got_leaves[path].dtype}, expected {x.dtype}"

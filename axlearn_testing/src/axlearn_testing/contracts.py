@@ -45,7 +45,7 @@ class Contract:
     outputs: Callable[[tuple[Any, ...], Any], Any] | None = None
     method: str = "__call__"
 
-    def built(self, config: Node[Any], precision: Precision = Precision(), seed: int = 0) -> Any:
+    def build(self, config: Node[Any], precision: Precision = Precision(), seed: int = 0) -> Any:
         """Build the layer abstractly, without arrays."""
         return nnx.eval_shape(lambda: config.build(rngs=nnx.Rngs(seed), precision=precision, **self.offered))
 
@@ -57,14 +57,14 @@ class Contract:
             return False
         # A config usually builds an instance of its owner, but does not have to.
         try:
-            method = self._method_of(kind.owner) or self._method_of(type(self.built(config)))
+            method = self._find_method(kind.owner) or self._find_method(type(self.build(config)))
         except ConfigError:  # the contract does not offer everything that the layer needs
             return False
         if method is None:
             return False
         return tuple(inspect.signature(method).parameters)[1 : len(self.arguments) + 1] == self.arguments
 
-    def _method_of(self, cls: Any) -> Any:
+    def _find_method(self, cls: Any) -> Any:
         return next((vars(c)[self.method] for c in cls.__mro__ if self.method in vars(c)), None)
 
 

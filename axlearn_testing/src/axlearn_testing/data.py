@@ -43,7 +43,7 @@ class InputSuite:
         """Build the input of one process."""
         return self.config.build(seed=seed, process_index=index, process_count=count, vocab_size=self.vocab_size)
 
-    def training(self, source: Any, count: int | None = None) -> list[dict[str, np.ndarray]]:
+    def training_batches(self, source: Any, count: int | None = None) -> list[dict[str, np.ndarray]]:
         """Return the first training batches."""
         iterator = source.train()
         try:
@@ -51,7 +51,7 @@ class InputSuite:
         finally:
             iterator.close()
 
-    def evaluated(self, source: Any) -> list[dict[str, np.ndarray]]:
+    def evaluation_batches(self, source: Any) -> list[dict[str, np.ndarray]]:
         """Return all batches of one evaluation."""
         iterator = source.evaluation()
         try:
@@ -63,7 +63,7 @@ class InputSuite:
 
     def test_batches_have_the_promised_arrays(self) -> None:
         source = self.build()
-        training, evaluation = self.training(source), self.evaluated(source)
+        training, evaluation = self.training_batches(source), self.evaluation_batches(source)
         assert evaluation, "the evaluation has no batches"
         dtypes = {**LANGUAGE_MODEL, **self.dtypes}
         first = training[0]
@@ -95,7 +95,7 @@ class InputSuite:
             assert (batch["weights"][ids == 0] == 0).all(), "padding must have weight 0"
 
     def test_equal_seeds_give_equal_streams(self) -> None:
-        one, two, other = (self.training(self.build(seed)) for seed in (3, 3, 4))
+        one, two, other = (self.training_batches(self.build(seed)) for seed in (3, 3, 4))
         assert_batches(one, two)
         assert describe(one) != describe(other), "different seeds must give different streams"
 
@@ -117,8 +117,10 @@ class InputSuite:
 
     def test_evaluation_repeats(self) -> None:
         source = self.build()
-        assert_batches(self.evaluated(source), self.evaluated(source))
-        assert_batches(self.evaluated(source), self.evaluated(self.build(seed=5)))  # the order is fixed
+        assert_batches(self.evaluation_batches(source), self.evaluation_batches(source))
+        assert_batches(
+            self.evaluation_batches(source), self.evaluation_batches(self.build(seed=5))
+        )  # the order is fixed
 
     def test_processes_share_the_rows(self) -> None:
         full_input = self.build()
@@ -126,7 +128,7 @@ class InputSuite:
             parts = [self.build(index=i, count=self.processes) for i in range(self.processes)]
         except ConfigError as error:
             pytest.skip(f"it refuses {self.processes} processes: {error}")
-        for take in (self.training, self.evaluated):
+        for take in (self.training_batches, self.evaluation_batches):
             global_batches = [
                 {k: np.concatenate([b[k] for b in rows]) for k in rows[0]}
                 for rows in zip(*(take(part) for part in parts), strict=True)

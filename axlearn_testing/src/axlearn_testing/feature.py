@@ -63,8 +63,8 @@ class FeatureSuite:
             return
         for experiment in self.trees():
             before = self.tree(experiment)
-            feature = self.applied_feature(before)
-            after = None if feature is None else applied(feature, before, experiment)
+            feature = self.find_feature(before)
+            after = None if feature is None else apply_feature(feature, before, experiment)
             if after is None:
                 continue
             for change, kind in change_kinds(diff(before, after), before, after):
@@ -73,25 +73,25 @@ class FeatureSuite:
     def test_twice_is_once_on_every_experiment(self) -> None:
         for experiment in self.trees():
             before = self.tree(experiment)
-            feature = self.applied_feature(before)
+            feature = self.find_feature(before)
             if feature is None:
                 continue
-            once = applied(feature, before, experiment)
-            if once is None:
+            first = apply_feature(feature, before, experiment)
+            if first is None:
                 continue
-            twice = feature.apply(once)
-            assert diff(once, twice) == (), f"{experiment}: applying it twice changes more than applying it once"
-            assert once != before or feature.in_effect(before), (
+            second = feature.apply(first)
+            assert diff(first, second) == (), f"{experiment}: applying it twice changes more than applying it once"
+            assert first != before or feature.in_effect(before), (
                 f"{experiment}: it changes nothing, but in_effect() was False before"
             )
-            assert feature.in_effect(once), f"{experiment}: in_effect() is False after apply()"
+            assert feature.in_effect(first), f"{experiment}: in_effect() is False after apply()"
 
     def test_it_changes_one_of_the_experiments(self) -> None:
         refusals = []
         for experiment in self.trees():
             before = self.tree(experiment)
-            feature = self.applied_feature(before)
-            after = None if feature is None else applied(feature, before, experiment)
+            feature = self.find_feature(before)
+            after = None if feature is None else apply_feature(feature, before, experiment)
             if after is not None and diff(before, after):
                 return
             refusals.append(f"{experiment}: {'refused' if after is None else 'nothing to do'}")
@@ -106,7 +106,10 @@ class FeatureSuite:
             for other in self.partners():
                 label = f"{experiment} with {self.text()} and {other}"
                 needs = self.needs()
-                one, two = resolved(tree, *needs, self.text(), other), resolved(tree, *needs, other, self.text())
+                one, two = (
+                    resolve_features(tree, *needs, self.text(), other),
+                    resolve_features(tree, *needs, other, self.text()),
+                )
                 if isinstance(one, Node) and isinstance(two, Node):
                     assert diff(one, two) == (), f"{label}: the config depends on the order"
                     self._commutes(tree, one, other, label)
@@ -138,12 +141,12 @@ class FeatureSuite:
     def tree(self, experiment: str) -> Node[Any]:
         """Return the config of an experiment, with the needed features if they can be applied."""
         plain = registry().experiment(experiment)
-        tree = resolved(plain, *self.needs()) if self.needs() else plain
+        tree = resolve_features(plain, *self.needs()) if self.needs() else plain
         return plain if isinstance(tree, AxlearnError) else tree
 
-    def applied_feature(self, tree: Node[Any]) -> Feature | None:
+    def find_feature(self, tree: Node[Any]) -> Feature | None:
         """Return the feature with its options, or None if the request is refused with a helpful error."""
-        result = resolved(tree, *self.needs(), self.text(), full_result=True)
+        result = resolve_features(tree, *self.needs(), self.text(), full_result=True)
         if isinstance(result, AxlearnError):
             assert_helps(result)
             return None
@@ -154,7 +157,7 @@ def _text(name: str, cls: type[Feature]) -> str:
     return f"{name}:{cls.example}" if cls.example else name
 
 
-def resolved(tree: Node[Any], *features: str, full_result: bool = False) -> Any:
+def resolve_features(tree: Node[Any], *features: str, full_result: bool = False) -> Any:
     """Return the config (or the whole result) with some features, or the error if they are refused."""
     try:
         result = resolve(tree, with_=features)
@@ -163,7 +166,7 @@ def resolved(tree: Node[Any], *features: str, full_result: bool = False) -> Any:
     return result if full_result else result.config
 
 
-def applied(feature: Feature, tree: Node[Any], label: str) -> Node[Any] | None:
+def apply_feature(feature: Feature, tree: Node[Any], label: str) -> Node[Any] | None:
     """Apply a feature to a config. Return None if it refuses with a helpful error."""
     try:
         return feature.apply(tree)

@@ -21,7 +21,7 @@ from axlearn_core.kernels import selection
 from axlearn_core.kernels.op import Op
 from axlearn_core.nn.sharding import logical_rules
 from axlearn_core.plugins.targets import load
-from axlearn_testing.common import assert_close, compiled, is_float, leaves_of, need_devices
+from axlearn_testing.common import assert_close, compile_fast, is_float, leaves_by_path, need_devices
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -99,7 +99,7 @@ class KernelSuite:
         if "case" in metafunc.fixturenames:
             metafunc.parametrize("case", self.cases, ids=[c.name for c in self.cases])
 
-    def declared(self, name: str) -> KernelImplementation:
+    def find_declaration(self, name: str) -> KernelImplementation:
         """Return the declaration of a kernel of the op."""
         kernels = {k.name: k for k in selection.installed(self.op)}
         assert name in kernels, (
@@ -112,7 +112,7 @@ class KernelSuite:
         if reason is not None:
             return  # a refusal is allowed; the next test checks it
         got = self._measure(case, self.name)
-        for path, x in leaves_of(got).items():
+        for path, x in leaves_by_path(got).items():
             assert np.isfinite(np.asarray(x, np.float32)).all(), f"{case.name}{path} has non-finite values"
         expected = got if self.name == self.against else self._measure(case, self.against)
         assert_close(got, expected, case.tolerance, f"{case.name}: (results, gradients)")
@@ -158,11 +158,11 @@ class KernelSuite:
         assert not traces, f"{self.name} traces to the same operations as {self.against} in every case"
 
     def _traced(self, case: Case, name: str) -> Any:
-        with self._only(self.declared(name)):
+        with self._only(self.find_declaration(name)):
             return jax.make_jaxpr(functools.partial(case.run, name))(*case.operands).jaxpr
 
     def _local_kernel(self) -> KernelImplementation:
-        implementation = self.declared(self.name)
+        implementation = self.find_declaration(self.name)
         if implementation.platforms and jax.default_backend() not in implementation.platforms:
             pytest.skip(f"needs a {' or '.join(implementation.platforms)} device, got {jax.default_backend()}")
         return implementation
@@ -182,7 +182,7 @@ class KernelSuite:
     def _refusal(self, case: Case, implementation: KernelImplementation) -> str | None:
         """Return why the kernel does not support the case, or None if it does."""
         kernel: Any = load(implementation.load)
-        with self._only(self.declared(self.against)) as op_selection:
+        with self._only(self.find_declaration(self.against)) as op_selection:
             jax.eval_shape(lambda *operands: case.run(self.against, *operands), *case.operands)
             choices = [c for c in op_selection.choices if type(c.op) is self.op]  # an op may call others
             assert choices, f"{case.name} does not call the op {self.op.name!r}"
@@ -191,8 +191,8 @@ class KernelSuite:
     def _measure(self, case: Case, name: str) -> Any:
         """Return the results, and the gradients of a random weighted sum of them with respect to every float operand."""
         if not case.gradients:
-            with self._only(self.declared(name)):
-                return compiled(functools.partial(case.run, name))(*case.operands)
+            with self._only(self.find_declaration(name)):
+                return compile_fast(functools.partial(case.run, name))(*case.operands)
         flat, tree = jax.tree.flatten(case.operands)
         floats = {i: jnp.asarray(x) for i, x in enumerate(flat) if is_float(x)}
 
@@ -205,8 +205,8 @@ class KernelSuite:
             ]
             return sum(parts, start=jnp.zeros(())), result
 
-        with self._only(self.declared(name)):
-            (_, result), gradients = compiled(jax.value_and_grad(loss, has_aux=True))(floats)
+        with self._only(self.find_declaration(name)):
+            (_, result), gradients = compile_fast(jax.value_and_grad(loss, has_aux=True))(floats)
         return result, gradients
 
 

@@ -23,7 +23,15 @@ from axlearn_core.kernels import selection
 from axlearn_core.nn.layer import Precision
 from axlearn_core.nn.remat import Remat
 from axlearn_core.nn.sharding import logical_rules
-from axlearn_testing.common import assert_close, assert_equal, compiled, is_float, leaves_of, need_devices, norm
+from axlearn_testing.common import (
+    assert_close,
+    assert_equal,
+    compile_fast,
+    is_float,
+    leaves_by_path,
+    need_devices,
+    norm,
+)
 from axlearn_testing.contracts import Contract, contract_of
 
 DEVICES = 8
@@ -32,7 +40,7 @@ STEP = 1e-3  # step size of the finite differences
 
 
 @attrs.frozen(eq=False)
-class Measured:
+class Measurement:
     """Outputs of a call, and the gradients of a fixed random weighted sum of them with respect to all float inputs."""
 
     outputs: Any
@@ -65,7 +73,7 @@ class LayerSuite:
     meshes: int = 2
     seed: int = 0
 
-    def how(self) -> Contract:
+    def get_contract(self) -> Contract:
         """Return the contract."""
         contract = self.contract or _contract(self.config)
         if contract is None:
@@ -75,25 +83,25 @@ class LayerSuite:
             )
         return contract
 
-    def built(self, params: str = "float32", compute: str = "float32") -> Functional:
+    def build_functional(self, params: str = "float32", compute: str = "float32") -> Functional:
         """Return the layer as pure functions."""
         return _build_functional(type(self), params, compute)
 
     def inputs(self) -> tuple[Any, ...]:
         """Return the arguments that the parent passes, with floats in float32."""
-        return self.how().inputs(np.random.default_rng(self.seed))
+        return self.get_contract().inputs(np.random.default_rng(self.seed))
 
     def call(self, layer: object, *inputs: object) -> Any:
         """Call the layer like its parent does."""
-        return getattr(layer, self.how().method)(*inputs)
+        return getattr(layer, self.get_contract().method)(*inputs)
 
     @pytest.mark.parametrize(("params", "compute"), DTYPES)
     def test_outputs_have_the_promised_shapes_and_dtypes(self, params: str, compute: str) -> None:
-        functional, expected = self.built(params, compute), self.how().outputs
+        functional, expected = self.build_functional(params, compute), self.get_contract().outputs
         inputs = jax.tree.map(lambda x: x.astype(compute) if is_float(x) else x, self.inputs())
-        got = leaves_of(jax.eval_shape(self._bind_call(functional), functional.abstract, inputs))
+        got = leaves_by_path(jax.eval_shape(self._bind_call(functional), functional.abstract, inputs))
         if expected is not None:
-            specs = leaves_of(expected(inputs, jnp.dtype(compute)))
+            specs = leaves_by_path(expected(inputs, jnp.dtype(compute)))
             assert {p: (x.shape, x.dtype) for p, x in got.items()} == {p: (x.shape, x.dtype) for p, x in specs.items()}
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -102,12 +110,12 @@ class LayerSuite:
         if dtype != "float32":
             arguments = (_params(type(self)), self.inputs())
             arguments = jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, arguments)
-            outputs = compiled(self._bind_call(self.built(dtype, dtype)))(*arguments)
-        for path, x in leaves_of(outputs).items():
+            outputs = compile_fast(self._bind_call(self.build_functional(dtype, dtype)))(*arguments)
+        for path, x in leaves_by_path(outputs).items():
             assert np.isfinite(np.asarray(x, np.float32)).all(), f"outputs{path} has non-finite values"
 
     def test_every_parameter_axis_is_named(self) -> None:
-        functional = self.built()
+        functional = self.build_functional()
         rules = {**DEFAULT_RULES, **self.rules}
         for path, axes in functional.axes.items():
             for size, axis in zip(functional.abstract[path].shape, axes, strict=True):
@@ -119,7 +127,7 @@ class LayerSuite:
         floats, fixed = self._arguments()
         if self.reference is not None:
             reference = type(self).reference  # it may be a plain function
-            expected = compiled(self._measurement(lambda params, inputs: reference(params, *inputs)))(floats, fixed)  # type: ignore[misc]
+            expected = compile_fast(self._measurement(lambda params, inputs: reference(params, *inputs)))(floats, fixed)  # type: ignore[misc]
             got, reference_outputs = (
                 jax.tree.leaves(m.outputs) for m in (single, expected)
             )  # a plain tuple may replace a named one
@@ -137,12 +145,12 @@ class LayerSuite:
                 outputs = _run(type(self))(floats | {path: x}, fixed).outputs
                 return self._weighted_sum(outputs, np, "float64")  # a float32 sum would round too much
 
-            def differentiated(x: Any, value: Any = value, gradient: Any = gradient) -> Any:
+            def value_and_pullback(x: Any, value: Any = value, gradient: Any = gradient) -> Any:
                 return value(x), lambda cotangent: (cotangent * gradient,)
 
             check_vjp(
                 value,
-                differentiated,
+                value_and_pullback,
                 (leaf,),
                 atol=self.difference_tolerance * norm(gradient) + 1e-6 / STEP,
                 rtol=self.difference_tolerance,
@@ -161,7 +169,7 @@ class LayerSuite:
             other = _run(type(self))(floats | changed, fixed).outputs
             assert not _equal(other, outputs), "different parameters give the same outputs"
         rng = np.random.default_rng(self.seed + 1)
-        other = leaves_of({"inputs": jax.tree.map(jnp.asarray, self.how().inputs(rng))})
+        other = leaves_by_path({"inputs": jax.tree.map(jnp.asarray, self.get_contract().inputs(rng))})
         if other:
             floats |= {p: x for p, x in other.items() if is_float(x)}
             fixed |= {p: x for p, x in other.items() if not is_float(x)}
@@ -171,7 +179,7 @@ class LayerSuite:
 
     def test_meshes_change_no_number(self) -> None:
         need_devices(DEVICES)
-        single, functional, (floats, fixed) = _single(type(self)), self.built(), self._arguments()
+        single, functional, (floats, fixed) = _single(type(self)), self.build_functional(), self._arguments()
         for mesh in self._meshes(functional):
             layout = Layout(make_mesh(mesh, jax.devices()[:DEVICES]), mesh)
             placed = [
@@ -179,13 +187,13 @@ class LayerSuite:
                 for part in (floats, fixed)
             ]
             with logical_rules(layout.mesh, layout.rules), selection.use(selection.Selection()):
-                result = compiled(self._measurement(self._bind_call(functional)))(*placed)
+                result = compile_fast(self._measurement(self._bind_call(functional)))(*placed)
             label = f"on the mesh {dict(mesh.shape)}, "
             assert_close(result.outputs, single.outputs, self.tolerance, f"{label}outputs")
             assert_close(result.gradients, single.gradients, self.tolerance, f"{label}gradients")
 
     def test_a_checkpoint_gives_every_parameter_back(self, tmp_path: Path) -> None:
-        params, functional = {**_params(type(self)), **_variables(type(self))}, self.built()
+        params, functional = {**_params(type(self)), **_variables(type(self))}, self.build_functional()
         if not params:
             return  # there is nothing to save
         checkpointer = ShardedCheckpointer.Config().build(directory=tmp_path)
@@ -196,12 +204,12 @@ class LayerSuite:
         assert_equal(restored, params, "restored")
 
     def test_rematerialisation_changes_no_number(self) -> None:
-        single, bound, arguments = _single(type(self)), self._bind_call(self.built()), self._arguments()
+        single, bound, arguments = _single(type(self)), self._bind_call(self.build_functional()), self._arguments()
         remat = Remat.Config().build()
         jax.eval_shape(self._measurement(remat.wrap(bound, in_loop=False)), *arguments)
         tags = sorted(remat._tags)
         some = Remat.Config(save=tuple(tags[::2])).build()
-        result = compiled(self._measurement(some.wrap(bound, in_loop=False)))(*arguments)
+        result = compile_fast(self._measurement(some.wrap(bound, in_loop=False)))(*arguments)
         some.check()
         assert_close(result.outputs, single.outputs, self.tolerance, f"saving {tags[::2]}, outputs")
         assert_close(result.gradients, single.gradients, self.tolerance, f"saving {tags[::2]}, gradients")
@@ -215,7 +223,7 @@ class LayerSuite:
 
         jitted = jax.jit(call, static_argnums=0)
         for seed in (0, 1):
-            graph, state = nnx.split(self.how().built(self.config, seed=seed))
+            graph, state = nnx.split(self.get_contract().build(self.config, seed=seed))
             jitted.trace(graph, state, self.inputs())
         assert len(traces) == 1, (
             "two layers with the same config are traced twice: a value in the module compares unequal"
@@ -224,7 +232,7 @@ class LayerSuite:
     def _arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return parameters and inputs by path: the floats, and the other leaves."""
         params = _params(type(self))
-        flat = leaves_of({"params": params, "inputs": jax.tree.map(jnp.asarray, self.inputs())})
+        flat = leaves_by_path({"params": params, "inputs": jax.tree.map(jnp.asarray, self.inputs())})
         return {p: x for p, x in flat.items() if is_float(x)}, {p: x for p, x in flat.items() if not is_float(x)}
 
     def _bind_call(self, functional: Functional) -> Callable[..., Any]:
@@ -234,18 +242,18 @@ class LayerSuite:
     def _measurement(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `(floats, fixed) -> Measured` for `function(params, inputs)`."""
         tree = jax.tree.structure({"params": _params(type(self)), "inputs": self.inputs()})
-        paths = list(leaves_of(tree.unflatten(range(tree.num_leaves))))
+        paths = list(leaves_by_path(tree.unflatten(range(tree.num_leaves))))
 
-        def measured(floats: dict[str, Any], fixed: dict[str, Any]) -> Measured:
+        def measure(floats: dict[str, Any], fixed: dict[str, Any]) -> Measurement:
             def loss(floats: dict[str, Any]) -> tuple[Any, Any]:
                 values = tree.unflatten([{**floats, **fixed}[p] for p in paths])
                 outputs = function(values["params"], values["inputs"])
                 return self._weighted_sum(outputs, jnp, "float32"), outputs
 
             (_, outputs), gradients = jax.value_and_grad(loss, has_aux=True)(floats)
-            return Measured(outputs, gradients)
+            return Measurement(outputs, gradients)
 
-        return measured
+        return measure
 
     def _weighted_sum(self, outputs: object, numpy: Any, dtype: str) -> Any:
         """Return a randomly weighted sum of all floats in the outputs."""
@@ -289,7 +297,7 @@ class LayerSuite:
 
 
 jax.tree_util.register_pytree_node(
-    Measured, lambda m: ((m.outputs, m.gradients), None), lambda _, parts: Measured(*parts)
+    Measurement, lambda m: ((m.outputs, m.gradients), None), lambda _, parts: Measurement(*parts)
 )
 
 
@@ -304,30 +312,32 @@ _contract = functools.cache(contract_of)
 @functools.cache
 def _build_functional(suite: type[LayerSuite], params: str, compute: str) -> Functional:
     instance = suite()
-    return Functional.from_config(instance.config, precision=Precision(params, compute), **instance.how().offered)
+    return Functional.from_config(
+        instance.config, precision=Precision(params, compute), **instance.get_contract().offered
+    )
 
 
 @functools.cache
 def _params(suite: type[LayerSuite]) -> Any:
     instance = suite()
-    return compiled(instance.built().init)(jax.random.key(instance.seed))
+    return compile_fast(instance.build_functional().init)(jax.random.key(instance.seed))
 
 
 @functools.cache
 def _variables(suite: type[LayerSuite]) -> Any:
     """Return the layer's variables after initialization."""
-    functional = suite().built()
+    functional = suite().build_functional()
     if not functional.variables:
         return {}
-    return compiled(lambda key: functional.init_arrays(key)[1])(jax.random.key(suite.seed))
+    return compile_fast(lambda key: functional.init_arrays(key)[1])(jax.random.key(suite.seed))
 
 
 @functools.cache
-def _run(suite: type[LayerSuite]) -> Callable[..., Measured]:
+def _run(suite: type[LayerSuite]) -> Callable[..., Measurement]:
     instance = suite()
-    return compiled(instance._measurement(instance._bind_call(instance.built())))
+    return compile_fast(instance._measurement(instance._bind_call(instance.build_functional())))
 
 
 @functools.cache
-def _single(suite: type[LayerSuite]) -> Measured:
+def _single(suite: type[LayerSuite]) -> Measurement:
     return _run(suite)(*suite()._arguments())

@@ -11,7 +11,7 @@ import pytest
 from axlearn_core.config import Node
 from axlearn_core.errors import RequestError
 from axlearn_core.learn import without_state
-from axlearn_testing.common import assert_close, assert_equal, compiled, leaves_of
+from axlearn_testing.common import assert_close, assert_equal, compile_fast, leaves_by_path
 
 AXES = {"layer.weight": ("embed", "mlp"), "layer.bias": ("mlp",), "head.weight": ("mlp", "vocab")}
 
@@ -73,7 +73,7 @@ class LearnerSuite:
             grads = jax.tree.map(lambda g: g + poison[0].astype(g.dtype), grads)
             return learner.update(grads, state, params, loss + poison[1])
 
-        return compiled(step)
+        return compile_fast(step)
 
     def after(self, *poisons: tuple[float, float]) -> tuple[Any, Any]:
         """Return (params, state) after one step per poison, which is added to gradients and loss."""
@@ -89,7 +89,7 @@ class LearnerSuite:
         initial = self.learner().init(before)
         params, state = self.after((0, 0), (0, 0))
         assert not _all_equal(params, before), "no parameter changed in two updates"
-        for path, x in leaves_of((params, state)).items():
+        for path, x in leaves_by_path((params, state)).items():
             if jnp.issubdtype(x.dtype, jnp.floating):
                 assert np.isfinite(np.asarray(x, np.float32)).all(), path
         like = [jax.tree.map(lambda x: (x.shape, str(x.dtype)), t) for t in ((before, initial), (params, state))]
@@ -119,8 +119,8 @@ class LearnerSuite:
 
     def test_a_batch_in_microbatches_is_the_batch(self) -> None:
         learner, params, batch = self.learner(), self.params(), self.batch()
-        got = compiled(lambda p, b: learner.value_and_grad(without_state(self.loss), p, {}, b, None))(params, batch)
-        full_batch = compiled(jax.value_and_grad(self.loss, has_aux=True))(params, batch)
+        got = compile_fast(lambda p, b: learner.value_and_grad(without_state(self.loss), p, {}, b, None))(params, batch)
+        full_batch = compile_fast(jax.value_and_grad(self.loss, has_aux=True))(params, batch)
         assert_close(got[1], full_batch[1], self.tolerance, "gradients")
         (loss, summaries, _), (expected, expected_summaries) = got[0], full_batch[0]
         assert_close(

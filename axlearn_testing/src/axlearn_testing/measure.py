@@ -20,9 +20,9 @@ PHASES = ("restore", "compile", "input", "step", "evaluate", "save")
 """Phases that `Watchdog.beat` receives."""
 
 
-class _Broken(Numbers):
+class _StepError(Numbers):
     def __next__(self) -> Any:
-        if self.at == 2:
+        if self.position == 2:
             raise RuntimeError("no more data")
         return super().__next__()
 
@@ -32,7 +32,7 @@ class BrokenInput(Noise):
 
     def train(self) -> Numbers:
         """Return two batches, then raise a `RuntimeError`."""
-        return _Broken()
+        return _StepError()
 
 
 class EvaluatorSuite:
@@ -54,12 +54,12 @@ class EvaluatorSuite:
         TrainerSuite().run(path, **{**self.edits, "evaluators": evaluators})
         return Journal.journals[path]
 
-    def measured(self, entries: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    def select_entries(self, entries: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         """Return the entries that evaluators logged."""
         return [e for e in entries if e[0] in ("eval", "text")]
 
     def test_it_measures_under_its_own_name(self, tmp_path: Path) -> None:
-        entries = self.measured(self.run(tmp_path / "run", {"probe": self.config}))
+        entries = self.select_entries(self.run(tmp_path / "run", {"probe": self.config}))
         assert entries, "it logged nothing in a whole run"
         assert entries[-1][1] == 5, "it must run at the end"
         for kind, step, *rest in entries:
@@ -71,7 +71,7 @@ class EvaluatorSuite:
                 assert math.isfinite(value), f"step {step}: {name} is {value}"
 
     def test_two_of_them_measure_apart(self, tmp_path: Path) -> None:
-        entries = self.measured(self.run(tmp_path / "run", {"probe": self.config, "other": self.config}))
+        entries = self.select_entries(self.run(tmp_path / "run", {"probe": self.config, "other": self.config}))
         scalars = [{k.partition("_")[2]: v for k, v in e[2].items()} for e in entries if e[0] == "eval"]
         texts = [e[3] for e in entries if e[0] == "text"]
         assert scalars[0::2] == scalars[1::2], "two evaluators with the same config must log the same values"
@@ -84,7 +84,7 @@ class EvaluatorSuite:
         for rate in (0.05, 0.5):
             edits = {**self.edits, "learner": Learner.Config(optimizer=AdamW(learning_rate=rate))}
             TrainerSuite().run(tmp_path / str(rate), **{**edits, "evaluators": {"probe": self.config}})
-            values.append([e[2:] for e in self.measured(Journal.journals[tmp_path / str(rate)])])
+            values.append([e[2:] for e in self.select_entries(Journal.journals[tmp_path / str(rate)])])
         assert values[0] != values[1], "two differently trained models have the same values; does it use the model?"
 
     def test_it_changes_no_step(self, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ class EvaluatorSuite:
         return self.config.build(name="probe", input=build_input(cfg.input), build_input=build_input)
 
 
-class _Observed:
+class _ObserverSuite:
     """Tests that profilers and watchdogs share. `slot` is their field in the trainer."""
 
     config: Node[Any]
@@ -147,7 +147,7 @@ class _Observed:
         part.close()
 
 
-class ProfilerSuite(_Observed):
+class ProfilerSuite(_ObserverSuite):
     """Tests that every profiler must pass.
 
     Attributes:
@@ -185,7 +185,7 @@ class ProfilerSuite(_Observed):
             profiler.close()
 
 
-class WatchdogSuite(_Observed):
+class WatchdogSuite(_ObserverSuite):
     """Tests that every watchdog must pass.
 
     Attributes:

@@ -16,7 +16,7 @@ from axlearn_core.errors import ConfigError
 from axlearn_core.learn import AdamW, Learner
 from axlearn_core.learn.paths import flatten
 from axlearn_core.train import Trainer
-from axlearn_testing.common import assert_close, assert_equal, compiled, is_float, need_devices, norm
+from axlearn_testing.common import assert_close, assert_equal, compile_fast, is_float, need_devices, norm
 from axlearn_testing.train import Line, Noise
 
 
@@ -68,7 +68,7 @@ class ObjectiveSuite:
         )
         return compose(cfg, jax.devices()[:devices])
 
-    def moved(self, program: Program) -> Any:
+    def perturb_state(self, program: Program) -> Any:
         """Return a state with changed model parameters, so that no two models in the state are equal."""
         state = program.init(0)
         rng = np.random.default_rng(2)
@@ -82,7 +82,7 @@ class ObjectiveSuite:
 
     def gradients(self, program: Program, batch: Mapping[str, np.ndarray] | None = None) -> Any:
         """Return ((loss, summaries, variables), gradients) of a batch, as in a training step."""
-        functions, state = program.functions["train"].call.__self__, self.moved(program)  # type: ignore[attr-defined]
+        functions, state = program.functions["train"].call.__self__, self.perturb_state(program)  # type: ignore[attr-defined]
 
         def run(state: Any, batch: Any) -> Any:
             with program.tracing("train"):
@@ -90,7 +90,7 @@ class ObjectiveSuite:
                     functions.training_loss, state.params, state.variables, batch, jax.random.key(3)
                 )
 
-        return jax.device_get(compiled(run)(state, program.put(self.batch() if batch is None else batch)))
+        return jax.device_get(compile_fast(run)(state, program.put(self.batch() if batch is None else batch)))
 
     def test_the_loss_and_the_summaries_are_scalars(self) -> None:
         (loss, summaries, _), _ = self.gradients(self.program())
@@ -156,7 +156,7 @@ class ObjectiveSuite:
 
     def test_evaluation_draws_nothing(self) -> None:
         program = self.program()
-        state, batch = self.moved(program), program.put(self.batch())
+        state, batch = self.perturb_state(program), program.put(self.batch())
         one, two = (jax.device_get(program.eval_step(state, batch)) for _ in range(2))
         assert_equal(one, two, "two evaluations")
         assert np.isfinite(one["loss_sum"]), "the evaluation loss must be finite"
@@ -168,16 +168,16 @@ class ObjectiveSuite:
                 f"the objective declares that it depends on the batch: {', '.join(full_batch.trained.batch_dependence)}"
             )
         (loss, _, _), grads = self.gradients(full_batch)
-        (loss_of_parts, _, _), grads_of_parts = self.gradients(microbatches)
-        assert_close(loss_of_parts, loss, self.tolerance, "loss")
-        assert_close(grads_of_parts, grads, self.tolerance, "gradients")
+        (split_loss, _, _), split_grads = self.gradients(microbatches)
+        assert_close(split_loss, loss, self.tolerance, "loss")
+        assert_close(split_grads, grads, self.tolerance, "gradients")
 
     def test_sharded_is_unsharded(self) -> None:
         need_devices(8)
         (loss, _, _), grads = self.gradients(self.program())
-        (loss_there, _, _), grads_there = self.gradients(self.program(8))
-        assert_close(loss_there, loss, self.tolerance, "loss")
-        assert_close(grads_there, grads, self.tolerance, "gradients")
+        (sharded_loss, _, _), sharded_grads = self.gradients(self.program(8))
+        assert_close(sharded_loss, loss, self.tolerance, "loss")
+        assert_close(sharded_grads, grads, self.tolerance, "gradients")
 
 
 def _valid(config: Node[Any]) -> bool:

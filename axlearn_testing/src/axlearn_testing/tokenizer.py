@@ -44,14 +44,14 @@ class TokenizerSuite:
         """Build the tokenizer, as an input does."""
         return self.config.build()
 
-    def encoded(self) -> Iterator[tuple[Tokenizer, str, list[int]]]:
+    def encode_texts(self) -> Iterator[tuple[Tokenizer, str, list[int]]]:
         """Yield (tokenizer, text, ids) for each text."""
         tokenizer = self.tokenizer()
         for text in self.texts:
             yield tokenizer, text, tokenizer.encode(text)
 
     def test_ids_are_below_vocab_size(self) -> None:
-        for tokenizer, text, ids in self.encoded():
+        for tokenizer, text, ids in self.encode_texts():
             assert type(ids) is list, "encode must return a list"
             assert ids, f"{text!r} has no tokens"
             assert all(type(i) is int for i in ids), f"ids must be plain integers: {ids}"
@@ -61,7 +61,7 @@ class TokenizerSuite:
             )
 
     def test_no_text_ends_a_document(self) -> None:
-        for tokenizer, text, ids in self.encoded():
+        for tokenizer, text, ids in self.encode_texts():
             assert 0 <= tokenizer.eos_id < tokenizer.vocab_size
             assert tokenizer.eos_id not in ids, (
                 f"{text!r} contains eos_id {tokenizer.eos_id}, which would end the document"
@@ -75,18 +75,18 @@ class TokenizerSuite:
     def test_decoding_gives_the_text_back(self) -> None:
         if not self.lossless:
             pytest.skip("needs a lossless tokenizer: `lossless` is False")
-        for tokenizer, text, ids in self.encoded():
+        for tokenizer, text, ids in self.encode_texts():
             assert tokenizer.decode(ids) == text
             assert tokenizer.decode([*ids, tokenizer.eos_id]) == text, "eos_id must decode to no text"
 
     def test_decoding_what_was_decoded_changes_nothing(self) -> None:
-        decoded = [(tokenizer, tokenizer.decode(ids)) for tokenizer, _, ids in self.encoded()]
+        decoded = [(tokenizer, tokenizer.decode(ids)) for tokenizer, _, ids in self.encode_texts()]
         assert any(text for _, text in decoded), "decode returns no text for any of the texts"
         for tokenizer, text in decoded:
             assert tokenizer.decode(tokenizer.encode(text)) == text, f"{text!r} changes when it is encoded and decoded"
 
     def test_any_ids_can_be_decoded(self) -> None:
-        for tokenizer, _, ids in self.encoded():
+        for tokenizer, _, ids in self.encode_texts():
             for end in range(len(ids) + 1):  # a model may stop within a character
                 tokenizer.decode(ids[:end]).encode()
                 tokenizer.decode(ids[end:]).encode()
@@ -123,7 +123,7 @@ class TokenizerSuite:
         assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
 
     def test_a_prompt_holds_its_text(self) -> None:
-        for tokenizer, text, ids in self.encoded():
+        for tokenizer, text, ids in self.encode_texts():
             if not isinstance(tokenizer, EncodesPrompts):
                 pytest.skip("needs a tokenizer with `encode_prompt`")
             if isinstance(tokenizer, EncodesSpecialTokens):  # a prompt may contain special tokens
@@ -134,7 +134,7 @@ class TokenizerSuite:
             )
 
     def test_special_tokens_have_places_in_the_text(self) -> None:
-        for tokenizer, text, _ in self.encoded():
+        for tokenizer, text, _ in self.encode_texts():
             if not isinstance(tokenizer, EncodesSpecialTokens):
                 pytest.skip("needs a tokenizer with `encode_special`")
             ids, places = tokenizer.encode_special(text)

@@ -68,26 +68,26 @@ class Numbers:
     """Iterator of `Noise`."""
 
     def __init__(self, count: int | None = None, bad: int | None = None):
-        self.at, self.count, self.bad = 0, count, bad
+        self.position, self.count, self.bad = 0, count, bad
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         return self
 
     def __next__(self) -> dict[str, np.ndarray]:
-        if self.at == self.count:
+        if self.position == self.count:
             raise StopIteration
-        self.at += 1
-        rng = np.random.default_rng(self.at)
+        self.position += 1
+        rng = np.random.default_rng(self.position)
         x = rng.standard_normal((8, 4), np.float32)
-        return {"x": x * (np.nan if self.at == self.bad else 1), "y": x[:, :2] - x[:, 2:]}
+        return {"x": x * (np.nan if self.position == self.bad else 1), "y": x[:, :2] - x[:, 2:]}
 
     def get_state(self) -> Any:
         """Return the number of the batch."""
-        return self.at
+        return self.position
 
     def set_state(self, state: Any) -> None:
         """Continue at a batch."""
-        self.at = state
+        self.position = state
 
     def close(self) -> None:
         """Do nothing."""

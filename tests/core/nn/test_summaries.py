@@ -23,7 +23,7 @@ KINDS = {
 
 def taken(of, values, real=None):
     context = None if real is None else Context(segment_ids=jnp.asarray(2 * real, jnp.int32))
-    with padding.known_to_layers(context):
+    with padding.use_context(context):
         return of(jnp.asarray(values))
 
 
@@ -75,7 +75,7 @@ def test_parts_combine_to_the_whole(kind):
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_microbatches_give_the_summaries_of_the_batch(parts):
     def loss(params, variables, batch, key):
-        with padding.known_to_layers(Context(real=batch["real"])):
+        with padding.use_context(Context(real=batch["real"])):
             report = {kind: of(batch["x"] * params) for kind, (of, *_) in KINDS.items()}
         weight = jnp.sum(batch["real"], dtype=jnp.float32)
         return jnp.mean(batch["x"] * params), ({**report, "weight": weight}, variables)
@@ -128,6 +128,6 @@ def test_rows_with_weights_alone_end_at_their_last_target():
 
 
 def test_positions_of_a_layer_s_own_all_count():
-    with padding.known_to_layers(Context(real=jnp.asarray(REAL))):
+    with padding.use_context(Context(real=jnp.asarray(REAL))):
         assert padding.tokens(4, 3) is None
         assert padding.tokens(2, 6) is None

@@ -12,9 +12,9 @@ FOLDER = Path(axlearn_plugins_cpu.__file__).parent
 @pytest.fixture(autouse=True)
 def compiled():
     """Skip without a compiler. On any other machine, a missing or outdated library is an error."""
-    if library.missing is not None and not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        pytest.skip(library.missing)
-    assert library.missing is None
+    if library.unavailable_reason is not None and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        pytest.skip(library.unavailable_reason)
+    assert library.unavailable_reason is None
     newest = max(path.stat().st_mtime for path in (FOLDER / "native").iterdir())
     (built,) = FOLDER.glob("_native*.so")
     assert built.stat().st_mtime > newest, "uv sync --all-packages --reinstall-package axlearn-plugins-cpu"

@@ -14,7 +14,7 @@ def compiler():
 
 @pytest.fixture
 def library():
-    if reason := tokamax.missing():
+    if reason := tokamax.unavailable_reason():
         pytest.skip(reason)
 
 

@@ -135,8 +135,8 @@ class Interpreted(KernelSuite):
     name = "tokamax-triton"
     target = "h100"
 
-    def declared(self, name):
-        return attrs.evolve(super().declared(name), platforms=())
+    def find_declaration(self, name):
+        return attrs.evolve(super().find_declaration(name), platforms=())
 
     def _only(self, *implementations):
         return selection.use(

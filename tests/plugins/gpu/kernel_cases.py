@@ -58,7 +58,7 @@ def interpreter():
 
 def _indexing():
     """Let the interpreter index with slices that contain plain integers, as tokamax's kernels do."""
-    if tokamax.missing():
+    if tokamax.unavailable_reason():
         return contextlib.nullcontext()
     references = tokamax.module("pallas.block").BlockRefIndexer
     at = references.__getitem__
@@ -151,8 +151,8 @@ class Numbers(KernelSuite):
     def __init__(self, op, name, target, platform):
         self.op, self.name, self.target, self.platform = OPS[op], name, target, platform
 
-    def declared(self, name):
-        return attrs.evolve(super().declared(name), platforms=())
+    def find_declaration(self, name):
+        return attrs.evolve(super().find_declaration(name), platforms=())
 
     def _only(self, *implementations):
         return selection.use(
@@ -165,7 +165,7 @@ class Numbers(KernelSuite):
 
     def refusal(self, case):
         """Return why the kernel does not support the call, or None if it does."""
-        return self._refusal(case, self.declared(self.name))
+        return self._refusal(case, self.find_declaration(self.name))
 
     def measured(self, case):
         """Return (results, gradients) of the kernel."""

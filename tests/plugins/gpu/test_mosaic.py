@@ -36,8 +36,8 @@ def compiling(target):
 def test_every_kind_of_a_target_is_known():
     for target in TARGETS:
         for kind in target.device_kinds:
-            assert mosaic.capability_of(kind) == CHIPS[target.name].capability
-    assert mosaic.capability_of("NVIDIA GeForce RTX 4090") is None
+            assert mosaic.compute_capability(kind) == CHIPS[target.name].capability
+    assert mosaic.compute_capability("NVIDIA GeForce RTX 4090") is None
 
 
 @pytest.mark.slow_cases("h100")

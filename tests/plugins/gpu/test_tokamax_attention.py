@@ -173,8 +173,8 @@ class TestTriton(Interpreted):
     op = AttentionOp
     cases = tuple(c for c in cases() if c.name == "packed")
 
-    def declared(self, name):
-        return attrs.evolve(super().declared(name), platforms=())
+    def find_declaration(self, name):
+        return attrs.evolve(super().find_declaration(name), platforms=())
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def route(module, x, context):
     @jax.jit
     def run(state, x, context):
         module = nnx.merge(graph, state)
-        with summaries.collect() as collector, padding.known_to_layers(context):
+        with summaries.collect() as collector, padding.use_context(context):
             y = module(x)
         load = module.router.load[...] if hasattr(module.router, "load") else None
         return y, collector.losses, summaries.values_of(collector.summaries), load

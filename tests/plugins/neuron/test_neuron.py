@@ -29,7 +29,7 @@ def test_a_chip_has_four_devices_and_a_quarter_each():
     assert (machine.chips, machine.devices, machine.domains, machine.devices_per_host) == (1024, 4096, 64, 64)
     assert TRN2.hbm_bytes * 4 == 96 * 2**30
     assert TRN2.peak_flops["bfloat16"] * 4 == 667e12
-    assert "not Neuron's" in TRN2.stand_in
+    assert "not Neuron's" in TRN2.compile_caveat
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_placeholders_are_told_from_the_sdk(monkeypatch, versions, message):
         return versions[name]
 
     monkeypatch.setattr(sdk.metadata, "version", version)
-    reason = sdk.missing()
+    reason = sdk.unavailable_reason()
     assert reason is None if message is None else message in reason and "AWS's package index" in reason
 
 
@@ -64,12 +64,12 @@ def call(length=1024, heads=4, size=128, **options):
 
 
 def test_it_says_what_it_cannot_do():
-    assert flash_attention.unsupported(call()) is None
-    assert "multiple of 512" in flash_attention.unsupported(call(length=640))
-    assert "at most 128" in flash_attention.unsupported(call(size=256))
-    assert "soft cap" in flash_attention.unsupported(call(softcap=30.0))
-    assert "bias" in flash_attention.unsupported(call(bias=LinearBias((0.5,) * 4)))
-    assert "not at the same positions" in flash_attention.unsupported(call(key_slots=jnp.arange(1024)[None]))
+    assert flash_attention.unsupported_reason(call()) is None
+    assert "multiple of 512" in flash_attention.unsupported_reason(call(length=640))
+    assert "at most 128" in flash_attention.unsupported_reason(call(size=256))
+    assert "soft cap" in flash_attention.unsupported_reason(call(softcap=30.0))
+    assert "bias" in flash_attention.unsupported_reason(call(bias=LinearBias((0.5,) * 4)))
+    assert "not at the same positions" in flash_attention.unsupported_reason(call(key_slots=jnp.arange(1024)[None]))
 
 
 class Kernels:

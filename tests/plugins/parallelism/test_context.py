@@ -121,7 +121,7 @@ def test_a_mask_with_arrays_that_nobody_knows_is_refused():
 
 @pytest.mark.parametrize("devices", [2, 3, 8])
 def test_halves_in_zigzag_balance_a_causal_mask(devices):
-    parts = Parts.of(("seq",), devices, 4)
+    parts = Parts.from_axes(("seq",), devices, 4)
     starts = [parts.start(d) for d in range(devices)]
     assert sorted(int(s) for pair in starts for s in pair) == list(range(0, 4 * devices, 2))
     work = {

@@ -61,7 +61,7 @@ def test_memory_is_that_of_the_process_where_devices_do_not_tell():
 
 
 def test_mfu_is_of_the_peak():
-    measured = bench.Measured(
+    measured = bench.StepMeasurement(
         title="x", devices="1 x y", machine=None, seconds=(2.0, 1.0, 4.0), compile_seconds=0.0, input_seconds=0.0,
         tokens=100, model_flops=10, peak_flops=20.0, planned_bytes=1, used_bytes=1, sharing=1, trace=None,
         traced_seconds=None,

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from axlearn_core.contracts.target import Machine, Target
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_plan import buffers, compilation, render
-from axlearn_plugins_plan.memory import Memory, compiled_memory, refused_memory, shard_bytes
+from axlearn_plugins_plan.memory import Memory, compiled_memory, parse_out_of_memory, shard_bytes
 from axlearn_plugins_plan.plan import make_plan
 
 GIB = 2**30
@@ -80,13 +80,13 @@ def test_statistics_of_a_program_for_tpus_are_an_upper_bound():
     )  # fmt: skip
     compiled = SimpleNamespace(memory_analysis=lambda: stats)
     statistics = compiled_memory(compiled, TPU)
-    assert (statistics.total, statistics.at_most, statistics.fits) == (121 * GIB, True, True)
+    assert (statistics.total, statistics.is_upper_bound, statistics.fits) == (121 * GIB, True, True)
     exact = compiled_memory(compiled, TPU, buffers.Buffers(arguments=16 * GIB, temporaries=79 * GIB))
-    assert (exact.total, exact.at_most, exact.fits) == (95 * GIB, False, True)
+    assert (exact.total, exact.is_upper_bound, exact.fits) == (95 * GIB, False, True)
     of_another_program = compiled_memory(compiled, TPU, buffers.Buffers(arguments=10 * GIB, temporaries=GIB))
-    assert (of_another_program.total, of_another_program.at_most) == (121 * GIB, True)
+    assert (of_another_program.total, of_another_program.is_upper_bound) == (121 * GIB, True)
     on_gpu = compiled_memory(compiled, machine("gpu"))
-    assert (on_gpu.at_most, on_gpu.fits) == (False, False)
+    assert (on_gpu.is_upper_bound, on_gpu.fits) == (False, False)
 
 
 def test_a_refusal_counts_arguments_once():
@@ -94,14 +94,14 @@ def test_a_refusal_counts_arguments_once():
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (163.64G) "
         "exceeds available HBM (95.74G)."
     )
-    by_message = refused_memory(message, 16 * GIB, TPU)
+    by_message = parse_out_of_memory(message, 16 * GIB, TPU)
     assert by_message is not None
     assert by_message.total == pytest.approx(163.64 * GIB)
-    read = refused_memory(message, 16 * GIB, TPU, buffers.Buffers(arguments=16 * GIB, temporaries=147 * GIB))
+    read = parse_out_of_memory(message, 16 * GIB, TPU, buffers.Buffers(arguments=16 * GIB, temporaries=147 * GIB))
     assert read is not None
-    assert (read.total, read.refused, read.fits) == (163 * GIB, True, False)
+    assert (read.total, read.out_of_memory, read.fits) == (163 * GIB, True, False)
     assert (
-        refused_memory("INTERNAL: a kernel does not compile", 0, TPU, buffers.Buffers(arguments=1, temporaries=1))
+        parse_out_of_memory("INTERNAL: a kernel does not compile", 0, TPU, buffers.Buffers(arguments=1, temporaries=1))
         is None
     )
 
@@ -117,7 +117,9 @@ def test_what_is_in_the_host_memory_is_not_the_device_s():
 
 
 def test_an_upper_bound_says_so():
-    memory = Memory(arguments=2 * GIB, temporaries=3 * GIB, capacity=4 * GIB, at_most=True, compiled=True)
+    memory = Memory(
+        arguments=2 * GIB, temporaries=3 * GIB, capacity=4 * GIB, is_upper_bound=True, compiler_checks_memory=True
+    )
     lines = [*render._memory(SimpleNamespace(memory=memory))]
     assert lines[0] == "fits, by the compiler: at most 5 GiB of 4 GiB"
     assert "at most 3 GiB" in lines[2]
@@ -131,7 +133,7 @@ def test_libtpu_refuses_by_what_is_read(tmp_path, monkeypatch):
     own = f"mesh.compiler_options.xla_dump_to={tmp_path / 'own'}"
     fits = make_plan(resolve("llama2-7b", set=small, target="tpu-v5p-8")).memory
     assert fits.fits
-    assert not fits.at_most
+    assert not fits.is_upper_bound
     in_own_directory = make_plan(resolve("llama2-7b", set=[*small, own], target="tpu-v5p-8")).memory
     assert in_own_directory == fits
     assert any((tmp_path / "own").iterdir()), "a directory from the config is the user's, so it stays"
@@ -140,13 +142,13 @@ def test_libtpu_refuses_by_what_is_read(tmp_path, monkeypatch):
 
     def refusal(message, arguments, machine, laid_out):
         assert laid_out is not None
-        by_message.append(refused_memory(message, arguments, machine))
-        return refused_memory(message, arguments, machine, laid_out)
+        by_message.append(parse_out_of_memory(message, arguments, machine))
+        return parse_out_of_memory(message, arguments, machine, laid_out)
 
     monkeypatch.setattr(compilation, "refused_memory", refusal)
     large = ["model.decoder.num_layers=2", "input.batch_size=4096", "model.decoder.stack.remat=null"]
     refused = make_plan(resolve("llama2-7b", set=large, target="tpu-v5p-8")).memory
-    assert refused.refused
+    assert refused.out_of_memory
     assert by_message[0].total == pytest.approx(refused.total, rel=0.005), (
         "libtpu's message reports its buffer assignment"
     )

@@ -107,7 +107,7 @@ def test_a_tpu_program():
     module = hlo.parse(TPU)
     places = Places({"data": 2, "fsdp": 4}, np.zeros(8, int))
     assert module.unknown_loops() == []
-    assert {c.name: n for c, n in module.scheduled()} == {"main": 1, "body": 5, "condition": 5}
+    assert {c.name: n for c, n in module.scheduled_computations()} == {"main": 1, "body": 5, "condition": 5}
     gathered, scattered = collectives(module, places)
     size = 64 * 128 * 2
     assert (gathered.kind, gathered.axes, gathered.size, gathered.times) == ("all-reduce", "fsdp", 4, 5)
@@ -206,7 +206,7 @@ def test_a_gpu_program():
         "data+fsdp": scatter.bytes + ring.bytes,
     }
     # Each execution of the fused slice reads only one of ten layers.
-    loop = next(c for c, _ in module.scheduled() if c.name == "body")
+    loop = next(c for c, _ in module.scheduled_computations() if c.name == "body")
     assert traffic._bytes_moved(module, loop, loop.instructions["weight"]) == 4 * 8 * 4 * 2 + 4
 
 

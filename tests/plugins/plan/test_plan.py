@@ -13,7 +13,7 @@ from axlearn_core.contracts.target import Machine, Target
 from axlearn_core.kernels.selection import use
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_plan.batches import abstract_batch
-from axlearn_plugins_plan.memory import refused_memory
+from axlearn_plugins_plan.memory import parse_out_of_memory
 from axlearn_plugins_plan.plan import make_plan
 from axlearn_plugins_plan.remedies import remedies
 from axlearn_plugins_plan.render import as_json, text
@@ -42,8 +42,8 @@ def test_flops_by_hand(plan):
     assert plan.flops.full == 3 * 2 * tokens * (matrices + pairs)
     assert plan.flops.causal == 3 * 2 * tokens * (matrices + pairs / 2)
     # The step runs three passes, and recomputes most of the forward pass of the layers.
-    assert plan.flops.causal < sum(plan.executed.values()) < 4 / 3 * plan.flops.full
-    assert set(plan.executed) == {"float32"}
+    assert plan.flops.causal < sum(plan.executed_flops.values()) < 4 / 3 * plan.flops.full
+    assert set(plan.executed_flops) == {"float32"}
 
 
 def test_memory_and_collectives_by_hand(plan):
@@ -100,7 +100,7 @@ def at_peak(plan, flops, dtype="bfloat16"):
     target = attrs.evolve(plan.machine.target, peak_flops={"bfloat16": 1e12})
     line = attrs.evolve(plan.roofline, compute=flops / plan.machine.devices / 1e12)
     return attrs.evolve(
-        plan, machine=attrs.evolve(plan.machine, target=target), roofline=line, executed={dtype: float(flops)}
+        plan, machine=attrs.evolve(plan.machine, target=target), roofline=line, executed_flops={dtype: float(flops)}
     )
 
 
@@ -247,12 +247,12 @@ def test_visible_pairs():
 def test_what_compilers_say_when_memory_is_out(message, temporaries, arguments):
     target = Target(name="chip", hbm_bytes=95.74 * 2**30)
     machine = Machine(name="chip-1", target=target, chips=1, domains=1, chips_per_host=1)
-    memory = refused_memory(message, 2**30, machine)
+    memory = parse_out_of_memory(message, 2**30, machine)
     assert memory is not None
     assert not memory.fits
     assert memory.temporaries == pytest.approx(temporaries * 2**30)
     assert memory.arguments == pytest.approx(arguments * 2**30)
-    assert refused_memory("INTERNAL: a kernel does not compile", 0, machine) is None
+    assert parse_out_of_memory("INTERNAL: a kernel does not compile", 0, machine) is None
 
 
 def test_the_roofline_is_the_slowest_of_its_parts():

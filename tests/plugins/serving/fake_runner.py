@@ -82,7 +82,7 @@ class FakeRunner(Configurable):
 
     def __init__(self, cfg):
         self.vocab_size, self.block_size, self.num_blocks = cfg.vocab_size, cfg.block_size, cfg.num_blocks
-        self.max_rows, self.max_step_tokens = cfg.max_rows, cfg.max_step_tokens
+        self.max_rows, self.max_batch_tokens = cfg.max_rows, cfg.max_step_tokens
         self.max_prompt_tokens, self.adapters = cfg.max_step_tokens, ()
         self.max_blocks_per_request, self.decode_steps = cfg.max_blocks_per_request, cfg.decode_steps
         self.chunk, self.max_logit_bias = cfg.chunk, 300
@@ -119,7 +119,7 @@ class FakeRunner(Configurable):
         assert rows
         assert len(rows) <= self.max_rows
         assert len({row.slot for row in rows}) == len(rows)
-        assert sum(len(row.tokens) or 1 for row in rows) <= self.max_step_tokens
+        assert sum(len(row.tokens) or 1 for row in rows) <= self.max_batch_tokens
         assert 1 <= steps <= self.decode_steps
         written, table = {}, {}
         for row in rows:

@@ -95,7 +95,7 @@ class Requests:
         """Run random steps with prompt parts of any size until all requests have `count` tokens."""
         while unfinished := [i for i, o in enumerate(self.outputs) if len(o) < count]:
             batch = [i for i in unfinished if self.rng.random() < 0.8]
-            budget, sizes = self.runner.max_step_tokens, {}
+            budget, sizes = self.runner.max_batch_tokens, {}
             for i in batch:
                 reading = self.done[i] < len(self.prompts[i])
                 size = int(self.rng.integers(1, 14)) if reading else 1

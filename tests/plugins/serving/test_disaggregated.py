@@ -14,7 +14,7 @@ from axlearn_core.config import patch
 from axlearn_core.errors import RequestError
 from axlearn_core.run import open_weights
 from axlearn_plugins_serving.contracts import QueueFullError, Request, Sampling
-from axlearn_plugins_serving.disaggregated.opening import open_router
+from axlearn_plugins_serving.disaggregated.open_router import open_router
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.open_engine import open_engine
 from axlearn_plugins_serving.server.constraints import Grammars

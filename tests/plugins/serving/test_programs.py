@@ -91,7 +91,7 @@ def test_programs_name_their_kernels(run_dir):
     """Kernels register what programs call, but without tracing nothing else imports their modules."""
     index = json.loads((run_dir / "programs" / "executables.json").read_text())
     kernels = {function["function"]: function["kernels"] for function in index["functions"]}
-    attends = "xla-split" if library.missing else "native"
+    attends = "xla-split" if library.unavailable_reason else "native"
     assert [ATTENTION, attends] in kernels["serve"]
     assert kernels["serve_weights"] == []
 

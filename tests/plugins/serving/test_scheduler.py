@@ -13,7 +13,7 @@ from axlearn_core.errors import ConfigError
 from axlearn_plugins_serving.contracts import Request, Sampling
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.request_state import RequestState
-from axlearn_plugins_serving.waiting import WaitingQueue
+from axlearn_plugins_serving.waiting_queue import WaitingQueue
 
 GREEDY = Sampling(temperature=0.0, max_tokens=4, ignore_end=True)
 

@@ -17,7 +17,7 @@ from axlearn_core.plugins.resolve import resolve
 from axlearn_core.plugins.targets import find_machine
 from axlearn_plugins_serving.plan import steps as plan_steps
 from axlearn_plugins_serving.plan.serving_plan import ServingPlan, cast_to_compute_dtype, plan_model
-from axlearn_plugins_serving.plan.steps import Compiled, Steps
+from axlearn_plugins_serving.plan.steps import CompiledStep, Steps
 from axlearn_plugins_serving.runner import ModelRunner
 
 HEADS = ["--set", "model.decoder.layer.attention.num_heads=8"]
@@ -101,7 +101,7 @@ def test_accelerators_that_are_not_here(target):
     assert figures.token_bytes == 2 * 2 * 128 * 2  # two layers, keys and values of one head
     hardware = machine.target
     assert figures.alone.roofline.step == pytest.approx(figures.alone.traffic / hardware.hbm_bandwidth)
-    room = hardware.hbm_bytes - figures.weights - figures.tables - figures.working
+    room = hardware.hbm_bytes - figures.weights - figures.tables - figures.working_bytes
     assert figures.most_tokens == pytest.approx(room / figures.token_bytes, abs=64)
     kernels = {c.op.name: c.name for c in figures.kernels}
     assert kernels["paged_attention"] == ("ragged-paged" if target.startswith("tpu") else "pallas-triton")
@@ -164,9 +164,9 @@ def test_a_server_does_not_import_the_package_that_plans():
 
 def test_what_a_compiler_refuses_does_not_fit():
     two, three = (
-        Compiled(temporaries=size, code=0.0, links=None, network=None, refused=refused)
+        CompiledStep(temporaries=size, code=0.0, links=None, network=None, out_of_memory=refused)
         for size, refused in ((9e9, False), (8.5e9, True))
     )
-    step = SimpleNamespace(compiled=two.continued(three, 77))
+    step = SimpleNamespace(compiled=two.extrapolate(three, 77))
     assert step.compiled.temporaries == 0.0, "by a line through an upper bound and a figure below it"
     assert not ServingPlan.fits.fget(SimpleNamespace(steps=(step,), capacity=1e12, total=0.0))

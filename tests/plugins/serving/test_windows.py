@@ -14,7 +14,7 @@ from axlearn_plugins_serving.contracts import Request, Sampling
 from axlearn_plugins_serving.drafting import NgramDrafter
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.local_engine import serve
-from axlearn_plugins_serving.paged import visible_window
+from axlearn_plugins_serving.paged_cache_feature import visible_window
 from axlearn_plugins_transformer.generate import Generator
 
 WINDOW, SIZE = 10, 4

@@ -5,5 +5,5 @@ from axlearn_plugins_tpu.kernels import tokamax
 
 @pytest.fixture
 def library():
-    if reason := tokamax.missing():
+    if reason := tokamax.unavailable_reason():
         pytest.skip(reason)

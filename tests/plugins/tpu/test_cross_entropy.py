@@ -91,8 +91,8 @@ class TestTheLoss(KernelSuite):
     op, name = CrossEntropyOp, NAME
     cases = (loss(100, 384, 384, z_loss=1e-2), loss(64, 128, 256, "bfloat16"))
 
-    def declared(self, name):
-        return attrs.evolve(super().declared(name), platforms=())
+    def find_declaration(self, name):
+        return attrs.evolve(super().find_declaration(name), platforms=())
 
     def _only(self, *implementations):
         return use(Selection(target="tpu-v5e", declared=lambda op: implementations))
@@ -138,7 +138,7 @@ def test_on_several_devices_it_is_the_same_also_where_it_is_taken_away():
 
     with use(Selection(target="tpu-v5e")):
         expected = run("xla")
-    kernel_selection = Selection(target="tpu-v5e", declared=lambda op: [TestTheLoss().declared(NAME)])
+    kernel_selection = Selection(target="tpu-v5e", declared=lambda op: [TestTheLoss().find_declaration(NAME)])
     with logical_rules(mesh, DEFAULT_RULES), use(kernel_selection):
         actual = jax.jit(lambda: run(NAME))()
     for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
@@ -156,7 +156,7 @@ def test_two_cores_share_the_tiles_of_the_vocabulary_or_one_has_them_all(tiles):
             return jax.grad(lambda h, w: case.run(kernel, h, w, *case.operands[2:]), (0, 1))(*case.operands[:2])
 
     expected = run(Selection(target="tpu-v5p"), "xla")
-    actual = run(Selection(target="tpu-v5p", declared=lambda op: [TestTheLoss().declared(NAME)]), NAME)
+    actual = run(Selection(target="tpu-v5p", declared=lambda op: [TestTheLoss().find_declaration(NAME)]), NAME)
     for ours, theirs in zip(actual, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5 * float(jnp.abs(theirs).max()), rtol=2e-5)
 

@@ -17,8 +17,8 @@ from axlearn_plugins_plan.collectives import collectives
 from axlearn_plugins_plan.groups import Places
 from axlearn_plugins_plan.hlo import parse
 from axlearn_plugins_tpu.generations import TARGETS
-from axlearn_plugins_tpu.hooks import tpu_here
-from axlearn_plugins_tpu.shapes import SLICES, shape_of
+from axlearn_plugins_tpu.hooks import has_local_tpu
+from axlearn_plugins_tpu.shapes import SLICES, find_shape
 from axlearn_plugins_tpu.topology import topology_name
 
 
@@ -67,9 +67,9 @@ def test_every_listed_shape_is_found_and_close_to_a_cube():
             chips = 1
             for n in shape:
                 chips *= n
-            assert shape_of(name, chips) == shape
-    assert shape_of("tpu-v5p", 6144) == (16, 16, 24)
-    assert shape_of("tpu-7x", 9216) == (16, 24, 24)
+            assert find_shape(name, chips) == shape
+    assert find_shape("tpu-v5p", 6144) == (16, 16, 24)
+    assert find_shape("tpu-7x", 9216) == (16, 24, 24)
 
 
 @pytest.mark.slow_cases("tpu-v5p")
@@ -112,13 +112,13 @@ def test_a_tpu_on_the_bus_is_seen(devices, expected, tmp_path):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "vendor").write_text(f"{vendor}\n")
         (tmp_path / str(number) / "device").write_text(f"{kind}\n")
-    assert tpu_here(tmp_path) is expected
+    assert has_local_tpu(tmp_path) is expected
 
 
 @pytest.mark.slow
 def test_jax_starts_in_silence_where_libtpu_is_and_no_tpu():
     pytest.importorskip("libtpu", reason="needs libtpu")
-    if tpu_here():
+    if has_local_tpu():
         pytest.skip("needs a machine without a TPU")
     hidden = ("JAX_PLATFORMS", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES", "TPU_SKIP_MDS_QUERY")
     env = {k: v for k, v in os.environ.items() if k not in hidden}

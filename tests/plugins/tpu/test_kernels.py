@@ -64,8 +64,8 @@ def interpreted(monkeypatch):
 class Interpreted(KernelSuite):
     """Conformance tests of each kernel, in the interpreter."""
 
-    def declared(self, name):
-        return attrs.evolve(super().declared(name), platforms=())
+    def find_declaration(self, name):
+        return attrs.evolve(super().find_declaration(name), platforms=())
 
 
 @pytest.fixture
@@ -92,8 +92,8 @@ class TestRaggedPaged(KernelSuite):
         cases.paged("narrow", new=[1], lengths=[9]),
     )
 
-    def declared(self, name):
-        return attrs.evolve(super().declared(name), platforms=())
+    def find_declaration(self, name):
+        return attrs.evolve(super().find_declaration(name), platforms=())
 
 
 def paged_call(heads=8, groups=4, size=128, dtype="bfloat16", pages="bfloat16", table=(4, 8)):

@@ -12,7 +12,7 @@ from axlearn_core.nn import summaries
 from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.linear import Linear
 from axlearn_core.nn.remat import Remat, tag
-from axlearn_plugins_transformer.alternate import Alternate, Plan, layer_configs, plan
+from axlearn_plugins_transformer.alternate import Alternate, LayerPattern, find_pattern, layer_configs
 from axlearn_plugins_transformer.stack import MixedLayers, Stack, each_layer, unstack
 
 
@@ -187,7 +187,7 @@ def test_a_tag_that_no_kind_has_is_refused_and_one_that_one_kind_has_is_not():
     ],
 )
 def test_the_plan_has_the_least_code(kinds, expected):
-    assert plan(kinds) == Plan(*expected)
+    assert find_pattern(kinds) == LayerPattern(*expected)
 
 
 def test_features_reach_the_children_and_each_layer_has_its_own():

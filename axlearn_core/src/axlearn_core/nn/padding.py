@@ -1,7 +1,7 @@
 """Padding masks for statistics over positions.
 
 A feed-forward layer receives activations, but not the batch, so it does not know which positions are padding. The layer
-stack therefore activates the context of its rows (`known_to_layers`), and functions that compute statistics look it up.
+stack therefore activates the context of its rows (`use_context`), and functions that compute statistics look it up.
 Masks are only computed on demand. Shapes: B rows, S positions.
 """
 
@@ -19,7 +19,7 @@ _in_force: contextvars.ContextVar[Context | None] = contextvars.ContextVar("axle
 
 
 @contextlib.contextmanager
-def known_to_layers(context: Context | None) -> Iterator[None]:
+def use_context(context: Context | None) -> Iterator[None]:
     """Make the context of the rows available to the layers that run inside this context manager."""
     token = _in_force.set(context)
     try:

@@ -59,7 +59,7 @@ class Feature(Node[Any]):
     """Names of features that cannot be combined with this feature."""
     bridge: ClassVar[str] = ""
     """Function, as `"module:attribute"`, that converts the parameters of a model without this feature. `axlearn convert` calls
-    it. See `axlearn_plugins_finetune.conversion.carry.Bridge`."""
+    it. See `axlearn_plugins_finetune.conversion.param_transfer.Bridge`."""
     no_bridge: ClassVar[str] = ""
     """Reason why a bridge is impossible. `axlearn convert` prints it."""
     before: ClassVar[tuple[str, ...]] = ()

@@ -25,8 +25,8 @@ QUERY, KEY = ("batch", None, "activation_heads", None), ("batch", None, "activat
 
 def _refusal(op: AttentionOp | PagedAttentionOp) -> str | None:
     """Return why a model's layers are not supported, or None. The answer is the same for both ops."""
-    if library.missing is not None:
-        return library.missing
+    if library.unavailable_reason is not None:
+        return library.unavailable_reason
     size, value_size, dtypes, biased = traits(op)
     if biased:
         return "it does not support a bias"

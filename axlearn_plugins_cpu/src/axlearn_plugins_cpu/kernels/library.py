@@ -17,10 +17,10 @@ try:
     for _name, _handler in _native.handlers().items():
         jax.ffi.register_ffi_target(_name, _handler, platform="cpu")
 except (ImportError, RuntimeError) as error:  # not built, or built for an unsupported version of XLA
-    missing: str | None = f"the compiled library is not available ({error}): {FIX}"
+    unavailable_reason: str | None = f"the compiled library is not available ({error}): {FIX}"
     instructions = 0
 else:
-    missing = None
+    unavailable_reason = None
     """Reason why the library is unavailable, or None if it is registered."""
     instructions = _native.instructions()
     """Best instruction set of this processor: 1 for the baseline, 2 for AVX2, 3 for AVX-512; 0 without the library."""

@@ -22,8 +22,8 @@ class _Native:
 
     def supports(self, op: PagedAttentionOp, context: KernelContext) -> str | None:
         """Support separate, heads-first keys and values in float32, bfloat16 or int8, without a bias."""
-        if library.missing is not None:
-            return library.missing
+        if library.unavailable_reason is not None:
+            return library.unavailable_reason
         if op.split is None:
             return "the number of tokens of each request is not known at compile time"
         if not op.heads_first or op.value_size is not None:

@@ -45,7 +45,7 @@ class _Tokamax:
 
     def supports(self, op: GatedLinearUnitOp, context: KernelContext) -> str | None:
         """Support projections that are plain matrices, in one 16-bit dtype, with dimensions that the blocks divide."""
-        if reason := tokamax.missing() or unknown_gpu(context.target):
+        if reason := tokamax.unavailable_reason() or unknown_gpu(context.target):
             return reason
         if self.mosaic and (reason := _mosaic_refusal(context.target)):
             return reason

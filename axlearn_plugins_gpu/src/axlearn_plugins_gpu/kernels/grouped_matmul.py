@@ -37,7 +37,7 @@ class _Tokamax:
 
     def supports(self, op: "GroupedMatmulOp", context: KernelContext) -> str | None:
         """Support 16-bit dtypes and dimensions that the blocks divide."""
-        if reason := tokamax.missing() or unknown_gpu(context.target):
+        if reason := tokamax.unavailable_reason() or unknown_gpu(context.target):
             return reason
         if self.mosaic and (reason := refusal(context.target)):
             return reason

@@ -51,7 +51,7 @@ def _conflict(capability: tuple[int, int]) -> str | None:
     )
 
 
-def capability_of(kind: str) -> tuple[int, int] | None:
+def compute_capability(kind: str) -> tuple[int, int] | None:
     """Return the compute capability of a device kind that the driver reports, or None for an unknown GPU."""
     return next((CHIPS[t.name].capability for t in TARGETS if kind in t.device_kinds), None)
 
@@ -63,7 +63,7 @@ def lowering(target: Target) -> contextlib.AbstractContextManager[None]:
 
 def _architecture(original: Any) -> tuple[int, int]:
     device: Any = jax.sharding.get_abstract_mesh().abstract_device
-    capability = None if device is None else capability_of(device.device_kind)
+    capability = None if device is None else compute_capability(device.device_kind)
     architecture = original() if capability is None else capability
     if reason := _conflict(architecture):
         raise RequestError(reason)

@@ -114,7 +114,7 @@ class _Common(NamedTuple):
     new: int
 
     @classmethod
-    def of(cls, op: PagedAttentionOp, lengths: jax.Array, count: int) -> "_Common":
+    def from_op(cls, op: PagedAttentionOp, lengths: jax.Array, count: int) -> "_Common":
         """Compute the ranges from causality and from the window, if there is one."""
         first = jnp.zeros_like(lengths)
         if op.window is not None:
@@ -126,7 +126,7 @@ def _attend_rows(op: PagedAttentionOp, query: jax.Array, table: jax.Array, lengt
     """Attend with queries [R, C, G, n, H], table int32 [R, M] and lengths [R]; return float32 [R, C, G, n, H]."""
     _, count, groups, heads, size = query.shape
     rows = jnp.transpose(query, (0, 2, 3, 1, 4)).reshape(-1, groups, heads * count, size)
-    common = _Common.of(op, lengths, count)
+    common = _Common.from_op(op, lengths, count)
     num_pages = table.shape[1]
     if op.window is not None:
         num_pages = min(num_pages, max(1, -(-(op.window - count + 1) // op.page_size)))

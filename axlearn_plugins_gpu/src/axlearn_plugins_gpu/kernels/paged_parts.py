@@ -112,7 +112,7 @@ def _request_and_head(index: Any, groups: int) -> tuple[Any, Any]:
     return lax.div(index, jnp.int32(groups)), lax.rem(index, jnp.int32(groups))
 
 
-def _spec_of_head(op: PagedAttentionOp, pages: jax.Array | None, which: int) -> Any:
+def _spec_of_head(op: PagedAttentionOp, pages: jax.Array | None, index: int) -> Any:
     """Return the spec of all keys (0) or values (1) of a head, in pages or their scales; None if there are no scales."""
     if pages is None:
         return None
@@ -120,10 +120,10 @@ def _spec_of_head(op: PagedAttentionOp, pages: jax.Array | None, which: int) -> 
     if op.heads_first:
         dims = pages.shape[3:]
         return pallas.BlockSpec(
-            (places, None, None, *dims), lambda i, q, k: (0, which, _request_and_head(i, groups)[1], *(0,) * len(dims))
+            (places, None, None, *dims), lambda i, q, k: (0, index, _request_and_head(i, groups)[1], *(0,) * len(dims))
         )
     slots, *dims = pages.shape[1], *pages.shape[3:]
     return pallas.BlockSpec(
         (places, slots, None, *dims),
-        lambda i, q, k: (0, 0, 2 * _request_and_head(i, groups)[1] + which, *(0,) * len(dims)),
+        lambda i, q, k: (0, 0, 2 * _request_and_head(i, groups)[1] + index, *(0,) * len(dims)),
     )

@@ -29,7 +29,7 @@ class _Triton:
 
     def supports(self, op: RMSNormOp, context: KernelContext) -> str | None:
         """Support rows of up to 16,384 elements, in one dtype of up to 32 bits."""
-        if reason := tokamax.missing() or unknown_gpu(context.target):
+        if reason := tokamax.unavailable_reason() or unknown_gpu(context.target):
             return reason
         dtypes, shape = set(op.dtypes.values()), op.x.shape
         if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16", "float32"}:

@@ -29,7 +29,7 @@ _CORE_COUNT_USERS = (("pallas.grid", "jax"), ("ops.gated_linear_unit.pallas_mosa
 """(module, name) of the objects that tokamax queries for the number of concurrent blocks; the fake also has its `Array` type."""
 
 
-def missing() -> str | None:
+def unavailable_reason() -> str | None:
     """Return why tokamax cannot be used, or None if it can."""
     try:
         version = metadata.version("tokamax")

@@ -55,7 +55,7 @@ class _Tokamax:
 
     def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
         """Support 16-bit dtypes, whole blocks of positions, and head sizes that the table has blocks for."""
-        if reason := tokamax.missing() or unknown_gpu(context.target):
+        if reason := tokamax.unavailable_reason() or unknown_gpu(context.target):
             return reason
         if self.mosaic and (reason := refusal(context.target)):
             return reason

@@ -37,7 +37,7 @@ class _Mosaic:
 
     def supports(self, op: CrossEntropyOp, context: KernelContext) -> str | None:
         """Support v5 and later, dimensions in whole lanes, and an unsplit vocabulary, without a soft cap."""
-        if reason := tokamax.missing():
+        if reason := tokamax.unavailable_reason():
             return reason
         if context.target == "tpu-v4":
             return "tokamax supports TPUs from v5 on, not v4"

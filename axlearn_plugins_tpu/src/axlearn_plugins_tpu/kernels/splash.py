@@ -48,7 +48,7 @@ class Structure:
     prefix: jax.Array | None
 
     @classmethod
-    def of(cls, mask: Mask) -> "Structure":
+    def from_mask(cls, mask: Mask) -> "Structure":
         """Build the structure from a mask that `supports` accepted."""
         parts: list[Any] = list(mask.parts)
         windows = [p.size for p in parts if isinstance(p, SlidingWindow)]
@@ -125,7 +125,7 @@ class _Splash:
 
     def __call__(self, op: AttentionOp) -> jax.Array:
         """Return the attention output, [B, S, N, V]."""
-        query, key, value, structure = op.query, op.key, op.value, Structure.of(op.mask)
+        query, key, value, structure = op.query, op.key, op.value, Structure.from_mask(op.mask)
         kernel_selection = selection.in_force()
         blocks = SPLASH.get(kernel_selection.target if kernel_selection else "", SPLASH[""])
         if split_over(query.shape, QUERY_AXES)[2] != split_over(key.shape, KEY_AXES)[2]:

@@ -34,7 +34,7 @@ Tiling = tuple[int, int, int]
 """Tile sizes: rows, K and N."""
 
 
-def missing() -> str | None:
+def unavailable_reason() -> str | None:
     """Return why tokamax cannot be used, or None if it can."""
     try:
         version = metadata.version("tokamax")
@@ -48,7 +48,7 @@ class _Mosaic:
 
     def supports(self, op: "GroupedMatmulOp", context: KernelContext) -> str | None:
         """Support v5 and later, and matrices with dimensions in whole lanes, in bfloat16 or float32."""
-        if reason := missing():
+        if reason := unavailable_reason():
             return reason
         dtypes = set(op.dtypes.values())
         if context.target == "tpu-v4":

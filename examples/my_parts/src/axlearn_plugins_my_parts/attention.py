@@ -92,7 +92,7 @@ class CosineAttention(Layer):
         mask = visible(context, window_of(cfg.window), causal=True)
         op = AttentionOp(query, key, self.value(x), mask=mask, scale=SCALE, bias=bias)
         if cache is None:
-            return self.output(op.context(cfg.kernel)), None
+            return self.output(op.compute_context(cfg.kernel)), None
         result, cache = build_cache(cfg.kv_cache).attend(cache, op, cached_slots(context), cfg.kernel)
         return self.output(result), cache
 

@@ -48,7 +48,7 @@ def _collect(y: jax.Array, token: jax.Array | None, length: int) -> jax.Array:
     if token is None:
         return jnp.sum(y.reshape(y.shape[0], -1, length, y.shape[-1]), axis=1)
     empty = jnp.zeros((length, y.shape[-1]), y.dtype)
-    return jax.vmap(lambda values, to: empty.at[to].add(values))(y, token)
+    return jax.vmap(lambda values, indices: empty.at[indices].add(values))(y, token)
 
 
 def _spread(x: jax.Array, token: jax.Array | None, count: int) -> jax.Array:

@@ -95,11 +95,11 @@ def import_checkpoint(
         WorkError: The run cannot be written.
     """
     new_directory(out)
-    path, found_item = find_checkpoint(str(directory), step)
+    path, item_name = find_checkpoint(str(directory), step)
     configure_devices(None)
     resolved = resolve(Request.of(Run(config).config or config, with_=with_, set=set)).checked()
     experiment: Any = resolved.config
-    weights = OrbaxWeights(path, experiment, item=item or found_item, layout=layout)
+    weights = OrbaxWeights(path, experiment, item=item or item_name, layout=layout)
     log_message(f"note: {path} has no axlearn manifest, so its files cannot be verified")
 
     def read(source: OrbaxWeights) -> Mapping[str, Any]:

@@ -69,7 +69,7 @@ class RunningSoftmax(NamedTuple):
         shape = (n, b, groups, repeats, t)
         return cls(jnp.zeros((*shape, width)), jnp.zeros(shape), jnp.full(shape, HIDDEN))
 
-    def finished(self) -> tuple[jax.Array, jax.Array]:
+    def finish(self) -> tuple[jax.Array, jax.Array]:
         """Return the outputs and the log-sum-exp of the scores. Outputs are zero for queries without visible keys."""
         weight = jnp.where(self.weight > 0, self.weight, 1.0)
         return self.values / weight[..., None], self.top + jnp.log(weight)
@@ -89,7 +89,7 @@ class Scores:
         self.roles = jax.tree.leaves(_roles(op.mask))
         self.mask, self.scale, self.softcap, self.bias, self.heads = op.mask, op.scale, op.softcap, op.bias, heads
 
-    def of_role(self, role: str) -> tuple[jax.Array, ...]:
+    def select_role(self, role: str) -> tuple[jax.Array, ...]:
         """Return the mask arrays for `queries`, `keys` or `rows`."""
         return tuple(a for a, r in zip(self.parts, self.roles, strict=True) if r == role)
 

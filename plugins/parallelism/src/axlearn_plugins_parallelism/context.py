@@ -106,14 +106,14 @@ class _BlockwiseKernel(_SequenceKernel):
         if place.spec(key.shape, KEY)[2] != heads:  # too few key-value heads to shard like the query heads
             key, value = (jnp.repeat(x, query.shape[2] // key.shape[2], axis=2) for x in (key, value))
         scores = Scores(op)
-        arrays = {role: scores.of_role(role) for role in ("queries", "keys", "rows")}
+        arrays = {role: scores.select_role(role) for role in ("queries", "keys", "rows")}
         spec, rows = PartitionSpec(batch, sequence, heads), PartitionSpec(batch, sequence)
         by_role = {"queries": rows, "keys": rows, "rows": PartitionSpec(batch)}
         specs = {role: tuple(by_role[role] for _ in values) for role, values in arrays.items()}
 
         def run(q: jax.Array, k: jax.Array, v: jax.Array, arrays: Any) -> jax.Array:
             local = Scores(op, (heads, q.shape[2]) if heads else None)
-            parts = Parts.of(axes, _count(place, axes), q.shape[1])
+            parts = Parts.from_axes(axes, _count(place, axes), q.shape[1])
             return _attend(self.keys, local, parts, q, k, v, arrays)
 
         return jax.shard_map(run, mesh=place.mesh, in_specs=(spec, spec, spec, specs), out_specs=spec, check_vma=False)(
@@ -168,7 +168,7 @@ def _softmax_attention(scores: Scores, visit: Callable[..., Any]) -> Callable[..
             return add_chunks(tiles, chunks, scores, rows, sums)
 
         sums, _ = visit(step, RunningSoftmax.empty(tiles, block.value.shape[-1]), block, False)
-        values, log_sum = sums.finished()
+        values, log_sum = sums.finish()
         out = values.astype(block.value.dtype)
         return out, (tiles, block, rows, out, log_sum)
 

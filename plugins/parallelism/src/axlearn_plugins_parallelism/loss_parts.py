@@ -13,12 +13,12 @@ from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_parallelism.pipelined_stack import PipelinedStack, uneven_rows
 from axlearn_plugins_parallelism.stack_call import StackCall, StackOutput, cut_at_stack
-from axlearn_plugins_transformer.stacked import Layers, Written
+from axlearn_plugins_transformer.stack_layers import KindVariables, Layers
 
 Tree = Any
 
 
-class Pruned(NamedTuple):
+class PrunedFunction(NamedTuple):
     """A traced function without dead operations.
 
     Attributes:
@@ -41,7 +41,7 @@ class Pruned(NamedTuple):
         return call, [leaves[i] for i in self.reads]
 
 
-def prune(function: Callable[..., Any], leaves: Sequence[jax.Array], *args: Any) -> Pruned:
+def prune(function: Callable[..., Any], leaves: Sequence[jax.Array], *args: Any) -> PrunedFunction:
     """Trace `function(leaves, *args)` once, and remove dead operations."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(list(leaves), *args)
     jaxpr, tree = closed.jaxpr, jax.tree.structure(shapes)
@@ -56,7 +56,7 @@ def prune(function: Callable[..., Any], leaves: Sequence[jax.Array], *args: Any)
     def call(leaves: Sequence[jax.Array], *args: Any) -> Any:
         return tree.unflatten(run(*jax.tree.leaves((list(leaves), *args))))
 
-    return Pruned(call, [i for i, v in enumerate(jaxpr.invars[: len(leaves)]) if v in needed])
+    return PrunedFunction(call, [i for i, v in enumerate(jaxpr.invars[: len(leaves)]) if v in needed])
 
 
 @attrs.frozen(eq=False)
@@ -82,7 +82,7 @@ class LossParts:
     batch: Tree
 
     @classmethod
-    def of(cls, loss: Loss, params: Tree, variables: Tree, batch: Tree, key: jax.Array | None) -> "LossParts":
+    def from_loss(cls, loss: Loss, params: Tree, variables: Tree, batch: Tree, key: jax.Array | None) -> "LossParts":
         """Cut a loss.
 
         Raises:
@@ -91,13 +91,13 @@ class LossParts:
         """
         calls: list[StackCall] = []
 
-        def rows_of(params: Tree, variables: Tree, batch: Tree) -> Any:
+        def stack_input(params: Tree, variables: Tree, batch: Tree) -> Any:
             with cut_at_stack() as call:
                 loss(params, variables, batch, key)
             calls.append(call)
             return call.x
 
-        shape = jax.eval_shape(rows_of, params, variables, batch)
+        shape = jax.eval_shape(stack_input, params, variables, batch)
         stack = _only_stack(calls[-1])
         rows, count = shape.shape[0], stack.cfg.microbatches
         if rows % count:
@@ -139,7 +139,7 @@ class LossParts:
             self.loss(self.tree.unflatten(leaves), self.variables, part, self.key)
         return call.layers
 
-    def pre(self) -> Pruned:
+    def pre(self) -> PrunedFunction:
         """Return the part before the stack: (parameters, index) -> input of the stack, [b, S, D]."""
         return prune(lambda leaves, index: self.trace(leaves, index)[0].x, self.leaves, jnp.int32(0))
 
@@ -155,7 +155,7 @@ class LossParts:
             raise _cannot_cut("the context of the layers has floating-point arrays, which may have gradients")
         return stacked
 
-    def post(self, x: Any, reports: Any) -> Pruned:
+    def post(self, x: Any, reports: Any) -> PrunedFunction:
         """Return the part after the stack.
 
         It maps (parameters, index, output of the stack, its losses, its summaries) -> (loss, summaries of the loss).
@@ -181,13 +181,13 @@ class LossParts:
         pruned = prune(weight, self.leaves, jnp.int32(0))
         return jax.lax.map(lambda index: pruned.call(self.leaves, index), jnp.arange(self.count, dtype=jnp.int32))
 
-    def variables_after(self, x: Any, reports: Any, written: Written) -> Tree:
-        """Return the variables of the model after its layers wrote `written`."""
+    def variables_after(self, x: Any, reports: Any, updates: KindVariables) -> Tree:
+        """Return the variables of the model after its layers wrote `updates`."""
 
-        def after(leaves: Sequence[jax.Array], written: Written) -> Tree:
-            return self.trace(leaves, 0, _zero_output(x, reports, written))[3]
+        def after(leaves: Sequence[jax.Array], updates: KindVariables) -> Tree:
+            return self.trace(leaves, 0, _zero_output(x, reports, updates))[3]
 
-        return prune(after, self.leaves, written).call(self.leaves, written)
+        return prune(after, self.leaves, updates).call(self.leaves, updates)
 
     def _check_variables(self) -> None:
         def after(variables: Tree) -> Tree:
@@ -203,10 +203,10 @@ class LossParts:
             raise _cannot_cut("layers outside of the stack change variables", f"{', '.join(changed[:3])}{more}")
 
 
-def _zero_output(x: Any, reports: Any, written: Written | None = None) -> StackOutput:
+def _zero_output(x: Any, reports: Any, updates: KindVariables | None = None) -> StackOutput:
     """Return zeros with these shapes, for results that do not depend on the stack's output."""
     x, reports = jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), (x, reports))
-    return StackOutput(x, reports, written or {})
+    return StackOutput(x, reports, updates or {})
 
 
 def _paths(tree: Tree) -> list[str]:

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 from axlearn_core.contracts.parts import Loss
 from axlearn_core.nn.sharding import Placement, logical_rules, placement
 from axlearn_core.nn.summaries import add_reports, map_plain
-from axlearn_plugins_parallelism.loss_parts import LossParts, Pruned
+from axlearn_plugins_parallelism.loss_parts import LossParts, PrunedFunction
 from axlearn_plugins_parallelism.pipelined_stack import AXIS, LayerChunks, check_rows, stage_rules
 from axlearn_plugins_parallelism.schedule import OneForwardOneBackward, Schedule
 
@@ -43,42 +43,42 @@ def interleave_gradients(loss: Loss) -> Loss:
     """
 
     @jax.custom_vjp
-    def staged(params: Tree, variables: Tree, batch: Tree, key: jax.Array | None) -> Any:
+    def pipelined_loss(params: Tree, variables: Tree, batch: Tree, key: jax.Array | None) -> Any:
         return loss(params, variables, batch, key)
 
     def forward(params: Tree, variables: Tree, batch: Tree, key: jax.Array | None) -> Any:
         stages = placement()
         assert stages is not None
-        return _Gradients.of(stages, LossParts.of(loss, params, variables, batch, key)).compute()
+        return _Gradients.from_parts(stages, LossParts.from_loss(loss, params, variables, batch, key)).compute()
 
     def backward(grads: Tree, cotangents: Any) -> Any:
         scale = cotangents[0]
         return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads), None, None, None
 
-    staged.defvjp(forward, backward)
+    pipelined_loss.defvjp(forward, backward)
 
-    def interleaved(params: Tree, variables: Tree, batch: Tree, key: jax.Array | None) -> Any:
+    def choose_loss(params: Tree, variables: Tree, batch: Tree, key: jax.Array | None) -> Any:
         stages = placement()
         has_stages = stages is not None and stages.mesh.shape.get(AXIS, 1) > 1
-        return (staged if has_stages else loss)(params, variables, batch, key)
+        return (pipelined_loss if has_stages else loss)(params, variables, batch, key)
 
-    return interleaved
+    return choose_loss
 
 
 class _Flow(NamedTuple):
     """The values that pass between stages and ticks.
 
     Attributes:
-        received: (x, (losses, summaries)) from the previous stage, [P, ...]: the output of its layers, and the summed reports of
-            all layers so far.
-        returned: (dx, dlosses) from the next stage, [P, ...].
+        forward_inputs: (x, (losses, summaries)) from the previous stage, [P, ...]: the output of its layers, and the summed
+            reports of all layers so far.
+        backward_inputs: (dx, dlosses) from the next stage, [P, ...].
         inputs: (x, variables) that each stage starts its microbatches with, [P, slots + 1, ...]. The last slot is for discarded
             values.
         variables: Variables of the layers after the microbatches so far, [layers, ...].
     """
 
-    received: Tree
-    returned: Tree
+    forward_inputs: Tree
+    backward_inputs: Tree
     inputs: Tree
     variables: Tree
 
@@ -122,7 +122,7 @@ class _Gradients:
     plan: OneForwardOneBackward
     chunk: LayerChunks
     contexts: Tree
-    pre: Pruned
+    pre: PrunedFunction
     first: jax.Array
     variables: Tree
     reports: Tree = None
@@ -130,13 +130,13 @@ class _Gradients:
     scales: Any = None
 
     @classmethod
-    def of(cls, stages: Placement, parts: LossParts) -> "_Gradients":
+    def from_parts(cls, stages: Placement, parts: LossParts) -> "_Gradients":
         """Trace the parts of the loop."""
         plan = OneForwardOneBackward(stages.mesh.shape[AXIS], parts.count)
         layers, pre = parts.layers(parts.leaves), parts.pre()
         first = pre.call(parts.leaves, jnp.int32(0))
         check_rows(stages, first.shape[0])
-        chunk = LayerChunks.of(layers, Schedule(plan.stages, plan.microbatches))
+        chunk = LayerChunks.from_layers(layers, Schedule(plan.stages, plan.microbatches))
         gradients = cls(stages, parts, plan, chunk, parts.contexts(), pre, first, layers.all_variables())
         reports = gradients._report_shapes()
         weights = parts.weights(first, reports)
@@ -196,7 +196,7 @@ class _Gradients:
             index = self.plan.forward(tick, last).microbatch
             sums, slopes = self._differentiate_post(sums, index, jax.tree.map(lambda v: v[last], output))
         else:
-            slopes = jax.tree.map(lambda v: v[last], flow.returned)  # discarded
+            slopes = jax.tree.map(lambda v: v[last], flow.backward_inputs)  # discarded
         if backward:
             flow, layers, leaving = self._backward(flow, slopes, sums.layers, tick)
             sums = self._differentiate_pre(sums._replace(layers=layers), leaving[0], tick)
@@ -220,17 +220,17 @@ class _Gradients:
                 lambda all, one: lax.dynamic_update_index_in_dim(all, one, place, 0), inputs, (x, variables)
             )
             stage = self.parts.stack.stage(self.chunk, leaves)
-            (y, written), reports = stage(x, _row(contexts, index), round, index, variables)
-            variables = jax.tree.map(lambda a, b: jnp.where(valid, a.astype(b.dtype), b), written, variables)
+            (y, updates), reports = stage(x, _row(contexts, index), round, index, variables)
+            variables = jax.tree.map(lambda a, b: jnp.where(valid, a.astype(b.dtype), b), updates, variables)
             output = (y.astype(x.dtype), add_reports(reported, reports))
             sent = jax.tree.map(lambda v: lax.ppermute(v, AXIS, ring), output)
-            return *_stacked((sent, inputs)), variables, _stacked(output)
+            return *_add_leading_axis((sent, inputs)), variables, _add_leading_axis(output)
 
         run = self._map_stages(device, split=4, replicated=3)
         received, inputs, variables, output = run(
-            self.chunk.leaves, flow.received, flow.inputs, flow.variables, entering, self.contexts, tick
+            self.chunk.leaves, flow.forward_inputs, flow.inputs, flow.variables, entering, self.contexts, tick
         )
-        return flow._replace(received=received, inputs=inputs, variables=variables), output
+        return flow._replace(forward_inputs=received, inputs=inputs, variables=variables), output
 
     def _backward(self, flow: _Flow, slopes: Tree, sums: list[jax.Array], tick: jax.Array) -> Any:
         """Run one backward tick on all stages. Return (new flow, gradients of the layers, input gradients [P, b, S, D])."""
@@ -257,11 +257,13 @@ class _Gradients:
             sums = [s + jnp.where(valid, g, 0).astype(s.dtype) for s, g in zip(sums, grads, strict=True)]
             dx = jnp.where(valid, dx, 0)
             sent = jax.tree.map(lambda v: lax.ppermute(v, AXIS, ring), (dx, losses))
-            return _stacked(sent), sums, _stacked(dx)
+            return _add_leading_axis(sent), sums, _add_leading_axis(dx)
 
         run = self._map_stages(device, split=4, replicated=3)
-        returned, sums, dx = run(self.chunk.leaves, flow.returned, flow.inputs, sums, slopes, self.contexts, tick)
-        return flow._replace(returned=returned), sums, dx
+        returned, sums, dx = run(
+            self.chunk.leaves, flow.backward_inputs, flow.inputs, sums, slopes, self.contexts, tick
+        )
+        return flow._replace(backward_inputs=returned), sums, dx
 
     def _differentiate_post(self, sums: _Sums, index: jax.Array, output: Tree) -> tuple[_Sums, Tree]:
         """Add a microbatch's loss and gradients. Return (new sums, (dx, dlosses) of the last stage's output)."""
@@ -291,7 +293,7 @@ class _Gradients:
         (grads,) = pull(dx)
         return self._add(sums, self.pre, [jnp.where(valid, g, 0) for g in grads])
 
-    def _add(self, sums: _Sums, pruned: Pruned, grads: Sequence[jax.Array]) -> _Sums:
+    def _add(self, sums: _Sums, pruned: PrunedFunction, grads: Sequence[jax.Array]) -> _Sums:
         outer = dict(sums.outer)
         for index, grad in zip(pruned.reads, grads, strict=True):
             outer[index] = outer[index] + grad.astype(jnp.float32)
@@ -302,7 +304,9 @@ class _Gradients:
         leaves, trained = self.parts.leaves, self._trained
 
         def arrays(leaves: Sequence[jax.Array]) -> list[jax.Array]:
-            chunk = LayerChunks.of(self.parts.layers(leaves), Schedule(self.plan.stages, self.plan.microbatches))
+            chunk = LayerChunks.from_layers(
+                self.parts.layers(leaves), Schedule(self.plan.stages, self.plan.microbatches)
+            )
             return [chunk.leaves[i] for i in trained]
 
         trained_arrays, pull = jax.vjp(arrays, leaves)
@@ -314,7 +318,7 @@ class _Gradients:
         def device(leaves: Any, variables: Any, x: Any, contexts: Any) -> Any:
             stage = self.parts.stack.stage(self.chunk, leaves)
             zero = jnp.int32(0)
-            return _stacked(stage(x, _row(contexts, zero), zero, zero, variables)[1])
+            return _add_leading_axis(stage(x, _row(contexts, zero), zero, zero, variables)[1])
 
         run = self._map_stages(device, split=2, replicated=2)
         shapes = jax.eval_shape(run, self.chunk.leaves, self.variables, self.first, self.contexts)
@@ -338,7 +342,7 @@ def _local(tree: Tree) -> Tree:
     return jax.tree.map(lambda v: v[0], tree)
 
 
-def _stacked(tree: Tree) -> Tree:
+def _add_leading_axis(tree: Tree) -> Tree:
     return jax.tree.map(lambda v: v[None], tree)
 
 

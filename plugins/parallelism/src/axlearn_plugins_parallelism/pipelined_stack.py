@@ -26,7 +26,7 @@ from axlearn_core.nn.sharding import Placement, constrain, logical_rules, placem
 from axlearn_plugins_parallelism.schedule import Schedule
 from axlearn_plugins_parallelism.stack_call import stack_call
 from axlearn_plugins_transformer.stack import Stack
-from axlearn_plugins_transformer.stacked import Layers, Written, write_variables
+from axlearn_plugins_transformer.stack_layers import KindVariables, Layers, write_variables
 
 AXIS = "pipeline"
 RESIDUAL = ("batch", "residual_sequence", "activation_embed")
@@ -82,19 +82,19 @@ class PipelinedStack(Stack):
                 return super().__call__(layers, x, context)
             raise uneven_rows(count, x.shape[0])
         parts, rejoin = _microbatches((x, context), x.shape[0], count)
-        stacked = Layers.of(layers)
+        stacked = Layers.from_module(layers)
         if place is None or stages == 1:
-            y, reports, written = _run_sequentially(super().run, stacked, parts, count)
+            y, reports, updates = _run_sequentially(super().run, stacked, parts, count)
         else:
-            y, reports, written = self._run_stages(place, stacked, parts)
+            y, reports, updates = self._run_stages(place, stacked, parts)
         summaries.add_layers([reports])
-        write_variables(layers, written)
+        write_variables(layers, updates)
         return rejoin(y), None
 
-    def _run_stages(self, place: Placement, layers: Layers, parts: Any) -> tuple[jax.Array, Any, Written]:
+    def _run_stages(self, place: Placement, layers: Layers, parts: Any) -> tuple[jax.Array, Any, KindVariables]:
         cfg, stages = self.cfg, place.mesh.shape[AXIS]
         plan = Schedule(stages, cfg.microbatches, cfg.rounds if cfg.schedule == "interleaved" else 1)
-        chunk = LayerChunks.of(layers, plan)
+        chunk = LayerChunks.from_layers(layers, plan)
         if plan.rounds > 1 and plan.microbatches % stages:
             got = f"{plan.microbatches} microbatches for {stages} stages"
             raise _incompatible("microbatches", "an interleaved schedule needs a multiple of the number of stages", got)
@@ -113,11 +113,11 @@ class PipelinedStack(Stack):
         # bfloat16 sum over a manual axis if other axes are automatic.
         x, context = parts
         x = jnp.broadcast_to(x[None], (stages, *x.shape))
-        y, reports, written = mapped(chunk.leaves, x, context)
+        y, reports, updates = mapped(chunk.leaves, x, context)
         # [P, M, ...]: the last stage has the outputs, and each stage has the reports of its own layers.
         losses, layer_summaries = summaries.map_plain(lambda v: v / plan.microbatches, reports)
         reports = losses, summaries.map_plain(lambda v: v / plan.rounds, layer_summaries)
-        return y[-1], reports, jax.tree.map(chunk.rejoin, written)
+        return y[-1], reports, jax.tree.map(chunk.rejoin, updates)
 
     def stage(self, chunk: "LayerChunks", leaves: Sequence[jax.Array]) -> Callable[..., Any]:
         """Return a function that runs this device's chunk of layers for one round.
@@ -126,9 +126,9 @@ class PipelinedStack(Stack):
         """
         if chunk.rounds == 1:
 
-            def stage(x: jax.Array, context: Context, _: jax.Array, index: jax.Array, variables: Written) -> Any:
-                y, _, written = Stack.run(self, chunk.layers(leaves, index).replaced(variables), x, context)
-                return y, _update_variables(variables, written)
+            def stage(x: jax.Array, context: Context, _: jax.Array, index: jax.Array, variables: KindVariables) -> Any:
+                y, _, updates = Stack.run(self, chunk.layers(leaves, index).replace_variables(variables), x, context)
+                return y, _update_variables(variables, updates)
 
             return _with_reports(stage)
         # The layers of the round are sliced inside the rematerialized function. As inputs of the function they would be saved for
@@ -136,24 +136,28 @@ class PipelinedStack(Stack):
         plain = Stack.Config(mode=self.cfg.mode).build()
         local = [leaf[0] for leaf in leaves]
 
-        def run_round(x: jax.Array, context: Context, round: jax.Array, index: jax.Array, variables: Written) -> Any:
+        def run_round(
+            x: jax.Array, context: Context, round: jax.Array, index: jax.Array, variables: KindVariables
+        ) -> Any:
             def row(leaf: jax.Array) -> jax.Array:
                 return lax.dynamic_index_in_dim(leaf, round, keepdims=False)
 
             values = jax.tree.map(row, variables)
-            y, _, written = plain.run(chunk.layers([row(leaf) for leaf in local], index).replaced(values), x, context)
+            y, _, updates = plain.run(
+                chunk.layers([row(leaf) for leaf in local], index).replace_variables(values), x, context
+            )
             put = lambda all, one: lax.dynamic_update_index_in_dim(all, one.astype(all.dtype), round, 0)  # noqa: E731
-            return y, jax.tree.map(put, variables, _update_variables(values, written))
+            return y, jax.tree.map(put, variables, _update_variables(values, updates))
 
         remat = (self.cfg.remat or _SaveTagged.Config()).build()
         wrapped = remat.wrap(_with_reports(run_round), in_loop=True)
 
-        def checked(*args: Any) -> Any:
+        def run_and_check(*args: Any) -> Any:
             result = wrapped(*args)
             remat.check()
             return result
 
-        return checked
+        return run_and_check
 
 
 class _SaveTagged(Remat):
@@ -207,7 +211,7 @@ class LayerChunks(NamedTuple):
     rounds: int
 
     @classmethod
-    def of(cls, layers: Layers, plan: Schedule) -> "LayerChunks":
+    def from_layers(cls, layers: Layers, plan: Schedule) -> "LayerChunks":
         """Split layers into chunks. Raise `ConfigError` if the chunks would differ."""
         states = [jax.tree.flatten(state) for state in layers.states]
         kinds, count = layers.kinds, plan.stages * plan.rounds
@@ -234,9 +238,9 @@ class LayerChunks(NamedTuple):
         arrays = iter(jax.random.wrap_key_data(x) if is_key else x for x, is_key in zip(leaves, self.keys, strict=True))
         states = [tree.unflatten([next(arrays) for _ in range(n)]) for _, tree, n in self.graphs]
         layers = Layers(self.kinds, tuple(graph for graph, *_ in self.graphs), tuple(states))
-        return layers.folded(index) if any(self.keys) and index is not None else layers
+        return layers.fold_in(index) if any(self.keys) and index is not None else layers
 
-    def variables(self, leaves: Sequence[jax.Array]) -> Written:
+    def variables(self, leaves: Sequence[jax.Array]) -> KindVariables:
         """Return the variables of this device's chunks: [layers of a chunk, ...], or [rounds, layers of a chunk, ...]."""
         return self.layers(leaves if self.rounds == 1 else [leaf[0] for leaf in leaves]).all_variables()
 
@@ -248,8 +252,8 @@ class LayerChunks(NamedTuple):
         return jnp.swapaxes(chunks, 0, 1).reshape(-1, *variable.shape[2:])
 
 
-def _update_variables(variables: Written, written: Written) -> Written:
-    return {kind: {**values, **written.get(kind, {})} for kind, values in variables.items()}
+def _update_variables(variables: KindVariables, updates: KindVariables) -> KindVariables:
+    return {kind: {**values, **updates.get(kind, {})} for kind, values in variables.items()}
 
 
 def _with_reports(stage: Callable[..., jax.Array]) -> Callable[..., Any]:
@@ -288,16 +292,18 @@ def _constrain_residual(x: jax.Array) -> jax.Array:
 
 def _run_sequentially(
     run: Callable[..., Any], layers: Layers, parts: Any, count: int
-) -> tuple[jax.Array, Any, Written]:
+) -> tuple[jax.Array, Any, KindVariables]:
     """Run all microbatches through all layers. Reports have the shape [M] for each name."""
     draws = any(randomness.is_key(leaf) for state in layers.states for leaf in jax.tree.leaves(state))
 
-    def microbatch(variables: Written, index: jax.Array | None, x: jax.Array, context: Context) -> Any:
-        updated = layers.replaced(variables) if index is None else layers.replaced(variables).folded(index)
-        y, _, written = run(updated, x, context)
-        return y, _update_variables(variables, written)
+    def microbatch(variables: KindVariables, index: jax.Array | None, x: jax.Array, context: Context) -> Any:
+        updated = (
+            layers.replace_variables(variables) if index is None else layers.replace_variables(variables).fold_in(index)
+        )
+        y, _, updates = run(updated, x, context)
+        return y, _update_variables(variables, updates)
 
-    def body(variables: Written, numbered: Any) -> Any:
+    def body(variables: KindVariables, numbered: Any) -> Any:
         part, index = numbered
         (y, variables), reports = _with_reports(microbatch)(variables, index, *part)
         return variables, (y, reports)
@@ -307,7 +313,7 @@ def _run_sequentially(
     return y, (jax.tree.map(lambda v: v / count, losses), reported), variables
 
 
-def _ticks(plan: Schedule, stage: Callable[..., Any], variables: Written, x: jax.Array, context: Any) -> Any:
+def _ticks(plan: Schedule, stage: Callable[..., Any], variables: KindVariables, x: jax.Array, context: Any) -> Any:
     """Run the ticks of one device. Each tick runs a chunk of layers on the output of the previous stage.
 
     Returns:
@@ -317,7 +323,7 @@ def _ticks(plan: Schedule, stage: Callable[..., Any], variables: Written, x: jax
     me = lax.axis_index(AXIS)
     ring = [(i, (i + 1) % plan.stages) for i in range(plan.stages)]
 
-    def tick(carry: tuple[jax.Array, jax.Array, Written], now: jax.Array) -> Any:
+    def tick(carry: tuple[jax.Array, jax.Array, KindVariables], now: jax.Array) -> Any:
         received, outputs, variables = carry
         valid, index, round = plan.work(now, me)
         first_input, row_context = jax.tree.map(

@@ -14,7 +14,7 @@ import jax
 
 from axlearn_core.nn import summaries
 from axlearn_core.nn.layer import Context
-from axlearn_plugins_transformer.stacked import Layers, Written, write_variables
+from axlearn_plugins_transformer.stack_layers import KindVariables, Layers, write_variables
 
 
 @attrs.frozen(eq=False)
@@ -24,12 +24,12 @@ class StackOutput:
     Attributes:
         x: Output, [b, S, D].
         reports: (losses, summaries). Each maps name -> scalar. Losses are summed over the layers, summaries are averaged.
-        written: Variables of all layers.
+        updates: Variables of all layers.
     """
 
     x: jax.Array
     reports: Any
-    written: Written = attrs.field(factory=dict)
+    updates: KindVariables = attrs.field(factory=dict)
 
 
 @attrs.define(eq=False)
@@ -53,11 +53,11 @@ class StackCall:
     def answer(self, stack: Any, layers: Any, x: jax.Array, context: Context) -> jax.Array:
         """Record a stack call. Return the output, or the input if there is no output: [b, S, D]."""
         self.count += 1
-        self.stack, self.layers, self.x, self.context = stack, Layers.of(layers), x, context
+        self.stack, self.layers, self.x, self.context = stack, Layers.from_module(layers), x, context
         if self.output is None:
             return x
         summaries.add_layers([self.output.reports])
-        write_variables(layers, self.output.written)
+        write_variables(layers, self.output.updates)
         return self.output.x
 
 

@@ -29,7 +29,7 @@ class Parts(NamedTuple):
     halves: int
 
     @classmethod
-    def of(cls, axes: Sequence[str], devices: int, length: int) -> "Parts":
+    def from_axes(cls, axes: Sequence[str], devices: int, length: int) -> "Parts":
         """Build the parts for `length` positions on each device."""
         halves = 1 if length % 2 else 2
         return cls(tuple(axes), devices, length // halves, halves)

@@ -30,7 +30,7 @@ TRACED = 5
 
 
 @attrs.frozen(kw_only=True)
-class Measured:
+class StepMeasurement:
     """Measurements of a training step. Bytes are per device, or for the whole process if all devices share its memory.
 
     Attributes:
@@ -42,8 +42,8 @@ class Measured:
         model_flops: Model FLOPs per step, as used for model FLOPs utilization (MFU).
         peak_flops: Total peak FLOP/s of all devices. None if unknown.
         planned_bytes: Memory of the compiled step, times `sharing`.
-        planned_at_most: Whether `planned_bytes` is an upper bound. True on TPUs, because only `axlearn plan` reads the compiler's
-            buffer assignment.
+        planned_is_upper_bound: Whether `planned_bytes` is an upper bound. True on TPUs, because only `axlearn plan` reads the
+            compiler's buffer assignment.
         used_bytes: Peak memory during the steps. None if neither the devices nor the system report it.
         sharing: Number of devices that share the measured memory.
         trace: Directory of the trace, for TensorBoard or Perfetto. None without a trace.
@@ -64,7 +64,7 @@ class Measured:
     sharing: int
     trace: Path | None
     traced_seconds: float | None
-    planned_at_most: bool = False
+    planned_is_upper_bound: bool = False
 
     @property
     def median(self) -> float:
@@ -79,7 +79,7 @@ class Measured:
 
 def measure_step(
     resolved: Resolved, *, steps: int, warmup: int, trace: Path | None, progress: Callable[[str], None] = lambda _: None
-) -> Measured:
+) -> StepMeasurement:
     """Measure training steps of a request on the local devices.
 
     The state is initialized as in a training run. Batches come from the experiment's input and are on the devices before each step
@@ -113,7 +113,7 @@ def measure_step(
     planned = compiled_memory(compiled, resolved.machine)
     traced = _trace_slowest(runner, trace) if trace is not None else None
     devices = program.layout.mesh.devices
-    return Measured(
+    return StepMeasurement(
         title=resolved.title,
         devices=f"{devices.size} x {devices.flat[0].device_kind}",
         machine=resolved.machine,
@@ -124,7 +124,7 @@ def measure_step(
         model_flops=program.model_flops(batches[0]),
         peak_flops=peak_flops(program),
         planned_bytes=planned.total * watermark.sharing,
-        planned_at_most=planned.at_most,
+        planned_is_upper_bound=planned.is_upper_bound,
         used_bytes=used,
         sharing=watermark.sharing,
         trace=trace,
@@ -224,7 +224,7 @@ def _resident(reset: bool = False) -> int | None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def as_json(measured: Measured) -> dict[str, Any]:
+def as_json(measured: StepMeasurement) -> dict[str, Any]:
     """Return the measurements as one JSON object, in seconds and bytes."""
     seconds = sorted(measured.seconds)
     return {
@@ -240,7 +240,7 @@ def as_json(measured: Measured) -> dict[str, Any]:
         "compile_seconds": measured.compile_seconds,
         "input_seconds": measured.input_seconds,
         "planned_bytes": measured.planned_bytes,
-        "planned_at_most": measured.planned_at_most,
+        "planned_at_most": measured.planned_is_upper_bound,
         "used_bytes": measured.used_bytes,
         "devices_sharing": measured.sharing,
         "trace": None if measured.trace is None else str(measured.trace),
@@ -248,7 +248,7 @@ def as_json(measured: Measured) -> dict[str, Any]:
     }
 
 
-def text(measured: Measured) -> str:
+def text(measured: StepMeasurement) -> str:
     """Format the measurements as text."""
     facts = as_json(measured)
     seconds, gib = facts["seconds"], 2**30
@@ -267,7 +267,7 @@ def text(measured: Measured) -> str:
     )
     owner = "per device" if measured.sharing == 1 else f"for {measured.sharing} devices that share memory"
     used = "unknown" if measured.used_bytes is None else f"{measured.used_bytes / gib:.3g} GiB"
-    bound = "at most " if measured.planned_at_most else ""
+    bound = "at most " if measured.planned_is_upper_bound else ""
     rows.append(("memory", f"{used} used, {bound}{measured.planned_bytes / gib:.3g} GiB planned, {owner}"))
     rows.append(("input", f"{measured.input_seconds:.3g} s per batch, overlapped with compute"))
     rows.append(("compile", f"{measured.compile_seconds:.3g} s"))

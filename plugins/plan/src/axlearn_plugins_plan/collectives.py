@@ -80,7 +80,7 @@ def collectives(module: Module, places: Places) -> list[Collective]:
         ValueError: The module has replica groups in an unknown format.
     """
     result = []
-    for computation, times in module.scheduled():
+    for computation, times in module.scheduled_computations():
         channels: set[str] = set()
         for outer in computation.instructions.values():
             for inside, instruction in _parts(module, computation, outer):
@@ -199,9 +199,3 @@ def by_axes(items: Sequence[Collective]) -> Mapping[str, float]:
     for collective in items:
         total[collective.axes] = total.get(collective.axes, 0.0) + collective.bytes
     return total
-
-
-def waits(items: Sequence[Collective]) -> float:
-    """Return the share of the bytes that block the program."""
-    total = sum(c.bytes for c in items)
-    return sum(c.bytes for c in items if not c.asynchronous) / total if total else 0.0

@@ -36,12 +36,12 @@ def plan(request: Any, function: str, as_json: bool) -> None:
         echo(json.dumps(to_json_value(render.as_json(result, fixes)), indent=2, ensure_ascii=False))
     else:
         for line in render.text(result, fixes).splitlines():
-            echo(styled(line))
+            echo(style_line(line))
     if not result.memory.fits:
         raise SystemExit(1)
 
 
-def styled(line: str) -> str:
+def style_line(line: str) -> str:
     """Color one line of a plan."""
     if line.startswith("  fits:"):
         return click.style(line, fg="green")

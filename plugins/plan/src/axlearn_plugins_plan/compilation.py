@@ -11,14 +11,14 @@ from axlearn_core.compose.compiler import Compiler
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import WorkError
 from axlearn_plugins_plan.buffers import Dump, open_dump
-from axlearn_plugins_plan.memory import Memory, compiled_memory, refused_memory, shard_bytes
+from axlearn_plugins_plan.memory import Memory, compiled_memory, parse_out_of_memory, shard_bytes
 
 _NEVER_RUN = {"xla_backend_optimization_level": 0}
 """XLA options for a stand-in on XLA:CPU. Only its HLO is read, so LLVM optimizations would waste time."""
 
 
 @contextlib.contextmanager
-def uncached() -> Iterator[None]:
+def disable_compilation_cache() -> Iterator[None]:
     """Disable JAX's persistent cache, which can write programs for absent devices but cannot read them back."""
     settings: Any = jax.config
     before = settings.jax_enable_compilation_cache
@@ -46,14 +46,14 @@ def compile_function(program: Compiler, function: str, bucket: Any, machine: Mac
     Raises:
         WorkError: The compiler stopped for a different reason.
     """
-    options: dict[str, Any] = dict(_NEVER_RUN) if machine.target.stand_in else {}
+    options: dict[str, Any] = dict(_NEVER_RUN) if machine.target.compile_caveat else {}
     with _buffers(program, machine) as dump:
         try:
-            with uncached():
+            with disable_compilation_cache():
                 compiled = program.compile(function, bucket, **options, **(dump.options if dump else {}))
         except jax.errors.JaxRuntimeError as error:
             arguments = shard_bytes(program.arguments(function, bucket))
-            memory = refused_memory(str(error), arguments, machine, dump.read() if dump else None)
+            memory = parse_out_of_memory(str(error), arguments, machine, dump.read() if dump else None)
             if memory is None:
                 raise WorkError(f"the compiler stopped: {error}") from error
             return None, memory
@@ -62,6 +62,6 @@ def compile_function(program: Compiler, function: str, bucket: Any, machine: Mac
 
 def _buffers(program: Compiler, machine: Machine) -> contextlib.AbstractContextManager[Dump | None]:
     """Open a dump of the buffer assignment for TPUs, whose memory statistics are too high. Yields None on other platforms."""
-    if machine.target.platform != "tpu" or machine.target.stand_in:
+    if machine.target.platform != "tpu" or machine.target.compile_caveat:
         return contextlib.nullcontext()
     return open_dump(program.compiler_options)

@@ -83,7 +83,7 @@ class Instruction:
         return buffers(self.shape)
 
     @cached_property
-    def called(self) -> Mapping[str, tuple[str, ...]]:
+    def computations(self) -> Mapping[str, tuple[str, ...]]:
         """Attribute (`calls`, `body`, `condition`, `to_apply`, ...) -> names of computations."""
         return {key: tuple(n.strip(" %") for n in names.strip("{}").split(",")) for key, names in self._calls()}
 
@@ -137,7 +137,7 @@ class Module:
     computations: Mapping[str, Computation]
     entry: str
 
-    def scheduled(self) -> Iterator[tuple[Computation, float]]:
+    def scheduled_computations(self) -> Iterator[tuple[Computation, float]]:
         """Yield each scheduled computation (entry, loop bodies, branches) with its total number of executions.
 
         Excludes computations that fusions and asynchronous instructions call; see `inside`. Every branch counts as taken.
@@ -172,7 +172,7 @@ class Module:
     def inside(self, instruction: Instruction) -> Iterator[tuple[Computation, Instruction]]:
         """Yield (computation, instruction) for an instruction, or for the body of a fusion or asynchronous start."""
         calling = ("to_apply",) if instruction.opcode == "call-start" else ("calls", "called_computations")
-        names = [n for key in calling for n in instruction.called.get(key, ())]
+        names = [n for key in calling for n in instruction.computations.get(key, ())]
         for name in names:
             for below in self.computations[name].instructions.values():
                 for inner, parent in self.inside(below):
@@ -182,7 +182,7 @@ class Module:
 
     def unknown_loops(self) -> list[str]:
         """Return the names of loops with an unknown trip count. These count once."""
-        loops = [i for c, _ in self.scheduled() for i in c.instructions.values() if i.opcode == "while"]
+        loops = [i for c, _ in self.scheduled_computations() for i in c.instructions.values() if i.opcode == "while"]
         return [loop.name for loop in loops if self.trips(loop) is None]
 
     def trips(self, loop: Instruction) -> int | None:
@@ -190,10 +190,10 @@ class Module:
         match = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)
         if match:
             return int(match[1])
-        condition = self.computations[loop.called["condition"][0]]
+        condition = self.computations[loop.computations["condition"][0]]
         root = condition.root
-        if root.opcode == "fusion" and root.called.get("calls"):
-            inner = self.computations[root.called["calls"][0]]
+        if root.opcode == "fusion" and root.computations.get("calls"):
+            inner = self.computations[root.computations["calls"][0]]
             compared, arguments = inner.root, dict(enumerate(root.operands))
             sides = [self._constant(condition, inner, o, arguments) for o in compared.operands]
         else:
@@ -223,7 +223,7 @@ class Module:
 def _bodies(instruction: Instruction) -> Iterator[tuple[str, str]]:
     if instruction.opcode not in ("while", "conditional", "call"):
         return
-    for key, names in instruction.called.items():
+    for key, names in instruction.computations.items():
         for name in names:
             yield key, name
 

@@ -27,10 +27,10 @@ def explain(request: Any, name: str, as_json: bool) -> None:
     """
     no_devices()
     from axlearn_core.plugins.resolve import resolve
-    from axlearn_plugins_plan.plan import prepared
+    from axlearn_plugins_plan.plan import compose_program
     from axlearn_plugins_plan.render import kernel_lines, kernels_json
 
-    program, batch = prepared(resolve(request))
+    program, batch = compose_program(resolve(request))
     program.trace(name, program.function(name).bucket_of(batch))
     choices = program.choices(name)
     if as_json:

@@ -29,18 +29,18 @@ class Memory:
         temporaries: Buffers that exist only during the step: activations, gradients, gathered weights.
         code: The program itself, or 0 if the compiler does not count it.
         capacity: Device memory available to a program. None if unknown.
-        refused: Whether the compiler stopped because the program does not fit.
-        at_most: Whether the temporaries are an upper bound. True on TPUs if the buffer assignment was not read.
-        compiled: Whether the program was compiled by a compiler that rejects programs that do not fit.
+        out_of_memory: Whether the compiler stopped because the program does not fit.
+        is_upper_bound: Whether the temporaries are an upper bound. True on TPUs if the buffer assignment was not read.
+        compiler_checks_memory: Whether the compiler rejects programs that do not fit.
     """
 
     arguments: int
     temporaries: int
     code: int = 0
     capacity: int | None = None
-    refused: bool = False
-    at_most: bool = False
-    compiled: bool = False
+    out_of_memory: bool = False
+    is_upper_bound: bool = False
+    compiler_checks_memory: bool = False
 
     @property
     def total(self) -> int:
@@ -50,7 +50,9 @@ class Memory:
     @property
     def fits(self) -> bool:
         """True if the program fits, or if the capacity is unknown and the compiler did not reject the program."""
-        return not self.refused and (self.compiled or self.capacity is None or self.total <= self.capacity)
+        return not self.out_of_memory and (
+            self.compiler_checks_memory or self.capacity is None or self.total <= self.capacity
+        )
 
 
 def capacity(machine: Machine) -> int | None:
@@ -99,12 +101,14 @@ def compiled_memory(compiled: Any, machine: Machine | None, buffers: Buffers | N
         temporaries=temporaries,
         code=stats.generated_code_size_in_bytes,
         capacity=capacity(machine) if machine else None,
-        at_most=refuses and (buffers is None or mismatch),
-        compiled=refuses,
+        is_upper_bound=refuses and (buffers is None or mismatch),
+        compiler_checks_memory=refuses,
     )
 
 
-def refused_memory(message: str, arguments: int, machine: Machine, buffers: Buffers | None = None) -> Memory | None:
+def parse_out_of_memory(
+    message: str, arguments: int, machine: Machine, buffers: Buffers | None = None
+) -> Memory | None:
     """Parse the memory of a program from a compiler's out-of-memory error.
 
     Args:
@@ -129,7 +133,7 @@ def refused_memory(message: str, arguments: int, machine: Machine, buffers: Buff
         arguments=arguments,
         temporaries=max(0, temporaries),
         capacity=capacity(machine),
-        refused=True,
+        out_of_memory=True,
     )
 
 

@@ -34,14 +34,14 @@ from axlearn_plugins_plan.traffic import hbm_bytes
 
 
 @attrs.frozen(kw_only=True)
-class Plan:
+class FunctionPlan:
     """The figures for a function call on a machine. Bytes and collectives are per device.
 
     Attributes:
         function: Name of the function; `train` for a training step.
         memory: Memory per device, and whether it fits.
         flops: Model FLOPs on all devices.
-        executed: dtype -> FLOPs that the program executes on all devices.
+        executed_flops: dtype -> FLOPs that the program executes on all devices.
         hbm_traffic: Bytes read from and written to device memory. None if the compiler stopped.
         collectives: Collectives of the program. None if the compiler stopped.
         rows: Number of rows in the batch.
@@ -64,7 +64,7 @@ class Plan:
     remat: tuple[str, ...]
     memory: Memory
     flops: ModelFlops
-    executed: Mapping[str, float]
+    executed_flops: Mapping[str, float]
     hbm_traffic: float | None
     collectives: Sequence[Collective] | None
     roofline: Roofline
@@ -85,7 +85,7 @@ class Plan:
         """Explanation if the utilization at the roofline is above 1, or None if it is not."""
         full, causal = self.mfu(), self.mfu(causal=True)
         if causal is not None and causal > 1:
-            faster = ", ".join(sorted(d for d, flops in self.executed.items() if flops and d != "bfloat16"))
+            faster = ", ".join(sorted(d for d, flops in self.executed_flops.items() if flops and d != "bfloat16"))
             return f"more than 100%: the peak is for bfloat16, but some products are in {faster or 'other dtypes'}"
         if full is not None and full > 1:
             return "more than 100%: full attention counts masked pairs, which the kernel skips"
@@ -116,7 +116,7 @@ def machine_of(resolved: Resolved) -> Machine:
     return resolved.machine
 
 
-def prepared(resolved: Resolved) -> tuple[Program, dict[str, jax.ShapeDtypeStruct]]:
+def compose_program(resolved: Resolved) -> tuple[Program, dict[str, jax.ShapeDtypeStruct]]:
     """Compose the program of a request for its machine.
 
     Fields that only the data needs (files, a tokenizer) may be unset if the input can report its batch shapes without them.
@@ -155,7 +155,7 @@ def _check_config(resolved: Resolved) -> None:
             raise
 
 
-def make_plan(resolved: Resolved, function: str = "train") -> Plan:
+def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
     """Compile a function of a request for its machine, and build a plan from the compiled program.
 
     Args:
@@ -163,10 +163,10 @@ def make_plan(resolved: Resolved, function: str = "train") -> Plan:
         function: Name of a function that the experiment declares. `Function.bucket_of` maps a batch to its shapes.
 
     Raises:
-        RequestError: The request is invalid (see `prepared`), or the experiment has no such function.
+        RequestError: The request is invalid (see `compose_program`), or the experiment has no such function.
         WorkError: The compiler stopped for a reason other than lack of memory.
     """
-    program, batch = prepared(resolved)
+    program, batch = compose_program(resolved)
     machine = machine_of(resolved)
     bucket = program.function(function).bucket_of(batch)
     trains = program.function(function).differentiates
@@ -180,20 +180,20 @@ def make_plan(resolved: Resolved, function: str = "train") -> Plan:
     moved = traffic = None
     unchanged = [str(decision) for decision in resolved.decisions if decision.kind == "unchanged"]
     notes = [*resolved.notes, *unchanged, *map(str, replicated(program.trained))]
-    if machine.target.stand_in:
-        notes.append(f"this is not the program that runs on the target: {machine.target.stand_in}")
+    if machine.target.compile_caveat:
+        notes.append(f"this is not the program that runs on the target: {machine.target.compile_caveat}")
     if compiled is not None:
         module = parse(compiled.as_text())
         moved, traffic, more = _read_module(module, program, machine)
         notes += more
-        if machine.target.stand_in:  # the real compiler makes different fusions
+        if machine.target.compile_caveat:  # the real compiler makes different fusions
             moved = (2.0 if trains else 1.0) * memory.arguments
             how = "one read and one write of the state" if trains else "one read of the arguments"
             notes.append(f"memory traffic counts only {how}")
     else:
         notes.append("the compiler ran out of memory, so traffic and collectives are unknown")
     is_batch = isinstance(bucket, Mapping)
-    return Plan(
+    return FunctionPlan(
         title=resolved.title,
         function=function,
         machine=machine,
@@ -206,7 +206,7 @@ def make_plan(resolved: Resolved, function: str = "train") -> Plan:
         remat=_remat(resolved.config) if trains else (),
         memory=memory,
         flops=flops,
-        executed=executed,
+        executed_flops=executed,
         hbm_traffic=moved,
         collectives=traffic,
         roofline=roofline(machine.target, machine.devices, executed, moved, traffic),

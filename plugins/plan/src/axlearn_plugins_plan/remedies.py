@@ -7,7 +7,7 @@ import attrs
 
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.targets import find_machine
-from axlearn_plugins_plan.plan import Plan
+from axlearn_plugins_plan.plan import FunctionPlan
 from axlearn_plugins_plan.roofline import peak
 
 
@@ -30,7 +30,7 @@ class Remedy:
     why: str
 
 
-def remedies(plan: Plan, features: frozenset[str], most: int = 3) -> list[Remedy]:
+def remedies(plan: FunctionPlan, features: frozenset[str], most: int = 3) -> list[Remedy]:
     """Return the cheapest changes that make a plan fit by estimate, or the closest ones if no change is enough.
 
     Args:
@@ -54,7 +54,7 @@ def remedies(plan: Plan, features: frozenset[str], most: int = 3) -> list[Remedy
     return [*sufficient, *insufficient][:most]
 
 
-def _accumulation(plan: Plan) -> Iterator[Remedy]:
+def _accumulation(plan: FunctionPlan) -> Iterator[Remedy]:
     """Suggest more microbatches. They shrink the temporaries but need a buffer for the summed gradients."""
     shards = 1
     for axis in ("data", "fsdp", "expert"):
@@ -80,7 +80,7 @@ def _accumulation(plan: Plan) -> Iterator[Remedy]:
         yield best
 
 
-def _combine(plan: Plan, microbatches: Remedy, recompute: Remedy) -> Remedy:
+def _combine(plan: FunctionPlan, microbatches: Remedy, recompute: Remedy) -> Remedy:
     """Combine two remedies. Each activation that is no longer saved belonged to one microbatch."""
     share = (microbatches.total - plan.memory.arguments) / max(plan.memory.temporaries, 1)
     costs = [r.seconds for r in (microbatches, recompute)]
@@ -93,12 +93,12 @@ def _combine(plan: Plan, microbatches: Remedy, recompute: Remedy) -> Remedy:
     )
 
 
-def _links(plan: Plan) -> float:
+def _links(plan: FunctionPlan) -> float:
     times = [t for t in (plan.roofline.links, plan.roofline.network) if t is not None]
     return max(times, default=0.0)
 
 
-def _recompute(plan: Plan) -> Iterator[Remedy]:
+def _recompute(plan: FunctionPlan) -> Iterator[Remedy]:
     """Suggest saving fewer tags. Drop the tags that free the most memory per recomputed FLOP first."""
     candidates = [t for t in plan.tags if t.kept in ("saved", "free")]
     if not candidates:
@@ -115,7 +115,7 @@ def _recompute(plan: Plan) -> Iterator[Remedy]:
             return
 
 
-def _drop_tags(plan: Plan, dropped: list, saved: list[str], words: str) -> Remedy:
+def _drop_tags(plan: FunctionPlan, dropped: list, saved: list[str], words: str) -> Remedy:
     flops = sum(t.flops for t in dropped)
     best = peak(plan.machine.target, "bfloat16")
     return Remedy(
@@ -127,7 +127,7 @@ def _drop_tags(plan: Plan, dropped: list, saved: list[str], words: str) -> Remed
     )
 
 
-def _offload(plan: Plan) -> Iterator[Remedy]:
+def _offload(plan: FunctionPlan) -> Iterator[Remedy]:
     """Suggest offloading saved tags to host memory, the largest tags first."""
     candidates = [t for t in plan.tags if t.kept == "saved"]
     if not candidates or plan.machine.target.platform == "cpu":
@@ -148,7 +148,7 @@ def _offload(plan: Plan) -> Iterator[Remedy]:
     )
 
 
-def _shard_copies(plan: Plan) -> Iterator[Remedy]:
+def _shard_copies(plan: FunctionPlan) -> Iterator[Remedy]:
     """Suggest FSDP over the `data` axis, which replicates the state."""
     copies = plan.mesh.get("data", 1)
     if copies == 1 or plan.machine.domains > 1:
@@ -165,7 +165,7 @@ def _shard_copies(plan: Plan) -> Iterator[Remedy]:
     )
 
 
-def _more_chips(plan: Plan) -> Iterator[Remedy]:
+def _more_chips(plan: FunctionPlan) -> Iterator[Remedy]:
     """Suggest a larger machine of the same target, which shards the state and the rows further."""
     name, target = plan.machine.name, plan.machine.target
     size = re.fullmatch(r"(.*?)(\d+)", name) if target.size == "hosts" else re.fullmatch(r"(.*?-)(\d+)(x\d+)?", name)
@@ -194,7 +194,7 @@ def _more_chips(plan: Plan) -> Iterator[Remedy]:
         yield best
 
 
-def _model_parallel(plan: Plan) -> int:
+def _model_parallel(plan: FunctionPlan) -> int:
     size = 1
     for axis in ("pipeline", "seq", "tensor"):
         size *= plan.mesh.get(axis, 1)

@@ -5,7 +5,7 @@ from typing import Any
 
 from axlearn_core.config import fields_of
 from axlearn_core.kernels.selection import Choice, installed
-from axlearn_plugins_plan.plan import Plan
+from axlearn_plugins_plan.plan import FunctionPlan
 from axlearn_plugins_plan.remedies import Remedy
 
 GIB = 2**30
@@ -41,7 +41,7 @@ def share(value: float | None) -> str:
     return "?" if value is None else f"{100 * value:.1f}%"
 
 
-def text(plan: Plan, remedies: Sequence[Remedy] = ()) -> str:
+def text(plan: FunctionPlan, remedies: Sequence[Remedy] = ()) -> str:
     """Format a plan as text, section by section."""
     machine = plan.machine
     per = f" of {machine.target.devices_per_chip} devices each" if machine.target.devices_per_chip > 1 else ""
@@ -66,11 +66,11 @@ def text(plan: Plan, remedies: Sequence[Remedy] = ()) -> str:
     return "\n".join(lines)
 
 
-def _memory(plan: Plan) -> Iterator[str]:
+def _memory(plan: FunctionPlan) -> Iterator[str]:
     memory = plan.memory
     verdict = "fits" if memory.fits else "does not fit"
-    bound = "at most " if memory.at_most else ""
-    if memory.fits and memory.at_most:
+    bound = "at most " if memory.is_upper_bound else ""
+    if memory.fits and memory.is_upper_bound:
         verdict = "fits, by the compiler"
     yield f"{verdict}: {bound}{size(memory.total)} of {size(memory.capacity)}"
     yield f"arguments    {size(memory.arguments)}"
@@ -81,17 +81,17 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 def _remedies(remedies: Sequence[Remedy], capacity: int | None) -> Iterator[str]:
     for remedy in remedies:
-        alone = " (not enough alone)" if capacity is not None and remedy.total > capacity else ""
+        suffix = " (not enough alone)" if capacity is not None and remedy.total > capacity else ""
         cost = "unknown cost" if remedy.seconds is None else f"+{seconds(remedy.seconds)} per step"
         if remedy.chips > 1:
             cost = f"{remedy.chips} times the chips"
         yield remedy.words
-        yield f"    about {size(remedy.total)}{alone}, {cost}: {remedy.why}"
+        yield f"    about {size(remedy.total)}{suffix}, {cost}: {remedy.why}"
 
 
-def _roofline(plan: Plan) -> Iterator[str]:
+def _roofline(plan: FunctionPlan) -> Iterator[str]:
     line, devices = plan.roofline, plan.machine.devices
-    executed = sum(plan.executed.values())
+    executed = sum(plan.executed_flops.values())
     rows = (
         ("compute", line.compute, f"{count(executed / devices)}FLOP"),
         ("memory", line.hbm, "?" if plan.hbm_traffic is None else f"{size(plan.hbm_traffic)} read and written"),
@@ -121,13 +121,13 @@ def _count_noun(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' if number > 1 else ''}"
 
 
-def _bytes_sent(plan: Plan, field: str) -> str:
+def _bytes_sent(plan: FunctionPlan, field: str) -> str:
     if plan.collectives is None:
         return "?"
     return f"{size(sum(c.times * fields_of(c)[field] for c in plan.collectives))} sent"
 
 
-def _collectives(plan: Plan) -> Iterator[str]:
+def _collectives(plan: FunctionPlan) -> Iterator[str]:
     grouped: dict[tuple[str, str], list[float]] = {}
     for collective in plan.collectives or ():
         total = grouped.setdefault((collective.axes, collective.kind), [0.0, 0.0, 0.0])
@@ -144,11 +144,11 @@ def kernel_lines(choices: Sequence[Choice]) -> Iterator[str]:
     for choice in choices:
         yield choice.call
         yield f"    {choice.name}"
-        for name, reason in rejected(choice).items():
+        for name, reason in rejection_reasons(choice).items():
             yield f"    not {name}: {reason}"
 
 
-def rejected(choice: Choice) -> dict[str, str]:
+def rejection_reasons(choice: Choice) -> dict[str, str]:
     """Return name -> reason for each implementation of the op that was not chosen."""
     reasons, platform = dict(choice.rejected), choice.context.platform
     declared = installed(type(choice.op))
@@ -163,7 +163,7 @@ def rejected(choice: Choice) -> dict[str, str]:
     return reasons
 
 
-def _tags(plan: Plan) -> Iterator[str]:
+def _tags(plan: FunctionPlan) -> Iterator[str]:
     yield from plan.remat
     if not plan.tags:
         return
@@ -173,14 +173,14 @@ def _tags(plan: Plan) -> Iterator[str]:
         yield f"{tag.name:{width}}  {size(tag.bytes):>9}  {count(tag.flops):>9}FLOP  {fate}"
 
 
-def _mesh(plan: Plan) -> Iterator[str]:
+def _mesh(plan: FunctionPlan) -> Iterator[str]:
     yield ", ".join(f"{a}={n}" for a, n in plan.mesh.items()) or "one device"
     yield f"by {plan.rule}" if plan.rule else "no mesh rule matches: all devices on fsdp, or the mesh of the config"
     for note in plan.notes:
         yield f"note: {note}"
 
 
-def as_json(plan: Plan, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
+def as_json(plan: FunctionPlan, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
     """Return the plan as one JSON object. Bytes and collectives are per chip."""
     per_chip = plan.machine.target.devices_per_chip
     memory, line = plan.memory, plan.roofline
@@ -195,12 +195,12 @@ def as_json(plan: Plan, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
         "argument_bytes": memory.arguments * per_chip,
         "temporary_bytes": memory.temporaries * per_chip,
         "code_bytes": memory.code * per_chip,
-        "memory_at_most": memory.at_most,
+        "memory_at_most": memory.is_upper_bound,
         "hbm_bytes": None if memory.capacity is None else memory.capacity * per_chip,
         "model_flops": plan.flops.full,
         "model_flops_causal": plan.flops.causal,
         "model_flops_per_chip": plan.flops.full / plan.machine.chips,
-        "executed_flops_per_chip": {d: f / plan.machine.chips for d, f in plan.executed.items()},
+        "executed_flops_per_chip": {d: f / plan.machine.chips for d, f in plan.executed_flops.items()},
         "hbm_traffic_bytes": None if plan.hbm_traffic is None else plan.hbm_traffic * per_chip,
         "roofline_step_seconds": line.step,
         "roofline_bound": line.bound,
@@ -242,7 +242,7 @@ def as_json(plan: Plan, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
     }
 
 
-def _prediction_fields(plan: Plan) -> dict[str, Any] | None:
+def _prediction_fields(plan: FunctionPlan) -> dict[str, Any] | None:
     prediction = plan.prediction
     if prediction is None:
         return None
@@ -280,7 +280,7 @@ def kernels_json(choices: Sequence[Choice]) -> list[dict[str, Any]]:
             "kernel": c.name,
             "call": c.call,
             "gradients": c.context.gradients,
-            "rejected": rejected(c),
+            "rejected": rejection_reasons(c),
         }
         for c in choices
     ]

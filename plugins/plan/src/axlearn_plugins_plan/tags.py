@@ -1,6 +1,5 @@
 """Estimate the memory and recomputation cost of each activation tag."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -138,8 +137,3 @@ def _slice_flops(producers: Mapping[Any, Any], scopes: Sequence[Scope], equation
         total += sum(w.flops for w in works(SimpleNamespace(eqns=[producer], outvars=producer.outvars), scopes))
         pending += producer.invars
     return total
-
-
-def matching(all_tags: list[Tag], patterns: tuple[str, ...]) -> list[Tag]:
-    """Return the tags whose full name matches one of the patterns."""
-    return [t for t in all_tags if any(re.fullmatch(p, t.name) for p in patterns)]

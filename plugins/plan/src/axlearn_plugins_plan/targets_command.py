@@ -59,7 +59,7 @@ def _row(origin: str, target: Any) -> dict[str, Any]:
         "link_bandwidth": target.link_bandwidth,
         "network_bandwidth": target.network_bandwidth,
         "can_plan": target.topology is not None,
-        "stand_in": target.stand_in,
+        "compile_caveat": target.compile_caveat,
         "source": target.source,
         "distribution": origin,
     }

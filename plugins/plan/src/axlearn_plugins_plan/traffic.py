@@ -30,7 +30,7 @@ _TRANSPARENT = ("bitcast", "copy", "convert", "reshape")
 def hbm_bytes(module: Module) -> float:
     """Return the bytes that one device reads from and writes to its memory in one step."""
     total = 0.0
-    for computation, times in module.scheduled():
+    for computation, times in module.scheduled_computations():
         moved = sum(_bytes_moved(module, computation, i) for i in computation.instructions.values())
         total += times * moved
     return total
@@ -40,8 +40,10 @@ def _bytes_moved(module: Module, computation: Computation, instruction: Instruct
     opcode = instruction.opcode
     if opcode in FREE or opcode.endswith(("-done", "-update")):
         return 0
-    if opcode in ("fusion", "async-start") and instruction.called.get("calls"):
-        return _fusion_bytes(module, computation, instruction, module.computations[instruction.called["calls"][0]])
+    if opcode in ("fusion", "async-start") and instruction.computations.get("calls"):
+        return _fusion_bytes(
+            module, computation, instruction, module.computations[instruction.computations["calls"][0]]
+        )
     if opcode in ("dynamic-slice", "gather", "slice"):
         return 2 * _bytes_written(instruction)
     if opcode in ("dynamic-update-slice", "scatter"):
@@ -121,7 +123,7 @@ def _slices(module: Module, body: Computation, name: str) -> float | None:
 
 def _slices_inside(module: Module, fusion: Instruction, name: str) -> float | None:
     """Return the bytes of all slices of an operand inside a nested fusion, or None as in `_slices`."""
-    inner, total = module.computations[fusion.called["calls"][0]], 0.0
+    inner, total = module.computations[fusion.computations["calls"][0]], 0.0
     for index in (i for i, operand in enumerate(fusion.operands) if operand == name):
         below = _slices(module, inner, inner.parameters[index].name) if index in inner.parameters else None
         if below is None:

@@ -126,12 +126,12 @@ class _Bits:
         self.bits = bits
 
     @classmethod
-    def of(cls, array: jax.Array) -> Any:
+    def from_array(cls, array: jax.Array) -> Any:
         """Return the bits of an e4m3fn array. Return other arrays unchanged."""
         return cls(jax.lax.bitcast_convert_type(array, jnp.uint8)) if array.dtype == jnp.float8_e4m3fn else array
 
     def value(self: Any) -> jax.Array:
-        """Invert `of`. Also accepts a plain array."""
+        """Invert `from_array`. Also accepts a plain array."""
         return jax.lax.bitcast_convert_type(self.bits, jnp.float8_e4m3fn) if isinstance(self, _Bits) else self
 
     def tree_flatten(self) -> tuple[tuple[jax.Array], None]:
@@ -147,22 +147,22 @@ class _Bits:
 def _with_standard_promotion(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     # qwix multiplies integers by floating-point scales in both passes, which strict dtype promotion forbids.
     @jax.custom_vjp
-    def promoted(*args: jax.Array) -> jax.Array:
+    def product(*args: jax.Array) -> jax.Array:
         with jax.numpy_dtype_promotion("standard"):
             return plain(*args)
 
     def forward(*args: jax.Array) -> tuple[jax.Array, Any]:
         with jax.numpy_dtype_promotion("standard"):
             y, pull = jax.vjp(plain, *args)
-        return y, jax.tree.map(_Bits.of, pull)
+        return y, jax.tree.map(_Bits.from_array, pull)
 
     def backward(residuals: Any, gradient: jax.Array) -> Any:
         pull = jax.tree.map(_Bits.value, residuals, is_leaf=lambda x: isinstance(x, _Bits))
         with jax.numpy_dtype_promotion("standard"):
             return pull(gradient)
 
-    promoted.defvjp(forward, backward)
-    return promoted
+    product.defvjp(forward, backward)
+    return product
 
 
 def grouped_product(rule: Rule, x: jax.Array, weights: jax.Array, exact: Any) -> jax.Array:
@@ -205,10 +205,10 @@ def unsupported_for_experts(setting: str, reason: str) -> RequestError:
     )
 
 
-def _round_trip(weights: jax.Array, to: str) -> jax.Array:
+def _round_trip(weights: jax.Array, dtype: str) -> jax.Array:
     package = load()[0]
     with jax.numpy_dtype_promotion("standard"):
-        return package.dequantize(package.quantize(weights, to, channelwise_axes=(0, 2))).astype(weights.dtype)
+        return package.dequantize(package.quantize(weights, dtype, channelwise_axes=(0, 2))).astype(weights.dtype)
 
 
 def _groups(rule: Rule) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
@@ -254,7 +254,7 @@ def _config(rule: Rule) -> Any:
     )
 
 
-def quantized(weight: jax.Array, inputs: int, storage: str, tile_size: int | None) -> tuple[jax.Array, jax.Array]:
+def quantize_weight(weight: jax.Array, inputs: int, storage: str, tile_size: int | None) -> tuple[jax.Array, jax.Array]:
     """Quantize a weight [*input_dims, *output_dims]. Return (values, scales), with a scale for each output and tile of inputs."""
     array = load()[0].quantize(
         weight,
@@ -267,14 +267,14 @@ def quantized(weight: jax.Array, inputs: int, storage: str, tile_size: int | Non
 
 
 def stored_product(x: jax.Array, values: jax.Array, scales: jax.Array, dimensions: Dimensions) -> jax.Array:
-    """Multiply activations by a weight from `quantized`. Return the product in the dtype of the activations."""
+    """Multiply activations by a weight from `quantize_weight`. Return the product in the dtype of the activations."""
     package = load()[0]
     with jax.numpy_dtype_promotion("standard"):
         return package.dot_general(x, package.QArray(values, scales.astype(x.dtype)), dimensions)
 
 
-def dequantized(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
-    """Convert a weight from `quantized`, or a stack of them, to floating point."""
+def dequantize_weight(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+    """Convert a weight from `quantize_weight`, or a stack of them, to floating point."""
     package = load()[0]
     with jax.numpy_dtype_promotion("standard"):
         return package.dequantize(package.QArray(values, scales.astype(dtype))).astype(dtype)

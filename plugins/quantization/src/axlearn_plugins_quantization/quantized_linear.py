@@ -85,10 +85,10 @@ class QuantizedLinear(Linear):
         rule, magnitudes = self._rule(), self._magnitudes(x, weight)
         quantized = delayed_product if magnitudes else product
         if is_sharded() or cfg.tile_size is not None:
-            y = quantized(rule, contracted(x.ndim, count))(x, weight, *magnitudes)
+            y = quantized(rule, contraction_dims(x.ndim, count))(x, weight, *magnitudes)
         else:  # as one matrix, like Linear
             inner = math.prod(cfg.input_dims)
-            y = quantized(rule, contracted(2, 1))(x.reshape(-1, inner), weight.reshape(inner, -1), *magnitudes)
+            y = quantized(rule, contraction_dims(2, 1))(x.reshape(-1, inner), weight.reshape(inner, -1), *magnitudes)
             y = y.reshape(*x.shape[:-count], *cfg.output_dims)
         return y + expand_to(self.computed(self.bias), y.ndim) if cfg.bias else y
 
@@ -125,6 +125,6 @@ class QuantizedLinear(Linear):
         return y + product.spread(self.computed(self.bias), y) if cfg.bias else y
 
 
-def contracted(rank: int, count: int) -> Any:
+def contraction_dims(rank: int, count: int) -> Any:
     """Return the dimension numbers of [..., *input_dims] (with `rank` dimensions) times [*input_dims, ...]."""
     return (tuple(range(rank - count, rank)), tuple(range(count))), ((), ())

@@ -46,7 +46,7 @@ def quantize_params(params: Mapping[str, Any], functional: Functional) -> dict[s
 
 
 def _quantize_weight(module: WeightOnlyLinear, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    function = module.quantized
+    function = module.quantize
     for _ in range(weight.ndim - len(module.cfg.input_dims) - len(module.cfg.output_dims)):
         function = jax.vmap(function)  # over the layers of a stack
     return array_function()(function)(weight.astype(jnp.float32))

@@ -11,8 +11,8 @@ from axlearn_core.config import REQUIRED, Configurable, Node, interface, node, s
 from axlearn_core.errors import Problem, RequestError
 from axlearn_core.nn.initializers import Constant, Initializer, VarianceScaling
 from axlearn_core.nn.layer import Layer, Precision, expand_to
-from axlearn_plugins_quantization.library import dequantized, quantized, stored_product
-from axlearn_plugins_quantization.quantized_linear import contracted
+from axlearn_plugins_quantization.library import dequantize_weight, quantize_weight, stored_product
+from axlearn_plugins_quantization.quantized_linear import contraction_dims
 
 Storage = Literal["int8", "int4"]
 
@@ -50,21 +50,21 @@ class WeightOnlyLinear(Layer):
         shape = (*cfg.input_dims, *cfg.output_dims)
         make = cfg.init.build()
         dense = make(rngs.params(), shape, jnp.float32, in_axis=tuple(range(count)), out_axis=tuple(range(count, rank)))
-        values, scales = self.quantized(dense)
+        values, scales = self.quantize(dense)
         replicated = (None,) * count  # scales have few entries along the inputs, so every device has all of them
         self.weight = nnx.Param(values, out_sharding=tuple(axes), eager_sharding=False)
         self.weight_scale = nnx.Param(scales, out_sharding=(*replicated, *axes[count:]), eager_sharding=False)
         if cfg.bias:
             self.bias = self.parameter(rngs, Constant(), cfg.output_dims, tuple(axes)[count:])
 
-    def quantized(self, dense: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def quantize(self, dense: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Quantize the weight [*input_dims, *output_dims] of a dense map. Return (weight, weight_scale)."""
-        return quantized(dense, len(self.cfg.input_dims), self.cfg.storage, self.cfg.tile_size)
+        return quantize_weight(dense, len(self.cfg.input_dims), self.cfg.storage, self.cfg.tile_size)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., *input_dims] -> [..., *output_dims]."""
         x = x.astype(self.precision.compute)
-        dimensions = contracted(x.ndim, len(self.cfg.input_dims))
+        dimensions = contraction_dims(x.ndim, len(self.cfg.input_dims))
         y = stored_product(x, self.weight[...], self.weight_scale[...], dimensions)
         return y + expand_to(self.computed(self.bias), y.ndim) if self.cfg.bias else y
 
@@ -81,7 +81,7 @@ class WeightOnlyLinear(Layer):
                 f"weight-only experts: the mesh shards the inputs ({inputs} per device), but {tiles} tiles have scales\n"
                 "    fix: add --set mesh.rules.mlp=[] to replicate the inputs, or quantize without --tile-size"
             )
-        y = product(x.astype(self.precision.compute), dequantized(values, scales, self.precision.compute))
+        y = product(x.astype(self.precision.compute), dequantize_weight(values, scales, self.precision.compute))
         return y + product.spread(self.computed(self.bias), y) if self.cfg.bias else y
 
 

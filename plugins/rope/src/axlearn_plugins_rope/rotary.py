@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from axlearn_core.config import REQUIRED, Node, interface, node, setting
 from axlearn_core.errors import RequestError
 from axlearn_core.nn.layer import Layer, Precision
-from axlearn_plugins_rope.scaling import Frequencies, Scaling, unscaled
+from axlearn_plugins_rope.scaling import Frequencies, Scaling, base_frequencies
 
 
 class RotaryEmbedding(Layer):
@@ -46,7 +46,7 @@ class RotaryEmbedding(Layer):
         """Return the radians per position of each pair, and the factor on cosines and sines."""
         cfg = self.cfg
         if cfg.scaling is None:
-            return Frequencies(unscaled(cfg.head_dim, cfg.theta))
+            return Frequencies(base_frequencies(cfg.head_dim, cfg.theta))
         return cfg.scaling.build()(cfg.head_dim, cfg.theta)
 
     def __call__(self, query: jax.Array, key: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -26,7 +26,7 @@ class Frequencies(NamedTuple):
     factor: float = 1.0
 
 
-def unscaled(head_dim: int, theta: float) -> np.ndarray:
+def base_frequencies(head_dim: int, theta: float) -> np.ndarray:
     """Return theta ** (-2i / head_dim) for each pair i: float64 [head_dim / 2].
 
     See Su et al., 2021.
@@ -50,7 +50,7 @@ class LinearScaling(Node[Scaling]):
 
     def build(self, **_: Any) -> Scaling:
         """Return the scaling function."""
-        return lambda head_dim, theta: Frequencies(unscaled(head_dim, theta) / self.factor)
+        return lambda head_dim, theta: Frequencies(base_frequencies(head_dim, theta) / self.factor)
 
 
 @node
@@ -65,11 +65,11 @@ class NTKScaling(Node[Scaling]):
     def build(self, **_: Any) -> Scaling:
         """Return the scaling function."""
 
-        def scaled(head_dim: int, theta: float) -> Frequencies:
+        def scale_frequencies(head_dim: int, theta: float) -> Frequencies:
             exponent = head_dim / max(head_dim - 2, 1)
-            return Frequencies(unscaled(head_dim, theta * self.factor**exponent))
+            return Frequencies(base_frequencies(head_dim, theta * self.factor**exponent))
 
-        return scaled
+        return scale_frequencies
 
 
 @node
@@ -102,7 +102,7 @@ class YarnScaling(Node[Scaling]):
     def build(self, **_: Any) -> Scaling:
         """Return the scaling function."""
 
-        def scaled(head_dim: int, theta: float) -> Frequencies:
+        def scale_frequencies(head_dim: int, theta: float) -> Frequencies:
             def pair(rotations: float) -> float:
                 """Return the index of the pair with this many rotations over the original length."""
                 return head_dim * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
@@ -113,11 +113,11 @@ class YarnScaling(Node[Scaling]):
             low, high = max(low, 0), min(high, head_dim - 1)
             high = high + 0.001 if low == high else high
             stretched = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1)
-            radians = unscaled(head_dim, theta)
+            radians = base_frequencies(head_dim, theta)
             factor = self.attention_factor or 0.1 * math.log(self.factor) + 1
             return Frequencies(radians * (stretched / self.factor + 1 - stretched), factor)
 
-        return scaled
+        return scale_frequencies
 
 
 @node
@@ -145,11 +145,11 @@ class Llama3Scaling(Node[Scaling]):
     def build(self, **_: Any) -> Scaling:
         """Return the scaling function."""
 
-        def scaled(head_dim: int, theta: float) -> Frequencies:
-            radians = unscaled(head_dim, theta)
+        def scale_frequencies(head_dim: int, theta: float) -> Frequencies:
+            radians = base_frequencies(head_dim, theta)
             rotations = self.original_length * radians / (2 * math.pi)
             span = self.high_frequency_factor - self.low_frequency_factor
             weight = np.clip((rotations - self.low_frequency_factor) / span, 0, 1)
             return Frequencies(radians * (weight + (1 - weight) / self.factor))
 
-        return scaled
+        return scale_frequencies

@@ -296,7 +296,7 @@ class RowResult:
     target_logprobs: Sequence[TokenLogprobs] | None = None
 
 
-class Pending(Protocol):
+class SubmittedStep(Protocol):
     """A step that was submitted to the devices."""
 
     def wait(self) -> Sequence[RowResult]:
@@ -385,7 +385,7 @@ class Runner(Protocol):
         block_size: Positions per block.
         num_blocks: Number of blocks in the cache; block ids are 0 to `num_blocks` - 1.
         max_rows: Maximum number of running requests.
-        max_step_tokens: Maximum number of tokens in a step.
+        max_batch_tokens: Maximum number of tokens in a step.
         max_prompt_tokens: Maximum number of prompt tokens in a step, in whole chunks.
         chunk: Prompt tokens computed together. A partial chunk costs as much as a full one, unless it is a single token.
         max_context: Maximum number of tokens in a request, including its output.
@@ -401,7 +401,7 @@ class Runner(Protocol):
     block_size: int
     num_blocks: int
     max_rows: int
-    max_step_tokens: int
+    max_batch_tokens: int
     max_prompt_tokens: int
     chunk: int
     max_context: int
@@ -436,11 +436,11 @@ class Runner(Protocol):
         """
         ...
 
-    def submit(self, rows: Sequence[Row], steps: int = 1) -> Pending:
+    def submit(self, rows: Sequence[Row], steps: int = 1) -> SubmittedStep:
         """Submit a step and return before it ends.
 
         Args:
-            rows: Rows with distinct slots: at most `max_rows` rows and `max_step_tokens` tokens in total.
+            rows: Rows with distinct slots: at most `max_rows` rows and `max_batch_tokens` tokens in total.
             steps: Number of tokens to choose for each row. Above 1 only if all rows decode without a mask.
         """
         ...

@@ -22,12 +22,12 @@ from axlearn_plugins_serving.contracts import (
     HasWindow,
     HoldsResources,
     Output,
-    Pending,
     QueueFullError,
     Request,
     Row,
     Runner,
     Statistics,
+    SubmittedStep,
 )
 from axlearn_plugins_serving.drafting import Drafter, add_drafts, can_draft
 from axlearn_plugins_serving.measure import Meter
@@ -41,7 +41,7 @@ class _InFlightStep(NamedTuple):
     """A submitted step whose results have not been read yet."""
 
     plan: Plan
-    pending: Pending
+    pending: SubmittedStep
 
 
 class ServingEngine(Configurable):
@@ -94,7 +94,7 @@ class ServingEngine(Configurable):
         )
         self.limits = Limits(
             rows=runner.max_rows,
-            step_tokens=runner.max_step_tokens,
+            step_tokens=runner.max_batch_tokens,
             prompt_tokens=runner.max_prompt_tokens,
             chunk=runner.chunk,
             positions=min(runner.max_blocks_per_request, runner.num_blocks) * runner.block_size,

@@ -18,7 +18,7 @@ from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.errors import ConfigError, Problem, RequestError
 from axlearn_core.run.notices import log_message
 from axlearn_plugins_serving.engine import ServingEngine
-from axlearn_plugins_serving.paged import has_latents
+from axlearn_plugins_serving.paged_cache_feature import has_latents
 from axlearn_plugins_serving.parity import find_parity_problem
 from axlearn_plugins_serving.runner import ModelRunner
 

@@ -24,8 +24,8 @@ from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_serving import token_sampling
 from axlearn_plugins_serving.serving_linear import WeightLayout, lay_out_maps
 from axlearn_plugins_serving.step_inputs import KIND, LOGPROBS, MASKED, SAMPLED, TARGETS, Step, StepBucket
-from axlearn_plugins_serving.token_sampling import Chosen, Tables
-from axlearn_plugins_transformer.causal_lm import TwoPartDecoder
+from axlearn_plugins_serving.token_sampling import ChosenTokens, Tables
+from axlearn_plugins_transformer.causal_lm import SplitDecoder
 from axlearn_plugins_transformer.functions import Arrays, GenerationFunctions
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 from axlearn_plugins_transformer.layer_roles import OutputHeadRole
@@ -74,7 +74,6 @@ class ServingFunctions:
         head = children(decoder.cfg)["head"] if isinstance(decoder.cfg, OutputHeadRole) else None
         self._tied = head is None
         self.specs: dict[str, Any] = dict(self._generation.specs)
-        self._like: Any = None
 
     def declare(self) -> Mapping[str, Function]:
         """Return the functions that create the inputs of steps, by name."""
@@ -219,7 +218,7 @@ class ServingFunctions:
         tokens, positions = self._pad(tokens), self._pad(positions)
         slots = dataclasses.replace(slots, write=self._pad(slots.write, self.sizes.blocks * self.sizes.block_size))
         context = Context(positions=positions[:, None], slots=slots)  # type: ignore[arg-type]
-        run = model.decoder.begin if isinstance(model.decoder, TwoPartDecoder) else model.decoder
+        run = model.decoder.begin if isinstance(model.decoder, SplitDecoder) else model.decoder
         with self._select_adapters(tables, step.slot[step.row_indices()]):
             x, new = run(tokens[:, None], context, Cache(cache, jnp.zeros((), jnp.int32)))
         return model, x[:, 0], new.layers
@@ -241,13 +240,13 @@ class ServingFunctions:
     def _logits(self, model: Any, arrays: Arrays, tables: Tables, x: jax.Array, slots: jax.Array) -> jax.Array:
         """Compute the logits from outputs of `_run_decoder`."""
         hidden = self._pad(x)[:, None]
-        if isinstance(model.decoder, TwoPartDecoder):
+        if isinstance(model.decoder, SplitDecoder):
             with self._select_adapters(tables, slots):
                 hidden = model.decoder.finish(hidden)
         logits = model.logits(hidden, arrays.get(HEAD))[:, 0].astype(jnp.float32)
         return constrain(logits, None, None)  # replicated, because choosing a token loops over sums of logits
 
-    def _choose_tokens(self, logits: jax.Array, tables: Tables, step: Step) -> tuple[Chosen, Tables]:
+    def _choose_tokens(self, logits: jax.Array, tables: Tables, step: Step) -> tuple[ChosenTokens, Tables]:
         slot, flags, kind = self._pad(step.slot, self.sizes.slots), self._pad(step.flags), step.header[KIND]
         token = token_sampling.choose(logits, tables, slot, flags & MASKED > 0, kind)
         tables = token_sampling.record(tables, slot, token, flags & SAMPLED > 0, kind)
@@ -256,7 +255,7 @@ class ServingFunctions:
 
     def serve(
         self, arrays: Arrays, cache: Any, tables: Tables, packed: jax.Array, bucket: StepBucket
-    ) -> tuple[Chosen, Chosen | None, Any, Tables]:
+    ) -> tuple[ChosenTokens, ChosenTokens | None, Any, Tables]:
         """Run one step.
 
         Return the choices [L], log-probabilities of targets [K C], the new cache and the new tables.
@@ -270,30 +269,30 @@ class ServingFunctions:
         sampled, tables = self._choose_tokens(logits, tables, step)
         return sampled, targets, cache, tables
 
-    def _score_targets(self, model: Any, arrays: Arrays, tables: Tables, x: jax.Array, step: Step) -> Chosen:
+    def _score_targets(self, model: Any, arrays: Arrays, tables: Tables, x: jax.Array, step: Step) -> ChosenTokens:
         """Return the log-probabilities of the targets, computed one chunk at a time."""
         needed = step.header[TARGETS] > 0
         rows, chunks, top = step.bucket.rows, step.bucket.chunks, min(token_sampling.TOP, self.vocab)
 
-        def part(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> Chosen:
+        def part(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> ChosenTokens:
             x, targets, slot = chunk
             logits = self._logits(model, arrays, tables, x, jnp.broadcast_to(slot, targets.shape))
             scores = token_sampling.report(logits, self._pad(targets), jnp.bool(True))
             return jax.tree.map(lambda y: y[: targets.shape[0]], scores)
 
-        def compute(_: Any) -> Chosen:
+        def compute(_: Any) -> ChosenTokens:
             scores = lax.map(part, (x.reshape(chunks, -1, x.shape[-1]), step.targets, step.slot[rows:]))
             return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), scores)
 
-        def nothing(_: Any) -> Chosen:
+        def nothing(_: Any) -> ChosenTokens:
             real = jnp.zeros((x.shape[0], top), jnp.float32)
-            return Chosen(step.targets.reshape(-1), real[:, 0], jnp.zeros(real.shape, jnp.int32), real)
+            return ChosenTokens(step.targets.reshape(-1), real[:, 0], jnp.zeros(real.shape, jnp.int32), real)
 
         return lax.cond(needed, compute, nothing, None)
 
     def serve_decode(
         self, arrays: Arrays, cache: Any, tables: Tables, packed: jax.Array, count: jax.Array, bucket: StepBucket
-    ) -> tuple[Chosen, Any, Tables]:
+    ) -> tuple[ChosenTokens, Any, Tables]:
         """Run `count` steps of one token per row.
 
         Return the choices [steps, R], the new cache and the new tables.

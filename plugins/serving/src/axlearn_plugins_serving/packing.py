@@ -109,7 +109,7 @@ class Packer:
 
 
 class PendingStep:
-    """The pending results of a step; see `contracts.Pending`."""
+    """The pending results of a step; see `contracts.SubmittedStep`."""
 
     def __init__(
         self, rows: Sequence[Row], options: Sequence[Sampling], places: Sequence[Places], results: Any, steps: int

@@ -20,10 +20,10 @@ from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Target
 from axlearn_core.errors import Problem, RequestError
 from axlearn_core.run.notices import log_message
-from axlearn_plugins_serving.contracts import Pending, Row, Sampling
+from axlearn_plugins_serving.contracts import Row, Sampling, SubmittedStep
 from axlearn_plugins_serving.functions import ServingFunctions, Sizes
 from axlearn_plugins_serving.packing import Packer, PendingStep
-from axlearn_plugins_serving.paged import UsePagedCache, visible_window
+from axlearn_plugins_serving.paged_cache_feature import UsePagedCache, visible_window
 from axlearn_plugins_serving.parity import check_parity, min_rows
 from axlearn_plugins_serving.programs import BackgroundLoader, Shapes, identity, list_functions, load_programs
 from axlearn_plugins_serving.serving_linear import WeightLayout, describe_kept_layouts, stores_transposed
@@ -148,7 +148,7 @@ class ModelRunner(Configurable):
         self.chunk, self.max_context, self.max_logit_bias = cfg.chunk, cfg.max_context, MAX_BIAS
         # Add a token of every request to the prompt chunks, so that steps with prompts can be full.
         self.max_prompt_tokens = -(-cfg.max_step_tokens // cfg.chunk) * cfg.chunk
-        self.max_step_tokens = self.max_prompt_tokens + cfg.max_rows
+        self.max_batch_tokens = self.max_prompt_tokens + cfg.max_rows
         self.vocab_size: int = model.vocab_size
         self.window = visible_window(model.cfg)
         if cfg.mode == "parity":
@@ -203,7 +203,7 @@ class ModelRunner(Configurable):
         row = table_row(sampling, seed, output, self.vocab_size, number)
         self._tables = self.program.compile("serve_assign")(self._tables, np.int32(slot), row)
 
-    def submit(self, rows: Sequence[Row], steps: int = 1) -> Pending:
+    def submit(self, rows: Sequence[Row], steps: int = 1) -> SubmittedStep:
         """See `Runner.submit`."""
         if steps > self.decode_steps or (steps > 1 and any(row.tokens or row.mask is not None for row in rows)):
             raise RequestError(

@@ -14,7 +14,7 @@ from axlearn_core.config import Configurable, node, offers, setting
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_plugins_serving.cache import Cache
 from axlearn_plugins_serving.request_state import RequestState
-from axlearn_plugins_serving.waiting import WaitingQueue
+from axlearn_plugins_serving.waiting_queue import WaitingQueue
 
 
 @attrs.frozen(kw_only=True)

@@ -17,7 +17,7 @@ from axlearn_core.config import Node
 from axlearn_core.nn.layer import expand_to
 from axlearn_core.nn.linear import Linear, linear_product
 from axlearn_core.nn.sharding import constrain
-from axlearn_plugins_serving.paged import has_latents
+from axlearn_plugins_serving.paged_cache_feature import has_latents
 
 WeightLayout = Literal["transposed", "column_parallel"]
 

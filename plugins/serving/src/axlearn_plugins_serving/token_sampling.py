@@ -89,7 +89,7 @@ class Tables:
         return jax.tree.map(lambda x: x.at[slots].get(mode="clip"), self)
 
 
-class Chosen(NamedTuple):
+class ChosenTokens(NamedTuple):
     """Chosen tokens, with log-probabilities in the model's distribution if requested.
 
     Attributes:
@@ -122,20 +122,20 @@ def choose(logits: jax.Array, tables: Tables, slots: jax.Array, masked: jax.Arra
     def greedy(_: Any) -> jax.Array:
         return likeliest(logits)
 
-    def drawn(_: Any) -> jax.Array:
+    def sample(_: Any) -> jax.Array:
         return draw(logits, tables.rows(slots))
 
     def full(_: Any) -> jax.Array:
         rows = tables.rows(slots)
         return draw(adjust_logits(logits, rows, masked), rows)
 
-    return lax.switch(kind, (greedy, drawn, full), None)
+    return lax.switch(kind, (greedy, sample, full), None)
 
 
 def adjust_logits(logits: jax.Array, rows: Tables, masked: jax.Array) -> jax.Array:
     """Apply bias, penalties and masks to logits, float32 [L, V]."""
     vocab = logits.shape[1]
-    logits = jax.vmap(lambda x, at, value: x.at[at].add(value, mode="drop"))(logits, rows.bias_tokens, rows.bias)
+    logits = jax.vmap(lambda x, index, value: x.at[index].add(value, mode="drop"))(logits, rows.bias_tokens, rows.bias)
     counts = rows.counts.astype(jnp.float32)
     logits = logits - rows.frequency[:, None] * counts - rows.presence[:, None] * jnp.minimum(counts, 1.0)
     ids = jnp.arange(vocab, dtype=jnp.int32)
@@ -209,7 +209,7 @@ def _find_largest_key(enough: Any) -> jax.Array:
     return lax.fori_loop(0, 32, halve, jnp.zeros((rows,), jnp.uint32))
 
 
-def report(logits: jax.Array, token: jax.Array, needed: jax.Array) -> Chosen:
+def report(logits: jax.Array, token: jax.Array, needed: jax.Array) -> ChosenTokens:
     """Return log-probabilities of the tokens and of the most likely tokens.
 
     They are zeros unless `needed`.
@@ -221,27 +221,27 @@ def report(logits: jax.Array, token: jax.Array, needed: jax.Array) -> Chosen:
     """
     top = min(TOP, logits.shape[1])
 
-    def compute(_: Any) -> Chosen:
+    def compute(_: Any) -> ChosenTokens:
         total = jax.nn.logsumexp(logits, axis=-1)
         logprob = jnp.take_along_axis(logits, token[:, None], axis=-1, mode="clip")[:, 0] - total
         values, tokens = lax.top_k(logits, top)
-        return Chosen(token, logprob, tokens.astype(jnp.int32), values - total[:, None])
+        return ChosenTokens(token, logprob, tokens.astype(jnp.int32), values - total[:, None])
 
-    def nothing(_: Any) -> Chosen:
+    def nothing(_: Any) -> ChosenTokens:
         real = jnp.zeros((logits.shape[0], top), jnp.float32)
-        return Chosen(token, real[:, 0], jnp.zeros(real.shape, jnp.int32), real)
+        return ChosenTokens(token, real[:, 0], jnp.zeros(real.shape, jnp.int32), real)
 
     return lax.cond(needed, compute, nothing, None)
 
 
 def record(tables: Tables, slots: jax.Array, token: jax.Array, sampled: jax.Array, kind: jax.Array) -> Tables:
     """Update the tables with the tokens of the rows that `sampled`."""
-    to = jnp.where(sampled, slots, tables.last.shape[0])
-    counts = lax.cond(kind == FULL, lambda c: c.at[to, token].add(1, mode="drop"), lambda c: c, tables.counts)
+    rows = jnp.where(sampled, slots, tables.last.shape[0])
+    counts = lax.cond(kind == FULL, lambda c: c.at[rows, token].add(1, mode="drop"), lambda c: c, tables.counts)
     return dataclasses.replace(
         tables,
-        last=tables.last.at[to].set(token, mode="drop"),
-        number=tables.number.at[to].add(1, mode="drop"),
+        last=tables.last.at[rows].set(token, mode="drop"),
+        number=tables.number.at[rows].add(1, mode="drop"),
         counts=counts,
     )
 

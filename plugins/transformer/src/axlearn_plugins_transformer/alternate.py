@@ -31,7 +31,7 @@ class Alternate(Node[Any]):
         if isinstance(self.children, tuple) and not self.children:
             yield Problem(path="children", message="must not be empty", expected="at least one node")
 
-    def of(self, index: int) -> Node[Any]:
+    def select(self, index: int) -> Node[Any]:
         """Return the node for layer `index`."""
         lead = len(self.first)
         return self.first[index] if index < lead else self.children[(index - lead) % len(self.children)]
@@ -61,13 +61,13 @@ def change_slot(slot: Any, change: Callable[[Any], Any]) -> Any:
 def layer_configs(layer: Node[Any], num_layers: int) -> list[Node[Any]]:
     """Return the config of each layer, with each `Alternate` replaced by the layer's node."""
 
-    def config_of(index: int) -> Node[Any]:
-        return map(layer, lambda part: part.of(index) if isinstance(part, Alternate) else part)
+    def resolve_layer(index: int) -> Node[Any]:
+        return map(layer, lambda part: part.select(index) if isinstance(part, Alternate) else part)
 
-    return [config_of(i) for i in range(num_layers)]
+    return [resolve_layer(i) for i in range(num_layers)]
 
 
-class Plan(NamedTuple):
+class LayerPattern(NamedTuple):
     """The execution order of kinds: leading layers, a repeated period, a remainder.
 
     Attributes:
@@ -81,12 +81,12 @@ class Plan(NamedTuple):
     repeats: int
 
 
-def plan(kinds: Sequence[int]) -> Plan:
-    """Return the plan that compiles the fewest layers."""
+def find_pattern(kinds: Sequence[int]) -> LayerPattern:
+    """Return the pattern that compiles the fewest layers."""
     length = len(kinds)
     if len(set(kinds)) == 1:
-        return Plan(0, 1, length)
-    best = Plan(0, length, 1)
+        return LayerPattern(0, 1, length)
+    best = LayerPattern(0, length, 1)
     for lead in range(length):
         for period in range(1, length - lead):
             end = lead + period
@@ -95,5 +95,5 @@ def plan(kinds: Sequence[int]) -> Plan:
             repeats = (end - lead) // period
             cost = length - (repeats - 1) * period
             if cost < length - (best.repeats - 1) * best.period:
-                best = Plan(lead, period, repeats)
+                best = LayerPattern(lead, period, repeats)
     return best

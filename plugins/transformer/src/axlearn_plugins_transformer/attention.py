@@ -198,8 +198,8 @@ class Attention(Layer):
             bias=None if cfg.position is None else bias_of(self.position),
         )
         if cache is None:
-            context_vectors = op.context(cfg.kernel)
+            context_vectors = op.compute_context(cfg.kernel)
         else:
             context_vectors, cache = build_cache(cfg.kv_cache).attend(cache, op, cached_slots(context), cfg.kernel)
-            context_vectors = op.as_context(context_vectors)
+            context_vectors = op.tag_context(context_vectors)
         return tag(self.output(context_vectors), "attention_out"), cache

@@ -44,7 +44,7 @@ class DecoderModel(Protocol):
 
 
 @runtime_checkable
-class TwoPartDecoder(Protocol):
+class SplitDecoder(Protocol):
     """A `DecoderModel` that can skip the end of the computation for some tokens.
 
     It computes `finish(begin(...))`.

@@ -15,7 +15,7 @@ from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_transformer.attention import AttentionLayer
 from axlearn_plugins_transformer.embedding import Embedding
 from axlearn_plugins_transformer.feed_forward import FeedForward
-from axlearn_plugins_transformer.layer_roles import TwoHalvesRole
+from axlearn_plugins_transformer.layer_roles import SplitLayerRole
 from axlearn_plugins_transformer.transformer import TransformerLayer
 
 Tree = TypeVar("Tree", bound=Node[Any])
@@ -29,7 +29,7 @@ class DropoutTransformerLayer(TransformerLayer):
     """
 
     @node
-    class Config(TransformerLayer.Config, TwoHalvesRole):
+    class Config(TransformerLayer.Config, SplitLayerRole):
         """Settings of dropout.
 
         Attributes:

@@ -213,7 +213,7 @@ def score(
     chunk = bucket.chunk
     count = -(-tokens.shape[1] // chunk)
 
-    def split(x: jax.Array) -> jax.Array:
+    def split_chunks(x: jax.Array) -> jax.Array:
         """Split [B, S, ...] into [chunks, B, C, ...]. Padding is not counted."""
         x = jnp.pad(x, [(0, 0), (0, count * chunk - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(x.shape[0], count, chunk, *x.shape[2:]), 1, 0)
@@ -225,7 +225,7 @@ def score(
         values = jnp.where(counted, target_logits - jax.nn.logsumexp(logits, axis=-1), 0.0)
         return jnp.sum(values, axis=1), jnp.all((jnp.argmax(logits, axis=-1) == targets) | ~counted, axis=1)
 
-    sums, greedy = lax.map(score_chunk, (split(hidden), split(targets), split(counted)))
+    sums, greedy = lax.map(score_chunk, (split_chunks(hidden), split_chunks(targets), split_chunks(counted)))
     return jnp.sum(sums, axis=0), jnp.all(greedy, axis=0)
 
 

@@ -51,7 +51,7 @@ class ExpertsRole(Role, fields=("num_experts", "top_k")):
     __slots__ = ()
 
 
-class TwoHalvesRole(Role):
+class SplitLayerRole(Role):
     """A layer whose `__call__` runs `attention_half`, then `feed_forward_half`.
 
     `feed_forward_half` maps each position independently.
@@ -75,8 +75,8 @@ class SequentialRole(Role):
     __slots__ = ()
 
 
-class TwoPartRole(Role):
-    """A decoder whose `__call__` computes `finish(begin(...))`; see `TwoPartDecoder`.
+class SplitDecoderRole(Role):
+    """A decoder whose `__call__` computes `finish(begin(...))`; see `SplitDecoder`.
 
     Each class must declare the role (`states_role`), because a subclass may compute something else.
     """

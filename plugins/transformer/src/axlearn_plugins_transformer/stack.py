@@ -20,9 +20,17 @@ from axlearn_core.nn.axis_names import name_stack_axis
 from axlearn_core.nn.layer import Context
 from axlearn_core.nn.remat import Remat
 from axlearn_core.nn.sharding import constrain
-from axlearn_plugins_transformer.alternate import Plan, layer_configs, plan
+from axlearn_plugins_transformer.alternate import LayerPattern, find_pattern, layer_configs
 from axlearn_plugins_transformer.layer_roles import SequentialRole
-from axlearn_plugins_transformer.stacked import Layers, MixedLayers, Record, Run, Written, rows_of, write_variables
+from axlearn_plugins_transformer.stack_layers import (
+    KindVariables,
+    LayerGroup,
+    Layers,
+    MixedLayers,
+    VariableRecord,
+    split_rows,
+    write_variables,
+)
 
 
 class StackLayer(Protocol):
@@ -55,7 +63,7 @@ class LayerStack(Protocol):
         ...
 
     def __call__(self, layers: Any, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
-        """Run the layers in order, each within `padding.known_to_layers(context)`.
+        """Run the layers in order, each within `padding.use_context(context)`.
 
         `cache` has an entry per layer.
         """
@@ -67,8 +75,8 @@ def unstack(layers: Any, num_layers: int) -> nnx.List:
 
     Decoding uses them because slicing weights at every step is slow.
     """
-    parts = Layers.of(layers, num_layers)
-    rows = [iter(rows_of(state, parts.kinds.count(kind))) for kind, state in enumerate(parts.states)]
+    parts = Layers.from_module(layers, num_layers)
+    rows = [iter(split_rows(state, parts.kinds.count(kind))) for kind, state in enumerate(parts.states)]
     return nnx.List([nnx.merge(parts.graphs[kind], next(rows[kind])) for kind in parts.kinds])
 
 
@@ -78,7 +86,7 @@ def each_layer(layers: Any, num_layers: int) -> Sequence[Any]:
     Its parameters may belong to several layers.
     """
     if isinstance(layers, MixedLayers):
-        return [layers.of_kind(kind) for kind in layers.kinds]
+        return [layers.select_kind(kind) for kind in layers.kinds]
     return layers if isinstance(layers, nnx.List) else [layers] * num_layers
 
 
@@ -138,11 +146,13 @@ class Stack(Configurable):
 
         With a cache (an entry per layer), they are always unrolled.
         """
-        x, cache, written = self.run(Layers.of(layers), x, context, cache)
-        write_variables(layers, written)
+        x, cache, updates = self.run(Layers.from_module(layers), x, context, cache)
+        write_variables(layers, updates)
         return x, cache
 
-    def run(self, layers: Layers, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any, Written]:
+    def run(
+        self, layers: Layers, x: jax.Array, context: Context, cache: Any = None
+    ) -> tuple[jax.Array, Any, KindVariables]:
         """Run the layers as a pure function.
 
         Return the output, the new cache, and the variables that they wrote.
@@ -152,18 +162,18 @@ class Stack(Configurable):
         layer = functools.cache(functools.partial(_layer, layers.graphs, context, remat, shared))
         unrolled = self.cfg.mode == "unrolled" or cache is not None
         first = [layers.graphs.index(graph) for graph in layers.graphs]  # separate layers of one kind have equal graphs
-        entries, reports, record = [], [], Record(layers.separate)
-        for part in layers.runs(Plan(0, len(layers.kinds), 1) if unrolled else plan(layers.kinds)):
-            if part.scanned is not None:
+        entries, reports, record = [], [], VariableRecord(layers.separate)
+        for part in layers.group(LayerPattern(0, len(layers.kinds), 1) if unrolled else find_pattern(layers.kinds)):
+            if part.scan_states is not None:
 
-                def body(x: jax.Array, states: Any, part: Run = part) -> tuple[jax.Array, list[Any]]:
+                def body(x: jax.Array, states: Any, part: LayerGroup = part) -> tuple[jax.Array, list[Any]]:
                     rows, results = part.rows(states), []
                     for kind in part.kinds:
                         x, (_, *result) = layer(kind, True)(x, next(rows[kind]))
                         results.append(tuple(result))
                     return x, results
 
-                x, results = lax.scan(body, x, part.scanned)
+                x, results = lax.scan(body, x, part.scan_states)
                 reports += [report for report, _ in results]
                 record.add_repeats(part.kinds, [values for _, values in results])
             for kind, state in part.layers:
@@ -176,7 +186,7 @@ class Stack(Configurable):
         if remat is not None:
             remat.check()
         summaries.add_layers(reports)
-        return x, None if cache is None else tuple(entries), record.written()
+        return x, None if cache is None else tuple(entries), record.collect()
 
 
 def _layer(
@@ -191,7 +201,7 @@ def _layer(
     def run(x: jax.Array, state: Any, cache: Any = None) -> tuple[Any, Any]:
         old_values = variables.values_of(state)
         module = nnx.merge(graphs[kind], state, copy=True)
-        with summaries.collect() as collected, padding.known_to_layers(context):
+        with summaries.collect() as collected, padding.use_context(context):
             x, cache = module(constrain(x, "batch", "residual_sequence", "activation_embed"), context, cache)
         return x, (cache, (collected.losses, collected.summaries), variables.written(module, old_values))
 

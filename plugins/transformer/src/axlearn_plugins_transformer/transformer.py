@@ -16,7 +16,7 @@ from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.attention import Attention, AttentionLayer
 from axlearn_plugins_transformer.embedding import Embedding, OutputHead, PositionEmbedding, TokenEmbedding
 from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward
-from axlearn_plugins_transformer.layer_roles import OutputHeadRole, SequentialRole, TwoHalvesRole, TwoPartRole
+from axlearn_plugins_transformer.layer_roles import OutputHeadRole, SequentialRole, SplitDecoderRole, SplitLayerRole
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
 from axlearn_plugins_transformer.stack import LayerStack, Stack, StackLayer, each_layer, unstack
 
@@ -33,7 +33,7 @@ class TransformerLayer(Layer):
     """
 
     @node
-    class Config(Layer.Config["TransformerLayer"], TwoHalvesRole):
+    class Config(Layer.Config["TransformerLayer"], SplitLayerRole):
         """Settings of the layer.
 
         Attributes:
@@ -78,12 +78,12 @@ class TransformerLayer(Layer):
         return self.feed_forward_half(x), cache
 
     def attention_half(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
-        """Apply attention and its residual sum; see `TwoHalvesRole`."""
+        """Apply attention and its residual sum; see `SplitLayerRole`."""
         y, cache = self.attention(self._pre_norm("attention", x), context, cache)
         return self._add_residual("attention", x, y), cache
 
     def feed_forward_half(self, x: jax.Array) -> jax.Array:
-        """Apply the feed-forward layer and its residual sum; see `TwoHalvesRole`."""
+        """Apply the feed-forward layer and its residual sum; see `SplitLayerRole`."""
         return self._add_residual("feed_forward", x, self.feed_forward(self._pre_norm("feed_forward", x)))
 
     def _pre_norm(self, half: str, x: jax.Array) -> jax.Array:
@@ -115,7 +115,7 @@ class Decoder(Layer):
     """Maps token ids to hidden states: an embedding, a stack of layers and a final norm."""
 
     @node
-    class Config(Layer.Config["Decoder"], OutputHeadRole, TwoPartRole):
+    class Config(Layer.Config["Decoder"], OutputHeadRole, SplitDecoderRole):
         """Settings of the decoder.
 
         Attributes:
@@ -170,7 +170,7 @@ class Decoder(Layer):
     def begin(self, tokens: jax.Array, context: Context, cache: Cache) -> tuple[jax.Array, Cache]:
         """Run all but the feed-forward half of the last layer and the final norm.
 
-        If the layers are not separate, run everything. See `TwoPartDecoder`.
+        If the layers are not separate, run everything. See `SplitDecoder`.
         """
         last = self._last_layer()
         if last is None:
@@ -183,7 +183,7 @@ class Decoder(Layer):
         return x, Cache((*entries, entry), cache.length + tokens.shape[1])
 
     def finish(self, x: jax.Array) -> jax.Array:
-        """Compute the hidden states from outputs of `begin`; see `TwoPartDecoder`."""
+        """Compute the hidden states from outputs of `begin`; see `SplitDecoder`."""
         last = self._last_layer()
         return x if last is None else self._normalize(last.feed_forward_half(x))
 
@@ -213,10 +213,10 @@ class Decoder(Layer):
             return None
         last = self.layer[-1]
         splittable = (
-            states_role(self.cfg, TwoPartRole)
+            states_role(self.cfg, SplitDecoderRole)
             and states_role(self.cfg.stack, SequentialRole)
             and isinstance(last, Layer)
-            and states_role(last.cfg, TwoHalvesRole)
+            and states_role(last.cfg, SplitLayerRole)
         )
         return nnx.merge(*nnx.split(last), copy=True) if splittable else None
 

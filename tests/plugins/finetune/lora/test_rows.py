@@ -8,7 +8,7 @@ from flax import nnx
 
 from axlearn_core.errors import RequestError
 from axlearn_core.nn.layer import Precision
-from axlearn_plugins_finetune.lora.adapters import Exported
+from axlearn_plugins_finetune.lora.adapters import AdapterExport
 from axlearn_plugins_finetune.lora.lora_linear import LoraLinear
 from axlearn_plugins_finetune.lora.rows import RowAdapters, RowLoraLinear, row_adapters
 
@@ -23,7 +23,7 @@ def exported(rank, scale, seed):
     rng = np.random.default_rng(seed)
     a, b = rng.standard_normal((6, rank)), rng.standard_normal((rank, 2, 4))
     arrays = {"map.lora_a": jnp.asarray(a, jnp.float32), "map.lora_b": jnp.asarray(b, jnp.float32)}
-    return Exported(arrays, {"map": scale}, base="")
+    return AdapterExport(arrays, {"map": scale}, base="")
 
 
 def test_each_row_has_its_own_adapter():
@@ -63,7 +63,7 @@ def test_other_rows_than_were_chosen_for_are_refused():
 
 
 def test_an_adapter_that_moved_variables_is_refused(tmp_path, monkeypatch):
-    moved = Exported({}, {}, base="", variables={"norm.mean": jnp.zeros(3)})
+    moved = AdapterExport({}, {}, base="", variables={"norm.mean": jnp.zeros(3)})
     monkeypatch.setattr("axlearn_plugins_finetune.lora.rows.load", lambda directory: moved)
     with pytest.raises(RequestError, match=r"(?s)adapter one: training also changed variables.*norm\.mean"):
         RowAdapters.read({"one": str(tmp_path)})

@@ -177,4 +177,4 @@ def test_older_files_say_the_same(model_type):
 @pytest.mark.parametrize("pattern", ["a b -> a c", "(a b -> a", "a* b* -> a b", "a -> b a c"])
 def test_a_pattern_that_loses_an_axis_is_refused(pattern):
     with pytest.raises(ValueError, match="both sides"):
-        Axes.of(pattern)
+        Axes.parse(pattern)

@@ -5,7 +5,7 @@ import pytest
 from axlearn_core.compose.functional import Functional
 from axlearn_core.errors import ConfigError
 from axlearn_core.plugins.registry import registry
-from axlearn_plugins_models.huggingface.published import published
+from axlearn_plugins_models.huggingface.published_config import published_model
 
 # Totals of the safetensors files on huggingface.co, the page of each model. DeepSeek-V3 is without `model.layers.61`, its layer
 # for multi-token prediction, and without the 58 x 256 biases of its routers, which are variables here; Gemma 3 is without
@@ -44,6 +44,6 @@ def test_the_parameters_are_those_of_the_published_weights(name):
 def test_a_config_json_that_is_not_understood():
     sizes = {"vocab_size": 9, "n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 4}
     with pytest.raises(ValueError, match=r"does not read these keys of config\.json: n_heads"):
-        published("gpt2", sizes | {"n_heads": 3})
+        published_model("gpt2", sizes | {"n_heads": 3})
     with pytest.raises(ConfigError, match=r"config\.json.*n_positions"):
-        published("gpt2", {k: v for k, v in sizes.items() if k != "n_positions"})
+        published_model("gpt2", {k: v for k, v in sizes.items() if k != "n_positions"})

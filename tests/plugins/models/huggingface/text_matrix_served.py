@@ -18,7 +18,7 @@ from axlearn_plugins_models.huggingface.import_export import export_run
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.server.app import create_app
 from axlearn_plugins_serving.server.command import _config, _open
-from axlearn_plugins_transformer.text.writing import write_text
+from axlearn_plugins_transformer.text.text_stream import write_text
 
 SMALL = ("max_rows=2", "row_buckets=[]", "chunk_buckets=[]", "block_size=16", "max_step_tokens=128")
 

@@ -11,8 +11,8 @@ from axlearn_core.errors import RequestError
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.plugins.targets import find_machine
-from axlearn_plugins_plan.search import compiled, rank
-from axlearn_plugins_plan.search.compiled import Cache, plan_words, resolved_request
+from axlearn_plugins_plan.search import compile_layouts, rank
+from axlearn_plugins_plan.search.compile_layouts import Cache, plan_words, resolved_request
 from axlearn_plugins_plan.search.estimate import HOST_BANDWIDTH, Host, with_host
 from axlearn_plugins_plan.search.layout_file import read_layout
 from axlearn_plugins_plan.search.machines import machine_names
@@ -42,7 +42,7 @@ def space(request_):
 def ranked(space):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank, "remat_options", lambda *_: REMATS)
-        return space.ranked()
+        return space.rank_layouts()
 
 
 def plan_of(words):
@@ -68,7 +68,7 @@ def compiler(monkeypatch):
         calls.append(list(words))
         return plan_of(words), ""
 
-    monkeypatch.setattr(compiled, "run_plan", run_plan)
+    monkeypatch.setattr(compile_layouts, "run_plan", run_plan)
     return calls
 
 
@@ -94,7 +94,7 @@ def test_tensor_parallelism_divides_the_heads(ranked):
 
 def test_the_ranking_is_the_same_each_time(space, ranked, monkeypatch):
     monkeypatch.setattr(rank, "remat_options", lambda *_: REMATS)
-    assert [r.choice for r in space.ranked()] == [r.choice for r in ranked]
+    assert [r.choice for r in space.rank_layouts()] == [r.choice for r in ranked]
     assert [rank.sort_key(r) for r in ranked] == sorted(rank.sort_key(r) for r in ranked)
 
 
@@ -128,7 +128,7 @@ def test_arguments_are_those_that_the_program_has(space, ranked):
 
 def test_the_mathematics_changes_only_when_asked(request_, ranked):
     assert all(r.choice.batch is None and r.choice.optimizer_dtype is None for r in ranked)
-    actual = rank.Space(request_, ("batch", "optimizer-precision")).ranked()
+    actual = rank.Space(request_, ("batch", "optimizer-precision")).rank_layouts()
     assert {r.choice.batch for r in actual} >= {None, 16, 32}
     assert {r.choice.optimizer_dtype for r in actual} == {None, "bfloat16"}
 
@@ -172,7 +172,7 @@ def test_what_the_request_sets_is_kept_and_every_layout_stays_legal(options, par
     base = Request.of("quickstart", target="h100-8x1", **options)
     messages = []
     space = rank.Space(base, ())
-    rows = space.ranked(messages.append)
+    rows = space.rank_layouts(messages.append)
     assert part in space.fixed
     assert f"set by the request: {', '.join(sorted(space.fixed))}" in messages[0]
     assert sum(r.choice.shipped for r in rows) == 1
@@ -215,7 +215,7 @@ def test_pipelines_take_the_place_of_the_microbatches_of_a_rule():
     pipelines = []
     for steps in (1, 2):
         request = request_with_microbatches(steps)
-        rows = [r for r in rank.Space(request, ()).ranked() if r.choice.pipeline]
+        rows = [r for r in rank.Space(request, ()).rank_layouts() if r.choice.pipeline]
         pipelines.append({(r.choice.pipeline.feature, str(r.choice.mesh), r.choice.remat, r.seconds) for r in rows})
     assert pipelines[0] == pipelines[1]
     assert {r.choice.pipeline.schedule for r in rows} == {"gpipe", "interleaved", "1f1b"}
@@ -265,7 +265,7 @@ def test_table_picture_page_and_layout_file(compiler, tmp_path):
 
 @pytest.mark.slow
 def test_a_step_that_does_not_fit_is_no_best(monkeypatch, tmp_path):
-    monkeypatch.setattr(compiled, "run_plan", lambda words, _: (plan_of(words) | {"fits": False}, ""))
+    monkeypatch.setattr(compile_layouts, "run_plan", lambda words, _: (plan_of(words) | {"fits": False}, ""))
     result = run("--target", "h100-8x1", "--front", "2", "--cache", str(tmp_path))
     assert result.exit_code == 1
     assert "does not fit" in result.stdout
@@ -301,7 +301,7 @@ def test_what_is_asked_wrongly_is_one_error(words, message, tmp_path):
 
 @pytest.mark.slow
 def test_a_budget_too_small_for_one_compilation_is_an_error(monkeypatch, tmp_path):
-    monkeypatch.setattr(compiled, "run_plan", lambda *_: (None, compiled.TIMEOUT))
+    monkeypatch.setattr(compile_layouts, "run_plan", lambda *_: (None, compile_layouts.TIMEOUT))
     result = run("--target", "h100-8x1", "--cache", str(tmp_path))
     assert result.exit_code == 2
     assert "the budget is too small to compile one layout" in result.stderr
@@ -346,7 +346,7 @@ def test_activations_of_stages_stay_on_the_device(on_tpus, monkeypatch):
     monkeypatch.setattr(
         rank, "remat_options", lambda *_: ["remat:offload=[attention_out]", "remat:save=[attention_out]"]
     )
-    rows = on_tpus.ranked()
+    rows = on_tpus.rank_layouts()
     kept_on_host = [r for r in rows if "remat:offload" in (r.choice.remat or "")]
     assert kept_on_host
     assert any(r.choice.pipeline for r in rows)
@@ -354,7 +354,7 @@ def test_activations_of_stages_stay_on_the_device(on_tpus, monkeypatch):
 
 
 def test_memory_on_tpus_is_that_of_phases(on_tpus):
-    rows = on_tpus.ranked()
+    rows = on_tpus.rank_layouts()
     assert {r.choice.pipeline.schedule for r in rows if r.choice.pipeline} == {"gpipe", "interleaved", "1f1b"}
     for row in rows:
         assert sum(row.estimate.columns.values()) == pytest.approx(row.estimate.temporaries)
@@ -365,8 +365,8 @@ def test_memory_on_tpus_is_that_of_phases(on_tpus):
 @pytest.mark.slow
 def test_an_optimizer_that_the_request_offloads_is_offloaded(on_tpus):
     request = Request.of("quickstart", target="tpu-v5p-16", set={"input.batch_size": 64}, with_=["offload-optimizer"])
-    (requested,) = [r for r in rank.Space(request, ()).ranked() if r.choice.shipped]
-    (chosen,) = [r for r in on_tpus.ranked() if r.choice.words == ("--with", "offload-optimizer")]
+    (requested,) = [r for r in rank.Space(request, ()).rank_layouts() if r.choice.shipped]
+    (chosen,) = [r for r in on_tpus.rank_layouts() if r.choice.words == ("--with", "offload-optimizer")]
     assert requested.estimate == chosen.estimate
 
 
@@ -387,6 +387,6 @@ def test_what_the_hosts_memory_cannot_hold_is_not_proposed(request_, ranked):
     assert offloaded
     room = max(r.estimate.host.optimizer for r in offloaded) / 4  # enough for half of the largest optimizer state
     space.machine = attrs.evolve(space.machine, target=attrs.evolve(space.machine.target, host_bytes=room / 0.8))
-    fewer = [r for r in space.ranked() if r.choice.offload_optimizer]
+    fewer = [r for r in space.rank_layouts() if r.choice.offload_optimizer]
     assert 0 < len(fewer) < len(offloaded)
     assert all(r.estimate.host.optimizer / 2 <= room for r in fewer)

@@ -10,7 +10,7 @@ from axlearn_plugins_parallelism.schedule import OneForwardOneBackward, Schedule
 from axlearn_plugins_plan.flops import works
 from axlearn_plugins_plan.memory import shard_bytes
 from axlearn_plugins_plan.search import rank
-from axlearn_plugins_plan.search.compiled import resolved_request
+from axlearn_plugins_plan.search.compile_layouts import resolved_request
 from axlearn_plugins_plan.search.pipelines import Pipeline, pipelines, schedules
 
 REMATS = ["remat:policy=full", "remat:save=[query,key,value]"]
@@ -27,7 +27,7 @@ def space():
 def ranked(space):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank, "remat_options", lambda *_: REMATS)
-        return space.ranked()
+        return space.rank_layouts()
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_parallelism.schedule import OneForwardOneBackward, Schedule
 from axlearn_plugins_plan.search import rank
-from axlearn_plugins_plan.search.compiled import plan_words, read_plan, run_plan
+from axlearn_plugins_plan.search.compile_layouts import plan_words, read_plan, run_plan
 from axlearn_plugins_plan.search.mesh_figures import MeshFigures
 from axlearn_plugins_plan.search.pipelines import Pipeline, with_pipeline
 from axlearn_plugins_plan.search.sizes import Sizes
@@ -22,7 +22,7 @@ PLENTY = 1e12
 
 def sizes(**changes):
     base = {
-        "stream": 8.0, "whole_stream": 16.0, "kept": 20.0, "everything": 100.0, "layer": 50.0, "layers": 1000.0,
+        "stream": 8.0, "whole_stream": 16.0, "kept": 20.0, "saved_without_remat": 100.0, "layer": 50.0, "layers": 1000.0,
         "shapes": 600.0, "largest": 300.0, "sharded": True,
         "rest": 40.0, "gathered": 30.0, "vocabulary": 20.0, "tensor": False,
     }  # fmt: skip
@@ -83,18 +83,20 @@ def test_with_room_the_next_tick_begins_before_the_gradients_are_added():
     many, two = (peak_terms(gpipe(), sizes(layer=0.0, gathered=0.0), n, PLENTY)["gradients"] for n in (5, 2))
     assert many == 3 * 1000 + 2 * 300, "a new sum, and the largest parameter's weights in another layout"
     assert two == 3 * 1000, "two layers are not a loop: the peak is in a layer"
-    between = peak_terms(interleaved(), sizes(stream=900.0, kept=1000.0, everything=5000.0, gathered=0.0), 5, PLENTY)
+    between = peak_terms(
+        interleaved(), sizes(stream=900.0, kept=1000.0, saved_without_remat=5000.0, gathered=0.0), 5, PLENTY
+    )
     assert (between["ends"], between["tick"], between["gradients"]) == (3 * 8 * 900, 5 * 5000, 1000)
 
 
 def test_an_interleaved_chunk_has_all_that_its_layers_compute_and_copies_of_its_weights():
-    many = peak_terms(interleaved(), sizes(everything=5000.0), 5, PLENTY)
+    many = peak_terms(interleaved(), sizes(saved_without_remat=5000.0), 5, PLENTY)
     assert many["tick"] == 5 * 5000
     assert many["copies"] == 1000
     assert many["gradients"] == 1000 * (1 + 0.25 + 0.5), (
         "the sums, and one of two chunks' bfloat16 weights and gradients"
     )
-    one = peak_terms(interleaved(), sizes(everything=5000.0), 1, PLENTY)
+    one = peak_terms(interleaved(), sizes(saved_without_remat=5000.0), 1, PLENTY)
     assert one["gradients"] == 1000 * (1 + 0.25)
 
 
@@ -111,7 +113,7 @@ def test_the_embedding_of_the_batch_is_a_peak_too():
 
 
 def test_a_split_stream_is_there_once_more_in_the_loss_of_an_interleaved_schedule():
-    large = {"stream": 10_000.0, "everything": 0.0, "kept": 10_000.0, "sharded": False}
+    large = {"stream": 10_000.0, "saved_without_remat": 0.0, "kept": 10_000.0, "sharded": False}
     split, whole = (peak_terms(interleaved(), sizes(whole_stream=x, **large), 1, 0.0) for x in (20_000.0, 10_000.0))
     assert (split["ends"], whole["ends"]) == (4 * 8 * 10_000, 3 * 8 * 10_000)
 

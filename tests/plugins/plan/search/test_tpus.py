@@ -6,7 +6,7 @@ import pytest
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_plan.search import rank
-from axlearn_plugins_plan.search.compiled import plan_words, read_plan, run_plan
+from axlearn_plugins_plan.search.compile_layouts import plan_words, read_plan, run_plan
 from axlearn_plugins_plan.search.mesh_figures import MeshFigures
 from axlearn_plugins_plan.search.pipelines import Pipeline, with_pipeline
 from axlearn_plugins_plan.search.sizes import Sizes, sizes_of
@@ -14,7 +14,7 @@ from axlearn_plugins_plan.search.space import Choice, MeshChoice
 from axlearn_plugins_plan.search.tpus import layer_backward_bytes, pipeline_peak, single_stage_peak
 
 SIZES = Sizes(
-    stream=8.0, whole_stream=16.0, kept=20.0, everything=100.0, layer=50.0, hidden=12.0, heads=6.0, offloaded=3.0,
+    stream=8.0, whole_stream=16.0, kept=20.0, saved_without_remat=100.0, layer=50.0, hidden=12.0, heads=6.0, offloaded=3.0,
     layers=1000.0, rounded=500.0, shapes=600.0, largest=300.0, alike=600.0, sharded=True, rest=200.0, gathered=30.0,
     vocabulary=70.0, tensor=True,
 )  # fmt: skip
@@ -90,7 +90,7 @@ def test_logits_are_tokens_times_vocabulary():
     space = rank.Space(Request.of("llama2-7b", target="tpu-v5p-8"), ())
     mesh = MeshChoice(shape={"fsdp": 2, "tensor": 2})
     figures = MeshFigures(space.program, space.base, space.machine, mesh)
-    sizes = sizes_of(figures, space.trace_remat(None), space.everything, 4)
+    sizes = sizes_of(figures, space.trace_remat(None), space.full_trace, 4)
     assert sizes.head == 4096 * 32000 / 2 * 2, "in bfloat16, over two devices"
     assert sizes.logits == pytest.approx(1024 * 4096 / 2 / 4 * 32000 / 2 * 2)
 
@@ -103,8 +103,8 @@ def test_experts_have_their_own_rows():
     rows = 64 * 8192 * 2
     assert [a.shape for a in trace.routed_stream] == [(rows, 4096)]
     assert [a.shape for a in trace.hidden] == [(rows, 14336)]
-    assert trace.grouped
-    half = trace.scaled(0.5)
+    assert trace.has_grouped_matmuls
+    half = trace.scale(0.5)
     assert half.hidden[0].shape == (rows // 2, 14336)
 
 

@@ -143,10 +143,10 @@ def test_options_reach_the_search(monkeypatch):
     monkeypatch.setattr(f"{module}.bisect", bisect_once)
     monkeypatch.setattr(f"{module}.check_metric", lambda old, metric, steps: asked.append(steps))
     words = ["config", "bisect", str(RUN), str(RUN)]
-    options = ["--metric", "accuracy", "--steps", "7", "--seeds", "2", "--most"]
+    options = ["--metric", "accuracy", "--steps", "7", "--seeds", "2", "--max-runs"]
     few = CliRunner().invoke(cli, [*words, *options, "3"])
     assert few.exit_code == 2
-    assert "--most is too small" in few.stderr
+    assert "--max-runs is too small" in few.stderr
     assert "at least 4" in few.stderr
     result = CliRunner().invoke(cli, [*words, *options, "4", "--json"])
     assert asked == [7, "accuracy"], result.output

@@ -20,7 +20,7 @@ from axlearn_plugins_transformer.text import (
     Mixture,
     TokenizerJson,
 )
-from axlearn_plugins_transformer.text.chat_template import Rendered, Span
+from axlearn_plugins_transformer.text.chat_template import RenderedChat, Span
 from axlearn_plugins_transformer.text.conversations import check_conversation
 
 ASK = {"role": "user", "content": "2 + 2?"}
@@ -118,7 +118,7 @@ def test_a_template_of_a_model_marks_what_it_renders(tmp_path, file):
     tokenizer = words(tmp_path / "model", CHATML)
     plain = ChatTemplate.Config().build(tokenizer=tokenizer.build())
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": " yo "}]
-    rendered = plain.answered(talk)
+    rendered = plain.render_answers(talk)
     assert rendered.text == "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
     assert [rendered.text[a.start : a.stop] for a in rendered.answers] == ["yo<|im_end|>\n"]
     ids, marks = plain.encode(rendered)
@@ -131,15 +131,15 @@ def test_a_template_of_a_model_marks_what_it_renders(tmp_path, file):
         "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}!{% endgeneration %}{% endfor %}"
     )
     marked_template = ChatTemplate.Config(path=str(marked)).build(tokenizer=ByteTokenizer.Config().build())
-    assert marked_template.answered(talk) == Rendered("user: hi!assistant:  yo !", (Span(6, 9), Span(20, 25)))
-    assert marked_template.answered(talk, last=True).answers == (Span(20, 25),)
+    assert marked_template.render_answers(talk) == RenderedChat("user: hi!assistant:  yo !", (Span(6, 9), Span(20, 25)))
+    assert marked_template.render_answers(talk, last=True).answers == (Span(20, 25),)
 
 
 def test_templates_run_in_a_sandbox_and_say_what_is_wrong(tmp_path):
     def render(text, talk=TALK, **more):
         (tmp_path / "t.jinja").write_text(text)
         config = ChatTemplate.Config(path=str(tmp_path / "t.jinja"), **more)
-        return config.build(tokenizer=ByteTokenizer.Config().build()).answered(talk)
+        return config.build(tokenizer=ByteTokenizer.Config().build()).render_answers(talk)
 
     with pytest.raises(InputError, match=r"t\.jinja cannot render it: access to attribute '__class__'"):
         render("{{ ''.__class__.__mro__ }}")

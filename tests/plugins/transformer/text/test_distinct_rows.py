@@ -236,7 +236,7 @@ def test_a_small_source_of_a_mixture_gives_different_rows(tmp_path):
 @pytest.mark.parametrize("proportions", [(1.0,), (0.5, 0.5), (0.7, 0.2, 0.1), (0.01, 0.99)])
 @pytest.mark.parametrize("num_shards", [1, 4, 101])
 def test_shares_number_the_rows_of_each_part(proportions, num_shards):
-    shares = Shares.of(proportions, num_shards)
+    shares = Shares.from_weights(proportions, num_shards)
     numbers = [[] for _ in proportions]
     for turn in range(600 // num_shards):
         entries = [shares.row(turn, shard) for shard in range(num_shards)]

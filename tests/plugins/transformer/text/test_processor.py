@@ -13,7 +13,7 @@ from axlearn_plugins_transformer.text.chat_template import TOOL_TEMPLATE, ChatTe
 from axlearn_plugins_transformer.text.messages import normalize_messages
 from axlearn_plugins_transformer.text.processor import TextProcessor
 from axlearn_plugins_transformer.text.records import Document
-from axlearn_plugins_transformer.text.writing import sampling_defaults
+from axlearn_plugins_transformer.text.text_stream import sampling_defaults
 
 BOS, EOS, END, EXTRA = 256, 257, 258, 259
 CHAT = "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>{% endfor %}"
@@ -193,7 +193,7 @@ def test_the_plain_template_renders_tool_calls():
     template = ChatTemplate.Config().build(tokenizer=ByteTokenizer.Config().build())
     call = {"function": {"name": "f", "arguments": '{"city": "Rome"}'}}
     talk = [{"role": "user", "content": "w"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    rendered = template.answered(talk)
+    rendered = template.render_answers(talk)
     (answer,) = rendered.answers
     assert json.loads(rendered.text[answer.start : answer.stop - 1]) == {"name": "f", "arguments": {"city": "Rome"}}
 

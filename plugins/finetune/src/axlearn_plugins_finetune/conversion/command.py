@@ -21,9 +21,9 @@ def convert(run_dir: str, new_run_dir: str, with_: Sequence[str], set_: Sequence
     the others. NEW_RUN_DIR starts at step 0 with a new optimizer state, and continues
     the training data of RUN_DIR.
     """
-    from axlearn_plugins_finetune.conversion.convert import converted
+    from axlearn_plugins_finetune.conversion.convert import convert_run
 
-    converted(run_dir, new_run_dir, with_=with_, set=set_, step=step)
+    convert_run(run_dir, new_run_dir, with_=with_, set=set_, step=step)
     run = shlex.quote(new_run_dir)
     echo(f"to train it: axlearn train {run}/config.yaml --run-dir {run}", err=True)
     echo(str(new_run_dir))

@@ -18,10 +18,10 @@ from axlearn_core.plugins.resolve import resolve
 from axlearn_core.run import Run, RunWeights
 from axlearn_core.run.derive import new_directory
 from axlearn_core.train.api import provenance
-from axlearn_plugins_finetune.conversion.carry import Params, bridges, transfer_params
+from axlearn_plugins_finetune.conversion.param_transfer import Params, load_bridges, transfer_params
 
 
-def converted(
+def convert_run(
     run_dir: str | Path,
     out: str | Path,
     *,
@@ -47,11 +47,11 @@ def converted(
     run = Run(run_dir)
     resolved = resolve(Request.of(run.weights(step).experiment, with_=with_, set=set)).checked()
     config: Any = resolved.config
-    by, reasons = bridges(resolved.features)
+    bridges, reasons = load_bridges(resolved.features)
 
     def transfer(source: RunWeights) -> Params:
         target = Functional.from_config(config.model)
-        return transfer_params(source.read(), source.functional, target, by, reasons=reasons, seed=config.seed)
+        return transfer_params(source.read(), source.functional, target, bridges, reasons=reasons, seed=config.seed)
 
     lock = {"features": list(with_), "provenance": provenance(resolved)}
     run.derive(out, config, transfer, step=step, new_step=0, lock=lock)
@@ -83,9 +83,9 @@ def transfer_run(run_dir: str | Path, config: Any, functional: Functional, *, st
             f"    fix: run `axlearn convert {run} NEW_RUN_DIR --with ...` first, and train NEW_RUN_DIR"
         )
     source = Run(run_dir).weights(step)
-    by, reasons = bridges(_installed_features(source.experiment, config))
+    bridges, reasons = load_bridges(_installed_features(source.experiment, config))
     try:
-        return transfer_params(source.read(), source.functional, functional, by, reasons=reasons, seed=config.seed)
+        return transfer_params(source.read(), source.functional, functional, bridges, reasons=reasons, seed=config.seed)
     except CheckpointError as error:
         raise CheckpointError(f"{run_dir} is a run of another model: {error}") from None
 

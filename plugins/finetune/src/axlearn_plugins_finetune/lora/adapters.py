@@ -114,7 +114,7 @@ def _check_shape(path: str, weight: Any, a: Any, b: Any) -> None:
 
 
 @attrs.frozen(eq=False)
-class Exported:
+class AdapterExport:
     """Exported adapters.
 
     Attributes:
@@ -213,7 +213,7 @@ def save(
         raise WorkError(f"cannot write adapters to {directory}: {error.strerror or error}") from error
 
 
-def load(directory: Path) -> Exported:
+def load(directory: Path) -> AdapterExport:
     """Load adapters that `save` wrote.
 
     Raises:
@@ -228,7 +228,7 @@ def load(directory: Path) -> Exported:
             raise ValueError(f"format {facts['format']} is not {_FORMAT}")
         tensors = load_file(str(directory / WEIGHTS))
         variables = {p.removeprefix(VARIABLES): tensors.pop(p) for p in list(tensors) if p.startswith(VARIABLES)}
-        exported = Exported(tensors, facts["scales"], facts["base"], facts.get("run"), variables)
+        exported = AdapterExport(tensors, facts["scales"], facts["base"], facts.get("run"), variables)
     except OSError as error:
         reason = error.strerror or error
         raise CheckpointError(

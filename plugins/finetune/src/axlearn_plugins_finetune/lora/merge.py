@@ -26,7 +26,7 @@ def scales_of(run: RunWeights) -> dict[str, float]:
     return adapters.scales_of(run.functional.describe())
 
 
-def moved_variables(run: RunWeights) -> list[str]:
+def changed_variables(run: RunWeights) -> list[str]:
     """Return the paths of variables that training may have changed, which are all that the learner did not freeze."""
     learned, experiment = run.functional.learned, run.experiment
     learner = experiment.learner.build(max_steps=experiment.max_steps, axes=run.functional.axes)
@@ -39,7 +39,7 @@ def export_run(run_dir: str | Path, directory: str | Path, *, step: int | None =
     directory = local_target(directory)
     configure_devices(None)
     source = Run(run_dir).weights(step)
-    moved = moved_variables(source)
+    moved = changed_variables(source)
     adapters.save(directory, source.read(), scales_of(source), run=base_of(source), variables=moved)
 
 

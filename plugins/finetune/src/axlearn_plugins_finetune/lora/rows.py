@@ -27,7 +27,7 @@ from axlearn_core.contracts.capabilities import StacksMaps
 from axlearn_core.errors import CheckpointError, RequestError, nearest
 from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.nn.linear import Linear, Projection
-from axlearn_plugins_finetune.lora.adapters import Exported, load
+from axlearn_plugins_finetune.lora.adapters import AdapterExport, load
 from axlearn_plugins_finetune.lora.feature import projections
 from axlearn_plugins_finetune.lora.lora_linear import LoraLinear, subclass_with
 
@@ -147,7 +147,7 @@ class RowAdapters:
         exported: Name -> adapters, in the order of the columns of a choice.
     """
 
-    exported: Mapping[str, Exported]
+    exported: Mapping[str, AdapterExport]
 
     @classmethod
     def read(cls, directories: Mapping[str, str]) -> "RowAdapters":

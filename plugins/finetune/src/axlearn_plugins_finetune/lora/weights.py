@@ -12,7 +12,7 @@ from axlearn_core.contracts.parts import Tokenizer, Weights
 from axlearn_core.errors import CheckpointError
 from axlearn_core.run import open_weights
 from axlearn_plugins_finetune.lora import adapters
-from axlearn_plugins_finetune.lora.adapters import Exported
+from axlearn_plugins_finetune.lora.adapters import AdapterExport
 from axlearn_plugins_finetune.lora.lora_linear import ADAPTERS
 
 
@@ -48,7 +48,7 @@ class AdaptedWeights:
     The first read of an adapted weight checks that the base has the same values as in training.
     """
 
-    def __init__(self, base: Weights, exported: Exported):
+    def __init__(self, base: Weights, exported: AdapterExport):
         self.base, self.exported = base, exported
         self._checked = False
 

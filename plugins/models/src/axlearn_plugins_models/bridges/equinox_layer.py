@@ -14,7 +14,7 @@ from axlearn_core.config import node, setting
 from axlearn_core.errors import ConfigError, PluginError, Problem
 from axlearn_core.nn.layer import Precision
 from axlearn_core.nn.randomness import is_key
-from axlearn_plugins_models.bridges.wrapped import Path, Structure, WrappedLayer, cast, wrong_module
+from axlearn_plugins_models.bridges.wrapper import Path, Structure, WrappedLayer, cast, wrong_module
 
 
 class Buffer(nnx.Variable):

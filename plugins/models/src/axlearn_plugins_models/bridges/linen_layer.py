@@ -13,7 +13,7 @@ from axlearn_core.config import node
 from axlearn_core.contracts.arrays import is_array
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.nn.layer import Precision
-from axlearn_plugins_models.bridges.wrapped import Path, Structure, WrappedLayer, cast, wrong_module
+from axlearn_plugins_models.bridges.wrapper import Path, Structure, WrappedLayer, cast, wrong_module
 
 IN_TRAINING = ("train", "training", "is_training")
 IN_EVALUATION = ("deterministic", "use_running_average")

@@ -3,7 +3,7 @@
 from typing import Any
 
 from axlearn_core.train import Trainer
-from axlearn_plugins_models.huggingface.published import published
+from axlearn_plugins_models.huggingface.published_config import published_model
 from axlearn_plugins_models.llama.experiments import pretraining
 
 ATTENTION = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -23,7 +23,7 @@ def deepseek_v2_lite() -> Trainer.Config:
         "routed_scaling_factor": 1.0, "norm_topk_prob": False, "rms_norm_eps": 1e-6,
         "rope_theta": 10_000.0, "rope_scaling": _yarn(0.707),
     }  # fmt: skip
-    model = published("deepseek_v2", ATTENTION | sizes)
+    model = published_model("deepseek_v2", ATTENTION | sizes)
     return pretraining(model, sequence_length=4096, peak=4.2e-4, max_steps=500_000)
 
 
@@ -41,7 +41,7 @@ def deepseek_v3() -> Trainer.Config:
         "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
         "rope_theta": 10_000.0, "rope_scaling": _yarn(1.0),
     }  # fmt: skip
-    model = published("deepseek_v3", ATTENTION | sizes)
+    model = published_model("deepseek_v3", ATTENTION | sizes)
     return pretraining(model, sequence_length=4096, peak=2.2e-4, max_steps=240_000)
 
 

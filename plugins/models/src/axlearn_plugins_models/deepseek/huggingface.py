@@ -29,7 +29,7 @@ class DeepSeekV3(Family):
         "qk_nope_head_dim": Key(f"{d.ATTENTION}.head_dim"),
     }  # fmt: skip
     fixed: ClassVar = {"attention_bias": False, "hidden_act": "silu", "moe_layer_freq": 1}
-    idle: ClassVar = ("num_key_value_heads", "scoring_func", "topk_method", "mlp_bias")
+    unused_keys: ClassVar = ("num_key_value_heads", "scoring_func", "topk_method", "mlp_bias")
     ignored: ClassVar = ("*.rotary_emb.inv_freq",)
     rules: ClassVar = (
         *d.OUTER_RULES, *d.NORM_RULES, *d.feed_forward_rules(), *d.expert_rules(),
@@ -73,7 +73,7 @@ class DeepSeekV3(Family):
             settings[f"{d.ATTENTION}.scale"] = head_dim**-0.5 * yarn_scale(rope["factor"], rope["mscale_all_dim"]) ** 2
         return settings | ({f"{d.FEED_FORWARD}.first.*.hidden_dim": size} if hf.get("first_k_dense_replace") else {})
 
-    def described(self, config: Any) -> Json:
+    def export_keys(self, config: Any) -> Json:
         """Return the `config.json` keys; the inverse of `features` and `settings`."""
         attention, slot = config.model.decoder.layer.attention, config.model.decoder.layer.feed_forward
         dense: list[Any] = [*slot.first] if isinstance(slot, Alternate) else []
@@ -101,7 +101,7 @@ class DeepSeekV3(Family):
             "norm_topk_prob": router.normalize, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
         }  # fmt: skip
 
-    def missing(self, data: Json) -> Json:
+    def compatibility_keys(self, data: Json) -> Json:
         """Return the RoPE keys that other versions of transformers need."""
         return missing_forms(data)
 
@@ -111,7 +111,7 @@ class DeepSeekV2(DeepSeekV3):
 
     architectures = ("DeepseekV2ForCausalLM",)
     fixed: ClassVar = {**DeepSeekV3.fixed, "mlp_bias": False}
-    idle = (*DeepSeekV3.idle, "norm_topk_prob")
+    unused_keys = (*DeepSeekV3.unused_keys, "norm_topk_prob")
 
     def router(self, hf: Settings) -> Json:
         """Return the config of the expert router; transformers ignores `norm_topk_prob` and never normalizes the weights."""

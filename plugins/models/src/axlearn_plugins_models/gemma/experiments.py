@@ -3,7 +3,7 @@
 from typing import Any
 
 from axlearn_core.train import Trainer
-from axlearn_plugins_models.huggingface.published import published
+from axlearn_plugins_models.huggingface.published_config import published_model
 from axlearn_plugins_models.llama.experiments import pretraining
 
 GEMMA_2 = {
@@ -44,9 +44,9 @@ def gemma3_4b() -> Trainer.Config:
         "sliding_window": 1024, "sliding_window_pattern": 6, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
         "rope_local_base_freq": 10_000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     }  # fmt: skip
-    return pretraining(published("gemma3_text", sizes), sequence_length=8192, peak=3e-4, max_steps=500_000)
+    return pretraining(published_model("gemma3_text", sizes), sequence_length=8192, peak=3e-4, max_steps=500_000)
 
 
 def _gemma2(**sizes: Any) -> Trainer.Config:
     """Return a Gemma 2 experiment with these sizes, at its context length of 8192."""
-    return pretraining(published("gemma2", GEMMA_2 | sizes), sequence_length=8192, peak=3e-4, max_steps=500_000)
+    return pretraining(published_model("gemma2", GEMMA_2 | sizes), sequence_length=8192, peak=3e-4, max_steps=500_000)

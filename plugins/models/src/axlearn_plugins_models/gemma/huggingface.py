@@ -26,7 +26,7 @@ class Gemma2(Family):
         "final_logit_softcapping": Key("model.logit_softcap", default=None, read=float),
     }  # fmt: skip
     fixed: ClassVar = {"attention_bias": False}
-    idle: ClassVar = ("hidden_act", "use_bidirectional_attention")
+    unused_keys: ClassVar = ("hidden_act", "use_bidirectional_attention")
     rules: ClassVar = (*d.OUTER_RULES, *d.ATTENTION_RULES, *d.feed_forward_rules(),
                        *(Rule(f"{d.OURS}.{a}.weight", f"{d.THEIRS}.{b}.weight") for a, b in NORMS.items()))  # fmt: skip
     every: ClassVar = 2
@@ -49,21 +49,21 @@ class Gemma2(Family):
         """Return the config of the position encoding."""
         return read_rope(hf)
 
-    def described(self, config: Any) -> Json:
+    def export_keys(self, config: Any) -> Json:
         """Return the `config.json` keys; the inverse of `features` and `settings`."""
         decoder = config.model.decoder
         windows = decoder.layer.attention.window.children
         fields = {"rms_norm_eps": decoder.norm.eps, "sliding_window": windows[0].size}
         return fields | {
-            "rope_parameters": self.written(decoder.layer.attention),
+            "rope_parameters": self.rope_parameters(decoder.layer.attention),
             "_sliding_window_pattern": len(windows),
         }
 
-    def written(self, attention: Any) -> Json:
+    def rope_parameters(self, attention: Any) -> Json:
         """Return the RoPE parameters of the position encoding."""
         return write_rope(attention.position)
 
-    def missing(self, data: Json) -> Json:
+    def compatibility_keys(self, data: Json) -> Json:
         """Return the RoPE keys that other versions of transformers need."""
         return missing_forms(data)
 
@@ -91,11 +91,11 @@ class Gemma3(Gemma2):
         near, wide = (read_rope(hf, rope=parameters(hf, kind, KINDS)) for kind in KINDS)
         return {"type": "alternate", "children": [*[near] * (hf.get(PATTERN, self.every) - 1), wide]}
 
-    def written(self, attention: Any) -> Json:
+    def rope_parameters(self, attention: Any) -> Json:
         """Return the RoPE parameters for both kinds of layers."""
         near, *_, wide = map(write_rope, attention.position.children)
         return {"full_attention": wide, "sliding_attention": near}
 
-    def missing(self, data: Json) -> Json:
+    def compatibility_keys(self, data: Json) -> Json:
         """Return the RoPE keys that other transformers versions need, for both kinds of layers."""
         return missing_forms(data, KINDS)

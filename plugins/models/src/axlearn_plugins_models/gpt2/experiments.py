@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al., 2019), the smallest and the largest model, with the sizes of their `config.json`."""
 
 from axlearn_core.train import Trainer
-from axlearn_plugins_models.huggingface.published import published
+from axlearn_plugins_models.huggingface.published_config import published_model
 from axlearn_plugins_models.llama.experiments import pretraining
 
 
@@ -24,4 +24,4 @@ def gpt2_1_5b() -> Trainer.Config:
 def _gpt2(*, layers: int, width: int, heads: int) -> Trainer.Config:
     """Return a GPT-2 experiment with these sizes, at its context length of 1024."""
     sizes = {"vocab_size": 50_257, "n_layer": layers, "n_embd": width, "n_head": heads, "n_positions": 1024}
-    return pretraining(published("gpt2", sizes), sequence_length=1024, peak=6e-4, max_steps=300_000)
+    return pretraining(published_model("gpt2", sizes), sequence_length=1024, peak=6e-4, max_steps=300_000)

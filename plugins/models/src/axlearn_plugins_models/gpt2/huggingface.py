@@ -30,7 +30,7 @@ class GPT2(Family):
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
     }
-    idle = ("reorder_and_upcast_attn",)
+    unused_keys = ("reorder_and_upcast_attn",)
     ignored = ("*.attn.bias", "*.attn.masked_bias")
     copies: ClassVar = {"lm_head.weight": "transformer.wte.weight"}
     rules = (
@@ -59,7 +59,7 @@ class GPT2(Family):
         settings["model.decoder.position"] = {"type": "learned-positions", "max_length": hf.need("n_positions")}
         return settings | {f"{d.ATTENTION}.{part}.bias": True for part in (*FUSED, "output")}
 
-    def described(self, config: Any) -> Json:
+    def export_keys(self, config: Any) -> Json:
         """Invert `settings`."""
         decoder = config.model.decoder
         dense = decoder.layer.feed_forward

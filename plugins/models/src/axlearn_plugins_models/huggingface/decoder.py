@@ -112,10 +112,10 @@ class RopeDecoder(Family):
         """Return the position encoding."""
         return {f"{ATTENTION}.position": read_rope(hf, rope=parameters(hf, self.rope))}
 
-    def described(self, config: Any) -> Json:
+    def export_keys(self, config: Any) -> Json:
         """Return the RoPE parameters."""
         return {"rope_parameters": write_rope(config.model.decoder.layer.attention.position)}
 
-    def missing(self, data: Json) -> Json:
+    def compatibility_keys(self, data: Json) -> Json:
         """Return the RoPE keys that other versions of transformers need."""
         return missing_forms(data, (self.rope,))

@@ -56,20 +56,20 @@ def complete_text_files(text: TextProcessor, config: Mapping[str, Any], contents
         contents[GENERATION] = generation
     if TOKENIZER not in contents:
         contents[TOKENIZER] = _with_bos(tokenizer).encode()
-    described = _json(contents.get(TOKENIZER_CONFIG))
-    before = json.dumps(described)
-    described.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
-    described.setdefault("eos_token", tokenizer.eos_token)
+    tokenizer_config = _json(contents.get(TOKENIZER_CONFIG))
+    before = json.dumps(tokenizer_config)
+    tokenizer_config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+    tokenizer_config.setdefault("eos_token", tokenizer.eos_token)
     if tokenizer.bos_token is not None:
-        described.setdefault("bos_token", tokenizer.bos_token)
-    if text.has_template and not _has_template(text.template, described, contents):
-        described.pop("chat_template", None)
+        tokenizer_config.setdefault("bos_token", tokenizer.bos_token)
+    if text.has_template and not _has_template(text.template, tokenizer_config, contents):
+        tokenizer_config.pop("chat_template", None)
         contents.pop(TOOL_TEMPLATE, None)
         contents[TEMPLATE] = text.template.source.encode()
         if text.template.tool_source is not None:
             contents[TOOL_TEMPLATE] = text.template.tool_source.encode()
-    if json.dumps(described) != before:
-        contents[TOKENIZER_CONFIG] = _dump(described)
+    if json.dumps(tokenizer_config) != before:
+        contents[TOKENIZER_CONFIG] = _dump(tokenizer_config)
     _complete_generation(text, config, contents)
 
 
@@ -80,7 +80,7 @@ def _complete_generation(text: TextProcessor, config: Mapping[str, Any], content
     if not text.end_tokens <= named or (generation and "eos_token_id" not in generation):
         changed["eos_token_id"] = _end_tokens(text)
     for name, value in text.sampling.items():
-        if value != _stated(generation, name):
+        if value != _read_setting(generation, name):
             changed |= (
                 {"do_sample": False} if name == "temperature" and value == 0 else {name: value, "do_sample": True}
             )
@@ -95,22 +95,22 @@ def _complete_generation(text: TextProcessor, config: Mapping[str, Any], content
 def _describes(generation: Mapping[str, Any], text: TextProcessor) -> bool:
     """Return whether a generation_config.json ends and samples outputs as the run does."""
     names = ("temperature",) if generation.get("do_sample") is False else tuple(SAMPLING)
-    stated = {name: value for name in names if (value := _stated(generation, name)) is not None}
+    stated = {name: value for name in names if (value := _read_setting(generation, name)) is not None}
     ends = {i for i in _as_list(generation.get("eos_token_id")) if i is not None}
     return ends <= text.end_tokens and stated == text.sampling
 
 
-def _stated(generation: Mapping[str, Any], name: str) -> Any:
+def _read_setting(generation: Mapping[str, Any], name: str) -> Any:
     """Return the value of a sampling setting in a generation_config.json, or None if it is not set."""
     if name == "temperature" and generation.get("do_sample") is False:
         return 0.0
     return generation.get(name, 1.0 if name == "temperature" and generation.get("do_sample") else None)
 
 
-def _has_template(template: ChatTemplate, described: Json, contents: Mapping[str, bytes]) -> bool:
+def _has_template(template: ChatTemplate, tokenizer_config: Json, contents: Mapping[str, bytes]) -> bool:
     if TEMPLATE in contents:
         return contents[TEMPLATE].decode("utf-8", "replace") == template.source
-    inline = described.get("chat_template")
+    inline = tokenizer_config.get("chat_template")
     if isinstance(inline, list):
         inline = {t["name"]: t["template"] for t in inline}.get("default")
     return inline == template.source

@@ -119,7 +119,7 @@ class Key:
 
 
 class Family(Configurable):
-    """Base of families. A subclass sets these attributes, and overrides `settings` and `described` if it needs to.
+    """Base of families. A subclass sets these attributes, and overrides `settings` and `export_keys` if it needs to.
 
     Attributes:
         experiment: Experiment that the config tree starts from.
@@ -128,7 +128,7 @@ class Family(Configurable):
         fixed: Key -> the only supported value, which is also the value of a missing key.
         rules: Table of tensors.
         ignored: Patterns (`fnmatch`) of tensors that files may contain and that are not part of the model.
-        idle: Keys of `config.json` that have no effect while the `fixed` keys have their values.
+        unused_keys: Keys of `config.json` that have no effect while the `fixed` keys have their values.
         prefix: Prefix of the tensor names in the table. Files may omit it, if they omit it everywhere.
         text: Whether the model reads text, and therefore has a tokenizer.
         copies: Tensor -> the tensor that it may duplicate, such as a tied output layer.
@@ -140,7 +140,7 @@ class Family(Configurable):
     fixed: ClassVar[Mapping[str, Any]] = {}
     rules: ClassVar[tuple[Rule, ...]]
     ignored: ClassVar[tuple[str, ...]] = ()
-    idle: ClassVar[tuple[str, ...]] = ()
+    unused_keys: ClassVar[tuple[str, ...]] = ()
     prefix: ClassVar[str] = ""
     text: ClassVar[bool] = True
     copies: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -156,11 +156,11 @@ class Family(Configurable):
         """Return path -> value, as plain data, for settings that `keys` cannot express."""
         return {}
 
-    def described(self, config: Any) -> Json:
+    def export_keys(self, config: Any) -> Json:
         """Return key -> value of `config.json` for a config tree, the inverse of `features` and `settings`."""
         return {}
 
-    def missing(self, data: Json) -> Json:
+    def compatibility_keys(self, data: Json) -> Json:
         """Return keys for other versions of transformers, which would otherwise use their defaults."""
         return {}
 
@@ -193,7 +193,7 @@ class Family(Configurable):
             values |= dict.fromkeys(key.places, key.ours(name, hf))
         features, settings = self.features(hf), self.settings(hf)
         resolved = resolve(Request.of(self.experiment, with_=features, set={**values, **settings, **more}))
-        return resolved, sorted(hf.data.keys() - hf.used - IRRELEVANT - {*self.idle})
+        return resolved, sorted(hf.data.keys() - hf.used - IRRELEVANT - {*self.unused_keys})
 
     def config_json(self, config: Any) -> Json:
         """Return the `config.json` of a config tree. `differences` checks whether it describes the whole tree."""
@@ -204,9 +204,9 @@ class Family(Configurable):
             "model_type": self.model_type,
             **self.fixed,
             **_with_derived_heads(written),
-            **self.described(config),
+            **self.export_keys(config),
         }
-        return data | self.missing(data)
+        return data | self.compatibility_keys(data)
 
     def differences(self, data: Mapping[str, Any], config: Any) -> list[Change]:
         """Return the differences between the models of a `config.json` and of a config that change results."""
@@ -275,7 +275,7 @@ def family_of(config: Any) -> tuple[Family, Json]:
             data = one.config_json(config)
             changes = one.differences(data, config)
         except (AttributeError, RequestError):
-            continue  # `described` reads fields of its own family, and this model has other parts
+            continue  # `export_keys` reads fields of its own family, and this model has other parts
         if not changes:
             return one, data
         if nearly is None or len(changes) < nearly[0]:

@@ -38,7 +38,7 @@ _EXPONENTS = {"F64": 0x7FF0 << 48, "F32": 0x7F80 << 16, "F16": 0x7C00, "BF16": 0
 
 
 @attrs.frozen
-class Stored:
+class StoredTensor:
     """A tensor in a file.
 
     Attributes:
@@ -86,7 +86,7 @@ class Stored:
         return array
 
 
-def stored_tensors(directory: Path, storage: Storage | None = None) -> dict[str, Stored]:
+def stored_tensors(directory: Path, storage: Storage | None = None) -> dict[str, StoredTensor]:
     """Return all tensors of a model directory by name, from `model.safetensors` or from the shards in the index.
 
     Args:
@@ -115,7 +115,7 @@ def stored_tensors(directory: Path, storage: Storage | None = None) -> dict[str,
     raise CheckpointError(f"{directory} has neither {SINGLE} nor {INDEX}\n    got: {listing}\n    fix: {fix}")
 
 
-def _sharded_tensors(directory: Path, storage: Storage) -> dict[str, Stored]:
+def _sharded_tensors(directory: Path, storage: Storage) -> dict[str, StoredTensor]:
     index = directory / INDEX
     try:
         weights: dict[str, str] = dict(read_json(directory, INDEX)["weight_map"])
@@ -145,7 +145,7 @@ def _sharded_tensors(directory: Path, storage: Storage) -> dict[str, Stored]:
     return {n: headers[f][n] for n, f in weights.items()}
 
 
-def _header(file: Path, storage: Storage) -> dict[str, Stored]:
+def _header(file: Path, storage: Storage) -> dict[str, StoredTensor]:
     size = member(file.parent, file.name).stat().st_size
     try:
         with file.open("rb") as handle:
@@ -161,7 +161,7 @@ def _header(file: Path, storage: Storage) -> dict[str, Stored]:
             begin, end = info["data_offsets"]
             if not all(type(n) is int and n >= 0 for n in (*info["shape"], begin, end)):
                 raise ValueError(f"{name} has the shape {info['shape']} and the offsets {info['data_offsets']}")
-            tensors[name] = Stored(
+            tensors[name] = StoredTensor(
                 file, info["dtype"], tuple(info["shape"]), 8 + length + begin, end - begin, storage, name
             )
     except RecursionError:
@@ -181,7 +181,7 @@ def _header(file: Path, storage: Storage) -> dict[str, Stored]:
     return tensors
 
 
-def check_readable(tensors: Iterable[Stored]) -> None:
+def check_readable(tensors: Iterable[StoredTensor]) -> None:
     """Raise `CheckpointError` if a tensor's dtype is not supported, or its bytes do not match its shape.
 
     Only pass tensors that will be read. Files also contain buffers, such as GPT-2's masks in uint8 or bool.
@@ -206,7 +206,7 @@ def problem_list(heading: str, problems: Sequence[str], fix: str) -> CheckpointE
 
 
 def check_tensors(
-    stored: Mapping[str, Stored], expected: Mapping[str, Sequence[int]], spare: Iterable[str], location: Path
+    stored: Mapping[str, StoredTensor], expected: Mapping[str, Sequence[int]], spare: Iterable[str], location: Path
 ) -> None:
     """Compare the tensors of a directory with those that the model needs.
 

@@ -188,7 +188,9 @@ def _describe_run(run_files: Mapping[str, bytes], config: Any, text: TextProcess
 def _match_config(data: Json, config: Any) -> tuple[Family, Json] | None:
     """Return the family and the completed `config.json`, or None if it does not describe the run's model."""
     model_family = family(str(data["model_type"]))
-    return None if model_family.differences(data, config) else (model_family, data | model_family.missing(data))
+    return (
+        None if model_family.differences(data, config) else (model_family, data | model_family.compatibility_keys(data))
+    )
 
 
 def _report_source(source: Source) -> None:

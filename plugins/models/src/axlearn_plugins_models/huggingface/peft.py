@@ -23,7 +23,7 @@ from axlearn_core.run import Run
 from axlearn_core.run.derive import local_target
 from axlearn_plugins_finetune.lora.feature import without_adapters
 from axlearn_plugins_finetune.lora.lora_linear import ADAPTERS
-from axlearn_plugins_finetune.lora.merge import moved_variables, scales_of
+from axlearn_plugins_finetune.lora.merge import changed_variables, scales_of
 from axlearn_plugins_models.huggingface.family import family_of
 from axlearn_plugins_models.huggingface.table import layout
 
@@ -62,7 +62,7 @@ def export_peft(
     source = Run(run_dir).weights(step)
     if not scales_of(source):
         raise RequestError(f"{run_dir} has no adapters to write\n    fix: use a run that was trained with lora")
-    if variables := moved_variables(source):
+    if variables := changed_variables(source):
         raise RequestError(
             f"PEFT's format cannot store this model's variables, which training changes: {', '.join(variables[:3])}"
             + (f" and {len(variables) - 3} more" if len(variables) > 3 else "")

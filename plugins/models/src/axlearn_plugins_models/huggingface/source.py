@@ -14,7 +14,7 @@ from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import Resolved, resolve
 from axlearn_plugins_models.huggingface import files, stream
 from axlearn_plugins_models.huggingface.family import Family, Json, Settings, families, family
-from axlearn_plugins_models.huggingface.files import Stored
+from axlearn_plugins_models.huggingface.files import StoredTensor
 from axlearn_plugins_models.huggingface.members import read_json
 from axlearn_plugins_models.huggingface.table import Tensor, layout
 from axlearn_plugins_models.huggingface.text_facts import CONFIG, TOKENIZER, read_text_facts
@@ -47,7 +47,7 @@ class Source:
     resolved: Resolved
     model: Functional
     tensors: dict[str, Tensor]
-    stored: dict[str, Stored]
+    stored: dict[str, StoredTensor]
     notes: tuple[str, ...] = ()
 
     @property

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axlearn_core.compose.functions import array_function
-from axlearn_plugins_models.huggingface.files import DTYPES, OutputTensor, Stored
+from axlearn_plugins_models.huggingface.files import DTYPES, OutputTensor, StoredTensor
 from axlearn_plugins_models.huggingface.host_arrays import HostArray, in_host_memory
 from axlearn_plugins_models.huggingface.table import Axes, Part, Tensor
 
@@ -26,7 +26,7 @@ THREADS = 2
 Params = dict[str, Any]
 
 
-def read(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored], like: Mapping[str, Any]) -> Params:
+def read(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], like: Mapping[str, Any]) -> Params:
     """Read the parameters of a model, in the dtypes and shardings of `like`.
 
     Args:
@@ -58,7 +58,7 @@ def read(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored], like: Mapp
     return params
 
 
-def _read_to_host(needed: Sequence[Tensor], stored: Mapping[str, Stored], like: Mapping[str, Any]) -> Params:
+def _read_to_host(needed: Sequence[Tensor], stored: Mapping[str, StoredTensor], like: Mapping[str, Any]) -> Params:
     """Read into the memory that CPU devices compute with, a few tensors at a time, because new memory pages are slow."""
     paths = {part.path for tensor in needed for part in tensor.parts if part.path in like}
     arrays = {path: HostArray(like[path]) for path in paths}
@@ -74,7 +74,7 @@ def _read_to_host(needed: Sequence[Tensor], stored: Mapping[str, Stored], like: 
     return {path: array.finish() for path, array in arrays.items()}
 
 
-def same(a: Stored, b: Stored) -> bool:
+def same(a: StoredTensor, b: StoredTensor) -> bool:
     """Return whether two stored tensors are bitwise equal."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
@@ -110,7 +110,7 @@ def _rows(shape: tuple[int, ...], size: int, unit: int) -> Iterator[tuple[int, i
         yield begin, min(begin + step, shape[0])
 
 
-def _pieces(tensor: Tensor, stored: Stored) -> Iterator[tuple[Part, tuple[int, ...], np.ndarray]]:
+def _pieces(tensor: Tensor, stored: StoredTensor) -> Iterator[tuple[Part, tuple[int, ...], np.ndarray]]:
     """Yield (part, first index in the parameter, values in the parameter's layout) for the slices of a tensor."""
     axes = tensor.axes
     sizes = dict(tensor.parts[0].sizes)

@@ -22,7 +22,7 @@ from flax import nnx
 
 from axlearn_core.compose import Functional
 from axlearn_core.errors import ConfigError, Problem, nearest
-from axlearn_plugins_transformer.stacked import MixedLayers
+from axlearn_plugins_transformer.stack_layers import MixedLayers
 
 LAYER = "layer"
 """Placeholder of the layer number in tensor names."""
@@ -45,7 +45,7 @@ class Axes:
     joined: str
 
     @classmethod
-    def of(cls, pattern: str) -> "Axes":
+    def parse(cls, pattern: str) -> "Axes":
         """Parse a pattern, such as `"(n h) d -> d n h"`."""
         before, _, right = pattern.partition("->")
         groups = re.findall(r"\(([^)]*)\)|(\S+)", before)
@@ -99,7 +99,7 @@ class Rule:
         return _axes(self.pattern or (lambda names: f"{names} -> {names}")(" ".join(f"a{i}" for i in range(rank))))
 
 
-_axes = functools.cache(Axes.of)
+_axes = functools.cache(Axes.parse)
 
 
 @attrs.frozen
@@ -143,7 +143,7 @@ class Layers:
         modules = nnx.iter_modules(model.describe())
         self.kinds = {".".join(map(str, path)): m.kinds for path, m in modules if isinstance(m, MixedLayers)}
 
-    def of(self, path: str, shape: Sequence[int], axes: Sequence[str | None]) -> tuple[str, list[int] | None]:
+    def locate(self, path: str, shape: Sequence[int], axes: Sequence[str | None]) -> tuple[str, list[int] | None]:
         """Return (path in the table, layer number of each row); the numbers are None if the parameter is not stacked."""
         if not axes or axes[0] != "layers":
             return path, None
@@ -170,7 +170,7 @@ def layout(model: Functional, rules: Iterable[Rule]) -> dict[str, Tensor]:
     unmapped = []
     logical = {**model.axes, **model.variable_axes}
     for path, value in {**model.abstract, **model.variables}.items():
-        generic, numbers = layers.of(path, value.shape, logical[path])
+        generic, numbers = layers.locate(path, value.shape, logical[path])
         stacked = numbers is not None
         rank = len(value.shape) - stacked
         rule = next((r for r in by_path.get(generic, ()) if r.rank in (None, rank)), None)

@@ -67,9 +67,12 @@ def read_text_facts(directory: Path, config: Mapping[str, Any], rows: int) -> Te
         ConfigError: If the tokenizer's base vocabulary is larger than the model's.
     """
     tokenizer = _load_tokenizer(directory)
-    generation, described = _read(directory, GENERATION), _read(directory, TOKENIZER_CONFIG)
-    notes = [*_check_vocabulary(directory, tokenizer, rows), *_contradictions(directory, config, generation, described)]
-    named, vocab = _content(described.get("eos_token")), tokenizer.get_vocab(with_added_tokens=True)
+    generation, tokenizer_config = _read(directory, GENERATION), _read(directory, TOKENIZER_CONFIG)
+    notes = [
+        *_check_vocabulary(directory, tokenizer, rows),
+        *_contradictions(directory, config, generation, tokenizer_config),
+    ]
+    named, vocab = _content(tokenizer_config.get("eos_token")), tokenizer.get_vocab(with_added_tokens=True)
     eos = _end_token(named, (config, generation), tokenizer)
     ends = list(dict.fromkeys(i for data in (config, generation) for i in _ids(data.get("eos_token_id")) if i < rows))
     if named in vocab and ends and vocab[named] not in ends:
@@ -77,7 +80,7 @@ def read_text_facts(directory: Path, config: Mapping[str, Any], rows: int) -> Te
             f"{TOKENIZER_CONFIG} ends a text with {named!r} (id {vocab[named]}), but {CONFIG} and {GENERATION} with the ids "
             f"{', '.join(map(str, ends))}; using these"
         )
-    added = described.get("added_tokens_decoder")
+    added = tokenizer_config.get("added_tokens_decoder")
     named_tokens = map(_content, added.values()) if isinstance(added, Mapping) else ()
     if missing_tokens := [token for token in named_tokens if token is not None and token not in vocab]:
         names = ", ".join(map(repr, missing_tokens[:8]))
@@ -154,12 +157,12 @@ def _check_vocabulary(directory: Path, tokenizer: tokenizers.Tokenizer, rows: in
 
 
 def _contradictions(
-    directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any], described: Mapping[str, Any]
+    directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer_config: Mapping[str, Any]
 ) -> Iterator[str]:
     dtypes = [str(config[k]).removeprefix("torch.") for k in ("dtype", "torch_dtype") if config.get(k) is not None]
     if len(set(dtypes)) > 1:
         yield f"{CONFIG} has dtype {dtypes[0]} and torch_dtype {dtypes[1]}; using {dtypes[0]}"
-    inline = described.get("chat_template")
+    inline = tokenizer_config.get("chat_template")
     separate = member(directory, TEMPLATE).read_text("utf-8", "replace") if (directory / TEMPLATE).exists() else None
     if isinstance(inline, str) and separate is not None and separate.strip() != inline.strip():
         yield f"{TEMPLATE} and {TOKENIZER_CONFIG} have different chat templates; using {TEMPLATE}"

@@ -1,7 +1,7 @@
 """Mistral 7B (arXiv 2310.06825) and Mixtral 8x7B (arXiv 2401.04088), with the sizes of their `config.json`."""
 
 from axlearn_core.train import Trainer
-from axlearn_plugins_models.huggingface.published import published
+from axlearn_plugins_models.huggingface.published_config import published_model
 from axlearn_plugins_models.llama.experiments import pretraining
 
 SIZES = {
@@ -16,7 +16,7 @@ def mistral_7b() -> Trainer.Config:
 
     7.24B parameters. Sizes: huggingface.co/mistralai/Mistral-7B-v0.1/blob/main/config.json.
     """
-    model = published("mistral", SIZES | {"rope_theta": 10_000.0, "sliding_window": 4096})
+    model = published_model("mistral", SIZES | {"rope_theta": 10_000.0, "sliding_window": 4096})
     return pretraining(model, sequence_length=8192, peak=3e-4, max_steps=500_000)
 
 
@@ -28,4 +28,4 @@ def mixtral_8x7b() -> Trainer.Config:
     Sizes: huggingface.co/mistralai/Mixtral-8x7B-v0.1/blob/main/config.json.
     """
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None, "rope_theta": 1_000_000.0}
-    return pretraining(published("mixtral", SIZES | experts), sequence_length=8192, peak=3e-4, max_steps=500_000)
+    return pretraining(published_model("mixtral", SIZES | experts), sequence_length=8192, peak=3e-4, max_steps=500_000)

@@ -2,7 +2,7 @@
 
 from axlearn_core.config import patch
 from axlearn_core.train import Trainer
-from axlearn_plugins_models.huggingface.published import published
+from axlearn_plugins_models.huggingface.published_config import published_model
 from axlearn_plugins_models.llama.experiments import llama, pretraining
 from axlearn_plugins_moe.mixture_of_experts import MixtureOfExperts
 from axlearn_plugins_moe.routers import SoftmaxRouter
@@ -44,7 +44,7 @@ def qwen2_5_7b() -> Trainer.Config:
         "vocab_size": 152_064, "num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18_944,
         "num_attention_heads": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
     }  # fmt: skip
-    return pretraining(published("qwen2", sizes), sequence_length=4096, peak=3e-4, max_steps=500_000)
+    return pretraining(published_model("qwen2", sizes), sequence_length=4096, peak=3e-4, max_steps=500_000)
 
 
 def qwen3_8b() -> Trainer.Config:
@@ -57,4 +57,4 @@ def qwen3_8b() -> Trainer.Config:
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
         "rope_theta": 1_000_000.0,
     }  # fmt: skip
-    return pretraining(published("qwen3", sizes), sequence_length=4096, peak=3e-4, max_steps=500_000)
+    return pretraining(published_model("qwen3", sizes), sequence_length=4096, peak=3e-4, max_steps=500_000)

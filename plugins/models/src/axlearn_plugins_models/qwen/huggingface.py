@@ -12,7 +12,7 @@ class Qwen2(RopeDecoder):
     experiment = "llama3-8b"
     architectures = ("Qwen2ForCausalLM",)
     fixed: ClassVar = {"use_sliding_window": False}
-    idle = ("sliding_window", "layer_types")
+    unused_keys = ("sliding_window", "layer_types")
 
     def settings(self, hf: Settings) -> Json:
         """Return the position encoding and the biases."""
@@ -25,7 +25,7 @@ class Qwen3(RopeDecoder):
     experiment = "llama3-8b"
     architectures: ClassVar = ("Qwen3ForCausalLM",)
     fixed: ClassVar = {"attention_bias": False, "use_sliding_window": False}
-    idle: ClassVar = ("sliding_window", "layer_types")
+    unused_keys: ClassVar = ("sliding_window", "layer_types")
 
     def settings(self, hf: Settings) -> Json:
         """Return the position encoding and the norm of the heads."""
@@ -45,9 +45,9 @@ class Qwen3Moe(Qwen3):
         "norm_topk_prob": Key(f"{FEED_FORWARD}.router.normalize", default=False),
     }
     fixed: ClassVar = {**Qwen3.fixed, "decoder_sparse_step": 1, "mlp_only_layers": [], "hidden_act": "silu"}
-    idle = (*Qwen3.idle, "intermediate_size")
+    unused_keys = (*Qwen3.unused_keys, "intermediate_size")
     rules = mixture_rules()
 
-    def described(self, config: Any) -> Json:
+    def export_keys(self, config: Any) -> Json:
         """Return the RoPE parameters, and a dense feed-forward size, which transformers requires although no layer has it."""
-        return super().described(config) | {"intermediate_size": 3 * config.model.decoder.hidden_dim}
+        return super().export_keys(config) | {"intermediate_size": 3 * config.model.decoder.hidden_dim}

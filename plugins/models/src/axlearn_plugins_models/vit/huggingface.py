@@ -31,7 +31,7 @@ class ViT(Family):
         "num_channels": Key(f"{EMBEDDING}.channels", default=3),
         "qkv_bias": Key(tuple(f"{LAYER}.attention.{n}.bias" for n in ("query", "key", "value")), default=True),
     }  # fmt: skip
-    idle = ("encoder_stride", "hidden_dropout_prob", "attention_probs_dropout_prob", "pooler_act", "pooler_output_size",
+    unused_keys = ("encoder_stride", "hidden_dropout_prob", "attention_probs_dropout_prob", "pooler_act", "pooler_output_size",
             "problem_type", "label2id")  # fmt: skip
     ignored = ("vit.pooler.*",)
     copies: ClassVar = {}
@@ -54,7 +54,7 @@ class ViT(Family):
         """Return the number of classes, from the label names. transformers omits two placeholder names."""
         return {"model.num_classes": len(hf.get("id2label") or (0, 1))}
 
-    def described(self, config: Any) -> Json:
+    def export_keys(self, config: Any) -> Json:
         """Invert `settings`."""
         names = {str(i): f"LABEL_{i}" for i in range(config.model.num_classes)}
         return {"id2label": names, "label2id": {name: int(i) for i, name in names.items()}}

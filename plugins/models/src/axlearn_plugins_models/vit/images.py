@@ -35,7 +35,7 @@ class ImageBatches:
         count: int | None = None,
         old_order: Callable[[int], np.ndarray] | None = None,
     ):
-        self._rows, self._order, self._mine, self._count, self._given = rows, order, rows_slice, count, 0
+        self._rows, self._order, self._mine, self._count, self._batch_number = rows, order, rows_slice, count, 0
         self._old_order, self._current = old_order, True
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
@@ -43,21 +43,21 @@ class ImageBatches:
 
     def __next__(self) -> dict[str, np.ndarray]:
         """Return the next batch. Row numbers below 0 are padding."""
-        if self._given == self._count:
+        if self._batch_number == self._count:
             raise StopIteration
         order = self._old_order if self._old_order and not self._current else self._order
-        numbers = order(self._given)[self._mine]
+        numbers = order(self._batch_number)[self._mine]
         images, labels = self._rows(np.maximum(numbers, 0))
-        self._given += 1
+        self._batch_number += 1
         return {"images": images, "labels": labels, "weights": (numbers >= 0).astype(np.float32)}
 
     def get_state(self) -> dict[str, int]:
         """Return the position after the last batch."""
-        return {"batches": self._given, **({"order": ORDER} if self._current else {})}
+        return {"batches": self._batch_number, **({"order": ORDER} if self._current else {})}
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """Continue at a position from `get_state`."""
-        self._given, self._current = state["batches"], is_current(state)
+        self._batch_number, self._current = state["batches"], is_current(state)
         if self._old_order and not self._current and self._mine.start == 0:
             print_note(OLD_ORDER)
 

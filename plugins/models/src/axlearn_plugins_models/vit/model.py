@@ -192,21 +192,21 @@ class ImageClassifier(Layer):
         """
         labels, weights = batch["labels"], batch.get("weights")
         rows = Context(real=None if weights is None else weights[:, None] > 0)
-        with summaries.collect() as collector, padding.known_to_layers(rows):
+        with summaries.collect() as collector, padding.use_context(rows):
             logits = self(batch["images"]).astype(jnp.float32)
         logits = constrain(logits, "batch", "activation_vocab")
         weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
         weight = jnp.sum(weights)
         share = weights / jnp.where(weight > 0, weight, 1.0)
         log_p = jax.nn.log_softmax(logits, axis=-1)
-        at_label = jnp.take_along_axis(log_p, labels[:, None], axis=1, mode="fill", fill_value=jnp.nan)[:, 0]
+        label_log_p = jnp.take_along_axis(log_p, labels[:, None], axis=1, mode="fill", fill_value=jnp.nan)[:, 0]
         smooth = 0.0 if summaries.is_held_out() else self.cfg.label_smoothing
-        smoothed = -((1 - smooth) * at_label + smooth * jnp.mean(log_p, axis=-1) if smooth else at_label)
+        smoothed = -((1 - smooth) * label_log_p + smooth * jnp.mean(log_p, axis=-1) if smooth else label_log_p)
         loss = jnp.sum(smoothed * share)
         accuracy = jnp.sum((jnp.argmax(logits, axis=-1) == labels) * share)
         report = {"weight": weight, "accuracy": accuracy, **collector.summaries, **collector.losses}
         if smooth or collector.losses:
-            report["cross_entropy"] = -jnp.sum(at_label * share)
+            report["cross_entropy"] = -jnp.sum(label_log_p * share)
         for value in collector.losses.values():
             loss = loss + value
         return loss, report

@@ -45,9 +45,9 @@ def search(
     """
     no_devices()
     from axlearn_plugins_plan.search import report
-    from axlearn_plugins_plan.search.compiled import Cache, Clock
+    from axlearn_plugins_plan.search.compile_layouts import Cache, Clock
     from axlearn_plugins_plan.search.machines import machine_names
-    from axlearn_plugins_plan.search.rank import spaces, varied
+    from axlearn_plugins_plan.search.rank import parse_vary, spaces
     from axlearn_plugins_plan.search.search import MAX_COMPILED
     from axlearn_plugins_plan.search.search import search as run
     from axlearn_plugins_plan.search.space import VARIED
@@ -56,13 +56,13 @@ def search(
         raise RequestError("a search needs an experiment name or a file")
     if png is not None:
         report.require_matplotlib("--png")
-    minutes = positive("--budget", budget, 10.0)
-    most = int(positive("--front", front, MAX_COMPILED))
+    minutes = parse_positive("--budget", budget, 10.0)
+    most = int(parse_positive("--front", front, MAX_COMPILED))
     names = machine_names(request.target, chips)
     clock = Clock(budget=60 * minutes)
     folder = Path(cache) if cache else default_cache()
     echo(f"caching compiled figures in {folder}", err=True)
-    all_spaces = spaces(request, names, varied(vary, VARIED))
+    all_spaces = spaces(request, names, parse_vary(vary, VARIED))
     result = run(request, all_spaces, Cache(folder), clock, most, lambda line: echo(line, err=True))
     if as_json:
         echo(json.dumps(to_json_value(report.as_json(request, result)), indent=2, ensure_ascii=False))
@@ -87,7 +87,7 @@ def default_cache() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "axlearn" / "layouts"
 
 
-def positive(option: str, text: str | None, default: float) -> float:
+def parse_positive(option: str, text: str | None, default: float) -> float:
     """Parse a positive number. Return `default` if the option is unset; raise `RequestError` if the text is invalid."""
     if text is None:
         return default

@@ -99,7 +99,7 @@ def communication(
     split = [a for a in figures.rules["batch"] if figures.choice.shape.get(a, 1) > 1]
     items: list[Collective | None] = []
     sharded = [a for a in ("fsdp", "expert") if figures.choice.shape.get(a, 1) > 1]
-    for group, local in figures.gathered.items():
+    for group, local in figures.gathered_bytes.items():
         axes = sharded if group > 1 else []
         kind = "all-reduce" if coefficients.gathers_by_sums else "all-gather"
         operand = local * group if coefficients.gathers_by_sums else local
@@ -169,7 +169,7 @@ def estimate(
         temporaries = sum(columns.values())
     elif coefficients.phases:
         activations = figures.local(trace.kept) / steps
-        sizes = sizes_of(figures, trace, work.everything, steps)
+        sizes = sizes_of(figures, trace, work.full_trace, steps)
         columns = single_stage_peak(sizes, layers_of(trace), steps > 1, offloaded)
         temporaries = sum(columns.values())
     else:
@@ -184,7 +184,7 @@ def estimate(
     traffic = coefficients.traffic_activations * figures.local(trace.layer) * work.layer_share
     traffic += coefficients.traffic_weights * weights * (steps if pipeline is None else pipeline.ticks) + 2 * arguments
     sends = communication(figures, trace, steps, coefficients, pipeline)
-    bound = roofline(figures.machine.target, figures.machine.devices, work.executed(trace), traffic, sends)
+    bound = roofline(figures.machine.target, figures.machine.devices, work.executed_flops(trace), traffic, sends)
     host = Host(
         activations=2 * figures.local(trace.kept, offloaded=True),
         optimizer=2 * offloaded,
@@ -200,13 +200,13 @@ class Work:
 
     Attributes:
         pipeline: The schedule, or None without stages.
-        everything: Trace of the step without recomputation in the layers.
+        full_trace: Trace of the step without recomputation in the layers.
         layer_flops: dtype -> FLOPs in the layers on all devices, for a step that recomputes all layers.
         forward_flops: dtype -> FLOPs in the layers' forward pass on all devices.
     """
 
     pipeline: Pipeline | None = None
-    everything: StepTrace = StepTrace(executed={}, kept=(), layer=())
+    full_trace: StepTrace = StepTrace(executed_flops={}, kept=(), layer=())
     layer_flops: Mapping[str, float] = {}
     forward_flops: Mapping[str, float] = {}
 
@@ -215,15 +215,15 @@ class Work:
         """Share of all layers that one device computes, including idle ticks."""
         return 1.0 if self.pipeline is None else self.pipeline.stretch / self.pipeline.stages
 
-    def executed(self, trace: StepTrace) -> dict[str, float]:
+    def executed_flops(self, trace: StepTrace) -> dict[str, float]:
         """Return dtype -> FLOPs on all devices, counted as in a plan.
 
         Idle stages compute too. Work outside of the stages counts once.
         """
         if self.pipeline is None:
-            return dict(trace.executed)
+            return dict(trace.executed_flops)
         executed = {}
-        for dtype, flops in trace.executed.items():
+        for dtype, flops in trace.executed_flops.items():
             layers = min(self.layer_flops.get(dtype, 0.0), flops)
             again = self.forward_flops.get(dtype, 0.0) if self.pipeline.recomputes else 0.0
             executed[dtype] = (layers + again) * self.pipeline.stretch + flops - layers
@@ -268,7 +268,7 @@ def _pipeline_columns(
     offloaded: float,
 ) -> tuple[float, dict[str, float]]:
     """Return (bytes saved for the backward pass, name -> bytes of all temporaries at the peak)."""
-    sizes = sizes_of(figures, trace, work.everything, pipeline.microbatches, pipeline)
+    sizes = sizes_of(figures, trace, work.full_trace, pipeline.microbatches, pipeline)
     chunk = layers_of(trace) / pipeline.chunks
     activations = residual_bytes(pipeline, sizes, chunk)
     if coefficients.phases:

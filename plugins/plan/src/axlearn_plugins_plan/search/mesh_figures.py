@@ -27,23 +27,23 @@ class Parameter:
         stored: Bytes of the stored shard.
         numbers: Number of elements in the shard.
         group: Number of devices that the parameter is gathered over for compute.
-        stacked: Whether it has a dimension for the layers.
+        has_layer_axis: Whether it has a dimension for the layers.
     """
 
     shape: tuple[int, ...]
     stored: float
     numbers: float
     group: int
-    stacked: bool
+    has_layer_axis: bool
 
     @property
-    def gathered(self) -> float:
+    def gathered_bytes(self) -> float:
         """Bytes of the gathered parameter."""
         return self.numbers * self.group * COMPUTED_ITEMSIZE
 
 
 @attrs.frozen(kw_only=True)
-class Stacked:
+class LayerParameters:
     """The layers' parameters on a single device, in bytes.
 
     Attributes:
@@ -152,7 +152,7 @@ class MeshFigures:
         return total
 
     @cached_property
-    def gathered(self) -> Mapping[int, float]:
+    def gathered_bytes(self) -> Mapping[int, float]:
         """Gather group size -> bytes of the parameter shards with this group size, in the compute precision."""
         by_group: dict[int, float] = {}
         for p in self.parameters:
@@ -162,16 +162,16 @@ class MeshFigures:
     @cached_property
     def parameter_bytes(self) -> tuple[float, float, float]:
         """(gathered bytes in the layers, gathered bytes of all other parameters, stored bytes of all parameters)."""
-        layer_bytes = sum(p.gathered for p in self.parameters if p.stacked)
-        other_bytes = sum(p.gathered for p in self.parameters if not p.stacked)
+        layer_bytes = sum(p.gathered_bytes for p in self.parameters if p.has_layer_axis)
+        other_bytes = sum(p.gathered_bytes for p in self.parameters if not p.has_layer_axis)
         return layer_bytes, other_bytes, sum(p.stored for p in self.parameters)
 
     @cached_property
-    def stacked(self) -> Stacked:
+    def layer_parameters(self) -> LayerParameters:
         """The parameters of the layers."""
-        layers = [p for p in self.parameters if p.stacked]
+        layers = [p for p in self.parameters if p.has_layer_axis]
         largest = max((p.stored for p in layers), default=0.0)
-        return Stacked(
+        return LayerParameters(
             stored=sum(p.stored for p in layers),
             rounded=sum(p.numbers * COMPUTED_ITEMSIZE for p in layers if p.stored > p.numbers * COMPUTED_ITEMSIZE),
             shapes=sum({p.shape: p.stored for p in layers}.values()),

@@ -42,7 +42,7 @@ OFFLOAD = "offload-optimizer"
 
 
 @attrs.frozen(kw_only=True)
-class Ranked:
+class RankedLayout:
     """A layout and its estimate.
 
     Attributes:
@@ -151,12 +151,12 @@ class Space:
         A step with full recomputation runs one more forward pass than a step without. A backward pass has twice the FLOPs of a
         forward pass.
         """
-        everything, nothing = self.trace_remat("remat:policy=everything"), self.trace_remat("remat:policy=full")
-        forward = {d: max(0.0, f - everything.executed.get(d, 0.0)) for d, f in nothing.executed.items()}
+        full, nothing = self.trace_remat("remat:policy=everything"), self.trace_remat("remat:policy=full")
+        forward = {d: max(0.0, f - full.executed_flops.get(d, 0.0)) for d, f in nothing.executed_flops.items()}
         return {d: 4 * f for d, f in forward.items()}, forward
 
     @cached_property
-    def everything(self) -> StepTrace:
+    def full_trace(self) -> StepTrace:
         """Trace of the step without recomputation in the layers."""
         edits = {f"{path}.remat": None for path, stack in find(self.base, StackRole).items() if stack.remat is not None}
         return trace_step(single_device_program(patch(self.base, edits), self.machine), self.batch)
@@ -165,7 +165,7 @@ class Space:
         """Return the number of microbatches in the request."""
         return accumulate_steps(self.base)
 
-    def ranked(self, progress: Callable[[str], None] = lambda _: None) -> list[Ranked]:
+    def rank_layouts(self, progress: Callable[[str], None] = lambda _: None) -> list[RankedLayout]:
         """Return all legal layouts, sorted by time per row of the batch, then by memory.
 
         Raises:
@@ -247,17 +247,17 @@ class Space:
     def _scale_trace(self, trace: StepTrace, factor: float) -> StepTrace:
         key = id(trace), factor
         if key not in self._traces:
-            self._traces[key] = trace.scaled(factor)
+            self._traces[key] = trace.scale(factor)
         return self._traces[key]
 
     def _work(self, pipeline: Pipeline | None, factor: float) -> Work:
         if pipeline is None:
             return Work()
         layers, forward = ({dtype: flops * factor for dtype, flops in table.items()} for table in self.layer_flops)
-        everything = self._scale_trace(self.everything, factor)
-        return Work(pipeline=pipeline, layer_flops=layers, forward_flops=forward, everything=everything)
+        full_trace = self._scale_trace(self.full_trace, factor)
+        return Work(pipeline=pipeline, layer_flops=layers, forward_flops=forward, full_trace=full_trace)
 
-    def estimate_choice(self, choice: Choice, figures: MeshFigures) -> Ranked:
+    def estimate_choice(self, choice: Choice, figures: MeshFigures) -> RankedLayout:
         """Estimate a layout on its mesh."""
         trace = self.trace_remat(choice.remat)
         factor = (choice.batch or self.rows) / self.rows
@@ -265,17 +265,17 @@ class Space:
         steps = choice.microbatches or self.base_steps()
         work = self._work(choice.pipeline or pipeline_of(self.base, figures.choice.shape.get("pipeline", 1)), factor)
         result = estimate(choice, figures, self._scale_trace(trace, factor), steps, batch_bytes, self.fitted, work)
-        return Ranked(
+        return RankedLayout(
             choice=choice,
             machine=self.machine,
             estimate=result,
-            seconds=with_host(step_seconds(self.machine, result.roofline, trace.grouped), result.host),
+            seconds=with_host(step_seconds(self.machine, result.roofline, trace.has_grouped_matmuls), result.host),
             rows=choice.batch or self.rows,
             tokens=None if self.tokens is None else round(self.tokens * factor),
         )
 
 
-def sort_key(row: Ranked) -> tuple[Any, ...]:
+def sort_key(row: RankedLayout) -> tuple[Any, ...]:
     """Return a key that sorts layouts by time per row of the batch, then by memory, then by the number of changes.
 
     Times are rounded to six digits to ignore rounding errors of the formulas.
@@ -294,7 +294,7 @@ def spaces(request: Request, machines: Sequence[str], vary: Sequence[str]) -> li
     return [Space(attrs.evolve(request, target=m), tuple(vary)) for m in machines]
 
 
-def varied(names: str | None, options: Sequence[str]) -> tuple[str, ...]:
+def parse_vary(names: str | None, options: Sequence[str]) -> tuple[str, ...]:
     """Parse the names of `--vary batch,optimizer-precision`.
 
     Raises:

@@ -10,7 +10,7 @@ from axlearn_core.errors import RequestError
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_plan.render import seconds, share, size
-from axlearn_plugins_plan.search.compiled import plan_words, resolved_request
+from axlearn_plugins_plan.search.compile_layouts import plan_words, resolved_request
 from axlearn_plugins_plan.search.layout_file import LayoutFile, model_hash
 from axlearn_plugins_plan.search.search import Result, Row
 
@@ -167,12 +167,12 @@ def picture(result: Result, width: int = 760, height: int = 380) -> str:
     left, right, top, bottom = 64, width - 40, 24, height - 52
     xs, ys = [r.seconds for r in result.rows], [r.bytes / 2**30 for r in result.rows]
 
-    def scaled(value: float, values: Sequence[float], low: float, high: float) -> float:
+    def scale(value: float, values: Sequence[float], low: float, high: float) -> float:
         least, most = min(values), max(values)
         return (low + high) / 2 if most == least else low + (value - least) / (most - least) * (high - low)
 
     def place(row: Row) -> tuple[float, float]:
-        return scaled(row.seconds, xs, left + 16, right), scaled(row.bytes / 2**30, ys, bottom - 16, top)
+        return scale(row.seconds, xs, left + 16, right), scale(row.bytes / 2**30, ys, bottom - 16, top)
 
     line = " ".join("{:.1f},{:.1f}".format(*place(r)) for r in result.front)
     dots = ""

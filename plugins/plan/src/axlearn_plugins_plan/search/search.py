@@ -8,9 +8,9 @@ import attrs
 
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.request import Request
-from axlearn_plugins_plan.search.compiled import TIMEOUT, Cache, Clock, Compiled, compile_layouts
+from axlearn_plugins_plan.search.compile_layouts import TIMEOUT, Cache, Clock, CompiledLayout, compile_layouts
 from axlearn_plugins_plan.search.figures import Coefficients
-from axlearn_plugins_plan.search.rank import Ranked, Space, sort_key
+from axlearn_plugins_plan.search.rank import RankedLayout, Space, sort_key
 from axlearn_plugins_plan.search.space import Choice
 
 CHUNK = 2
@@ -27,8 +27,8 @@ class Row:
         compiled: The plan of the layout. None if the layout was only estimated.
     """
 
-    ranked: Ranked
-    compiled: Compiled | None
+    ranked: RankedLayout
+    compiled: CompiledLayout | None
 
     @property
     def choice(self) -> Choice:
@@ -100,11 +100,11 @@ def search(
     Raises:
         RequestError: No layout is legal, or the budget is too small for one compilation.
     """
-    layouts = [r for space in spaces for r in space.ranked(progress)]
+    layouts = [r for space in spaces for r in space.rank_layouts(progress)]
     shipped = [r for r in layouts if r.choice.shipped]
     fitted = {space.machine.name: space.fitted for space in spaces}
     progress(f"{len(layouts):,} layouts ranked; compiling the best, up to {clock.budget / 60:.3g} minutes")
-    results: dict[int, Compiled] = {}
+    results: dict[int, CompiledLayout] = {}
     _compile(request, shipped, cache, clock, progress, results)
     shipped_results = [results[id(r)] for r in shipped]
     if shipped and all(c.error == TIMEOUT for c in shipped_results):
@@ -128,17 +128,17 @@ def search(
 
 def _compile(
     request: Request,
-    rows: Sequence[Ranked],
+    rows: Sequence[RankedLayout],
     cache: Cache,
     clock: Clock,
     progress: Callable[[str], None],
-    results: dict[int, Compiled],
+    results: dict[int, CompiledLayout],
 ) -> None:
     for row, compiled in zip(rows, compile_layouts(request, rows, cache, clock, progress), strict=True):
         results[id(row)] = compiled
 
 
-def correction(layouts: Sequence[Ranked], results: dict[int, Compiled]) -> float:
+def correction(layouts: Sequence[RankedLayout], results: dict[int, CompiledLayout]) -> float:
     """Return the median ratio of compiled to estimated temporaries so far, or 1 if nothing is compiled."""
     ratios = [
         (c.bytes - c.arguments) / r.estimate.temporaries
@@ -148,7 +148,9 @@ def correction(layouts: Sequence[Ranked], results: dict[int, Compiled]) -> float
     return statistics.median(ratios) if ratios else 1.0
 
 
-def error_bound(layouts: Sequence[Ranked], results: dict[int, Compiled], fitted: dict[str, Coefficients]) -> float:
+def error_bound(
+    layouts: Sequence[RankedLayout], results: dict[int, CompiledLayout], fitted: dict[str, Coefficients]
+) -> float:
     """Return the largest relative error of the estimated memory so far, but at least the platform's error."""
     errors = [
         abs(r.estimate.total / c.bytes - 1) for r in layouts if (c := results.get(id(r))) is not None and not c.error
@@ -157,8 +159,11 @@ def error_bound(layouts: Sequence[Ranked], results: dict[int, Compiled], fitted:
 
 
 def candidates(
-    pending: Sequence[Ranked], results: dict[int, Compiled], layouts: Sequence[Ranked], fitted: dict[str, Coefficients]
-) -> list[Ranked]:
+    pending: Sequence[RankedLayout],
+    results: dict[int, CompiledLayout],
+    layouts: Sequence[RankedLayout],
+    fitted: dict[str, Coefficients],
+) -> list[RankedLayout]:
     """Return the layouts to compile next, in order.
 
     Selects layouts that may fit, fastest first. Every third layout is taken from the estimated Pareto front, to find layouts
@@ -178,7 +183,9 @@ def candidates(
     return [r for turn in itertools.zip_longest(*queues) for r in turn if r is not None]
 
 
-def _queue(fits: Sequence[Ranked], layouts: Sequence[Ranked], results: dict[int, Compiled]) -> list[Ranked]:
+def _queue(
+    fits: Sequence[RankedLayout], layouts: Sequence[RankedLayout], results: dict[int, CompiledLayout]
+) -> list[RankedLayout]:
     """Return the candidates on a single machine, in the order of `candidates`."""
     measured = {_layout_key(r) for r in layouts if id(r) in results}
     fastest = []
@@ -187,7 +194,7 @@ def _queue(fits: Sequence[Ranked], layouts: Sequence[Ranked], results: dict[int,
             measured.add(_layout_key(r))
             fastest.append(r)
     front = [r for r in _estimated_front(fits) if _layout_key(r) not in {_layout_key(f) for f in fastest[:CHUNK]}]
-    mixed: list[Ranked] = []
+    mixed: list[RankedLayout] = []
     while (fastest or front) and len(mixed) < 16:
         turn = front if front and (len(results) + len(mixed)) % 3 == 2 else fastest or front
         row = turn.pop(0)
@@ -196,14 +203,14 @@ def _queue(fits: Sequence[Ranked], layouts: Sequence[Ranked], results: dict[int,
     return mixed
 
 
-def _layout_key(row: Ranked) -> tuple[str, str]:
+def _layout_key(row: RankedLayout) -> tuple[str, str]:
     """Return a key that is equal for layouts on the same machine whose times agree to a thousandth."""
     return row.machine.name, f"{row.seconds / max(row.rows, 1):.3e}"
 
 
-def _estimated_front(rows: Sequence[Ranked]) -> list[Ranked]:
+def _estimated_front(rows: Sequence[RankedLayout]) -> list[RankedLayout]:
     """Return the estimated Pareto front, fastest first. Each layout needs at least 10% less memory than the one before."""
-    front: list[Ranked] = []
+    front: list[RankedLayout] = []
     for row in sorted(rows, key=sort_key):
         if not front or row.estimate.total < 0.9 * front[-1].estimate.total:
             front.append(row)
@@ -211,7 +218,7 @@ def _estimated_front(rows: Sequence[Ranked]) -> list[Ranked]:
 
 
 def _result(
-    layouts: Sequence[Ranked], results: dict[int, Compiled], fitted: dict[str, Coefficients], ended: str
+    layouts: Sequence[RankedLayout], results: dict[int, CompiledLayout], fitted: dict[str, Coefficients], ended: str
 ) -> Result:
     compiled = [Row(ranked=r, compiled=results[id(r)]) for r in layouts if id(r) in results]
     failures = [(" ".join(r.choice.words) or "as shipped", r.compiled.error) for r in compiled if r.compiled.error]  # type: ignore[union-attr]

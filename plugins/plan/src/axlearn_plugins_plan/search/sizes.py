@@ -15,7 +15,7 @@ class Sizes:
         stream: Residual stream between two layers (x).
         whole_stream: Residual stream with its full width, and the sequence sharded only by context parallelism.
         kept: Activations that a layer saves for its backward pass, including its input (k).
-        everything: Activations that a layer saves without recomputation.
+        saved_without_remat: Activations that a layer saves without recomputation.
         layer: Tagged activations of a layer.
         hidden: Largest tagged activation between the matmuls of a feed-forward network.
         heads: Largest tagged activation with attention heads.
@@ -38,7 +38,7 @@ class Sizes:
     stream: float
     whole_stream: float
     kept: float
-    everything: float
+    saved_without_remat: float
     layer: float
     hidden: float = 0.0
     heads: float = 0.0
@@ -88,21 +88,21 @@ def sizes_of(
     divisor = count * microbatches
     activations = trace.kept
     if pipeline is not None and pipeline.rounds > 1 and trace.kept == recomputing_nothing.kept:
-        activations = trace.tagged  # a chunk without a policy saves the tagged activations
+        activations = trace.tagged_activations  # a chunk without a policy saves the tagged activations
     elif pipeline is not None and pipeline.rounds > 1 and count > pipeline.chunks:
         activations = trace.distinct  # JAX rounds only the residuals of the whole chunk
     # XLA merges saved duplicates. A recomputed duplicate has a copy in the layout of each of its users.
-    everything = recomputing_nothing.distinct if any(a.repeated for a in trace.kept) else recomputing_nothing.kept
+    without_remat = recomputing_nothing.distinct if any(a.repeated for a in trace.kept) else recomputing_nothing.kept
     layer_bytes, vocabulary, stored = figures.parameter_bytes
-    stacked = figures.stacked
+    stacked = figures.layer_parameters
     full_stream = whole_stream(figures, trace) / microbatches
-    head = max((p.gathered for p in figures.parameters if not p.stacked), default=0.0)
+    head = max((p.gathered_bytes for p in figures.parameters if not p.has_layer_axis), default=0.0)
     width = trace.stream[0].shape[-1] if trace.stream else 0
     return Sizes(
         stream=figures.local(trace.stream) / divisor,
         whole_stream=full_stream,
         kept=figures.local(activations) / divisor,
-        everything=figures.local(everything) / divisor,
+        saved_without_remat=figures.local(without_remat) / divisor,
         layer=figures.local(trace.layer) / divisor,
         hidden=figures.local(trace.hidden) / divisor,
         heads=figures.local(trace.heads) / divisor,

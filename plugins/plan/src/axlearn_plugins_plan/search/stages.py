@@ -98,7 +98,11 @@ def _after_forward(
     # bfloat16 weights and its gradients are live too. For a chunk of one layer, the gradients are added directly to the sums.
     chunk_share = (0.5 if chunk == 1 else 1.5) / pipeline.rounds
     layer = _matmul_bytes(sizes) if chunk == 1 else _layer_backward_bytes(sizes)
-    yield loop | {"tick": chunk * sizes.everything, "layer": layer, "gradients": (1 + chunk_share) * sizes.layers}
+    yield loop | {
+        "tick": chunk * sizes.saved_without_remat,
+        "layer": layer,
+        "gradients": (1 + chunk_share) * sizes.layers,
+    }
 
 
 def _between_ticks(pipeline: Pipeline, sizes: Sizes, chunk: float, room_left: bool) -> dict[str, float]:
@@ -109,7 +113,7 @@ def _between_ticks(pipeline: Pipeline, sizes: Sizes, chunk: float, room_left: bo
     loop, so its gradients are added immediately.
     """
     if pipeline.rounds > 1:
-        tick = sizes.everything if room_left and chunk > 1 else sizes.kept
+        tick = sizes.saved_without_remat if room_left and chunk > 1 else sizes.kept
         return {"tick": chunk * tick, "gradients": sizes.layers}
     if not room_left or chunk <= 2:
         return {"gradients": 2 * sizes.layers}

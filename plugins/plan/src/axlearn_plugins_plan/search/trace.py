@@ -54,31 +54,35 @@ class StepTrace:
     """The work and the activations of a training step, independent of the mesh.
 
     Attributes:
-        executed: dtype -> FLOPs on all devices, including recomputation.
+        executed_flops: dtype -> FLOPs on all devices, including recomputation.
         kept: Activations that the forward pass saves for the backward pass, for the whole batch.
         layer: Tagged activations of a layer.
         routed: Input and output rows of a layer's experts, with one activation for each width. Empty without experts.
     """
 
-    executed: Mapping[str, float]
+    executed_flops: Mapping[str, float]
     kept: tuple[Activation, ...]
     layer: tuple[Activation, ...]
     routed: tuple[Activation, ...] = ()
 
-    def scaled(self, factor: float) -> "StepTrace":
+    def scale(self, factor: float) -> "StepTrace":
         """Scale the trace to a batch with `factor` times as many rows."""
         if factor == 1:
             return self
 
-        def scale(activations: tuple[Activation, ...]) -> tuple[Activation, ...]:
+        def scale_rows(activations: tuple[Activation, ...]) -> tuple[Activation, ...]:
             return tuple(attrs.evolve(a, shape=(round(a.shape[0] * factor), *a.shape[1:])) for a in activations)
 
-        executed = {dtype: flops * factor for dtype, flops in self.executed.items()}
-        activations = {"kept": scale(self.kept), "layer": scale(self.layer), "routed": scale(self.routed)}
-        return attrs.evolve(self, executed=executed, **activations)
+        executed = {dtype: flops * factor for dtype, flops in self.executed_flops.items()}
+        activations = {
+            "kept": scale_rows(self.kept),
+            "layer": scale_rows(self.layer),
+            "routed": scale_rows(self.routed),
+        }
+        return attrs.evolve(self, executed_flops=executed, **activations)
 
     @property
-    def grouped(self) -> bool:
+    def has_grouped_matmuls(self) -> bool:
         """True if the step has grouped matmuls (experts)."""
         return bool(self.routed)
 
@@ -93,7 +97,7 @@ class StepTrace:
         return tuple(a for a in self.kept if not a.repeated)
 
     @cached_property
-    def tagged(self) -> tuple[Activation, ...]:
+    def tagged_activations(self) -> tuple[Activation, ...]:
         """The residual stream and all tagged activations."""
         return (*self.stream, *self.layer)
 
@@ -115,7 +119,7 @@ class StepTrace:
     @property
     def flops(self) -> float:
         """Total FLOPs over all dtypes."""
-        return sum(self.executed.values())
+        return sum(self.executed_flops.values())
 
 
 def single_device_config(config: Node[Any]) -> Node[Any]:
@@ -162,7 +166,9 @@ def trace_step(program: Program, batch: Mapping[str, Any]) -> StepTrace:
         saved += _activations(stacked, rows, length, width, count, repeated_outputs(stacked, body.eqns))
         layer += _activations([v for e in _names(body) for v in e.outvars], rows, length, width, count)
     products = [scope.op for scope in selection.scopes if scope.op.name == "grouped_matmul"]
-    return StepTrace(executed=executed, kept=tuple(saved), layer=tuple(layer), routed=tuple(_routed(products, saved)))
+    return StepTrace(
+        executed_flops=executed, kept=tuple(saved), layer=tuple(layer), routed=tuple(_routed(products, saved))
+    )
 
 
 def _routed(products: Sequence[Any], saved: Sequence[Activation]) -> Iterator[Activation]:
@@ -253,8 +259,3 @@ def logical_axes(shape: Sequence[int], length: int, width: int) -> tuple[str | N
     if len(shape) == 3:
         return STREAM if shape[2] == width else HIDDEN
     return ("batch", *(None,) * (len(shape) - 1))
-
-
-def total_bytes(activations: Sequence[Activation]) -> float:
-    """Return the total bytes of activations over all layers and devices."""
-    return sum(math.prod(a.shape) * a.itemsize * a.layers for a in activations)

@@ -38,16 +38,16 @@ def plan_serving(request: Any, export: str | None, as_json: bool) -> None:
         echo(f"{count} programs in {export}, compiled in {seconds:.1f} s")
         return
     no_devices()
-    from axlearn_plugins_plan.command import styled
+    from axlearn_plugins_plan.command import style_line
     from axlearn_plugins_serving.plan import render
-    from axlearn_plugins_serving.plan.plan_request import planned
+    from axlearn_plugins_serving.plan.plan_request import plan_server
 
-    plan = planned(request, config, None if export is None else Path(export))
+    plan = plan_server(request, config, None if export is None else Path(export))
     if as_json:
         echo(json.dumps(to_json_value(render.as_json(plan)), indent=2, ensure_ascii=False))
     else:
         for line in render.text(plan).splitlines():
-            echo(styled(line))
+            echo(style_line(line))
     if export is not None:
         echo(f"exported to {export}", err=True)
     if not plan.fits:

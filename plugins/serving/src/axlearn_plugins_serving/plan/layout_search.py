@@ -15,7 +15,7 @@ from axlearn_core.compose.devices import configure_devices
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.request import Request, Setting
-from axlearn_plugins_serving.plan.plan_request import planned
+from axlearn_plugins_serving.plan.plan_request import plan_server
 from axlearn_plugins_serving.settings import PREFIX, engine_config
 
 ROWS = (4, 8, 16, 32, 64, 128, 256, 512)
@@ -177,7 +177,9 @@ def _plan_layout(
     layout_settings = [Setting(path=p, value=v) for p, v in layout.settings.items()]
     settings = [s for s in engine if s.path not in layout.settings]
     try:
-        plan = planned(attrs.evolve(request, target=layout.machine.name), engine_config([*settings, *layout_settings]))
+        plan = plan_server(
+            attrs.evolve(request, target=layout.machine.name), engine_config([*settings, *layout_settings])
+        )
     except RequestError as error:  # the number of devices may not divide the heads
         if layout.shipped:
             raise
@@ -212,11 +214,11 @@ def text(request: Request, machine: Machine, result: ServingResult) -> str:
         "  replicas  tensor  requests  cache          tokens/s  ms/token  GiB/device",
     ]
     for row in result.rows:
-        at = row.layout
+        layout = row.layout
         mark = "*" if row in result.front else " "
-        note = ("  shipped" if at.shipped else "") + ("" if row.fits else "  does not fit")
+        note = ("  shipped" if layout.shipped else "") + ("" if row.fits else "  does not fit")
         lines.append(
-            f"{mark} {at.replicas:>8}  {at.machine.devices:>6}  {at.rows:>8}  {at.cache_dtype or 'as the model':13}"
+            f"{mark} {layout.replicas:>8}  {layout.machine.devices:>6}  {layout.rows:>8}  {layout.cache_dtype or 'as the model':13}"
             f"  {row.tokens_per_second:>8,.0f}  {1e3 * row.tpot:>8.3g}  {row.bytes / 2**30:>10.3g}{note}"
         )
     lines += [f"not planned: {words}: {why}" for words, why in result.failures]

@@ -17,7 +17,7 @@ from axlearn_plugins_serving.open_engine import remove_kernels
 from axlearn_plugins_serving.plan.serving_plan import ServingPlan, cast_to_compute_dtype, plan_model
 
 
-def planned(request: Request, config: ServingEngine.Config, export: Path | None = None) -> ServingPlan:
+def plan_server(request: Request, config: ServingEngine.Config, export: Path | None = None) -> ServingPlan:
     """Plan the server that a request describes.
 
     Args:

@@ -31,7 +31,7 @@ def _memory(plan: ServingPlan) -> Iterator[str]:
     yield f"weights      {size(plan.weights)}"
     yield f"cache        {size(plan.cache)}"
     yield f"tables       {size(plan.tables)}"
-    yield f"working      {size(plan.working)}"
+    yield f"working      {size(plan.working_bytes)}"
 
 
 def _remedies(plan: ServingPlan) -> Iterator[str]:
@@ -43,7 +43,7 @@ def _remedies(plan: ServingPlan) -> Iterator[str]:
         yield f"    a cache of {most:,} tokens, which uses the remaining memory"
     else:
         yield "more chips, or weights of fewer bits"
-        yield f"    weights and temporaries alone take {size(plan.weights + plan.working)} of {size(plan.capacity)}"
+        yield f"    weights and temporaries alone take {size(plan.weights + plan.working_bytes)} of {size(plan.capacity)}"
 
 
 def _cache(plan: ServingPlan) -> Iterator[str]:
@@ -79,8 +79,8 @@ def _mesh(plan: ServingPlan) -> Iterator[str]:
     if plan.layers_compiled:
         depths = " and ".join(map(str, plan.layers_compiled))
         yield f"note: compiled with {depths} of {plan.layers} equal layers; temporaries and traffic are extrapolated linearly"
-    if stand_in := plan.machine.target.stand_in:
-        yield f"note: compiled with a stand-in for the program that runs there: {stand_in}"
+    if caveat := plan.machine.target.compile_caveat:
+        yield f"note: compiled with a stand-in for the program that runs there: {caveat}"
     for note in plan.notes:
         yield f"note: {note}"
 
@@ -98,7 +98,7 @@ def as_json(plan: ServingPlan) -> dict[str, Any]:
         "weight_bytes": plan.weights,
         "cache_bytes": plan.cache,
         "table_bytes": plan.tables,
-        "working_bytes": plan.working,
+        "working_bytes": plan.working_bytes,
         "hbm_bytes": plan.capacity,
         "cache_dtype": plan.dtype,
         "cache_tokens": plan.cache_tokens,

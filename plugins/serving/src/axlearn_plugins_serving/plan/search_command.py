@@ -26,9 +26,9 @@ def search_serving(request: Any, budget: str | None, chips: str | None, vary: st
     no_devices()
     require_plan()
     from axlearn_core.plugins.targets import find_machine
-    from axlearn_plugins_plan.search.command import positive
+    from axlearn_plugins_plan.search.command import parse_positive
     from axlearn_plugins_plan.search.machines import machine_names
-    from axlearn_plugins_plan.search.rank import varied
+    from axlearn_plugins_plan.search.rank import parse_vary
     from axlearn_plugins_serving.plan import layout_search
 
     names = machine_names(request.target, chips)
@@ -37,9 +37,9 @@ def search_serving(request: Any, budget: str | None, chips: str | None, vary: st
             f"a search for serving needs exactly one machine\n    got: {', '.join(names)}\n    fix: name one"
         )
     machine = find_machine(names[0])
-    seconds = 60 * positive("--budget", budget, 10.0)
+    seconds = 60 * parse_positive("--budget", budget, 10.0)
     result = layout_search.search_serving(
-        request, machine, varied(vary, layout_search.VARIED), seconds, lambda line: echo(line, err=True)
+        request, machine, parse_vary(vary, layout_search.VARIED), seconds, lambda line: echo(line, err=True)
     )
     echo(layout_search.dumps(machine, result) if as_json else layout_search.text(request, machine, result))
     if not any(row.fits for row in result.rows):

@@ -13,7 +13,7 @@ from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError
 from axlearn_core.kernels.selection import Choice
 from axlearn_core.nn.layer import Layer
-from axlearn_plugins_plan.compilation import uncached
+from axlearn_plugins_plan.compilation import disable_compilation_cache
 from axlearn_plugins_plan.memory import capacity
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.open_engine import check_decoder, fit_config
@@ -67,14 +67,14 @@ class ServingPlan:
         return self.alone, self.full, self.mixed
 
     @property
-    def working(self) -> float:
+    def working_bytes(self) -> float:
         """Bytes of the largest step's temporaries and program."""
         return max(s.compiled.temporaries + s.compiled.code for s in self.steps)
 
     @property
     def total(self) -> float:
         """Total bytes."""
-        return self.weights + self.cache + self.tables + self.working
+        return self.weights + self.cache + self.tables + self.working_bytes
 
     @property
     def fits(self) -> bool:
@@ -82,7 +82,7 @@ class ServingPlan:
 
         True if the capacity is unknown and the compiler did not run out of memory.
         """
-        if any(step.compiled.refused for step in self.steps):
+        if any(step.compiled.out_of_memory for step in self.steps):
             return False
         return self.capacity is None or self.total <= self.capacity
 
@@ -96,7 +96,7 @@ class ServingPlan:
         """Capacity, in tokens, of a cache that uses all remaining memory; None if unknown."""
         if self.capacity is None or not self.token_bytes:
             return None
-        room = self.capacity - self.weights - self.tables - self.working
+        room = self.capacity - self.weights - self.tables - self.working_bytes
         size = self.token_bytes * self.runner.block_size
         return max(0, int(room // size)) * self.runner.block_size
 
@@ -147,7 +147,7 @@ def plan_model(
     largest = max(steps.buckets, key=lambda b: b.tokens)
     mixed = steps.plan(largest, min(runner.max_rows, largest.rows), largest.chunks * largest.chunk, context)
     if export is not None:
-        with uncached():
+        with disable_compilation_cache():
             steps.program.export_all(export)
     counts = find(model, "decoder.num_layers").values()
     return ServingPlan(

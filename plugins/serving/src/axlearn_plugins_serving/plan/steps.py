@@ -20,7 +20,7 @@ from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import ConfigError
 from axlearn_core.kernels.selection import Choice
 from axlearn_plugins_plan.collectives import collectives
-from axlearn_plugins_plan.compilation import compile_function, uncached
+from axlearn_plugins_plan.compilation import compile_function, disable_compilation_cache
 from axlearn_plugins_plan.groups import Places, domains_of
 from axlearn_plugins_plan.hlo import parse
 from axlearn_plugins_plan.memory import shard_bytes
@@ -36,7 +36,7 @@ DEPTHS = (2, 3)
 
 
 @attrs.frozen(kw_only=True)
-class Compiled:
+class CompiledStep:
     """The compiler's figures of a step. Bytes are per device.
 
     Attributes:
@@ -44,16 +44,16 @@ class Compiled:
         code: Bytes of the program itself.
         links: Bytes sent to devices of the same domain; None if unknown.
         network: Bytes sent out of the domain; None if unknown.
-        refused: Whether the compiler ran out of memory.
+        out_of_memory: Whether the compiler ran out of memory.
     """
 
     temporaries: float
     code: float
     links: float | None
     network: float | None
-    refused: bool = False
+    out_of_memory: bool = False
 
-    def continued(self, other: "Compiled", steps: int) -> "Compiled":
+    def extrapolate(self, other: "CompiledStep", steps: int) -> "CompiledStep":
         """Extrapolate to `steps` more layers than `other`.
 
         `other` has one layer more than this.
@@ -62,7 +62,7 @@ class Compiled:
         values: dict[str, Any] = {
             n: None if a is None or b is None else max(0.0, b + (b - a) * steps) for n, (a, b) in pairs.items()
         }
-        return Compiled(**values, refused=self.refused or other.refused)
+        return CompiledStep(**values, out_of_memory=self.out_of_memory or other.out_of_memory)
 
 
 @attrs.frozen(kw_only=True)
@@ -82,7 +82,7 @@ class StepPlan:
     bucket: StepBucket
     requests: int
     prompt: int
-    compiled: Compiled
+    compiled: CompiledStep
     flops: float
     traffic: float
     roofline: Roofline
@@ -143,7 +143,7 @@ class Steps:
         return tuple(self._traced_program().choices("serve"))
 
     def _build(self, model: Node[Any]) -> RunnerProgram:
-        with uncached():
+        with disable_compilation_cache():
             return RunnerProgram.with_steps(self.cfg, model, self.devices, self.mesh, self.machine.target)
 
     def _build_shallow(self) -> Sequence[ModelProgram]:
@@ -163,17 +163,19 @@ class Steps:
         alike = second + (second - first) * (layers - self.depths[1]) == whole
         return programs if alike else ()
 
-    def _compile(self, bucket: StepBucket) -> Compiled:
+    def _compile(self, bucket: StepBucket) -> CompiledStep:
         if not self.shallow:
             return self._read(self.program, bucket)
         first, second = (self._read(program, bucket) for program in self.shallow)
-        return first.continued(second, find(self.model, LAYERS)[LAYERS] - self.depths[1])
+        return first.extrapolate(second, find(self.model, LAYERS)[LAYERS] - self.depths[1])
 
-    def _read(self, program: ModelProgram, bucket: StepBucket) -> Compiled:
+    def _read(self, program: ModelProgram, bucket: StepBucket) -> CompiledStep:
         compiled, memory = compile_function(program, "serve", bucket, self.machine)
         links = network = None
         if compiled is None:
-            return Compiled(temporaries=memory.temporaries, code=memory.code, links=None, network=None, refused=True)
+            return CompiledStep(
+                temporaries=memory.temporaries, code=memory.code, links=None, network=None, out_of_memory=True
+            )
         mesh = program.layout.mesh
         places = Places(dict(mesh.shape), domains_of(list(mesh.devices.flat), self.machine.devices_per_domain))
         try:
@@ -181,7 +183,7 @@ class Steps:
             links, network = (sum(c.times * getattr(c, n) for c in traffic) for n in ("link_bytes", "network_bytes"))
         except ValueError:  # the compiler's format of collectives is unknown; all other figures are valid
             pass
-        return Compiled(temporaries=memory.temporaries, code=memory.code, links=links, network=network)
+        return CompiledStep(temporaries=memory.temporaries, code=memory.code, links=links, network=network)
 
     def _work(self, bucket: StepBucket, requests: int, prompt: int, context: int) -> tuple[float, float]:
         """Return the FLOPs and the memory traffic of a step.

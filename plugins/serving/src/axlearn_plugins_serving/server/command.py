@@ -230,7 +230,7 @@ def _open(
     if workers is None:
         opened = _open_engine(uri, config, step, programs)
     else:
-        from axlearn_plugins_serving.disaggregated.opening import open_router
+        from axlearn_plugins_serving.disaggregated.open_router import open_router
 
         opened = open_router(uri, config=config, step=step, programs=programs, prefill=workers[0], decode=workers[1])
     if opened.text is None:

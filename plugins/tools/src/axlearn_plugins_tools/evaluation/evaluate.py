@@ -108,7 +108,7 @@ def chat(subject: Subject, data: Data, *, stride: int | None = None) -> dict[str
     sizes = token_bytes(subject.tokenizer)
     for row, location in zip(data.items, data.places, strict=True):
         template = subject.processor.data_template  # has a fixed date, so the results are reproducible
-        rendered = template.answered(row["messages"], tools=row.get("tools"), location=location)
+        rendered = template.render_answers(row["messages"], tools=row.get("tools"), location=location)
         ids, marks = template.encode(rendered)
         subject.check(ids, location)
         texts.append((ids, marks))

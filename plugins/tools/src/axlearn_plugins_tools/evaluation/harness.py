@@ -22,7 +22,7 @@ from axlearn_core.run.notices import log_message
 from axlearn_plugins_tools.evaluation.evaluate import Subject
 from axlearn_plugins_tools.evaluation.subjects import subject_in
 from axlearn_plugins_transformer.generate import Generator
-from axlearn_plugins_transformer.text.writing import PLAIN_SAMPLING
+from axlearn_plugins_transformer.text.text_stream import PLAIN_SAMPLING
 
 
 class AxlearnLM(LM):

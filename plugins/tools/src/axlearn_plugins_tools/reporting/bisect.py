@@ -157,7 +157,9 @@ def bisect(
     """
     differences = [c for c in changes(first, second) if c.path.partition(".")[0] not in (*_IGNORED_FIELDS, "seed")]
     ends = score(first), score(second)
-    progress(f"{metric}: {_shown(ends[0])} and {_shown(ends[1])}; {len(differences)} changes between them")
+    progress(
+        f"{metric}: {_format_score(ends[0])} and {_format_score(ends[1])}; {len(differences)} changes between them"
+    )
     facts: dict[str, Any] = {"first": ends[0], "second": ends[1], "changes": tuple(differences)}
     if not differences or not is_clear(*ends):
         return Result(
@@ -167,21 +169,21 @@ def bisect(
     half = (ends[0].mean + ends[1].mean) / 2
     scores: dict[tuple[str, ...], Score | None] = {}
 
-    def scored(some: Sequence[Change]) -> Score | None:
+    def score_changes(some: Sequence[Change]) -> Score | None:
         key = tuple(c.path for c in some)
         if key not in scores:
             try:
                 scores[key] = score(patch(first, {c.path: c.new for c in some}))
             except RequestError:  # the changes depend on each other
                 scores[key] = None
-            shown = "cannot be trained" if scores[key] is None else _shown(scores[key])  # type: ignore[arg-type]
+            shown = "cannot be trained" if scores[key] is None else _format_score(scores[key])  # type: ignore[arg-type]
             progress(
                 f"{len(some)} of {len(differences)} changes ({', '.join(key[:3])}{', ...' if len(key) > 3 else ''}): {shown}"
             )
         return scores[key]
 
     def moves(some: Sequence[Change]) -> bool:
-        result = scored(some)
+        result = score_changes(some)
         return result is not None and (result.mean - half) * (ends[1].mean - half) > 0
 
     scores[tuple(c.path for c in differences)] = ends[1]
@@ -193,7 +195,7 @@ def bisect(
         ended = "the limit on training runs was reached, so some of them may not be needed"
     alone: list[Score | None] = []
     try:
-        alone = [scored([c]) for c in moving]
+        alone = [score_changes([c]) for c in moving]
     except OutOfTrainings:
         alone += [None] * (len(moving) - len(alone))
     return Result(
@@ -232,14 +234,14 @@ class Trainings:
         metric: Name of a scalar of each step.
         steps: Number of steps per training run. They are the first steps of the run's schedule.
         seeds: Seeds to train each config with.
-        most: Maximum number of training runs.
+        max_runs: Maximum number of training runs.
         count: Number of training runs so far.
     """
 
     metric: str
     steps: int
     seeds: Sequence[int]
-    most: int
+    max_runs: int
     count: int = 0
 
     def score(self, config: Any) -> Score:
@@ -249,7 +251,7 @@ class Trainings:
             OutOfTrainings: If the limit on training runs would be exceeded.
             RequestError: If the config cannot be trained, or its steps do not report the metric.
         """
-        if self.count + len(self.seeds) > self.most:
+        if self.count + len(self.seeds) > self.max_runs:
             raise OutOfTrainings
         values = [self._train(patch(config, {"seed": seed})) for seed in self.seeds]
         return Score(tuple(values))
@@ -276,17 +278,19 @@ def check_metric(config: Any, metric: str, steps: int) -> None:
     Trainings(metric, min(steps, 1), (0,), 1).score(config)
 
 
-def _shown(score: Score) -> str:
+def _format_score(score: Score) -> str:
     return f"{score.mean:.5g}" + (f" ± {score.error:.2g}" if len(score.values) > 1 else "")
 
 
 def text(result: Result, metric: str, shown: Callable[[Any], str]) -> str:
     """Return a summary for people."""
-    lines = [f"{metric}: {_shown(result.first)} in A, {_shown(result.second)} in B; {len(result.changes)} changes"]
+    lines = [
+        f"{metric}: {_format_score(result.first)} in A, {_format_score(result.second)} in B; {len(result.changes)} changes"
+    ]
     if not result.moving:
         return "\n".join([*lines, result.ended])
     gap = result.second.mean - result.first.mean
-    moved = "" if result.moved is None else f" move it to {_shown(result.moved)}"
+    moved = "" if result.moved is None else f" move it to {_format_score(result.moved)}"
     lines.append(f"{len(result.moving)} of them{moved} ({result.ended}):")
     for change, alone in zip(result.moving, result.alone, strict=True):
         share = (
@@ -319,7 +323,7 @@ def as_json(result: Result, shown: Callable[[Any], str]) -> Mapping[str, Any]:
     }
 
 
-def counted(result: Result, trainings: int) -> Result:
+def set_trainings(result: Result, trainings: int) -> Result:
     """Return the result with the number of training runs."""
     return attrs.evolve(result, trainings=trainings)
 

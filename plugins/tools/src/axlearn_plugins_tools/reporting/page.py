@@ -268,7 +268,7 @@ def _chain(run: Run, path: str) -> str:
         return ""
     if len(chain) == 1:
         return f'<span class="by">{text(chain[0][0])}</span>'
-    steps = (f"{text(by)} <b>{text(v if len(v) <= 48 else v[:47] + '…')}</b>" for by, v in chain)
+    steps = (f"{text(origin)} <b>{text(v if len(v) <= 48 else v[:47] + '…')}</b>" for origin, v in chain)
     return f'<span class="by changed">{" → ".join(steps)}</span>'
 
 

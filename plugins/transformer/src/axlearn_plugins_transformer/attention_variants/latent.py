@@ -140,11 +140,11 @@ class LatentAttention(Layer):
             positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if positions is None else positions
             q_rope, k_rope = self.position(q_rope, k_rope, positions)
         if cache is None:
-            y = self._attend_expanded(q, q_rope, latents, k_rope, context).context(self.cfg.kernel)
+            y = self._attend_expanded(q, q_rope, latents, k_rope, context).compute_context(self.cfg.kernel)
         else:
             entries = jnp.concatenate([latents, k_rope[:, :, 0]], axis=-1)
             y, cache = self._attend_cached(q, q_rope, entries, context, cache)
-            y = AttentionOp.as_context(y)
+            y = AttentionOp.tag_context(y)
         return tag(self.output(y), "attention_out"), cache
 
     def _queries(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:

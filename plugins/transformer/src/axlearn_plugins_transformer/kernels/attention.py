@@ -52,17 +52,17 @@ class AttentionOp(Op[jax.Array]):
     query_slots: jax.Array | None = attrs.field(default=None, kw_only=True)
     key_slots: jax.Array | None = attrs.field(default=None, kw_only=True)
 
-    def context(self, kernel: str | None = None) -> jax.Array:
+    def compute_context(self, kernel: str | None = None) -> jax.Array:
         """Run the op, constrain the heads to the mesh rules, and tag the result as `context`.
 
         A kernel with a `tags_result` attribute has already tagged it; a second tag would save the array twice.
         """
         call: Any = self  # pyright treats the class variable `name` as an instance variable
         chosen: Any = choose(call, kernel)
-        return self.as_context(chosen(call), tagged=tags_result(chosen))
+        return self.tag_context(chosen(call), tagged=tags_result(chosen))
 
     @staticmethod
-    def as_context(result: jax.Array, *, tagged: bool = False) -> jax.Array:
+    def tag_context(result: jax.Array, *, tagged: bool = False) -> jax.Array:
         """Constrain and tag an attention output [B, Q, N, V] as `context` does."""
         result = constrain(result, "batch", "sequence", "activation_heads", None)
         return result if tagged else tag(result, "context")

@@ -125,8 +125,8 @@ class PagedAttentionOp(Op[jax.Array]):
             return pages.at[numbers].get(mode="clip")
         # XLA on CPUs copies matrix rows fastest if their indices are in bounds and each row is read once.
         numbers = lax.optimization_barrier(jnp.clip(numbers, 0, pages.shape[0] - 1))
-        taken = pages.reshape(pages.shape[0], -1).at[numbers].get(mode="promise_in_bounds")
-        return lax.optimization_barrier(taken).reshape(*numbers.shape, *pages.shape[1:])
+        rows = pages.reshape(pages.shape[0], -1).at[numbers].get(mode="promise_in_bounds")
+        return lax.optimization_barrier(rows).reshape(*numbers.shape, *pages.shape[1:])
 
     def operands(self) -> Mapping[str, Any]:
         """Return the queries, the pages and the table."""
@@ -213,8 +213,8 @@ def divides_heads(op: PagedAttentionOp) -> bool:
     This is the case if attention needs no communication under the current placement.
     """
     heads, pages = _axes(op)
-    parts, parts_of_pages = parts_of(op.query.shape, heads)[1], parts_of(op.pages.shape, pages)[2]
-    return parts == parts_of_pages and (parts == 1 or (op.bias is None and op.value_size is None))
+    parts, page_parts = parts_of(op.query.shape, heads)[1], parts_of(op.pages.shape, pages)[2]
+    return parts == page_parts and (parts == 1 or (op.bias is None and op.value_size is None))
 
 
 def on_each_device(op: PagedAttentionOp, attend: Callable[[PagedAttentionOp], jax.Array]) -> jax.Array:

@@ -14,7 +14,7 @@ from axlearn_core.errors import RequestError
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import Causal, Mask, SlidingWindow
 from axlearn_plugins_transformer.kv_cache import build_cache
-from axlearn_testing.common import assert_close, compiled
+from axlearn_testing.common import assert_close, compile_fast
 
 B, S, N, K, H = 2, 12, 4, 2, 8
 """Rows, tokens per row, query heads, key-value heads, head size."""
@@ -53,12 +53,12 @@ class KVCacheSuite:
 
         `slots` [B or 1, number of tokens] are the slots of these tokens.
         """
-        rows_of = [jnp.stack([x[b, row] for b, row in enumerate(rows)]) for x in (op.query, op.key, op.value)]
+        new_tokens = [jnp.stack([x[b, row] for b, row in enumerate(rows)]) for x in (op.query, op.key, op.value)]
 
         def call(cache: Any, query: Any, key: Any, value: Any, slots: Any) -> Any:
             return self.step(cache, attrs.evolve(op, query=query, key=key, value=value), slots, kernel)
 
-        return compiled(call)(cache, *rows_of, jnp.asarray(slots, jnp.int32))
+        return compile_fast(call)(cache, *new_tokens, jnp.asarray(slots, jnp.int32))
 
     def step(self, cache: Any, op: AttentionOp, slots: jax.Array, kernel: str | None = None) -> Any:
         """Call the layout once, with the op's tokens at `slots` [B or 1, S].
@@ -100,9 +100,9 @@ class KVCacheSuite:
         _, cache = self.attend(self.empty(), op, [np.arange(ahead), other], np.arange(ahead)[None])
         expected = op.reference()
         for step in range(S - ahead):  # the second row goes back and overwrites its slots
-            at = (ahead + step, behind + step)
-            result, cache = self.attend(cache, op, [slice(t, t + 1) for t in at], [[t] for t in at])
-            for row, t in enumerate(at):
+            position = (ahead + step, behind + step)
+            result, cache = self.attend(cache, op, [slice(t, t + 1) for t in position], [[t] for t in position])
+            for row, t in enumerate(position):
                 assert_close(result[row, 0], expected[row, t], self.tolerance, f"row {row}, slot {t}")
 
     @pytest.mark.parametrize(

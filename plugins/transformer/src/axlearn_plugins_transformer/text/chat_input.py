@@ -63,7 +63,7 @@ class ChatInput(LanguageModelInput):
             return super().example(document)
         row = document.row
         last = self.config.answers == "last"
-        rendered = self.template.answered(
+        rendered = self.template.render_answers(
             row["messages"], last=last, tools=row.get("tools"), location=document.location
         )
         ids, marks = self.template.encode(rendered)

@@ -55,7 +55,7 @@ class Span(NamedTuple):
 
 
 @attrs.frozen
-class Rendered:
+class RenderedChat:
     """A conversation as text.
 
     Attributes:
@@ -138,7 +138,7 @@ class ChatTemplate(Configurable):
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False, tools: Any = None, location: str = "chat"
-    ) -> Rendered:
+    ) -> RenderedChat:
         """Render a conversation.
 
         Args:
@@ -174,11 +174,11 @@ class ChatTemplate(Configurable):
             if i % 2:
                 spans.append(Span(start, start + len(piece)))
             start += len(piece)
-        return Rendered("".join(parts), tuple(spans))
+        return RenderedChat("".join(parts), tuple(spans))
 
-    def answered(
+    def render_answers(
         self, messages: Sequence[Mapping[str, Any]], *, last: bool = False, tools: Any = None, location: str = "chat"
-    ) -> Rendered:
+    ) -> RenderedChat:
         """Render a conversation with the positions of the assistant's messages.
 
         If the template does not mark answers, an answer is the text that it adds to the conversation before it.
@@ -210,7 +210,7 @@ class ChatTemplate(Configurable):
             spans.append(Span(len(text_before), len(text_after)))
         return attrs.evolve(full, answers=tuple(spans))
 
-    def encode(self, rendered: Rendered) -> tuple[list[int], list[bool]]:
+    def encode(self, rendered: RenderedChat) -> tuple[list[int], list[bool]]:
         """Return the token ids, and whether each token is in an answer.
 
         Spelled-out special tokens are parsed.

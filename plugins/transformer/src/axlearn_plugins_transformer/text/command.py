@@ -26,7 +26,7 @@ def generate(uri: str, prompt: str, max_tokens: int, temperature: float | None, 
     """
     from axlearn_core.errors import escape_controls
     from axlearn_core.train.inference import load
-    from axlearn_plugins_transformer.text.writing import write_text
+    from axlearn_plugins_transformer.text.text_stream import write_text
 
     pieces = write_text(load(uri, step=step), prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
     first = next(pieces, "")  # raises errors before anything is written

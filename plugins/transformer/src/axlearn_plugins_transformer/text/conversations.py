@@ -106,7 +106,9 @@ class ConversationRecords:
     sizes: np.ndarray
 
     @classmethod
-    def of(cls, files: Sequence[DataFile], keep: Callable[[str], bool] = lambda line: True) -> "ConversationRecords":
+    def from_files(
+        cls, files: Sequence[DataFile], keep: Callable[[str], bool] = lambda line: True
+    ) -> "ConversationRecords":
         """Read every file once and check every row.
 
         Return the rows whose content passes `keep`.
@@ -190,5 +192,5 @@ class ChatFiles(Configurable):
         return self._parts[split]
 
     def _part(self, files: tuple[DataFile, ...], keep: Callable[[str], bool] = lambda row: True) -> tuple[Part, ...]:
-        records = self.records.of(files, keep)
+        records = self.records.from_files(files, keep)
         return (Part(records, 1.0, files),) if len(records) else ()

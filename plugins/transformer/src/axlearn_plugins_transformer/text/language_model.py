@@ -194,7 +194,7 @@ class LanguageModelInput(Configurable):
         cfg, parts, share = self.config, self._parts("train"), self.num_shards // self.process_count
         local_shards = range(self.process_index * share, (self.process_index + 1) * share)
 
-        shares = Shares.of([part.weight for part in parts], self.num_shards)
+        shares = Shares.from_weights([part.weight for part in parts], self.num_shards)
         tokens = cfg.batch_size * cfg.sequence_length
         train_parts = [p if is_small(p.records, tokens) else self._with_rows(p) for p in parts]
         small = [is_small(p.records, tokens) for p in train_parts]
@@ -251,7 +251,7 @@ class LanguageModelInput(Configurable):
         from axlearn_plugins_transformer.text import pipeline
 
         encode = functools.partial(pipeline.all_examples, functools.partial(self.examples, characters=CHARACTERS))
-        window, seed = shares.most(index, self.config.batch_size), self.order.of(index)
+        window, seed = shares.most(index, self.config.batch_size), self.order.for_part(index)
         cfg, only_part = self.config, len(shares.proportions) == 1
         return SmallData(part, encode, cfg.packing, cfg.sequence_length, window, seed, cfg.shuffle, report, only_part)
 

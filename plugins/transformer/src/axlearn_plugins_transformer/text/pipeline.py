@@ -174,7 +174,7 @@ class Order:
     shuffle: bool
     num_shards: int
 
-    def of(self, part: int) -> int:
+    def for_part(self, part: int) -> int:
         """Return the seed for a part of a mixture.
 
         Parts of the same size are shuffled differently.
@@ -183,7 +183,7 @@ class Order:
 
     def reads(self, records: Records, part: int, shard: int) -> "Reads":
         """Return the records that a shard reads from a part."""
-        seed, count = self.of(part), len(records)
+        seed, count = self.for_part(part), len(records)
         shuffle = Shuffle(count, seed) if self.shuffle else None
         return Reads(records, Cycle(count, self.num_shards, seed, shuffle), shard)
 
@@ -191,7 +191,7 @@ class Order:
         """Return a function that names the record at a position of a shard, for messages."""
         if current:
             return self.reads(records, part, shard).name
-        numbers = order_1.read(range(len(records)), self.of(part), self.shuffle, shard, self.num_shards)
+        numbers = order_1.read(range(len(records)), self.for_part(part), self.shuffle, shard, self.num_shards)
 
         def name(index: int) -> str:
             number: Any = numbers[index]
@@ -316,7 +316,7 @@ def training_rows_of_order_1(
     def pack(part: Part, records: grain.MapDataset) -> grain.IterDataset:
         return _rows(records, _expand_documents(part, encode), packing)
 
-    seeds = [order.of(i) for i in range(len(parts))]
+    seeds = [order.for_part(i) for i in range(len(parts))]
     return order_1.training_rows(parts, pack, seeds, order.shuffle, shard, order.num_shards)
 
 

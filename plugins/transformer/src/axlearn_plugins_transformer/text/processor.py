@@ -14,7 +14,7 @@ from axlearn_core.contracts.experiment import build_tokenizer, input_of, text_of
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.contracts.text import EncodesSpecialTokens
 from axlearn_core.errors import Problem, nearest
-from axlearn_plugins_transformer.text.chat_template import ChatTemplate, Rendered
+from axlearn_plugins_transformer.text.chat_template import ChatTemplate, RenderedChat
 from axlearn_plugins_transformer.text.decoding import Decoders, OutputText
 from axlearn_plugins_transformer.text.protocols import bos_id_of, encode_prompt, first_token
 
@@ -134,7 +134,7 @@ class TextProcessor(Configurable):
         """
         return self.encode_rendered(self.template.render(messages, prompt=prompt, tools=tools, location="messages"))
 
-    def encode_rendered(self, rendered: Rendered) -> list[int]:
+    def encode_rendered(self, rendered: RenderedChat) -> list[int]:
         """Encode a rendered conversation with its special tokens, without adding a second BOS."""
         return self.template.encode(rendered)[0]
 

@@ -85,9 +85,9 @@ class ConcatLayout:
         start = offset - (int(self._ends[index - 1]) if index else 0)
         while remaining:
             size = int(self._ends[index]) - (int(self._ends[index - 1]) if index else 0)
-            taken = min(remaining, size - start)
-            yield int(self._order[index]), start, start + taken
-            remaining, index, start = remaining - taken, (index + 1) % len(self._ends), 0
+            count = min(remaining, size - start)
+            yield int(self._order[index]), start, start + count
+            remaining, index, start = remaining - count, (index + 1) % len(self._ends), 0
 
 
 class PackedLayout:

@@ -13,7 +13,7 @@ from axlearn_core.plugins.registry import registry
 from axlearn_core.train.evaluators import Periodic
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
 from axlearn_plugins_transformer.text.protocols import tokenizer_of
-from axlearn_plugins_transformer.text.writing import PLAIN_SAMPLING, continue_text, engine_sizes
+from axlearn_plugins_transformer.text.text_stream import PLAIN_SAMPLING, continue_text, engine_sizes
 
 if TYPE_CHECKING:
     from axlearn_core.train.session import Session

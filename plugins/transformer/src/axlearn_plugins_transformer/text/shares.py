@@ -27,7 +27,7 @@ class Shares:
     num_shards: int
 
     @classmethod
-    def of(cls, weights: Sequence[float], num_shards: int) -> "Shares":
+    def from_weights(cls, weights: Sequence[float], num_shards: int) -> "Shares":
         """Return the shares of parts with these weights. The smallest weight becomes 100."""
         return cls(tuple(int(w * 100 / min(weights)) for w in weights), num_shards)
 

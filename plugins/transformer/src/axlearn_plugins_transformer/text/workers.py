@@ -47,8 +47,8 @@ class WorkerStream:
 
         Does not wait for it.
         """
-        if not self._asked:
-            self._asked = True
+        if not self._requested:
+            self._requested = True
             self._calls.put(None)
 
     def __next__(self) -> Any:
@@ -67,7 +67,7 @@ class WorkerStream:
                 self._abandon()
                 raise
             else:
-                self._asked = False
+                self._requested = False
                 if error is None:
                     self._failures, self._state = 0, self._stream.get_state()
                     return batch
@@ -82,7 +82,7 @@ class WorkerStream:
 
     def set_state(self, state: Any) -> None:
         """Move to a position from `get_state`."""
-        if self._asked:  # a batch from the old position is pending
+        if self._requested:  # a batch from the old position is pending
             self._abandon()
             self._start()
         self._stream.set_state(state)
@@ -117,7 +117,7 @@ class WorkerStream:
 
     def _start(self) -> None:
         self._pid_file = Path(self._folder.name, os.urandom(8).hex())
-        self._stream, self._asked = self._make(str(self._pid_file)), False
+        self._stream, self._requested = self._make(str(self._pid_file)), False
         # A read from a worker that stopped in the middle of a message cannot be interrupted, so a thread does it.
         self._calls: queue.SimpleQueue[bool | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()

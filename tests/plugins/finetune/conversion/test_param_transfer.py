@@ -12,7 +12,7 @@ from axlearn_core.compose import Functional
 from axlearn_core.errors import CheckpointError
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.run import Run
-from axlearn_plugins_finetune.conversion import FRESH, ZERO, bridges, transfer_params
+from axlearn_plugins_finetune.conversion import FRESH, ZERO, load_bridges, transfer_params
 
 QUICK = {"xla_backend_optimization_level": 0}
 SIZES = {
@@ -44,7 +44,7 @@ def params():
 def test_layers_keep_their_parameters_in_other_stacks(params):
     """Every layer has different weights, so a misplaced layer changes the result. Nine positions are in every window."""
     plain, interleaved, features = models("interleave:window=16")
-    result = transfer_params(params, plain, interleaved, *bridges(features)[:1])
+    result = transfer_params(params, plain, interleaved, *load_bridges(features)[:1])
     name = "attention.query.weight"
     old = params[f"decoder.layer.{name}"]
     np.testing.assert_array_equal(result[f"decoder.layer.0.{name}"], old[np.array([0, 2])])
@@ -75,7 +75,7 @@ def test_variables_go_with_their_layers():
 def test_several_features_at_once(params):
     with_ = ["interleave:window=16", "moe:num_experts=3,every=2,shared_experts=1", "lora:rank=2,target=model.**"]
     plain, target, features = models(*with_)
-    usable, reasons = bridges(features)
+    usable, reasons = load_bridges(features)
     result = transfer_params(params, plain, target, usable, reasons=reasons)
     assert {p: (x.shape, x.dtype) for p, x in result.items()} == {
         p: (s.shape, s.dtype) for p, s in target.abstract.items()
@@ -99,7 +99,7 @@ def test_a_bridge_says_how_a_parameter_begins():
 
 def test_what_cannot_be_carried_over_says_which_feature_is_why(params):
     plain, latent, features = models("mla", "interleave")
-    usable, reasons = bridges(features)
+    usable, reasons = load_bridges(features)
     with pytest.raises(CheckpointError) as error:
         transfer_params(params, plain, latent, usable, reasons=reasons)
     assert "mla: it computes keys and values from a short latent" in str(error.value)

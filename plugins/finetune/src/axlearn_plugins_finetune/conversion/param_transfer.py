@@ -27,7 +27,7 @@ from axlearn_core.compose.functions import array_function
 from axlearn_core.errors import CheckpointError
 from axlearn_core.plugins.feature import Feature
 from axlearn_core.plugins.targets import load
-from axlearn_plugins_transformer.stacked import MixedLayers
+from axlearn_plugins_transformer.stack_layers import MixedLayers
 
 Params = dict[str, Any]
 
@@ -64,7 +64,7 @@ class Bridge(Protocol):
         ...
 
 
-def bridges(features: Iterable[tuple[str, Feature]]) -> tuple[list[Bridge], dict[str, str]]:
+def load_bridges(features: Iterable[tuple[str, Feature]]) -> tuple[list[Bridge], dict[str, str]]:
     """Return the bridges of features, and feature name -> reason for features that cannot have a bridge."""
     usable, reasons = [], {}
     for name, feature in features:
@@ -79,7 +79,7 @@ def transfer_params(
     params: Mapping[str, Any],
     source: Functional,
     target: Functional,
-    by: Sequence[Bridge] = (),
+    bridges: Sequence[Bridge] = (),
     *,
     reasons: Mapping[str, str] | None = None,
     seed: int = 0,
@@ -90,7 +90,7 @@ def transfer_params(
         params: Path -> array, for the parameters and variables of `source`.
         source: The old model.
         target: The new model.
-        by: Bridges of the additional features of `target`.
+        bridges: Bridges of the additional features of `target`.
         reasons: Feature name -> reason why it has no bridge, for the error message.
         seed: Seed for initialized parameters.
 
@@ -110,7 +110,7 @@ def transfer_params(
         stack, name, layers = new.split(path, stacks)
         shape, axes = (tensor.shape, names[path]) if not stack else (tensor.shape[1:], names[path][1:])
         numbers: Sequence[Any] = range(tensor.shape[0]) if layers is None else layers
-        cells[path] = [_value(old, stack, name, i, shape, axes, by) for i in (numbers if stack else (None,))]
+        cells[path] = [_value(old, stack, name, i, shape, axes, bridges) for i in (numbers if stack else (None,))]
         if any(cell is None for cell in cells[path]):
             problems.append(f"missing: {path} {tensor.dtype}{list(tensor.shape)}")
         shapes = {cell.shape for cell in cells[path] if isinstance(cell, np.ndarray)} - {shape}
@@ -179,13 +179,13 @@ class _SourceParams:
 
 
 def _value(
-    old: _SourceParams, stack: str, name: str, index: int | None, shape: Any, axes: Any, by: Sequence[Bridge]
+    old: _SourceParams, stack: str, name: str, index: int | None, shape: Any, axes: Any, bridges: Sequence[Bridge]
 ) -> np.ndarray | Fill | None:
     """Return the new value of a parameter, for one layer if it is stacked. Return None if it has no source."""
     same = old.get(stack, name, index)
     if same is not None and same.shape == tuple(shape):
         return same
-    answers = (b(name, shape, axes, lambda other: old.get(stack, other, index)) for b in by)
+    answers = (b(name, shape, axes, lambda other: old.get(stack, other, index)) for b in bridges)
     return next((a for a in answers if a is not None), same)
 
 

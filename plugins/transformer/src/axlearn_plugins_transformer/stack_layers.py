@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axlearn_core.nn import randomness, variables
-from axlearn_plugins_transformer.alternate import Plan
+from axlearn_plugins_transformer.alternate import LayerPattern
 
-Written = dict[int, variables.Values]
-"""Kind -> variables that its layers wrote, stacked like the state of the kind."""
+KindVariables = dict[int, variables.Values]
+"""Kind -> variables of its layers, stacked like the state of the kind."""
 
 
 class MixedLayers(nnx.Module):
@@ -32,7 +32,7 @@ class MixedLayers(nnx.Module):
         for kind, layers in enumerate(stacked):
             setattr(self, str(kind), layers)
 
-    def of_kind(self, kind: int) -> Any:
+    def select_kind(self, kind: int) -> Any:
         """Return the stacked layers of a kind."""
         return getattr(self, str(kind))
 
@@ -54,7 +54,7 @@ class Layers:
     separate: bool = False
 
     @classmethod
-    def of(cls, module: Any, num_layers: int | None = None) -> "Layers":
+    def from_module(cls, module: Any, num_layers: int | None = None) -> "Layers":
         """Split the module of a stack.
 
         It has stacked arrays, or is a `MixedLayers` or a list of separate layers.
@@ -63,78 +63,80 @@ class Layers:
             graphs, states = zip(*map(nnx.split, module), strict=True)
             return cls(tuple(range(len(states))), graphs, states, separate=True)
         if isinstance(module, MixedLayers):
-            parts = [nnx.split(module.of_kind(kind)) for kind in range(max(module.kinds) + 1)]
+            parts = [nnx.split(module.select_kind(kind)) for kind in range(max(module.kinds) + 1)]
             return cls(module.kinds, tuple(g for g, _ in parts), tuple(s for _, s in parts))
         graph, state = nnx.split(module)
         return cls((0,) * (num_layers or jax.tree.leaves(state)[0].shape[0]), (graph,), (state,))
 
-    def all_variables(self) -> Written:
+    def all_variables(self) -> KindVariables:
         """Return all variables of each kind."""
         return {kind: variables.values_of(state) for kind, state in enumerate(self.states)}
 
-    def replaced(self, written: Mapping[int, variables.Values]) -> "Layers":
+    def replace_variables(self, updates: Mapping[int, variables.Values]) -> "Layers":
         """Return the layers with new values for some of their variables."""
-        states = [variables.replaced(state, written.get(kind, {})) for kind, state in enumerate(self.states)]
+        states = [variables.replaced(state, updates.get(kind, {})) for kind, state in enumerate(self.states)]
         return attrs.evolve(self, states=tuple(states))
 
-    def folded(self, index: Any) -> "Layers":
+    def fold_in(self, index: Any) -> "Layers":
         """Fold `index`, such as a microbatch index, into the keys of the layers' random streams."""
         return attrs.evolve(self, states=tuple(randomness.fold_in(state, index) for state in self.states))
 
-    def runs(self, plan: Plan) -> list["Run"]:
-        """Group the layers by a plan.
+    def group(self, pattern: LayerPattern) -> list["LayerGroup"]:
+        """Group the layers by a pattern.
 
         The groups are the layers before the repeats, the repeats, and the layers after them.
         """
         if self.separate:
-            return [Run(list(enumerate(self.states)))]
+            return [LayerGroup(list(enumerate(self.states)))]
         kinds = self.kinds
-        middle = plan.lead + plan.period * plan.repeats if plan.repeats > 1 else plan.lead
-        period = kinds[plan.lead : plan.lead + plan.period]
+        middle = pattern.lead + pattern.period * pattern.repeats if pattern.repeats > 1 else pattern.lead
+        period = kinds[pattern.lead : pattern.lead + pattern.period]
         leading, repeated, trailing = [], [], []
         for kind, state in enumerate(self.states):
-            counts = [part.count(kind) for part in (kinds[: plan.lead], kinds[plan.lead : middle], kinds[middle:])]
-            pieces = [state] * 3 if sum(counts) in counts else rows_of(state, 3, counts)
-            repeated.append(_group_layers(pieces[1], plan.repeats) if counts[1] else None)
-            leading.append(iter(rows_of(pieces[0], counts[0]) if counts[0] else ()))
-            trailing.append(iter(rows_of(pieces[2], counts[2]) if counts[2] else ()))
+            counts = [
+                part.count(kind) for part in (kinds[: pattern.lead], kinds[pattern.lead : middle], kinds[middle:])
+            ]
+            pieces = [state] * 3 if sum(counts) in counts else split_rows(state, 3, counts)
+            repeated.append(_group_layers(pieces[1], pattern.repeats) if counts[1] else None)
+            leading.append(iter(split_rows(pieces[0], counts[0]) if counts[0] else ()))
+            trailing.append(iter(split_rows(pieces[2], counts[2]) if counts[2] else ()))
         return [
-            Run([(kind, next(leading[kind])) for kind in kinds[: plan.lead]]),
-            Run(kinds=period, scanned=repeated if middle > plan.lead else None),
-            Run([(kind, next(trailing[kind])) for kind in kinds[middle:]]),
+            LayerGroup([(kind, next(leading[kind])) for kind in kinds[: pattern.lead]]),
+            LayerGroup(kinds=period, scan_states=repeated if middle > pattern.lead else None),
+            LayerGroup([(kind, next(trailing[kind])) for kind in kinds[middle:]]),
         ]
 
 
-def write_variables(module: Any, written: Written) -> None:
-    """Write the variables to the module that `Layers.of` split."""
-    for kind, values in written.items():
+def write_variables(module: Any, values_by_kind: KindVariables) -> None:
+    """Write the variables to the module that `Layers.from_module` split."""
+    for kind, values in values_by_kind.items():
         if isinstance(module, nnx.List):
             variables.write(module[kind], values)
         else:
-            variables.write(module.of_kind(kind) if isinstance(module, MixedLayers) else module, values)
+            variables.write(module.select_kind(kind) if isinstance(module, MixedLayers) else module, values)
 
 
 @attrs.frozen(eq=False)
-class Run:
+class LayerGroup:
     """Unrolled layers, or repeats of several kinds over stacked arrays.
 
     Attributes:
         layers: Kind and arrays of each unrolled layer.
         kinds: Kinds of the layers in one repeat.
-        scanned: Arrays of each kind, [repeats, rows, ...].
+        scan_states: Arrays of each kind, [repeats, rows, ...].
     """
 
     layers: Sequence[tuple[int, Any]] = ()
     kinds: Sequence[int] = ()
-    scanned: Any = None
+    scan_states: Any = None
 
     def rows(self, states: Sequence[Any]) -> list[Iterator[Any]]:
         """Return, for each kind, the arrays of its layers within one repeat."""
         counts = [self.kinds.count(kind) for kind in range(len(states))]
-        return [iter([s] if n == 1 else rows_of(s, n)) for s, n in zip(states, counts, strict=True)]
+        return [iter([s] if n == 1 else split_rows(s, n)) for s, n in zip(states, counts, strict=True)]
 
 
-class Record:
+class VariableRecord:
     """The variables that the layers of a stack wrote, in layer order."""
 
     def __init__(self, separate: bool):
@@ -155,7 +157,7 @@ class Record:
                 joined = {p: jnp.stack([v[p] for v in of_kind], axis=1) for p in of_kind[0]}
                 self.rows.setdefault(kind, []).append({p: x.reshape(-1, *x.shape[2:]) for p, x in joined.items()})
 
-    def written(self) -> Written:
+    def collect(self) -> KindVariables:
         """Return the variables, stacked by kind."""
         return {
             kind: rows[0] if len(rows) == 1 else {p: jnp.concatenate([r[p] for r in rows]) for p in rows[0]}
@@ -163,7 +165,7 @@ class Record:
         }
 
 
-def rows_of(state: Any, count: int, sizes: Sequence[int] | None = None) -> list[Any]:
+def split_rows(state: Any, count: int, sizes: Sequence[int] | None = None) -> list[Any]:
     """Split stacked arrays along their first axis.
 
     Split them into `count` single layers, or into parts of the given sizes.

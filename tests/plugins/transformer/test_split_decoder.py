@@ -7,16 +7,16 @@ from flax import nnx
 
 from axlearn_core.config import node
 from axlearn_core.nn.layer import Context
-from axlearn_plugins_transformer.causal_lm import TwoPartDecoder
+from axlearn_plugins_transformer.causal_lm import SplitDecoder
 from axlearn_plugins_transformer.dropout import DropoutTransformerLayer
-from axlearn_plugins_transformer.layer_roles import TwoHalvesRole
+from axlearn_plugins_transformer.layer_roles import SplitLayerRole
 from axlearn_plugins_transformer.stack import Stack
 from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
 
 
 def test_a_decoder_finishes_only_the_tokens_that_somebody_asks_for(tiny, build):
     decoder, tokens = build(tiny()).decoder.unstacked(), jnp.asarray([[3, 1, 4, 1, 5, 9, 2]])
-    assert isinstance(decoder, TwoPartDecoder)
+    assert isinstance(decoder, SplitDecoder)
     expected, after = decoder(tokens, Context(), decoder.init_cache(1, 16))
     begun, cache = decoder.begin(tokens, Context(), decoder.init_cache(1, 16))
     jax.tree.map(np.testing.assert_array_equal, cache, after)
@@ -79,7 +79,7 @@ class HalvedLayer(TransformerLayer):
     """Changes a half and declares the role again."""
 
     @node
-    class Config(TransformerLayer.Config, TwoHalvesRole):
+    class Config(TransformerLayer.Config, SplitLayerRole):
         """Nothing to set."""
 
     def feed_forward_half(self, x):

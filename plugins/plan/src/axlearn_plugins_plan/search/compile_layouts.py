@@ -20,7 +20,7 @@ from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_plan.roofline import Roofline
 from axlearn_plugins_plan.scratch import scratch_directory
 from axlearn_plugins_plan.search.estimate import Host, with_host
-from axlearn_plugins_plan.search.rank import Ranked, step_seconds
+from axlearn_plugins_plan.search.rank import RankedLayout, step_seconds
 from axlearn_plugins_plan.search.space import format_value
 
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "axlearn-core", "axlearn-plugins-plan")
@@ -31,7 +31,7 @@ FIGURES_VERSION = 2
 
 
 @attrs.frozen(kw_only=True)
-class Compiled:
+class CompiledLayout:
     """The plan of a layout. Bytes are per device.
 
     Attributes:
@@ -67,12 +67,12 @@ def request_words(request: Request) -> list[str]:
     return words
 
 
-def plan_words(request: Request, row: Ranked) -> list[str]:
+def plan_words(request: Request, row: RankedLayout) -> list[str]:
     """Return the `axlearn plan` arguments for a layout of a request."""
     return [*request_words(request), "--target", row.machine.name, *row.choice.words]
 
 
-def resolved_request(request: Request, row: Ranked) -> Request:
+def resolved_request(request: Request, row: RankedLayout) -> Request:
     """Return the request for a layout, equivalent to `plan_words`."""
     more = Request.of(request.experiment, with_=list(row.choice.features), set=row.choice.settings)
     return attrs.evolve(
@@ -100,7 +100,7 @@ class Cache:
         self.directory = directory
         self._versions = json.dumps(versions())
 
-    def path(self, request: Request, row: Ranked) -> Path:
+    def path(self, request: Request, row: RankedLayout) -> Path:
         """Return the path of a layout's plan."""
         config = resolve(resolved_request(request, row)).to_yaml()
         text = f"{config}\n{row.machine.name}\n{self._versions}\n{FIGURES_VERSION}"
@@ -153,14 +153,14 @@ def _environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
 
 
-def read_plan(plan: Mapping[str, Any], machine: Machine, host: Host, cached: bool) -> Compiled:
+def read_plan(plan: Mapping[str, Any], machine: Machine, host: Host, cached: bool) -> CompiledLayout:
     """Read the output of `axlearn plan --json`, and add the time of host transfers, which a plan does not include."""
     per_chip = machine.target.devices_per_chip
     total = plan["argument_bytes"] + plan["temporary_bytes"] + plan["code_bytes"]
     bound = Roofline(**{n: plan["roofline_seconds"][n] for n in ("compute", "hbm", "links", "network")})
     grouped = any(k["name"] == "grouped_matmul" for k in plan["kernels"])
     has_links = bound.links is not None
-    return Compiled(
+    return CompiledLayout(
         fits=plan["fits"],
         bytes=total / per_chip,
         arguments=plan["argument_bytes"] / per_chip,
@@ -191,22 +191,22 @@ class Clock:
 
 
 def compile_layouts(
-    request: Request, rows: Sequence[Ranked], cache: Cache, clock: Clock, progress: Callable[[str], None]
-) -> list[Compiled]:
+    request: Request, rows: Sequence[RankedLayout], cache: Cache, clock: Clock, progress: Callable[[str], None]
+) -> list[CompiledLayout]:
     """Compile layouts in parallel. A layout that exceeds the budget gets an error instead of a plan."""
 
-    def compile_layout(row: Ranked) -> Compiled:
+    def compile_layout(row: RankedLayout) -> CompiledLayout:
         words = plan_words(request, row)
         path = cache.path(request, row)
         plan = cache.read(path)
         cached = plan is not None
         if plan is None:
             if not clock.allows_another:
-                return Compiled(error=TIMEOUT)
+                return CompiledLayout(error=TIMEOUT)
             started = time.monotonic()
             plan, error = run_plan(words, clock.remaining_seconds)
             if plan is None:
-                return Compiled(error=error)
+                return CompiledLayout(error=error)
             clock.longest = max(clock.longest, time.monotonic() - started)
             cache.write(path, plan)
         result = read_plan(plan, row.machine, row.estimate.host, cached)

@@ -6,7 +6,7 @@ from typing import Any
 from axlearn_plugins_models.huggingface.family import family
 
 
-def published(model_type: str, config_json: Mapping[str, Any]) -> Any:
+def published_model(model_type: str, config_json: Mapping[str, Any]) -> Any:
     """Return the config of the model that a published `config.json` describes.
 
     The experiment uses the same table as the import, so weights of that model always fit it.
