@@ -49,7 +49,7 @@ def described(compiled, buffers, jaxpr, places, seconds):
 def ours(layers):
     from axlearn_core.plugins.resolve import resolve
     from axlearn_plugins_plan.buffers import open_dump
-    from axlearn_plugins_plan.groups import Places, domains_of
+    from axlearn_plugins_plan.groups import Places, find_domains
     from axlearn_plugins_plan.plan import compose_program
 
     start = time.perf_counter()
@@ -63,7 +63,7 @@ def ours(layers):
         buffers = dump.read()
     seconds = time.perf_counter() - start
     mesh = program.layout.mesh
-    places = Places(dict(mesh.shape), domains_of(list(mesh.devices.flat), mesh.size))
+    places = Places(dict(mesh.shape), find_domains(list(mesh.devices.flat), mesh.size))
     return described(compiled, buffers, program.trace("train", batch).jaxpr, places, seconds)
 
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, Split
-from axlearn_plugins_transformer.paged_cache import to_narrow
+from axlearn_plugins_transformer.paged_cache import quantize_vectors
 
 INSTRUCTIONS = range(4)
 """0 selects the best instruction set; 1 is the baseline, 2 AVX2, 3 AVX-512."""
@@ -30,7 +30,7 @@ def call(requests, *, heads=6, groups=2, size=32, slots=16, dtype="float32", sto
         for at in range(length):
             pages[row[at // slots], :, :, at % slots] = rng.standard_normal((2, groups, size))
         row[-(-length // slots) :] = rng.integers(-5, count + 5, most + -length // slots)
-    pages, scales = (jnp.asarray(pages, dtype), None) if store is None else to_narrow(jnp.asarray(pages), store)
+    pages, scales = (jnp.asarray(pages, dtype), None) if store is None else quantize_vectors(jnp.asarray(pages), store)
     query = jnp.asarray(rng.standard_normal((singles + chunks * chunk, heads, size)), dtype)
     starts = [*range(singles), *(singles + chunk * i for i in range(chunks + 1))]
     table, lengths, starts, count = (jnp.asarray(x, jnp.int32) for x in (table, lengths, starts, [rows]))

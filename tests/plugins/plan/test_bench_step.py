@@ -42,7 +42,7 @@ def test_figures_follow_from_the_steps(tmp_path):
 
 def test_memory_is_that_of_the_process_where_devices_do_not_tell():
     watermark = bench._Watermark([])
-    assert watermark.by_device, "no device reports its memory"
+    assert watermark.has_device_peak, "no device reports its memory"
 
     class Silent:
         def memory_stats(self):

@@ -12,7 +12,7 @@ from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_serving.local_engine import serve
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, Split
 from axlearn_plugins_transformer.kernels.paged_split import XLA_SPLIT
-from axlearn_plugins_transformer.paged_cache import PagedCache, to_narrow
+from axlearn_plugins_transformer.paged_cache import PagedCache, quantize_vectors
 
 DTYPES = ("int8", "float8_e4m3fn")
 ERROR = {"int8": 0.05, "float8_e4m3fn": 0.3}
@@ -29,7 +29,7 @@ def test_numbers_come_back_within_a_step(dtype):
         [[1e-3], [1.0], [1e4]], np.float32
     )
     x[0] = 0
-    narrow, scale = to_narrow(jnp.asarray(x), dtype)
+    narrow, scale = quantize_vectors(jnp.asarray(x), dtype)
     assert str(narrow.dtype) == dtype
     assert scale.shape == (5, 3)
     back = np.asarray(narrow.astype(jnp.float32)) * np.asarray(scale)[..., None]
@@ -43,7 +43,7 @@ def test_numbers_come_back_within_a_step(dtype):
 def test_the_kernel_reads_scaled_pages_as_the_reference_does(heads_first):
     rng = np.random.default_rng(1)
     new = jnp.asarray(rng.standard_normal((6, 8, 2, 2, 16)), jnp.float32)  # [P, S, G, 2, H]
-    narrow, scales = to_narrow(new, "int8")
+    narrow, scales = quantize_vectors(new, "int8")
     if heads_first:
         pages, scales = jnp.transpose(narrow, (0, 3, 2, 1, 4)), jnp.transpose(scales, (0, 3, 2, 1))
     else:

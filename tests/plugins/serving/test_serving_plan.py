@@ -100,7 +100,7 @@ def test_accelerators_that_are_not_here(target):
     assert figures.dtype == "bfloat16"
     assert figures.token_bytes == 2 * 2 * 128 * 2  # two layers, keys and values of one head
     hardware = machine.target
-    assert figures.alone.roofline.step == pytest.approx(figures.alone.traffic / hardware.hbm_bandwidth)
+    assert figures.single.roofline.step == pytest.approx(figures.single.traffic / hardware.hbm_bandwidth)
     room = hardware.hbm_bytes - figures.weights - figures.tables - figures.working_bytes
     assert figures.most_tokens == pytest.approx(room / figures.token_bytes, abs=64)
     kernels = {c.op.name: c.name for c in figures.kernels}

@@ -46,7 +46,13 @@ from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 from axlearn_testing import Case, KernelSuite
 
 SMALL = SplashBlocks(
-    query=128, key=256, key_compute=128, backward_query=128, backward_key=128, backward_key_compute=128, fused_up_to=1
+    query=128,
+    key=256,
+    key_compute=128,
+    backward_query=128,
+    backward_key=128,
+    backward_key_compute=128,
+    max_fused_blocks=1,
 )
 
 
@@ -316,7 +322,7 @@ def test_every_entry_of_the_block_tables_is_for_a_target_and_reached():
     for table in (SPLASH, GROUPED, PAGED):
         assert table.keys() == {*targets, ""}
     for blocks in SPLASH.values():
-        rows = {f: n for f, n in attrs.asdict(blocks).items() if f != "fused_up_to"}
+        rows = {f: n for f, n in attrs.asdict(blocks).items() if f != "max_fused_blocks"}
         assert all(n % LANES == 0 and largest_divisor(8192, n) == n for n in rows.values())
         assert blocks.key % blocks.key_compute == blocks.backward_key % blocks.backward_key_compute == 0
         assert shrink_blocks(blocks, 512) == blocks

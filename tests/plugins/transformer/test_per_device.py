@@ -8,7 +8,7 @@ import pytest
 from axlearn_core.compose.layout import make_mesh
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.nn.sharding import logical_rules
-from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device, split_over
+from axlearn_plugins_transformer.kernels.per_device import count_shards, per_device, split_over
 
 RULES = {"rows": ("data", "fsdp"), "heads": ("tensor",), "other": ("tensor", "data"), "alone": ("expert",)}
 
@@ -32,12 +32,12 @@ def placed():
 )
 def test_each_dimension_is_split_over_its_mesh_axes(placed, shape, axes, over, parts):
     assert split_over(shape, axes) == over
-    assert parts_of(shape, axes) == parts
+    assert count_shards(shape, axes) == parts
 
 
 def test_without_a_placement_nothing_is_split():
     assert split_over((8, 4), ("rows", "heads")) == ((), ())
-    assert parts_of((8, 4), ("rows", "heads")) == (1, 1)
+    assert count_shards((8, 4), ("rows", "heads")) == (1, 1)
 
 
 def test_a_device_has_the_size_divided_by_the_parts(placed):
@@ -50,4 +50,4 @@ def test_a_device_has_the_size_divided_by_the_parts(placed):
     x, axes = jnp.arange(96.0).reshape(8, 3, 4), ("rows", None, "heads")
     result = jax.jit(per_device(kernel, [axes], axes))(x)
     np.testing.assert_array_equal(result, x * 2)
-    assert sizes == [tuple(n // k for n, k in zip(x.shape, parts_of(x.shape, axes), strict=True))] == [(2, 3, 2)]
+    assert sizes == [tuple(n // k for n, k in zip(x.shape, count_shards(x.shape, axes), strict=True))] == [(2, 3, 2)]

@@ -16,7 +16,7 @@ from axlearn_plugins_cpu.kernels.paged_attention import NATIVE, attend
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.invariant import InvariantAttentionOp, InvariantPagedAttentionOp, traits
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, on_each_device
-from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
+from axlearn_plugins_transformer.kernels.per_device import count_shards, per_device
 
 TARGET = "axlearn_attention"
 """Name of the FFI target in exported programs."""
@@ -44,7 +44,7 @@ class _Rows:
         """Support float32 without a bias, for head sizes that are multiples of 16."""
         if reason := _refusal(op):
             return reason
-        divided = parts_of(op.query.shape, QUERY) == parts_of(op.key.shape, KEY)
+        divided = count_shards(op.query.shape, QUERY) == count_shards(op.key.shape, KEY)
         return None if divided else "the heads cannot be split evenly over the devices"
 
     def __call__(self, op: InvariantAttentionOp) -> jax.Array:

@@ -23,7 +23,7 @@ from axlearn_plugins_gpu.kernels import tokamax
 from axlearn_plugins_gpu.kernels.blocks import GATED_MOSAIC, GATED_MOSAIC_LATER, PipelinedBlocks, gated_blocks
 from axlearn_plugins_gpu.kernels.mosaic import refusal, use_mosaic_target
 from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, Activation, GatedLinearUnitOp
-from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
+from axlearn_plugins_transformer.kernels.per_device import count_shards, per_device
 
 ROWS = ("batch", "sequence", None)
 HIDDEN = ("batch", "sequence", "activation_mlp")
@@ -117,7 +117,7 @@ def _mosaic_refusal(target: str) -> str | None:
 
 def _local(sizes: Any, axes: Any) -> tuple[int, ...]:
     """Return the sizes of dimensions on one device."""
-    return tuple(size // n for size, n in zip(sizes, parts_of(sizes, axes), strict=True))
+    return tuple(size // n for size, n in zip(sizes, count_shards(sizes, axes), strict=True))
 
 
 def _run(x: jax.Array, gate: jax.Array, up: jax.Array, target: str, activation: Activation, **options: Any) -> Any:
@@ -151,10 +151,10 @@ def _gradients(
     def product(gates: jax.Array, ups: jax.Array) -> jax.Array:
         return (ACTIVATIONS[activation](gates.astype(jnp.float32)) * ups.astype(jnp.float32)).astype(x.dtype)
 
-    to_gates, to_ups = jax.vjp(product, gates, ups)[1](gradient)
-    to_x = to_gates @ gate.T + to_ups @ up.T
-    to_gate, to_up = (jnp.einsum("bsd,bsf->df", x, y) for y in (to_gates, to_ups))
-    return to_x, to_gate, to_up
+    grad_gates, grad_ups = jax.vjp(product, gates, ups)[1](gradient)
+    grad_x = grad_gates @ gate.T + grad_ups @ up.T
+    grad_gate, grad_up = (jnp.einsum("bsd,bsf->df", x, y) for y in (grad_gates, grad_ups))
+    return grad_x, grad_gate, grad_up
 
 
 def _backward(target: str, activation: Activation, residuals: Any, gradient: jax.Array) -> tuple[jax.Array, ...]:

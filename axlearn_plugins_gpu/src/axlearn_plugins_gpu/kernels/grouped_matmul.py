@@ -128,12 +128,12 @@ def _forward(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, target: str, mosa
 def _backward(target: str, mosaic: bool, residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     lhs, rhs, sizes = residuals
     outer = mosaic and GROUPED_MOSAIC[CHIPS[target].capability].outer and lhs.shape[0] % OUTER_ROWS == 0
-    to_lhs = _run("TRANS_RHS_RAGGED_DOT", mosaic, target, gradient, rhs, sizes)
+    grad_lhs = _run("TRANS_RHS_RAGGED_DOT", mosaic, target, gradient, rhs, sizes)
     if outer:  # it multiplies the rows after the last group with 0, and they may be NaN; Triton's kernel skips them
         inside = (jnp.arange(lhs.shape[0]) < jnp.sum(sizes))[:, None]
         lhs, gradient = jnp.where(inside, lhs, 0), jnp.where(inside, gradient, 0)
-    to_rhs = _run("RAGGED_CONTRACTING_DOT", outer, target, lhs, gradient, sizes)
-    return to_lhs.astype(lhs.dtype), to_rhs.astype(rhs.dtype), None
+    grad_rhs = _run("RAGGED_CONTRACTING_DOT", outer, target, lhs, gradient, sizes)
+    return grad_lhs.astype(lhs.dtype), grad_rhs.astype(rhs.dtype), None
 
 
 _product.defvjp(_forward, _backward)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
+from axlearn_plugins_transformer.kernels.per_device import count_shards, per_device
 
 QUERY = ("batch", None, "activation_heads", None)
 
@@ -24,7 +24,7 @@ def run_per_device(
         value: [B, K, G, V].
         per_row: Arrays whose first dimension is B or 1, or None.
     """
-    ways = parts_of(query.shape, QUERY)[2]
+    ways = count_shards(query.shape, QUERY)[2]
     repeats = ways // math.gcd(key.shape[2], ways)
     if repeats > 1:
         key, value = jnp.repeat(key, repeats, axis=2), jnp.repeat(value, repeats, axis=2)

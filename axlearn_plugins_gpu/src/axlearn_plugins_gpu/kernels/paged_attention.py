@@ -19,7 +19,7 @@ from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.chips import CHIPS, unknown_gpu
 from axlearn_plugins_gpu.kernels.paged_parts import LOW, Parts, attend_to_pages, paged_attention_blocks
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, divides_heads, on_each_device
-from axlearn_plugins_transformer.kernels.per_device import parts_of
+from axlearn_plugins_transformer.kernels.per_device import count_shards
 
 MAX_CHUNK = 128
 """Maximum number of tokens per chunk, because XLA keeps the scores of all pairs of tokens in memory."""
@@ -65,7 +65,7 @@ def _check_sizes(op: PagedAttentionOp, target: str) -> str | None:
     if slots > (max_keys := paged_attention_blocks(op, target, 1).keys):
         return f"a page has {slots} slots, more than the {max_keys} keys of a block"
     # JAX decides from the shape of a device's pages, whose third dimension is split.
-    numbers = math.prod(op.pages.shape) // parts_of(op.query.shape, (None, "activation_heads", None))[1]
+    numbers = math.prod(op.pages.shape) // count_shards(op.query.shape, (None, "activation_heads", None))[1]
     if numbers >= 2**31 and numbers * op.pages.dtype.itemsize <= 2**32:
         return f"the pages have {numbers} elements, which overflow JAX's signed 32-bit index"
     return None

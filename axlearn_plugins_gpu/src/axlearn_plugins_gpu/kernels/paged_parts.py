@@ -73,8 +73,8 @@ def attend_to_pages(op: PagedAttentionOp, query: jax.Array, table: jax.Array, le
     splits = -(-table.shape[1] // pages_per_split)
     table = jnp.pad(jnp.clip(table, 0, op.pages.shape[0] - 1), [(0, 0), (0, splits * pages_per_split - table.shape[1])])
     query = jnp.pad(query, [(0, 0), (0, 0), (0, -rows % blocks.rows), (0, 0)])
-    pages = [_spec_of_head(op, op.pages, i) for i in range(2)]
-    scales = [_spec_of_head(op, op.scales, i) for i in range(2)]
+    pages = [_head_spec(op, op.pages, i) for i in range(2)]
+    scales = [_head_spec(op, op.scales, i) for i in range(2)]
     shape = (splits, *query.shape[:3])
     call = pallas.pallas_call(
         functools.partial(
@@ -112,7 +112,7 @@ def _request_and_head(index: Any, groups: int) -> tuple[Any, Any]:
     return lax.div(index, jnp.int32(groups)), lax.rem(index, jnp.int32(groups))
 
 
-def _spec_of_head(op: PagedAttentionOp, pages: jax.Array | None, index: int) -> Any:
+def _head_spec(op: PagedAttentionOp, pages: jax.Array | None, index: int) -> Any:
     """Return the spec of all keys (0) or values (1) of a head, in pages or their scales; None if there are no scales."""
     if pages is None:
         return None

@@ -100,8 +100,8 @@ def _backward(static: _Static, residuals: Any, gradient: jax.Array) -> tuple[jax
     library = tokamax.module("ops.normalization.pallas_triton_vjp")
     derivative = _configure_operation(library.PallasTritonNormalizationVjp, library.Config, static, x, 2048)
     with tokamax.use_target(static.target):
-        to_x, to_weight, _ = derivative(statistics, x, gradient, x, weight, None, **static.options)
-    return to_x, to_weight
+        grad_x, grad_weight, _ = derivative(statistics, x, gradient, x, weight, None, **static.options)
+    return grad_x, grad_weight
 
 
 _normalize.defvjp(_forward, _backward)

@@ -23,7 +23,7 @@ class SplashBlocks:
         backward_query: Queries per block, backward.
         backward_key: Keys per block in memory, backward.
         backward_key_compute: Keys per matmul, backward.
-        fused_up_to: Maximum number of key blocks for which the backward pass is one fused kernel. The fused kernel reads
+        max_fused_blocks: Maximum number of key blocks for which the backward pass is one fused kernel. The fused kernel reads
             the operands once instead of twice, but writes one query gradient per block of keys, which are then summed.
     """
 
@@ -33,7 +33,7 @@ class SplashBlocks:
     backward_query: int
     backward_key: int
     backward_key_compute: int
-    fused_up_to: int = 4
+    max_fused_blocks: int = 4
 
 
 @attrs.frozen(kw_only=True)
@@ -136,7 +136,7 @@ def shrink_blocks(blocks: SplashBlocks, head_bytes: int) -> SplashBlocks:
     """Return the blocks for heads of `head_bytes` bytes; wider heads get fewer rows."""
     if head_bytes <= MAX_HEAD_BYTES:
         return blocks
-    rows = {f: v * MAX_HEAD_BYTES // head_bytes for f, v in attrs.asdict(blocks).items() if f != "fused_up_to"}
+    rows = {f: v * MAX_HEAD_BYTES // head_bytes for f, v in attrs.asdict(blocks).items() if f != "max_fused_blocks"}
     return attrs.evolve(blocks, **rows)
 
 

@@ -24,7 +24,7 @@ from axlearn_plugins_tpu import compat
 from axlearn_plugins_tpu.kernels import tokamax
 from axlearn_plugins_tpu.kernels.blocks import LANES, LOSS, LossBlocks, largest_divisor
 from axlearn_plugins_transformer.kernels.cross_entropy import WEIGHT_AXES, CrossEntropyOp
-from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
+from axlearn_plugins_transformer.kernels.per_device import count_shards, per_device
 
 POSITIONS = ("batch", "sequence")
 _MODULE = "linear_softmax_cross_entropy_loss.pallas_mosaic_tpu_kernel"
@@ -47,7 +47,7 @@ class _Mosaic:
         for name, size in zip(("width", "vocabulary"), shape, strict=True):
             if size % LANES:
                 return f"the {name} {size} is not a multiple of {LANES}"
-        ways = parts_of(shape, (None, "activation_vocab"))[1]
+        ways = count_shards(shape, (None, "activation_vocab"))[1]
         return None if ways == 1 else f"the vocabulary is split over {ways} devices"
 
     def __call__(self, op: CrossEntropyOp) -> tuple[jax.Array, jax.Array]:
@@ -142,12 +142,12 @@ def _backward(
     tiles = weight.shape[1] // sizes["v_block_size"]
     with tokamax.use_kernels(_MODULE) as kernels, _limit_cores(kernels.pltpu, tiles):
         run = kernels.linear_softmax_cross_entropy_loss_bwd_pallas_mosaic_tpu
-        to_hidden, to_weight = run(sign, shifted, rows, no_targets, weight, **sizes)
+        grad_hidden, grad_weight = run(sign, shifted, rows, no_targets, weight, **sizes)
     columns = jnp.take(weight, targets, axis=1, mode="clip").T.astype(jnp.float32)
-    to_hidden = to_hidden[: hidden.shape[0]] + target_gradient[:, None] * columns
-    to_columns = target_gradient[:, None] * hidden.astype(jnp.float32)
-    to_weight = to_weight + jnp.zeros(weight.shape[::-1], jnp.float32).at[targets].add(to_columns, mode="clip").T
-    return to_hidden.astype(hidden.dtype), to_weight.astype(weight.dtype), None
+    grad_hidden = grad_hidden[: hidden.shape[0]] + target_gradient[:, None] * columns
+    grad_columns = target_gradient[:, None] * hidden.astype(jnp.float32)
+    grad_weight = grad_weight + jnp.zeros(weight.shape[::-1], jnp.float32).at[targets].add(grad_columns, mode="clip").T
+    return grad_hidden.astype(hidden.dtype), grad_weight.astype(weight.dtype), None
 
 
 _logits.defvjp(_forward, _backward)

@@ -14,7 +14,7 @@ from axlearn_core.kernels import selection
 from axlearn_plugins_tpu.kernels.blocks import LANES, PAGED
 from axlearn_plugins_tpu.kernels.chip import use_target_chip
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
-from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
+from axlearn_plugins_transformer.kernels.per_device import count_shards, per_device
 
 QUERY_AXES = (None, "activation_heads", None)
 PAGE_AXES = (None, None, "activation_kv", None)
@@ -42,7 +42,10 @@ class _RaggedPaged:
             return f"it needs head size {LANES}, got {size}"
         if (entries := math.prod(op.table.shape)) > MAX_ENTRIES:
             return f"the page table has {entries} entries, more than the limit of {MAX_ENTRIES}"
-        queries, keys = parts_of((1, heads, size), QUERY_AXES)[1], parts_of((1, 1, num_heads, size), PAGE_AXES)[2]
+        queries, keys = (
+            count_shards((1, heads, size), QUERY_AXES)[1],
+            count_shards((1, 1, num_heads, size), PAGE_AXES)[2],
+        )
         if queries != keys or (num_heads // 2) % keys:
             return f"{num_heads // 2} key-value heads cannot be split over {max(queries, keys)} devices"
         packed, remainder = divmod(num_heads // keys, 4 // BYTES[dtypes.pop()])

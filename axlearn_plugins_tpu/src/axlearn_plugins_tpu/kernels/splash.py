@@ -210,7 +210,7 @@ def _block_sizes(blocks: SplashBlocks, length: int) -> splash.BlockSizes:
     """Return the table's block sizes, reduced to divisors of the length."""
     key, back_key = largest_divisor(length, blocks.key), largest_divisor(length, blocks.backward_key)
     back_query = largest_divisor(length, blocks.backward_query)
-    fused = length // back_key <= blocks.fused_up_to
+    fused = length // back_key <= blocks.max_fused_blocks
     return splash.BlockSizes(
         block_q=largest_divisor(length, blocks.query),
         block_kv=key,

@@ -105,7 +105,7 @@ def _backward(tiling: Tiling, residuals: Any, gradient: jax.Array) -> tuple[jax.
     lhs, rhs, sizes = residuals
     rows, inner, outer = tiling
     with _kernels() as kernels:
-        to_lhs = kernels.gmm(
+        grad_lhs = kernels.gmm(
             gradient,
             rhs,
             sizes,
@@ -114,8 +114,8 @@ def _backward(tiling: Tiling, residuals: Any, gradient: jax.Array) -> tuple[jax.
             tiling=(rows, outer, inner),
             transpose_rhs=True,
         )
-        to_rhs = kernels.tgmm(lhs.T, gradient, sizes, precision=None, out_dtype=rhs.dtype, tiling=tiling)
-    return to_lhs, to_rhs, None
+        grad_rhs = kernels.tgmm(lhs.T, gradient, sizes, precision=None, out_dtype=rhs.dtype, tiling=tiling)
+    return grad_lhs, grad_rhs, None
 
 
 _product.defvjp(_forward, _backward)

@@ -94,12 +94,12 @@ def _is_linear(module: Any) -> bool:
 class _Axes:
     """The mesh axes of each dimension, under the current mesh rules."""
 
-    def __init__(self, x: jax.Array, sizes: Mapping[str, int], *, by_row: bool):
+    def __init__(self, x: jax.Array, sizes: Mapping[str, int], *, splits_rows: bool):
         placement: Any = sharding.placement()
         self.mesh, self._rules = placement.mesh, placement.rules
         used: set[str] = set()
         self.batch = self._take("batch", x.shape[0], used)
-        self.sequence = () if by_row else self._take("sequence", x.shape[1], used)
+        self.sequence = () if splits_rows else self._take("sequence", x.shape[1], used)
         used = set()
         self.experts = self._take("experts", sizes["experts"], used)
         self.embed = self._take("embed", sizes["embed"], used)
@@ -134,11 +134,11 @@ def run_sharded(local: Local, x: jax.Array, routing: Routing, experts: Experts, 
     Returns:
         The sum over all experts, [B, S, D].
     """
-    length, by_row = x.shape[1], routing.token is not None
+    length, splits_rows = x.shape[1], routing.token is not None
     parameters = _Parameters(experts)
-    axes = _Axes(x, parameters.sizes(), by_row=by_row)
+    axes = _Axes(x, parameters.sizes(), splits_rows=splits_rows)
     tokens = PartitionSpec(axes.batch or None, axes.sequence or None)
-    lists = PartitionSpec(axes.batch or None) if by_row else PartitionSpec(axes.batch or None, None, *tokens[1:])
+    lists = PartitionSpec(axes.batch or None) if splits_rows else PartitionSpec(axes.batch or None, None, *tokens[1:])
     exchange = tuple(a for a in axes.experts if a in axes.batch)
     summed = tuple(a for a in axes.experts if a not in exchange) + axes.mlp
     sends = bool(exchange) and not gather and exchange == axes.experts
@@ -164,7 +164,7 @@ def run_sharded(local: Local, x: jax.Array, routing: Routing, experts: Experts, 
         y = lax.psum(y, summed) if summed else y
         return lax.psum_scatter(y, exchange, scatter_dimension=0, tiled=True) if exchange and not sends else y
 
-    if not by_row:  # [B, K, S], so that each device gets the choices of its own positions
+    if not splits_rows:  # [B, K, S], so that each device gets the choices of its own positions
         routing = jax.tree.map(lambda a: a.reshape(a.shape[0], -1, length), routing)
     specs = tokens, jax.tree.map(lambda _: lists, routing), parameters.map_arrays(axes.spec)
     mapped = jax.shard_map(run, mesh=axes.mesh, in_specs=specs, out_specs=tokens, check_vma=False)

@@ -229,25 +229,25 @@ def gradients(
     def tile_step(totals: Any, tile_and_residual: tuple[QueryTiles, Residuals]) -> Any:
         tile, residual = tile_and_residual
 
-        def chunk_step(by_query: jax.Array, chunk: KeyChunks) -> Any:
+        def chunk_step(grad_query: jax.Array, chunk: KeyChunks) -> Any:
             any_visible, visible, raw = pair(tile, chunk)
 
             def compute() -> Any:
                 logits, pull = jax.vjp(raw, tile.query, chunk.key)
                 weights = jnp.where(visible(), jnp.exp(logits - residual.log_sum[..., None]), 0.0)
-                by_value = jnp.einsum("bgrtc,bgrtv->bcgv", weights, residual.grads)
+                grad_value = jnp.einsum("bgrtc,bgrtv->bcgv", weights, residual.grads)
                 value = chunk.value.astype(jnp.float32)
-                by_weight = jnp.einsum("bgrtv,bcgv->bgrtc", residual.grads, value)
-                by_query, by_key = pull(weights * (by_weight - residual.inner[..., None]))
-                return tuple(x.astype(jnp.float32) for x in (by_query, by_key, by_value))
+                grad_weights = jnp.einsum("bgrtv,bcgv->bgrtc", residual.grads, value)
+                grad_query, grad_key = pull(weights * (grad_weights - residual.inner[..., None]))
+                return tuple(x.astype(jnp.float32) for x in (grad_query, grad_key, grad_value))
 
             shapes = tile.query.shape, chunk.key.shape, chunk.value.shape
-            more, *by_chunk = lax.cond(any_visible, compute, lambda: tuple(jnp.zeros(s, jnp.float32) for s in shapes))
-            return by_query + more, by_chunk
+            more, *grad_chunk = lax.cond(any_visible, compute, lambda: tuple(jnp.zeros(s, jnp.float32) for s in shapes))
+            return grad_query + more, grad_chunk
 
-        by_query, by_chunks = lax.scan(chunk_step, jnp.zeros(tile.query.shape, jnp.float32), chunks)
-        return [a + b for a, b in zip(totals, by_chunks, strict=True)], by_query
+        grad_query, grad_chunks = lax.scan(chunk_step, jnp.zeros(tile.query.shape, jnp.float32), chunks)
+        return [a + b for a, b in zip(totals, grad_chunks, strict=True)], grad_query
 
     zeros = [jnp.zeros(x.shape, jnp.float32) for x in (chunks.key, chunks.value)]
-    (by_key, by_value), by_query = lax.scan(tile_step, zeros, (tiles, residuals))
-    return by_query, by_key, by_value
+    (grad_key, grad_value), grad_query = lax.scan(tile_step, zeros, (tiles, residuals))
+    return grad_query, grad_key, grad_value

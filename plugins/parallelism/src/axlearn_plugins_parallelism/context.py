@@ -155,8 +155,8 @@ def _softmax_attention(scores: Scores, visit: Callable[..., Any]) -> Callable[..
     """Return a function `(tiles, block, rows) -> outputs` with a custom gradient that recomputes all scores.
 
     `visit(step, state, block, differentiates)` applies `step` to the keys of every device. In the forward pass the step is
-    `step(state, chunks) -> state`. If `differentiates`, it is `step(state, chunks) -> (state, (by_key, by_value))`. `visit` returns
-    the final state and the summed gradients of the local keys and values.
+    `step(state, chunks) -> state`. If `differentiates`, it is `step(state, chunks) -> (state, (grad_key, grad_value))`. `visit`
+    returns the final state and the summed gradients of the local keys and values.
     """
 
     @jax.custom_vjp
@@ -178,12 +178,12 @@ def _softmax_attention(scores: Scores, visit: Callable[..., Any]) -> Callable[..
         residuals = Residuals(grads, log_sum, jnp.sum(out.astype(jnp.float32) * grads, axis=-1))
 
         def step(total: jax.Array, chunks: KeyChunks) -> Any:
-            by_query, *by_keys = gradients(tiles, chunks, scores, rows, residuals)
-            return total + by_query, tuple(by_keys)
+            grad_query, *grad_keys = gradients(tiles, chunks, scores, rows, residuals)
+            return total + grad_query, tuple(grad_keys)
 
-        by_query, by_keys = visit(step, jnp.zeros(tiles.query.shape, jnp.float32), block, True)
-        by_key, by_value = (g.astype(x.dtype) for g, x in zip(by_keys, (block.key, block.value), strict=True))
-        return QueryTiles(by_query.astype(tiles.query.dtype), None, None), KeyBlock(by_key, by_value, None), None  # type: ignore[arg-type]
+        grad_query, grad_keys = visit(step, jnp.zeros(tiles.query.shape, jnp.float32), block, True)
+        grad_key, grad_value = (g.astype(x.dtype) for g, x in zip(grad_keys, (block.key, block.value), strict=True))
+        return QueryTiles(grad_query.astype(tiles.query.dtype), None, None), KeyBlock(grad_key, grad_value, None), None  # type: ignore[arg-type]
 
     run.defvjp(forward, backward)
     return run
@@ -203,7 +203,7 @@ class _Ring(_BlockwiseKernel):
         def visit(step: Callable[..., Any], state: Any, block: KeyBlock, differentiates: bool) -> Any:
             me = lax.axis_index(parts.axes)
 
-            def chunks_at(turn: Any, block: KeyBlock) -> KeyChunks:
+            def select_chunks(turn: Any, block: KeyBlock) -> KeyChunks:
                 return KeyChunks(block.key, block.value, parts.start((me - turn) % parts.devices), block.arrays)
 
             def visit_chunks(state: Any, total: Any, chunks: KeyChunks) -> Any:
@@ -214,12 +214,12 @@ class _Ring(_BlockwiseKernel):
 
             def body(carry: Any, turn: jax.Array) -> Any:
                 state, block, total = carry
-                return (*_swap(visit_chunks(state, total, chunks_at(turn, block)), parts.ring(block)),), None
+                return (*_swap(visit_chunks(state, total, select_chunks(turn, block)), parts.ring(block)),), None
 
             total = tuple(jnp.zeros(x.shape, jnp.float32) for x in block[:2]) if differentiates else ()
             last = parts.devices - 1
             (state, block, total), _ = lax.scan(body, (state, block, total), jnp.arange(last))
-            return visit_chunks(state, total, chunks_at(last, block))
+            return visit_chunks(state, total, select_chunks(last, block))
 
         return _softmax_attention(scores, visit)(tiles, block, rows)
 

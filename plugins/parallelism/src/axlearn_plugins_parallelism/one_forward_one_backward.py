@@ -155,7 +155,7 @@ class _Gradients:
         if "weight" in summaries:
             summaries["weight"] = self.scales[1].astype(summaries["weight"].dtype)
         variables = self.parts.variables_after(self.first, self.reports, flow.variables)
-        return (sums.value, (summaries, variables)), self._gradients_of_parameters(sums)
+        return (sums.value, (summaries, variables)), self._parameter_gradients(sums)
 
     def _begin(self) -> tuple[_Flow, _Sums]:
         stages, slots = self.plan.stages, self.plan.slots
@@ -299,7 +299,7 @@ class _Gradients:
             outer[index] = outer[index] + grad.astype(jnp.float32)
         return sums._replace(outer=outer)
 
-    def _gradients_of_parameters(self, sums: _Sums) -> Tree:
+    def _parameter_gradients(self, sums: _Sums) -> Tree:
         """Return the gradients in the structure and dtypes of the parameters."""
         leaves, trained = self.parts.leaves, self._trained
 

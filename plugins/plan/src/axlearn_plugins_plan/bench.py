@@ -198,13 +198,13 @@ class _Watermark:
 
     def __init__(self, devices: Sequence[Any]):
         self.devices = devices
-        self.by_device = all((d.memory_stats() or {}).get("peak_bytes_in_use") is not None for d in devices)
-        self.sharing = 1 if self.by_device else len(devices)
-        self.before = 0 if self.by_device else _resident(reset=True)
+        self.has_device_peak = all((d.memory_stats() or {}).get("peak_bytes_in_use") is not None for d in devices)
+        self.sharing = 1 if self.has_device_peak else len(devices)
+        self.before = 0 if self.has_device_peak else _resident(reset=True)
 
     def read(self) -> int | None:
         """Return the peak in bytes, or None if neither the devices nor the system report it."""
-        if self.by_device:
+        if self.has_device_peak:
             return max(d.memory_stats()["peak_bytes_in_use"] for d in self.devices)
         return None if self.before is None else max(0, (_resident() or 0) - self.before)
 

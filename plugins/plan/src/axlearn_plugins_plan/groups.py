@@ -106,7 +106,7 @@ class Places:
         return len(counts), int(counts.max())
 
 
-def domains_of(devices: Sequence[Any], per_domain: int) -> np.ndarray:
+def find_domains(devices: Sequence[Any], per_domain: int) -> np.ndarray:
     """Return the link domain of each device: its TPU slice if known, else its number divided by `per_domain`.
 
     The division is valid because each host numbers its devices consecutively.

@@ -24,7 +24,7 @@ from axlearn_plugins_plan.batches import abstract_batch
 from axlearn_plugins_plan.collectives import Collective, by_axes, collectives
 from axlearn_plugins_plan.compilation import compile_function
 from axlearn_plugins_plan.flops import ModelFlops, executed_flops, model_flops
-from axlearn_plugins_plan.groups import Places, domains_of
+from axlearn_plugins_plan.groups import Places, find_domains
 from axlearn_plugins_plan.hlo import parse
 from axlearn_plugins_plan.memory import Memory, shard_bytes
 from axlearn_plugins_plan.predict import Prediction, predict
@@ -105,7 +105,7 @@ class FunctionPlan:
         return None if self.collectives is None else by_axes(self.collectives)
 
 
-def machine_of(resolved: Resolved) -> Machine:
+def require_machine(resolved: Resolved) -> Machine:
     """Return the machine of a request. Raise `RequestError` if the request has no target."""
     if resolved.machine is None:
         examples = sorted({e for _, t in targets().values() for e in t.examples})
@@ -128,7 +128,7 @@ def compose_program(resolved: Resolved) -> tuple[Program, dict[str, jax.ShapeDty
         ConfigError: Any other field is missing or invalid.
         RequestError: The request has no target, or no installed compiler supports the target.
     """
-    machine, config = machine_of(resolved), resolved.config
+    machine, config = require_machine(resolved), resolved.config
     if input_of(config) is None or not isinstance(config, DeclaresFunctions):
         raise RequestError(f"{resolved.title} is a {type(config).__qualname__}; expected a Trainer.Config")
     _check_config(resolved)
@@ -167,7 +167,7 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
         WorkError: The compiler stopped for a reason other than lack of memory.
     """
     program, batch = compose_program(resolved)
-    machine = machine_of(resolved)
+    machine = require_machine(resolved)
     bucket = program.function(function).bucket_of(batch)
     trains = program.function(function).differentiates
     started = time.perf_counter()
@@ -228,7 +228,7 @@ def _read_module(module: Any, program: Program, machine: Machine) -> tuple[float
     """Return (bytes to and from memory, collectives, notes)."""
     mesh = program.layout.mesh
     devices = list(mesh.devices.flat)
-    places = Places(dict(mesh.shape), domains_of(devices, machine.devices_per_domain))
+    places = Places(dict(mesh.shape), find_domains(devices, machine.devices_per_domain))
     notes = [f"the loop {name} counts once because its length is unknown" for name in module.unknown_loops()]
     try:
         traffic = collectives(module, places)

@@ -32,9 +32,9 @@ class Meter:
         self._token_seconds: float | None = None  # moving average of the time to decode one token per request
         self._last_read: float | None = None
         self._start_times: deque[float] = deque(maxlen=64)
-        self._free_at = 0.0  # when the devices start, or started, the step in flight
+        self._free_time = 0.0  # when the devices start, or started, the step in flight
         self._durations: dict[tuple[int, int, int], deque[float]] = {}
-        self._plan_at = 0.0  # when to plan the next step
+        self._plan_time = 0.0  # when to plan the next step
         self._plan_seconds: deque[float] = deque(maxlen=MAX_PLANS)
 
     @contextlib.contextmanager
@@ -61,15 +61,15 @@ class Meter:
 
         `waited` is True if planning waited for the results of the step in flight.
         """
-        if self._plan_at and not waited:
-            self._plan_seconds.append(max(0.0, time.perf_counter() - self._plan_at))
-        self._plan_at = 0.0
+        if self._plan_time and not waited:
+            self._plan_seconds.append(max(0.0, time.perf_counter() - self._plan_time))
+        self._plan_time = 0.0
 
     def record_submit(self, previous: Plan | None) -> None:
         """Count a step of the runner. `previous` is the step in flight before it."""
         self.steps += 1
         if previous is None:
-            self._free_at = time.perf_counter()
+            self._free_time = time.perf_counter()
 
     def record_read(self, plan: Plan) -> None:
         """Record the duration of a step.
@@ -78,10 +78,10 @@ class Meter:
         """
         now, shape = time.perf_counter(), _step_shape(plan)
         if self._step_runner_seconds > SUBMIT_SECONDS:
-            self._durations.setdefault(shape, deque(maxlen=MAX_DURATIONS)).append(now - self._free_at)
+            self._durations.setdefault(shape, deque(maxlen=MAX_DURATIONS)).append(now - self._free_time)
         else:  # the engine planned too late, so the step ended at an unknown time before this read
             self._durations.pop(shape, None)
-        self._free_at = now  # the next step in flight starts now
+        self._free_time = now  # the next step in flight starts now
         if not all(part.decodes for part in plan.parts):
             self._last_read = None
             return
@@ -106,8 +106,8 @@ class Meter:
         seconds = DURATION_SCALE * min(durations)
         plans = sorted(self._plan_seconds)
         needed = SUBMIT_SECONDS + (plans[int(PLAN_QUANTILE * (len(plans) - 1))] if plans else seconds)
-        self._plan_at = self._free_at + max(0.0, seconds - needed)
-        return min(MAX_WAIT, max(0.0, self._plan_at - time.perf_counter()))
+        self._plan_time = self._free_time + max(0.0, seconds - needed)
+        return min(MAX_WAIT, max(0.0, self._plan_time - time.perf_counter()))
 
     def retry_after(self, waiting: int) -> float:
         """Estimate the seconds until a tenth of the waiting requests have started."""

@@ -15,7 +15,7 @@ from axlearn_core.errors import Problem
 from axlearn_core.nn import padding, summaries
 from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.sharding import constrain
-from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropyOp, Options, logits_of
+from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropyOp, Options, compute_logits
 from axlearn_plugins_transformer.layer_roles import LanguageModelRole
 from axlearn_plugins_transformer.transformer import Cache, Decoder
 
@@ -153,7 +153,7 @@ class CausalLM(Layer):
             head: Result of an earlier `decoder.head_weight()`, possibly in a faster layout. None calls it.
         """
         head = self.decoder.head_weight() if head is None else head
-        return logits_of(hidden, head, self._options()).astype(self.cfg.output_dtype)
+        return compute_logits(hidden, head, self._options()).astype(self.cfg.output_dtype)
 
     def _options(self, z_loss: float = 0.0) -> Options:
         cfg = self.cfg

@@ -39,7 +39,7 @@ class PagedSlots:
     split: Split = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def of_rows(cls, slots: jax.Array, rows: int, pages: int, size: int) -> "PagedSlots":
+    def from_slots(cls, slots: jax.Array, rows: int, pages: int, size: int) -> "PagedSlots":
         """Convert the slots, int32 [B or 1, C], of rows to paged slots.
 
         The B rows own equally many consecutive pages of `size` slots.
@@ -85,7 +85,7 @@ LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 """Largest finite value of each narrow dtype."""
 
 
-def to_narrow(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+def quantize_vectors(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
     """Quantize vectors [..., H] to a narrow dtype.
 
     Return them with a float32 scale [...] per vector.
@@ -160,7 +160,7 @@ class PagedCache(Configurable):
         window = window_size(op.mask, "paged")
         pages, shape, heads_first = cache["pages"], op.query.shape, self.cfg.heads_first
         if not isinstance(slots, PagedSlots):
-            slots = PagedSlots.of_rows(slots, shape[0], pages.shape[0], self.cfg.page_size)
+            slots = PagedSlots.from_slots(slots, shape[0], pages.shape[0], self.cfg.page_size)
         query, key, value = (x.reshape(-1, *x.shape[2:]) for x in (op.query, op.key, op.value))
         new = jnp.stack([key, value.astype(key.dtype)], axis=1 if heads_first else 2)
         # Store finite values only; otherwise a request could read infinities that an earlier owner of the page wrote.
@@ -189,7 +189,7 @@ class PagedCache(Configurable):
         heads_first = self.cfg.heads_first
         if self.cfg.store is None:
             return {"pages": self._place(write_slots(cache["pages"], new, write, heads_first=heads_first))}
-        narrow, scale = to_narrow(new, self.cfg.store)
+        narrow, scale = quantize_vectors(new, self.cfg.store)
         pages = write_slots(cache["pages"], narrow, write, heads_first=heads_first)
         scales = write_slots(cache["scales"], scale, write, heads_first=heads_first)
         return {"pages": self._place(pages), "scales": self._place(scales, -1)}

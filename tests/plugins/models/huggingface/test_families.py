@@ -13,7 +13,7 @@ from axlearn_core.errors import RequestError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_models.huggingface import stream
-from axlearn_plugins_models.huggingface.family import PREFIX, Settings, families, family, family_of
+from axlearn_plugins_models.huggingface.family import PREFIX, Settings, families, family, find_family
 from axlearn_plugins_models.huggingface.rope import read_rope
 from axlearn_plugins_models.huggingface.source import open_model
 from axlearn_plugins_models.huggingface.table import Axes
@@ -105,16 +105,16 @@ def test_qwen3_has_30_billion_parameters_and_uses_3():
 
 def test_a_run_that_was_not_imported_finds_its_family():
     config = resolve("quickstart").config
-    result, data = family_of(config)
+    result, data = find_family(config)
     assert result.model_type == "llama"
     assert (data["hidden_size"], data["tie_word_embeddings"], data["num_key_value_heads"]) == (128, False, 4)
-    assert family_of(resolve("qwen3-30b-a3b").config)[0].model_type == "qwen3_moe"
+    assert find_family(resolve("qwen3-30b-a3b").config)[0].model_type == "qwen3_moe"
     with pytest.raises(RequestError, match=r"no family describes .*this model"):
-        family_of(resolve("quickstart", with_=["alibi"]).config)
+        find_family(resolve("quickstart", with_=["alibi"]).config)
     with pytest.raises(RequestError, match="lacks parts"):
-        family_of(patch(config, {"model.decoder.layer.attention.position": None}))
+        find_family(patch(config, {"model.decoder.layer.attention.position": None}))
     with pytest.raises(RequestError, match=r"softcap: None, here 3.0"):
-        family_of(
+        find_family(
             patch(config, {"model.decoder.layer.attention.softcap": 3.0, "model.decoder.layer.attention.window": 9})
         )
 
@@ -140,7 +140,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 40.0, "original_m
 def test_a_deepseek_that_was_tuned_finds_its_config(name, changes):
     data = {**json.loads((FIXTURES / name / "config.json").read_text()), **changes}
     config = family(data["model_type"]).resolve(data)[0].config
-    described, written = family_of(config)
+    described, written = find_family(config)
     assert described.model_type == data["model_type"]
     assert described.differences(written, config) == []
     rope = data["rope_parameters"] if "rope_parameters" in changes else {}

@@ -19,7 +19,7 @@ from axlearn_core.compose import Functional, compose
 from axlearn_core.config import get
 from axlearn_core.errors import InputError, RequestError
 from axlearn_core.learn import AdamW, Learner
-from axlearn_plugins_models.huggingface.family import family_of
+from axlearn_plugins_models.huggingface.family import find_family
 from axlearn_plugins_models.huggingface.files import stored_tensors
 from axlearn_plugins_models.huggingface.import_export import export_run, import_run
 from axlearn_plugins_models.huggingface.source import open_model
@@ -88,11 +88,11 @@ def test_a_round_trip_changes_no_bit(tmp_path):
 
 
 def test_families_of_text_and_of_images_keep_apart():
-    result, data = family_of(ax.resolve("vit-b16").config)
+    result, data = find_family(ax.resolve("vit-b16").config)
     assert (result.model_type, data["hidden_size"], len(data["id2label"])) == ("vit", 768, 1000)
-    assert family_of(ax.resolve("quickstart").config)[0].model_type == "llama"
+    assert find_family(ax.resolve("quickstart").config)[0].model_type == "llama"
     with pytest.raises(RequestError, match=r"pool: .*token"):
-        family_of(ax.resolve("vit-tiny", set={"model.pool": "mean"}).config)
+        find_family(ax.resolve("vit-tiny", set={"model.pool": "mean"}).config)
 
 
 def test_the_published_size():

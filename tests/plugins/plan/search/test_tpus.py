@@ -9,7 +9,7 @@ from axlearn_plugins_plan.search import rank
 from axlearn_plugins_plan.search.compile_layouts import plan_words, read_plan, run_plan
 from axlearn_plugins_plan.search.mesh_figures import MeshFigures
 from axlearn_plugins_plan.search.pipelines import Pipeline, with_pipeline
-from axlearn_plugins_plan.search.sizes import Sizes, sizes_of
+from axlearn_plugins_plan.search.sizes import Sizes, compute_sizes
 from axlearn_plugins_plan.search.space import Choice, MeshChoice
 from axlearn_plugins_plan.search.tpus import layer_backward_bytes, pipeline_peak, single_stage_peak
 
@@ -90,7 +90,7 @@ def test_logits_are_tokens_times_vocabulary():
     space = rank.Space(Request.of("llama2-7b", target="tpu-v5p-8"), ())
     mesh = MeshChoice(shape={"fsdp": 2, "tensor": 2})
     figures = MeshFigures(space.program, space.base, space.machine, mesh)
-    sizes = sizes_of(figures, space.trace_remat(None), space.full_trace, 4)
+    sizes = compute_sizes(figures, space.trace_remat(None), space.full_trace, 4)
     assert sizes.head == 4096 * 32000 / 2 * 2, "in bfloat16, over two devices"
     assert sizes.logits == pytest.approx(1024 * 4096 / 2 / 4 * 32000 / 2 * 2)
 

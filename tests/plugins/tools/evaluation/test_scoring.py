@@ -13,7 +13,7 @@ from axlearn_core.errors import InputError, RequestError
 from axlearn_plugins_tools.evaluation.data import Data, Question
 from axlearn_plugins_tools.evaluation.evaluate import choices, evaluate
 from axlearn_plugins_tools.evaluation.scoring import Scorer, windows
-from axlearn_plugins_tools.evaluation.subjects import subject, subject_of
+from axlearn_plugins_tools.evaluation.subjects import make_subject, subject
 from axlearn_plugins_transformer.text import ByteTokenizer
 from axlearn_plugins_transformer.text.processor import TextProcessor
 
@@ -59,8 +59,8 @@ def test_a_context_of_an_imported_model_begins_as_its_tokenizer_says(model, cont
     text = TextProcessor.Config(context_length=context_length)
     config = SimpleNamespace(text=text, input=SimpleNamespace(sequence_length=32))
     loaded = SimpleNamespace(tokenizer=TOKENIZER, config=config, model=model, program=None)
-    assert subject_of(loaded).pair("ab", "c") == (before, [*b"c"])
-    assert subject_of(loaded).pair("", "c") == ([TOKENIZER.eos_id], [*b"c"])
+    assert make_subject(loaded).pair("ab", "c") == (before, [*b"c"])
+    assert make_subject(loaded).pair("", "c") == ([TOKENIZER.eos_id], [*b"c"])
 
 
 def reference(log_probabilities, context, continuation):

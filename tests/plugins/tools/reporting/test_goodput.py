@@ -6,7 +6,7 @@ import pytest
 
 from axlearn_core.run.metric_files import PHASES
 from axlearn_plugins_runtime.job.phases import PhaseClock
-from axlearn_plugins_tools.reporting.goodput import goodput_of, read_attempts
+from axlearn_plugins_tools.reporting.goodput import compute_goodput, read_attempts
 from axlearn_plugins_tools.reporting.page import render
 from axlearn_plugins_tools.reporting.run import read_run
 from axlearn_testing import TrainerSuite
@@ -30,7 +30,7 @@ KILLED_AND_RESUMED = [
 
 
 def test_the_time_of_two_attempts_adds_up():
-    goodput = goodput_of(read_attempts(KILLED_AND_RESUMED))
+    goodput = compute_goodput(read_attempts(KILLED_AND_RESUMED))
     assert goodput.seconds == {
         "productive": 16.0, "start": 3.0, "restore": 1.0, "compile": 4.0, "input": 3.0, "evaluate": 0.0, "save": 1.0,
         "lost": 5.0, "idle": 10.0,
@@ -43,7 +43,7 @@ def test_an_attempt_that_was_killed_early_reached_what_the_next_one_found():
     first, _, _, *rest = KILLED_AND_RESUMED
     attempts = read_attempts([first, *rest])
     assert (attempts[0].first_step, attempts[0].last_step) == (0, 20)
-    assert goodput_of(attempts).seconds["lost"] == 0.0
+    assert compute_goodput(attempts).seconds["lost"] == 0.0
 
 
 @pytest.mark.parametrize("damage", [{"seconds": None}, {"time": 5}, {"step": None}])

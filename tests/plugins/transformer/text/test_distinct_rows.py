@@ -21,8 +21,8 @@ from axlearn_plugins_transformer.text import (
 )
 from axlearn_plugins_transformer.text.cycle import Cycle, Permutations
 from axlearn_plugins_transformer.text.data_files import list_files
-from axlearn_plugins_transformer.text.language_model import batch_of
-from axlearn_plugins_transformer.text.pipeline import Order, begin_at, training_rows_of_order_1
+from axlearn_plugins_transformer.text.language_model import stack_rows
+from axlearn_plugins_transformer.text.pipeline import Order, rotate_documents, training_rows_of_order_1
 from axlearn_plugins_transformer.text.records import FileRecords
 from axlearn_plugins_transformer.text.row_layout import ConcatLayout, PackedLayout, split_rows
 from axlearn_plugins_transformer.text.shares import Shares
@@ -277,13 +277,13 @@ def test_shards_never_read_one_record_at_the_same_time(tmp_path):
 def test_the_readers_of_a_record_begin_at_different_places():
     documents = [Document(f"{i}") for i in range(9)]
     for place in range(3):
-        assert [d.text for d in begin_at(documents, place, 3)] == [str((i + 3 * place) % 9) for i in range(9)]
+        assert [d.text for d in rotate_documents(documents, place, 3)] == [str((i + 3 * place) % 9) for i in range(9)]
     (long,) = [Document("abcdefghi", ends=True)]
-    assert [(d.text, d.ends) for d in begin_at([long], 1, 3)] == [("defghi", True), ("abc", False)]
-    assert begin_at([long], 0, 3) == [long]
+    assert [(d.text, d.ends) for d in rotate_documents([long], 1, 3)] == [("defghi", True), ("abc", False)]
+    assert rotate_documents([long], 0, 3) == [long]
     pair = [Document("ab"), Document("cdefghij")]
-    assert "".join(d.text for d in begin_at(pair, 2, 4)) == "fghijabcde"
-    assert begin_at([], 1, 2) == []
+    assert "".join(d.text for d in rotate_documents(pair, 2, 4)) == "fghijabcde"
+    assert rotate_documents([], 1, 2) == []
 
 
 def test_rows_are_less_full_rather_than_repeated():
@@ -361,9 +361,9 @@ def test_a_run_of_an_older_version_keeps_its_order(workers, mixed, tmp_path, cap
     rows = [
         iter(training_rows_of_order_1(parts, instance.examples, instance.packing, order, shard)) for shard in range(4)
     ]
-    old = [batch_of([next(r) for r in rows]) for _ in range(3)]
+    old = [stack_rows([next(r) for r in rows]) for _ in range(3)]
     state = through_json({"batches": 3, "shards": {str(i): r.get_state() for i, r in enumerate(rows)}})
-    old += [batch_of([next(r) for r in rows]) for _ in range(5)]
+    old += [stack_rows([next(r) for r in rows]) for _ in range(5)]
     iterator = text_input(tmp_path, source=source, num_shards=4, batch_size=4, workers=workers).build(seed=1).train()
     new_state = through_json(iterator.get_state())
     new = take(iterator, 3)

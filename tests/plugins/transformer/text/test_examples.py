@@ -36,7 +36,7 @@ def test_a_record_that_is_read_again_is_not_tokenized_from_its_beginning():
         calls.append(start)
         return [len(d.text) for d in documents[start : start + 2]]
 
-    examples = pipeline.examples_of(encode, [Document("x" * i) for i in range(7)])
+    examples = pipeline.make_examples(encode, [Document("x" * i) for i in range(7)])
     assert len(examples) == 6  # the empty one is left out
     assert [examples[i] for i in (3, 4, 5)] == [4, 5, 6]
     assert calls == [3, 5]

@@ -97,9 +97,9 @@ class LoraMap:
             base.__call__(x), x, lambda x, a: linear_product(x, a, self.lora_inputs), _matrix_product
         )
 
-    def _add_update(self, y: jax.Array, x: jax.Array, to_rank: _Product, from_rank: _Product) -> jax.Array:
+    def _add_update(self, y: jax.Array, x: jax.Array, product_a: _Product, product_b: _Product) -> jax.Array:
         a, b = (p[...].astype(self.lora_dtype) for p in (self.lora_a, self.lora_b))
-        update = from_rank(to_rank(x.astype(self.lora_dtype), a), b)
+        update = product_b(product_a(x.astype(self.lora_dtype), a), b)
         return y + (self.lora_scale * update).astype(y.dtype)
 
 

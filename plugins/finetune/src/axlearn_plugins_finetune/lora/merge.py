@@ -40,7 +40,7 @@ def export_run(run_dir: str | Path, directory: str | Path, *, step: int | None =
     configure_devices(None)
     source = Run(run_dir).weights(step)
     moved = changed_variables(source)
-    adapters.save(directory, source.read(), scales_of(source), run=base_of(source), variables=moved)
+    adapters.save(directory, source.read(), scales_of(source), run=find_base(source), variables=moved)
 
 
 def merge_run(run_dir: str | Path, out: str | Path, *, exported: Path | None = None, step: int | None = None) -> None:
@@ -78,7 +78,7 @@ def merge_run(run_dir: str | Path, out: str | Path, *, exported: Path | None = N
     run.derive(out, without_adapters(source.experiment), merge, step=step)
 
 
-def base_of(run: RunWeights) -> str | None:
+def find_base(run: RunWeights) -> str | None:
     """Return the run or URI of a run's base, or None if unknown."""
     loop = loop_of(run.experiment)
     if not isinstance(loop, StartFromRun.Config) or loop.run_dir is None:

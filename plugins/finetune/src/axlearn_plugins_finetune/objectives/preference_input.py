@@ -13,7 +13,7 @@ from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import ConfigError, InputError, Problem
 from axlearn_plugins_finetune.objectives.preferences import PreferenceRecords
 from axlearn_plugins_transformer.text.cycle import Cycle, Permutations
-from axlearn_plugins_transformer.text.language_model import encoding_of
+from axlearn_plugins_transformer.text.language_model import describe_encoding
 from axlearn_plugins_transformer.text.positions import OLD_ORDER, ORDER, is_current
 from axlearn_plugins_transformer.text.protocols import bos_id_of, first_token
 from axlearn_plugins_transformer.text.small_data import print_note
@@ -130,7 +130,7 @@ class PreferenceInput(Configurable):
         """Return facts for the run lock: files, bytes, a hash of names and sizes, the tokenizer hash, and the number of pairs."""
         return {
             **describe(self.source),
-            "tokenizer": encoding_of(self),
+            "tokenizer": describe_encoding(self),
             "pairs": {s: len(self.kept[s]) for s in SPLITS},
         }
 

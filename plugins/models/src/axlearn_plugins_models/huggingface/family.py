@@ -262,7 +262,7 @@ def families() -> list[str]:
     return sorted(n.removeprefix(PREFIX) for n in registry().claims["components"] if n.startswith(PREFIX))
 
 
-def family_of(config: Any) -> tuple[Family, Json]:
+def find_family(config: Any) -> tuple[Family, Json]:
     """Return the family that describes the whole model of a config, and its `config.json`.
 
     Raises:

@@ -24,7 +24,7 @@ from axlearn_plugins_models.huggingface.export_text import (
     model_settings,
     read_sibling,
 )
-from axlearn_plugins_models.huggingface.family import Family, Json, families, family, family_of
+from axlearn_plugins_models.huggingface.family import Family, Json, families, family, find_family
 from axlearn_plugins_models.huggingface.members import member
 from axlearn_plugins_models.huggingface.source import Source, open_model
 from axlearn_plugins_models.huggingface.table import Tensor, layout
@@ -169,7 +169,7 @@ def _describe_run(run_files: Mapping[str, bytes], config: Any, text: TextProcess
     """Return the family and `config.json` of a run.
 
     Uses the `config.json` of the import. A run that was trained or merged from an import uses the one next to its tokenizer.
-    These files contain facts that `family_of` cannot know. If neither describes the run's model any more, builds a new one.
+    These files contain facts that `find_family` cannot know. If neither describes the run's model any more, builds a new one.
     """
     data = json.loads(run_files.get(CONFIG, b"{}"))
     if data and (description := _match_config(data, config)):
@@ -179,7 +179,7 @@ def _describe_run(run_files: Mapping[str, bytes], config: Any, text: TextProcess
         with contextlib.suppress(AttributeError, RequestError):  # it describes a different kind of model
             if context_length(adjacent) == text.context_length and (description := _match_config(adjacent, config)):
                 return description
-    model_family, new_data = family_of(config)
+    model_family, new_data = find_family(config)
     token_ids = {k: v for k, v in data.items() if k.endswith("_token_id")}
     facts = model_settings(text, sequence_length(config)) if text is not None and model_family.text else {}
     return model_family, {**facts, **new_data, **token_ids}

@@ -24,7 +24,7 @@ from axlearn_core.run.derive import local_target
 from axlearn_plugins_finetune.lora.feature import without_adapters
 from axlearn_plugins_finetune.lora.lora_linear import ADAPTERS
 from axlearn_plugins_finetune.lora.merge import changed_variables, scales_of
-from axlearn_plugins_models.huggingface.family import family_of
+from axlearn_plugins_models.huggingface.family import find_family
 from axlearn_plugins_models.huggingface.table import layout
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -82,7 +82,7 @@ def files(
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Return (arrays by name, `adapter_config.json`) for the adapters in a trainer config; see `export_peft`."""
     model = without_adapters(config)
-    family, _ = family_of(model)
+    family, _ = find_family(model)
     tensors = layout(Functional.from_config(model.model), family.rules)
     modules: dict[str, tuple[str, Any]] = {}
     for name, tensor in tensors.items():

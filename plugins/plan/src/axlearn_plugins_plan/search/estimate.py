@@ -18,7 +18,7 @@ from axlearn_plugins_plan.roofline import Roofline, roofline
 from axlearn_plugins_plan.search.figures import Coefficients
 from axlearn_plugins_plan.search.mesh_figures import MeshFigures, whole_stream
 from axlearn_plugins_plan.search.pipelines import Pipeline
-from axlearn_plugins_plan.search.sizes import layers_of, sizes_of
+from axlearn_plugins_plan.search.sizes import compute_sizes, count_layers
 from axlearn_plugins_plan.search.space import Choice
 from axlearn_plugins_plan.search.stages import peak_terms, residual_bytes
 from axlearn_plugins_plan.search.tpus import pipeline_peak, single_stage_peak
@@ -169,8 +169,8 @@ def estimate(
         temporaries = sum(columns.values())
     elif coefficients.phases:
         activations = figures.local(trace.kept) / steps
-        sizes = sizes_of(figures, trace, work.full_trace, steps)
-        columns = single_stage_peak(sizes, layers_of(trace), steps > 1, offloaded)
+        sizes = compute_sizes(figures, trace, work.full_trace, steps)
+        columns = single_stage_peak(sizes, count_layers(trace), steps > 1, offloaded)
         temporaries = sum(columns.values())
     else:
         activations = figures.local(trace.kept) / steps
@@ -268,8 +268,8 @@ def _pipeline_columns(
     offloaded: float,
 ) -> tuple[float, dict[str, float]]:
     """Return (bytes saved for the backward pass, name -> bytes of all temporaries at the peak)."""
-    sizes = sizes_of(figures, trace, work.full_trace, pipeline.microbatches, pipeline)
-    chunk = layers_of(trace) / pipeline.chunks
+    sizes = compute_sizes(figures, trace, work.full_trace, pipeline.microbatches, pipeline)
+    chunk = count_layers(trace) / pipeline.chunks
     activations = residual_bytes(pipeline, sizes, chunk)
     if coefficients.phases:
         return activations, pipeline_peak(pipeline, sizes, chunk, activations, offloaded)

@@ -106,7 +106,7 @@ def layer_counts(program: Program) -> set[int]:
     }
 
 
-def pipeline_of(config: Node[Any], stages: int) -> Pipeline | None:
+def read_pipeline(config: Node[Any], stages: int) -> Pipeline | None:
     """Return the schedule of a config. Return None if there is one stage or no schedule."""
     for _, part in walk(config):
         fields = children(part)

@@ -17,7 +17,7 @@ from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request, parse_feature
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_plan.batches import abstract_batch
-from axlearn_plugins_plan.plan import machine_of
+from axlearn_plugins_plan.plan import require_machine
 from axlearn_plugins_plan.predict import predict
 from axlearn_plugins_plan.search.estimate import Estimate, Work, estimate, with_host
 from axlearn_plugins_plan.search.figures import Coefficients, coefficients
@@ -26,8 +26,8 @@ from axlearn_plugins_plan.search.mesh_figures import MeshFigures
 from axlearn_plugins_plan.search.pipelines import (
     Pipeline,
     layer_counts,
-    pipeline_of,
     pipelines,
+    read_pipeline,
     schedules,
     with_pipeline,
 )
@@ -76,7 +76,7 @@ class Space:
 
     def __attrs_post_init__(self) -> None:
         resolved = resolve(self.request)
-        self.machine = machine_of(resolved)
+        self.machine = require_machine(resolved)
         self.fitted = coefficients(self.machine.target)
         self.base = resolved.config
         self.batch = abstract_batch(self.base)
@@ -263,7 +263,7 @@ class Space:
         factor = (choice.batch or self.rows) / self.rows
         batch_bytes = factor * sum(s.size * s.dtype.itemsize for s in self.batch.values())
         steps = choice.microbatches or self.base_steps()
-        work = self._work(choice.pipeline or pipeline_of(self.base, figures.choice.shape.get("pipeline", 1)), factor)
+        work = self._work(choice.pipeline or read_pipeline(self.base, figures.choice.shape.get("pipeline", 1)), factor)
         result = estimate(choice, figures, self._scale_trace(trace, factor), steps, batch_bytes, self.fitted, work)
         return RankedLayout(
             choice=choice,

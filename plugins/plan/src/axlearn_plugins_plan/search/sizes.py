@@ -63,12 +63,12 @@ class Sizes:
         return self.layers + self.rest
 
 
-def layers_of(trace: StepTrace) -> float:
+def count_layers(trace: StepTrace) -> float:
     """Return the number of layers that save activations."""
     return max((a.layers for a in trace.kept), default=1.0)
 
 
-def sizes_of(
+def compute_sizes(
     figures: MeshFigures,
     trace: StepTrace,
     recomputing_nothing: StepTrace,
@@ -84,7 +84,7 @@ def sizes_of(
         microbatches: Microbatches per step.
         pipeline: The schedule, or None without stages.
     """
-    count = layers_of(trace)
+    count = count_layers(trace)
     divisor = count * microbatches
     activations = trace.kept
     if pipeline is not None and pipeline.rounds > 1 and trace.kept == recomputing_nothing.kept:

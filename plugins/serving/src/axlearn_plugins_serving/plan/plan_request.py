@@ -11,7 +11,7 @@ from axlearn_core.errors import RequestError
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.run import open_weights
-from axlearn_plugins_plan.plan import machine_of
+from axlearn_plugins_plan.plan import require_machine
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.open_engine import remove_kernels
 from axlearn_plugins_serving.plan.serving_plan import ServingPlan, cast_to_compute_dtype, plan_model
@@ -33,7 +33,7 @@ def plan_server(request: Request, config: ServingEngine.Config, export: Path | N
 
     opened = open_directory(request)
     resolved = resolve(opened or request)
-    machine = machine_of(resolved)
+    machine = require_machine(resolved)
     root = resolved.config
     if not isinstance(root, Trainer.Config):
         raise RequestError(f"{resolved.title} is a {type(root).__qualname__}; expected a Trainer.Config")

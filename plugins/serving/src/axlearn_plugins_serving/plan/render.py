@@ -57,7 +57,7 @@ def _cache(plan: ServingPlan) -> Iterator[str]:
 
 def _times(plan: ServingPlan) -> Iterator[str]:
     rows = (
-        ("TPOT, 1 request", plan.alone),
+        ("TPOT, 1 request", plan.single),
         (f"TPOT, {plan.full.requests} requests", plan.full),
         (f"step with {plan.mixed.prompt} of prompts", plan.mixed),
     )
@@ -105,10 +105,10 @@ def as_json(plan: ServingPlan) -> dict[str, Any]:
         "cache_tokens_most": plan.most_tokens,
         "cache_bytes_per_token": plan.token_bytes,
         "context": plan.context,
-        "tpot_seconds_alone": plan.alone.roofline.step,
+        "tpot_seconds_alone": plan.single.roofline.step,
         "tpot_seconds_full": plan.full.roofline.step,
         "requests_full": plan.full.requests,
-        "steps": {n: _step(s) for n, s in (("alone", plan.alone), ("full", plan.full), ("mixed", plan.mixed))},
+        "steps": {n: _step(s) for n, s in (("alone", plan.single), ("full", plan.full), ("mixed", plan.mixed))},
         "layers": plan.layers,
         "layers_compiled": plan.layers_compiled,
         "kernels": kernels_json(plan.kernels),

@@ -33,7 +33,7 @@ class ServingPlan:
         token_bytes: Bytes of the cache per token.
         capacity: Bytes of the device's memory; None if unknown.
         context: Assumed number of cached tokens per request: half of the maximum.
-        alone: Step with one request.
+        single: Step with one request.
         full: Step with the maximum number of running requests.
         mixed: Step with the maximum number of running requests and as many prompt tokens as fit.
         layers_compiled: Numbers of layers in the compiled programs; None if all layers were compiled.
@@ -52,7 +52,7 @@ class ServingPlan:
     token_bytes: float
     capacity: int | None
     context: int
-    alone: StepPlan
+    single: StepPlan
     full: StepPlan
     mixed: StepPlan
     layers: int
@@ -64,7 +64,7 @@ class ServingPlan:
     @property
     def steps(self) -> Sequence[StepPlan]:
         """All compiled steps."""
-        return self.alone, self.full, self.mixed
+        return self.single, self.full, self.mixed
 
     @property
     def working_bytes(self) -> float:
@@ -142,8 +142,8 @@ def plan_model(
     steps = Steps(runner, model, machine, mesh or tensor_parallel(machine))
     context = max(1, runner.max_context // 2)
     plain = [b for b in steps.buckets if not b.chunks]
-    alone = steps.plan(plain[0], 1, 0, context)
-    full = steps.plan(plain[-1], runner.max_rows, 0, context) if len(plain) > 1 else alone
+    single = steps.plan(plain[0], 1, 0, context)
+    full = steps.plan(plain[-1], runner.max_rows, 0, context) if len(plain) > 1 else single
     largest = max(steps.buckets, key=lambda b: b.tokens)
     mixed = steps.plan(largest, min(runner.max_rows, largest.rows), largest.chunks * largest.chunk, context)
     if export is not None:
@@ -164,7 +164,7 @@ def plan_model(
         token_bytes=steps.token_bytes,
         capacity=capacity(machine),
         context=context,
-        alone=alone,
+        single=single,
         full=full,
         mixed=mixed,
         layers=next(iter(counts), 0),

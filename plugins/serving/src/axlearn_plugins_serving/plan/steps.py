@@ -21,7 +21,7 @@ from axlearn_core.errors import ConfigError
 from axlearn_core.kernels.selection import Choice
 from axlearn_plugins_plan.collectives import collectives
 from axlearn_plugins_plan.compilation import compile_function, disable_compilation_cache
-from axlearn_plugins_plan.groups import Places, domains_of
+from axlearn_plugins_plan.groups import Places, find_domains
 from axlearn_plugins_plan.hlo import parse
 from axlearn_plugins_plan.memory import shard_bytes
 from axlearn_plugins_plan.roofline import Roofline, peak
@@ -177,7 +177,7 @@ class Steps:
                 temporaries=memory.temporaries, code=memory.code, links=None, network=None, out_of_memory=True
             )
         mesh = program.layout.mesh
-        places = Places(dict(mesh.shape), domains_of(list(mesh.devices.flat), self.machine.devices_per_domain))
+        places = Places(dict(mesh.shape), find_domains(list(mesh.devices.flat), self.machine.devices_per_domain))
         try:
             traffic = collectives(parse(compiled.as_text()), places)
             links, network = (sum(c.times * getattr(c, n) for c in traffic) for n in ("link_bytes", "network_bytes"))

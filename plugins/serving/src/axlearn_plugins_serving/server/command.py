@@ -106,10 +106,10 @@ def serve(
     if engine == "vllm":
         from axlearn_plugins_serving.server.external import serve_with_vllm
 
-        _check_options_of_vllm(context)
+        _check_vllm_options(context)
         sys.exit(serve_with_vllm(uri, host=host, port=port, name=served_model_name, key=key, step=step, more=more))
     if replicas is not None:
-        _check_options_of_replicas(context)
+        _check_replica_options(context)
     if more:
         raise RequestError(f"unexpected arguments: {' '.join(more)}\n    fix: leave them out, or set --engine vllm")
     limits = ServerLimits(body_bytes=max_body, api_key=key, hosts=allowed_hosts(host, key))
@@ -161,7 +161,7 @@ def _key(variable: str | None) -> str | None:
 _VLLM_OPTIONS = ("uri", "host", "port", "served_model_name", "api_key_env", "step", "engine", "more")
 
 
-def _check_options_of_vllm(context: click.Context) -> None:
+def _check_vllm_options(context: click.Context) -> None:
     """Raise an error for options that only the axlearn engine has.
 
     Raises:
@@ -175,7 +175,7 @@ def _check_options_of_vllm(context: click.Context) -> None:
         )
 
 
-def _check_options_of_replicas(context: click.Context) -> None:
+def _check_replica_options(context: click.Context) -> None:
     """Raise an error for options that Ray Serve would ignore.
 
     Ray Serve drains and logs requests itself.

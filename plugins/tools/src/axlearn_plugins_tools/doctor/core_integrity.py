@@ -74,18 +74,18 @@ def _module(path: str) -> str:
 
 
 def _is_from(value: object, file: str) -> bool:
-    value = _function_of(value)
+    value = _unwrap_function(value)
     return isinstance(value, FunctionType) and value.__code__.co_filename == file
 
 
 def _origin(value: object) -> str:
-    function = _function_of(value)
+    function = _unwrap_function(value)
     if isinstance(function, FunctionType):
         return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
     return "nothing" if value is None else f"{value.__module__}: {value!r}"[:120]
 
 
-def _function_of(value: object) -> object:
+def _unwrap_function(value: object) -> object:
     """Return the function that a class method wraps.
 
     Python turns some methods into class methods implicitly.

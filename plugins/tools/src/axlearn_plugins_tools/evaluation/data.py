@@ -17,7 +17,7 @@ from axlearn_plugins_transformer.text.conversations import check_conversation
 from axlearn_plugins_transformer.text.data_files import is_url, list_files
 from axlearn_plugins_transformer.text.fingerprint import DataFile
 from axlearn_plugins_transformer.text.jsonl_rows import Row, rows
-from axlearn_plugins_transformer.text.records import FileRecords, check_head, format_of
+from axlearn_plugins_transformer.text.records import FileRecords, check_head, find_format
 
 Kind = Literal["text", "chat", "choices"]
 
@@ -90,7 +90,7 @@ def _data(items: Sequence[tuple[Kind, Any, str]]) -> Data:
 
 
 def _items(file: DataFile, text_field: str) -> Iterator[tuple[Kind, Any, str]]:
-    kind = format_of(file.path)
+    kind = find_format(file.path)
     if kind == "jsonl":
         for row in rows(file):
             yield _item(row, text_field)

@@ -9,7 +9,7 @@ from axlearn_plugins_tools.evaluation.scoring import Scorer
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
 
 
-def subject_of(loaded: Any, *, length: int | None = None) -> Subject:
+def make_subject(loaded: Any, *, length: int | None = None) -> Subject:
     """Return the `Subject` of a loaded run.
 
     Args:
@@ -46,4 +46,4 @@ def subject_in(uri: str | Path, *, step: int | None = None, length: int | None =
     """
     from axlearn_core.train import load
 
-    return subject_of(load(uri, step=step), length=length)
+    return make_subject(load(uri, step=step), length=length)

@@ -56,7 +56,7 @@ class Muon(Node[Optimizer]):
         if self.embedding_rate != 1:
             labels |= {path: "embedding" for path, names in axes.items() if names and names[0] == "vocab"}
 
-        def numbers_of(tree: Any) -> Any:
+        def select_axes(tree: Any) -> Any:
             return {k: v if isinstance(v, optax.MaskedNode) else numbers[k] for k, v in tree.items()}
 
         def scale(tree: Any) -> Any:
@@ -70,7 +70,7 @@ class Muon(Node[Optimizer]):
                 beta=self.momentum,
                 eps=self.eps,
                 nesterov=self.nesterov,
-                weight_dimension_numbers=numbers_of,
+                weight_dimension_numbers=select_axes,
             ),
             optax.stateless(lambda updates, _: scale(updates)),
             optax.add_decayed_weights(self.weight_decay, mask),

@@ -97,7 +97,7 @@ def read_attempts(records: Iterable[Mapping[str, Any]]) -> list[Attempt]:
     ]
 
 
-def goodput_of(attempts: Sequence[Attempt]) -> Goodput:
+def compute_goodput(attempts: Sequence[Attempt]) -> Goodput:
     """Return the goodput of attempts.
 
     Steps that the next attempt repeats count as lost. Their time is the attempt's mean time per step.

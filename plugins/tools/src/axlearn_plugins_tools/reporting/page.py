@@ -13,7 +13,7 @@ from axlearn_core.run.record import write_whole
 from axlearn_core.train.trackers import writing
 from axlearn_plugins_tools.reporting.charts import Series, histogram, line_chart, short, smooth, text
 from axlearn_plugins_tools.reporting.durations import clock
-from axlearn_plugins_tools.reporting.goodput import BADPUT, Attempt, goodput_of
+from axlearn_plugins_tools.reporting.goodput import BADPUT, Attempt, compute_goodput
 from axlearn_plugins_tools.reporting.run import Run, names, number, points, read_run
 
 _CHARTED = ("loss", "step_seconds", "tokens_per_second")
@@ -83,7 +83,7 @@ def _facts(run: Run) -> str:
         facts.append(("Time", clock(run.seconds), "excluding downtime"))
     if run.attempts:
         count = f"{len(run.attempts)} attempt{'s' if len(run.attempts) > 1 else ''}"
-        facts.append(("Goodput", f"{goodput_of(run.attempts).share:.1%}", count))
+        facts.append(("Goodput", f"{compute_goodput(run.attempts).share:.1%}", count))
     for name in _held_out_losses(run)[:2]:
         values = points(run.evaluations, name)
         if values:
@@ -188,7 +188,7 @@ def _goodput(run: Run) -> str:
     """Return the time by phase, the attempts if there is more than one, and the incidents."""
     parts = []
     if run.attempts:
-        goodput = goodput_of(run.attempts)
+        goodput = compute_goodput(run.attempts)
         labels = {"productive": "productive: steps that were kept", **BADPUT}
         shares = [(labels[k], v) for k, v in goodput.seconds.items() if v >= 0.0005 * goodput.total]
         rows = [(name, f"{clock(v)} ({v / goodput.total:.1%})") for name, v in sorted(shares, key=lambda s: -s[1])]

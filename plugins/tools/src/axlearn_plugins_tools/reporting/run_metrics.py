@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from axlearn_core.run.metric_files import PHASES
-from axlearn_plugins_tools.reporting.goodput import goodput_of, read_attempts
+from axlearn_plugins_tools.reporting.goodput import compute_goodput, read_attempts
 from axlearn_plugins_tools.reporting.processes import PROCESSES
 from axlearn_plugins_tools.reporting.run import INCIDENTS
 
@@ -179,7 +179,7 @@ class RunCollector(Collector):
 
     def _time(self) -> Iterable[Metric]:
         try:
-            goodput = goodput_of(read_attempts(self._files.attempts()))
+            goodput = compute_goodput(read_attempts(self._files.attempts()))
         except ValueError:  # a damaged record; `axlearn report` names the file
             return
         yield GaugeMetricFamily("axlearn_train_attempts", "Starts of the run.", value=len(goodput.attempts))

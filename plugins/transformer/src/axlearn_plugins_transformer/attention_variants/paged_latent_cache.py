@@ -92,7 +92,7 @@ class PagedLatentCache(Configurable):
         The pages of a row are consecutive. The layer builds the op.
         """
         rows, _, dim = latents.shape
-        write = PagedSlots.of_rows(slots, rows, pages.shape[0], pages.shape[1]).write
+        write = PagedSlots.from_slots(slots, rows, pages.shape[0], pages.shape[1]).write
         pages = write_slots(pages, latents.reshape(-1, dim), write)
         all_latents = pages.reshape(rows, -1, dim)
         result = attention(SeenLatents(all_latents, jnp.arange(all_latents.shape[1], dtype=jnp.int32)[None])).run(

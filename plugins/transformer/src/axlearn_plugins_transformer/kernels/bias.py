@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from axlearn_plugins_transformer.kernels.masks import Range, slots_of
+from axlearn_plugins_transformer.kernels.masks import Range, expand_slots
 
 
 class Bias:
@@ -44,6 +44,6 @@ class LinearBias(Bias):
 
         Within a document, these equal position distances.
         """
-        distance = jnp.abs(slots_of(queries, query_slots, 1) - slots_of(keys, key_slots, 2))
+        distance = jnp.abs(expand_slots(queries, query_slots, 1) - expand_slots(keys, key_slots, 2))
         slopes = jnp.asarray(self.slopes, jnp.float32)[None, :, None, None]
         return -slopes * distance[:, None].astype(jnp.float32)

@@ -17,7 +17,7 @@ from jax import lax
 
 from axlearn_core.kernels.op import Op, Shape
 from axlearn_core.nn.sharding import constrain
-from axlearn_plugins_transformer.kernels.per_device import parts_of
+from axlearn_plugins_transformer.kernels.per_device import count_shards
 
 WEIGHT_AXES = ("embed", "vocab")
 LOGIT_BYTES = 2**28
@@ -98,7 +98,7 @@ class CrossEntropyOp(Op[tuple[jax.Array, jax.Array]]):
         return _loss(self.hidden, self.weight, self.targets, self.weights, self.static)
 
 
-def logits_of(hidden: jax.Array, weight: jax.Array, options: Options) -> jax.Array:
+def compute_logits(hidden: jax.Array, weight: jax.Array, options: Options) -> jax.Array:
     """Compute the logits that the loss uses, float32 [B, S, V]."""
     logits = lax.dot_general(
         hidden.astype(options.dtype),
@@ -125,7 +125,7 @@ def chunk_positions(rows: int, vocabulary: int) -> int:
         rows: Rows of the global batch.
         vocabulary: Size of the vocabulary.
     """
-    row_parts, vocabulary_parts = parts_of((rows, vocabulary), ("batch", "activation_vocab"))
+    row_parts, vocabulary_parts = count_shards((rows, vocabulary), ("batch", "activation_vocab"))
     device_rows, device_vocabulary = rows / row_parts, vocabulary / vocabulary_parts
     positions = max(LOGIT_BYTES / (4 * device_vocabulary), MIN_POSITIONS)
     return max(1, int(positions / device_rows))
@@ -172,7 +172,7 @@ def _loss(
     cast = weight.astype(options.dtype)
 
     def step(total: tuple[jax.Array, ...], chunk: _Chunk) -> tuple[tuple[jax.Array, ...], None]:
-        values = _chunk_losses(logits_of(chunk.hidden, cast, options), chunk, options.z_loss)
+        values = _chunk_losses(compute_logits(chunk.hidden, cast, options), chunk, options.z_loss)
         return (total[0] + values[0], total[1] + values[1]), None
 
     zeros = (jnp.zeros((), jnp.float32),) * 2
@@ -186,7 +186,7 @@ def _logit_grads(chunk: _Chunk, weight: jax.Array, options: Options) -> tuple[ja
 
     The gradient is [B, C, V] in the dtype of the matmuls.
     """
-    logits = logits_of(chunk.hidden, weight, options)
+    logits = compute_logits(chunk.hidden, weight, options)
     loss, entropy, log_z = _chunk_losses(logits, chunk, options.z_loss)
     scale = chunk.weights * (1 + 2 * options.z_loss * log_z) if options.z_loss else chunk.weights
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, 2)
@@ -207,7 +207,7 @@ def _weight_grads(hidden: jax.Array, logit_grads: jax.Array, options: Options) -
 
     Maps [B, C, D] and [B, C, V] to float32 [parts, D, V].
     """
-    parts = parts_of(hidden.shape[:1], ("batch",))[0]
+    parts = count_shards(hidden.shape[:1], ("batch",))[0]
     rows, logit_grads = (x.reshape(parts, -1, *x.shape[1:]) for x in (hidden.astype(options.dtype), logit_grads))
     product = lax.dot_general(rows, logit_grads, (((1, 2), (1, 2)), ((0,), (0,))), preferred_element_type=jnp.float32)
     return constrain(product, "batch", None, "activation_vocab")
@@ -219,7 +219,7 @@ def _saves_logit_grads(hidden: jax.Array, weight: jax.Array, options: Options) -
     The alternative is a float32 gradient of the output layer. Return False if the sequence is sharded, because writing
     a chunk would communicate across devices.
     """
-    row_parts, parts = parts_of(hidden.shape[:2], ("batch", "sequence"))
+    row_parts, parts = count_shards(hidden.shape[:2], ("batch", "sequence"))
     positions = math.prod(hidden.shape[:2]) // row_parts
     return parts == 1 and positions * jnp.dtype(options.dtype).itemsize <= 4 * weight.shape[0]
 
@@ -249,7 +249,7 @@ _Scanned = tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]
 
 def _scan_weight_grads(padded: _Chunk, count: int, weight: jax.Array, options: Options) -> _Scanned:
     """Accumulate the weight gradient over chunks in float32."""
-    parts = parts_of(padded.hidden.shape[:1], ("batch",))[0]
+    parts = count_shards(padded.hidden.shape[:1], ("batch",))[0]
 
     def step(total: tuple[jax.Array, ...], chunk: _Chunk) -> tuple[tuple[jax.Array, ...], jax.Array]:
         loss, entropy, logit_grads = _logit_grads(chunk, weight, options)

@@ -71,7 +71,7 @@ def _static(**kwargs: Any) -> Any:
     return field(metadata={"static": True}, **kwargs)
 
 
-def slots_of(part: Range, slots: jax.Array | None, axis: int) -> jax.Array:
+def expand_slots(part: Range, slots: jax.Array | None, axis: int) -> jax.Array:
     """Return slots as an array that broadcasts over queries and keys.
 
     The shape is [B or 1, n, 1] for queries (axis 1), and [B or 1, 1, n] for keys (axis 2).
@@ -107,7 +107,7 @@ class Causal(Mask):
 
     def materialize(self, queries, keys, query_slots=None, key_slots=None) -> jax.Array:
         """Return key <= query."""
-        return slots_of(keys, key_slots, 2) <= slots_of(queries, query_slots, 1)
+        return expand_slots(keys, key_slots, 2) <= expand_slots(queries, query_slots, 1)
 
 
 @_mask
@@ -127,7 +127,7 @@ class SlidingWindow(Mask):
 
     def materialize(self, queries, keys, query_slots=None, key_slots=None) -> jax.Array:
         """Return key > query - size."""
-        return slots_of(keys, key_slots, 2) > slots_of(queries, query_slots, 1) - self.size
+        return expand_slots(keys, key_slots, 2) > expand_slots(queries, query_slots, 1) - self.size
 
     def describe(self) -> str:
         """Describe the mask with its size."""
@@ -163,7 +163,7 @@ class Prefix(Mask):
 
     def materialize(self, queries, keys, query_slots=None, key_slots=None) -> jax.Array:
         """Return key < length."""
-        visible = slots_of(keys, key_slots, 2) < self.length[:, None, None]
+        visible = expand_slots(keys, key_slots, 2) < self.length[:, None, None]
         return jnp.broadcast_to(visible, (visible.shape[0], queries[1] - queries[0], visible.shape[2]))
 
 

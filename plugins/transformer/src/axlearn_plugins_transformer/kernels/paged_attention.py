@@ -17,7 +17,7 @@ from jax import lax
 
 from axlearn_core.kernels.op import Op, Shape
 from axlearn_plugins_transformer.kernels.bias import Bias
-from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
+from axlearn_plugins_transformer.kernels.per_device import count_shards, per_device
 
 TOKEN_BATCH = 64
 """Tokens whose keys the reference gathers at a time."""
@@ -213,7 +213,7 @@ def divides_heads(op: PagedAttentionOp) -> bool:
     This is the case if attention needs no communication under the current placement.
     """
     heads, pages = _axes(op)
-    parts, page_parts = parts_of(op.query.shape, heads)[1], parts_of(op.pages.shape, pages)[2]
+    parts, page_parts = count_shards(op.query.shape, heads)[1], count_shards(op.pages.shape, pages)[2]
     return parts == page_parts and (parts == 1 or (op.bias is None and op.value_size is None))
 
 

@@ -28,7 +28,7 @@ def split_over(shape: Sequence[int], axes: Sequence[str | None]) -> tuple[tuple[
     return tuple((p,) if isinstance(p, str) else tuple(p or ()) for p in parts)
 
 
-def parts_of(shape: Sequence[int], axes: Sequence[str | None]) -> tuple[int, ...]:
+def count_shards(shape: Sequence[int], axes: Sequence[str | None]) -> tuple[int, ...]:
     """Return the number of shards along each dimension of an array.
 
     Args:

@@ -112,7 +112,7 @@ class ChatTemplate(Configurable):
         facts = [self.source, self.special, self.config.today, *tools]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
-    def at_request_time(self) -> "ChatTemplate":
+    def use_current_time(self) -> "ChatTemplate":
         """Return a copy of the template that uses the current time, for requests.
 
         Training has a fixed date.
@@ -271,7 +271,7 @@ def _read(path: str) -> tuple[dict[str, str], dict[str, str]]:
     if not path.endswith(".json"):
         tools = os.path.join(os.path.dirname(path), TOOL_TEMPLATE)
         has_tools = os.path.basename(path) == _FILES[0] and os.path.isfile(tools)
-        return {"default": text, **({"tool_use": _read_text(tools)} if has_tools else {})}, _special_beside(path)
+        return {"default": text, **({"tool_use": _read_text(tools)} if has_tools else {})}, _read_special_tokens(path)
     try:
         facts = json.loads(text)
         template = facts.get("chat_template")
@@ -280,7 +280,7 @@ def _read(path: str) -> tuple[dict[str, str], dict[str, str]]:
         )
     except (ValueError, AttributeError, TypeError, LookupError) as error:
         raise InputError(f"{path} is not a tokenizer_config.json: {error}") from None
-    special = {**_special_beside(path), **_special_tokens(facts)}
+    special = {**_read_special_tokens(path), **_special_tokens(facts)}
     return {name: source for name, source in templates.items() if isinstance(source, str)}, special
 
 
@@ -300,7 +300,7 @@ def _special_tokens(facts: Mapping[str, Any]) -> dict[str, str]:
     return {k: v for k, v in tokens.items() if isinstance(v, str)}
 
 
-def _special_beside(path: str) -> dict[str, str]:
+def _read_special_tokens(path: str) -> dict[str, str]:
     """Return the special tokens in the files next to a template.
 
     tokenizer_config.json takes precedence.

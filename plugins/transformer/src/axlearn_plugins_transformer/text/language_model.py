@@ -174,10 +174,10 @@ class LanguageModelInput(Configurable):
         try:
             ids = self._encode([d.text for d in batch])
         except InputError:  # one of them fails; return the documents before it first
-            return self._up_to_failure(batch)
+            return self._encode_until_failure(batch)
         return [self._example(d, i) for d, i in zip(batch, ids, strict=True)]
 
-    def _up_to_failure(self, documents: Sequence[Document]) -> list[Example | None]:
+    def _encode_until_failure(self, documents: Sequence[Document]) -> list[Example | None]:
         examples = [self.example(documents[0])]
         with contextlib.suppress(InputError):
             for document in documents[1:]:
@@ -210,13 +210,13 @@ class LanguageModelInput(Configurable):
                 if report:
                     report(OLD_ORDER)
                 rows = {i: pipeline.training_rows_of_order_1(parts, encode, self.packing, self.order, i) for i in ids}
-            return pipeline.Shards(rows, cfg.batch_size // self.num_shards, batch_of, current=current)
+            return pipeline.Shards(rows, cfg.batch_size // self.num_shards, stack_rows, current=current)
 
         streams = functools.partial(self._streams, shards, local_shards)
         return Batches(
             streams(True),
             workers=bool(cfg.workers),
-            identify=functools.partial(_records_at, train_parts, parts, self.order),
+            identify=functools.partial(_list_records, train_parts, parts, self.order),
             remake=streams,
             check=functools.partial(check_position, small=small),
         )
@@ -283,7 +283,7 @@ class LanguageModelInput(Configurable):
         batches = rows.batch(cfg.batch_size, batch_fn=pad).map(
             functools.partial(_share, local_rows, token_bytes(self.tokenizer))
         )
-        shards = pipeline.Shards({0: batches}, 1, next_of)
+        shards = pipeline.Shards({0: batches}, 1, only_batch)
         prefetched = experimental.ThreadPrefetchIterDataset(shards, prefetch_buffer_size=cfg.prefetch)
         return Batches({(0,): iter(prefetched)})
 
@@ -292,7 +292,7 @@ class LanguageModelInput(Configurable):
 
         They are the files, bytes, a hash of names and sizes, the tokenizer hash and the number of shards.
         """
-        return {**describe(self.source), "tokenizer": encoding_of(self), "num_shards": self.num_shards}
+        return {**describe(self.source), "tokenizer": describe_encoding(self), "num_shards": self.num_shards}
 
     def _parts(self, split: Split) -> tuple[Part, ...]:
         parts = self.source.parts(split)
@@ -318,7 +318,7 @@ class LanguageModelInput(Configurable):
         return parts
 
 
-def encoding_of(source: Any) -> str:
+def describe_encoding(source: Any) -> str:
     """Describe how an input tokenizes text, for the run lock.
 
     Includes the tokenizer, the BOS token and the special tokens.
@@ -330,12 +330,12 @@ def encoding_of(source: Any) -> str:
     return ", ".join(parts)
 
 
-def batch_of(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def stack_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Stack packed rows into a batch; see `Batch` in `contracts.parts`."""
     return _unpack({k: np.stack([row[k] for row in rows]) for k in rows[0]})
 
 
-def next_of(batches: Sequence[Any]) -> Any:
+def only_batch(batches: Sequence[Any]) -> Any:
     """Return the only batch."""
     return batches[0]
 
@@ -356,7 +356,7 @@ def _share(rows: slice, sizes: np.ndarray, stacked: Mapping[str, np.ndarray]) ->
     return {**batch, "bytes": sizes[batch["targets"]] * (batch["weights"] > 0)}
 
 
-def _records_at(
+def _list_records(
     current_parts: Sequence[Part], parts: Sequence[Part], order: Any, places: Places, current: bool
 ) -> dict[str, Any]:
     """Return, by shard, the record in which its rows begin and the next one.
@@ -367,8 +367,8 @@ def _records_at(
     for shard, part_places in places.items():
         for i, (part, place) in enumerate(zip(current_parts if current else parts, part_places, strict=True)):
             if isinstance(place, int):
-                names_of = order.names(part.records, i, int(shard), current)
-                listing = [names_of(place + k) for k in (0, 1)]
+                record_name = order.names(part.records, i, int(shard), current)
+                listing = [record_name(place + k) for k in (0, 1)]
             else:
                 listing = [part.records.name(record) for record in place]
             names.setdefault(shard, []).extend(listing)

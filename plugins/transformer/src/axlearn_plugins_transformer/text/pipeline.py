@@ -146,7 +146,7 @@ def _rows(records: grain.MapDataset, expand: Expand, packing: Packing) -> grain.
     return packing(examples.filter(_is_nonempty))
 
 
-def examples_of(encode: Encode, documents: Sequence[Document]) -> Examples:
+def make_examples(encode: Encode, documents: Sequence[Document]) -> Examples:
     """Return the examples of a record's documents, encoded lazily.
 
     Empty documents are left out.
@@ -156,7 +156,7 @@ def examples_of(encode: Encode, documents: Sequence[Document]) -> Examples:
 
 def all_examples(encode: Encode, documents: Sequence[Document]) -> list[Example]:
     """Return the examples of a record's documents, encoded at once, without empty examples."""
-    examples = examples_of(encode, documents)
+    examples = make_examples(encode, documents)
     return [e for e in map(examples.__getitem__, range(len(examples))) if e is not None and len(e)]
 
 
@@ -251,7 +251,7 @@ class Reads:
         if self.order.permutation is not None and len(documents) > 1:
             rng = np.random.default_rng((self.order.seed, number, epoch // places))
             documents = [documents[i] for i in rng.permutation(len(documents))]
-        return begin_at(documents, epoch % places, places)
+        return rotate_documents(documents, epoch % places, places)
 
     def name(self, index: int) -> str:
         """Return the name of the record at a position, for messages."""
@@ -269,7 +269,7 @@ class Reads:
         return 1 if shards <= count else -(-shards // count) + 1
 
 
-def begin_at(documents: Sequence[Document], place: int, places: int) -> Sequence[Document]:
+def rotate_documents(documents: Sequence[Document], place: int, places: int) -> Sequence[Document]:
     """Rotate the documents to begin at one of `places` places.
 
     If there are few, the place is within a document.
@@ -322,7 +322,7 @@ def training_rows_of_order_1(
 
 def _expand_documents(part: Part, encode: Encode) -> Expand:
     # A shard that could read text would not miss it this often by chance.
-    return Expand(functools.partial(examples_of, encode), 100 * len(part.records), part.records.name(0))
+    return Expand(functools.partial(make_examples, encode), 100 * len(part.records), part.records.name(0))
 
 
 class SmallDataRows(grain.IterDataset):
@@ -393,7 +393,7 @@ class _MixedRowsIterator(grain.DatasetIterator):
 def evaluation_rows(parts: Iterable[Part], encode: Encode, packing: Packing) -> grain.IterDataset:
     """Return all rows of all parts, once, in order."""
     records = grain.MapDataset.concatenate([grain.MapDataset.source(p.records) for p in parts])
-    return _rows(records, Expand(functools.partial(examples_of, encode)), packing)
+    return _rows(records, Expand(functools.partial(make_examples, encode)), packing)
 
 
 class Shards(grain.IterDataset):

@@ -79,7 +79,7 @@ class TextProcessor(Configurable):
         self.config, self.tokenizer = cfg, tokenizer
         template = (cfg.template or ChatTemplate.Config()).build(tokenizer=tokenizer)
         self.data_template = template
-        self.template = template.at_request_time()
+        self.template = template.use_current_time()
         self.has_template = cfg.template is not None or not template.is_plain
         self.end_tokens = frozenset({tokenizer.eos_id, *cfg.end_tokens})
         self.sampling = {name: int(value) if name == "top_k" else value for name, value in cfg.sampling.items()}

@@ -83,7 +83,7 @@ SCANNED_BYTES = 1 << 28
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 
 
-def format_of(path: str) -> str:
+def find_format(path: str) -> str:
     """Return the format of a file by its suffix. The default is text."""
     return FORMATS.get(os.path.splitext(path)[1].lower(), "text")
 
@@ -126,7 +126,7 @@ class FileRecords:
         keep: Callable[[DataFile, int], bool] = lambda file, part: True,
     ) -> "FileRecords":
         """Return the records of `files` for which `keep(file, part)` is True."""
-        formats = tuple(format_of(f.path) if format == "auto" else format for f in files)
+        formats = tuple(find_format(f.path) if format == "auto" else format for f in files)
         # Scale the chunks with the amount of data, so that small data has enough chunks to hold some out.
         size = chunk_bytes or min(1 << 20, max(1 << 14, sum(f.size for f in files) // 64))
         keys: list[tuple[int, int]] = []

@@ -15,7 +15,7 @@ from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
 from axlearn_core.errors import InputError, Problem
 from axlearn_plugins_transformer.text.data_files import is_url, list_files
 from axlearn_plugins_transformer.text.fingerprint import DataFile, fingerprint_files
-from axlearn_plugins_transformer.text.records import LINE_BYTES, FileRecords, Records, check_head, format_of
+from axlearn_plugins_transformer.text.records import LINE_BYTES, FileRecords, Records, check_head, find_format
 from axlearn_plugins_transformer.text.urls import PROTOCOLS, url_problem
 
 Split = Literal["train", "validation"]
@@ -89,7 +89,7 @@ class Files(Configurable):
         if duplicates:
             raise InputError(f"files in both paths and validation_paths: {', '.join(duplicates[:5])}")
         for file in (*self.train_files, *self.validation_files)[:64]:
-            kind = format_of(file.path) if cfg.format == "auto" else cfg.format
+            kind = find_format(file.path) if cfg.format == "auto" else cfg.format
             if kind != "parquet" and not is_url(file.path):
                 check_head(file)
 

@@ -154,7 +154,7 @@ class TokenizerJson(Configurable):
                 f"the tokenizer {name} has no token {cfg.bos!r}\n    fix: set bos to one of its tokens, or to null"
             )
         self.bos_token, self.bos_id = cfg.bos, None if cfg.bos is None else vocab[cfg.bos]
-        self._tail = _tail_of_prompts(self._special) if cfg.bos is not None else []
+        self._tail = _prompt_suffix(self._special) if cfg.bos is not None else []
 
     @functools.cached_property
     def special_tokens(self) -> dict[int, str]:
@@ -231,7 +231,7 @@ class TokenizerJson(Configurable):
         byte_level = '"type":"ByteLevel"' in self._tokenizer.to_str(pretty=False)
         for token, index in self._tokenizer.get_vocab(with_added_tokens=True).items():
             if index not in self.special_tokens:
-                sizes[index] = _bytes_of(token, byte_level)
+                sizes[index] = _count_bytes(token, byte_level)
         return sizes
 
 
@@ -243,7 +243,7 @@ def _limits(tokenizer: tokenizers.Tokenizer, raw: bytes) -> dict[str, Any]:
     return {name: data[name] for name in ("padding", "truncation") if data.get(name) is not None}
 
 
-def _tail_of_prompts(tokenizer: tokenizers.Tokenizer) -> list[int]:
+def _prompt_suffix(tokenizer: tokenizers.Tokenizer) -> list[int]:
     """Return the ids that a tokenizer.json's post-processor appends to a text.
 
     Most append none.
@@ -266,9 +266,9 @@ def _encoding(*texts: str) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # Rust's panic, which is not a subclass of Exception
             raise
-        which = f"a text of {len(texts[0]):,} characters" if len(texts) == 1 else f"one of {len(texts)} texts"
+        label = f"a text of {len(texts[0]):,} characters" if len(texts) == 1 else f"one of {len(texts)} texts"
         raise InputError(
-            f"the tokenizer fails on {which}: {error}\n"
+            f"the tokenizer fails on {label}: {error}\n"
             "    fix: use a tokenizer.json with patterns that do not backtrack, or remove the text"
         ) from None
 
@@ -286,7 +286,7 @@ def _not_unicode(*texts: str) -> InputError:
     )
 
 
-def _bytes_of(token: str, byte_level: bool) -> int:
+def _count_bytes(token: str, byte_level: bool) -> int:
     if byte_level:
         return len(token)  # one printable character per byte
     if len(token) == 6 and token.startswith("<0x"):
