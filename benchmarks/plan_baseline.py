@@ -21,7 +21,7 @@ TARGET = "tpu-v5p-1024"
 
 
 def described(compiled, buffers, jaxpr, places, seconds):
-    from axlearn_plugins_plan.collectives import by_axes, collectives
+    from axlearn_plugins_plan.collectives import collectives, sum_by_axes
     from axlearn_plugins_plan.flops import works
     from axlearn_plugins_plan.hlo import parse
     from axlearn_plugins_plan.traffic import hbm_bytes
@@ -38,7 +38,7 @@ def described(compiled, buffers, jaxpr, places, seconds):
         "argument_bytes": buffers.arguments,
         "temporary_bytes": buffers.temporaries,
         "bytes": buffers.arguments + buffers.temporaries,
-        "collective_bytes": sum(by_axes(traffic).values()),
+        "collective_bytes": sum(sum_by_axes(traffic).values()),
         "collectives": kinds,
         "each_collective": each,
         "hbm_traffic_bytes": hbm_bytes(module),

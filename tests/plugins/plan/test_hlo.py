@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from axlearn_plugins_plan import hlo, traffic
-from axlearn_plugins_plan.collectives import by_axes, bytes_sent, collectives
+from axlearn_plugins_plan.collectives import bytes_sent, collectives, sum_by_axes
 from axlearn_plugins_plan.groups import Places, replica_groups
 
 # A scan over layers as XLA:TPU writes it: no known_trip_count, memory spaces, a sum of pieces, a fused reduce-scatter.
@@ -201,7 +201,7 @@ def test_a_gpu_program():
     assert (scatter.axes, scatter.size, scatter.asynchronous) == ("data+fsdp", 4, True)
     assert scatter.network_bytes == 32 * 8 * 4 * (1 / 2) / 2
     assert (ring.axes, ring.times, ring.link_bytes, ring.network_bytes) == ("data+fsdp", 1, 0, 10 * 4 * 8 * 4)
-    assert by_axes(list(results.values())) == {
+    assert sum_by_axes(list(results.values())) == {
         "data+fsdp+tensor": gather.bytes,
         "data+fsdp": scatter.bytes + ring.bytes,
     }

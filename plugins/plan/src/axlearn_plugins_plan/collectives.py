@@ -193,7 +193,7 @@ def _split(kind: str, size: int, members: int, domains: int, within: int) -> tup
     return link, bytes_sent(kind, domain_size, domains) / within
 
 
-def by_axes(items: Sequence[Collective]) -> Mapping[str, float]:
+def sum_by_axes(items: Sequence[Collective]) -> Mapping[str, float]:
     """Return mesh axes -> bytes that one device sends over these axes per step."""
     total: dict[str, float] = {}
     for collective in items:

@@ -21,7 +21,7 @@ from axlearn_core.kernels.selection import Choice
 from axlearn_core.plugins.resolve import Resolved
 from axlearn_core.plugins.targets import targets
 from axlearn_plugins_plan.batches import abstract_batch
-from axlearn_plugins_plan.collectives import Collective, by_axes, collectives
+from axlearn_plugins_plan.collectives import Collective, collectives, sum_by_axes
 from axlearn_plugins_plan.compilation import compile_function
 from axlearn_plugins_plan.flops import ModelFlops, executed_flops, model_flops
 from axlearn_plugins_plan.groups import Places, find_domains
@@ -102,7 +102,7 @@ class FunctionPlan:
     @property
     def collective_bytes(self) -> Mapping[str, float] | None:
         """Mesh axes -> bytes that one device sends over these axes."""
-        return None if self.collectives is None else by_axes(self.collectives)
+        return None if self.collectives is None else sum_by_axes(self.collectives)
 
 
 def require_machine(resolved: Resolved) -> Machine:

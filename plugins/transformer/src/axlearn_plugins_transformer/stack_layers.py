@@ -152,9 +152,9 @@ class VariableRecord:
     def add_repeats(self, kinds: Sequence[int], values: Sequence[variables.Values]) -> None:
         """Add the variables of a scan over repeats: for each of `kinds`, arrays [repeats, ...]."""
         for kind in dict.fromkeys(kinds):
-            of_kind = [v for k, v in zip(kinds, values, strict=True) if k == kind]
-            if of_kind[0]:
-                joined = {p: jnp.stack([v[p] for v in of_kind], axis=1) for p in of_kind[0]}
+            kind_values = [v for k, v in zip(kinds, values, strict=True) if k == kind]
+            if kind_values[0]:
+                joined = {p: jnp.stack([v[p] for v in kind_values], axis=1) for p in kind_values[0]}
                 self.rows.setdefault(kind, []).append({p: x.reshape(-1, *x.shape[2:]) for p, x in joined.items()})
 
     def collect(self) -> KindVariables:

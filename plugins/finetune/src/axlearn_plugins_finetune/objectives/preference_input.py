@@ -98,7 +98,7 @@ class PreferenceInput(Configurable):
             )
         if problems:
             raise ConfigError(problems)
-        self.kept = {split: self._fitting_pairs(split) for split in SPLITS}
+        self.pairs = {split: self._fitting_pairs(split) for split in SPLITS}
 
     def train(self) -> "PreferenceBatches":
         """Return endless batches. The batches of all processes form the global batch, and each pass has its own order.
@@ -131,7 +131,7 @@ class PreferenceInput(Configurable):
         return {
             **describe(self.source),
             "tokenizer": describe_encoding(self),
-            "pairs": {s: len(self.kept[s]) for s in SPLITS},
+            "pairs": {s: len(self.pairs[s]) for s in SPLITS},
         }
 
     def pair(self, split: Split, index: int) -> Rows:
@@ -185,8 +185,8 @@ class PreferenceInput(Configurable):
         return np.flatnonzero(fits)
 
     def _usable(self, split: Split) -> np.ndarray:
-        if len(self.kept[split]):
-            return self.kept[split]
+        if len(self.pairs[split]):
+            return self.pairs[split]
         fix = "set validation_paths or validation_fraction of the source, or disable evaluation with evaluators={}"
         hint = f"\n    fix: {fix}" if split == "validation" else ""
         raise InputError(f"input.source has no {split} pairs{hint}")

@@ -29,7 +29,7 @@ class _Machine:
         self.scheduler: Any = config.build(cache=self.cache, limits=LIMITS)
         self.rng, self.max_steps = random.Random(0), max_steps
         self.states = [self._state(index) for index in range(requests)]
-        self.left = list(self.states)
+        self.pending = list(self.states)
         for state in self.states:
             self.scheduler.add(state)
 
@@ -54,7 +54,7 @@ class _Machine:
             state.tokens += [self.rng.randrange(VOCABULARY) for _ in range(min(plan.steps, room))]
             if state.remaining <= 0:
                 state.finished = True
-                self.left.remove(state)
+                self.pending.remove(state)
                 self.scheduler.remove(state)
         self.cache.pool.check([state.blocks for state in self.states])
         return plan
@@ -73,7 +73,7 @@ class _Machine:
         assert None not in slots, f"requests of a step have the slots {slots}"
         assert len(set(slots)) == len(slots), f"requests of a step have the slots {slots}"
         assert all(any(s is b for s in states) for b in plan.admitted), "a request starts without a part"
-        assert self.scheduler.waiting() + len(self.scheduler.running) == len(self.left), "a request is lost"
+        assert self.scheduler.waiting() + len(self.scheduler.running) == len(self.pending), "a request is lost"
         for part in plan.parts:
             state, end = part.state, part.start + part.count + (plan.steps - 1 if part.decodes else 0)
             assert not state.finished, "a finished request is computed"
@@ -113,11 +113,11 @@ class SchedulerSuite:
         One cache is large, and one is too small for four requests.
         """
         machine, idle = _Machine(self.config, blocks, 40, max_steps=max_steps), 0
-        while machine.left:
-            before = len(machine.left)
+        while machine.pending:
+            before = len(machine.pending)
             machine.step()
-            idle = 0 if len(machine.left) < before else idle + 1
-            assert idle < self.steps, f"{len(machine.left)} requests are never computed"
+            idle = 0 if len(machine.pending) < before else idle + 1
+            assert idle < self.steps, f"{len(machine.pending)} requests are never computed"
         assert machine.scheduler.waiting() == 0
         assert not machine.scheduler.running
         assert machine.cache.pool.used == 0
@@ -125,10 +125,10 @@ class SchedulerSuite:
     def test_requests_may_leave_at_any_time(self) -> None:
         """Remove waiting and running requests, as if their clients left."""
         machine, rng = _Machine(self.config, 20, 30, max_steps=1), random.Random(1)
-        while machine.left:
+        while machine.pending:
             machine.step()
-            if machine.left and rng.random() < 0.5:
-                state = machine.left.pop(rng.randrange(len(machine.left)))
+            if machine.pending and rng.random() < 0.5:
+                state = machine.pending.pop(rng.randrange(len(machine.pending)))
                 state.finished = True
                 machine.scheduler.remove(state)
         assert machine.cache.pool.used == 0

@@ -118,7 +118,7 @@ class AttentionOp(Op[jax.Array]):
         visible = self.mask.materialize(queries, keys, self.query_slots, self.key_slots)
         bias = None if self.bias is None else self.bias.materialize(queries, keys, self.query_slots, self.key_slots)
         if self.query_slots is None or query.shape[1] > 1 or query.shape[2] == key.shape[2]:
-            q, k, v = _by_head(query, key, value, self.scale)
+            q, k, v = _group_heads(query, key, value, self.scale)
             return jnp.swapaxes(_attend(q, k, v, visible[:, None], self.softcap, bias), 1, 2)
         # In decoding, the query heads of a group replace the query axis, so keys are not repeated.
         batch, _, heads, size = query.shape
@@ -130,7 +130,7 @@ class AttentionOp(Op[jax.Array]):
         return out.reshape(batch, 1, heads, value.shape[3])
 
 
-def _by_head(query: jax.Array, key: jax.Array, value: jax.Array, scale: float) -> tuple[jax.Array, ...]:
+def _group_heads(query: jax.Array, key: jax.Array, value: jax.Array, scale: float) -> tuple[jax.Array, ...]:
     """Scale the queries and move the heads forward.
 
     Return queries [B, N, Q, H], and keys and values [B, N, K, H] repeated to the query heads.
@@ -183,7 +183,7 @@ class _XLABlocked:
 
     def __call__(self, op: AttentionOp) -> jax.Array:
         """Return the attention output, [B, Q, N, V]."""
-        q, k, v = _by_head(op.query, op.key, op.value, op.scale)
+        q, k, v = _group_heads(op.query, op.key, op.value, op.scale)
         parts = []
         for start in range(0, op.query.shape[1], BLOCK):
             rows = (start, start + BLOCK)
