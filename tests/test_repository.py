@@ -308,10 +308,10 @@ def test_importing_the_plugins_changes_no_environment():
 def test_a_run_tells_the_libraries_of_hardware_that_is_not_here():
     variables = ("TPU_WORKER_HOSTNAMES", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
     code = (
-        "import os, pathlib\nfrom axlearn_plugins_tpu.hooks import tpu_here\n"
+        "import os, pathlib\nfrom axlearn_plugins_tpu.hooks import has_local_tpu\n"
         "from axlearn_core.compose.devices import configure_devices\nconfigure_devices(None)\n"
         f"print([n for n in {variables} if n in os.environ] == "
-        "[n for n, here in (('TPU_WORKER_HOSTNAMES', tpu_here()), "
+        "[n for n, here in (('TPU_WORKER_HOSTNAMES', has_local_tpu()), "
         "('JAX_SKIP_CUDA_CONSTRAINTS_CHECK', pathlib.Path('/dev/nvidiactl').exists())) if not here])"
     )
     env = {k: v for k, v in os.environ.items() if k not in (*variables, "TPU_ACCELERATOR_TYPE")}

@@ -131,7 +131,7 @@ def _kernel(name: str, **factors: float) -> type:
         return Product(x, **factors).run(kernel)
 
     case = Case(name="one", run=multiply, operands=(jnp.arange(9.0).reshape(3, 3),))
-    members = {"op": Product, "name": name, "cases": [case], "declared": _Products.declared}
+    members = {"op": Product, "name": name, "cases": [case], "find_declaration": _Products.find_declaration}
     return suite(KernelSuite, None, **members)
 
 
@@ -172,7 +172,7 @@ class Longer(Feature):
 
 def _feature(wrong: str = "") -> type:
     members = {"name": "longer", "options": "", "experiments": ("quickstart",), "needs": lambda self: ()}
-    return suite(FeatureSuite, None, **members, applied_feature=lambda self, tree: Longer(wrong=wrong))
+    return suite(FeatureSuite, None, **members, find_feature=lambda self, tree: Longer(wrong=wrong))
 
 
 FEATURES = mutants(

@@ -197,7 +197,7 @@ def test_refusals_of_both(monkeypatch):
     mixed = attrs.evolve(rows(), value=half.value)
     assert "got float32, float32, bfloat16" in ROWS.supports(mixed, context)
     assert "it needs float32" in PAGES.supports(call("three tokens", dtype="bfloat16"), context)
-    monkeypatch.setattr(library, "missing", "it was not built")
+    monkeypatch.setattr(library, "unavailable_reason", "it was not built")
     assert ROWS.supports(rows(), context) == PAGES.supports(call("three tokens"), context) == "it was not built"
 
 

@@ -147,7 +147,7 @@ def test_refusals(changes, reason):
 
 
 def test_without_the_library_xla_attends(monkeypatch):
-    monkeypatch.setattr(library, "missing", "it was not built")
+    monkeypatch.setattr(library, "unavailable_reason", "it was not built")
     chosen = selection.Selection(platform="cpu", gradients=False)
     with selection.use(chosen):
         jax.eval_shape(lambda: call("three tokens").run(None))

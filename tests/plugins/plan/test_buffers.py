@@ -145,7 +145,7 @@ def test_libtpu_refuses_by_what_is_read(tmp_path, monkeypatch):
         by_message.append(parse_out_of_memory(message, arguments, machine))
         return parse_out_of_memory(message, arguments, machine, laid_out)
 
-    monkeypatch.setattr(compilation, "refused_memory", refusal)
+    monkeypatch.setattr(compilation, "parse_out_of_memory", refusal)
     large = ["model.decoder.num_layers=2", "input.batch_size=4096", "model.decoder.stack.remat=null"]
     refused = make_plan(resolve("llama2-7b", set=large, target="tpu-v5p-8")).memory
     assert refused.out_of_memory
