@@ -9,7 +9,7 @@ from axlearn_plugins_neuron.compat import cpu_client
 
 
 def devices(machine: Machine) -> Sequence[Any]:
-    """Return one virtual CPU device per logical core of the machine; see `Target.compile_caveat`."""
+    """Return one virtual CPU device per logical core of the machine; see `Target.stand_in`."""
     return _client(machine.devices).devices()
 
 

@@ -28,7 +28,7 @@ TRN2 = Target(
     link_bandwidth=1024e9 / 2 / CORES,  # NeuronLink-v3 within an instance; half of the total is outbound
     network_bandwidth=3200e9 / 8 / 16 / CORES,  # EFAv3, per instance
     topology="axlearn_plugins_neuron.topology:devices",
-    compile_caveat="partitioned by XLA over virtual CPU devices: the layout and the collectives are exact for trn2, "
+    stand_in="partitioned by XLA over virtual CPU devices: the layout and the collectives are exact for trn2, "
     "but the kernels, fusions and schedule are not Neuron's",
     examples=("trn2-16x1", "trn2-16x64"),
     source="AWS Neuron documentation: Trainium2 Architecture, Amazon EC2 Trn2 Architecture, Logical NeuronCore configuration",

@@ -29,7 +29,7 @@ def test_a_chip_has_four_devices_and_a_quarter_each():
     assert (machine.chips, machine.devices, machine.domains, machine.devices_per_host) == (1024, 4096, 64, 64)
     assert TRN2.hbm_bytes * 4 == 96 * 2**30
     assert TRN2.peak_flops["bfloat16"] * 4 == 667e12
-    assert "not Neuron's" in TRN2.compile_caveat
+    assert "not Neuron's" in TRN2.stand_in
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class Target:
             raises `RequestError` if no domain has that size. None if chips are not arranged in a grid.
         lowering: `"module:function"` that returns a context manager for this target. It is active while programs are lowered,
             for settings that JAX's lowering cannot receive otherwise. None if it is not needed.
-        compile_caveat: Reason why a program compiled without the hardware differs from the real one. Empty if it does not.
+        stand_in: Reason why a program compiled without the hardware differs from the real one. Empty if it does not.
         compiler_options: Options for `Lowered.compile`.
         source: Where the figures come from.
         summary: One-line description for listings.
@@ -61,7 +61,7 @@ class Target:
     topology: str | None = None
     domain_shape: str | None = None
     lowering: str | None = None
-    compile_caveat: str = ""
+    stand_in: str = ""
     compiler_options: Mapping[str, Any] = {}
     examples: tuple[str, ...] = ()
     source: str = ""

@@ -46,7 +46,7 @@ def compile_function(program: Compiler, function: str, bucket: Any, machine: Mac
     Raises:
         WorkError: The compiler stopped for a different reason.
     """
-    options: dict[str, Any] = dict(_NEVER_RUN) if machine.target.compile_caveat else {}
+    options: dict[str, Any] = dict(_NEVER_RUN) if machine.target.stand_in else {}
     with _buffers(program, machine) as dump:
         try:
             with disable_compilation_cache():
@@ -62,6 +62,6 @@ def compile_function(program: Compiler, function: str, bucket: Any, machine: Mac
 
 def _buffers(program: Compiler, machine: Machine) -> contextlib.AbstractContextManager[Dump | None]:
     """Open a dump of the buffer assignment for TPUs, whose memory statistics are too high. Yields None on other platforms."""
-    if machine.target.platform != "tpu" or machine.target.compile_caveat:
+    if machine.target.platform != "tpu" or machine.target.stand_in:
         return contextlib.nullcontext()
     return open_dump(program.compiler_options)

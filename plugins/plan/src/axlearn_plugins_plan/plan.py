@@ -180,13 +180,13 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
     moved = traffic = None
     unchanged = [str(decision) for decision in resolved.decisions if decision.kind == "unchanged"]
     notes = [*resolved.notes, *unchanged, *map(str, replicated(program.trained))]
-    if machine.target.compile_caveat:
-        notes.append(f"this is not the program that runs on the target: {machine.target.compile_caveat}")
+    if machine.target.stand_in:
+        notes.append(f"this is not the program that runs on the target: {machine.target.stand_in}")
     if compiled is not None:
         module = parse(compiled.as_text())
         moved, traffic, more = _read_module(module, program, machine)
         notes += more
-        if machine.target.compile_caveat:  # the real compiler makes different fusions
+        if machine.target.stand_in:  # the real compiler makes different fusions
             moved = (2.0 if trains else 1.0) * memory.arguments
             how = "one read and one write of the state" if trains else "one read of the arguments"
             notes.append(f"memory traffic counts only {how}")

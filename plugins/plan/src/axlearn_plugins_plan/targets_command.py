@@ -59,7 +59,7 @@ def _row(origin: str, target: Any) -> dict[str, Any]:
         "link_bandwidth": target.link_bandwidth,
         "network_bandwidth": target.network_bandwidth,
         "can_plan": target.topology is not None,
-        "compile_caveat": target.compile_caveat,
+        "stand_in": target.stand_in,
         "source": target.source,
         "distribution": origin,
     }

@@ -16,7 +16,13 @@ from axlearn_core.cli.terminal import echo
 @click.option("--steps", type=click.IntRange(min=1), default=50, show_default=True, help="Steps per training run.")
 @click.option("--seeds", type=click.IntRange(min=2), default=3, show_default=True, help="Number of seeds per config.")
 @click.option(
-    "--max-runs", type=click.IntRange(min=1), default=60, show_default=True, help="Maximum number of training runs."
+    "--max-runs",
+    "--most",
+    "max_runs",
+    type=click.IntRange(min=1),
+    default=60,
+    show_default=True,
+    help="Maximum number of training runs.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bisect(first: Path, second: Path, metric: str, steps: int, seeds: int, max_runs: int, as_json: bool) -> None:
