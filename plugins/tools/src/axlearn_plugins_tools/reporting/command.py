@@ -15,8 +15,9 @@ from axlearn_core.train.trackers import writing
 def report(run_dir: str) -> None:
     """Write RUN_DIR/report.html, a page about the run.
 
-    The page shows losses, throughput, step times, samples and the config. It is self-contained, and shows the origin of each config value. The command prints its path. For a run at a
-    URI, it writes the page to the local working copy, such as `runs/s3/bucket/run/report.html`.
+    The page shows losses, throughput, step times, samples and the config. It is self-contained, and shows the origin of each
+    config value. The command prints its path. For a run at a URI, it writes the page to the local working copy, such as
+    `runs/s3/bucket/run/report.html`.
     """
     from axlearn_plugins_tools.reporting import write_report
 
