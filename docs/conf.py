@@ -15,7 +15,8 @@ _FOLDERS = {
     "Examples": ("examples", "examples/*/README"),
     "Measurements": ("benchmarks", "benchmarks/results/*"),
 }
-include_patterns = ["docs/**", *(f"{pattern}.md" for _, pattern in _FOLDERS.values())]
+_PROJECT = ("CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")
+include_patterns = ["docs/**", *_PROJECT, *(f"{pattern}.md" for _, pattern in _FOLDERS.values())]
 _READ = {"docs", *(folder for folder, _ in _FOLDERS.values())}
 exclude_patterns = [p.name for p in ROOT.iterdir() if p.is_dir() and p.name not in _READ]
 exclude_patterns += ["docs/_*", "examples/*/src", "examples/*/tests", "benchmarks/baselines", "**/runs", "**/.*"]

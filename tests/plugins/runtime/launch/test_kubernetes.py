@@ -71,7 +71,7 @@ JOBS = {
     "cpu": job(hosts=3),
     "tpu": job(hosts=32, machine=V5P.machine("tpu-v5p-128x2")),
     "gpu": job({"queue": "team"}, hosts=64, spares=2, machine=H100.machine("h100-8x64")),
-    "claim": job({"claim": "runs", "mount": "/runs"}, run_dir="/runs/toy", document=None, experiment="quickstart"),
+    "claim": job({"claim": "runs", "mount": "/runs", "fs_group": 1000}, run_dir="/runs/toy", document=None, experiment="quickstart"),
     "everything": job(
         {
             "namespace": "ml", "service_account": "trainer", "priority_class": "high", "queue": "team", "toleration": "spot",
@@ -128,6 +128,24 @@ def test_gpus_come_by_the_name_of_the_target():
     assert pod(main)["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "8"}
     assert main["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
     assert {"key": "nvidia.com/gpu", "operator": "Exists"} in pod(main)["tolerations"]
+
+
+@pytest.mark.parametrize("kind", ["jobset", "rayjob"])
+def test_a_group_may_write_to_the_claim(kind):
+    def security_contexts(value):
+        if isinstance(value, list):
+            return [context for item in value for context in security_contexts(item)]
+        if not isinstance(value, dict):
+            return []
+        own = [value.get("securityContext")] if "containers" in value else []
+        return own + [context for item in value.values() for context in security_contexts(item)]
+
+    options = attrs.evolve(JOBS["claim"].options, kind=kind)
+    with_group = security_contexts(render(attrs.evolve(JOBS["claim"], options=options)))
+    assert with_group
+    assert all(context == {"fsGroup": 1000} for context in with_group)
+    options = attrs.evolve(options, fs_group=None)
+    assert set(security_contexts(render(attrs.evolve(JOBS["claim"], options=options)))) == {None}
 
 
 def test_spares_hold_nodes_with_less_priority_than_trainers():
@@ -215,8 +233,12 @@ def test_what_kubernetes_cannot_do_is_refused_with_the_remedy(one, message):
 
 
 @pytest.mark.parametrize(
-    "option", [{"kind": "pod"}, {"cloud": "aws"}, {"hang-seconds": "5"}, {"image": "a\nb"}, {"mount": "relative"}]
-)
+    "option",
+    [
+        {"kind": "pod"}, {"cloud": "aws"}, {"hang-seconds": "5"}, {"image": "a\nb"}, {"mount": "relative"}, {"fs-group": "0"},
+        {"fs-group": "axlearn"},
+    ],
+)  # fmt: skip
 def test_options_are_checked(option):
     with pytest.raises(RequestError):
         parse_options(KubernetesOptions, option, "kubernetes")

@@ -45,6 +45,7 @@ class KubernetesOptions:
         queue: Name of a Kueue LocalQueue.
         claim: Name of a PersistentVolumeClaim.
         mount: Mount path of the claim in the pods.
+        fs_group: Id of the group that owns the files of the claim, for an image whose user is not root.
         cloud: Cloud whose node labels select the hardware: `gke` or `none`.
         node_selector: Additional labels, as `KEY=VALUE,KEY=VALUE`.
         toleration: Key of a taint that the pods tolerate.
@@ -69,6 +70,7 @@ class KubernetesOptions:
     queue: str | None = line()
     claim: str | None = line()
     mount: str = attrs.field(default="/axlearn", validator=attrs.validators.matches_re(r"/[^\s]+"))
+    fs_group: int | None = attrs.field(default=None, validator=attrs.validators.optional(attrs.validators.ge(1)))
     cloud: str = attrs.field(default="gke", validator=attrs.validators.in_(("gke", "none")))
     node_selector: str | None = line()
     toleration: str | None = line()

@@ -36,7 +36,7 @@ def check_image(job: Job) -> None:
     if not job.options.image:
         raise RequestError(
             "--on kubernetes requires an image with axlearn-core and the plugins of the run\n"
-            "    fix: --option image=REGISTRY/NAME:TAG; docs/launch.md has a Dockerfile"
+            "    fix: --option image=REGISTRY/NAME:TAG; docs/launch.md says how to build an image"
         )
 
 
@@ -148,6 +148,8 @@ def pod_spec(
         spec["serviceAccountName"] = options.service_account
     if options.priority_class:
         spec["priorityClassName"] = options.priority_class
+    if options.fs_group is not None:
+        spec["securityContext"] = {"fsGroup": options.fs_group}
     if options.host_network:
         spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     if tolerated := [
