@@ -202,8 +202,8 @@ def named_images() -> list[tuple[str, str]]:
 def test_pages_name_images_that_the_dockerfile_builds():
     images = named_images()
     assert {"launch.md", "serving.md", "Dockerfile"} <= {place for place, _ in images}
-    known = {VERSION} | {f"{VERSION}-{target}" for target in TARGETS if target != "cpu"}
-    assert [(place, image) for place, image in images if image.partition(":")[2] not in known] == []
+    tags = {VERSION} | {f"{VERSION}-{target}" for target in TARGETS if target != "cpu"}
+    assert [(place, image) for place, image in images if image.partition(":")[2] not in tags] == []
 
 
 def test_the_pages_that_start_images_link_to_how_to_build_them():

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = (
     "axlearn_core", "axlearn_index", "axlearn_testing", "axlearn_plugins_cpu", "axlearn_plugins_gpu", "axlearn_plugins_neuron",
     "axlearn_plugins_tpu", *(f"plugins/{path.name}" for path in sorted((ROOT / "plugins").iterdir()) if path.is_dir()),
-    "docs", "examples", "README.md",
+    "docs", "examples", "README.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md",
 )  # fmt: skip
 HARD = {
     r"\bwhere\b(?! to\b)": 2,  # for "if" or "when"

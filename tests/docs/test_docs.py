@@ -27,6 +27,7 @@ MODEL = ROOT / "tests/plugins/models/huggingface/fixtures/qwen3"
 PAGES = sorted(
     [
         *ROOT.glob("README.md"),
+        *ROOT.glob("CONTRIBUTING.md"),
         *ROOT.glob("docs/*.md"),
         *ROOT.glob("docs/tutorials/*.md"),
         *ROOT.glob("examples/*/README.md"),
@@ -35,7 +36,7 @@ PAGES = sorted(
 MARKDOWN = sorted(
     [
         *PAGES,
-        ROOT / "axlearn_core/README.md",
+        *(ROOT / name for name in ("CHANGELOG.md", "CODE_OF_CONDUCT.md", "SECURITY.md", "axlearn_core/README.md")),
         *ROOT.glob("plugins/*/README.md"),
         *ROOT.glob("axlearn_plugins_*/README.md"),
     ]

@@ -71,7 +71,9 @@ JOBS = {
     "cpu": job(hosts=3),
     "tpu": job(hosts=32, machine=V5P.machine("tpu-v5p-128x2")),
     "gpu": job({"queue": "team"}, hosts=64, spares=2, machine=H100.machine("h100-8x64")),
-    "claim": job({"claim": "runs", "mount": "/runs", "fs_group": 1000}, run_dir="/runs/toy", document=None, experiment="quickstart"),
+    "claim": job(
+        {"claim": "runs", "mount": "/runs", "fs_group": 1000}, run_dir="/runs/toy", document=None, experiment="quickstart",
+    ),
     "everything": job(
         {
             "namespace": "ml", "service_account": "trainer", "priority_class": "high", "queue": "team", "toleration": "spot",
