@@ -8,7 +8,7 @@
 # docs/launch.md describes the images. tests/test_images.py checks this file and runs its commands.
 
 FROM python:3.12-bookworm AS build
-ENV VIRTUAL_ENV=/opt/axlearn UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_NO_CACHE=1 UV_NO_EDITABLE=1
+ENV VIRTUAL_ENV=/opt/axlearn UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_NO_EDITABLE=1
 RUN python3 -m pip install --no-cache-dir uv==0.13.9
 RUN uv venv --python python3 /opt/axlearn
 WORKDIR /src

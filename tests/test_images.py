@@ -269,7 +269,8 @@ def test_the_commands_of_the_cpu_image_install_what_its_entry_point_needs(tmp_pa
     assert python.returncode == 0
     hidden = {"VIRTUAL_ENV", "PYTHONPATH", "UV_PROJECT_ENVIRONMENT"}
     env = {k: v for k, v in os.environ.items() if k not in hidden and not k.startswith("XLA_FLAGS")}
-    env |= {"PATH": f"{root}/usr/bin:{env['PATH']}", "HOME": str(root)}
+    cache = os.environ.get("UV_CACHE_DIR") or str(Path.home() / ".cache/uv")
+    env |= {"PATH": f"{root}/usr/bin:{env['PATH']}", "HOME": str(root), "UV_CACHE_DIR": cache}
     machine = Machine(root, root, env)
     may_add_users = os.geteuid() == 0 and shutil.which("useradd") is not None
     for stage in [*chain("build-cpu"), *chain("cpu")]:
