@@ -235,11 +235,8 @@ class Machine:
         if name == "ENV":
             for word in shlex.split(value):
                 variable, _, text = word.partition("=")
-                self.env[variable] = (
-                    os.path.expandvars(self.moved(text))
-                    if "$" not in text
-                    else (self.moved(text).replace("$PATH", self.env["PATH"]))
-                )
+                self.env[variable] = self.moved(text).replace("$PATH", self.env["PATH"])
+                assert "$" not in self.env[variable], f"ENV {value}: this test only expands $PATH"
         elif name == "ARG":
             variable, _, text = value.partition("=")
             self.env.setdefault(variable, text.strip('"'))
@@ -254,10 +251,32 @@ class Machine:
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_cpu_image_install_what_its_entry_point_needs(tmp_path):
+@pytest.mark.parametrize(("target", "packages"), [("cuda", {"jax-cuda12-plugin", "tokamax"}), ("tpu", {"libtpu"})])
+def test_the_requirements_of_an_accelerator_image_resolve(target, packages, tmp_path):
+    if shutil.which("uv") is None:
+        pytest.skip("needs uv on the PATH")
+    env = {**os.environ, "VIRTUAL_ENV": str(tmp_path / "empty"), "PACKAGES": "axlearn-plugins-runtime[ray]"}
+    subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, env["VIRTUAL_ENV"]], check=True)
+    (command,) = BY_NAME[f"build-{target}"].values("RUN")
+    command = command.replace("uv pip install", "uv pip install --dry-run --no-editable")
+    result = subprocess.run(["sh", "-ec", command], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    names = set(re.findall(r"^ \+ ([\w-]+)(?:==| @ )", result.stderr, re.M))
+    assert packages | {"ray", "axlearn-core", f"axlearn-plugins-{'gpu' if target == 'cuda' else target}"} <= names
+
+
+@pytest.fixture
+def temporary_root(tmp_path):
+    """A folder for an environment of a gigabyte, which pytest would keep."""
+    yield tmp_path / "root"
+    shutil.rmtree(tmp_path / "root", ignore_errors=True)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_cpu_image_install_what_its_entry_point_needs(temporary_root):
     if shutil.which("c++") is None:
         pytest.skip("needs a C++ compiler, as the base image of the build has")
-    root = tmp_path / "root"
+    root = temporary_root
     (root / "etc").mkdir(parents=True)
     for name in ("passwd", "group", "shadow", "gshadow"):
         (root / "etc" / name).touch()
