@@ -63,7 +63,7 @@ def spread(rows, count):
 
 
 def measure(row: Row, args, log_message) -> dict:
-    request = Request.of(row.model, target=row.target)
+    request = Request.from_arguments(row.model, target=row.target)
     started = time.perf_counter()
     space = Space(request, ())
     ranked = space.rank_layouts(log_message)

@@ -46,7 +46,7 @@ WRAPPED = {
 
 def toy_config(config: type[Node[Any]], **settings: Any) -> Node[Any]:
     """Return a small config with all required fields set by field name, for any component."""
-    node: Any = Decoder(registry()).decode_at(config(), "", settings)
+    node: Any = Decoder(registry()).decode_value(config(), "", settings)
     return patch(
         node, {p.path: TOY[p.path.rpartition(".")[2]] for p in missing(node) if p.path.rpartition(".")[2] in TOY}
     )

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from axlearn_core.nn.remat import Remat, tag
     from axlearn_core.nn.sharding import constrain
     from axlearn_core.nn.summaries import add_loss, add_summary
-    from axlearn_core.plugins.feature import Feature, nothing_to_set
+    from axlearn_core.plugins.feature import Feature, no_match_problem
     from axlearn_core.plugins.hookspecs import hookimpl
     from axlearn_core.plugins.registry import registry
     from axlearn_core.plugins.request import Request, Setting, parse_value, read_text, write
@@ -123,7 +123,7 @@ _MODULES = {
     "nn.remat": ("Remat", "tag"),
     "nn.sharding": ("constrain",),
     "nn.summaries": ("add_loss", "add_summary"),
-    "plugins.feature": ("Feature", "nothing_to_set"),
+    "plugins.feature": ("Feature", "no_match_problem"),
     "plugins.hookspecs": ("hookimpl",),
     "plugins.registry": ("registry",),
     "plugins.request": ("Request", "Setting", "parse_value", "read_text", "write"),

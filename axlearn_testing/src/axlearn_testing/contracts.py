@@ -68,7 +68,7 @@ class Contract:
         return next((vars(c)[self.method] for c in cls.__mro__ if self.method in vars(c)), None)
 
 
-def contract_of(config: Node[Any], among: Iterable[Contract] = ()) -> Contract | None:
+def find_contract(config: Node[Any], among: Iterable[Contract] = ()) -> Contract | None:
     """Return the contract of a config's layer, from `among` and `CONTRACTS`, or None if none matches."""
     interface = interface_fields(type(config))
     contracts = [c for c in (*among, *CONTRACTS) if c.fits(config)]

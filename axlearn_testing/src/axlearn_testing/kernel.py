@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axlearn_core.compose.flops import count_flops, jaxpr_of
+from axlearn_core.compose.flops import count_flops, get_jaxpr
 from axlearn_core.compose.layout import Layout, make_mesh
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.contracts.mesh import Mesh
@@ -225,4 +225,4 @@ def _operations(jaxpr: Any) -> list[str]:
 
 def _jaxprs(parameter: object) -> list[Any]:
     values = parameter if isinstance(parameter, tuple | list) else [parameter]
-    return [jaxpr for x in values if (jaxpr := jaxpr_of(x)) is not None]
+    return [jaxpr for x in values if (jaxpr := get_jaxpr(x)) is not None]

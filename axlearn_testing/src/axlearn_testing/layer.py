@@ -306,7 +306,7 @@ def _equal(one: object, two: object) -> bool:
 
 
 # Cached for all tests of a suite, because pytest creates an instance per test.
-_contract = functools.cache(contract_of)
+_contract = functools.cache(find_contract)
 
 
 @functools.cache

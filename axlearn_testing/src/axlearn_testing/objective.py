@@ -10,7 +10,7 @@ import pytest
 
 from axlearn_core.compose import Functional, Program, compose
 from axlearn_core.compose.objective import PREFIX
-from axlearn_core.config import Node, check, fields_of, patch
+from axlearn_core.config import Node, check, get_fields, patch
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.errors import ConfigError
 from axlearn_core.learn import AdamW, Learner
@@ -48,7 +48,7 @@ class ObjectiveSuite:
         """Return path -> changed value, from `options`, or for each number and switch at the top level of the config."""
         if self.options is not None:
             return dict(self.options)
-        fields = fields_of(self.config)
+        fields = get_fields(self.config)
         changed_values = {
             n: (not x if isinstance(x, bool) else 0.5 * x + 0.1)
             for n, x in fields.items()

@@ -100,7 +100,7 @@ class CommandOptionSuite:
         assert self.name in _check_help(command_line(self.command)), f"--help does not list {self.name}"
 
     def test_it_changes_the_request(self) -> None:
-        before = Request.of(self.experiment)
+        before = Request.from_arguments(self.experiment)
         after = self.option().change(self.value, before)
         assert isinstance(after, Request), f"{self.name} returns {type(after).__name__}, expected a Request"
         assert after != before, f"{self.name} changes nothing"

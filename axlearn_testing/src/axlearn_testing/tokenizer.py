@@ -13,7 +13,7 @@ from axlearn_core.contracts.text import (
     EncodesBatches,
     EncodesPrompts,
     EncodesSpecialTokens,
-    digest_of,
+    get_digest,
 )
 
 TEXTS = (
@@ -111,7 +111,7 @@ class TokenizerSuite:
 
     def test_two_builds_agree(self) -> None:
         one, two = self.tokenizer(), self.tokenizer()
-        assert (one.vocab_size, one.eos_id, digest_of(one)) == (two.vocab_size, two.eos_id, digest_of(two))
+        assert (one.vocab_size, one.eos_id, get_digest(one)) == (two.vocab_size, two.eos_id, get_digest(two))
         assert [one.encode(t) for t in self.texts] == [two.encode(t) for t in self.texts]
 
     def test_texts_together_are_what_they_are_alone(self) -> None:

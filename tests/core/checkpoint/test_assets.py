@@ -14,7 +14,7 @@ from axlearn_core.run.asset_copies import (
     aligned_assets,
     attach_assets,
     collect_assets,
-    located_by_content,
+    hash_asset_paths,
     recovered_assets,
     write_assets,
 )
@@ -165,5 +165,5 @@ def test_equal_runs_are_named_alike_wherever_they_lie(vocabulary, tmp_path):
     places = [tmp_path / "one", tmp_path / "two"]
     configs = [attach_assets(stored_run(vocabulary, p), "run", [(LocalStorage(p), "")]) for p in places]
     assert configs[0] != configs[1]
-    assert located_by_content(configs[0]) == located_by_content(configs[1])
-    assert located_by_content(tree(vocabulary)) == tree(vocabulary)
+    assert hash_asset_paths(configs[0]) == hash_asset_paths(configs[1])
+    assert hash_asset_paths(tree(vocabulary)) == tree(vocabulary)

@@ -84,14 +84,16 @@ def test_a_copy_is_found_wherever_the_run_is(tmp_path, monkeypatch):
     run_with(tmp_path / "one", "files/vocabulary/v.json")
     (tmp_path / "one").rename(tmp_path / "two")
     monkeypatch.chdir(tmp_path)
-    attached, lost = attach(stored, LocalRun.of_config(tmp_path.joinpath("two/config.yaml").relative_to(tmp_path)))
+    attached, lost = attach(
+        stored, LocalRun.from_config_file(tmp_path.joinpath("two/config.yaml").relative_to(tmp_path))
+    )
     assert (attached.vocabulary.path, lost) == (str(tmp_path / "two/files/vocabulary/v.json"), [])
     assert portable(attached)[0] == stored
 
 
 def test_the_config_in_a_checkpoint_finds_the_files_of_its_run(tmp_path):
     run_with(tmp_path, "files/vocabulary/v.json", "checkpoints/5/manifest.json", "checkpoints/5/config.yaml")
-    attached, lost = attach(portable(tree())[0], LocalRun.of_config(tmp_path / "checkpoints/5/config.yaml"))
+    attached, lost = attach(portable(tree())[0], LocalRun.from_config_file(tmp_path / "checkpoints/5/config.yaml"))
     assert (attached.vocabulary.path, lost) == (str(tmp_path / "files/vocabulary/v.json"), [])
 
 

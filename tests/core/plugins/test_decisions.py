@@ -45,7 +45,7 @@ def test_a_detected_machine_brings_the_execution_of_its_rule():
     assert dict(resolved.config.mesh.shape) == {"fsdp": -1}
     remat = "model.decoder.stack.remat.type"
     assert flatten(resolved.config)[remat].endswith("RematPolicyTags")
-    assert [s.set_by.split(" (")[0] for s in resolved.explain(remat)[remat]] == ["feature remat"]
+    assert [s.source.split(" (")[0] for s in resolved.explain(remat)[remat]] == ["feature remat"]
     assert decided(resolved, "machine") == [("h100-8x1, 8 x Toy", "")]
     assert [s for s, _ in decided(resolved, "applied")] == ["remat:policy=gpu-attention", "mesh"]
     assert decided(resolved, "left out") == []
@@ -252,7 +252,7 @@ def test_weights_that_cpus_cannot_split_are_replicated():
     assert subject == "mesh"
     assert reason.startswith("data=-1: weights are replicated because the default mesh cannot shard them: model (")
     assert reason.endswith("dimension 1 (embed) is not divisible by the mesh axes fsdp (128 over 3 devices)")
-    assert [s.set_by.split(" (")[0] for s in resolved.provenance["mesh.shape.data"]] == ["mesh rule 'cpu*'"]
+    assert [s.source.split(" (")[0] for s in resolved.provenance["mesh.shape.data"]] == ["mesh rule 'cpu*'"]
     assert mathematics(resolved.config) == mathematics(on_cpus(4).config)
 
 

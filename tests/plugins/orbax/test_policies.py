@@ -109,9 +109,9 @@ def test_the_field_is_named_by_a_check_of_the_config():
     from axlearn_core.plugins.request import Request
     from axlearn_core.plugins.resolve import resolve
 
-    request = Request.of("quickstart", set=["checkpointer={type: orbax, uri: 's3://bucket/run'}"])
+    request = Request.from_arguments("quickstart", set=["checkpointer={type: orbax, uri: 's3://bucket/run'}"])
     with pytest.raises(ConfigError, match=r"checkpointer\.uri: Orbax supports only local paths and gs://"):
-        resolve(request).checked()
+        resolve(request).check()
 
 
 @pytest.mark.slow

@@ -17,11 +17,11 @@ from axlearn_core.checkpoint.shards import (
     FILE,
     BinaryFile,
     Part,
-    held_shards,
     is_weight,
-    own_shards,
-    pieces_of,
+    iter_local_shards,
+    iter_saved_shards,
     render_index,
+    split_shape,
 )
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import StorageError
@@ -74,7 +74,7 @@ class RateLimit:
 
     def __init__(self, limit: int | None = None):
         self.limit = limit
-        self._free_at = 0.0
+        self._free_time = 0.0
         self._lock = threading.Lock()
 
     def chunks(self, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -82,8 +82,8 @@ class RateLimit:
         for chunk in chunks:
             if self.limit is not None:
                 with self._lock:
-                    begin = max(time.monotonic(), self._free_at)
-                    self._free_at = begin + len(chunk) / self.limit
+                    begin = max(time.monotonic(), self._free_time)
+                    self._free_time = begin + len(chunk) / self.limit
                 time.sleep(max(0.0, begin - time.monotonic()))
             yield chunk
 
@@ -112,7 +112,7 @@ class PartWriter:
     ):
         self.storage, self.folder, self.buffers, self.pool = storage, folder, buffers, pool
         self.rate = rate or RateLimit()
-        self.process, self.shards = (0, held_shards) if alone else (jax.process_index(), own_shards)
+        self.process, self.shards = (0, iter_local_shards) if alone else (jax.process_index(), iter_saved_shards)
         self.files: dict[str, list[BinaryFile]] = {WEIGHTS: [], NON_WEIGHTS: []}
         self.described: dict[str, dict[str, Any]] = {WEIGHTS: {}, NON_WEIGHTS: {}}
         self._open: dict[str, BinaryFile] = {}
@@ -152,7 +152,7 @@ class PartWriter:
         copy = buffer.view(data.dtype).reshape(data.shape)
         if self.buffers.limit is not None:
             np.copyto(copy, data)
-        boxes = list(pieces_of(data.shape, data.dtype.itemsize))
+        boxes = list(split_shape(data.shape, data.dtype.itemsize))
         self._uses[id(buffer)] = [buffer, len(boxes)]
         offset = 0
         for corner, shape in boxes:  # in C order, so the pieces are consecutive byte ranges

@@ -100,7 +100,7 @@ def with_request(function: Callable[..., Any]) -> Callable[..., Any]:
         from axlearn_core.plugins.request import Request
 
         options = {"with_": with_, "without": without, "set": set_, "steps": steps, "target": target, "layout": layout}
-        request = Request.of(experiment, **options)  # type: ignore[arg-type]
+        request = Request.from_arguments(experiment, **options)  # type: ignore[arg-type]
         return function(*args, request=change_request(request), **kwargs)
 
     return command

@@ -17,7 +17,7 @@ from axlearn_core.cli.common import (
 )
 from axlearn_core.cli.main import Group
 from axlearn_core.cli.terminal import echo
-from axlearn_core.config import ABSENT, diff, fields_of, flatten, missing
+from axlearn_core.config import ABSENT, diff, flatten, get_fields, missing
 from axlearn_core.config.assets import with_equal_names
 from axlearn_core.contracts.capabilities import DeclaresFunctions
 from axlearn_core.errors import ConfigError, RequestError
@@ -111,7 +111,7 @@ def explain(request: Request, path: str, as_json: bool) -> None:
         rows = [
             {
                 "name": p,
-                "steps": [{"who": s.set_by, "old": absent_to_none(s.old), "new": absent_to_none(s.new)} for s in steps],
+                "steps": [{"who": s.source, "old": absent_to_none(s.old), "new": absent_to_none(s.new)} for s in steps],
             }
             for p, steps in provenance.items()
         ]
@@ -121,7 +121,7 @@ def explain(request: Request, path: str, as_json: bool) -> None:
         echo(f"{click.style(name, fg='cyan')}: {text(steps[-1].new)}")
         width = max(len(text(s.new)) for s in steps)
         for step in steps:
-            echo(f"    {text(step.new).ljust(width)}  {click.style(step.set_by, dim=True)}")
+            echo(f"    {text(step.new).ljust(width)}  {click.style(step.source, dim=True)}")
 
 
 @config.command()
@@ -135,7 +135,7 @@ def check(request: Request, as_json: bool) -> None:
     exit code is 2 if a check fails.
     """
     try:
-        resolved = resolve(request).checked()
+        resolved = resolve(request).check()
         decisions = tuple(decision for decision in resolved.decisions if decision.kind == "unchanged")
         if isinstance(resolved.config, DeclaresFunctions):
             experiment: Any = resolved.config
@@ -161,7 +161,7 @@ def check(request: Request, as_json: bool) -> None:
 
 def _problem_fields(problem: object) -> dict[str, Any]:
     keys = {k: k for k in ("message", "got", "expected", "nearest", "fix")} | {"where": "location"}
-    fields = fields_of(problem)
+    fields = get_fields(problem)
     return {key: fields[name] for key, name in keys.items() if fields[name]}
 
 

@@ -254,7 +254,7 @@ class Compiler:
                 program = executables.program_hash(self.lower(name, bucket), self.options(name))
                 function = self.compile(name, bucket)
                 if self.was_cached(name, bucket):
-                    function = self._compile_anew(name, bucket)
+                    function = self._compile_without_cache(name, bucket)
                 kernels = [(choice.op.path(), choice.name) for choice in self.choices(name)]
                 compiled[name, str(_bucket_key(bucket))] = function, program, list(dict.fromkeys(kernels))
         executables.write(directory, self.layout.mesh.devices, compiled, identity, facts)
@@ -289,7 +289,7 @@ class Compiler:
         for directory, entry in self._exported.values():
             executables.read(directory, entry)
 
-    def _compile_anew(self, name: str, bucket: Any) -> Any:
+    def _compile_without_cache(self, name: str, bucket: Any) -> Any:
         """Compile without JAX's compilation caches on disk and in memory."""
         # An explicit default value changes the cache key, so that JAX does not return an earlier result.
         options = {**self.options(name), "xla_embed_ir_in_executable": False}
@@ -319,7 +319,7 @@ class Compiler:
 
             def run(*args: object) -> Any:
                 with self.tracing(name):
-                    return function.call(*args, *((bucket,) if function.by_bucket else ()))
+                    return function.call(*args, *((bucket,) if function.takes_bucket else ()))
 
             shardings = None
             if function.outputs is not None:

@@ -74,7 +74,7 @@ def detect() -> Detected:
     target = host().target(devices[0].device_kind) if len(counts) == 1 else None
     return Detected(
         description=", ".join(f"{count} x {kind}" for kind, count in sorted(counts.items())),
-        machine=target and target.machine_of(len(devices), _count_domains(target, devices)),
+        machine=target and target.make_machine(len(devices), _count_domains(target, devices)),
     )
 
 
@@ -92,23 +92,23 @@ def resolve_for_devices(request: Request) -> Resolved:
     Raises:
         RequestError: If the request is invalid. In that case JAX has not started.
     """
-    resolved = resolve(request, detect=detect_for).checked()
+    resolved = resolve(request, detect=detect_for).check()
     if not resolved.detected:
         configure_devices(resolved.machine)
     return resolved
 
 
-def slice_of(device: Any) -> int | None:
+def get_slice_index(device: Any) -> int | None:
     """Return the slice index of a TPU, or None for other devices or if it is unknown."""
     return getattr(device, "slice_index", None)
 
 
-def coordinates_of(device: Any) -> list[int]:
+def get_coordinates(device: Any) -> list[int]:
     """Return the coordinates of a TPU chip, or an empty list for other devices."""
     return list(getattr(device, "coords", ())) if device.platform == "tpu" else []
 
 
-def client_of(device: Any) -> Any:
+def get_compiler_client(device: Any) -> Any:
     """Return the compiler client of a device. None for described devices without one."""
     return getattr(device, "client", None)
 
@@ -116,7 +116,7 @@ def client_of(device: Any) -> Any:
 def _count_domains(target: Target, devices: Sequence[Any]) -> int:
     """Return the number of groups of devices with fast links: TPU slices, or GPU hosts."""
     if target.size in ("chips", "cores"):
-        return len({slice_of(d) for d in devices})
+        return len({get_slice_index(d) for d in devices})
     if target.size != "hosts" or jax.process_count() == 1:
         return 1
     name = zlib.crc32(socket.gethostname().encode())  # a host may have one process per device

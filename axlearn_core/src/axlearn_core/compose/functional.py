@@ -86,9 +86,9 @@ class Functional:
         try:
             model = nnx.eval_shape(lambda: build(jax.random.key(0)))
         except module_checks.UnfitPart as error:
-            raise module_checks.at_path(error, config) from None
+            raise module_checks.add_config_path(error, config) from None
         except ValueError as error:
-            refused = module_checks.refused_by_flax(error, config)
+            refused = module_checks.convert_flax_error(error, config)
             if refused is None:
                 raise
             raise refused from error
@@ -184,12 +184,12 @@ class Functional:
         """Return the model with abstract arrays, for inspecting its modules."""
         return self.bind(self.abstract, {**self.variables, **self.totals})
 
-    def weights_of(self, model: object) -> ModelWeights:
+    def extract_weights(self, model: object) -> ModelWeights:
         """Return the arrays of a model with this structure."""
         flat = {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(nnx.state(model))}
         return ModelWeights({p: flat[p] for p in self.abstract}, {p: flat[p] for p in self.variables})
 
-    def variables_of(self, model: object) -> Params:
+    def extract_variables(self, model: object) -> Params:
         """Return the variables and step totals of a bound model after a call.
 
         Raises:
@@ -220,7 +220,7 @@ class Functional:
         modules: list[Any] = [module for _, module in nnx.iter_modules(model) if isinstance(module, EndsStep)]
         for module in modules:
             module.end_step()
-        after = self.variables_of(model) if modules else variables
+        after = self.extract_variables(model) if modules else variables
         return {path: after[path] for path in self.variables}
 
     @property

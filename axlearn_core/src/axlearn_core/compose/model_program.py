@@ -61,12 +61,12 @@ def model_program(model: object) -> tuple[ModelProgram, ModelWeights]:
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
     program = _program(graph, tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves), _Structure(model))
-    return program, program.place(program.functional.weights_of(model))
+    return program, program.place(program.functional.extract_weights(model))
 
 
 def with_program(model: object, program: Program | ModelProgram | None) -> tuple[Program | ModelProgram, ModelWeights]:
     """Return `program`, or a new program for the model if it is None, and the model's weights."""
-    return model_program(model) if program is None else (program, program.functional.weights_of(model))
+    return model_program(model) if program is None else (program, program.functional.extract_weights(model))
 
 
 class _Structure:

@@ -153,7 +153,7 @@ class LocalRun:
     folders: tuple[Path, ...]
 
     @classmethod
-    def of_config(cls, file: Path) -> "LocalRun":
+    def from_config_file(cls, file: Path) -> "LocalRun":
         """Return the run of a config file, which is in the root of the run or in the folder of a checkpoint."""
         folder = Path(os.path.abspath(file)).parent
         in_checkpoint = folder.name.isdecimal() and (folder / "manifest.json").is_file()
@@ -231,8 +231,8 @@ def _attach_earlier(asset: Asset, run: RunFolder) -> str:
         )
         return asset.value
     if os.path.isfile(path):
-        beside = os.path.join(os.path.dirname(path), _IMPORTED, asset.name)
-        return beside if os.path.isfile(beside) else asset.value
+        imported_path = os.path.join(os.path.dirname(path), _IMPORTED, asset.name)
+        return imported_path if os.path.isfile(imported_path) else asset.value
     places = (f"{FOLDER}/{asset.folder}/", f"{_IMPORTED}/", "")
     copy = next((place for p in places if (place := run.find(p + asset.name)) is not None), None)
     if copy is None:

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import optax
 
 from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
-from axlearn_core.contracts.capabilities import learning_rate_of
+from axlearn_core.contracts.capabilities import get_learning_rate
 from axlearn_core.contracts.parts import Loss
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.kernels.selection import in_force
 from axlearn_core.learn.accumulate import value_and_grad
-from axlearn_core.learn.optimizers import AdamW, Axes, EvaluatesWith, Optimizer, rate_of
+from axlearn_core.learn.optimizers import AdamW, Axes, EvaluatesWith, Optimizer, convert_learning_rate
 from axlearn_core.learn.paths import fitting, flatten, select, unflatten
 
 
@@ -102,8 +102,8 @@ class Learner(Configurable):
     def __init__(self, cfg: Config, *, max_steps: int, axes: Axes | None = None):
         """Create a learner for `max_steps` updates. `axes` maps parameter paths to logical axis names."""
         self.cfg, self.max_steps, self._axes = cfg, max_steps, axes or {}
-        rate = learning_rate_of(cfg.optimizer)  # only for logging
-        self._rate = None if rate is None or callable(rate) else rate_of(rate, max_steps)
+        rate = get_learning_rate(cfg.optimizer)  # only for logging
+        self._rate = None if rate is None or callable(rate) else convert_learning_rate(rate, max_steps)
 
     def init(self, params: object) -> LearnerState:
         """Return the initial state for a pytree of parameters.

@@ -13,7 +13,7 @@ from axlearn_core.config import matches
 from axlearn_core.errors import RequestError, nearest
 
 
-def path_of(keys: Iterable[Any]) -> str:
+def format_key_path(keys: Iterable[Any]) -> str:
     """Convert a key path of JAX to a dotted path."""
     return ".".join(str(_name(k)) for k in keys)
 
@@ -32,14 +32,14 @@ def _is_variable(value: object) -> bool:
 def flatten(tree: object) -> dict[str, Any]:
     """Return the leaves of a tree by dotted path, in order. Replace variables with their arrays."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable)
-    return {path_of(k): v.get_value() if _is_variable(v) else v for k, v in leaves}
+    return {format_key_path(k): v.get_value() if _is_variable(v) else v for k, v in leaves}
 
 
 def unflatten(like: object, leaves: Mapping[str, Any]) -> Any:
     """Replace leaves of the tree `like` by dotted path. Keep the leaves that are not in `leaves`."""
 
     def pick(keys: Any, old: Any) -> Any:
-        path = path_of(keys)
+        path = format_key_path(keys)
         if path not in leaves:
             return old
         return old.replace(leaves[path]) if _is_variable(old) else leaves[path]

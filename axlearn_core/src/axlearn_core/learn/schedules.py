@@ -10,14 +10,14 @@ from typing import Any
 
 import optax
 
-from axlearn_core.config import Node, fields_of, node, setting
+from axlearn_core.config import Node, get_fields, node, setting
 from axlearn_core.errors import Problem
 
 Schedule = Callable[[Any], Any]
 """Function from the index of an update (int32 scalar, from 0) to a value (float32 scalar)."""
 
 
-def steps_of(steps: int | float, max_steps: int) -> int:
+def resolve_steps(steps: int | float, max_steps: int) -> int:
     """Return a number of steps. A float is a fraction of `max_steps`."""
     return round(steps * max_steps) if isinstance(steps, float) else steps
 
@@ -29,7 +29,7 @@ class _Warmed(Node[Schedule]):
 
     def validate(self) -> Iterable[Problem]:
         """Check that floats are fractions."""
-        for name, value in fields_of(self).items():
+        for name, value in get_fields(self).items():
             if name in ("warmup_steps", "decay_steps") and isinstance(value, float) and value > 1:
                 yield Problem(
                     path=name,
@@ -40,7 +40,7 @@ class _Warmed(Node[Schedule]):
 
     def build(self, *, max_steps: int, **_: object) -> Schedule:
         """Return the schedule for a run of `max_steps` updates."""
-        warmup = steps_of(self.warmup_steps, max_steps)
+        warmup = resolve_steps(self.warmup_steps, max_steps)
         after = self._after(max(1, max_steps - warmup), max_steps)
         if not warmup:
             return after
@@ -87,7 +87,7 @@ class WarmupStableDecay(_Warmed):
     end_ratio: float = setting(default=0.0, ge=0, le=1)
 
     def _after(self, steps: int, max_steps: int) -> Schedule:
-        decay = min(steps, steps_of(self.decay_steps, max_steps))
+        decay = min(steps, resolve_steps(self.decay_steps, max_steps))
         end = self.peak * self.end_ratio
         if not decay:
             return optax.constant_schedule(self.peak)

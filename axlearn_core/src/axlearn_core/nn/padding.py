@@ -48,7 +48,7 @@ def rows(count: int) -> jax.Array | None:
     return None if real is None or real.shape[0] != count else jnp.any(real, axis=1)
 
 
-def up_to_the_last_target(weights: jax.Array) -> jax.Array:
+def make_token_mask(weights: jax.Array) -> jax.Array:
     """Return a token mask [B, S] for rows without segment ids, given the weights [B, S] of their targets.
 
     Prompts also have weight 0, but later tokens have positive weights. Padding has weight 0 up to the end of the row.

@@ -34,6 +34,7 @@ __all__ = [
     "add_reports",
     "add_summary",
     "collect",
+    "get_scalars",
     "held_out",
     "is_held_out",
     "is_summary",
@@ -43,7 +44,6 @@ __all__ = [
     "mean_over_tokens",
     "sum_reports",
     "total",
-    "values_of",
 ]  # fmt: skip
 
 Values = dict[str, jax.Array]
@@ -129,7 +129,7 @@ def add_layers(reports: Sequence[tuple[Values, Report]]) -> None:
             add(name, joined.reduced() if is_summary(joined) else combine(joined))
 
 
-def values_of(report: Mapping[str, Any]) -> Values:
+def get_scalars(report: Mapping[str, Any]) -> Values:
     """Return the scalars to log by name."""
     return {name: x.value if is_summary(x) else x for name, x in report.items()}
 

@@ -277,7 +277,7 @@ class Registry:
         self._names.setdefault(cls, entry.name)
         return cls
 
-    def name_of(self, cls: type) -> str:
+    def get_name(self, cls: type) -> str:
         """Return the registered name of a config class. Raise `RequestError` if it is not registered."""
         if cls not in self._names:
             self._names[cls] = self._find_name(cls)
@@ -289,7 +289,7 @@ class Registry:
     def display_name(self, cls: type) -> str:
         """Return the registered name of a config class, or `module:Class` if it is not registered."""
         try:
-            return self.name_of(cls)
+            return self.get_name(cls)
         except RequestError:
             from axlearn_core.config.flat import qualified_name
 

@@ -239,7 +239,7 @@ def recovered_assets(config: Tree, stored: Any) -> tuple[Tree, list[str]]:
     return map_assets(config, recovered), notes
 
 
-def located_by_content(tree: Tree) -> Tree:
+def hash_asset_paths(tree: Tree) -> Tree:
     """Replace asset paths inside runs with content hashes. Equal runs then have equal configs in every location."""
 
     def named(asset: Asset) -> str:

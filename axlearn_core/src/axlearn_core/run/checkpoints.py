@@ -21,7 +21,7 @@ from axlearn_core.checkpoint.storage import open_storage
 from axlearn_core.compose import ModelAndObjective, TrainState
 from axlearn_core.config import diff
 from axlearn_core.config.kinds import DECISIVE, change_kinds
-from axlearn_core.contracts.experiment import checkpointer_of, input_of
+from axlearn_core.contracts.experiment import get_checkpointer_config, get_input_config
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import CheckpointError
 from axlearn_core.learn.paths import flatten
@@ -201,7 +201,7 @@ def open_checkpoint(
     Raises:
         CheckpointError: If the config is not a trainer config, if the step does not exist, or if the manifest is damaged.
     """
-    checkpointer = checkpointer_of(config)
+    checkpointer = get_checkpointer_config(config)
     if checkpointer is None:
         raise CheckpointError(f"{uri}/{CONFIG} is not a trainer config: it has no checkpointer")
     if isinstance(checkpointer, StorageCheckpointer.Config):
@@ -237,5 +237,5 @@ def _trained_config(checkpoint: RunCheckpoint, storage: Storage, config: object)
         more = [f"    and {len(edited) - 12} more"] if len(edited) > 12 else []
         head = f"{checkpoint.uri}/{CONFIG} differs from the config that step {checkpoint.step} was trained with"
         log.warning("%s", "\n".join([head, *lines, *more]))
-    source = input_of(config)
+    source = get_input_config(config)
     return trained if source is None else attrs.evolve(trained, input=source)

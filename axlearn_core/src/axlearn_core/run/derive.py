@@ -15,7 +15,7 @@ from axlearn_core.compose import Functional
 from axlearn_core.config import Node, patch
 from axlearn_core.config import map as map_nodes
 from axlearn_core.contracts.capabilities import LoadsInitialWeights
-from axlearn_core.contracts.experiment import checkpoint_uri, loop_of
+from axlearn_core.contracts.experiment import checkpoint_uri, get_loop_config
 from axlearn_core.contracts.parts import Weights
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_core.plugins.registry import registry
@@ -168,7 +168,7 @@ def _independent_config(config: Any) -> Any:
     def detach(part: Node[Any]) -> Node[Any]:
         return part.without_initial_weights() if isinstance(part, LoadsInitialWeights) else part
 
-    loop = loop_of(config)
+    loop = get_loop_config(config)
     settings = config if loop is None else patch(config, {"loop": map_nodes(loop, detach)})
     if checkpoint_uri(settings) is not None:
         settings = patch(settings, {"checkpointer.uri": None})

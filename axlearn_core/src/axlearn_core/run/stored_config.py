@@ -51,8 +51,8 @@ def read_run_config(
     return attach_assets(config, file, places or [(storage, path.removesuffix(CONFIG))])
 
 
-def find_checkpoints(uri: str | Path, storage: Storage, elsewhere: str | None) -> Checkpoints:
-    """Return the folder of checkpoints of the run at `uri`. `elsewhere` is `checkpointer.uri` in its config."""
-    if elsewhere is not None:
-        return Checkpoints(open_storage(elsewhere), elsewhere)
+def find_checkpoints(uri: str | Path, storage: Storage, checkpoint_uri: str | None) -> Checkpoints:
+    """Return the folder of checkpoints of the run at `uri`. `checkpoint_uri` is `checkpointer.uri` in its config."""
+    if checkpoint_uri is not None:
+        return Checkpoints(open_storage(checkpoint_uri), checkpoint_uri)
     return Checkpoints(storage, f"{uri}/{CHECKPOINTS}", f"{CHECKPOINTS}/")

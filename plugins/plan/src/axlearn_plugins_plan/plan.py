@@ -14,7 +14,7 @@ from axlearn_core.compose.objective import replicated
 from axlearn_core.config import Node, find, flatten, get, missing
 from axlearn_core.config.roles import StackRole
 from axlearn_core.contracts.capabilities import DeclaresBatches, DeclaresFunctions, vocabulary_size
-from axlearn_core.contracts.experiment import accumulate_steps, input_of
+from axlearn_core.contracts.experiment import accumulate_steps, get_input_config
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.kernels.selection import Choice
@@ -140,7 +140,7 @@ def compose_program(resolved: Resolved) -> tuple[Program, dict[str, jax.ShapeDty
 def _check_config(resolved: Resolved) -> None:
     """Raise `ConfigError` if the config is invalid, but accept unset input fields if the batch shapes are still known."""
     try:
-        resolved.checked()
+        resolved.check()
     except ConfigError as error:
         source = get(resolved.config, "input")
         unset = {p.path for p in missing(resolved.config)}
@@ -160,7 +160,7 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
 
     Args:
         resolved: The resolved request.
-        function: Name of a function that the experiment declares. `Function.bucket_of` maps a batch to its shapes.
+        function: Name of a function that the experiment declares. `Function.get_bucket` maps a batch to its shapes.
 
     Raises:
         RequestError: The request is invalid (see `compose_program`), or the experiment has no such function.

@@ -70,7 +70,7 @@ class Layers:
 
     def all_variables(self) -> KindVariables:
         """Return all variables of each kind."""
-        return {kind: variables.values_of(state) for kind, state in enumerate(self.states)}
+        return {kind: variables.get_values(state) for kind, state in enumerate(self.states)}
 
     def replace_variables(self, updates: Mapping[int, variables.Values]) -> "Layers":
         """Return the layers with new values for some of their variables."""

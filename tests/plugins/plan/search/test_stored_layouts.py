@@ -28,7 +28,7 @@ def layout_search():
 
 
 def shipped(layout_search, model, target):
-    resolved = resolve(Request.of(model, target=target))
+    resolved = resolve(Request.from_arguments(model, target=target))
     return layout_search.layout_of(resolved.config, resolved.machine.devices)
 
 

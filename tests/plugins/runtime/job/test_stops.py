@@ -47,9 +47,9 @@ def session(tmp_path):
 def test_a_signal_stops_it_and_a_second_one_at_once(session):
     handler = signal.getsignal(signal.SIGTERM)
     with session:
-        assert not session.stops()
+        assert not session.should_stop()
         signal.raise_signal(signal.SIGTERM)
-        assert session.stops()
+        assert session.should_stop()
         assert session.stop_signal == signal.SIGTERM
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -80,6 +80,6 @@ def test_a_signal_ends_the_wait_for_a_batch(session, monkeypatch, capsys):
     with session:
         assert session.next_batch() == {"x": 1}
         assert session.next_batch() is None
-        assert session.stops()
+        assert session.should_stop()
     assert session.stop_signal == signal.SIGTERM
     assert "the input returned no batch in time; stopping without it" in capsys.readouterr().err

@@ -148,7 +148,7 @@ class ClockListener(RunListener):
 
 def phase_clock(session: Any) -> ClockListener:
     """Return the listener of a run."""
-    return ClockListener(session.since)
+    return ClockListener(session.start_time)
 
 
 def _timestamp(age: float = 0.0) -> str:

@@ -53,7 +53,7 @@ class Stops(RunListener):
             log_message("the input returned no batch in time; stopping without it")
             return None
 
-    def stops(self) -> bool:
+    def should_stop(self) -> bool:
         """Return True if the run stops at this step.
 
         All processes agree. SIGTERM, which announces a preemption, stops at the next step. SIGINT stops at the next logged step.

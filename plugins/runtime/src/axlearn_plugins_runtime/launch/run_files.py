@@ -26,7 +26,7 @@ def read_document(name: str) -> str:
     data = parse(text, name).data
     if not (isinstance(data, Mapping) and data.get("resolved") is True):
         return text
-    run = LocalRun.of_config(Path(name))
+    run = LocalRun.from_config_file(Path(name))
 
     def attached(value: Any) -> Any:
         if isinstance(value, Mapping):
