@@ -8,6 +8,7 @@ on first use, so modules that implement hooks need not import JAX.
 
 # ruff: noqa: F401
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ __all__ = sorted(_MODULE_NAMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     module = importlib.import_module(f"axlearn_core.{_MODULE_NAMES[name]}")
     value = globals()[name] = getattr(module, name)
     return value

@@ -23,7 +23,7 @@ from axlearn_core.config import (
     patch,
     setting,
 )  # fmt: skip
-from axlearn_core.config.configured import configured_class
+from axlearn_core.config.callable_node import configured_class
 from axlearn_core.config.tree import config_class
 from axlearn_core.errors import ConfigError, RequestError, unknown
 

@@ -5,7 +5,7 @@ import pytest
 from axlearn_core.config import flatten
 from axlearn_core.config.kinds import mathematics
 from axlearn_core.contracts.mesh import MeshRule
-from axlearn_core.contracts.target import Detected
+from axlearn_core.contracts.target import DetectedMachine
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.plugins import resolve as resolution
 from axlearn_core.plugins.registry import Registry
@@ -14,7 +14,7 @@ from axlearn_core.plugins.targets import find_machine
 
 
 def on(name, description="8 x Toy"):
-    return lambda config: Detected(description=description, machine=find_machine(name))
+    return lambda config: DetectedMachine(description=description, machine=find_machine(name))
 
 
 def detected(experiment="quickstart", machine="h100-8x1", **options):
@@ -159,7 +159,7 @@ def test_a_cpu_changes_nothing(machine):
 
 
 def test_an_unknown_device_gets_no_rule_and_a_line():
-    resolved = resolve("quickstart", detect=lambda config: Detected(description="4 x Abacus", machine=None))
+    resolved = resolve("quickstart", detect=lambda config: DetectedMachine(description="4 x Abacus", machine=None))
     assert resolved.config == resolve("quickstart").config
     assert [str(d) for d in resolved.decisions] == [
         "machine: 4 x Abacus (no installed package supports it: no mesh rule)"
@@ -241,7 +241,7 @@ def test_a_feature_that_changes_nothing_is_named(rule):
 
 def on_cpus(count, **settings):
     machine = find_machine(f"cpu-{count}")
-    detect = lambda config: Detected(description=f"{count} x cpu", machine=machine)  # noqa: E731
+    detect = lambda config: DetectedMachine(description=f"{count} x cpu", machine=machine)  # noqa: E731
     return resolve("quickstart", detect=detect, set={"model.decoder.num_layers": 1, "input.batch_size": 12, **settings})
 
 

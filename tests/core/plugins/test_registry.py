@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from axlearn_core.config import configure
-from axlearn_core.config.configured import configured_class
+from axlearn_core.config.callable_node import configured_class
 from axlearn_core.errors import PluginError, RequestError
 from axlearn_core.plugins.registry import core_version, registry
 

@@ -16,7 +16,13 @@ from jax.sharding import Sharding
 
 from axlearn_core.checkpoint import manifest, stream
 from axlearn_core.checkpoint.manifest import ArrayInfo, Checkpoints, Manifest
-from axlearn_core.checkpoint.retention import START_MARKER, clear_staging, remove_unfinished, set_aside, unwanted_steps
+from axlearn_core.checkpoint.retention import (
+    START_MARKER,
+    clear_staging,
+    list_expired_steps,
+    remove_unfinished,
+    set_aside,
+)
 from axlearn_core.checkpoint.state import abstract_arrays, agree, check_same, collect_arrays, describe, rebuild_state
 from axlearn_core.checkpoint.storage import LocalStorage, open_storage
 from axlearn_core.config import Configurable, node, setting
@@ -365,11 +371,11 @@ class StorageCheckpointer(Configurable):
     def _steps_to_delete(self) -> list[int]:
         if self.cfg.keep_last is None:
             return []
-        return self._unwanted_steps({s: m for s in self.steps() if (m := self._read_run_manifest(s)) is not None})
+        return self._list_expired_steps({s: m for s in self.steps() if (m := self._read_run_manifest(s)) is not None})
 
-    def _unwanted_steps(self, manifests: Mapping[int, Manifest]) -> list[int]:
+    def _list_expired_steps(self, manifests: Mapping[int, Manifest]) -> list[int]:
         """Return the checkpoints of this run that no `keep_` field selects."""
-        return unwanted_steps(self.cfg, manifests)
+        return list_expired_steps(self.cfg, manifests)
 
     def _read_run_manifest(self, step: int) -> Manifest | None:
         """Return the manifest of a checkpoint if this run wrote it, or None."""

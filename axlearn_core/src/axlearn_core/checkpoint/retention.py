@@ -19,7 +19,7 @@ START_MARKER = "begun.json"
 """First file of a save, which names the run that owns it."""
 
 
-def unwanted_steps(cfg: Any, manifests: Mapping[int, Manifest]) -> list[int]:
+def list_expired_steps(cfg: Any, manifests: Mapping[int, Manifest]) -> list[int]:
     """Return the steps that no `keep_` field of a checkpointer's config selects.
 
     Args:

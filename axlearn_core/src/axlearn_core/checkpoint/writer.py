@@ -97,7 +97,7 @@ class PartWriter:
         buffers: Host memory for copies.
         pool: Threads that write the files.
         rate: Rate limit of all writers.
-        alone: If True, write a complete checkpoint from the shards on this process, including replicas.
+        single_process: If True, write a complete checkpoint from the shards on this process, including replicas.
     """
 
     def __init__(
@@ -108,11 +108,13 @@ class PartWriter:
         pool: Executor,
         *,
         rate: RateLimit | None = None,
-        alone: bool = False,
+        single_process: bool = False,
     ):
         self.storage, self.folder, self.buffers, self.pool = storage, folder, buffers, pool
         self.rate = rate or RateLimit()
-        self.process, self.shards = (0, iter_local_shards) if alone else (jax.process_index(), iter_saved_shards)
+        self.process, self.shards = (
+            (0, iter_local_shards) if single_process else (jax.process_index(), iter_saved_shards)
+        )
         self.files: dict[str, list[BinaryFile]] = {WEIGHTS: [], NON_WEIGHTS: []}
         self.described: dict[str, dict[str, Any]] = {WEIGHTS: {}, NON_WEIGHTS: {}}
         self._open: dict[str, BinaryFile] = {}

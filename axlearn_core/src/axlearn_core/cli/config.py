@@ -17,7 +17,7 @@ from axlearn_core.cli.common import (
 )
 from axlearn_core.cli.main import Group
 from axlearn_core.cli.terminal import echo
-from axlearn_core.config import ABSENT, diff, flatten, get_fields, missing
+from axlearn_core.config import ABSENT, diff, find_missing, flatten, get_fields
 from axlearn_core.config.assets import with_equal_names
 from axlearn_core.contracts.capabilities import DeclaresFunctions
 from axlearn_core.errors import ConfigError, RequestError
@@ -56,7 +56,7 @@ def show(request: Request, flat: bool, as_json: bool) -> None:
     else:
         for line in resolved.to_yaml().splitlines():
             echo(re.sub(r"^([ -]*)([^\s:]+:)", lambda m: m[1] + click.style(m[2], fg="cyan"), line))
-    for problem in missing(resolved.config):
+    for problem in find_missing(resolved.config):
         echo(f"not set: {problem.path}", err=True)
 
 
@@ -140,11 +140,11 @@ def check(request: Request, as_json: bool) -> None:
         if isinstance(resolved.config, DeclaresFunctions):
             experiment: Any = resolved.config
             from axlearn_core.checkpoint.storage import check_uri
-            from axlearn_core.compose.objective import replicated  # imports JAX
+            from axlearn_core.compose.objective import decide_replication  # imports JAX
             from axlearn_core.compose.program import check_program
 
             check_uri(experiment)
-            decisions += replicated(check_program(experiment, resolved.machine))
+            decisions += decide_replication(check_program(experiment, resolved.machine))
     except ConfigError as error:
         if not as_json:
             raise

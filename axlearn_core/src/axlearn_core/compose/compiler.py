@@ -140,7 +140,7 @@ class Compiler:
         """
         key = (name, _bucket_key(bucket), *sorted(options.items()))
         if key not in self._compiled:
-            self._once(key, lambda: self._load(name, bucket, options) or self._compile(name, bucket, options))
+            self._compute_once(key, lambda: self._load(name, bucket, options) or self._compile(name, bucket, options))
         return self._compiled[key]
 
     def compile_all(self, functions: Sequence[tuple[str, Any]]) -> None:
@@ -161,11 +161,11 @@ class Compiler:
                 elif key not in self._compiled:
                     lowered = self.lower(name, bucket)
                     make = functools.partial(self._compile_lowered, lowered, key, self.options(name), hits)
-                    compiling.append(pool.submit(self._once, key, make))
+                    compiling.append(pool.submit(self._compute_once, key, make))
             for future in compiling:
                 future.result()
 
-    def _once(self, key: Any, make: Callable[[], Any]) -> None:
+    def _compute_once(self, key: Any, make: Callable[[], Any]) -> None:
         """Cache the result of `make`. If another thread is already computing it, wait instead."""
         with self._guard:
             lock = self._compiling.setdefault(key, threading.Lock())

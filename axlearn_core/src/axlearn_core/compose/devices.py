@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from axlearn_core import compat
 from axlearn_core.contracts.capabilities import HasProcessGroup
-from axlearn_core.contracts.target import Detected, Machine, Target
+from axlearn_core.contracts.target import DetectedMachine, Machine, Target
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.request import Request
@@ -26,7 +26,7 @@ def configure_devices(machine: Machine | None) -> None:
     host().hook.axlearn_before_devices()
     if machine is not None and machine.target.platform == "cpu":
         if machine.devices > 1:
-            compat.threads_for(machine.devices)
+            compat.set_thread_count(machine.devices)
         virtual(machine.devices)  # `local_devices` counts them after all processes have joined
 
 
@@ -67,18 +67,18 @@ def local_devices(machine: Machine | None) -> Sequence[Any]:
     return _check_count(machine, devices)
 
 
-def detect() -> Detected:
+def detect() -> DetectedMachine:
     """Detect the machine of this job. In a job with several processes, all must call this after joining."""
     devices = jax.devices()
     counts = collections.Counter(d.device_kind for d in devices)
     target = host().target(devices[0].device_kind) if len(counts) == 1 else None
-    return Detected(
+    return DetectedMachine(
         description=", ".join(f"{count} x {kind}" for kind, count in sorted(counts.items())),
         machine=target and target.make_machine(len(devices), _count_domains(target, devices)),
     )
 
 
-def detect_for(config: object) -> Detected:
+def detect_for(config: object) -> DetectedMachine:
     """Join the processes of a config's job, and detect its machine."""
     configure_devices(None)
     if isinstance(config, HasProcessGroup):

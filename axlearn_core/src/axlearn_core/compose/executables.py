@@ -20,7 +20,7 @@ from jax.experimental import serialize_executable
 from jaxlib import version as jaxlib_version
 
 from axlearn_core.compose.devices import get_compiler_client, get_coordinates
-from axlearn_core.compose.identity import circumstances
+from axlearn_core.compose.identity import read_compile_settings
 from axlearn_core.errors import RequestError
 from axlearn_core.kernels.selection import import_kernels
 
@@ -76,7 +76,7 @@ def environment(devices: Any) -> dict[str, Any]:
         "processes": sorted({d.process_index for d in flat}),
         "mesh": list(devices.shape),
         "cpu": _cpu_features(features=flat[0].platform == "cpu"),
-        **circumstances(),
+        **read_compile_settings(),
     }
 
 

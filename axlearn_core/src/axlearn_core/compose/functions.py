@@ -84,15 +84,15 @@ class DeclaresModelFunctions(Protocol):
 def model_functions(functional: Functional) -> dict[str, Function]:
     """Return the functions that a model declares. They take `ModelWeights` instead of the bound model."""
     model = functional.describe()
-    return over_weights(model.functions() if isinstance(model, DeclaresModelFunctions) else {}, functional)
+    return convert_functions(model.functions() if isinstance(model, DeclaresModelFunctions) else {}, functional)
 
 
-def over_weights(declared: Mapping[str, Function], functional: Functional) -> dict[str, Function]:
+def convert_functions(declared: Mapping[str, Function], functional: Functional) -> dict[str, Function]:
     """Convert functions of a bound model to functions of `ModelWeights`. Keep functions that are not `takes_model`."""
-    return {n: _over_weights(f, functional) if f.takes_model else f for n, f in declared.items()}
+    return {n: _convert_function(f, functional) if f.takes_model else f for n, f in declared.items()}
 
 
-def _over_weights(function: Function, functional: Functional) -> Function:
+def _convert_function(function: Function, functional: Functional) -> Function:
     def call(weights: ModelWeights, *inputs: object) -> Any:
         return function.call(functional.bind(weights.params, weights.variables), *inputs)
 

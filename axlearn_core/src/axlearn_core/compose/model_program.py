@@ -9,7 +9,7 @@ from flax import nnx
 
 from axlearn_core.compose.compiler import Compiler
 from axlearn_core.compose.functional import Functional, ModelWeights
-from axlearn_core.compose.functions import Function, Part, model_functions, over_weights
+from axlearn_core.compose.functions import Function, Part, convert_functions, model_functions
 from axlearn_core.compose.layout import Layout, make_mesh
 from axlearn_core.compose.program import Program, array_shardings, sharded_specs
 from axlearn_core.contracts.mesh import Mesh
@@ -47,7 +47,7 @@ class ModelProgram(Compiler):
         specs = sharded_specs(functional, array_shardings(functional, layout))
         functions = model_functions(functional)
         if declare is not None:
-            functions |= over_weights(declare(functional.describe()), functional)
+            functions |= convert_functions(declare(functional.describe()), functional)
         target = target or host().target(devices[0].device_kind)
         super().__init__(functions, layout, mesh, target, {Part.WEIGHTS: specs})
 

@@ -242,7 +242,7 @@ class ModelAndObjective:
                 )
 
 
-def replicated(trained: Functional | ModelAndObjective) -> tuple[Decision, ...]:
+def decide_replication(trained: Functional | ModelAndObjective) -> tuple[Decision, ...]:
     """Return the decision to replicate parameters without axis names, or an empty tuple if all have names."""
     if not trained.unnamed:
         return ()

@@ -1,12 +1,12 @@
 """Configs: trees of frozen values. This package does not import JAX."""
 
+from axlearn_core.config.callable_node import configure, with_subclass
 from axlearn_core.config.codec import Decoder, Names, QualifiedNames, dump, encode
-from axlearn_core.config.configured import configure, with_subclass
 from axlearn_core.config.flat import ABSENT, Change, diff, flatten
 from axlearn_core.config.node import REQUIRED, Configurable, Node, get_fields, get_options, interface, node, setting
 from axlearn_core.config.offers import offers
 from axlearn_core.config.sizes import Scaled, size_of
-from axlearn_core.config.tree import check, find, get, map, matches, missing, patch, replace_config, walk
+from axlearn_core.config.tree import check, find, find_missing, get, map, matches, patch, replace_config, walk
 from axlearn_core.config.yaml_file import Document, parse
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "dump",
     "encode",
     "find",
+    "find_missing",
     "flatten",
     "get",
     "get_fields",
@@ -33,7 +34,6 @@ __all__ = [
     "interface",
     "map",
     "matches",
-    "missing",
     "node",
     "offers",
     "parse",

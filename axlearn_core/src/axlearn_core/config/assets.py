@@ -6,7 +6,7 @@ config refers to the copy by a relative path:
     input:
       tokenizer: {type: tokenizer-json, path: run:files/input.tokenizer/tokenizer.json}
 
-`portable` converts paths to this form. `attach` converts them back to paths that can be opened.
+`make_portable` converts paths to this form. `attach` converts them back to paths that can be opened.
 """
 
 import logging
@@ -97,7 +97,7 @@ def assets(tree: Any) -> list[Asset]:
     return result
 
 
-def portable(tree: Any, keep: Callable[[Asset], bool] = lambda asset: False) -> tuple[Any, dict[str, Asset]]:
+def make_portable(tree: Any, keep: Callable[[Asset], bool] = lambda asset: False) -> tuple[Any, dict[str, Asset]]:
     """Convert asset paths to paths relative to the run.
 
     Args:

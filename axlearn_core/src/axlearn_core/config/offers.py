@@ -52,7 +52,7 @@ def list_required_arguments(cls: type[Node[Any]]) -> frozenset[str]:
     return fields | required_arguments(cls.owner.__init__, 2)
 
 
-def refused(node: object) -> Iterator[Problem]:
+def check_offers(node: object) -> Iterator[Problem]:
     """Yield a problem for each direct child that requires an argument its slot does not offer. Paths are relative."""
     fields = get_fields(node)
     for name, (protocol, offered) in _slots(type(node)).items():

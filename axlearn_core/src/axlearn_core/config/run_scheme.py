@@ -10,7 +10,7 @@ RUN_SCHEME = "run:"
 """Prefix of a path relative to the run."""
 
 
-def unattached(value: Node[Any]) -> Iterable[Problem]:
+def check_assets(value: Node[Any]) -> Iterable[Problem]:
     """Return a problem for each asset of a node whose run is missing."""
     for name in asset_fields(type(value)):
         path = get_fields(value)[name]

@@ -10,7 +10,7 @@ from axlearn_core.config.node import Node, get_fields, is_node, resolve_hints
 from axlearn_core.errors import Problem
 
 
-def wrong_parts(value: Node[Any]) -> Iterator[Problem]:
+def check_slots(value: Node[Any]) -> Iterator[Problem]:
     """Yield a problem for each direct child whose class lacks a method of its slot's protocol.
 
     Only methods of classes are checked. Attributes exist only on instances, and the result of a factory function is

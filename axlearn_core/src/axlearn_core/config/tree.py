@@ -12,10 +12,10 @@ import attrs
 from immutabledict import immutabledict
 
 from axlearn_core.config.node import REQUIRED, Node, get_fields, interface_fields, is_interface
-from axlearn_core.config.offers import refused
+from axlearn_core.config.offers import check_offers
 from axlearn_core.config.roles import Role
-from axlearn_core.config.run_scheme import unattached
-from axlearn_core.config.slots import list_slots, wrong_parts
+from axlearn_core.config.run_scheme import check_assets
+from axlearn_core.config.slots import check_slots, list_slots
 from axlearn_core.config.types import show
 from axlearn_core.errors import SHOWN_PROBLEMS, ConfigError, Problem, nearest
 
@@ -394,7 +394,7 @@ def fill_slots(tree: Any, protocol: type, fill: Edit, *, no_match: Problem) -> A
     return result
 
 
-def missing(tree: object) -> list[Problem]:
+def find_missing(tree: object) -> list[Problem]:
     """Return a problem for each required field that the user has not set."""
     paths = []
     for path, value in walk(tree):
@@ -410,11 +410,11 @@ def missing(tree: object) -> list[Problem]:
 
 def check(tree: object) -> Any:
     """Validate a config and return it. Raise one `ConfigError` that lists all problems."""
-    problems = missing(tree)
+    problems = find_missing(tree)
     unset = {p.path.rpartition(".")[0] for p in problems}
     for path, value in walk(tree):
         if isinstance(value, Node) and path not in unset:
-            wrong = [*value.validate(), *refused(value), *wrong_parts(value), *unattached(value)]
+            wrong = [*value.validate(), *check_offers(value), *check_slots(value), *check_assets(value)]
             problems += [attrs.evolve(p, path=join(path, p.path) if p.path else path) for p in wrong]
     if problems:
         raise ConfigError(problems)

@@ -146,7 +146,7 @@ class Machine:
 
 
 @attrs.frozen(kw_only=True)
-class Detected:
+class DetectedMachine:
     """The machine of a job, detected from JAX's devices.
 
     Attributes:

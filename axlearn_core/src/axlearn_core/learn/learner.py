@@ -11,10 +11,10 @@ from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
 from axlearn_core.contracts.capabilities import get_learning_rate
 from axlearn_core.contracts.parts import Loss
 from axlearn_core.errors import ConfigError, Problem
-from axlearn_core.kernels.selection import in_force
+from axlearn_core.kernels.selection import get_active_selection
 from axlearn_core.learn.accumulate import value_and_grad
 from axlearn_core.learn.optimizers import AdamW, Axes, EvaluatesWith, Optimizer, convert_learning_rate
-from axlearn_core.learn.paths import fitting, flatten, select, unflatten
+from axlearn_core.learn.paths import flatten, match_paths, select, unflatten
 
 
 @node
@@ -187,7 +187,7 @@ class Learner(Configurable):
     def frozen_variables(self, paths: Iterable[str]) -> list[str]:
         """Return the variables that a rule freezes; see `axlearn_core.contracts.capabilities.FreezesVariables`."""
         paths = list(paths)
-        frozen = {p for rule in self.cfg.rules if rule.freeze for p in fitting(rule.pattern, paths)}
+        frozen = {p for rule in self.cfg.rules if rule.freeze for p in match_paths(rule.pattern, paths)}
         return [path for path in paths if path in frozen]
 
     def evaluation_params(self, state: LearnerState, params: object) -> Any:
@@ -324,7 +324,7 @@ def _step_if(finite: jax.Array, step: Callable[..., Any], before: tuple[Any, ...
     On CPUs a conditional updates in place, but a select keeps copies of the old state. On GPUs a conditional copies the
     entire state, but a select is fused into the update. On TPUs both cost the same.
     """
-    selection = in_force()
+    selection = get_active_selection()
     platform = jax.default_backend() if selection is None else selection.platform
     if platform in ("gpu", "tpu"):
         return jax.tree.map(lambda new, old: jax.lax.select(finite, new, old), step(*before, grads), before)

@@ -47,7 +47,7 @@ def unflatten(like: object, leaves: Mapping[str, Any]) -> Any:
     return jax.tree_util.tree_map_with_path(pick, like, is_leaf=_is_variable)
 
 
-def fitting(pattern: str, paths: Iterable[str]) -> list[str]:
+def match_paths(pattern: str, paths: Iterable[str]) -> list[str]:
     """Return the paths that match a pattern of `*` and `**`. A leading `!` inverts the match."""
     negated, plain = pattern.startswith("!"), pattern.removeprefix("!")
     return [path for path in paths if matches(plain, path) != negated]
@@ -61,7 +61,7 @@ def select(pattern: str, paths: Iterable[str], *, setting: str) -> list[str]:
     """
     paths = list(paths)
     negated, plain = pattern.startswith("!"), pattern.removeprefix("!")
-    matching_paths = fitting(pattern, paths)
+    matching_paths = match_paths(pattern, paths)
     if not matching_paths:
         plain = plain.replace("**.", "").replace(".**", "")
         by_tail = {

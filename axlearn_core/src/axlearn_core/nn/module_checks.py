@@ -112,7 +112,7 @@ def check_seeds(model: object, draws: bool) -> None:
         raise problem
 
 
-def unseeded(error: ValueError, model: object) -> ConfigError | None:
+def convert_seed_error(error: ValueError, model: object) -> ConfigError | None:
     """Convert flax's error about dropout without `rngs` to a config error. Return None for other errors."""
     return _check_random_keys(model) if "no `rngs` argument" in str(error) else None
 

@@ -55,7 +55,7 @@ def write(module: object, values: Mapping[str, jax.Array]) -> None:
         nnx.update(module, nnx.from_flat_state(state))
 
 
-def replaced(state: Any, values: Mapping[str, jax.Array]) -> Any:
+def replace_values(state: Any, values: Mapping[str, jax.Array]) -> Any:
     """Replace the values of some variables in an `nnx.State`."""
     if not values:
         return state

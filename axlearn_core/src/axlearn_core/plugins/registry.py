@@ -21,7 +21,7 @@ import importlib_metadata
 
 from axlearn_core.errors import AxlearnError, PluginError, RequestError
 from axlearn_core.plugins.index import entry_points, unknown_name_error
-from axlearn_core.plugins.removed import find_replacement
+from axlearn_core.plugins.removed_names import find_replacement
 
 if TYPE_CHECKING:
     from axlearn_core.config import Node
@@ -263,7 +263,7 @@ class Registry:
 
     def component(self, name: str) -> "type[Node[Any]]":
         """Return the config class of a component: the `Config` of a class, a node class, or the result of `configure`."""
-        from axlearn_core.config.configured import configured_class
+        from axlearn_core.config.callable_node import configured_class
         from axlearn_core.config.tree import config_class
 
         entry = self.entry("components", name)

@@ -23,7 +23,7 @@ from axlearn_core.config.types import show
 from axlearn_core.contracts.experiment import get_mesh, get_model_config
 from axlearn_core.contracts.mesh import MeshRule, TargetRule
 from axlearn_core.contracts.request_layout import RequestLayout
-from axlearn_core.contracts.target import Detected, Machine
+from axlearn_core.contracts.target import DetectedMachine, Machine
 from axlearn_core.errors import AxlearnError, ConfigError, PluginError, Problem, RequestError
 from axlearn_core.plugins.decisions import Decision, show_changes
 from axlearn_core.plugins.feature import Feature
@@ -36,7 +36,7 @@ from axlearn_core.plugins.targets import find_config_rule, find_machine, find_ru
 NO_TARGET = "none"
 """Target of a request to apply no mesh rule."""
 
-Detect = Callable[[Node[Any]], Detected]
+Detect = Callable[[Node[Any]], DetectedMachine]
 """Function that detects the machine, given the config resolved without a mesh rule."""
 
 

@@ -25,8 +25,8 @@ from axlearn_core.contracts.experiment import get_checkpointer_config, get_input
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import CheckpointError
 from axlearn_core.learn.paths import flatten
-from axlearn_core.plugins.unregistered import code_name
-from axlearn_core.run.asset_copies import Place, aligned_assets
+from axlearn_core.plugins.code_names import code_name
+from axlearn_core.run.asset_copies import Place, align_assets
 from axlearn_core.run.record import CONFIG
 from axlearn_core.run.stored_config import CHECKPOINTS, find_checkpoints, read_run_config
 
@@ -226,7 +226,7 @@ def _trained_config(checkpoint: RunCheckpoint, storage: Storage, config: object)
         return config
     places: list[Place] = [(place.storage, place.folder), (storage, "")]
     trained: Any = read_run_config(place.storage, place.name, path, places=places)
-    changes = diff(aligned_assets(trained, config), config, code_name)
+    changes = diff(align_assets(trained, config), config, code_name)
     edited = [change for change, kind in change_kinds(changes, trained, config) if kind in DECISIVE]
     if edited:
         lines = [

@@ -24,9 +24,9 @@ from axlearn_core.config.files import read_regular
 from axlearn_core.config.kinds import DECISIVE, change_kinds, mathematics, microbatches
 from axlearn_core.config.types import show
 from axlearn_core.errors import CheckpointError, RequestError, StorageError, WorkError
+from axlearn_core.plugins.code_names import code_name, stable_repr
 from axlearn_core.plugins.decisions import Decision
-from axlearn_core.plugins.unregistered import code_name, stable_repr
-from axlearn_core.run.asset_copies import aligned_assets, hash_asset_paths, write_assets
+from axlearn_core.run.asset_copies import align_assets, hash_asset_paths, write_assets
 
 SourceLookup = Callable[[str], str | None]
 CONFIG, LOCK = "config.yaml", "run.lock.json"
@@ -59,19 +59,19 @@ def short_hash(config: Node[Any]) -> str:
 
 
 @attrs.frozen
-class Refused:
+class RefusedChange:
     """A config change that prevents resuming a run. `reason` may be empty if the kind of the field is sufficient."""
 
     change: Change
     reason: str = ""
 
 
-def refused_changes(changes: tuple[Change, ...], old: Node[Any], config: Node[Any]) -> list[Refused]:
+def find_refused_changes(changes: tuple[Change, ...], old: Node[Any], config: Node[Any]) -> list[RefusedChange]:
     """Return the changes of mathematics between the config of a run and a new config."""
     kinds = change_kinds(changes, old, config)
     reasons = batch_dependence(config) if any(kind == "microbatches" for _, kind in kinds) else ()
     return [
-        Refused(change, f"different microbatches: {', '.join(reasons)}" if kind == "microbatches" else "")
+        RefusedChange(change, f"different microbatches: {', '.join(reasons)}" if kind == "microbatches" else "")
         for change, kind in kinds
         if kind in DECISIVE or (kind == "microbatches" and reasons)
     ]
@@ -226,11 +226,11 @@ def check_config(
     Raises:
         CheckpointError: If they change the mathematics. The message starts with `subject`.
     """
-    old = aligned_assets(old, config)
+    old = align_assets(old, config)
     changes = diff(old, config, code_name)
-    refused = refused_changes(changes, old, config)
+    refused = find_refused_changes(changes, old, config)
 
-    def line(refusal: Refused) -> str:
+    def line(refusal: RefusedChange) -> str:
         remarks = "; ".join(r for r in (refusal.reason, find_source(refusal.change.path)) if r)
         return f"    {show_change(refusal.change)}" + (f" ({remarks})" if remarks else "")
 

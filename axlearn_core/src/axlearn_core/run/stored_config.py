@@ -9,9 +9,9 @@ from axlearn_core.checkpoint.storage import open_storage
 from axlearn_core.config import Node
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import CheckpointError, ConfigError, MissingFileError
+from axlearn_core.plugins.code_names import CodeNames, restore_values
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import read_text
-from axlearn_core.plugins.unregistered import CodeNames, restore_values
 from axlearn_core.run.asset_copies import Place, attach_assets
 from axlearn_core.run.record import CONFIG
 

@@ -12,16 +12,16 @@ from axlearn_core.checkpoint.base import StorageCheckpointer
 from axlearn_core.compose.devices import resolve_for_devices
 from axlearn_core.config import Node, diff, encode
 from axlearn_core.config.assets import assets as list_assets
-from axlearn_core.config.assets import portable
+from axlearn_core.config.assets import make_portable
 from axlearn_core.contracts.experiment import checkpoint_uri, get_checkpointer_config
 from axlearn_core.errors import CheckpointError, RequestError, StorageError
+from axlearn_core.plugins.code_names import CodeNames, code_name
 from axlearn_core.plugins.request import Request, write
 from axlearn_core.plugins.resolve import Resolved
-from axlearn_core.plugins.unregistered import CodeNames, code_name
-from axlearn_core.run.asset_copies import aligned_assets, collect_assets, recovered_assets
+from axlearn_core.run.asset_copies import align_assets, collect_assets, recover_assets
 from axlearn_core.run.checkpoints import RunCheckpoint, open_checkpoint, open_folder
 from axlearn_core.run.notices import log_message
-from axlearn_core.run.record import RunDir, check_config, refused_changes, short_hash
+from axlearn_core.run.record import RunDir, check_config, find_refused_changes, short_hash
 from axlearn_core.run.run import Run
 from axlearn_core.run.working_copy import is_remote, working_copy
 from axlearn_core.train.session import RollBack
@@ -131,7 +131,7 @@ def prepare(request: Request, run_dir: str | Path | None, restore_step: int | No
         raise RequestError(f"{resolved.title} is a {type(config).__qualname__}; expected a Trainer.Config")
     path, uri, notes = locate_run(run_dir, resolved.title, config)
     old = read_resumed_config(uri or path, restore_step)
-    config, recovered = recovered_assets(config, old)
+    config, recovered = recover_assets(config, old)
     return attrs.evolve(resolved, config=config), Destination(path, uri, old, (*notes, *recovered))
 
 
@@ -191,7 +191,7 @@ def default_run_dir(experiment: str, config: Node[Any]) -> tuple[Path, tuple[str
     if path.exists():
         return path, ()
     pattern = f"{glob.escape(experiment)}-{'[0-9a-f]' * 8}"
-    earlier = [p for p in sorted(path.parent.glob(pattern)) if _computes_the_same(p, config)]
+    earlier = [p for p in sorted(path.parent.glob(pattern)) if _has_same_result(p, config)]
     if len(earlier) > 1:
         raise RequestError(
             f"several runs of earlier versions match this config: {', '.join(map(str, earlier))}\n"
@@ -202,7 +202,7 @@ def default_run_dir(experiment: str, config: Node[Any]) -> tuple[Path, tuple[str
     return path, ()
 
 
-def _computes_the_same(run_dir: Path, config: Node[Any]) -> bool:
+def _has_same_result(run_dir: Path, config: Node[Any]) -> bool:
     if RunDir(run_dir, resumes=True).read_lock().get("hash") == short_hash(config):
         return True
     try:  # an earlier version hashed other fields
@@ -211,8 +211,8 @@ def _computes_the_same(run_dir: Path, config: Node[Any]) -> bool:
         return False
     if old is None:
         return False
-    old = aligned_assets(old, config)
-    return not refused_changes(diff(old, config, code_name), old, config)
+    old = align_assets(old, config)
+    return not find_refused_changes(diff(old, config, code_name), old, config)
 
 
 def read_resumed_config(run_dir: Path | str, step: int | None) -> Node[Any] | None:
@@ -231,7 +231,7 @@ def provenance(resolved: Resolved) -> dict[str, list[dict[str, str]]]:
 
     For an asset, the value is the path in the run's config file.
     """
-    stored = {asset.path: asset.value for asset in list_assets(portable(resolved.config)[0])}
+    stored = {asset.path: asset.value for asset in list_assets(make_portable(resolved.config)[0])}
     sources = {asset.path: asset.value for asset in list_assets(resolved.config)}
 
     def value(path: str, new: object) -> str:

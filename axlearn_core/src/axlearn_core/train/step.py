@@ -11,9 +11,9 @@ from axlearn_core.compose import Function, Functional, ModelAndObjective, ModelW
 from axlearn_core.compose.functions import batch_inputs, model_functions
 from axlearn_core.contracts.capabilities import FreezesVariables, PlacesState
 from axlearn_core.contracts.parts import Learner
-from axlearn_core.nn.module_checks import unseeded
+from axlearn_core.nn.module_checks import convert_seed_error
 from axlearn_core.nn.summaries import Summary, get_scalars, is_summary
-from axlearn_core.train.held_out import evaluation_loss
+from axlearn_core.train.evaluation_loss import evaluation_loss
 
 Scalars = dict[str, jax.Array]
 
@@ -124,7 +124,7 @@ class TrainingFunctions:
                 objective = self.trained.bind_objective(params, variables, objective_key)
                 value, summaries = objective.loss(model, batch, objective_key)
         except ValueError as error:
-            if problem := unseeded(error, model):
+            if problem := convert_seed_error(error, model):
                 raise problem from error
             raise
         return value, (dict(summaries), self.trained.extract_variables(model, objective))

@@ -16,7 +16,7 @@ from axlearn_core.checkpoint import ShardedCheckpointer, open_storage
 from axlearn_core.checkpoint.base import WEIGHTS_ONLY
 from axlearn_core.checkpoint.state import agree
 from axlearn_core.compose import Function, Functional, ModelAndObjective, Program, compose
-from axlearn_core.compose.objective import replicated
+from axlearn_core.compose.objective import decide_replication
 from axlearn_core.config import REQUIRED, Configurable, Node, check, node, setting
 from axlearn_core.contracts.capabilities import (
     ChecksStart,
@@ -54,6 +54,7 @@ from axlearn_core.run.run import Run
 from axlearn_core.train.data_facts import check_facts, log_context, plain_facts
 from axlearn_core.train.distributed import Distributed
 from axlearn_core.train.evaluators import Evaluator, LossEvaluator
+from axlearn_core.train.job_checks import check_same_config, check_same_data
 from axlearn_core.train.listeners import (
     ProfilerListener,
     TrackerListener,
@@ -64,7 +65,6 @@ from axlearn_core.train.listeners import (
 from axlearn_core.train.loop import Loop, TrainLoop
 from axlearn_core.train.objective import FrozenWeights
 from axlearn_core.train.ownership import SAVED, check_metrics, claim_checkpoints, was_saved
-from axlearn_core.train.same_job import check_same_config, check_same_data
 from axlearn_core.train.session import Session
 from axlearn_core.train.step import TrainingFunctions
 from axlearn_core.train.trackers import JsonlTracker, LinesTracker
@@ -185,7 +185,7 @@ class Trainer(Configurable):
             self._restore(session, restore_step, restart=restart)
             if session.state is None and not restart:
                 check_metrics(run_dir, session.lock)
-            decisions = (*decisions, *replicated(program.trained))
+            decisions = (*decisions, *decide_replication(program.trained))
             lock = make_lock(
                 program, session.data_facts, experiment=experiment, provenance=provenance, decisions=decisions
             )

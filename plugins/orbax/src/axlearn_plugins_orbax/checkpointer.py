@@ -139,7 +139,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
             )
         return OrbaxReader(self.place, checkpoint)
 
-    def _unwanted_steps(self, manifests: Mapping[int, Manifest]) -> list[int]:
+    def _list_expired_steps(self, manifests: Mapping[int, Manifest]) -> list[int]:
         cfg = self.cfg
         assert cfg.keep_last is not None
         preserved = self._compat.preserved_steps(

@@ -10,8 +10,8 @@ import jax
 
 from axlearn_core.compose import Program, compose
 from axlearn_core.compose.devices import configure_devices, topology_devices
-from axlearn_core.compose.objective import replicated
-from axlearn_core.config import Node, find, flatten, get, missing
+from axlearn_core.compose.objective import decide_replication
+from axlearn_core.config import Node, find, find_missing, flatten, get
 from axlearn_core.config.roles import StackRole
 from axlearn_core.contracts.capabilities import DeclaresBatches, DeclaresFunctions, vocabulary_size
 from axlearn_core.contracts.experiment import accumulate_steps, get_input_config
@@ -143,7 +143,7 @@ def _check_config(resolved: Resolved) -> None:
         resolved.check()
     except ConfigError as error:
         source = get(resolved.config, "input")
-        unset = {p.path for p in missing(resolved.config)}
+        unset = {p.path for p in find_missing(resolved.config)}
         input_problems = [
             p for p in error.problems if p.path.startswith("input.") and (p.path.count(".") > 1 or p.path in unset)
         ]
@@ -179,7 +179,7 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
         (compiled, memory), seconds = compiling.result()
     moved = traffic = None
     unchanged = [str(decision) for decision in resolved.decisions if decision.kind == "unchanged"]
-    notes = [*resolved.notes, *unchanged, *map(str, replicated(program.trained))]
+    notes = [*resolved.notes, *unchanged, *map(str, decide_replication(program.trained))]
     if machine.target.stand_in:
         notes.append(f"this is not the program that runs on the target: {machine.target.stand_in}")
     if compiled is not None:

@@ -14,7 +14,7 @@ from axlearn_core.run.events import owns_process
 from axlearn_core.run.record import RunDir
 from axlearn_core.train.session import Session
 from axlearn_plugins_runtime.job import signals
-from axlearn_plugins_runtime.job.stops import stops
+from axlearn_plugins_runtime.job.stops import early_stop
 
 
 class Batches:
@@ -40,7 +40,7 @@ def session(tmp_path):
         program=SimpleNamespace(put=lambda batch: batch), state=jnp.zeros(1), step=0, max_steps=8, log_every_steps=1, seed=0,
         input=None, batches=Batches(), evaluators={}, checkpointer=None, run_dir=RunDir(tmp_path, resumes=False),
     )  # fmt: skip
-    session.events.add(stops(session))
+    session.events.add(early_stop(session))
     return session
 
 

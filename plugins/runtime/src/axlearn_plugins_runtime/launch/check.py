@@ -108,12 +108,12 @@ def check_hosts(config: Any, machine: Machine | None, hosts: int | None, process
         raise RequestError(
             f"input.batch_size {rows} cannot be shared equally by {processes} processes\n"
             f"    got: --hosts {hosts} --processes-per-host {processes_per_host}\n"
-            f"    fix: {_fitting_sizes(rows, processes_per_host, hosts)}"
+            f"    fix: {_list_sizes(rows, processes_per_host, hosts)}"
         )
     return hosts
 
 
-def _fitting_sizes(rows: int, processes_per_host: int, hosts: int) -> str:
+def _list_sizes(rows: int, processes_per_host: int, hosts: int) -> str:
     """Suggest the nearest batch sizes and numbers of hosts that divide evenly."""
     processes = hosts * processes_per_host
     below = rows // processes * processes
