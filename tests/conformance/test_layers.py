@@ -27,7 +27,7 @@ class TestManyMeshes:
     """The same with more meshes."""
 
     @pytest.mark.parametrize("name", installed.layers())
-    def test_meshes_change_no_number(self, name):
+    def test_meshes_give_equal_results(self, name):
         config = installed.layers()[name]
         more = {"config": config, "contract": find_contract(config, CONTRACTS), "meshes": 5, "seed": 1}
-        type(name, (LayerSuite,), more)().test_meshes_change_no_number()
+        type(name, (LayerSuite,), more)().test_meshes_give_equal_results()

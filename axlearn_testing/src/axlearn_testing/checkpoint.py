@@ -48,7 +48,7 @@ class CheckpointerSuite:
             checkpointer.wait()
         checkpointer.close()
 
-    def test_what_is_restored_is_what_was_saved(self, tmp_path: Path) -> None:
+    def test_restore_returns_saved_state(self, tmp_path: Path) -> None:
         extra = {"data": {"shards": {"0": [1, 2]}, "name": "ü"}, "step": 3, "none": None}
         self.save_steps(tmp_path, 3, extra=extra)
         again = self.open(tmp_path)  # as a different process would
@@ -67,7 +67,7 @@ class CheckpointerSuite:
         assert (again.steps(), again.latest_step()) == ([2, 9, 10], 10)
         again.close()
 
-    def test_the_state_may_be_donated_once_save_returns(self, tmp_path: Path) -> None:
+    def test_state_can_be_donated_after_save(self, tmp_path: Path) -> None:
         checkpointer, state = self.open(tmp_path), self.state(1)
         checkpointer.save(1, state, extra={}, metrics={})
         for leaf in jax.tree.leaves(state):
@@ -76,7 +76,7 @@ class CheckpointerSuite:
         assert_equal(checkpointer.restore(1, jax.eval_shape(self.state))[0], self.state(1), "state")
         checkpointer.close()
 
-    def test_restored_arrays_have_the_shardings_that_are_asked_for(self, tmp_path: Path) -> None:
+    def test_restore_uses_requested_shardings(self, tmp_path: Path) -> None:
         need_devices(2)
         self.save_steps(tmp_path, 1)
         half = NamedSharding(Mesh(jax.devices()[:2], ("data",)), PartitionSpec("data"))
@@ -88,7 +88,7 @@ class CheckpointerSuite:
         assert state["params"]["a.weight"].sharding.is_equivalent_to(half, 2)
         assert_equal(state, self.state(1), "state")
 
-    def test_text_files_are_kept_inside(self, tmp_path: Path) -> None:
+    def test_checkpoint_contains_text_files(self, tmp_path: Path) -> None:
         checkpointer = self.open(tmp_path)
         checkpointer.files = {"config.yaml": "a: 1\n", "made.json": lambda: "{}"}
         checkpointer.save(1, self.state(1), extra={}, metrics={})
@@ -130,7 +130,7 @@ class CheckpointerSuite:
             return False
         return True
 
-    def test_due_is_a_matter_of_the_step(self, tmp_path: Path) -> None:
+    def test_due_depends_only_on_step(self, tmp_path: Path) -> None:
         one, two = self.open(tmp_path / "a"), self.open(tmp_path / "b")
         due = [one.due(s) for s in range(1, 2000)]
         assert all(type(d) is bool for d in due)
@@ -164,7 +164,7 @@ class StorageSuite:
         with pytest.raises(MissingFileError):
             self.open(tmp_path).read("a/b")
 
-    def test_what_is_read_is_what_was_written(self, tmp_path: Path) -> None:
+    def test_read_returns_written_bytes(self, tmp_path: Path) -> None:
         chunks = [b"0123", memoryview(b"456789"), b""]
         self.open(tmp_path).write("a/b.bin", chunks)
         again = self.open(tmp_path)
@@ -199,7 +199,7 @@ class StorageSuite:
         assert [f.path for f in storage.list("b/")] == ["b/1/x", "b/10", "b/2"]
         assert [f.path for f in storage.list("b/1")] == ["b/1/x", "b/10"]
 
-    def test_a_write_that_fails_leaves_what_was_there(self, tmp_path: Path) -> None:
+    def test_failed_write_keeps_old_file(self, tmp_path: Path) -> None:
         def chunks() -> Iterator[bytes]:
             yield b"half"
             raise KeyboardInterrupt
@@ -280,7 +280,7 @@ class StorageSuite:
         (directory / "b").write_bytes(b"22")
         assert {f.path: f.bytes for f in self.open(tmp_path).list()} == {"a/x": 1, "b": 2}
 
-    def test_what_cannot_be_written_is_an_error(self, tmp_path: Path) -> None:
+    def test_unwritable_location_raises(self, tmp_path: Path) -> None:
         if self.unwritable is None:
             pytest.skip("needs a URI that cannot be written to: set `unwritable`")
         (tmp_path / "file").touch()

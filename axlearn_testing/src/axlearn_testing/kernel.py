@@ -107,7 +107,7 @@ class KernelSuite:
         )
         return kernels[name]
 
-    def test_values_and_gradients_are_those_of_the_reference(self, case: Case) -> None:
+    def test_values_and_gradients_match_reference(self, case: Case) -> None:
         reason = self._refusal(case, self._local_kernel())
         if reason is not None:
             return  # a refusal is allowed; the next test checks it
@@ -117,7 +117,7 @@ class KernelSuite:
         expected = got if self.name == self.against else self._measure(case, self.against)
         assert_close(got, expected, case.tolerance, f"{case.name}: (results, gradients)")
 
-    def test_a_refusal_has_a_reason_and_is_kept(self, case: Case) -> None:
+    def test_refusal_has_reason(self, case: Case) -> None:
         implementation = self._local_kernel()
         reason = self._refusal(case, implementation)
         assert reason is None or (isinstance(reason, str) and reason.strip()), "supports() must return None or a reason"
@@ -126,7 +126,7 @@ class KernelSuite:
                 jax.eval_shape(lambda *operands: case.run(self.name, *operands), *case.operands)
             assert reason in str(error.value)
 
-    def test_the_op_says_what_it_multiplies_and_moves(self, case: Case) -> None:
+    def test_op_counts_flops_and_bytes(self, case: Case) -> None:
         counting = _CountingSelection(declared=lambda op: [selection.reference(op)])
         with selection.use(counting):
             jax.eval_shape(lambda *operands: case.run(selection.REFERENCE, *operands), *case.operands)
@@ -140,13 +140,13 @@ class KernelSuite:
                 f"{label}.bytes() is {count.bytes:,}, but its reference reads and writes {count.reference_bytes:,}"
             )
 
-    def test_it_supports_one_of_the_cases(self) -> None:
+    def test_kernel_supports_a_case(self) -> None:
         implementation = self._local_kernel()
         assert any(self._refusal(case, implementation) is None for case in self.cases), (
             "it refuses every case, so nothing is tested"
         )
 
-    def test_it_computes_otherwise_than_the_reference(self) -> None:
+    def test_kernel_differs_from_reference(self) -> None:
         if self.name == self.against:
             pytest.skip(f"{self.name!r} is the kernel to compare with")
         implementation, traces = self._local_kernel(), []

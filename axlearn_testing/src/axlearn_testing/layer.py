@@ -177,7 +177,7 @@ class LayerSuite:
                 "different inputs give the same outputs"
             )
 
-    def test_meshes_change_no_number(self) -> None:
+    def test_meshes_give_equal_results(self) -> None:
         need_devices(DEVICES)
         single, functional, (floats, fixed) = _single(type(self)), self.build_functional(), self._arguments()
         for mesh in self._meshes(functional):

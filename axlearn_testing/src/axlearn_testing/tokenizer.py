@@ -67,12 +67,12 @@ class TokenizerSuite:
                 f"{text!r} contains eos_id {tokenizer.eos_id}, which would end the document"
             )
 
-    def test_no_text_is_no_token(self) -> None:
+    def test_empty_text_has_no_tokens(self) -> None:
         tokenizer = self.tokenizer()
         assert tokenizer.encode("") == []
         assert tokenizer.decode([]) == ""
 
-    def test_decoding_gives_the_text_back(self) -> None:
+    def test_decode_inverts_encode(self) -> None:
         if not self.lossless:
             pytest.skip("needs a lossless tokenizer: `lossless` is False")
         for tokenizer, text, ids in self.encode_texts():
@@ -95,7 +95,7 @@ class TokenizerSuite:
         for _ in range(20):  # like samples of an untrained model
             tokenizer.decode(rng.integers(0, tokenizer.vocab_size, 16).tolist()).encode()
 
-    def test_bytes_of_tokens_are_those_of_the_text(self) -> None:
+    def test_token_bytes_sum_to_text_bytes(self) -> None:
         tokenizer = self.tokenizer()
         if not isinstance(tokenizer, CountsBytes):
             pytest.skip("needs a tokenizer with `token_bytes`")
@@ -109,12 +109,12 @@ class TokenizerSuite:
                     f"{text!r}: {len(text.encode())} bytes"
                 )
 
-    def test_two_builds_agree(self) -> None:
+    def test_builds_are_deterministic(self) -> None:
         one, two = self.tokenizer(), self.tokenizer()
         assert (one.vocab_size, one.eos_id, get_digest(one)) == (two.vocab_size, two.eos_id, get_digest(two))
         assert [one.encode(t) for t in self.texts] == [two.encode(t) for t in self.texts]
 
-    def test_texts_together_are_what_they_are_alone(self) -> None:
+    def test_batch_encoding_matches_single_encoding(self) -> None:
         tokenizer = self.tokenizer()
         if not isinstance(tokenizer, EncodesBatches):
             pytest.skip("needs a tokenizer with `encode_batch`")

@@ -209,7 +209,7 @@ class Learner(Configurable):
             evaluated |= {p: averaged[p].astype(flat[p].dtype) for p in paths}
         return unflatten(params, evaluated)
 
-    def _evaluation_optimizers(self, plan: "_Plan") -> Iterator[tuple[EvaluatesWith, str, list[str]]]:
+    def _evaluation_optimizers(self, plan: "_UpdatePlan") -> Iterator[tuple[EvaluatesWith, str, list[str]]]:
         """Yield each optimizer that provides evaluation parameters, with its label and its parameters."""
         for label in ("", *sorted(set(plan.labels.values()))):
             optimizer = self.cfg.rules[int(label)].optimizer if label else self.cfg.optimizer
@@ -217,7 +217,7 @@ class Learner(Configurable):
             if isinstance(optimizer, EvaluatesWith) and paths:
                 yield optimizer, label, paths
 
-    def _check_evaluation(self, plan: "_Plan") -> None:
+    def _check_evaluation(self, plan: "_UpdatePlan") -> None:
         for optimizer, label, paths in self._evaluation_optimizers(plan):
             path = f"learner.rules.{label}.optimizer" if label else "learner.optimizer"
             kind = type(optimizer).__qualname__
@@ -246,7 +246,7 @@ class Learner(Configurable):
             return average
         return {p: decay * a + (1 - decay) * new[p].astype(a.dtype) for p, a in average.items()}
 
-    def _plan(self, params: object) -> "_Plan":
+    def _plan(self, params: object) -> "_UpdatePlan":
         """Apply the rules to the parameter paths. Each trace builds a new plan."""
         flat = flatten(params)
         scales: dict[str, float] = {}
@@ -265,7 +265,7 @@ class Learner(Configurable):
             raise ConfigError(
                 Problem(path="learner.rules", message="every parameter is frozen, so there is nothing to train")
             )
-        plan = _Plan(names, [p for p in names if p in exempt], {p: s for p, s in scales.items() if s != 1.0})
+        plan = _UpdatePlan(names, [p for p in names if p in exempt], {p: s for p, s in scales.items() if s != 1.0})
         mask = {"mask": plan.mask, "weight_decay_mask": plan.mask} if plan.exempt else {}
         plan.labels = {p: i for p, i in labels.items() if p not in frozen}
 
@@ -296,7 +296,7 @@ def _no_optimizer(path: str, value: object) -> Problem:
     )
 
 
-class _Plan:
+class _UpdatePlan:
     optimizer: Any
 
     def __init__(self, names: list[str], exempt: list[str], scales: dict[str, float]):

@@ -116,6 +116,7 @@ NAMES: Mapping[str, str] = {
     "axlearn_plugins_transformer.text.chat_template.Rendered": "axlearn_plugins_transformer.text.chat_template.RenderedChat",
     "axlearn_plugins_transformer.text.writing": "axlearn_plugins_transformer.text.text_stream",
     "axlearn_core.testing": "axlearn_testing, from the distribution axlearn-testing",
+    "axlearn_testing.chaos.Plan": "axlearn_testing.chaos.FaultPlan",
     "axlearn_core.cli.open_command": "axlearn_core.cli.extensible.ExtensibleCommand, which replaces OpenCommand",
 }
 """Replacement of each removed module or `module.name`. The entry of a module covers all names below it."""
