@@ -84,14 +84,14 @@ class KernelSuite:
         op: Class of the op.
         name: Name of the kernel, as declared through `axlearn_kernels`; `xla` is the reference.
         cases: Calls to test. The kernel must refuse unsupported calls with a reason.
-        against: Name of the kernel to compare with.
+        baseline: Name of the kernel to compare with.
         mesh: Mesh shape for kernels that run on several devices; empty for no mesh.
     """
 
     op: type[Op[Any]]
     name: str
     cases: Sequence[Case]
-    against: str = selection.REFERENCE
+    baseline: str = selection.REFERENCE
     mesh: Mapping[str, int] = {}
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
@@ -114,7 +114,7 @@ class KernelSuite:
         got = self._measure(case, self.name)
         for path, x in leaves_by_path(got).items():
             assert np.isfinite(np.asarray(x, np.float32)).all(), f"{case.name}{path} has non-finite values"
-        expected = got if self.name == self.against else self._measure(case, self.against)
+        expected = got if self.name == self.baseline else self._measure(case, self.baseline)
         assert_close(got, expected, case.tolerance, f"{case.name}: (results, gradients)")
 
     def test_refusal_has_reason(self, case: Case) -> None:
@@ -147,15 +147,15 @@ class KernelSuite:
         )
 
     def test_kernel_differs_from_reference(self) -> None:
-        if self.name == self.against:
+        if self.name == self.baseline:
             pytest.skip(f"{self.name!r} is the kernel to compare with")
         implementation, traces = self._local_kernel(), []
         for case in self.cases:
             if self._refusal(case, implementation) is None:
-                traces.append([_operations(self._traced(case, name)) for name in (self.name, self.against)])
+                traces.append([_operations(self._traced(case, name)) for name in (self.name, self.baseline)])
                 if traces[-1][0] != traces[-1][1]:
                     return
-        assert not traces, f"{self.name} traces to the same operations as {self.against} in every case"
+        assert not traces, f"{self.name} traces to the same operations as {self.baseline} in every case"
 
     def _traced(self, case: Case, name: str) -> Any:
         with self._only(self.find_declaration(name)):

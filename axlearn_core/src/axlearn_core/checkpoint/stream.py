@@ -93,9 +93,9 @@ def _read_array(
     filled = sum(math.prod(_sizes(box)) for box in overlaps if box is not None)
     if filled != sum(b.data.size for b in buffers):
         raise DamagedError(f"{array.path}: some of its pieces are missing")
-    by_box = {b.box: b.data for b in buffers}
+    data_by_box = {b.box: b.data for b in buffers}
     kind = sharding.memory_kind
-    shards = [jax.device_put(by_box[b], SingleDeviceSharding(d, memory_kind=kind)) for d, b in places.items()]
+    shards = [jax.device_put(data_by_box[b], SingleDeviceSharding(d, memory_kind=kind)) for d, b in places.items()]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 

@@ -159,9 +159,9 @@ class Functional:
         Raises:
             RequestError: If variables of the model are missing.
         """
-        by_path = variables or {}
-        if missing := [path for path in self.variables if path not in by_path]:
-            close = nearest(missing[0], by_path, limit=1)
+        arrays = variables or {}
+        if missing := [path for path in self.variables if path not in arrays]:
+            close = nearest(missing[0], arrays, limit=1)
             raise RequestError(
                 f"variables of the model are missing: {', '.join(missing[:3])}"
                 + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
@@ -173,8 +173,8 @@ class Functional:
             if path in self.abstract:
                 return params[path]
             if path in self.totals:
-                return by_path[path] if path in by_path else jnp.zeros(self.totals[path].shape, self.totals[path].dtype)
-            return by_path[path] if path in self.variables else randomness.derive(self.streams[path], path, key)
+                return arrays[path] if path in arrays else jnp.zeros(self.totals[path].shape, self.totals[path].dtype)
+            return arrays[path] if path in self.variables else randomness.derive(self.streams[path], path, key)
 
         values = [(k, v.replace(value(".".join(map(str, k))))) for k, v in self._template]
         graph = self._inference if key is None else self._training

@@ -88,7 +88,7 @@ def model_functions(functional: Functional) -> dict[str, Function]:
 
 
 def convert_functions(declared: Mapping[str, Function], functional: Functional) -> dict[str, Function]:
-    """Convert functions of a bound model to functions of `ModelWeights`. Keep functions that are not `takes_model`."""
+    """Convert functions of a bound model to functions of `ModelWeights`. Keep functions without `takes_model`."""
     return {n: _convert_function(f, functional) if f.takes_model else f for n, f in declared.items()}
 
 

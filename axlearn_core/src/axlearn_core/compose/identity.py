@@ -1,6 +1,6 @@
 """Compute the identity of a compiled program without tracing it: everything that the program depends on, by name.
 
-Equal identities imply equal programs, and only this module defines them. `executables` compares the circumstances of every
+Equal identities imply equal programs, and only this module defines them. `executables` compares the compile settings of every
 export. For the compiled step of a run and the programs of a server, the identity is compared too, so that they can be loaded
 without tracing.
 """

@@ -108,17 +108,17 @@ def make_portable(tree: Any, keep: Callable[[Asset], bool] = lambda asset: False
         The new config, and the assets to copy by their path in the run. Fields with the same path share one copy.
     """
     copies: dict[str, Asset] = {}
-    by_source: dict[tuple[str, tuple[str, ...]], str] = {}
+    names_by_source: dict[tuple[str, tuple[str, ...]], str] = {}
 
     def stored_value(asset: Asset) -> str:
         if asset.value.startswith(RUN_SCHEME) or keep(asset):
             return asset.value
         key = asset.value, asset.siblings
-        if key not in by_source:
+        if key not in names_by_source:
             parts = [FOLDER, asset.folder, _folder_name(asset.name)]
-            by_source[key] = "/".join(part for part in parts if part)
-            copies[by_source[key]] = asset
-        return RUN_SCHEME + by_source[key]
+            names_by_source[key] = "/".join(part for part in parts if part)
+            copies[names_by_source[key]] = asset
+        return RUN_SCHEME + names_by_source[key]
 
     return map_assets(tree, stored_value), copies
 

@@ -64,10 +64,10 @@ def select(pattern: str, paths: Iterable[str], *, setting: str) -> list[str]:
     matching_paths = match_paths(pattern, paths)
     if not matching_paths:
         plain = plain.replace("**.", "").replace(".**", "")
-        by_tail = {
+        paths_by_tail = {
             p.split(".", p.count(".") - plain.count("."))[-1]: p for p in paths if p.count(".") >= plain.count(".")
         }
-        close = [by_tail[n] for n in nearest(plain, by_tail)] or list(nearest(plain, paths))
+        close = [paths_by_tail[n] for n in nearest(plain, paths_by_tail)] or list(nearest(plain, paths))
         raise RequestError(
             f"{setting}: the pattern {pattern!r} {'leaves' if negated else 'matches'} no parameter\n"
             f"    nearest: {', '.join(close or paths[:5])}\n"

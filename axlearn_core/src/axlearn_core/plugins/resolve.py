@@ -333,9 +333,9 @@ class _Resolution:
         tree = self._apply_features(tree, features)
         if machine and rule:
             self._check_installed(rule_uses, rule, str(rule_title))
-            by_name = {use.name: use for use in rule_uses}
-            for name in Order.from_features({n: self.names.feature(n) for n in by_name}, self.names).names:
-                tree = self._apply_optional(tree, by_name[name], machine)
+            rule_uses_by_name = {use.name: use for use in rule_uses}
+            for name in Order.from_features({n: self.names.feature(n) for n in rule_uses_by_name}, self.names).names:
+                tree = self._apply_optional(tree, rule_uses_by_name[name], machine)
             tree = self._apply_layout(tree, rule, machine, str(rule_title))
         for settings in (*request.base_settings, request.file_settings, request.settings):
             tree = self._apply_settings(tree, settings)
