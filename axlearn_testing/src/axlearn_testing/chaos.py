@@ -27,23 +27,8 @@ import attrs
 from axlearn_testing.links import FaultyStorage, HttpFaults, TcpLink
 
 __all__ = [
-    "KINDS",
-    "Chaos",
-    "ChaosError",
-    "Fault",
-    "FaultPlan",
-    "FaultyStorage",
-    "HttpFaults",
-    "Target",
-    "TcpLink",
-    "corrupt_file",
-    "cut",
-    "fill",
-    "inject",
-    "kill",
-    "play_in_thread",
-    "slow",
-    "stop",
+    "KINDS", "Chaos", "ChaosError", "Fault", "FaultPlan", "FaultyStorage", "HttpFaults", "Target", "TcpLink", "corrupt_file",
+    "cut", "fill", "inject", "kill", "play_in_thread", "slow", "stop",
 ]  # fmt: skip
 
 KINDS = ("kill", "stop", "slow", "corrupt", "fill", "cut")

@@ -8,13 +8,7 @@ import pytest
 
 from axlearn_core.config import Node
 from axlearn_core.contracts.parts import Tokenizer
-from axlearn_core.contracts.text import (
-    CountsBytes,
-    EncodesBatches,
-    EncodesPrompts,
-    EncodesSpecialTokens,
-    get_digest,
-)
+from axlearn_core.contracts.text import CountsBytes, EncodesBatches, EncodesPrompts, EncodesSpecialTokens, get_digest
 
 TEXTS = (
     "a",

@@ -7,21 +7,7 @@ from axlearn_core.learn.paths import flatten, format_key_path, select, unflatten
 from axlearn_core.learn.schedules import Constant, Cosine, Linear, Schedule, WarmupStableDecay
 
 __all__ = [
-    "AdamW",
-    "Constant",
-    "Cosine",
-    "Learner",
-    "LearnerState",
-    "Linear",
-    "Optimizer",
-    "ParameterRule",
-    "Schedule",
-    "WarmupStableDecay",
-    "flatten",
-    "format_key_path",
-    "global_norm",
-    "select",
-    "unflatten",
-    "value_and_grad",
-    "without_state",
+    "AdamW", "Constant", "Cosine", "Learner", "LearnerState", "Linear", "Optimizer", "ParameterRule",
+    "Schedule", "WarmupStableDecay", "flatten", "format_key_path", "global_norm", "select", "unflatten",
+    "value_and_grad", "without_state",
 ]  # fmt: skip
