@@ -240,7 +240,7 @@ class LayerSuite:
         return lambda params, inputs: self.call(functional.bind(params, variables), *inputs)
 
     def _measurement(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `(floats, fixed) -> Measured` for `function(params, inputs)`."""
+        """Return `(floats, fixed) -> Measurement` for `function(params, inputs)`."""
         tree = jax.tree.structure({"params": _params(type(self)), "inputs": self.inputs()})
         paths = list(leaves_by_path(tree.unflatten(range(tree.num_leaves))))
 

@@ -6,7 +6,7 @@ import pytest
 
 from axlearn_core.config import Configurable, check, node, setting
 from axlearn_core.config import assets as module
-from axlearn_core.config.assets import LocalRun, assets, attach, make_portable, with_equal_names
+from axlearn_core.config.assets import LocalRun, assets, attach, make_portable, match_asset_paths
 from axlearn_core.errors import ConfigError
 
 
@@ -142,9 +142,9 @@ def test_copies_of_an_asset_are_no_difference(tmp_path):
         run_with(tmp_path / folder, "merges.txt")
         (tmp_path / folder / "v.json").write_text(text)
     a, b, c = (str(tmp_path / folder / "v.json") for folder in "abc")
-    assert with_equal_names(tree(b), tree(a)) == tree(a)
-    assert with_equal_names(tree(c), tree(a)) == tree(c)
-    assert with_equal_names(tree("gone.json"), tree(a)) == tree("gone.json")
-    assert with_equal_names(tree(b), Root.Config()) == tree(b)
+    assert match_asset_paths(tree(b), tree(a)) == tree(a)
+    assert match_asset_paths(tree(c), tree(a)) == tree(c)
+    assert match_asset_paths(tree("gone.json"), tree(a)) == tree("gone.json")
+    assert match_asset_paths(tree(b), Root.Config()) == tree(b)
     (tmp_path / "b" / "merges.txt").write_text("other merges")  # it belongs to the asset
-    assert with_equal_names(tree(b), tree(a)) == tree(b)
+    assert match_asset_paths(tree(b), tree(a)) == tree(b)

@@ -38,18 +38,18 @@ class HostBuffers:
 
     def __init__(self, limit: int | None = None):
         self.limit = limit
-        self.in_use = 0
+        self.used_bytes = 0
         self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
         self._freed = threading.Condition()
 
     def take(self, size: int, *, wait: bool = True) -> np.ndarray | None:
         """Allocate `size` bytes. If the limit is reached, wait, or return None if `wait` is False."""
         with self._freed:
-            while self.limit is not None and self.in_use and self.in_use + size > self.limit:
+            while self.limit is not None and self.used_bytes and self.used_bytes + size > self.limit:
                 if not wait:
                     return None
                 self._freed.wait()
-            self.in_use += size
+            self.used_bytes += size
             if self._free[size]:
                 return self._free[size].pop()
             if self.limit is not None:
@@ -59,7 +59,7 @@ class HostBuffers:
     def give(self, buffer: np.ndarray) -> None:
         """Return a buffer to the pool."""
         with self._freed:
-            self.in_use -= buffer.size
+            self.used_bytes -= buffer.size
             self._free[buffer.size].append(buffer)
             self._freed.notify_all()
 

@@ -18,7 +18,7 @@ from axlearn_core.cli.common import (
 from axlearn_core.cli.main import Group
 from axlearn_core.cli.terminal import echo
 from axlearn_core.config import ABSENT, diff, find_missing, flatten, get_fields
-from axlearn_core.config.assets import with_equal_names
+from axlearn_core.config.assets import match_asset_paths
 from axlearn_core.contracts.capabilities import DeclaresFunctions
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.plugins.request import Request
@@ -69,7 +69,7 @@ def show(request: Request, flat: bool, as_json: bool) -> None:
 def diff_(first: str, request: Request, html: Path | None, as_json: bool) -> None:
     """Print the differences from A to B. The options apply to B."""
     old, new = resolve(first), resolve(request)
-    changes = diff(old.config, with_equal_names(new.config, old.config), new.names.display_name)
+    changes = diff(old.config, match_asset_paths(new.config, old.config), new.names.display_name)
     if html is not None:
         draw = new.names.entry("components", "config-tree-picture").load()
         title = " ".join([first, "->", new.title, *(f"+ {name}" for name, _ in new.features)])

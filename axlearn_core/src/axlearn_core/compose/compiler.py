@@ -195,7 +195,7 @@ class Compiler:
             self.trace(name, bucket)  # selects the kernels, which may require options
         # Set the options on the jitted function, so that JAX's dispatch uses the program that is compiled here.
         jitted = self._jit(name, bucket, {**options, **self.options(name)})
-        return _Dispatched(self._lower(jitted, name, bucket).compile(), jitted)
+        return _DispatchedFunction(self._lower(jitted, name, bucket).compile(), jitted)
 
     def _compile_lowered(
         self, lowered: Any, function: tuple[str, Any], options: Mapping[str, Any], hits: "CacheHits"
@@ -356,7 +356,7 @@ def lowering(target: Target | None) -> AbstractContextManager[Any]:
     return enter(target)
 
 
-class _Dispatched:
+class _DispatchedFunction:
     """A compiled function with packed integer arguments, called through JAX's dispatch.
 
     JAX's compiled functions require a packed layout for such arguments, but committed arrays never report it.

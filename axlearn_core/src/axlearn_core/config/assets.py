@@ -200,7 +200,7 @@ def attach(tree: Any, run: RunFolder, *, earlier: bool = True) -> tuple[Any, lis
     return map_assets(tree, attached), lost
 
 
-def with_equal_names(tree: Any, other: Any) -> Any:
+def match_asset_paths(tree: Any, other: Any) -> Any:
     """Replace each asset path with the one in `other` if the files have equal contents. A diff then omits copies."""
     originals = {asset.path: asset.value for asset in assets(other)}
 

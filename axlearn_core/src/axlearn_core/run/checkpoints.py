@@ -98,7 +98,7 @@ def _open_other(cfg: StorageCheckpointer.Config, place: Checkpoints) -> StorageC
     return attrs.evolve(cfg, uri=None).build(directory=place.name)
 
 
-class WholeCheckpoint:
+class CompleteCheckpoint:
     """A checkpoint of a run whose checkpointer can only restore complete states; see `RunCheckpoint`.
 
     The first `read` restores the state to the default device and caches it.
@@ -178,7 +178,7 @@ def open_folder(uri: str | Path, storage: Storage, step: int | None = None) -> R
     if not (steps := place.steps()):
         return None
     resolved_step = find_step(uri, steps, step)
-    places: list[Place] = [(storage, ""), *_above(uri)]
+    places: list[Place] = [(storage, ""), *_find_run_directory(uri)]
     config = read_run_config(storage, uri, f"{resolved_step}/{CONFIG}", places=places)
     if config is None:
         raise CheckpointError(
@@ -187,7 +187,7 @@ def open_folder(uri: str | Path, storage: Storage, step: int | None = None) -> R
     return RunCheckpoint(uri, place, config, resolved_step)
 
 
-def _above(uri: str | Path) -> list[Place]:
+def _find_run_directory(uri: str | Path) -> list[Place]:
     """Return the run directory that contains a checkpoints folder. Empty if `uri` has a different name."""
     run, _, name = str(uri).rstrip("/").rpartition("/")
     return [(open_storage(run or "."), "")] if name == CHECKPOINTS else []
@@ -195,7 +195,7 @@ def _above(uri: str | Path) -> list[Place]:
 
 def open_checkpoint(
     uri: str | Path, storage: Storage, config: object, step: int | None = None
-) -> RunCheckpoint | WholeCheckpoint:
+) -> RunCheckpoint | CompleteCheckpoint:
     """Open a checkpoint of a run (default: the newest).
 
     Raises:
@@ -208,7 +208,7 @@ def open_checkpoint(
         checkpoint = RunCheckpoint(uri, find_checkpoints(uri, storage, checkpointer.uri), config, step)
         checkpoint.config = _trained_config(checkpoint, storage, config)
         return checkpoint
-    return WholeCheckpoint(uri, config, step)
+    return CompleteCheckpoint(uri, config, step)
 
 
 def _trained_config(checkpoint: RunCheckpoint, storage: Storage, config: object) -> Any:

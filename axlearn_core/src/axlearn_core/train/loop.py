@@ -79,7 +79,7 @@ class TrainLoop(Configurable):
                 record.flush()
                 record.hold(scalars, batch)
                 session.events.notify("step_dispatched", session.step, scalars)
-                if self._anything_due(session):
+                if self._is_work_due(session):
                     record.flush()
                     start_time = time.perf_counter()
                     self._evaluate_and_save(session, last=False)
@@ -114,7 +114,7 @@ class TrainLoop(Configurable):
             session.save(force=last)
 
     @staticmethod
-    def _anything_due(session: Session) -> bool:
+    def _is_work_due(session: Session) -> bool:
         if session.step >= session.max_steps:
             return False  # `run` evaluates and saves at the end
         return session.is_save_due() or any(e.due(session.step, last=False) for e in session.evaluators.values())

@@ -115,7 +115,7 @@ class Session:
         self._positions = self.batches if isinstance(self.batches, DescribesPosition) else None
 
     @functools.cached_property
-    def _stopping(self) -> StopsEarly | None:
+    def _early_stop(self) -> StopsEarly | None:
         """The listener that can stop the run early, or None. Cached, so read it only after listeners are registered."""
         return next((listener for listener in self.events.listeners if isinstance(listener, StopsEarly)), None)
 
@@ -136,7 +136,7 @@ class Session:
 
     def next_batch(self) -> Any:
         """Return the next batch on the devices, or None if a signal ended the wait. Raise errors of the input."""
-        batch = next(self.batches) if self._stopping is None else self._stopping.next_batch()
+        batch = next(self.batches) if self._early_stop is None else self._early_stop.next_batch()
         return None if batch is None else self.program.put(batch)
 
     def compile_step(self, batch: Mapping[str, Any]) -> None:
@@ -278,22 +278,22 @@ class Session:
 
     def raise_failure(self) -> None:
         """Raise the error that stopped the run on all processes, if any."""
-        if self._stopping is not None:
-            self._stopping.raise_failure()
+        if self._early_stop is not None:
+            self._early_stop.raise_failure()
 
     def should_stop(self) -> bool:
         """Return True if the run must stop now, before `max_steps`. All processes get the same answer."""
-        return self._stopping is not None and self._stopping.should_stop()
+        return self._early_stop is not None and self._early_stop.should_stop()
 
     def __enter__(self) -> "Session":
-        if self._stopping is not None:
-            self._stopping.begin()
+        if self._early_stop is not None:
+            self._early_stop.begin()
             self._find_positions()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._stopping is not None:
-            self._stopping.end()
+        if self._early_stop is not None:
+            self._early_stop.end()
 
 
 class StepTimer:

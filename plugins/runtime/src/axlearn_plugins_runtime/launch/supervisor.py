@@ -137,7 +137,7 @@ class Supervisor:
             patient = self.now() - since < self.limits.host_seconds
             if not (patient and self.hosts.waiting()):
                 # The first attempt always uses all requested hosts.
-                fewer = self._fewer_hosts(len(ready)) if self.placement else None
+                fewer = self._find_fewer_hosts(len(ready)) if self.placement else None
                 if fewer is not None:
                     return self.hosts.place(ready, self.placement, fewer[0]), fewer[1]
                 if not self.hosts.waiting() or self.now() - since > 10 * self.limits.host_seconds:
@@ -147,7 +147,7 @@ class Supervisor:
             self._handle_events(None)
         return [], ()
 
-    def _fewer_hosts(self, ready: int) -> tuple[int, Sequence[str]] | None:
+    def _find_fewer_hosts(self, ready: int) -> tuple[int, Sequence[str]] | None:
         for hosts in range(min(ready, self.num_hosts - 1), 0, -1):
             words = self.reduce(hosts * self.processes_per_host)
             if words is not None:
