@@ -47,8 +47,11 @@ def quickstart():
 
 def test_the_parts_of_a_trainer(quickstart):
     fields = get_fields(quickstart)
-    for name in ("model", "objective", "input", "learner", "loop", "checkpointer", "text", "trackers", "mesh"):
-        assert READERS[f"{name}_of"](quickstart) is fields[name]
+    for name in ("model", "objective", "input", "learner", "loop", "checkpointer"):
+        assert READERS[f"get_{name}_config"](quickstart) is fields[name]
+    assert experiment.get_text_facts(quickstart) is fields["text"]
+    assert experiment.get_tracker_configs(quickstart) is fields["trackers"]
+    assert experiment.get_mesh(quickstart) is fields["mesh"]
     assert experiment.get_optimizer_config(quickstart) is fields["learner"].optimizer
     assert experiment.get_parameter_rules(quickstart) == fields["learner"].rules
     assert experiment.get_tokenizer_config(quickstart) is fields["input"].tokenizer
