@@ -23,12 +23,12 @@ class Iterator(Numbers):
 
     def __next__(self):
         if self.wrong == "repeats":
-            self.at = 100
+            self.position = 100
         return super().__next__()
 
     def set_state(self, state):
         if self.wrong != "resume":
-            self.at = state + (self.wrong == "late")
+            self.position = state + (self.wrong == "late")
 
 
 class Input(Configurable):
@@ -41,7 +41,7 @@ class Input(Configurable):
 
     def train(self):
         iterator = Iterator()
-        iterator.wrong, iterator.at = self.wrong, 0 if self.wrong == "seed" else 100 * self.seed
+        iterator.wrong, iterator.position = self.wrong, 0 if self.wrong == "seed" else 100 * self.seed
         return iterator
 
     def evaluation(self):
