@@ -332,7 +332,7 @@ def test_the_suite_takes_a_right_option(suite, name):
     getattr(suite(), name)()
 
 
-@pytest.mark.slow_cases("test_it_is_listed_and_imports_no_jax-changes4")
+@pytest.mark.slow_cases("test_help_lists_option_without_importing_jax-changes4")
 @pytest.mark.parametrize(("name", "changes"), [(n, c) for n, wrong in WRONG.items() for c in wrong])
 def test_the_suite_finds_a_wrong_option(suite, name, changes):
     from axlearn_core.errors import PluginError
