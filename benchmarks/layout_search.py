@@ -106,7 +106,7 @@ def measure_paper(row: Row, cache, clock, log_message) -> dict:
     """Compile the paper's layout. Return nothing if it is the layout that ships."""
     if not row.features and not row.settings:
         return {}
-    request = Request.of(row.model, target=row.target, with_=row.features, set=row.settings)
+    request = Request.from_arguments(row.model, target=row.target, with_=row.features, set=row.settings)
     own = [r for r in Space(request, ()).rank_layouts(log_message) if r.choice.shipped]
     (result,) = compile_layouts(request, own, cache, clock, log_message)
     if result.error:

@@ -182,8 +182,8 @@ class KernelSuite:
     def _refusal(self, case: Case, implementation: KernelImplementation) -> str | None:
         """Return why the kernel does not support the case, or None if it does."""
         kernel: Any = load(implementation.load)
-        with self._only(self.find_declaration(self.against)) as op_selection:
-            jax.eval_shape(lambda *operands: case.run(self.against, *operands), *case.operands)
+        with self._only(self.find_declaration(self.baseline)) as op_selection:
+            jax.eval_shape(lambda *operands: case.run(self.baseline, *operands), *case.operands)
             choices = [c for c in op_selection.choices if type(c.op) is self.op]  # an op may call others
             assert choices, f"{case.name} does not call the op {self.op.name!r}"
             return next((reason for c in choices if (reason := kernel.supports(c.op, c.context)) is not None), None)

@@ -32,7 +32,7 @@ from axlearn_testing.common import (
     need_devices,
     norm,
 )
-from axlearn_testing.contracts import Contract, contract_of
+from axlearn_testing.contracts import Contract, find_contract
 
 DEVICES = 8
 DTYPES = (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16"))
@@ -96,7 +96,7 @@ class LayerSuite:
         return getattr(layer, self.get_contract().method)(*inputs)
 
     @pytest.mark.parametrize(("params", "compute"), DTYPES)
-    def test_outputs_have_the_promised_shapes_and_dtypes(self, params: str, compute: str) -> None:
+    def test_output_shapes_and_dtypes(self, params: str, compute: str) -> None:
         functional, expected = self.build_functional(params, compute), self.get_contract().outputs
         inputs = jax.tree.map(lambda x: x.astype(compute) if is_float(x) else x, self.inputs())
         got = leaves_by_path(jax.eval_shape(self._bind_call(functional), functional.abstract, inputs))
@@ -192,7 +192,7 @@ class LayerSuite:
             assert_close(result.outputs, single.outputs, self.tolerance, f"{label}outputs")
             assert_close(result.gradients, single.gradients, self.tolerance, f"{label}gradients")
 
-    def test_a_checkpoint_gives_every_parameter_back(self, tmp_path: Path) -> None:
+    def test_checkpoint_restores_parameters(self, tmp_path: Path) -> None:
         params, functional = {**_params(type(self)), **_variables(type(self))}, self.build_functional()
         if not params:
             return  # there is nothing to save
@@ -203,7 +203,7 @@ class LayerSuite:
         checkpointer.close()
         assert_equal(restored, params, "restored")
 
-    def test_rematerialisation_changes_no_number(self) -> None:
+    def test_remat_gives_equal_results(self) -> None:
         single, bound, arguments = _single(type(self)), self._bind_call(self.build_functional()), self._arguments()
         remat = Remat.Config().build()
         jax.eval_shape(self._measurement(remat.wrap(bound, in_loop=False)), *arguments)

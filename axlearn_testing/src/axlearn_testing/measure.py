@@ -58,7 +58,7 @@ class EvaluatorSuite:
         """Return the entries that evaluators logged."""
         return [e for e in entries if e[0] in ("eval", "text")]
 
-    def test_it_measures_under_its_own_name(self, tmp_path: Path) -> None:
+    def test_metrics_have_evaluator_name(self, tmp_path: Path) -> None:
         entries = self.select_entries(self.run(tmp_path / "run", {"probe": self.config}))
         assert entries, "it logged nothing in a whole run"
         assert entries[-1][1] == 5, "it must run at the end"
@@ -70,7 +70,7 @@ class EvaluatorSuite:
                 assert name.startswith("probe_"), f"step {step}: got {name!r}, expected probe_..."
                 assert math.isfinite(value), f"step {step}: {name} is {value}"
 
-    def test_two_of_them_measure_apart(self, tmp_path: Path) -> None:
+    def test_two_evaluators_are_independent(self, tmp_path: Path) -> None:
         entries = self.select_entries(self.run(tmp_path / "run", {"probe": self.config, "other": self.config}))
         scalars = [{k.partition("_")[2]: v for k, v in e[2].items()} for e in entries if e[0] == "eval"]
         texts = [e[3] for e in entries if e[0] == "text"]

@@ -54,7 +54,7 @@ class TokenizerSuite:
                 f"{text!r} has id {max(ids)}, but vocab_size is {tokenizer.vocab_size}"
             )
 
-    def test_no_text_ends_a_document(self) -> None:
+    def test_text_does_not_encode_to_eos(self) -> None:
         for tokenizer, text, ids in self.encode_texts():
             assert 0 <= tokenizer.eos_id < tokenizer.vocab_size
             assert tokenizer.eos_id not in ids, (
@@ -73,13 +73,13 @@ class TokenizerSuite:
             assert tokenizer.decode(ids) == text
             assert tokenizer.decode([*ids, tokenizer.eos_id]) == text, "eos_id must decode to no text"
 
-    def test_decoding_what_was_decoded_changes_nothing(self) -> None:
+    def test_decoded_text_round_trips(self) -> None:
         decoded = [(tokenizer, tokenizer.decode(ids)) for tokenizer, _, ids in self.encode_texts()]
         assert any(text for _, text in decoded), "decode returns no text for any of the texts"
         for tokenizer, text in decoded:
             assert tokenizer.decode(tokenizer.encode(text)) == text, f"{text!r} changes when it is encoded and decoded"
 
-    def test_any_ids_can_be_decoded(self) -> None:
+    def test_decode_accepts_any_ids(self) -> None:
         for tokenizer, _, ids in self.encode_texts():
             for end in range(len(ids) + 1):  # a model may stop within a character
                 tokenizer.decode(ids[:end]).encode()
@@ -116,7 +116,7 @@ class TokenizerSuite:
         texts = [*self.texts, "", *reversed(self.texts)]
         assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
 
-    def test_a_prompt_holds_its_text(self) -> None:
+    def test_prompt_contains_text(self) -> None:
         for tokenizer, text, ids in self.encode_texts():
             if not isinstance(tokenizer, EncodesPrompts):
                 pytest.skip("needs a tokenizer with `encode_prompt`")
@@ -127,7 +127,7 @@ class TokenizerSuite:
                 f"{text!r}: {prompt}"
             )
 
-    def test_special_tokens_have_places_in_the_text(self) -> None:
+    def test_special_tokens_have_positions(self) -> None:
         for tokenizer, text, _ in self.encode_texts():
             if not isinstance(tokenizer, EncodesSpecialTokens):
                 pytest.skip("needs a tokenizer with `encode_special`")

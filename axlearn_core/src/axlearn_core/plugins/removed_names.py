@@ -43,7 +43,6 @@ NAMES: Mapping[str, str] = {
     "axlearn_core.extend.nothing_to_set": "axlearn_core.extend.no_match_problem",
     "axlearn_core.learn.path_of": "axlearn_core.learn.format_key_path",
     "axlearn_core.nn.held": "axlearn_core.nn.module_checks",
-    "axlearn_core.nn.padding.known_to_layers": "axlearn_core.nn.padding.provide_context",
     "axlearn_core.nn.padding.up_to_the_last_target": "axlearn_core.nn.padding.make_token_mask",
     "axlearn_core.plugins.entry_points": "axlearn_core.plugins.index",
     "axlearn_core.plugins.source_hash": "axlearn_core.compose.identity",

@@ -129,7 +129,7 @@ def compose_program(resolved: Resolved) -> tuple[Program, dict[str, jax.ShapeDty
         RequestError: The request has no target, or no installed compiler supports the target.
     """
     machine, config = require_machine(resolved), resolved.config
-    if input_of(config) is None or not isinstance(config, DeclaresFunctions):
+    if get_input_config(config) is None or not isinstance(config, DeclaresFunctions):
         raise RequestError(f"{resolved.title} is a {type(config).__qualname__}; expected a Trainer.Config")
     _check_config(resolved)
     configure_devices(machine)
@@ -168,7 +168,7 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
     """
     program, batch = compose_program(resolved)
     machine = require_machine(resolved)
-    bucket = program.function(function).bucket_of(batch)
+    bucket = program.function(function).get_bucket(batch)
     trains = program.function(function).differentiates
     started = time.perf_counter()
     program.lower(function, bucket)  # JAX caches the result for the compilation below

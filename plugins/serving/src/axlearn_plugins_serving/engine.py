@@ -40,7 +40,7 @@ from axlearn_plugins_serving.scheduler import Limits, Part, PriorityScheduler, S
 class _InFlightStep(NamedTuple):
     """A submitted step whose results have not been read yet."""
 
-    plan: Plan
+    plan: SchedulerOutput
     pending: SubmittedStep
 
 

@@ -74,7 +74,7 @@ class Layers:
 
     def replace_variables(self, updates: Mapping[int, variables.Values]) -> "Layers":
         """Return the layers with new values for some of their variables."""
-        states = [variables.replaced(state, updates.get(kind, {})) for kind, state in enumerate(self.states)]
+        states = [variables.replace_values(state, updates.get(kind, {})) for kind, state in enumerate(self.states)]
         return attrs.evolve(self, states=tuple(states))
 
     def fold_in(self, index: Any) -> "Layers":

@@ -366,7 +366,9 @@ def test_memory_on_tpus_is_that_of_phases(on_tpus):
 
 @pytest.mark.slow
 def test_an_optimizer_that_the_request_offloads_is_offloaded(on_tpus):
-    request = Request.of("quickstart", target="tpu-v5p-16", set={"input.batch_size": 64}, with_=["offload-optimizer"])
+    request = Request.from_arguments(
+        "quickstart", target="tpu-v5p-16", set={"input.batch_size": 64}, with_=["offload-optimizer"]
+    )
     (requested,) = [r for r in rank.Space(request, ()).rank_layouts() if r.choice.shipped]
     (chosen,) = [r for r in on_tpus.rank_layouts() if r.choice.words == ("--with", "offload-optimizer")]
     assert requested.estimate == chosen.estimate
