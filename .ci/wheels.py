@@ -67,7 +67,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         for member in MEMBERS:
-            call("uv", "build", "-q", "--wheel", "--package", name_of(member), "-o", str(home / "wheels"), cwd=ROOT)
+            call("uv", "build", "-q", "--wheel", "--package", get_name(member), "-o", str(home / "wheels"), cwd=ROOT)
         # The versions that the workspace pins are the ones that were tested.
         pins = call("uv", "export", "-q", "--no-hashes", "--no-emit-workspace", "--no-dev", cwd=ROOT)
         (home / "pins.txt").write_text("\n".join(line for line in pins.splitlines() if not line.startswith("#")))
@@ -78,7 +78,7 @@ def main() -> None:
             environment.run("plugins", "list")
             print(f"core {title}: {environment.run('experiments', 'list').split() or 'no experiments'}")
         # `all` is what most people want; a distribution outside it has to work beside it.
-        others = sorted({name_of(m) for m in MEMBERS} - installed(environment))
+        others = sorted({get_name(m) for m in MEMBERS} - installed(environment))
         if others:
             environment.install(*(str(wheel_of(home, name)) for name in others))
         environment.run("plugins", "doctor")
@@ -127,7 +127,7 @@ def wheel_of(home: Path, name: str) -> Path:
     return wheel
 
 
-def name_of(member: str) -> str:
+def get_name(member: str) -> str:
     """The distribution's name."""
     line = next(x for x in (ROOT / member / "pyproject.toml").read_text().splitlines() if x.startswith("name"))
     return line.split('"')[1]

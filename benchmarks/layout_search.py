@@ -63,7 +63,7 @@ def spread(rows, count):
 
 
 def measure(row: Row, args, log_message) -> dict:
-    request = Request.of(row.model, target=row.target)
+    request = Request.from_arguments(row.model, target=row.target)
     started = time.perf_counter()
     space = Space(request, ())
     ranked = space.rank_layouts(log_message)
@@ -106,7 +106,7 @@ def measure_paper(row: Row, cache, clock, log_message) -> dict:
     """Compile the paper's layout. Return nothing if it is the layout that ships."""
     if not row.features and not row.settings:
         return {}
-    request = Request.of(row.model, target=row.target, with_=row.features, set=row.settings)
+    request = Request.from_arguments(row.model, target=row.target, with_=row.features, set=row.settings)
     own = [r for r in Space(request, ()).rank_layouts(log_message) if r.choice.shipped]
     (result,) = compile_layouts(request, own, cache, clock, log_message)
     if result.error:

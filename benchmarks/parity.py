@@ -91,8 +91,8 @@ def declare(functional: Functional) -> Mapping[str, Function]:
         return Part.WEIGHTS, Array(shape, jnp.int32, axes), Array(shape, jnp.int32, axes)
 
     return {
-        "tokens": Function(call=forward, inputs=inputs, of_model=False),
-        "step": Function(call=step, inputs=inputs, of_model=False, differentiates=True),
+        "tokens": Function(call=forward, inputs=inputs, takes_model=False),
+        "step": Function(call=step, inputs=inputs, takes_model=False, differentiates=True),
     }
 
 
@@ -108,7 +108,7 @@ def compare(
         instance = ModelProgram(functional, jax.devices()[:count], Mesh(), declare=lambda _: declare(functional))
         return instance, instance.place(weights)
 
-    weights = functional.weights_of(cfg.build(rngs=nnx.Rngs(0)))
+    weights = functional.extract_weights(cfg.build(rngs=nnx.Rngs(0)))
     alone, placed = program(1)
     rows = max(1, SMALL // length)
     small = alone.compile("tokens", (rows, length))

@@ -149,7 +149,7 @@ def parent(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-class Plan:
+class RandomFault:
     """The fault for a number.
 
     Attributes:
@@ -207,11 +207,11 @@ def inject_all(folder, count, seconds, limit, seed):
                 launch = Launch(folder)
                 after = max((e["attempt"] for e in launch.events("started")), default=0)
             try:
-                plan = Plan(seed, number)
+                plan = RandomFault(seed, number)
                 unproven.append({"number": number, "load": os.getloadavg()[0]})
                 unproven[-1] |= inject(launch, plan, after, limit)
                 after = unproven[-1]["attempt"]
-                if number < count and Plan(seed, number + 1).early:
+                if number < count and RandomFault(seed, number + 1).early:
                     continue
                 last = wait_until_survived(launch, unproven[-1], limit)
                 records = [*({**r, "survived": True, "seconds": None} for r in unproven[:-1]), last]

@@ -220,7 +220,9 @@ def _patches(tree):
             yield from ((node.lineno, t) for t in changed if t.split(".")[0] in names or t.endswith(".__class__"))
         elif isinstance(node, ast.Call):
             function, first = ast.unparse(node.func), ast.unparse(node.args[0]).split(".")[0] if node.args else ""
-            if function in ("replaced", "compat.replaced") or (function == "setattr" and first in names):
+            if function in ("override_attribute", "compat.override_attribute") or (
+                function == "setattr" and first in names
+            ):
                 yield node.lineno, function
 
 
@@ -255,8 +257,8 @@ def _changes_environment(node):
         "import jax\njax.jit = None",
         "from jax.experimental.mosaic.gpu import core\ncore._infer_arch = None",
         "import jax\nsetattr(jax.numpy, 'dot', None)",
-        "from axlearn_core import compat\nwith compat.replaced(module, 'name', 1): pass",
-        "from axlearn_core.compat import replaced\nstack.enter_context(replaced(module, 'name', 1))",
+        "from axlearn_core import compat\nwith compat.override_attribute(module, 'name', 1): pass",
+        "from axlearn_core.compat import override_attribute\nstack.enter_context(override_attribute(module, 'name', 1))",
         "layer.__class__ = type('Other', (Layer,), {})",
     ],
 )

@@ -193,7 +193,7 @@ def config(experiment):
     """Return the training config of `experiment`."""
     from axlearn_core.plugins.resolve import resolve
 
-    return resolve(experiment, with_=FEATURES).checked().config
+    return resolve(experiment, with_=FEATURES).check().config
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def project(parts, tmp_path_factory):
         parts["packages"].write(root, feature)
     own = [parts["packages"].folder(root, feature) for feature in parts["packages"].SOURCES]
     with parts["installed"].installed(root, *own, site=root / "site"):
-        yield lambda *with_: resolve("experiment-00-block-01", with_=with_).checked().config
+        yield lambda *with_: resolve("experiment-00-block-01", with_=with_).check().config
 
 
 @pytest.mark.parametrize(

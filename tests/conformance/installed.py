@@ -8,7 +8,7 @@ from typing import Any
 import equinox
 from flax import linen
 
-from axlearn_core.config import Decoder, Node, configure, missing, patch
+from axlearn_core.config import Decoder, Node, configure, find_missing, patch
 from axlearn_core.contracts import parts
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.kernels.op import Op
@@ -46,9 +46,9 @@ WRAPPED = {
 
 def toy_config(config: type[Node[Any]], **settings: Any) -> Node[Any]:
     """Return a small config with all required fields set by field name, for any component."""
-    node: Any = Decoder(registry()).decode_at(config(), "", settings)
+    node: Any = Decoder(registry()).decode_value(config(), "", settings)
     return patch(
-        node, {p.path: TOY[p.path.rpartition(".")[2]] for p in missing(node) if p.path.rpartition(".")[2] in TOY}
+        node, {p.path: TOY[p.path.rpartition(".")[2]] for p in find_missing(node) if p.path.rpartition(".")[2] in TOY}
     )
 
 

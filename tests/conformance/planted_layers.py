@@ -62,15 +62,15 @@ def _layer(wrong: str = "") -> type:
 LAYERS = mutants(
     _layer(),
     {
-        "computes in another dtype": (_layer("dtype"), "test_outputs_have_the_promised_shapes_and_dtypes"),
-        "returns another shape": (_layer("shape"), "test_outputs_have_the_promised_shapes_and_dtypes"),
+        "computes in another dtype": (_layer("dtype"), "test_output_shapes_and_dtypes"),
+        "returns another shape": (_layer("shape"), "test_output_shapes_and_dtypes"),
         "divides by zero": (_layer("nan"), "test_outputs_are_finite"),
         "has an axis without a name": (_layer("unnamed"), "test_every_parameter_axis_is_named"),
         "has an axis that no rule covers": (_layer("unknown"), "test_every_parameter_axis_is_named"),
         "has a wrong gradient": (_layer("gradient"), "test_gradients"),
         "ignores its input": (_layer("input"), "test_parameters_and_inputs_matter"),
         "ignores its parameter": (_layer("parameter"), "test_parameters_and_inputs_matter"),
-        "depends on the mesh": (_layer("mesh"), "test_meshes_change_no_number"),
+        "depends on the mesh": (_layer("mesh"), "test_meshes_give_equal_results"),
         "compiles again for each instance": (_layer("recompiles"), "test_equal_shapes_compile_once"),
     },
 )
@@ -138,15 +138,15 @@ def _kernel(name: str, **factors: float) -> type:
 KERNELS = mutants(
     _kernel("right"),
     {
-        "is off by half a percent": (_kernel("wrong"), "test_values_and_gradients_are_those_of_the_reference"),
-        "rejects calls without a reason": (_kernel("silent"), "test_a_refusal_has_a_reason_and_is_kept"),
-        "rejects every call": (_kernel("unable"), "test_it_supports_one_of_the_cases"),
-        "is the reference itself": (_kernel("disguised"), "test_it_computes_otherwise_than_the_reference"),
+        "is off by half a percent": (_kernel("wrong"), "test_values_and_gradients_match_reference"),
+        "rejects calls without a reason": (_kernel("silent"), "test_refusal_has_reason"),
+        "rejects every call": (_kernel("unable"), "test_kernel_supports_a_case"),
+        "is the reference itself": (_kernel("disguised"), "test_kernel_differs_from_reference"),
         "counts too few FLOPs": (
             _kernel("right", flops_factor=0.5),
-            "test_the_op_says_what_it_multiplies_and_moves",
+            "test_op_counts_flops_and_bytes",
         ),
-        "counts too many bytes": (_kernel("right", bytes_factor=1.5), "test_the_op_says_what_it_multiplies_and_moves"),
+        "counts too many bytes": (_kernel("right", bytes_factor=1.5), "test_op_counts_flops_and_bytes"),
     },
 )
 
@@ -178,11 +178,11 @@ def _feature(wrong: str = "") -> type:
 FEATURES = mutants(
     _feature(),
     {
-        "rejects every experiment": (_feature("refuses"), "test_it_changes_one_of_the_experiments"),
-        "does nothing and claims to be in effect": (_feature("nothing"), "test_it_changes_one_of_the_experiments"),
-        "rejects without a fix": (_feature("rude"), "test_twice_is_once_on_every_experiment"),
-        "changes more each time it is applied": (_feature("grows"), "test_twice_is_once_on_every_experiment"),
-        "claims not to be in effect": (_feature("denies"), "test_twice_is_once_on_every_experiment"),
+        "rejects every experiment": (_feature("refuses"), "test_feature_changes_an_experiment"),
+        "does nothing and claims to be in effect": (_feature("nothing"), "test_feature_changes_an_experiment"),
+        "rejects without a fix": (_feature("rude"), "test_apply_is_idempotent"),
+        "changes more each time it is applied": (_feature("grows"), "test_apply_is_idempotent"),
+        "claims not to be in effect": (_feature("denies"), "test_apply_is_idempotent"),
     },
 )
 

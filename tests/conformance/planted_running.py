@@ -82,13 +82,13 @@ def _end_trace(self):
 PROFILERS = mutants(
     _profiler(),
     {
-        "writes no trace": (_profiler("nothing"), "test_a_run_leaves_something_to_read"),
-        "prints to standard output": (_profiler("prints"), "test_it_changes_no_step"),
-        "does not stop its trace": (_profiler("exclusive"), "test_it_may_be_closed_within_a_step"),
+        "writes no trace": (_profiler("nothing"), "test_run_writes_files"),
+        "prints to standard output": (_profiler("prints"), "test_training_is_unchanged"),
+        "does not stop its trace": (_profiler("exclusive"), "test_close_during_step"),
     },
 ) + mutants(
     _profiler(),
-    {"cannot be closed twice": (_profiler("once"), "test_closing_is_always_allowed")},
+    {"cannot be closed twice": (_profiler("once"), "test_close_without_start")},
     errors=(RuntimeError,),
 )
 
@@ -104,15 +104,15 @@ def _watchdog(wrong=""):
 WATCHDOGS = mutants(
     _watchdog(),
     {
-        "does nothing": (_watchdog("nothing"), "test_it_acts_on_silence_alone"),
-        "reacts to a run that makes progress": (_watchdog("hasty"), "test_it_acts_on_silence_alone"),
-        "does not stop its thread": (_watchdog("thread"), "test_it_takes_every_phase"),
-        "reacts after it is closed": (_watchdog("thread"), "test_nothing_happens_once_it_is_closed"),
+        "does nothing": (_watchdog("nothing"), "test_watchdog_acts_only_without_heartbeats"),
+        "reacts to a run that makes progress": (_watchdog("hasty"), "test_watchdog_acts_only_without_heartbeats"),
+        "does not stop its thread": (_watchdog("thread"), "test_watchdog_handles_every_phase"),
+        "reacts after it is closed": (_watchdog("thread"), "test_closed_watchdog_does_not_act"),
     },
 ) + mutants(
     _watchdog(),
     {
-        "rejects a phase": (_watchdog("phases"), "test_it_takes_every_phase"),
+        "rejects a phase": (_watchdog("phases"), "test_watchdog_handles_every_phase"),
         "uses the files of another process": (_watchdog("shared"), "test_processes_share_the_run_directory"),
     },
     errors=(ValueError, OSError),
@@ -151,9 +151,9 @@ def _group(wrong=""):
 GROUPS = mutants(
     _group(),
     {
-        "queries devices before it joins": (_group("early"), "test_one_process_stays_alone"),
-        "never joins": (_group("alone"), "test_two_processes_are_one_job"),
-        "joins more than once": (_group("always"), "test_two_processes_are_one_job"),
+        "queries devices before it joins": (_group("early"), "test_single_process_has_no_group"),
+        "never joins": (_group("alone"), "test_two_processes_form_one_job"),
+        "joins more than once": (_group("always"), "test_two_processes_form_one_job"),
     },
     slow=True,
 )
@@ -189,13 +189,13 @@ def _option(name="--every", change=_seeded, text="Seed of the run.", metavar="N"
 OPTIONS = mutants(
     _option(),
     {
-        "has an underscore in its name": (_option(name="--at_once"), "test_it_is_written_like_an_option"),
-        "has no help": (_option(text=" "), "test_it_is_written_like_an_option"),
-        "takes a value but claims to be a flag": (_option(metavar=None), "test_it_is_written_like_an_option"),
-        "changes nothing": (_option(change=lambda value, request: request), "test_it_changes_the_request"),
-        "returns no request": (_option(change=lambda value, request: None), "test_it_changes_the_request"),
-        "belongs to a command without a request": (_option(command="serve"), "test_its_command_takes_it"),
-        "is not listed": (_option(name="--not-registered"), "test_it_is_listed_and_imports_no_jax"),
+        "has an underscore in its name": (_option(name="--at_once"), "test_option_name_and_help_are_valid"),
+        "has no help": (_option(text=" "), "test_option_name_and_help_are_valid"),
+        "takes a value but claims to be a flag": (_option(metavar=None), "test_option_name_and_help_are_valid"),
+        "changes nothing": (_option(change=lambda value, request: request), "test_option_changes_request"),
+        "returns no request": (_option(change=lambda value, request: None), "test_option_changes_request"),
+        "belongs to a command without a request": (_option(command="serve"), "test_command_accepts_option"),
+        "is not listed": (_option(name="--not-registered"), "test_help_lists_option_without_importing_jax"),
     },
     errors=(PluginError,),
 )
@@ -221,13 +221,13 @@ def _command(name="bench-step", arguments=("--help",), value=bench_step, line="M
 COMMANDS = mutants(
     _command(),
     {
-        "is not a command": (_command(value=len), "test_it_stands_where_its_name_says"),
+        "is not a command": (_command(value=len), "test_command_matches_entry_point_name"),
         "is a subcommand of a command without subcommands": (
             _command(name="bench-step-count", value=count),
-            "test_it_stands_where_its_name_says",
+            "test_command_matches_entry_point_name",
         ),
-        "has no docstring": (_command(line=None), "test_it_has_a_line_for_help"),
-        "fails": (_command(arguments=("--nope",)), "test_it_works"),
+        "has no docstring": (_command(line=None), "test_command_has_summary"),
+        "fails": (_command(arguments=("--nope",)), "test_command_succeeds"),
     },
     errors=(PluginError,),
 )

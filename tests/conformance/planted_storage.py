@@ -58,12 +58,12 @@ def _checkpointer(wrong=""):
 CHECKPOINTERS = mutants(
     _checkpointer(),
     {
-        "does not save `extra`": (_checkpointer("extra"), "test_what_is_restored_is_what_was_saved"),
+        "does not save `extra`": (_checkpointer("extra"), "test_restore_returns_saved_state"),
         "lists the newest step first": (_checkpointer("order"), "test_steps_are_listed_oldest_first"),
-        "does not save the text files": (_checkpointer("files"), "test_text_files_are_kept_inside"),
+        "does not save the text files": (_checkpointer("files"), "test_checkpoint_contains_text_files"),
         "ignores shardings": (
             _checkpointer("sharding"),
-            "test_restored_arrays_have_the_shardings_that_are_asked_for",
+            "test_restore_uses_requested_shardings",
         ),
     },
 ) + mutants(
@@ -71,7 +71,7 @@ CHECKPOINTERS = mutants(
     {
         "reads the state after `save` returns": (
             _checkpointer("late"),
-            "test_the_state_may_be_donated_once_save_returns",
+            "test_state_can_be_donated_after_save",
         )
     },
     errors=(RuntimeError,),  # the array is deleted
@@ -128,12 +128,12 @@ def _storage(cls):
 STORAGES = mutants(
     _storage(LocalStorage),
     {
-        "accepts a truncated file": (_storage(Whole), "test_a_file_that_ends_early_is_an_error"),
-        "writes in place": (_storage(Plain), "test_a_write_that_fails_leaves_what_was_there"),
-        "commits over existing files": (_storage(Merging), "test_a_commit_moves_all_files_at_once"),
-        "deletes nothing": (_storage(Keeping), "test_deleting_is_done_once"),
-        "deletes by prefix": (_storage(Prefixes), "test_deleting_is_done_once"),
-        "lists files out of order": (_storage(Unsorted), "test_files_are_listed_by_prefix_with_their_sizes"),
+        "accepts a truncated file": (_storage(Whole), "test_truncated_file_raises"),
+        "writes in place": (_storage(Plain), "test_failed_write_keeps_old_file"),
+        "commits over existing files": (_storage(Merging), "test_commit_is_atomic"),
+        "deletes nothing": (_storage(Keeping), "test_delete_is_idempotent"),
+        "deletes by prefix": (_storage(Prefixes), "test_delete_is_idempotent"),
+        "lists files out of order": (_storage(Unsorted), "test_list_returns_sizes_by_prefix"),
     },
 ) + mutants(
     _storage(LocalStorage),
@@ -174,12 +174,12 @@ def _weights(wrong=""):
 WEIGHTS = mutants(
     _weights(),
     {
-        "has a negative step": (_weights("step"), "test_they_say_what_they_are"),
-        "has other paths than the model": (_weights("path"), "test_they_are_those_of_their_model"),
-        "reads another dtype than declared": (_weights("dtype"), "test_what_is_read_is_what_was_announced"),
-        "has other values on other devices": (_weights("devices"), "test_the_devices_change_no_value"),
-        "accepts unknown paths": (_weights("silent"), "test_requests_that_do_not_fit_are_refused"),
-        "places tensors that have no sharding": (_weights("default"), "test_requests_that_do_not_fit_are_refused"),
+        "has a negative step": (_weights("step"), "test_properties_are_valid"),
+        "has other paths than the model": (_weights("path"), "test_specs_match_model"),
+        "reads another dtype than declared": (_weights("dtype"), "test_tensors_match_specs"),
+        "has other values on other devices": (_weights("devices"), "test_shardings_do_not_change_values"),
+        "accepts unknown paths": (_weights("silent"), "test_invalid_requests_raise"),
+        "places tensors that have no sharding": (_weights("default"), "test_invalid_requests_raise"),
     },
 )
 
@@ -232,20 +232,22 @@ def _tracker(wrong="", **more):
 
 READ = {"read": staticmethod(_read)}
 TRACKERS = [
-    *mutants(_tracker(), {"drops logged values": (_tracker("swallows"), "test_more_steps_leave_a_longer_trace")}),
+    *mutants(_tracker(), {"drops logged values": (_tracker("swallows"), "test_more_steps_write_more_output")}),
     *mutants(
         _tracker("", **READ),
         {
-            "prints to standard output": (_tracker("prints", **READ), "test_it_takes_a_whole_run"),
-            "writes nothing on close": (_tracker("forgets", **READ), "test_what_was_logged_is_there_after_closing"),
+            "prints to standard output": (_tracker("prints", **READ), "test_tracker_accepts_full_run"),
+            "writes nothing on close": (_tracker("forgets", **READ), "test_logged_values_can_be_read"),
             "repeats steps of a resumed run": (
                 _tracker("resumes", **READ),
-                "test_a_resumed_run_reads_like_one_that_was_never_stopped",
+                "test_resumed_log_matches_uninterrupted_log",
             ),
         },
     ),
     *mutants(
-        _tracker(), {"cannot be closed twice": (_tracker("once"), "test_it_takes_a_whole_run")}, errors=(RuntimeError,)
+        _tracker(),
+        {"cannot be closed twice": (_tracker("once"), "test_tracker_accepts_full_run")},
+        errors=(RuntimeError,),
     ),
 ]
 
@@ -288,11 +290,11 @@ TOKENIZERS = [
         _tokenizer(),
         {
             "has ids above `vocab_size`": (_tokenizer("range"), "test_ids_are_below_vocab_size"),
-            "uses a letter as the end of a document": (_tokenizer("eos"), "test_no_text_ends_a_document"),
-            "adds a token at the start": (_tokenizer("front"), "test_no_text_is_no_token"),
-            "loses spaces": (_tokenizer("strip"), "test_decoding_gives_the_text_back"),
-            "counts bytes twice": (_tokenizer("bytes"), "test_bytes_of_tokens_are_those_of_the_text"),
-            "has a different digest each time": (_tokenizer("digest"), "test_two_builds_agree"),
+            "uses a letter as the end of a document": (_tokenizer("eos"), "test_text_does_not_encode_to_eos"),
+            "adds a token at the start": (_tokenizer("front"), "test_empty_text_has_no_tokens"),
+            "loses spaces": (_tokenizer("strip"), "test_decode_inverts_encode"),
+            "counts bytes twice": (_tokenizer("bytes"), "test_token_bytes_sum_to_text_bytes"),
+            "has a different digest each time": (_tokenizer("digest"), "test_builds_are_deterministic"),
         },
     ),
     *mutants(
@@ -300,17 +302,17 @@ TOKENIZERS = [
         {
             "decodes to nothing and claims to be lossy": (
                 _tokenizer("empty", **LOSSY),
-                "test_decoding_what_was_decoded_changes_nothing",
+                "test_decoded_text_round_trips",
             ),
             "loses a character in each round trip": (
                 _tokenizer("shrinks", **LOSSY),
-                "test_decoding_what_was_decoded_changes_nothing",
+                "test_decoded_text_round_trips",
             ),
         },
     ),
     *mutants(
         _tokenizer(),
-        {"fails for half a character": (_tokenizer("strict"), "test_any_ids_can_be_decoded")},
+        {"fails for half a character": (_tokenizer("strict"), "test_decode_accepts_any_ids")},
         errors=(UnicodeDecodeError,),
     ),
 ]

@@ -23,12 +23,12 @@ class Iterator(Numbers):
 
     def __next__(self):
         if self.wrong == "repeats":
-            self.at = 100
+            self.position = 100
         return super().__next__()
 
     def set_state(self, state):
         if self.wrong != "resume":
-            self.at = state + (self.wrong == "late")
+            self.position = state + (self.wrong == "late")
 
 
 class Input(Configurable):
@@ -41,7 +41,7 @@ class Input(Configurable):
 
     def train(self):
         iterator = Iterator()
-        iterator.wrong, iterator.at = self.wrong, 0 if self.wrong == "seed" else 100 * self.seed
+        iterator.wrong, iterator.position = self.wrong, 0 if self.wrong == "seed" else 100 * self.seed
         return iterator
 
     def evaluation(self):
@@ -58,12 +58,12 @@ def _input(wrong=""):
 INPUTS = mutants(
     _input(),
     {
-        "does not resume": (_input("resume"), "test_a_state_continues_exactly"),
-        "resumes one batch too late": (_input("late"), "test_a_state_continues_exactly"),
+        "does not resume": (_input("resume"), "test_restored_state_continues_exactly"),
+        "resumes one batch too late": (_input("late"), "test_restored_state_continues_exactly"),
         "ignores the seed": (_input("seed"), "test_equal_seeds_give_equal_streams"),
-        "repeats one batch": (_input("repeats"), "test_batches_have_the_promised_arrays"),
+        "repeats one batch": (_input("repeats"), "test_batches_match_declared_arrays"),
         "never ends the evaluation": (_input("endless"), "test_evaluation_repeats"),
-        "describes the seed as part of the data": (_input("describes"), "test_it_describes_itself_for_the_lock"),
+        "describes the seed as part of the data": (_input("describes"), "test_describe_depends_only_on_data"),
     },
 )
 
@@ -100,10 +100,10 @@ LEARNERS = mutants(
     _learner(),
     {
         "increases the loss": (_learner("climbs"), "test_updates_lower_the_loss"),
-        "changes nothing": (_learner("rests"), "test_an_update_is_finite_and_keeps_every_shape_and_dtype"),
-        "applies gradients that are not finite": (_learner("trusts"), "test_what_is_not_finite_changes_nothing"),
+        "changes nothing": (_learner("rests"), "test_update_is_finite_and_keeps_shapes_and_dtypes"),
+        "applies gradients that are not finite": (_learner("trusts"), "test_nonfinite_gradients_skip_update"),
         "shares buffers": (_learner("shares"), "test_state_and_parameters_can_be_donated"),
-        "uses half of the batch": (_learner("half"), "test_a_batch_in_microbatches_is_the_batch"),
+        "uses half of the batch": (_learner("half"), "test_microbatches_match_full_batch"),
     },
 )
 
@@ -141,9 +141,9 @@ OBJECTIVES = mutants(
     _objective(),
     {
         "ignores its option": (_objective("option"), "test_every_option_has_an_effect"),
-        "ignores the batch": (_objective("batch"), "test_the_batch_matters"),
+        "ignores the batch": (_objective("batch"), "test_loss_depends_on_batch"),
         "ignores the model": (_objective("model"), "test_gradients_reach_the_model"),
-        "sums over the batch instead of averaging": (_objective("sums"), "test_microbatches_are_the_batch"),
+        "sums over the batch instead of averaging": (_objective("sums"), "test_microbatches_match_full_batch"),
     },
 )
 
@@ -187,10 +187,10 @@ def _loop(wrong=""):
 LOOPS = mutants(
     _loop(),
     {
-        "saves nothing": (_loop("forgets"), "test_it_goes_to_the_last_step_and_keeps_it"),
-        "evaluates nothing": (_loop("blind"), "test_it_goes_to_the_last_step_and_keeps_it"),
-        "skips the first batch of a resumed run": (_loop("skips"), "test_a_continued_run_is_the_uninterrupted_one"),
-        "depends on the clock": (_loop("clock"), "test_equal_runs_are_equal"),
+        "saves nothing": (_loop("forgets"), "test_run_logs_evaluates_and_saves"),
+        "evaluates nothing": (_loop("blind"), "test_run_logs_evaluates_and_saves"),
+        "skips the first batch of a resumed run": (_loop("skips"), "test_resumed_run_matches_uninterrupted_run"),
+        "depends on the clock": (_loop("clock"), "test_runs_are_deterministic"),
     },
 )
 
@@ -226,13 +226,13 @@ def _evaluator(wrong=""):
 EVALUATORS = mutants(
     _evaluator(),
     {
-        "never runs": (_evaluator("never"), "test_it_measures_under_its_own_name"),
-        "returns NaN": (_evaluator("nan"), "test_it_measures_under_its_own_name"),
-        "returns a metric without its own name": (_evaluator("name"), "test_it_measures_under_its_own_name"),
-        "returns random values": (_evaluator("draws"), "test_two_of_them_measure_apart"),
-        "ignores the model": (_evaluator("constant"), "test_its_values_follow_the_model"),
-        "returns a number from `due`": (_evaluator("number"), "test_due_is_a_matter_of_the_step"),
-        "changes the state": (_evaluator("changes"), "test_it_changes_no_step"),
+        "never runs": (_evaluator("never"), "test_metrics_have_evaluator_name"),
+        "returns NaN": (_evaluator("nan"), "test_metrics_have_evaluator_name"),
+        "returns a metric without its own name": (_evaluator("name"), "test_metrics_have_evaluator_name"),
+        "returns random values": (_evaluator("draws"), "test_two_evaluators_are_independent"),
+        "ignores the model": (_evaluator("constant"), "test_values_depend_on_model"),
+        "returns a number from `due`": (_evaluator("number"), "test_due_depends_only_on_step"),
+        "changes the state": (_evaluator("changes"), "test_training_is_unchanged"),
     },
 )
 

@@ -14,7 +14,7 @@ from axlearn_testing import KernelSuite
 SHARED = ("ring", "context-all-gather", "context-all-to-all")
 """Kernels that need several devices; on one device they are the reference."""
 
-VALUES = "test_values_and_gradients_are_those_of_the_reference"
+VALUES = "test_values_and_gradients_match_reference"
 SLOW_CASES = {
     "attention": ("alibi-*", "causal-*", "window-*"),
     "gated_linear_unit": ("gelu*", "silu-80-*"),

@@ -8,10 +8,10 @@ import installed
 import pytest
 from known import CONTRACTS, REFERENCES
 
-from axlearn_testing import LayerSuite, contract_of
+from axlearn_testing import LayerSuite, find_contract
 
 for _name, _config in installed.layers().items():
-    _contract = contract_of(_config, CONTRACTS)
+    _contract = find_contract(_config, CONTRACTS)
     _more = {"contract": _contract, "meshes": 1, **REFERENCES.get(_name, {})}
     if _contract is not None and _contract.name in (
         "decoder",
@@ -27,7 +27,7 @@ class TestManyMeshes:
     """The same with more meshes."""
 
     @pytest.mark.parametrize("name", installed.layers())
-    def test_meshes_change_no_number(self, name):
+    def test_meshes_give_equal_results(self, name):
         config = installed.layers()[name]
-        more = {"config": config, "contract": contract_of(config, CONTRACTS), "meshes": 5, "seed": 1}
-        type(name, (LayerSuite,), more)().test_meshes_change_no_number()
+        more = {"config": config, "contract": find_contract(config, CONTRACTS), "meshes": 5, "seed": 1}
+        type(name, (LayerSuite,), more)().test_meshes_give_equal_results()

@@ -94,7 +94,7 @@ globals().update(installed.make_suites(CheckpointerSuite, installed.implementati
 for _name, _config in installed.implementations(parts.Tracker).items():
     _read = {"read": staticmethod(READERS[_name])} if _name in READERS else {}
     _read |= {"remote": "Prometheus scrapes it over HTTP"} if _name == "prometheus" else {}
-    _read |= {"pytestmark": pytest.mark.slow_cases("test_it_takes_a_whole_run")} if _name == "tensorboard" else {}
+    _read |= {"pytestmark": pytest.mark.slow_cases("test_tracker_accepts_full_run")} if _name == "tensorboard" else {}
     globals().update(installed.make_suites(TrackerSuite, {_name: _config}, **_read))
 for _name, _config in installed.implementations(Loop).items():
     _own = type(_config).__module__.startswith("axlearn_core.")
@@ -122,7 +122,7 @@ for _name, _config in installed.implementations(parts.Objective).items():
     globals().update(installed.make_suites(Objective, {_name: _config}, pytestmark=[pytest.mark.slow_cases(*_slow)]))
 
 
-@pytest.mark.slow_cases("test_what_is_not_finite_changes_nothing[nan-loss]")
+@pytest.mark.slow_cases("test_nonfinite_gradients_skip_update[nan-loss]")
 class TestAccumulatingLearner(LearnerSuite):
     config = patch(installed.toy_config(installed.components()["learner"]), {"accumulate_steps": 4, "ema_decay": 0.5})
 

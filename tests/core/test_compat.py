@@ -12,7 +12,7 @@ def test_what_was_replaced_comes_back_also_after_an_error():
     owner, records = types.SimpleNamespace(answer=1), []
 
     def fail():
-        with compat.replaced(owner, "answer", 2):
+        with compat.override_attribute(owner, "answer", 2):
             records.append(owner.answer)
             raise ValueError("inside")
 
@@ -23,7 +23,7 @@ def test_what_was_replaced_comes_back_also_after_an_error():
 
 def test_the_original_comes_back_in_whatever_order_replacements_end():
     owner = types.SimpleNamespace(answer=1)
-    first, second = (compat.replaced(owner, "answer", value) for value in (2, 3))
+    first, second = (compat.override_attribute(owner, "answer", value) for value in (2, 3))
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -33,15 +33,15 @@ def test_the_original_comes_back_in_whatever_order_replacements_end():
 
 
 def test_what_a_library_no_longer_has_is_an_error():
-    with pytest.raises(AttributeError, match="gone"), compat.replaced(types.SimpleNamespace(), "gone", 1):
+    with pytest.raises(AttributeError, match="gone"), compat.override_attribute(types.SimpleNamespace(), "gone", 1):
         pass
 
 
 def test_the_environment_of_the_user_stays(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    compat.only_cpu()
+    compat.use_cpu()
     assert os.environ["JAX_PLATFORMS"] == "cuda"
-    compat.only_cpu(always=True)
+    compat.use_cpu(override=True)
     assert os.environ["JAX_PLATFORMS"] == "cpu"
 
 
@@ -68,8 +68,8 @@ def test_tunables_of_the_user_stay(users, all_of_them):
 
 def test_tokenizers_take_one_core_unless_the_user_says_otherwise(monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
-    compat.one_core_for_tokenizers()
+    compat.disable_tokenizer_threads()
     assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
     monkeypatch.delenv("TOKENIZERS_PARALLELISM")
-    compat.one_core_for_tokenizers()
+    compat.disable_tokenizer_threads()
     assert os.environ["TOKENIZERS_PARALLELISM"] == "false"

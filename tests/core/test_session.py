@@ -61,7 +61,7 @@ def test_a_checkpoint_is_judged_only_by_what_was_measured_at_its_step(session):
 def test_without_a_listener_that_stops_it_a_session_runs_to_its_end(session):
     handler = signal.getsignal(signal.SIGTERM)
     with session:
-        assert not session.stops()
+        assert not session.should_stop()
         assert signal.getsignal(signal.SIGTERM) == handler
     session.raise_failure()
 
@@ -82,7 +82,7 @@ class Stopping(RunListener):
     def next_batch(self):
         return None
 
-    def stops(self):
+    def should_stop(self):
         return self.session.step == 1
 
     def raise_failure(self):
@@ -98,11 +98,11 @@ def test_a_listener_may_stop_a_session_and_replace_its_batches(session):
     stopping = Stopping(session)
     session.events.add(stopping)
     with session:
-        assert not session.stops()
+        assert not session.should_stop()
         assert session.next_batch() is None
         assert session.describe_batch()() == "row 7"
         session.step = 1
-        assert session.stops()
+        assert session.should_stop()
     assert stopping.calls == ["begin", "end"]
     with pytest.raises(InputError, match="the input failed"):
         session.raise_failure()
@@ -110,8 +110,8 @@ def test_a_listener_may_stop_a_session_and_replace_its_batches(session):
 
 def test_the_first_checkpoint_is_noted_in_the_lock_once_it_is_complete(session, monkeypatch):
     session.run_dir.write("", {"run": "id"})
-    session.note_checkpoint()
+    session.record_checkpoint()
     assert "saved" not in session.run_dir.read_lock()
     monkeypatch.setattr(session.checkpointer, "latest_step", lambda: 2)
-    session.note_checkpoint()
+    session.record_checkpoint()
     assert session.run_dir.read_lock() == {"run": "id", "saved": True}

@@ -166,7 +166,7 @@ def training(functions, state, batch):
     step = jax.jit(functions.training_loss, compiler_options=QUICK)
     variables = functions.trained.begin_step(state.variables)
     loss, (report, _) = step(state.params, variables, batch, jax.random.key(0))
-    return float(loss), summaries.values_of(report)
+    return float(loss), summaries.get_scalars(report)
 
 
 @pytest.mark.fast_cases("penalty of a model")

@@ -92,7 +92,7 @@ def test_all_at_once_train_stop_and_go_on(installed, tmp_path):
 
 def test_each_is_named_by_one_line(installed, tmp_path):
     for part, (_, kind, _) in PARTS.items():
-        cfg = resolve(run_file(tmp_path, part)).checked().config
+        cfg = resolve(run_file(tmp_path, part)).check().config
         import third_party
 
         parts = find(cfg, getattr(third_party, kind))

@@ -32,7 +32,7 @@ def trace_all(program):
     program.kernel_notes.listener = decisions.append
     for name in program.functions:
         if name not in BUILDS_STATE:
-            program.trace(name, program.function(name).bucket_of(toy.batch()))
+            program.trace(name, program.function(name).get_bucket(toy.batch()))
     return decisions
 
 

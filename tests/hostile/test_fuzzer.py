@@ -78,11 +78,11 @@ def test_a_changed_file_is_read_or_refused(data):
 @settings(max_examples=600, **COMMON)
 @given(st.sampled_from(PATHS) | st.text(max_size=12), nodes)
 def test_any_value_is_set_or_refused(path, value):
-    only_ours(lambda: resolve(Request.of("quickstart", set={path: value})).checked())
+    only_ours(lambda: resolve(Request.from_arguments("quickstart", set={path: value})).check())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_two_settings_at_once_are_set_or_refused(setting):
     for other in SETTINGS:
-        only_ours(lambda other=other: resolve(Request.of("quickstart", set=[setting, other])).checked())
+        only_ours(lambda other=other: resolve(Request.from_arguments("quickstart", set=[setting, other])).check())

@@ -50,10 +50,10 @@ def __getattr__(name: str) -> Any:
 
 def _load_function(name: str) -> Any:
     """Load a function that an installed plugin registers."""
-    from axlearn_core.plugins.index import package_of
+    from axlearn_core.plugins.index import find_package
     from axlearn_core.plugins.registry import registry
 
-    is_function = name in registry().claims["functions"] or package_of("functions", name)
+    is_function = name in registry().claims["functions"] or find_package("functions", name)
     if name.startswith("_") or not is_function:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return registry().entry("functions", name).load()

@@ -36,7 +36,7 @@ _values: dict[tuple[int, str], list[tuple[object, object]]] = {}
 
 
 @contextlib.contextmanager
-def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+def override_attribute(owner: object, name: str, value: object) -> Iterator[None]:
     """Replace an attribute inside this context, for libraries that query this machine instead of the target.
 
     Several threads may replace the same attribute and exit in any order. The last one restores the original.
@@ -90,18 +90,18 @@ class CallablePackage(ModuleType):
         return f"{function.__name__}{inspect.signature(function)}\n\n{inspect.getdoc(function)}"
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a `__getattr__` for a package that imports modules lazily.
 
     Args:
         package: Name of the package.
-        homes: Module in the package that defines each name.
+        modules: Module in the package that defines each name.
     """
 
     def load(name: str) -> Any:
-        if name not in homes:
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+        return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
 
     return load
 
@@ -133,23 +133,23 @@ def assign_environment(variables: Mapping[str, str], *, only: bool = False) -> N
     os.environ.update(variables)
 
 
-def only_cpu(*, always: bool = False) -> None:
+def use_cpu(*, override: bool = False) -> None:
     """Prevent JAX from initializing accelerators. For commands and worker processes that do not compute.
 
     Args:
-        always: If True, override `JAX_PLATFORMS` of the user.
+        override: If True, replace `JAX_PLATFORMS` of the user.
     """
-    if always:
+    if override:
         os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
-def one_core_for_tokenizers() -> None:
+def disable_tokenizer_threads() -> None:
     """Disable threads of tokenizers. For processes that share cores, because each tokenizer would use all of them."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-def threads_for(devices: int) -> None:
+def set_thread_count(devices: int) -> None:
     """Start enough XLA threads for virtual CPU devices.
 
     A device blocks a thread while it waits for other devices in a loop, and several loops can run concurrently. With one

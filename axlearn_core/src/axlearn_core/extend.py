@@ -8,6 +8,7 @@ on first use, so modules that implement hooks need not import JAX.
 
 # ruff: noqa: F401
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ if TYPE_CHECKING:
     from axlearn_core.nn.remat import Remat, tag
     from axlearn_core.nn.sharding import constrain
     from axlearn_core.nn.summaries import add_loss, add_summary
-    from axlearn_core.plugins.feature import Feature, nothing_to_set
+    from axlearn_core.plugins.feature import Feature, no_match_problem
     from axlearn_core.plugins.hookspecs import hookimpl
     from axlearn_core.plugins.registry import registry
     from axlearn_core.plugins.request import Request, Setting, parse_value, read_text, write
@@ -123,7 +124,7 @@ _MODULES = {
     "nn.remat": ("Remat", "tag"),
     "nn.sharding": ("constrain",),
     "nn.summaries": ("add_loss", "add_summary"),
-    "plugins.feature": ("Feature", "nothing_to_set"),
+    "plugins.feature": ("Feature", "no_match_problem"),
     "plugins.hookspecs": ("hookimpl",),
     "plugins.registry": ("registry",),
     "plugins.request": ("Request", "Setting", "parse_value", "read_text", "write"),
@@ -146,7 +147,7 @@ __all__ = sorted(_MODULE_NAMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     module = importlib.import_module(f"axlearn_core.{_MODULE_NAMES[name]}")
     value = globals()[name] = getattr(module, name)
     return value

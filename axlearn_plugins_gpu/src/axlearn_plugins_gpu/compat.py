@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
-from axlearn_core.compat import replaced
+from axlearn_core.compat import override_attribute
 
 MOSAIC = ("jax.experimental.mosaic.gpu.core", "jax.experimental.mosaic.gpu.utils")
 """Modules that contain `_infer_arch`, in the supported versions of JAX."""
@@ -74,7 +74,7 @@ def patch_tokamax(values: Mapping[tuple[str, str], object]) -> Iterator[None]:
     """Patch names in tokamax modules within the context: (module, name) -> value. Used for facts about the local device."""
     with contextlib.ExitStack() as stack:
         for (place, name), value in values.items():
-            stack.enter_context(replaced(tokamax(place), name, value))
+            stack.enter_context(override_attribute(tokamax(place), name, value))
         yield
 
 
@@ -106,7 +106,7 @@ def patch_mosaic_architecture(answer: Callable[[Callable[[], tuple[int, int]]], 
     with contextlib.ExitStack() as stack:
         for module in _mosaic_modules():
             question = functools.partial(answer, module._infer_arch)
-            stack.enter_context(replaced(module, "_infer_arch", question))
+            stack.enter_context(override_attribute(module, "_infer_arch", question))
         yield
 
 

@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from axlearn_core.compat import replaced
+from axlearn_core.compat import override_attribute
 
 
 def tokamax(module: str) -> Any:
@@ -28,7 +28,7 @@ def tokamax(module: str) -> Any:
 @contextlib.contextmanager
 def use_kernel_cores(pallas: Any, cores: int) -> Iterator[None]:
     """Start kernels on this number of cores, within the context. `pallas` is `pltpu` as a tokamax module imports it."""
-    with replaced(pallas, "TensorCoreMesh", functools.partial(pallas.TensorCoreMesh, num_cores=cores)):
+    with override_attribute(pallas, "TensorCoreMesh", functools.partial(pallas.TensorCoreMesh, num_cores=cores)):
         yield
 
 

@@ -15,7 +15,7 @@ for _module in (
     pytest.register_assert_rewrite(f"{__name__}.{_module}")  # must come before the import
 
 from axlearn_testing.checkpoint import CheckpointerSuite, StorageSuite  # noqa: E402
-from axlearn_testing.contracts import Contract, contract_of  # noqa: E402
+from axlearn_testing.contracts import Contract, find_contract  # noqa: E402
 from axlearn_testing.data import InputSuite  # noqa: E402
 from axlearn_testing.feature import FeatureSuite  # noqa: E402
 from axlearn_testing.kernel import Case, KernelSuite  # noqa: E402
@@ -33,5 +33,5 @@ from axlearn_testing.weights import WeightsSuite  # noqa: E402
 __all__ = [
     "Case", "CheckpointerSuite", "CommandOptionSuite", "CommandSuite", "Contract", "EvaluatorSuite", "FeatureSuite", "InputSuite",
     "KernelSuite", "LayerSuite", "LearnerSuite", "ObjectiveSuite", "ProcessGroupSuite", "ProfilerSuite", "StorageSuite",
-    "TokenizerSuite", "TrackerSuite", "TrainerSuite", "WatchdogSuite", "WeightsSuite", "contract_of",
+    "TokenizerSuite", "TrackerSuite", "TrainerSuite", "WatchdogSuite", "WeightsSuite", "find_contract",
 ]  # fmt: skip

@@ -4,7 +4,7 @@
     print(plan)                       # chaos seed=7: kill@8:rank=2 stop@23:rank=0,seconds=2.31 kill@31:rank=1
     for event in plan.play(Target(processes=pids, step=newest_step)):
         print(event)
-    Plan.parse("chaos seed=7: kill@8:rank=2 ...")      # the same faults again
+    FaultPlan.parse("chaos seed=7: kill@8:rank=2 ...")      # the same faults again
 
 Works on Linux. `cut` needs a `TcpLink` between the processes, or root and a network namespace per process.
 """
@@ -27,8 +27,8 @@ import attrs
 from axlearn_testing.links import FaultyStorage, HttpFaults, TcpLink
 
 __all__ = [
-    "KINDS", "Chaos", "ChaosError", "Fault", "FaultyStorage", "HttpFaults", "Plan", "Target", "TcpLink", "corrupt_file", "cut",
-    "fill", "inject", "kill", "play_in_thread", "slow", "stop",
+    "KINDS", "Chaos", "ChaosError", "Fault", "FaultPlan", "FaultyStorage", "HttpFaults", "Target", "TcpLink", "corrupt_file",
+    "cut", "fill", "inject", "kill", "play_in_thread", "slow", "stop",
 ]  # fmt: skip
 
 KINDS = ("kill", "stop", "slow", "corrupt", "fill", "cut")
@@ -104,7 +104,7 @@ class Target:
 
 
 @attrs.frozen
-class Plan:
+class FaultPlan:
     """Faults, ordered by step."""
 
     seed: int
@@ -114,7 +114,7 @@ class Plan:
         return f"chaos seed={self.seed}: {' '.join(map(str, self.faults))}"
 
     @classmethod
-    def parse(cls, line: str) -> "Plan":
+    def parse(cls, line: str) -> "FaultPlan":
         """Parse a plan from a line, which may contain other text. Raises `ValueError`."""
         match = re.search(r"chaos seed=(\d+):((?: \S+@\S+)*)", line)
         if match is None:
@@ -153,7 +153,9 @@ class Chaos:
     def __init__(self, seed: int):
         self.seed, self._dice = seed, random.Random(seed)
 
-    def plan(self, *, kinds: Sequence[str] = ("kill",), ranks: int = 1, steps: tuple[int, int], count: int) -> Plan:
+    def plan(
+        self, *, kinds: Sequence[str] = ("kill",), ranks: int = 1, steps: tuple[int, int], count: int
+    ) -> FaultPlan:
         """Plan `count` faults of the given kinds, for random processes of `ranks`, at steps from `steps[0]` to `steps[1]`.
 
         Raises:
@@ -171,7 +173,7 @@ class Chaos:
             )
             for kind in self._dice.choices(kinds, k=count)
         ]
-        return Plan(self.seed, tuple(sorted(faults, key=lambda f: f.step)))
+        return FaultPlan(self.seed, tuple(sorted(faults, key=lambda f: f.step)))
 
 
 def inject(fault: Fault, target: Target) -> str:
@@ -295,7 +297,7 @@ def cut(pid: int, seconds: float) -> str:
     return f"the network of process {pid} was down for {seconds:g} s"
 
 
-def play_in_thread(plan: Plan, target: Target, events: list[str], **options: Any) -> threading.Thread:
+def play_in_thread(plan: FaultPlan, target: Target, events: list[str], **options: Any) -> threading.Thread:
     """Play a plan in a background thread. Descriptions of what happened are appended to `events`."""
 
     def play() -> None:

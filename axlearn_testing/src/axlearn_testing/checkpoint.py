@@ -48,7 +48,7 @@ class CheckpointerSuite:
             checkpointer.wait()
         checkpointer.close()
 
-    def test_what_is_restored_is_what_was_saved(self, tmp_path: Path) -> None:
+    def test_restore_returns_saved_state(self, tmp_path: Path) -> None:
         extra = {"data": {"shards": {"0": [1, 2]}, "name": "ü"}, "step": 3, "none": None}
         self.save_steps(tmp_path, 3, extra=extra)
         again = self.open(tmp_path)  # as a different process would
@@ -67,7 +67,7 @@ class CheckpointerSuite:
         assert (again.steps(), again.latest_step()) == ([2, 9, 10], 10)
         again.close()
 
-    def test_the_state_may_be_donated_once_save_returns(self, tmp_path: Path) -> None:
+    def test_state_can_be_donated_after_save(self, tmp_path: Path) -> None:
         checkpointer, state = self.open(tmp_path), self.state(1)
         checkpointer.save(1, state, extra={}, metrics={})
         for leaf in jax.tree.leaves(state):
@@ -76,7 +76,7 @@ class CheckpointerSuite:
         assert_equal(checkpointer.restore(1, jax.eval_shape(self.state))[0], self.state(1), "state")
         checkpointer.close()
 
-    def test_restored_arrays_have_the_shardings_that_are_asked_for(self, tmp_path: Path) -> None:
+    def test_restore_uses_requested_shardings(self, tmp_path: Path) -> None:
         need_devices(2)
         self.save_steps(tmp_path, 1)
         half = NamedSharding(Mesh(jax.devices()[:2], ("data",)), PartitionSpec("data"))
@@ -88,7 +88,7 @@ class CheckpointerSuite:
         assert state["params"]["a.weight"].sharding.is_equivalent_to(half, 2)
         assert_equal(state, self.state(1), "state")
 
-    def test_text_files_are_kept_inside(self, tmp_path: Path) -> None:
+    def test_checkpoint_contains_text_files(self, tmp_path: Path) -> None:
         checkpointer = self.open(tmp_path)
         checkpointer.files = {"config.yaml": "a: 1\n", "made.json": lambda: "{}"}
         checkpointer.save(1, self.state(1), extra={}, metrics={})
@@ -96,7 +96,7 @@ class CheckpointerSuite:
         for name, text in (("config.yaml", "a: 1\n"), ("made.json", "{}")):
             assert [p.read_text() for p in tmp_path.rglob(name)] == [text], name
 
-    def test_another_model_and_a_missing_step_are_refused(self, tmp_path: Path) -> None:
+    def test_wrong_model_and_missing_step_raise(self, tmp_path: Path) -> None:
         self.save_steps(tmp_path, 1)
         checkpointer = self.open(tmp_path)
         like: Any = jax.eval_shape(self.state)
@@ -112,7 +112,7 @@ class CheckpointerSuite:
             checkpointer.restore(2, like)
         checkpointer.close()
 
-    def test_damage_is_found_before_anything_is_read(self, tmp_path: Path) -> None:
+    def test_restore_detects_damage(self, tmp_path: Path) -> None:
         self.save_steps(tmp_path, 1, 2)
         for file in sorted(p for p in tmp_path.rglob("*") if p.is_file() and p.stat().st_size):
             original = file.read_bytes()
@@ -130,7 +130,7 @@ class CheckpointerSuite:
             return False
         return True
 
-    def test_due_is_a_matter_of_the_step(self, tmp_path: Path) -> None:
+    def test_due_depends_only_on_step(self, tmp_path: Path) -> None:
         one, two = self.open(tmp_path / "a"), self.open(tmp_path / "b")
         due = [one.due(s) for s in range(1, 2000)]
         assert all(type(d) is bool for d in due)
@@ -164,7 +164,7 @@ class StorageSuite:
         with pytest.raises(MissingFileError):
             self.open(tmp_path).read("a/b")
 
-    def test_what_is_read_is_what_was_written(self, tmp_path: Path) -> None:
+    def test_read_returns_written_bytes(self, tmp_path: Path) -> None:
         chunks = [b"0123", memoryview(b"456789"), b""]
         self.open(tmp_path).write("a/b.bin", chunks)
         again = self.open(tmp_path)
@@ -172,7 +172,7 @@ class StorageSuite:
         again.write("a/b.bin", [b"x"])
         assert self.open(tmp_path).read("a/b.bin") == b"x", "a later write replaces an earlier one"
 
-    def test_a_range_is_read_into_a_buffer(self, tmp_path: Path) -> None:
+    def test_read_range_into_buffer(self, tmp_path: Path) -> None:
         storage = self.open(tmp_path)
         storage.write("a", [bytes(range(256)) * 1024])
         for begin, size in ((0, 0), (0, 1), (255, 3), (1000, 200_000), (256 * 1024 - 5, 5)):
@@ -180,7 +180,7 @@ class StorageSuite:
             storage.read_into("a", begin, memoryview(buffer))
             assert buffer == (bytes(range(256)) * 1024)[begin : begin + size], (begin, size)
 
-    def test_a_file_that_ends_early_is_an_error(self, tmp_path: Path) -> None:
+    def test_truncated_file_raises(self, tmp_path: Path) -> None:
         storage = self.open(tmp_path)
         storage.write("a", [b"0123"])
         for begin in (2, 4, 9):
@@ -189,7 +189,7 @@ class StorageSuite:
         with pytest.raises(MissingFileError):
             storage.read_into("b", 0, memoryview(bytearray(1)))
 
-    def test_files_are_listed_by_prefix_with_their_sizes(self, tmp_path: Path) -> None:
+    def test_list_returns_sizes_by_prefix(self, tmp_path: Path) -> None:
         storage = self.open(tmp_path)
         for path in ("b/2", "a", "b/1/x", "b/10"):
             storage.write(path, [path.encode()])
@@ -199,7 +199,7 @@ class StorageSuite:
         assert [f.path for f in storage.list("b/")] == ["b/1/x", "b/10", "b/2"]
         assert [f.path for f in storage.list("b/1")] == ["b/1/x", "b/10"]
 
-    def test_a_write_that_fails_leaves_what_was_there(self, tmp_path: Path) -> None:
+    def test_failed_write_keeps_old_file(self, tmp_path: Path) -> None:
         def chunks() -> Iterator[bytes]:
             yield b"half"
             raise KeyboardInterrupt
@@ -212,7 +212,7 @@ class StorageSuite:
         assert {f.path: f.bytes for f in self.open(tmp_path).list()} == {"a": 5}
         assert storage.read("a") == b"whole"
 
-    def test_a_commit_moves_all_files_at_once(self, tmp_path: Path) -> None:
+    def test_commit_is_atomic(self, tmp_path: Path) -> None:
         storage = self.open(tmp_path)
         for path in ("partial/x", "partial/y/z"):
             storage.write(path, [path.encode()])
@@ -226,7 +226,7 @@ class StorageSuite:
         with pytest.raises(MissingFileError):
             storage.commit("nowhere", "steps/20")
 
-    def test_what_is_staged_is_committed(self, tmp_path: Path) -> None:
+    def test_commit_publishes_staged_files(self, tmp_path: Path) -> None:
         storage = self.open(tmp_path)
         for target in ("10", "steps/20"):
             staging = storage.staging(target)
@@ -240,7 +240,7 @@ class StorageSuite:
             with pytest.raises(MissingFileError):
                 storage.commit(storage.staging("nothing"), "nothing")
 
-    def test_one_of_several_creates_a_file(self, tmp_path: Path) -> None:
+    def test_create_succeeds_in_one_writer(self, tmp_path: Path) -> None:
         storages = [self.open(tmp_path) for _ in range(8)]
         with ThreadPoolExecutor(8) as pool:
             created = list(pool.map(lambda n: storages[n].create("a/lock", str(n).encode()), range(8)))
@@ -249,7 +249,7 @@ class StorageSuite:
         storages[0].delete("a/lock")
         assert storages[1].create("a/lock", b"again")
 
-    def test_names_may_have_any_characters(self, tmp_path: Path) -> None:
+    def test_names_support_any_characters(self, tmp_path: Path) -> None:
         storage = self.open(tmp_path)
         names = ["a [1]/b*?", "ü/%20/&=+ #", "p.q/..r"]
         for name in names:
@@ -260,7 +260,7 @@ class StorageSuite:
             storage.delete(name)
         assert list(storage.list()) == []
 
-    def test_deleting_is_done_once(self, tmp_path: Path) -> None:
+    def test_delete_is_idempotent(self, tmp_path: Path) -> None:
         storage = self.open(tmp_path)
         for path in ("a/x", "a/y/z", "ab", "c"):
             storage.write(path, [b"1"])
@@ -269,7 +269,7 @@ class StorageSuite:
             storage.delete("c")
         assert [f.path for f in self.open(tmp_path).list()] == ["ab"]
 
-    def test_its_directory_has_its_files(self, tmp_path: Path) -> None:
+    def test_directory_contains_files(self, tmp_path: Path) -> None:
         storage = self.open(tmp_path)
         storage.write("a/x", [b"1"])
         try:
@@ -280,7 +280,7 @@ class StorageSuite:
         (directory / "b").write_bytes(b"22")
         assert {f.path: f.bytes for f in self.open(tmp_path).list()} == {"a/x": 1, "b": 2}
 
-    def test_what_cannot_be_written_is_an_error(self, tmp_path: Path) -> None:
+    def test_unwritable_location_raises(self, tmp_path: Path) -> None:
         if self.unwritable is None:
             pytest.skip("needs a URI that cannot be written to: set `unwritable`")
         (tmp_path / "file").touch()

@@ -68,12 +68,12 @@ class Contract:
         return next((vars(c)[self.method] for c in cls.__mro__ if self.method in vars(c)), None)
 
 
-def contract_of(config: Node[Any], among: Iterable[Contract] = ()) -> Contract | None:
-    """Return the contract of a config's layer, from `among` and `CONTRACTS`, or None if none matches."""
+def find_contract(config: Node[Any], contracts: Iterable[Contract] = ()) -> Contract | None:
+    """Return the contract of a config's layer, from `contracts` and `CONTRACTS`, or None if none matches."""
     interface = interface_fields(type(config))
-    contracts = [c for c in (*among, *CONTRACTS) if c.fits(config)]
+    matching = [c for c in (*contracts, *CONTRACTS) if c.fits(config)]
     # Prefer the most specific contract: a layer that is called with `tokens` and `context` is not an embedding.
-    return max(contracts, key=lambda c: (len(c.arguments), len(c.offered.keys() & interface)), default=None)
+    return max(matching, key=lambda c: (len(c.arguments), len(c.offered.keys() & interface)), default=None)
 
 
 def normal(*shape: int) -> Inputs:

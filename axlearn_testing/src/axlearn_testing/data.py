@@ -61,7 +61,7 @@ class InputSuite:
         assert len(batches) < 1000, "an evaluation must end, but this one has more than a thousand batches"
         return batches
 
-    def test_batches_have_the_promised_arrays(self) -> None:
+    def test_batches_match_declared_arrays(self) -> None:
         source = self.build()
         training, evaluation = self.training_batches(source), self.evaluation_batches(source)
         assert evaluation, "the evaluation has no batches"
@@ -99,7 +99,7 @@ class InputSuite:
         assert_batches(one, two)
         assert describe(one) != describe(other), "different seeds must give different streams"
 
-    def test_a_state_continues_exactly(self) -> None:
+    def test_restored_state_continues_exactly(self) -> None:
         source = self.build()
         iterator = source.train()
         expected, states = [], [iterator.get_state()]
@@ -135,11 +135,11 @@ class InputSuite:
             ]
             assert_batches(global_batches, take(full_input))
 
-    def test_it_describes_itself_for_the_lock(self) -> None:
+    def test_describe_depends_only_on_data(self) -> None:
         one, two = (dict(self.build(seed).describe()) for seed in (0, 5))
         assert json.loads(json.dumps(one)) == json.loads(json.dumps(two)), "describe() must depend only on the data"
 
-    def test_closing_ends_it(self) -> None:
+    def test_close_is_idempotent(self) -> None:
         iterator = self.build().train()
         next(iterator)
         iterator.close()

@@ -45,11 +45,11 @@ class FeatureSuite:
         if self.options is None:
             self.options = registry().feature(self.name).example
 
-    def test_its_docstring_says_what_it_does(self) -> None:
+    def test_feature_has_docstring(self) -> None:
         cls = registry().feature(self.name)
         assert vars(cls).get("__doc__"), "the feature needs a docstring, because the command line prints it"
 
-    def test_its_stage_is_one_of_the_four(self) -> None:
+    def test_stage_and_relations_are_valid(self) -> None:
         cls = registry().feature(self.name)
         assert cls.stage in STAGES
         names = {e.name for e in registry().entries("features")}
@@ -58,7 +58,7 @@ class FeatureSuite:
         assert self.name not in {*cls.before, *cls.after}, "a feature cannot come before or after itself"
         assert set(cls.needs) <= names, f"it needs {', '.join(set(cls.needs) - names)}, which is not installed"
 
-    def test_of_the_stage_execute_it_changes_no_mathematics(self) -> None:
+    def test_execute_stage_keeps_mathematics(self) -> None:
         if registry().feature(self.name).stage != "execute":
             return
         for experiment in self.trees():
@@ -70,7 +70,7 @@ class FeatureSuite:
             for change, kind in change_kinds(diff(before, after), before, after):
                 assert kind in ("execution", "microbatches"), f"{experiment}: {change.path} is {kind}"
 
-    def test_twice_is_once_on_every_experiment(self) -> None:
+    def test_apply_is_idempotent(self) -> None:
         for experiment in self.trees():
             before = self.tree(experiment)
             feature = self.find_feature(before)
@@ -86,7 +86,7 @@ class FeatureSuite:
             )
             assert feature.in_effect(first), f"{experiment}: in_effect() is False after apply()"
 
-    def test_it_changes_one_of_the_experiments(self) -> None:
+    def test_feature_changes_an_experiment(self) -> None:
         refusals = []
         for experiment in self.trees():
             before = self.tree(experiment)
@@ -100,7 +100,7 @@ class FeatureSuite:
             + "\n".join(refusals[:8])
         )
 
-    def test_the_order_with_any_other_feature_makes_no_difference(self) -> None:
+    def test_order_of_features_does_not_matter(self) -> None:
         for experiment in self.trees():
             tree = self.tree(experiment)
             for other in self.partners():

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axlearn_core.compose.flops import count_flops, jaxpr_of
+from axlearn_core.compose.flops import count_flops, get_jaxpr
 from axlearn_core.compose.layout import Layout, make_mesh
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.contracts.mesh import Mesh
@@ -84,14 +84,14 @@ class KernelSuite:
         op: Class of the op.
         name: Name of the kernel, as declared through `axlearn_kernels`; `xla` is the reference.
         cases: Calls to test. The kernel must refuse unsupported calls with a reason.
-        against: Name of the kernel to compare with.
+        baseline: Name of the kernel to compare with.
         mesh: Mesh shape for kernels that run on several devices; empty for no mesh.
     """
 
     op: type[Op[Any]]
     name: str
     cases: Sequence[Case]
-    against: str = selection.REFERENCE
+    baseline: str = selection.REFERENCE
     mesh: Mapping[str, int] = {}
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
@@ -107,17 +107,17 @@ class KernelSuite:
         )
         return kernels[name]
 
-    def test_values_and_gradients_are_those_of_the_reference(self, case: Case) -> None:
+    def test_values_and_gradients_match_reference(self, case: Case) -> None:
         reason = self._refusal(case, self._local_kernel())
         if reason is not None:
             return  # a refusal is allowed; the next test checks it
         got = self._measure(case, self.name)
         for path, x in leaves_by_path(got).items():
             assert np.isfinite(np.asarray(x, np.float32)).all(), f"{case.name}{path} has non-finite values"
-        expected = got if self.name == self.against else self._measure(case, self.against)
+        expected = got if self.name == self.baseline else self._measure(case, self.baseline)
         assert_close(got, expected, case.tolerance, f"{case.name}: (results, gradients)")
 
-    def test_a_refusal_has_a_reason_and_is_kept(self, case: Case) -> None:
+    def test_refusal_has_reason(self, case: Case) -> None:
         implementation = self._local_kernel()
         reason = self._refusal(case, implementation)
         assert reason is None or (isinstance(reason, str) and reason.strip()), "supports() must return None or a reason"
@@ -126,7 +126,7 @@ class KernelSuite:
                 jax.eval_shape(lambda *operands: case.run(self.name, *operands), *case.operands)
             assert reason in str(error.value)
 
-    def test_the_op_says_what_it_multiplies_and_moves(self, case: Case) -> None:
+    def test_op_counts_flops_and_bytes(self, case: Case) -> None:
         counting = _CountingSelection(declared=lambda op: [selection.reference(op)])
         with selection.use(counting):
             jax.eval_shape(lambda *operands: case.run(selection.REFERENCE, *operands), *case.operands)
@@ -140,22 +140,22 @@ class KernelSuite:
                 f"{label}.bytes() is {count.bytes:,}, but its reference reads and writes {count.reference_bytes:,}"
             )
 
-    def test_it_supports_one_of_the_cases(self) -> None:
+    def test_kernel_supports_a_case(self) -> None:
         implementation = self._local_kernel()
         assert any(self._refusal(case, implementation) is None for case in self.cases), (
             "it refuses every case, so nothing is tested"
         )
 
-    def test_it_computes_otherwise_than_the_reference(self) -> None:
-        if self.name == self.against:
+    def test_kernel_differs_from_reference(self) -> None:
+        if self.name == self.baseline:
             pytest.skip(f"{self.name!r} is the kernel to compare with")
         implementation, traces = self._local_kernel(), []
         for case in self.cases:
             if self._refusal(case, implementation) is None:
-                traces.append([_operations(self._traced(case, name)) for name in (self.name, self.against)])
+                traces.append([_operations(self._traced(case, name)) for name in (self.name, self.baseline)])
                 if traces[-1][0] != traces[-1][1]:
                     return
-        assert not traces, f"{self.name} traces to the same operations as {self.against} in every case"
+        assert not traces, f"{self.name} traces to the same operations as {self.baseline} in every case"
 
     def _traced(self, case: Case, name: str) -> Any:
         with self._only(self.find_declaration(name)):
@@ -182,8 +182,8 @@ class KernelSuite:
     def _refusal(self, case: Case, implementation: KernelImplementation) -> str | None:
         """Return why the kernel does not support the case, or None if it does."""
         kernel: Any = load(implementation.load)
-        with self._only(self.find_declaration(self.against)) as op_selection:
-            jax.eval_shape(lambda *operands: case.run(self.against, *operands), *case.operands)
+        with self._only(self.find_declaration(self.baseline)) as op_selection:
+            jax.eval_shape(lambda *operands: case.run(self.baseline, *operands), *case.operands)
             choices = [c for c in op_selection.choices if type(c.op) is self.op]  # an op may call others
             assert choices, f"{case.name} does not call the op {self.op.name!r}"
             return next((reason for c in choices if (reason := kernel.supports(c.op, c.context)) is not None), None)
@@ -225,4 +225,4 @@ def _operations(jaxpr: Any) -> list[str]:
 
 def _jaxprs(parameter: object) -> list[Any]:
     values = parameter if isinstance(parameter, tuple | list) else [parameter]
-    return [jaxpr for x in values if (jaxpr := jaxpr_of(x)) is not None]
+    return [jaxpr for x in values if (jaxpr := get_jaxpr(x)) is not None]

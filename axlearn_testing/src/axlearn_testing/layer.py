@@ -32,7 +32,7 @@ from axlearn_testing.common import (
     need_devices,
     norm,
 )
-from axlearn_testing.contracts import Contract, contract_of
+from axlearn_testing.contracts import Contract, find_contract
 
 DEVICES = 8
 DTYPES = (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16"))
@@ -96,7 +96,7 @@ class LayerSuite:
         return getattr(layer, self.get_contract().method)(*inputs)
 
     @pytest.mark.parametrize(("params", "compute"), DTYPES)
-    def test_outputs_have_the_promised_shapes_and_dtypes(self, params: str, compute: str) -> None:
+    def test_output_shapes_and_dtypes(self, params: str, compute: str) -> None:
         functional, expected = self.build_functional(params, compute), self.get_contract().outputs
         inputs = jax.tree.map(lambda x: x.astype(compute) if is_float(x) else x, self.inputs())
         got = leaves_by_path(jax.eval_shape(self._bind_call(functional), functional.abstract, inputs))
@@ -177,7 +177,7 @@ class LayerSuite:
                 "different inputs give the same outputs"
             )
 
-    def test_meshes_change_no_number(self) -> None:
+    def test_meshes_give_equal_results(self) -> None:
         need_devices(DEVICES)
         single, functional, (floats, fixed) = _single(type(self)), self.build_functional(), self._arguments()
         for mesh in self._meshes(functional):
@@ -192,7 +192,7 @@ class LayerSuite:
             assert_close(result.outputs, single.outputs, self.tolerance, f"{label}outputs")
             assert_close(result.gradients, single.gradients, self.tolerance, f"{label}gradients")
 
-    def test_a_checkpoint_gives_every_parameter_back(self, tmp_path: Path) -> None:
+    def test_checkpoint_restores_parameters(self, tmp_path: Path) -> None:
         params, functional = {**_params(type(self)), **_variables(type(self))}, self.build_functional()
         if not params:
             return  # there is nothing to save
@@ -203,7 +203,7 @@ class LayerSuite:
         checkpointer.close()
         assert_equal(restored, params, "restored")
 
-    def test_rematerialisation_changes_no_number(self) -> None:
+    def test_remat_gives_equal_results(self) -> None:
         single, bound, arguments = _single(type(self)), self._bind_call(self.build_functional()), self._arguments()
         remat = Remat.Config().build()
         jax.eval_shape(self._measurement(remat.wrap(bound, in_loop=False)), *arguments)
@@ -240,7 +240,7 @@ class LayerSuite:
         return lambda params, inputs: self.call(functional.bind(params, variables), *inputs)
 
     def _measurement(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `(floats, fixed) -> Measured` for `function(params, inputs)`."""
+        """Return `(floats, fixed) -> Measurement` for `function(params, inputs)`."""
         tree = jax.tree.structure({"params": _params(type(self)), "inputs": self.inputs()})
         paths = list(leaves_by_path(tree.unflatten(range(tree.num_leaves))))
 
@@ -306,7 +306,7 @@ def _equal(one: object, two: object) -> bool:
 
 
 # Cached for all tests of a suite, because pytest creates an instance per test.
-_contract = functools.cache(contract_of)
+_contract = functools.cache(find_contract)
 
 
 @functools.cache

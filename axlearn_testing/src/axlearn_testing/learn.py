@@ -84,7 +84,7 @@ class LearnerSuite:
             assert all(x.shape == () for x in summaries.values()), "summaries must be scalars"
         return params, state
 
-    def test_an_update_is_finite_and_keeps_every_shape_and_dtype(self) -> None:
+    def test_update_is_finite_and_keeps_shapes_and_dtypes(self) -> None:
         before = self.params()
         initial = self.learner().init(before)
         params, state = self.after((0, 0), (0, 0))
@@ -98,7 +98,7 @@ class LearnerSuite:
         assert jax.tree.map(lambda x: (x.shape, str(x.dtype)), evaluation_params) == like[0][0]
 
     @pytest.mark.parametrize("poison", [(np.nan, 0), (np.inf, 0), (0, np.nan)], ids=["nan", "inf", "nan-loss"])
-    def test_what_is_not_finite_changes_nothing(self, poison: tuple[float, float]) -> None:
+    def test_nonfinite_gradients_skip_update(self, poison: tuple[float, float]) -> None:
         good = (0.0, 0.0)
         params, state = self.after(good, poison)
         expected, before = self.after(good)
@@ -117,7 +117,7 @@ class LearnerSuite:
             "two arrays of the state share a buffer, which cannot be donated twice"
         )
 
-    def test_a_batch_in_microbatches_is_the_batch(self) -> None:
+    def test_microbatches_match_full_batch(self) -> None:
         learner, params, batch = self.learner(), self.params(), self.batch()
         got = compile_fast(lambda p, b: learner.value_and_grad(without_state(self.loss), p, {}, b, None))(params, batch)
         full_batch = compile_fast(jax.value_and_grad(self.loss, has_aux=True))(params, batch)
@@ -139,7 +139,7 @@ class LearnerSuite:
             f"{self.max_steps} updates on one batch changed its loss from {before:.6g} to {after:.6g}"
         )
 
-    def test_it_is_a_pure_function(self) -> None:
+    def test_update_is_pure(self) -> None:
         assert_equal(self.after((0, 0), (0, 0)), self.after((0, 0), (0, 0)), "parameters and state of the same steps")
 
 

@@ -58,7 +58,7 @@ class EvaluatorSuite:
         """Return the entries that evaluators logged."""
         return [e for e in entries if e[0] in ("eval", "text")]
 
-    def test_it_measures_under_its_own_name(self, tmp_path: Path) -> None:
+    def test_metrics_have_evaluator_name(self, tmp_path: Path) -> None:
         entries = self.select_entries(self.run(tmp_path / "run", {"probe": self.config}))
         assert entries, "it logged nothing in a whole run"
         assert entries[-1][1] == 5, "it must run at the end"
@@ -70,14 +70,14 @@ class EvaluatorSuite:
                 assert name.startswith("probe_"), f"step {step}: got {name!r}, expected probe_..."
                 assert math.isfinite(value), f"step {step}: {name} is {value}"
 
-    def test_two_of_them_measure_apart(self, tmp_path: Path) -> None:
+    def test_two_evaluators_are_independent(self, tmp_path: Path) -> None:
         entries = self.select_entries(self.run(tmp_path / "run", {"probe": self.config, "other": self.config}))
         scalars = [{k.partition("_")[2]: v for k, v in e[2].items()} for e in entries if e[0] == "eval"]
         texts = [e[3] for e in entries if e[0] == "text"]
         assert scalars[0::2] == scalars[1::2], "two evaluators with the same config must log the same values"
         assert texts[0::2] == texts[1::2], "two evaluators with the same config must log the same texts"
 
-    def test_its_values_follow_the_model(self, tmp_path: Path) -> None:
+    def test_values_depend_on_model(self, tmp_path: Path) -> None:
         if not self.measures_model:
             pytest.skip("its values do not depend on the parameters: `measures_model` is False")
         values = []
@@ -87,14 +87,14 @@ class EvaluatorSuite:
             values.append([e[2:] for e in self.select_entries(Journal.journals[tmp_path / str(rate)])])
         assert values[0] != values[1], "two differently trained models have the same values; does it use the model?"
 
-    def test_it_changes_no_step(self, tmp_path: Path) -> None:
+    def test_training_is_unchanged(self, tmp_path: Path) -> None:
         losses = [
             [(e[1], e[2]["loss"]) for e in self.run(tmp_path / name, evaluators) if e[0] == "loss"]
             for name, evaluators in (("without", {}), ("with", {"probe": self.config}))
         ]
         assert losses[0] == losses[1], "the evaluator changes the training losses"
 
-    def test_due_is_a_matter_of_the_step(self) -> None:
+    def test_due_depends_only_on_step(self) -> None:
         cfg = TrainerSuite().trainer(**{**self.edits, "evaluators": {"probe": self.config}})
         check(cfg)
         one, two = (self._build(cfg) for _ in range(2))
@@ -117,7 +117,7 @@ class _ObserverSuite:
         """Build the part for a run."""
         return self.config.build(run_dir=run_dir)
 
-    def test_it_changes_no_step(self, tmp_path: Path, capfd: Any) -> None:
+    def test_training_is_unchanged(self, tmp_path: Path, capfd: Any) -> None:
         suite = TrainerSuite()
         suite.run(tmp_path / "without")
         capfd.readouterr()
@@ -126,12 +126,12 @@ class _ObserverSuite:
         assert suite.losses(tmp_path / "with") == suite.losses(tmp_path / "without")
         assert_equal(suite.saved(tmp_path / "with")[5], suite.saved(tmp_path / "without")[5], "state")
 
-    def test_a_continued_run_takes_it_too(self, tmp_path: Path) -> None:
+    def test_resumed_run_succeeds(self, tmp_path: Path) -> None:
         suite, edits = TrainerSuite(), {self.slot: self.config}
         assert suite.run(tmp_path / "run", max_steps=3, **edits).step == 3
         assert suite.run(tmp_path / "run", **edits).step == 5
 
-    def test_a_run_that_fails_closes_it(self, tmp_path: Path) -> None:
+    def test_failed_run_releases_resources(self, tmp_path: Path) -> None:
         suite, edits = TrainerSuite(), {self.slot: self.config}
         threads = _threads()
         with pytest.raises(RuntimeError, match="no more data"):
@@ -141,7 +141,7 @@ class _ObserverSuite:
             "the next run in the same process must be able to use the part"
         )
 
-    def test_closing_is_always_allowed(self, tmp_path: Path) -> None:
+    def test_close_without_start(self, tmp_path: Path) -> None:
         part = self.build(tmp_path / "unused")
         part.close()  # as in a run that fails before the first step
         part.close()
@@ -158,7 +158,7 @@ class ProfilerSuite(_ObserverSuite):
     slot = "profiler"
     remote: str = ""
 
-    def test_a_run_leaves_something_to_read(self, tmp_path: Path) -> None:
+    def test_run_writes_files(self, tmp_path: Path) -> None:
         if self.remote:
             pytest.skip(f"its output is not visible here: {self.remote}")
         sizes = []
@@ -167,7 +167,7 @@ class ProfilerSuite(_ObserverSuite):
             sizes.append({str(p.relative_to(tmp_path / name)) for p in (tmp_path / name).rglob("*") if p.is_file()})
         assert sizes[1] - sizes[0], "the profiler leaves no file in the run directory: set `remote`, or write one"
 
-    def test_it_watches_every_step(self, tmp_path: Path) -> None:
+    def test_profiler_handles_every_step(self, tmp_path: Path) -> None:
         profiler = self.build(tmp_path)
         for step in range(8):
             profiler.before(step)
@@ -175,7 +175,7 @@ class ProfilerSuite(_ObserverSuite):
         profiler.close()
         profiler.close()
 
-    def test_it_may_be_closed_within_a_step(self, tmp_path: Path) -> None:
+    def test_close_during_step(self, tmp_path: Path) -> None:
         for _ in range(2):  # the first one must not leave a trace running
             profiler = self.build(tmp_path)
             for step in range(3):
@@ -198,7 +198,7 @@ class WatchdogSuite(_ObserverSuite):
     seconds: float = 1.0
     acted: Callable[[Path], bool] | None = None
 
-    def test_it_takes_every_phase(self, tmp_path: Path) -> None:
+    def test_watchdog_handles_every_phase(self, tmp_path: Path) -> None:
         threads = _threads()
         watchdog = self.build(tmp_path)
         watchdog.start()
@@ -219,7 +219,7 @@ class WatchdogSuite(_ObserverSuite):
         for watchdog in (two, three):
             watchdog.close()
 
-    def test_it_acts_on_silence_alone(self, tmp_path: Path) -> None:
+    def test_watchdog_acts_only_without_heartbeats(self, tmp_path: Path) -> None:
         acted = self._action_check()
         watchdog = self.build(tmp_path)
         watchdog.start()
@@ -237,7 +237,7 @@ class WatchdogSuite(_ObserverSuite):
         finally:
             watchdog.close()
 
-    def test_nothing_happens_once_it_is_closed(self, tmp_path: Path) -> None:
+    def test_closed_watchdog_does_not_act(self, tmp_path: Path) -> None:
         acted = self._action_check()
         watchdog = self.build(tmp_path)
         watchdog.start()

@@ -10,7 +10,7 @@ import pytest
 
 from axlearn_core.compose import Functional, Program, compose
 from axlearn_core.compose.objective import PREFIX
-from axlearn_core.config import Node, check, fields_of, patch
+from axlearn_core.config import Node, check, get_fields, patch
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.errors import ConfigError
 from axlearn_core.learn import AdamW, Learner
@@ -48,7 +48,7 @@ class ObjectiveSuite:
         """Return path -> changed value, from `options`, or for each number and switch at the top level of the config."""
         if self.options is not None:
             return dict(self.options)
-        fields = fields_of(self.config)
+        fields = get_fields(self.config)
         changed_values = {
             n: (not x if isinstance(x, bool) else 0.5 * x + 0.1)
             for n, x in fields.items()
@@ -107,7 +107,7 @@ class ObjectiveSuite:
             changed = not all(same) or jax.tree.structure(after) != jax.tree.structure(before)
             assert changed, f"{path}={value} does not change the loss, a summary or a gradient"
 
-    def test_the_batch_matters(self) -> None:
+    def test_loss_depends_on_batch(self) -> None:
         program = self.program()
         other = {
             k: np.roll(x, 1, axis=0) * 2 if is_float(x) else np.roll(x, 1, axis=-1) for k, x in self.batch().items()
@@ -123,7 +123,7 @@ class ObjectiveSuite:
             "all gradients of the model are zero"
         )
 
-    def test_the_model_keeps_its_paths(self) -> None:
+    def test_model_paths_are_unchanged(self) -> None:
         program, model = self.program(), Functional.from_config(self.model)
         model_paths = [p for p in program.trained.abstract if not p.startswith(PREFIX)]
         assert model_paths == list(model.abstract), "the objective must not change the model's parameter paths"
@@ -131,7 +131,7 @@ class ObjectiveSuite:
         assert set(weights.params) == set(model.abstract), "evaluation and export must get only the model"
         assert set(weights.variables) == set(model.variables), "evaluation and export must get only the model"
 
-    def test_what_is_frozen_is_not_trained(self) -> None:
+    def test_frozen_arrays_are_not_trained(self) -> None:
         program = self.program()
         frozen_paths = {
             p for prefix in program.trained.frozen for p in program.trained.variables if p.startswith(f"{prefix}.")
@@ -145,7 +145,7 @@ class ObjectiveSuite:
         after, _ = program.train_step(state, program.put(self.batch()))
         assert_equal(jax.device_get({p: after.variables[p] for p in frozen_paths}), before, "frozen arrays")
 
-    def test_a_step_changes_the_model_and_repeats(self) -> None:
+    def test_step_changes_model_and_is_deterministic(self) -> None:
         program = self.program()
         state = program.init(0)
         before = jax.device_get(state.params)
@@ -161,7 +161,7 @@ class ObjectiveSuite:
         assert_equal(one, two, "two evaluations")
         assert np.isfinite(one["loss_sum"]), "the evaluation loss must be finite"
 
-    def test_microbatches_are_the_batch(self) -> None:
+    def test_microbatches_match_full_batch(self) -> None:
         full_batch, microbatches = self.program(), self.program(accumulate_steps=2)
         if full_batch.trained.batch_dependence:
             pytest.skip(
@@ -172,7 +172,7 @@ class ObjectiveSuite:
         assert_close(split_loss, loss, self.tolerance, "loss")
         assert_close(split_grads, grads, self.tolerance, "gradients")
 
-    def test_sharded_is_unsharded(self) -> None:
+    def test_sharded_results_match_unsharded(self) -> None:
         need_devices(8)
         (loss, _, _), grads = self.gradients(self.program())
         (sharded_loss, _, _), sharded_grads = self.gradients(self.program(8))

@@ -37,11 +37,11 @@ class CommandSuite:
         """Return the command's line in the help of its parent command."""
         return summary(plugin_commands()[self.name][0])
 
-    def test_it_stands_where_its_name_says(self) -> None:
+    def test_command_matches_entry_point_name(self) -> None:
         check_command(self.entry())
         assert isinstance(self.entry().load(), click.Command)
 
-    def test_it_has_a_line_for_help(self) -> None:
+    def test_command_has_summary(self) -> None:
         line = self.summary()
         assert line, f"the function of {self.name} needs a docstring"
         assert line.endswith("."), f"the first line of the docstring must end with a period: {line}"
@@ -49,7 +49,7 @@ class CommandSuite:
     def test_help_imports_no_jax(self) -> None:
         _check_help(command_line(self.name))
 
-    def test_it_works(self) -> None:
+    def test_command_succeeds(self) -> None:
         result: Any = CliRunner().invoke(cli, [*command_line(self.name).split()[1:], *self.arguments])
         assert result.exit_code == self.exit_code, result.output
         assert result.stdout.strip(), f"{command_line(self.name)} prints nothing to standard output"
@@ -82,10 +82,10 @@ class CommandOptionSuite:
         """Load the option."""
         return self.entry().load()
 
-    def test_its_command_takes_it(self) -> None:
+    def test_command_accepts_option(self) -> None:
         check_option(self.entry())
 
-    def test_it_is_written_like_an_option(self) -> None:
+    def test_option_name_and_help_are_valid(self) -> None:
         option = self.option()
         assert self.name.startswith("--"), self.name
         assert self.name == self.name.lower(), self.name
@@ -96,17 +96,17 @@ class CommandOptionSuite:
             f"{self.name} needs a metavar exactly if it has a value"
         )
 
-    def test_it_is_listed_and_imports_no_jax(self) -> None:
+    def test_help_lists_option_without_importing_jax(self) -> None:
         assert self.name in _check_help(command_line(self.command)), f"--help does not list {self.name}"
 
-    def test_it_changes_the_request(self) -> None:
-        before = Request.of(self.experiment)
+    def test_option_changes_request(self) -> None:
+        before = Request.from_arguments(self.experiment)
         after = self.option().change(self.value, before)
         assert isinstance(after, Request), f"{self.name} returns {type(after).__name__}, expected a Request"
         assert after != before, f"{self.name} changes nothing"
         assert after == self.option().change(self.value, before), f"{self.name} returns a different request each time"
 
-    def test_it_works(self) -> None:
+    def test_command_succeeds(self) -> None:
         words = command_line(self.command).split()[1:]
         result: Any = CliRunner().invoke(cli, [*words, *self.arguments])
         assert result.exit_code == self.exit_code, result.output

@@ -81,10 +81,10 @@ class ProcessGroupSuite:
         lines = [line for output, _ in outputs for line in output.decode().splitlines()]
         return sorted(line for line in lines if line.startswith("member"))
 
-    def test_one_process_stays_alone(self) -> None:
+    def test_single_process_has_no_group(self) -> None:
         assert self.members([{}]) == ["member 0 1 2 2"], "expected rank 0 of 1, with two devices"
 
-    def test_two_processes_are_one_job(self) -> None:
+    def test_two_processes_form_one_job(self) -> None:
         with socket.socket() as listener:
             listener.bind(("localhost", 0))
             address = f"localhost:{listener.getsockname()[1]}"

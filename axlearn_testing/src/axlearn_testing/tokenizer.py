@@ -8,13 +8,7 @@ import pytest
 
 from axlearn_core.config import Node
 from axlearn_core.contracts.parts import Tokenizer
-from axlearn_core.contracts.text import (
-    CountsBytes,
-    EncodesBatches,
-    EncodesPrompts,
-    EncodesSpecialTokens,
-    digest_of,
-)
+from axlearn_core.contracts.text import CountsBytes, EncodesBatches, EncodesPrompts, EncodesSpecialTokens, get_digest
 
 TEXTS = (
     "a",
@@ -60,32 +54,32 @@ class TokenizerSuite:
                 f"{text!r} has id {max(ids)}, but vocab_size is {tokenizer.vocab_size}"
             )
 
-    def test_no_text_ends_a_document(self) -> None:
+    def test_text_does_not_encode_to_eos(self) -> None:
         for tokenizer, text, ids in self.encode_texts():
             assert 0 <= tokenizer.eos_id < tokenizer.vocab_size
             assert tokenizer.eos_id not in ids, (
                 f"{text!r} contains eos_id {tokenizer.eos_id}, which would end the document"
             )
 
-    def test_no_text_is_no_token(self) -> None:
+    def test_empty_text_has_no_tokens(self) -> None:
         tokenizer = self.tokenizer()
         assert tokenizer.encode("") == []
         assert tokenizer.decode([]) == ""
 
-    def test_decoding_gives_the_text_back(self) -> None:
+    def test_decode_inverts_encode(self) -> None:
         if not self.lossless:
             pytest.skip("needs a lossless tokenizer: `lossless` is False")
         for tokenizer, text, ids in self.encode_texts():
             assert tokenizer.decode(ids) == text
             assert tokenizer.decode([*ids, tokenizer.eos_id]) == text, "eos_id must decode to no text"
 
-    def test_decoding_what_was_decoded_changes_nothing(self) -> None:
+    def test_decoded_text_round_trips(self) -> None:
         decoded = [(tokenizer, tokenizer.decode(ids)) for tokenizer, _, ids in self.encode_texts()]
         assert any(text for _, text in decoded), "decode returns no text for any of the texts"
         for tokenizer, text in decoded:
             assert tokenizer.decode(tokenizer.encode(text)) == text, f"{text!r} changes when it is encoded and decoded"
 
-    def test_any_ids_can_be_decoded(self) -> None:
+    def test_decode_accepts_any_ids(self) -> None:
         for tokenizer, _, ids in self.encode_texts():
             for end in range(len(ids) + 1):  # a model may stop within a character
                 tokenizer.decode(ids[:end]).encode()
@@ -95,7 +89,7 @@ class TokenizerSuite:
         for _ in range(20):  # like samples of an untrained model
             tokenizer.decode(rng.integers(0, tokenizer.vocab_size, 16).tolist()).encode()
 
-    def test_bytes_of_tokens_are_those_of_the_text(self) -> None:
+    def test_token_bytes_sum_to_text_bytes(self) -> None:
         tokenizer = self.tokenizer()
         if not isinstance(tokenizer, CountsBytes):
             pytest.skip("needs a tokenizer with `token_bytes`")
@@ -109,12 +103,12 @@ class TokenizerSuite:
                     f"{text!r}: {len(text.encode())} bytes"
                 )
 
-    def test_two_builds_agree(self) -> None:
+    def test_builds_are_deterministic(self) -> None:
         one, two = self.tokenizer(), self.tokenizer()
-        assert (one.vocab_size, one.eos_id, digest_of(one)) == (two.vocab_size, two.eos_id, digest_of(two))
+        assert (one.vocab_size, one.eos_id, get_digest(one)) == (two.vocab_size, two.eos_id, get_digest(two))
         assert [one.encode(t) for t in self.texts] == [two.encode(t) for t in self.texts]
 
-    def test_texts_together_are_what_they_are_alone(self) -> None:
+    def test_batch_encoding_matches_single_encoding(self) -> None:
         tokenizer = self.tokenizer()
         if not isinstance(tokenizer, EncodesBatches):
             pytest.skip("needs a tokenizer with `encode_batch`")
@@ -122,7 +116,7 @@ class TokenizerSuite:
         texts = [*self.texts, "", *reversed(self.texts)]
         assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
 
-    def test_a_prompt_holds_its_text(self) -> None:
+    def test_prompt_contains_text(self) -> None:
         for tokenizer, text, ids in self.encode_texts():
             if not isinstance(tokenizer, EncodesPrompts):
                 pytest.skip("needs a tokenizer with `encode_prompt`")
@@ -133,7 +127,7 @@ class TokenizerSuite:
                 f"{text!r}: {prompt}"
             )
 
-    def test_special_tokens_have_places_in_the_text(self) -> None:
+    def test_special_tokens_have_positions(self) -> None:
         for tokenizer, text, _ in self.encode_texts():
             if not isinstance(tokenizer, EncodesSpecialTokens):
                 pytest.skip("needs a tokenizer with `encode_special`")

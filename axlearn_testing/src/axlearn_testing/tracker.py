@@ -47,7 +47,7 @@ class TrackerSuite:
         assert self.read is not None
         return [(step, values["loss"]) for step, values in type(self).read(run_dir) if "loss" in values]  # type: ignore[misc]
 
-    def test_it_takes_a_whole_run(self, tmp_path: Path, capfd: Any) -> None:
+    def test_tracker_accepts_full_run(self, tmp_path: Path, capfd: Any) -> None:
         tracker = self.tracker(tmp_path / "not" / "there" / "yet")
         tracker.start(INFO)
         tracker.log(1, {"loss": 2.0, "grad_norm": 1.0, "step_seconds": 0.1, "some new summary": 3.0})
@@ -58,19 +58,19 @@ class TrackerSuite:
         tracker.close()
         assert capfd.readouterr().out == "", "standard output must stay empty; it is for results"
 
-    def test_nothing_to_log_is_no_trouble(self, tmp_path: Path) -> None:
+    def test_close_without_logs(self, tmp_path: Path) -> None:
         self.tracker(tmp_path).close()  # as in a run that fails while it is built
         tracker = self.tracker(tmp_path)
         tracker.start({})
         tracker.close()
 
-    def test_what_was_logged_is_there_after_closing(self, tmp_path: Path) -> None:
+    def test_logged_values_can_be_read(self, tmp_path: Path) -> None:
         if self.read is None:
             pytest.skip("needs a way to read the log: set `read`")
         self.follow(tmp_path, 1, 2)
         assert self.logged(tmp_path) == [(1, 1.0), (2, 0.5)]
 
-    def test_more_steps_leave_a_longer_trace(self, tmp_path: Path, capfd: Any) -> None:
+    def test_more_steps_write_more_output(self, tmp_path: Path, capfd: Any) -> None:
         if self.remote:
             pytest.skip(f"its output is not visible here: {self.remote}")
         self.follow(tmp_path / "short", 1)
@@ -82,14 +82,14 @@ class TrackerSuite:
             "logs are lost; if a service receives them, set `remote`"
         )
 
-    def test_a_resumed_run_reads_like_one_that_was_never_stopped(self, tmp_path: Path) -> None:
+    def test_resumed_log_matches_uninterrupted_log(self, tmp_path: Path) -> None:
         self.follow(tmp_path / "stopped", 1, 2, 3)
         self.follow(tmp_path / "stopped", 3, 4, start=2)
         if self.read is not None:
             self.follow(tmp_path / "whole", 1, 2, 3, 4)
             assert self.logged(tmp_path / "stopped") == self.logged(tmp_path / "whole")
 
-    def test_a_directory_that_cannot_be_written_is_said_to_be_so(self, tmp_path: Path) -> None:
+    def test_error_names_unwritable_directory(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         tracker = self.tracker(tmp_path / "file")
         message = ""

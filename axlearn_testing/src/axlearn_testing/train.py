@@ -168,7 +168,7 @@ class TrainerSuite:
         checkpointer.close()
         return states
 
-    def test_it_goes_to_the_last_step_and_keeps_it(self, tmp_path: Path) -> None:
+    def test_run_logs_evaluates_and_saves(self, tmp_path: Path) -> None:
         result = self.run(tmp_path / "run")
         entries = Journal.journals[tmp_path / "run"]
         assert (result.step, result.stop_signal) == (5, None)
@@ -179,26 +179,26 @@ class TrainerSuite:
         assert entries[-1] == ("close",)
         assert "eval_loss" in result.metrics
 
-    def test_equal_runs_are_equal(self, tmp_path: Path) -> None:
+    def test_runs_are_deterministic(self, tmp_path: Path) -> None:
         self.run(tmp_path / "one")
         self.run(tmp_path / "two")
         assert self.losses(tmp_path / "one") == self.losses(tmp_path / "two")
         assert_equal(self.saved(tmp_path / "one")[5], self.saved(tmp_path / "two")[5], "state")
 
-    def test_a_continued_run_is_the_uninterrupted_one(self, tmp_path: Path) -> None:
+    def test_resumed_run_matches_uninterrupted_run(self, tmp_path: Path) -> None:
         self.run(tmp_path / "whole")
         self.run(tmp_path / "parts", max_steps=3)
         self.run(tmp_path / "parts")
         assert self.losses(tmp_path / "parts") == self.losses(tmp_path / "whole")
         assert_equal(self.saved(tmp_path / "parts")[5], self.saved(tmp_path / "whole")[5], "state")
 
-    def test_a_finished_run_has_nothing_to_add(self, tmp_path: Path) -> None:
+    def test_finished_run_stays_unchanged(self, tmp_path: Path) -> None:
         self.run(tmp_path / "run")
         before = self.losses(tmp_path / "run")
         assert self.run(tmp_path / "run").step == 5
         assert self.losses(tmp_path / "run") == before
 
-    def test_a_signal_stops_it_after_a_step_and_saves(self, tmp_path: Path) -> None:
+    def test_signal_stops_and_saves(self, tmp_path: Path) -> None:
         handler = signal.getsignal(signal.SIGTERM)
         result = self.run(tmp_path / "run", max_steps=50, trackers=(Journal.Config(stop_at=3),))
         assert result.stop_signal == signal.SIGTERM
@@ -206,7 +206,7 @@ class TrainerSuite:
         assert max(self.saved(tmp_path / "run")) == result.step, "the last step must be saved"
         assert signal.getsignal(signal.SIGTERM) == handler, "the previous signal handlers must be restored"
 
-    def test_a_batch_of_no_numbers_is_skipped_and_said(self, tmp_path: Path, capfd: Any) -> None:
+    def test_nonfinite_batch_is_skipped(self, tmp_path: Path, capfd: Any) -> None:
         self.run(tmp_path / "run", input__bad=3)
         assert "step 3" in capfd.readouterr().err, "standard error must name the step"
         assert np.isfinite(self.saved(tmp_path / "run")[5].params["weight"]).all()

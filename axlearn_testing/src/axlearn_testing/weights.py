@@ -31,7 +31,7 @@ class WeightsSuite:
         """
         raise NotImplementedError(f"{type(self).__name__} must define `weights(tmp_path)`")
 
-    def test_they_say_what_they_are(self, tmp_path: Path) -> None:
+    def test_properties_are_valid(self, tmp_path: Path) -> None:
         weights = self.weights(tmp_path)
         assert isinstance(weights.experiment, Node)
         assert isinstance(weights.config, Node)
@@ -40,13 +40,13 @@ class WeightsSuite:
         tokenizer = weights.tokenizer
         assert tokenizer is None or max(tokenizer.encode("a"), default=0) < tokenizer.vocab_size
 
-    def test_they_are_those_of_their_model(self, tmp_path: Path) -> None:
+    def test_specs_match_model(self, tmp_path: Path) -> None:
         weights = self.weights(tmp_path)
         model = Functional.from_config(weights.config)
         expected = {p: (x.shape, x.dtype) for p, x in {**model.abstract, **model.variables}.items()}
         assert {p: (x.shape, x.dtype) for p, x in weights.specs().items()} == expected
 
-    def test_what_is_read_is_what_was_announced(self, tmp_path: Path) -> None:
+    def test_tensors_match_specs(self, tmp_path: Path) -> None:
         weights = self.weights(tmp_path)
         specs, tensors = weights.specs(), weights.read()
         assert {p: (x.shape, x.dtype) for p, x in tensors.items()} == {p: (x.shape, x.dtype) for p, x in specs.items()}
@@ -56,7 +56,7 @@ class WeightsSuite:
             assert np.isfinite(np.asarray(tensor, np.float64)).all(), f"{path} has non-finite values"
         assert_equal(self.weights(tmp_path).read(), tensors, "opened again")
 
-    def test_a_pattern_selects(self, tmp_path: Path) -> None:
+    def test_pattern_selects_tensors(self, tmp_path: Path) -> None:
         weights = self.weights(tmp_path)
         everything = weights.read()
         first, *rest = everything
@@ -70,7 +70,7 @@ class WeightsSuite:
                 weights.read(rest[-1], dict.fromkeys(everything, place)), {rest[-1]: everything[rest[-1]]}, "one"
             )
 
-    def test_the_devices_change_no_value(self, tmp_path: Path) -> None:
+    def test_shardings_do_not_change_values(self, tmp_path: Path) -> None:
         need_devices(DEVICES)
         weights = self.weights(tmp_path)
         mesh = Mesh(jax.devices()[:DEVICES], ("data",))
@@ -80,7 +80,7 @@ class WeightsSuite:
             assert tensor.sharding.is_equivalent_to(shardings[path], tensor.ndim), f"{path}: {tensor.sharding}"
         assert_equal(tensors, weights.read(), "eight devices and one")
 
-    def test_requests_that_do_not_fit_are_refused(self, tmp_path: Path) -> None:
+    def test_invalid_requests_raise(self, tmp_path: Path) -> None:
         weights = self.weights(tmp_path)
         place: Any = SingleDeviceSharding(jax.local_devices()[0])
         places: dict[str, Any] = dict.fromkeys(weights.specs(), place)

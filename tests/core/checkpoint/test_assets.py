@@ -11,11 +11,11 @@ from axlearn_core.config import Configurable, node, setting
 from axlearn_core.errors import CheckpointError, ConfigError, MissingFileError
 from axlearn_core.run import asset_copies as module
 from axlearn_core.run.asset_copies import (
-    aligned_assets,
+    align_assets,
     attach_assets,
     collect_assets,
-    located_by_content,
-    recovered_assets,
+    hash_asset_paths,
+    recover_assets,
     write_assets,
 )
 
@@ -147,23 +147,23 @@ def test_a_file_is_the_same_setting_as_its_copy(vocabulary, tmp_path):
     config = stored_run(vocabulary, tmp_path / "run")
     stored = attach_assets(config, "run", [(LocalStorage(tmp_path / "run"), "")])
     assert stored != tree(vocabulary)
-    assert aligned_assets(stored, tree(vocabulary)) == tree(vocabulary)
+    assert align_assets(stored, tree(vocabulary)) == tree(vocabulary)
     vocabulary.write_bytes(b"two")
-    assert aligned_assets(stored, tree(vocabulary)) == stored
-    assert recovered_assets(tree(vocabulary), stored) == (tree(vocabulary), [])
+    assert align_assets(stored, tree(vocabulary)) == stored
+    assert recover_assets(tree(vocabulary), stored) == (tree(vocabulary), [])
     vocabulary.unlink()
-    assert aligned_assets(stored, tree(vocabulary)) == stored
-    recovered, (note,) = recovered_assets(tree(vocabulary), stored)
+    assert align_assets(stored, tree(vocabulary)) == stored
+    recovered, (note,) = recover_assets(tree(vocabulary), stored)
     assert recovered == stored
     assert f"{vocabulary} does not exist; using the run's copy" in note
     other = tree(tmp_path / "data/w.json")  # another name: nobody said that it is this one
-    assert recovered_assets(other, stored) == (other, [])
-    assert recovered_assets(other, None) == (other, [])
+    assert recover_assets(other, stored) == (other, [])
+    assert recover_assets(other, None) == (other, [])
 
 
 def test_equal_runs_are_named_alike_wherever_they_lie(vocabulary, tmp_path):
     places = [tmp_path / "one", tmp_path / "two"]
     configs = [attach_assets(stored_run(vocabulary, p), "run", [(LocalStorage(p), "")]) for p in places]
     assert configs[0] != configs[1]
-    assert located_by_content(configs[0]) == located_by_content(configs[1])
-    assert located_by_content(tree(vocabulary)) == tree(vocabulary)
+    assert hash_asset_paths(configs[0]) == hash_asset_paths(configs[1])
+    assert hash_asset_paths(tree(vocabulary)) == tree(vocabulary)

@@ -221,7 +221,7 @@ def test_host_memory_is_bounded(make, state, limit):
     def take(size, **fields):
         nonlocal peak
         buffer = real(size, **fields)
-        peak = max(peak, one._buffers.in_use)
+        peak = max(peak, one._buffers.used_bytes)
         return buffer
 
     one._buffers.take = take
@@ -229,7 +229,7 @@ def test_host_memory_is_bounded(make, state, limit):
     one.wait()
     largest = 128
     assert 0 < peak <= max(limit, largest)
-    assert one._buffers.in_use == 0
+    assert one._buffers.used_bytes == 0
     assert bits(one.restore(1, abstract(state))[0]) == bits(state)
 
 

@@ -48,7 +48,7 @@ if kind == "sharded":
     y = jax.make_array_from_callback((8, 1024), copied, lambda i: np.arange(8 * 1024.0, dtype=np.float32).reshape(8, 1024)[i])
     import functools
     from axlearn_core.checkpoint import writer
-    writer.pieces_of = functools.partial(writer.pieces_of, limit=2048)  # pieces of 16 MiB are for larger arrays
+    writer.split_shape = functools.partial(writer.split_shape, limit=2048)  # pieces of 16 MiB are for larger arrays
     two = ShardedCheckpointer.Config().build(directory=directory + "-copied")
     two.save(1, {"y": y})
     two.wait()

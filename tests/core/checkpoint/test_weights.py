@@ -16,7 +16,7 @@ from axlearn_core.checkpoint import LocalStorage
 from axlearn_core.compose import Functional
 from axlearn_core.config import Configurable, node, patch
 from axlearn_core.errors import CheckpointError, RequestError
-from axlearn_core.learn.paths import path_of
+from axlearn_core.learn.paths import format_key_path
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import write
 from axlearn_core.run import open_weights
@@ -215,7 +215,7 @@ class Pickled(Configurable):
     def restore(self, step, like):
         flat = self.kept[step]
         return jax.tree_util.tree_map_with_path(
-            lambda k, x: flat.get(path_of(k), jnp.zeros(x.shape, x.dtype)), like
+            lambda k, x: flat.get(format_key_path(k), jnp.zeros(x.shape, x.dtype)), like
         ), {}
 
     def close(self):

@@ -295,20 +295,20 @@ from axlearn_core.contracts.options import CommandOption
 OPTION = CommandOption(help="{help}", metavar={metavar}, change=lambda value, request: {change})
 """
 WRONG = {
-    "test_it_is_written_like_an_option": [
+    "test_option_name_and_help_are_valid": [
         {"name": "--Where"},
         {"name": "--w_here"},
         {"help": " "},
         {"metavar": "None"},
     ],
-    "test_it_is_listed_and_imports_no_jax": [{"top": "import jax"}],
-    "test_it_changes_the_request": [
+    "test_help_lists_option_without_importing_jax": [{"top": "import jax"}],
+    "test_option_changes_request": [
         {"change": "request"},
         {"change": "value"},
         {"change": "attrs.evolve(request, target=str(id(object())) + str(__import__('time').perf_counter_ns()))"},
     ],
-    "test_its_command_takes_it": [{"command": "serve"}],
-    "test_it_works": [{"change": "1 / 0"}],
+    "test_command_accepts_option": [{"command": "serve"}],
+    "test_command_succeeds": [{"change": "1 / 0"}],
 }
 
 
@@ -327,12 +327,12 @@ def suite(install, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("name", [name for name in WRONG if name != "test_it_works"])
+@pytest.mark.parametrize("name", [name for name in WRONG if name != "test_command_succeeds"])
 def test_the_suite_takes_a_right_option(suite, name):
     getattr(suite(), name)()
 
 
-@pytest.mark.slow_cases("test_it_is_listed_and_imports_no_jax-changes4")
+@pytest.mark.slow_cases("test_help_lists_option_without_importing_jax-changes4")
 @pytest.mark.parametrize(("name", "changes"), [(n, c) for n, wrong in WRONG.items() for c in wrong])
 def test_the_suite_finds_a_wrong_option(suite, name, changes):
     from axlearn_core.errors import PluginError

@@ -81,12 +81,12 @@ def test_a_request_holds_every_option():
     requests = []
     with_request(lambda request: requests.append(request))(experiment="quickstart", layout="no.yaml", **options)
     (request,) = requests
-    assert request == Request.of(
+    assert request == Request.from_arguments(
         "quickstart", with_=("remat",), without=("scan",), set=("seed=3",), steps=7, target="cpu-4", layout="no.yaml"
     )
-    plain = Request.of("quickstart")
+    plain = Request.from_arguments("quickstart")
     for name, value in (("with_", ["ema"]), ("without", ["scan"]), ("set", ["seed=3"]), ("steps", 7), ("target", "x")):
-        assert Request.of("quickstart", **{name: value}) != plain, name
+        assert Request.from_arguments("quickstart", **{name: value}) != plain, name
 
 
 def show(*words: str) -> str:

@@ -201,7 +201,7 @@ def test_a_function_without_a_signature():
 
 
 class Names:
-    def name_of(self, cls):
+    def get_name(self, cls):
         return "thing"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from axlearn_core.config import Configurable, check, node, setting
 from axlearn_core.config import assets as module
-from axlearn_core.config.assets import LocalRun, assets, attach, portable, with_equal_names
+from axlearn_core.config.assets import LocalRun, assets, attach, make_portable, match_asset_paths
 from axlearn_core.errors import ConfigError
 
 
@@ -50,7 +50,7 @@ def run_with(folder, *names):
 
 
 def test_a_run_names_its_copies_by_the_node_that_uses_them():
-    config, copies = portable(
+    config, copies = make_portable(
         tree(
             pair=Pair.Config(one="a/x.bin", other="b/x.bin"),
             more={"a/b": Vocabulary.Config(path="w.json"), ".c": Vocabulary.Config(path="/data/v.json")},
@@ -68,30 +68,34 @@ def test_a_run_names_its_copies_by_the_node_that_uses_them():
         "files/pair.other/x.bin": "b/x.bin",
         "files/more.a%2Fb/w.json": "w.json",
     }
-    assert portable(config) == (config, {})
-    assert Vocabulary.Config(path="v.json") == portable(Vocabulary.Config(path="v.json"))[0].__class__(path="v.json")
+    assert make_portable(config) == (config, {})
+    assert Vocabulary.Config(path="v.json") == make_portable(Vocabulary.Config(path="v.json"))[0].__class__(
+        path="v.json"
+    )
 
 
 def test_a_config_without_assets_is_the_same_object():
     config = Root.Config(plain="run:files/x")
-    assert portable(config)[0] is config
+    assert make_portable(config)[0] is config
     assert attach(config, LocalRun("c", ()))[0] is config
     assert assets(config) == []
 
 
 def test_a_copy_is_found_wherever_the_run_is(tmp_path, monkeypatch):
-    stored, _ = portable(tree())
+    stored, _ = make_portable(tree())
     run_with(tmp_path / "one", "files/vocabulary/v.json")
     (tmp_path / "one").rename(tmp_path / "two")
     monkeypatch.chdir(tmp_path)
-    attached, lost = attach(stored, LocalRun.of_config(tmp_path.joinpath("two/config.yaml").relative_to(tmp_path)))
+    attached, lost = attach(
+        stored, LocalRun.from_config_file(tmp_path.joinpath("two/config.yaml").relative_to(tmp_path))
+    )
     assert (attached.vocabulary.path, lost) == (str(tmp_path / "two/files/vocabulary/v.json"), [])
-    assert portable(attached)[0] == stored
+    assert make_portable(attached)[0] == stored
 
 
 def test_the_config_in_a_checkpoint_finds_the_files_of_its_run(tmp_path):
     run_with(tmp_path, "files/vocabulary/v.json", "checkpoints/5/manifest.json", "checkpoints/5/config.yaml")
-    attached, lost = attach(portable(tree())[0], LocalRun.of_config(tmp_path / "checkpoints/5/config.yaml"))
+    attached, lost = attach(make_portable(tree())[0], LocalRun.from_config_file(tmp_path / "checkpoints/5/config.yaml"))
     assert (attached.vocabulary.path, lost) == (str(tmp_path / "files/vocabulary/v.json"), [])
 
 
@@ -138,9 +142,9 @@ def test_copies_of_an_asset_are_no_difference(tmp_path):
         run_with(tmp_path / folder, "merges.txt")
         (tmp_path / folder / "v.json").write_text(text)
     a, b, c = (str(tmp_path / folder / "v.json") for folder in "abc")
-    assert with_equal_names(tree(b), tree(a)) == tree(a)
-    assert with_equal_names(tree(c), tree(a)) == tree(c)
-    assert with_equal_names(tree("gone.json"), tree(a)) == tree("gone.json")
-    assert with_equal_names(tree(b), Root.Config()) == tree(b)
+    assert match_asset_paths(tree(b), tree(a)) == tree(a)
+    assert match_asset_paths(tree(c), tree(a)) == tree(c)
+    assert match_asset_paths(tree("gone.json"), tree(a)) == tree("gone.json")
+    assert match_asset_paths(tree(b), Root.Config()) == tree(b)
     (tmp_path / "b" / "merges.txt").write_text("other merges")  # it belongs to the asset
-    assert with_equal_names(tree(b), tree(a)) == tree(b)
+    assert match_asset_paths(tree(b), tree(a)) == tree(b)

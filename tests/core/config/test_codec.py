@@ -23,7 +23,7 @@ from axlearn_core.config import (
     patch,
     setting,
 )  # fmt: skip
-from axlearn_core.config.configured import configured_class
+from axlearn_core.config.callable_node import configured_class
 from axlearn_core.config.tree import config_class
 from axlearn_core.errors import ConfigError, RequestError, unknown
 
@@ -79,7 +79,7 @@ class Known:
             raise unknown("component", name, self.classes)
         return self.classes[name]
 
-    def name_of(self, cls: type) -> str:
+    def get_name(self, cls: type) -> str:
         for name, registered_class in self.classes.items():
             if registered_class is cls:
                 return name
@@ -252,14 +252,14 @@ def test_edits_in_place():
             "rates": {"a": 1},
             "maybe": {"type": "leaf"},
         },
-        DECODER.decode_at,
+        DECODER.decode_value,
     )
     assert new.leaf == Leaf.Config(rate=2.0, size=Scaled(factor=3.0))
     assert new.table["new"] == Leaf.Config(text="x")
     assert (new.leaves, new.rates, new.maybe) == ((Scaled(),), {"a": 1.0}, Leaf.Config())
-    assert patch(new, {"leaves.0": {"factor": 2}}, DECODER.decode_at).leaves == (Scaled(factor=2.0),)
-    assert patch(new, {"rates.b": 2}, DECODER.decode_at).rates == {"a": 1.0, "b": 2.0}
-    assert patch(new, {"pair.1": "z"}, DECODER.decode_at).pair == (1, "z")
+    assert patch(new, {"leaves.0": {"factor": 2}}, DECODER.decode_value).leaves == (Scaled(factor=2.0),)
+    assert patch(new, {"rates.b": 2}, DECODER.decode_value).rates == {"a": 1.0, "b": 2.0}
+    assert patch(new, {"pair.1": "z"}, DECODER.decode_value).pair == (1, "z")
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_edits_in_place():
 )
 def test_edits_that_do_not_fit(path, value, at):
     with pytest.raises(ConfigError) as caught:
-        patch(Root.Config(), {path: value}, DECODER.decode_at)
+        patch(Root.Config(), {path: value}, DECODER.decode_value)
     assert [p.path for p in caught.value.problems] == [at]
 
 

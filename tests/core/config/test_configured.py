@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from axlearn_core.config import REQUIRED, Scaled, check, configure, flatten, patch
-from axlearn_core.config.configured import configured_class
+from axlearn_core.config.callable_node import configured_class
 from axlearn_core.errors import ConfigError, RequestError
 
 

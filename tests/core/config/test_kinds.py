@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from axlearn_core.config import REQUIRED, Configurable, Node, diff, node, setting
-from axlearn_core.config.kinds import change_kinds, kind_of, mathematics, microbatches
+from axlearn_core.config.kinds import change_kinds, get_kind, mathematics, microbatches
 from axlearn_core.errors import ConfigError
 
 
@@ -76,12 +76,12 @@ def kinds(old, new):
 )
 def test_the_kind_of_a_path(path, kind):
     root = Root.Config(shape={"fsdp": 8}, tables={"a": {"b": 1}}, savers=(Saver.Config(),))
-    assert kind_of(root, path) == kind
+    assert get_kind(root, path) == kind
 
 
 def test_a_path_that_is_not_there():
     with pytest.raises(ConfigError, match="no 'sharp' in the root"):
-        kind_of(Root.Config(), "sharp")
+        get_kind(Root.Config(), "sharp")
 
 
 def test_a_bound_and_a_kind_go_together():

@@ -6,11 +6,11 @@ import pytest
 
 from axlearn_core.config import Configurable, Node, configure, find, node
 from axlearn_core.config.roles import Role, states_role
-from axlearn_core.config.slots import slots_of
+from axlearn_core.config.slots import list_slots
 from axlearn_core.config.tree import SKIP, edit_nodes, fill_slots, find_slots, set_fields
 from axlearn_core.errors import ConfigError, Problem
 
-NOTHING = Problem(path="model", message="nothing to set")
+NO_MATCH = Problem(path="model", message="nothing to set")
 
 
 class Encoding(Protocol):
@@ -88,20 +88,20 @@ def test_a_node_with_a_role_is_a_value_as_any_other():
 
 
 def test_setting_fields_leaves_nodes_without_the_role_alone():
-    result = set_fields(CFG, WindowRole, {"window": 5}, nothing=NOTHING)
+    result = set_fields(CFG, WindowRole, {"window": 5}, no_match=NO_MATCH)
     assert [layer.window for layer in result.layers] == [5, None, 5]
     assert result.encoding is CFG.encoding
-    assert set_fields(result, WindowRole, {"window": 5}, nothing=NOTHING) is result
+    assert set_fields(result, WindowRole, {"window": 5}, no_match=NO_MATCH) is result
 
 
 def test_fields_can_be_set_by_class():
-    result = set_fields(CFG, Derived, {"num_heads": 8}, nothing=NOTHING)
+    result = set_fields(CFG, Derived, {"num_heads": 8}, no_match=NO_MATCH)
     assert [layer.num_heads for layer in result.layers] == [4, 4, 8]
 
 
-def test_nothing_to_set_is_the_given_problem():
+def test_no_match_is_the_given_problem():
     with pytest.raises(ConfigError, match="nothing to set"):
-        set_fields(LookAlike.Config(), WindowRole, {"window": 5}, nothing=NOTHING)
+        set_fields(LookAlike.Config(), WindowRole, {"window": 5}, no_match=NO_MATCH)
 
 
 def test_a_role_whose_field_is_missing_is_an_error():
@@ -135,8 +135,8 @@ def test_the_type_of_a_field_is_that_of_the_node():
 
 
 def test_slots_are_found_by_what_they_are_for():
-    assert slots_of(Attention.Config, Encoding) == ("angle",)
-    assert slots_of(LookAlike.Config, Encoding) == ()
+    assert list_slots(Attention.Config, Encoding) == ("angle",)
+    assert list_slots(LookAlike.Config, Encoding) == ()
     assert find_slots(CFG, Encoding) == {
         "encoding": CFG.encoding,
         "layers.0.angle": None,
@@ -145,24 +145,24 @@ def test_slots_are_found_by_what_they_are_for():
 
 
 def test_every_slot_is_filled():
-    result = fill_slots(CFG, Encoding, lambda path, old: old or Part.Config(size=2), nothing=NOTHING)
+    result = fill_slots(CFG, Encoding, lambda path, old: old or Part.Config(size=2), no_match=NO_MATCH)
     assert [getattr(layer, "angle", "no slot") for layer in result.layers] == [
         Part.Config(size=2),
         "no slot",
         Part.Config(size=2),
     ]
     assert result.encoding is CFG.encoding
-    assert fill_slots(result, Encoding, lambda _, old: old, nothing=NOTHING) is result
+    assert fill_slots(result, Encoding, lambda _, old: old, no_match=NO_MATCH) is result
 
 
 def test_a_slot_within_a_filled_one_is_left():
     nested = Model.Config(encoding=Model.Config(layers=()), layers=())
     paths = []
-    fill_slots(nested, Encoding, lambda path, old: paths.append(path) or old, nothing=NOTHING)
+    fill_slots(nested, Encoding, lambda path, old: paths.append(path) or old, no_match=NO_MATCH)
     assert paths == ["encoding"]
     paths.clear()
     with pytest.raises(ConfigError, match="nothing to set"):
-        fill_slots(nested, Encoding, lambda path, old: paths.append(path), nothing=NOTHING)
+        fill_slots(nested, Encoding, lambda path, old: paths.append(path), no_match=NO_MATCH)
     assert paths == ["encoding", "encoding.encoding"]
 
 
@@ -173,12 +173,12 @@ def refuse(path, part):
 
 def test_all_problems_of_edits_are_raised_with_their_paths():
     expected = ["layers.0.size", "layers.0", "layers.2.size", "layers.2", "encoding.size", "encoding"]
-    for edit in (lambda: edit_nodes(CFG, refuse, nothing=NOTHING), lambda: edit_nodes(CFG, refuse, nothing=None)):
+    for edit in (lambda: edit_nodes(CFG, refuse, no_match=NO_MATCH), lambda: edit_nodes(CFG, refuse, no_match=None)):
         with pytest.raises(ConfigError) as caught:
             edit()
         assert [problem.path for problem in caught.value.problems] == expected
     with pytest.raises(ConfigError) as caught:
-        fill_slots(CFG, Encoding, lambda path, old: refuse(path, old or Part.Config()), nothing=NOTHING)
+        fill_slots(CFG, Encoding, lambda path, old: refuse(path, old or Part.Config()), no_match=NO_MATCH)
     assert [problem.path for problem in caught.value.problems][:2] == ["layers.0.angle.size", "layers.0.angle"]
 
 
@@ -190,19 +190,19 @@ def test_outermost_edits_do_not_look_below_what_they_replaced():
         paths.append(path)
         return part if path == "layers.0" else None
 
-    assert edit_nodes(tree, note, nothing=NOTHING, outermost=True) is tree
+    assert edit_nodes(tree, note, no_match=NO_MATCH, outermost=True) is tree
     assert paths == ["", "layers.0", "encoding"]
     paths.clear()
-    edit_nodes(tree, note, nothing=NOTHING)
+    edit_nodes(tree, note, no_match=NO_MATCH)
     assert paths == ["layers.0.encoding", "layers.0", "encoding", ""]
 
 
 def test_what_is_skipped_counts_as_no_edit():
     paths = []
     with pytest.raises(ConfigError, match="nothing to set"):
-        edit_nodes(CFG, lambda path, part: paths.append(path) or SKIP, nothing=NOTHING, outermost=True)
+        edit_nodes(CFG, lambda path, part: paths.append(path) or SKIP, no_match=NO_MATCH, outermost=True)
     assert paths == [""]
-    assert edit_nodes(CFG, lambda path, part: None, nothing=None) is CFG
+    assert edit_nodes(CFG, lambda path, part: None, no_match=None) is CFG
 
 
 def foreign_layer(window: int = 1, position: int = 2) -> int:

@@ -13,12 +13,12 @@ from axlearn_core.config import (
     Scaled,
     diff,
     find,
+    find_missing,
     flatten,
     get,
     interface,
     map,
     matches,
-    missing,
     node,
     patch,
     replace_config,
@@ -202,7 +202,7 @@ def test_replace_nothing_is_an_error():
 
 
 def test_missing_lists_whole_paths_and_no_interface_fields():
-    assert [p.path for p in missing(patch(TREE, {"table.a": Model.Config()}))] == ["width", "table.a.width"]
+    assert [p.path for p in find_missing(patch(TREE, {"table.a": Model.Config()}))] == ["width", "table.a.width"]
 
 
 def test_flatten():

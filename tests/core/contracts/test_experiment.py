@@ -5,10 +5,10 @@ import inspect
 import pytest
 
 import axlearn_core as ax
-from axlearn_core.config import Node, fields_of, node, options_of
+from axlearn_core.config import Node, get_fields, get_options, node
 from axlearn_core.contracts import experiment
 from axlearn_core.contracts.arrays import is_array
-from axlearn_core.contracts.capabilities import learning_rate_of
+from axlearn_core.contracts.capabilities import get_learning_rate
 from axlearn_core.errors import StorageError, reason
 
 READERS = {
@@ -21,7 +21,7 @@ ABSENT = {
     "end_tokens": (),
     "is_pipelined": False,
     "offloads_optimizer": False,
-    "trackers_of": (),
+    "get_tracker_configs": (),
 }
 
 
@@ -46,26 +46,29 @@ def quickstart():
 
 
 def test_the_parts_of_a_trainer(quickstart):
-    fields = fields_of(quickstart)
-    for name in ("model", "objective", "input", "learner", "loop", "checkpointer", "text", "trackers", "mesh"):
-        assert READERS[f"{name}_of"](quickstart) is fields[name]
-    assert experiment.optimizer_of(quickstart) is fields["learner"].optimizer
-    assert experiment.rules_of(quickstart) == fields["learner"].rules
-    assert experiment.tokenizer_of_input(quickstart) is fields["input"].tokenizer
+    fields = get_fields(quickstart)
+    for name in ("model", "objective", "input", "learner", "loop", "checkpointer"):
+        assert READERS[f"get_{name}_config"](quickstart) is fields[name]
+    assert experiment.get_text_facts(quickstart) is fields["text"]
+    assert experiment.get_tracker_configs(quickstart) is fields["trackers"]
+    assert experiment.get_mesh(quickstart) is fields["mesh"]
+    assert experiment.get_optimizer_config(quickstart) is fields["learner"].optimizer
+    assert experiment.get_parameter_rules(quickstart) == fields["learner"].rules
+    assert experiment.get_tokenizer_config(quickstart) is fields["input"].tokenizer
     assert experiment.build_tokenizer(quickstart).vocab_size > 1
     assert experiment.sequence_length(quickstart) == fields["input"].sequence_length
     assert experiment.batch_size(quickstart) == fields["input"].batch_size
     assert experiment.accumulate_steps(quickstart) == 2
     assert experiment.checkpoint_uri(quickstart) == "file:///elsewhere"
     assert experiment.save_interval(quickstart) == 7
-    assert learning_rate_of(fields["learner"].optimizer) is not None
+    assert get_learning_rate(fields["learner"].optimizer) is not None
 
 
 def test_fields_and_the_options_among_them():
-    assert fields_of(Lonely()) == {"width": 3, "depth": None}
-    assert options_of(Lonely()) == {"width": 3}
-    assert options_of(Lonely(depth=2), "depth") == {"depth": 2}
-    assert options_of(Lonely(), "depth") == {}
+    assert get_fields(Lonely()) == {"width": 3, "depth": None}
+    assert get_options(Lonely()) == {"width": 3}
+    assert get_options(Lonely(depth=2), "depth") == {"depth": 2}
+    assert get_options(Lonely(), "depth") == {}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from flax import linen, nnx
 
 from axlearn_core import configure, patch
 from axlearn_core.compose import Functional
-from axlearn_core.compose.objective import replicated
+from axlearn_core.compose.objective import decide_replication
 from axlearn_core.compose.program import check_program
 from axlearn_core.config import Configurable, interface, node
 from axlearn_core.errors import ConfigError
@@ -125,18 +125,18 @@ def seeded():
 
 def test_parameters_without_names_are_said_to_be_replicated():
     functional = Functional.from_config(seeded().model)
-    (decision,) = replicated(functional)
+    (decision,) = decide_replication(functional)
     assert decision.subject == "decoder.layer.attention_norm, decoder.layer.feed_forward_norm, decoder.norm"
     assert "3 parameters" in decision.reason
     unnamed_axes = configure(nnx.RMSNorm, "num_features=dim", scale_metadata={"out_sharding": ["norm"]})
     functional = Functional.from_config(patch(seeded(), {"model.**.norm": unnamed_axes}).model)
     assert functional.axes["decoder.layer.attention_norm.scale"] == ("layers", "norm")
-    assert replicated(functional) == ()
+    assert decide_replication(functional) == ()
 
 
 @pytest.mark.parametrize("experiment", toy.experiments())
 def test_all_parameters_of_what_is_shipped_have_names(experiment):
-    assert replicated(Functional.from_config(toy.small(experiment).model)) == ()
+    assert decide_replication(Functional.from_config(toy.small(experiment).model)) == ()
 
 
 class Wrong(Layer):

@@ -124,7 +124,7 @@ def test_two_layers_cannot_add_one_name():
 def test_rows_with_weights_alone_end_at_their_last_target():
     weights = jnp.asarray([[0, 0, 1, 1, 0], [0, 1, 0, 1, 1], [0, 0, 0, 0, 0]], jnp.float32)
     expected = [[True] * 4 + [False], [True] * 5, [False] * 5]
-    np.testing.assert_array_equal(padding.up_to_the_last_target(weights), expected)
+    np.testing.assert_array_equal(padding.make_token_mask(weights), expected)
 
 
 def test_positions_of_a_layer_s_own_all_count():

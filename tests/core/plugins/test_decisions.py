@@ -5,7 +5,7 @@ import pytest
 from axlearn_core.config import flatten
 from axlearn_core.config.kinds import mathematics
 from axlearn_core.contracts.mesh import MeshRule
-from axlearn_core.contracts.target import Detected
+from axlearn_core.contracts.target import DetectedMachine
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.plugins import resolve as resolution
 from axlearn_core.plugins.registry import Registry
@@ -14,7 +14,7 @@ from axlearn_core.plugins.targets import find_machine
 
 
 def on(name, description="8 x Toy"):
-    return lambda config: Detected(description=description, machine=find_machine(name))
+    return lambda config: DetectedMachine(description=description, machine=find_machine(name))
 
 
 def detected(experiment="quickstart", machine="h100-8x1", **options):
@@ -45,7 +45,7 @@ def test_a_detected_machine_brings_the_execution_of_its_rule():
     assert dict(resolved.config.mesh.shape) == {"fsdp": -1}
     remat = "model.decoder.stack.remat.type"
     assert flatten(resolved.config)[remat].endswith("RematPolicyTags")
-    assert [s.set_by.split(" (")[0] for s in resolved.explain(remat)[remat]] == ["feature remat"]
+    assert [s.source.split(" (")[0] for s in resolved.explain(remat)[remat]] == ["feature remat"]
     assert decided(resolved, "machine") == [("h100-8x1, 8 x Toy", "")]
     assert [s for s, _ in decided(resolved, "applied")] == ["remat:policy=gpu-attention", "mesh"]
     assert decided(resolved, "left out") == []
@@ -159,7 +159,7 @@ def test_a_cpu_changes_nothing(machine):
 
 
 def test_an_unknown_device_gets_no_rule_and_a_line():
-    resolved = resolve("quickstart", detect=lambda config: Detected(description="4 x Abacus", machine=None))
+    resolved = resolve("quickstart", detect=lambda config: DetectedMachine(description="4 x Abacus", machine=None))
     assert resolved.config == resolve("quickstart").config
     assert [str(d) for d in resolved.decisions] == [
         "machine: 4 x Abacus (no installed package supports it: no mesh rule)"
@@ -241,7 +241,7 @@ def test_a_feature_that_changes_nothing_is_named(rule):
 
 def on_cpus(count, **settings):
     machine = find_machine(f"cpu-{count}")
-    detect = lambda config: Detected(description=f"{count} x cpu", machine=machine)  # noqa: E731
+    detect = lambda config: DetectedMachine(description=f"{count} x cpu", machine=machine)  # noqa: E731
     return resolve("quickstart", detect=detect, set={"model.decoder.num_layers": 1, "input.batch_size": 12, **settings})
 
 
@@ -252,7 +252,7 @@ def test_weights_that_cpus_cannot_split_are_replicated():
     assert subject == "mesh"
     assert reason.startswith("data=-1: weights are replicated because the default mesh cannot shard them: model (")
     assert reason.endswith("dimension 1 (embed) is not divisible by the mesh axes fsdp (128 over 3 devices)")
-    assert [s.set_by.split(" (")[0] for s in resolved.provenance["mesh.shape.data"]] == ["mesh rule 'cpu*'"]
+    assert [s.source.split(" (")[0] for s in resolved.provenance["mesh.shape.data"]] == ["mesh rule 'cpu*'"]
     assert mathematics(resolved.config) == mathematics(on_cpus(4).config)
 
 

@@ -14,7 +14,7 @@ import axlearn_index
 from axlearn_core.checkpoint import open_storage
 from axlearn_core.cli.main import cli
 from axlearn_core.errors import RequestError
-from axlearn_core.plugins.index import indexes, not_installed_error, package_of
+from axlearn_core.plugins.index import find_package, indexes, not_installed_error
 from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.targets import find_machine
@@ -105,9 +105,9 @@ def index_findings():
 
 def test_an_index_of_a_third_party(install):
     add_index(install, json.dumps({"features": {"sparkle": "their-plugins"}, "targets": {"chip": "their-chip"}}))
-    assert package_of("features", "sparkle") == "their-plugins"
-    assert package_of("targets", "chip-8") == "their-chip"
-    assert package_of("features", "rope") == "axlearn-plugins-rope"
+    assert find_package("features", "sparkle") == "their-plugins"
+    assert find_package("targets", "chip-8") == "their-chip"
+    assert find_package("features", "rope") == "axlearn-plugins-rope"
     with pytest.raises(
         RequestError, match=r"'sparkle' is not installed: their-plugins provides it\n.*pip install their-pl"
     ):
@@ -127,8 +127,8 @@ def test_an_index_of_a_third_party(install):
 )
 def test_a_broken_index_is_a_warning(install, content, problem):
     add_index(install, content)
-    assert package_of("features", "rope") == "axlearn-plugins-rope"
-    assert package_of("features", "sparkle") is None
+    assert find_package("features", "rope") == "axlearn-plugins-rope"
+    assert find_package("features", "sparkle") is None
     first, broken = index_findings()
     assert (first.status, first.distribution) == ("ok", "axlearn-index")
     assert (broken.status, broken.name, broken.distribution) == ("warning", "theirs", "theirs-index")
@@ -148,12 +148,12 @@ def test_an_index_in_a_package_below_another_imports_neither(install):
     (root / "their_tools/names").mkdir(parents=True)
     (root / "their_tools/__init__.py").write_text("raise SystemExit")
     (root / "their_tools/names/index.json").write_text('{"features": {"sparkle": "their-plugins"}}')
-    assert package_of("features", "sparkle") == "their-plugins"
+    assert find_package("features", "sparkle") == "their-plugins"
 
 
 def test_two_indexes_that_disagree(install):
     add_index(install, json.dumps({"features": {"rope": "their-rope"}}))
-    assert package_of("features", "rope") == "axlearn-plugins-rope"
+    assert find_package("features", "rope") == "axlearn-plugins-rope"
     *_, warning = index_findings()
     assert warning.status == "warning"
     assert (
@@ -173,7 +173,7 @@ def test_without_an_index_errors_say_how_to_get_one(monkeypatch):
 
 def test_help_and_an_error_import_no_index():
     code = (
-        "import sys; from axlearn_core.plugins.index import package_of; assert package_of('features', 'rope')\n"
+        "import sys; from axlearn_core.plugins.index import find_package; assert find_package('features', 'rope')\n"
         "assert not {'axlearn_index', 'attrs', 'jax'} & {*sys.modules}"
     )
     env = os.environ | {"PYTHONPATH": str(ROOT / "axlearn_core/src")}
@@ -194,7 +194,7 @@ def test_help_and_an_error_import_no_index():
     ],
 )
 def test_a_name_has_a_package(group, name, package):
-    assert package_of(group, name) == package
+    assert find_package(group, name) == package
     error = not_installed_error(group, name)
     assert (error is None) == (package is None)
     assert error is None or f"pip install {package}" in str(error)

@@ -34,7 +34,7 @@ def test_every_feature_says_what_it_does(name):
 @pytest.mark.parametrize("name", COMPONENTS)
 def test_every_component_loads_and_finds_its_name(name):
     cls = registry().component(name)
-    assert registry().component(registry().name_of(cls)) is cls
+    assert registry().component(registry().get_name(cls)) is cls
 
 
 def test_the_doctor_finds_nothing():

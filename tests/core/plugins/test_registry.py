@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from axlearn_core.config import configure
-from axlearn_core.config.configured import configured_class
+from axlearn_core.config.callable_node import configured_class
 from axlearn_core.errors import PluginError, RequestError
 from axlearn_core.plugins.registry import core_version, registry
 
@@ -193,8 +193,8 @@ def test_components_and_their_names(toy):
 
     names = registry()
     assert names.component("toy-attention") is toy_parts.Attention.Config
-    assert names.name_of(toy_parts.Rotary.Config) == "toy-rotary"
-    assert names.name_of(names.component("toy-scaled")) == "toy-scaled"  # a node that is its own component
+    assert names.get_name(toy_parts.Rotary.Config) == "toy-rotary"
+    assert names.get_name(names.component("toy-scaled")) == "toy-scaled"  # a node that is its own component
 
 
 def test_a_component_exported_from_elsewhere(toy, install):
@@ -206,9 +206,9 @@ def test_a_component_exported_from_elsewhere(toy, install):
     import export_all  # noqa: F401
     import export_home
 
-    assert registry().name_of(export_home.Hidden.Config) == "hidden"
+    assert registry().get_name(export_home.Hidden.Config) == "hidden"
     result = configure(export_home.call, size=3)
-    assert registry().name_of(type(result)) == "call"
+    assert registry().get_name(type(result)) == "call"
     assert registry().component("call") is type(result)
 
 
@@ -232,7 +232,7 @@ def test_a_class_that_is_not_registered_says_how_to_register_it(toy):
     names = registry()
     for _ in range(2):  # the answer is kept
         with pytest.raises(RequestError, match=r"Local is not registered as a component[\s\S]*axlearn.components"):
-            names.name_of(Local.Config)
+            names.get_name(Local.Config)
     assert names.display_name(Local.Config).endswith("Local")
     assert names.display_name(toy_parts.Decoder.Config) == "toy-decoder"
 
@@ -245,9 +245,9 @@ def test_another_interface_is_another_component(install):
     )
     import interface_part
 
-    assert registry().name_of(configured_class(interface_part.call)) == "call"
+    assert registry().get_name(configured_class(interface_part.call)) == "call"
     with pytest.raises(RequestError, match="with interface width=dim is not registered"):
-        registry().name_of(configured_class(interface_part.call, ("width=dim",)))
+        registry().get_name(configured_class(interface_part.call, ("width=dim",)))
 
 
 def test_a_broken_component_does_not_hide_another(toy, install):
@@ -256,7 +256,7 @@ def test_a_broken_component_does_not_hide_another(toy, install):
     install(
         "axlearn-plugins-a", modules={"toy_broken": "raise ValueError"}, points={"components": {"a": "toy_broken:A"}}
     )
-    assert registry().name_of(toy_parts.Rotary.Config) == "toy-rotary"
+    assert registry().get_name(toy_parts.Rotary.Config) == "toy-rotary"
 
 
 @pytest.mark.parametrize("value", ["number_part:VALUE", "number_part"])

@@ -11,7 +11,7 @@ from axlearn_core.errors import PluginError
 from axlearn_core.plugins import hookspecs
 from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.registry import registry
-from axlearn_core.plugins.removed import HOOKS, NAMES, find_replacement
+from axlearn_core.plugins.removed_names import HOOKS, NAMES, find_replacement
 
 HOOK = """
 from axlearn_core.plugins.hookspecs import hookimpl

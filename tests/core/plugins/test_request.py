@@ -63,9 +63,9 @@ def test_settings():
 
 def test_one_string_where_a_list_is_meant():
     with pytest.raises(RequestError, match="list"):
-        Request.of("x", with_="rope")
+        Request.from_arguments("x", with_="rope")
     with pytest.raises(RequestError, match="list"):
-        Request.of("x", set="a=1")
+        Request.from_arguments("x", set="a=1")
 
 
 RUN = """\

@@ -15,7 +15,7 @@ EXPERIMENT = "experiment toy (axlearn-plugins-toy 0.3)"
 
 
 def chain(resolved, path):
-    return [(step.set_by, step.old, step.new) for step in resolved.explain(path)[path]]
+    return [(step.source, step.old, step.new) for step in resolved.explain(path)[path]]
 
 
 def test_order_of_steps(tmp_path):

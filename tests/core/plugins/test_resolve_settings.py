@@ -11,11 +11,11 @@ pytestmark = pytest.mark.usefixtures("toy")
 
 
 def chain(resolved, path):
-    return [(step.set_by, step.old, step.new) for step in resolved.explain(path)[path]]
+    return [(step.source, step.old, step.new) for step in resolved.explain(path)[path]]
 
 
 def test_without():
-    request = Request.of("toy", with_=["toy-wide", "toy-rope"], without=["toy-wide"])
+    request = Request.from_arguments("toy", with_=["toy-wide", "toy-rope"], without=["toy-wide"])
     assert [n for n, _ in resolve(request).features] == ["toy-rope"]
     with pytest.raises(
         RequestError, match=r"--without toy-wide: this feature is not requested\n    requested: toy-rope"
@@ -65,11 +65,11 @@ def test_one_path_set_to_two_values():
 
 def test_missing_and_invalid_values():
     with pytest.raises(ConfigError, match=r"model.num_layers: Decoder.Config needs a value"):
-        resolve("unfinished").checked()
+        resolve("unfinished").check()
     resolved = resolve("toy", set=["model.attention.num_kv_heads=3"])
     with pytest.raises(ConfigError, match=r"set by --set model.attention.num_kv_heads=3: .*does not divide num_heads"):
-        resolved.checked()
-    assert resolve("toy").checked().title == "toy"
+        resolved.check()
+    assert resolve("toy").check().title == "toy"
 
 
 def test_explaining_paths_that_are_not_there():
@@ -116,7 +116,7 @@ def test_a_run_file_overrides_the_run_file_that_it_stands_on(tmp_path):
     result = resolve(run)
     assert (result.config.max_steps, result.config.seed, result.config.learner.ema_decay) == (9, 3, 0.5)
     assert [name for name, _ in result.features] == ["ema"]
-    assert [step.set_by for step in result.provenance["max_steps"]][-2:] == [f"{base}:3", f"{run}:4"]
+    assert [step.source for step in result.provenance["max_steps"]][-2:] == [f"{base}:3", f"{run}:4"]
     assert resolve(top).config.max_steps == 4
     assert resolve(top, set=["max_steps=2"]).config.max_steps == 2
     with pytest.raises(RequestError, match=r"ema.*two values.*decay"):  # the command line is no file: it says so once
@@ -143,5 +143,5 @@ def test_a_node_without_a_name_cannot_be_written():
 
 def test_a_request_takes_no_second_set_of_options():
     with pytest.raises(TypeError):
-        resolve(Request.of("toy"), steps=3)
-    assert not diff(resolve(Request.of("toy")).config, resolve("toy").config)
+        resolve(Request.from_arguments("toy"), steps=3)
+    assert not diff(resolve(Request.from_arguments("toy")).config, resolve("toy").config)

@@ -5,11 +5,11 @@ import os
 import pytest
 
 from axlearn_core.errors import WorkError
-from axlearn_core.run.derive import appearing
+from axlearn_core.run.derive import create_directory
 
 
 def fill(out):
-    with appearing(out) as partial:
+    with create_directory(out) as partial:
         assert not (out / "config.yaml").exists()
         (partial / "config.yaml").write_text("a run")
         (partial / "checkpoints").mkdir()
@@ -35,7 +35,7 @@ def test_of_what_was_cut_off_nothing_is_left(tmp_path, exists):
         out.mkdir()
 
     def stopped():
-        with appearing(out) as partial:
+        with create_directory(out) as partial:
             (partial / "config.yaml").write_text("half")
             raise KeyboardInterrupt
 
@@ -46,5 +46,5 @@ def test_of_what_was_cut_off_nothing_is_left(tmp_path, exists):
 
 def test_the_file_that_cannot_be_read_or_written_is_named(tmp_path):
     message = r"cannot write .*run: No such file or directory \(.*missing\)"
-    with pytest.raises(WorkError, match=message), appearing(tmp_path / "run"):
+    with pytest.raises(WorkError, match=message), create_directory(tmp_path / "run"):
         (tmp_path / "missing").read_text()

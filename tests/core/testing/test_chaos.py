@@ -14,7 +14,7 @@ import pytest
 
 from axlearn_core.checkpoint import LocalStorage, ShardedCheckpointer
 from axlearn_core.errors import CheckpointError, StorageError
-from axlearn_testing.chaos import Chaos, ChaosError, FaultyStorage, Plan, Target, TcpLink, cut, play_in_thread
+from axlearn_testing.chaos import Chaos, ChaosError, FaultPlan, FaultyStorage, Target, TcpLink, cut, play_in_thread
 
 COUNTER = """
 import itertools, os, sys, time
@@ -53,7 +53,7 @@ def test_a_seed_is_a_plan_and_a_line_is_the_same_plan():
     one = Chaos(seed=7).plan(**options)
     assert one == Chaos(seed=7).plan(**options)
     assert one != Chaos(seed=8).plan(**options)
-    assert Plan.parse(f"2026-11-22 INFO {one}\n") == one
+    assert FaultPlan.parse(f"2026-11-22 INFO {one}\n") == one
     assert [f.step for f in one.faults] == sorted(f.step for f in one.faults)
     assert {f.rank for f in one.faults} == {0, 1, 2, 3}
     assert str(Chaos(1).plan(steps=(5, 5), count=1)) == "chaos seed=1: kill@5:rank=0"
@@ -63,14 +63,14 @@ def test_wrong_plans_are_refused():
     with pytest.raises(ValueError, match=r"unknown kinds of faults: flood[^$]*known: kill"):
         Chaos(1).plan(kinds=("flood",), steps=(1, 2), count=1)
     with pytest.raises(ValueError, match="has no plan"):
-        Plan.parse("nothing")
+        FaultPlan.parse("nothing")
     with pytest.raises(ValueError, match="is not a fault"):
-        Plan.parse("chaos seed=1: kill@x:rank=0")
+        FaultPlan.parse("chaos seed=1: kill@x:rank=0")
 
 
 def test_processes_are_stopped_slowed_and_killed_at_their_steps(job):
     process, step = job
-    plan = Plan.parse("chaos seed=0: stop@5:rank=0,seconds=0.3 slow@8:rank=0,seconds=0.3 kill@12:rank=0")
+    plan = FaultPlan.parse("chaos seed=0: stop@5:rank=0,seconds=0.3 slow@8:rank=0,seconds=0.3 kill@12:rank=0")
     records = []
     for happened in plan.play(Target(processes={0: process.pid}, step=step)):
         records.append((happened, step()))
@@ -85,7 +85,7 @@ def test_processes_are_stopped_slowed_and_killed_at_their_steps(job):
 
 def test_a_full_disk_ends(job, tmp_path):
     process, step = job
-    plan = Plan.parse("chaos seed=0: fill@2:rank=0,seconds=1,number=100")
+    plan = FaultPlan.parse("chaos seed=0: fill@2:rank=0,seconds=1,number=100")
     happened = []
     play_in_thread(plan, Target(processes={0: process.pid}, step=step), happened).join(30)
     assert "could not grow beyond 100 bytes" in happened[0]
@@ -98,7 +98,7 @@ def test_a_full_disk_ends(job, tmp_path):
 
 def test_a_bit_differs_and_the_checkpoint_is_refused(make_checkpoint, tmp_path):
     one = make_checkpoint
-    plan = Plan.parse("chaos seed=0: corrupt@0:rank=0,number=123457")
+    plan = FaultPlan.parse("chaos seed=0: corrupt@0:rank=0,number=123457")
     happened = list(plan.play(Target(processes={}, directory=tmp_path, pattern="**/*.bin")))
     assert "flipped bit" in happened[0]
     with pytest.raises(CheckpointError, match="damaged"):

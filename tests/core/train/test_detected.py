@@ -6,7 +6,7 @@ import pytest
 
 from axlearn_core.compose import devices
 from axlearn_core.contracts.mesh import MeshRule
-from axlearn_core.contracts.target import Detected, Target
+from axlearn_core.contracts.target import DetectedMachine, Target
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins import resolve as resolution
 from axlearn_core.train import train
@@ -31,7 +31,7 @@ RULE = MeshRule(
 def toy(monkeypatch):
     """The eight virtual devices are a machine with a mesh rule."""
     machine = TOY.machine("toy-8x1")
-    monkeypatch.setattr(devices, "detect", lambda: Detected(description="8 x Toy", machine=machine))
+    monkeypatch.setattr(devices, "detect", lambda: DetectedMachine(description="8 x Toy", machine=machine))
     monkeypatch.setattr(resolution, "find_rule", lambda *_: ("mesh rule 'toy-*' (toy of toys 1.0)", RULE))
 
 
@@ -73,7 +73,7 @@ def test_the_name_of_a_run_does_not_depend_on_the_machine(tmp_path, monkeypatch,
 
 
 def test_a_machine_that_nobody_knows_trains_without_a_rule(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(devices, "detect", lambda: Detected(description="8 x Abacus", machine=None))
+    monkeypatch.setattr(devices, "detect", lambda: DetectedMachine(description="8 x Abacus", machine=None))
     train("quickstart", steps=1, set=TINY, run_dir=tmp_path / "run")
     assert "machine: 8 x Abacus (no installed package supports it: no mesh rule)\n" in capfd.readouterr().err
 

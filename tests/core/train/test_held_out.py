@@ -8,7 +8,7 @@ from flax import nnx
 from axlearn_core.config import Configurable, Node, node
 from axlearn_core.errors import ConfigError
 from axlearn_core.nn import summaries
-from axlearn_core.train.held_out import evaluation_loss
+from axlearn_core.train.evaluation_loss import evaluation_loss
 
 BATCH = {"x": np.ones(3, np.float32)}
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from axlearn_core.config import patch
-from axlearn_core.config.kinds import kind_of
+from axlearn_core.config.kinds import get_kind
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.run import record
@@ -104,7 +104,7 @@ def test_state_in_another_dtype_is_refused_and_its_place_is_free(tmp_path):
 def test_more_steps_are_free_and_no_execution(tmp_path):
     assert check(tmp_path, config(max_steps=7)).resumes
     assert short_hash(config(max_steps=7)) == short_hash(config())
-    assert kind_of(config(), "max_steps") == "duration"
+    assert get_kind(config(), "max_steps") == "duration"
 
 
 @pytest.fixture

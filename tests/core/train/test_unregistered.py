@@ -16,10 +16,10 @@ from axlearn_core.cli.main import cli
 from axlearn_core.config import configure, patch
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.nn.layer import Layer
-from axlearn_core.plugins import unregistered
+from axlearn_core.plugins import code_names
+from axlearn_core.plugins.code_names import CodeNames, restore_values
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import read_text, write
-from axlearn_core.plugins.unregistered import CodeNames, restore_values
 from axlearn_core.run.record import short_hash
 from axlearn_core.run.stored_config import read_run_config
 
@@ -77,7 +77,7 @@ def test_it_trains_says_so_and_goes_on(tmp_path, capsys):
 def write_run(run, config, monkeypatch, name):
     """A config file of a run of another process, whose code was called `name`."""
     text = write(config, CodeNames(registry()))
-    monkeypatch.setattr(unregistered, "_VALUES", {})
+    monkeypatch.setattr(code_names, "_VALUES", {})
     run.mkdir()
     own = re.escape(f"{__name__}:small.<locals>.Bottleneck")
     (run / "config.yaml").write_text(re.sub(rf"{own}#[0-9a-f]{{8}}", name, text))

@@ -29,7 +29,7 @@ from axlearn_testing import KernelSuite
 
 
 @functools.cache
-def mesh_of(name, **shape):
+def get_mesh(name, **shape):
     """Return a mesh of a machine: `shape` by axis, all others 1."""
     grid = np.asarray(topology_devices(find_machine(name))).reshape([shape.get(a, 1) for a in MESH_AXES])
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
@@ -41,7 +41,7 @@ def compiled(function, machine, *shapes, gradients=False, tensor=1, options=None
     `shapes` are (shape, dtype) pairs or (shape, dtype, mesh axes). With `gradients` the program is the gradient of the sum.
     """
     target = find_machine(machine).target
-    mesh = mesh_of(machine, fsdp=find_machine(machine).devices // tensor, tensor=tensor)
+    mesh = get_mesh(machine, fsdp=find_machine(machine).devices // tensor, tensor=tensor)
     kernel_selection = selection.Selection(platform="gpu", target=target.name, gradients=gradients)
     specs = [jax.ShapeDtypeStruct(s[0], s[1], sharding=NamedSharding(mesh, PartitionSpec(*s[2:]))) for s in shapes]
 

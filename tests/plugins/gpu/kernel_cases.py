@@ -175,7 +175,7 @@ class Numbers(KernelSuite):
         """Return (results, gradients) of the reference, computed in float32."""
         wide = jax.tree.map(lambda x: x.astype("float32") if x.dtype == jnp.bfloat16 else x, case.operands)
         with jax.default_matmul_precision("highest"):
-            return self._split(self._measure(attrs.evolve(case, operands=wide), self.against), case)
+            return self._split(self._measure(attrs.evolve(case, operands=wide), self.baseline), case)
 
     @staticmethod
     def _split(tree, case):

@@ -6,7 +6,7 @@ import threading
 
 import jax
 import pytest
-from gpu_programs import mesh_of
+from gpu_programs import get_mesh
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from axlearn_core.compose.compiler import lowering
@@ -45,7 +45,7 @@ def test_every_kind_of_a_target_is_known():
 def test_a_kernel_is_lowered_for_the_target_with_a_mesh_and_without(target, jax_module, first_kernel):
     with compiling(target):
         assert jax_module._infer_arch() == CHIPS[target].capability
-    mesh = mesh_of(f"{target}-8x1", fsdp=8).abstract_mesh
+    mesh = get_mesh(f"{target}-8x1", fsdp=8).abstract_mesh
     with jax.sharding.use_abstract_mesh(mesh), compiling(target):
         assert jax.sharding.get_abstract_mesh() == mesh
         assert jax_module._infer_arch() == CHIPS[target].capability

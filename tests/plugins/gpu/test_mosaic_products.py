@@ -191,8 +191,8 @@ def gated_cases():
 
 
 @pytest.mark.slow_cases(
-    "test_values_and_gradients_are_those_of_the_reference[gelu_tanh]",
-    "test_values_and_gradients_are_those_of_the_reference[silu]",
+    "test_values_and_gradients_match_reference[gelu_tanh]",
+    "test_values_and_gradients_match_reference[silu]",
 )
 @pytest.mark.usefixtures("in_jax")
 class TestGated(Interpreted):

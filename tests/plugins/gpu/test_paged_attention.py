@@ -72,7 +72,7 @@ def error(op):
     return np.max(np.abs(computed(op) - expected)) / np.max(np.abs(expected))
 
 
-@pytest.mark.slow_cases("test_values_and_gradients_are_those_of_the_reference[split-finite-window-bfloat16]")
+@pytest.mark.slow_cases("test_values_and_gradients_match_reference[split-finite-window-bfloat16]")
 class TestKernel(Interpreted):
     op = PagedAttentionOp
     name = "pallas-triton"

@@ -16,7 +16,7 @@ from axlearn_core.plugins.request import Request
 
 
 def resolved(experiment, target, **kwargs):
-    return ax.resolve(Request.of(experiment, target=target, **kwargs))
+    return ax.resolve(Request.from_arguments(experiment, target=target, **kwargs))
 
 
 @pytest.mark.fast_cases("a100-8x4", "h200-8x2")

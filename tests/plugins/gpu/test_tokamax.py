@@ -98,9 +98,9 @@ def declared(op):
 
 
 @pytest.mark.slow_cases(
-    "test_values_and_gradients_are_those_of_the_reference[2x16x24-offset1.0-float32]",
-    "test_values_and_gradients_are_those_of_the_reference[2x16x32-offset1.0-bfloat16]",
-    "test_values_and_gradients_are_those_of_the_reference[2x16x4x8-offset0.0-float32]",
+    "test_values_and_gradients_match_reference[2x16x24-offset1.0-float32]",
+    "test_values_and_gradients_match_reference[2x16x32-offset1.0-bfloat16]",
+    "test_values_and_gradients_match_reference[2x16x4x8-offset0.0-float32]",
 )
 class TestNorm(Interpreted):
     op = RMSNormOp
@@ -110,7 +110,7 @@ class TestNorm(Interpreted):
 QUICK = ("silu-64-bfloat16", "silu-64-float32", "relu_squared-64-bfloat16", "silu-80")
 
 
-@pytest.mark.slow_cases("test_values_and_gradients_are_those_of_the_reference[silu-64-bfloat16]")
+@pytest.mark.slow_cases("test_values_and_gradients_match_reference[silu-64-bfloat16]")
 class TestGated(Interpreted):
     op = GatedLinearUnitOp
     cases = tuple(c for c in cases.CASES[GatedLinearUnitOp] if c.name.startswith(QUICK))

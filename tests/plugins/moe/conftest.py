@@ -50,7 +50,7 @@ def _grads(graph, state, x, probe, call):
             layer = nnx.merge(graph, state)
             y = layer(x) if call is None else call(layer, x)
         total = jnp.sum(y * probe) + sum(collector.losses.values(), start=jnp.float32(0))
-        return total, (y, collector.losses, summaries.values_of(collector.summaries))
+        return total, (y, collector.losses, summaries.get_scalars(collector.summaries))
 
     return jax.grad(loss, (0, 1), has_aux=True)(state, x)
 
@@ -63,7 +63,7 @@ def run():
     def call(graph, state, x):
         with summaries.collect() as collector:
             y = nnx.merge(graph, state)(x)
-        return y, summaries.values_of(collector.summaries)
+        return y, summaries.get_scalars(collector.summaries)
 
     return lambda layer, x: call(*nnx.split(layer), x)
 

@@ -148,7 +148,7 @@ def test_every_dense_experiment_takes_experts(experiment):
 )
 def test_bad_options_are_errors_before_anything_is_built(request_, message):
     with pytest.raises(RequestError) as error:
-        ax.resolve("quickstart", with_=request_).checked()
+        ax.resolve("quickstart", with_=request_).check()
     assert message in str(error.value)
 
 
@@ -156,7 +156,7 @@ def test_a_resolved_config_with_experts_can_be_written_and_read(tmp_path):
     options = (
         "moe:every=2,shared_experts=1,router={type: sigmoid-router, scale: 2.5},dispatch={type: capacity-dispatch}"
     )
-    resolved = ax.resolve("quickstart", with_=[options]).checked()
+    resolved = ax.resolve("quickstart", with_=[options]).check()
     (tmp_path / "run.yaml").write_text(resolved.to_yaml())
     assert ax.resolve(tmp_path / "run.yaml").config == resolved.config
 
@@ -168,7 +168,7 @@ def test_all_names_are_registered():
              "dropless-dispatch": DroplessDispatch.Config, "capacity-dispatch": CapacityDispatch.Config}  # fmt: skip
     for name, cls in parts.items():
         assert names.component(name) is cls
-        assert names.name_of(cls) == name
+        assert names.get_name(cls) == name
     assert names.feature("moe") is MoE
 
 

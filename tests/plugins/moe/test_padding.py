@@ -49,7 +49,7 @@ def route(module, x, context):
         with summaries.collect() as collector, padding.use_context(context):
             y = module(x)
         load = module.router.load[...] if hasattr(module.router, "load") else None
-        return y, collector.losses, summaries.values_of(collector.summaries), load
+        return y, collector.losses, summaries.get_scalars(collector.summaries), load
 
     return jax.device_get(run(state, jnp.asarray(x), context))
 
@@ -134,7 +134,7 @@ def loss_of(program):
 
     def run(params, variables, batch):
         loss, (report, after) = program.training_loss(params, variables, batch, jax.random.key(0))
-        return loss, summaries.values_of(report), after
+        return loss, summaries.get_scalars(report), after
 
     compiled = jax.jit(run, compiler_options=QUICK)
     return lambda batch: jax.device_get(compiled(state.params, variables, batch))

@@ -17,7 +17,7 @@ TOY = {
 
 def trained(with_, steps, **settings):
     """Return loss, cross-entropy and maximum expert load per step of a toy quickstart on one repeated text."""
-    config = ax.resolve("quickstart", with_=[with_], set={**TOY, **settings}).checked().config
+    config = ax.resolve("quickstart", with_=[with_], set={**TOY, **settings}).check().config
     program = compose(config, jax.devices()[:1])
     tokens = np.random.default_rng(0).integers(0, 64, (4, 33)).astype(np.int32)
     batch = program.put({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})

@@ -137,7 +137,7 @@ MASKS = {
 
 @pytest.mark.fast_cases("full-True")
 @pytest.mark.parametrize(("name", "split"), [("causal", False), *((name, True) for name in MASKS)])
-def test_values_and_gradients_are_those_of_the_reference(kernels, name, split):
+def test_values_and_gradients_match_reference(kernels, name, split):
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (jax.random.normal(s, (2, 512, n, 16)) for s, n in zip(keys, (8, 4, 4), strict=True))
 
@@ -157,7 +157,7 @@ def test_values_and_gradients_are_those_of_the_reference(kernels, name, split):
 
 def test_layouts_by_size_of_the_model():
     def mesh(experiment):
-        return ax.resolve(Request.of(experiment, target="trn2-16x64")).config.mesh
+        return ax.resolve(Request.from_arguments(experiment, target="trn2-16x64")).config.mesh
 
     assert dict(mesh("quickstart").shape) == {"fsdp": -1}
     for large in ("llama2-7b", "llama2-70b"):
@@ -180,7 +180,7 @@ def test_more_devices_than_xla_gives_to_a_process_are_partitioned_over():
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", ["llama2-7b", "llama2-70b"])
 def test_the_published_runs_partition_and_fit(experiment):
-    actual = ax.resolve(Request.of(experiment, target="trn2-16x64"))
+    actual = ax.resolve(Request.from_arguments(experiment, target="trn2-16x64"))
     program = compose(actual.config, topology_devices(actual.machine), machine=actual.machine)
     shape = (actual.config.input.batch_size, actual.config.input.sequence_length)
     dtypes = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), np.int32) | {"weights": np.float32}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from axlearn_core.checkpoint import ShardedCheckpointer
 from axlearn_core.checkpoint.manifest import Manifest
-from axlearn_core.checkpoint.retention import unwanted_steps
+from axlearn_core.checkpoint.retention import list_expired_steps
 from axlearn_core.errors import ConfigError, RequestError, WorkError
 from axlearn_plugins_orbax.checkpointer import OrbaxCheckpointer
 
@@ -39,9 +39,9 @@ def test_they_keep_what_the_core_keeps(build, losses, fields):
         step: Manifest(step, {}, {} if loss is None else {"eval_loss": loss}, {}) for step, loss in losses.items()
     }
     one = build(**fields)
-    unwanted = one._unwanted_steps(manifests)
+    unwanted = one._list_expired_steps(manifests)
     one.close()
-    assert unwanted == unwanted_steps(ShardedCheckpointer.Config(**fields), manifests)
+    assert unwanted == list_expired_steps(ShardedCheckpointer.Config(**fields), manifests)
 
 
 def test_they_save_when_the_core_saves(build, tmp_path):
@@ -109,9 +109,9 @@ def test_the_field_is_named_by_a_check_of_the_config():
     from axlearn_core.plugins.request import Request
     from axlearn_core.plugins.resolve import resolve
 
-    request = Request.of("quickstart", set=["checkpointer={type: orbax, uri: 's3://bucket/run'}"])
+    request = Request.from_arguments("quickstart", set=["checkpointer={type: orbax, uri: 's3://bucket/run'}"])
     with pytest.raises(ConfigError, match=r"checkpointer\.uri: Orbax supports only local paths and gs://"):
-        resolve(request).checked()
+        resolve(request).check()
 
 
 @pytest.mark.slow

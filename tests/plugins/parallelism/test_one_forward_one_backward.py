@@ -11,7 +11,7 @@ from axlearn_core.config import patch
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.errors import ConfigError
 from axlearn_core.learn import Learner
-from axlearn_core.nn.summaries import values_of
+from axlearn_core.nn.summaries import get_scalars
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.train.step import TrainingFunctions
 from axlearn_plugins_parallelism.loss_parts import prune
@@ -49,7 +49,7 @@ def gradients(*features, shape, batch=None, key=None, **options):
     (loss, summaries, variables), grads = jax.jit(run, compiler_options=QUICK)(
         places, variables, trainer_program.put(batch), key
     )
-    return jax.device_get((loss, values_of(summaries), grads, variables))
+    return jax.device_get((loss, get_scalars(summaries), grads, variables))
 
 
 def apart(one, other):

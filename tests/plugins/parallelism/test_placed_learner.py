@@ -60,5 +60,5 @@ def test_offloading_changes_no_number():
 
 def test_a_dtype_that_there_is_not():
     with pytest.raises(ConfigError, match=r"not a dtype for optimizer state") as error:
-        resolve("quickstart", with_=["offload-optimizer"], set={"learner.state_dtype": "bfloat"}).checked()
+        resolve("quickstart", with_=["offload-optimizer"], set={"learner.state_dtype": "bfloat"}).check()
     assert "did you mean: bfloat16" in str(error.value)

@@ -20,7 +20,7 @@ WORDS = ["bench", "step", "quickstart", *(w for k, v in SMALL.items() for w in (
 
 
 def measure(**options):
-    resolved = resolve("quickstart", set=SMALL).checked()
+    resolved = resolve("quickstart", set=SMALL).check()
     return bench.measure_step(resolved, **{"steps": 3, "warmup": 1, "trace": None, **options})
 
 

@@ -236,4 +236,4 @@ def test_all_names_are_registered():
              "yarn-rope-scaling": YarnScaling, "llama3-rope-scaling": Llama3Scaling}  # fmt: skip
     for name, cls in parts.items():
         assert names.component(name) is cls
-        assert names.name_of(cls) == name
+        assert names.get_name(cls) == name

@@ -50,7 +50,7 @@ def plant(monkeypatch, call):
 
 
 @pytest.mark.slow
-def test_it_changes_no_step(tmp_path):
+def test_training_is_unchanged(tmp_path):
     train(tmp_path / "plain")
     train(tmp_path / "checked", "sdc-check:every_steps=2")
     assert losses(tmp_path / "plain") == losses(tmp_path / "checked")

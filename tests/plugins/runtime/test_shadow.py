@@ -77,12 +77,12 @@ def test_the_command_refuses_before_anything_begins(tmp_path):
 @pytest.mark.parametrize("changes", [(SHADOW, EVERY), (EVERY, SHADOW)], ids=["shadow-every", "every-shadow"])
 def test_the_options_are_the_feature(changes):
     values = {SHADOW: "precision:dtype=bfloat16", EVERY: "7"}
-    request = Request.of("quickstart")
+    request = Request.from_arguments("quickstart")
     for option in changes:
         request = option.change(values[option], request)
     feature = 'shadow:feature="precision:dtype=bfloat16",every_steps=7'
     assert resolve(request).config == resolve("quickstart", with_=[feature]).config
-    with_feature = Request.of("quickstart", with_=['shadow:feature="precision:dtype=bfloat16"'])
+    with_feature = Request.from_arguments("quickstart", with_=['shadow:feature="precision:dtype=bfloat16"'])
     assert resolve(EVERY.change("7", with_feature)).config == resolve(request).config
     with pytest.raises(RequestError, match="has two values for 'every_steps'"):
         resolve(EVERY.change("8", request))

@@ -191,7 +191,7 @@ def test_a_run_that_hangs_is_found_and_ended(tmp_path):
 
         class Stuck(Numbers):
             def __next__(self):
-                if self.at == 3:
+                if self.position == 3:
                     time.sleep(3600)
                 return super().__next__()
 

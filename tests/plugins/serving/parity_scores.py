@@ -31,7 +31,7 @@ class Scores:
 
     def __init__(self, cfg, of, rows=2, length=48):
         self.program = ModelProgram(Functional.from_config(invariant(cfg)), jax.local_devices()[:1])
-        self.weights = self.program.place(self.program.functional.weights_of(of))
+        self.weights = self.program.place(self.program.functional.extract_weights(of))
         self.shape = rows, length
         self.score = self.program.compile("score", ScoreBucket(rows, length, 32))
 

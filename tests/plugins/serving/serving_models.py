@@ -46,7 +46,7 @@ def family(name):
     loaded = load(FIXTURES / name).model
     cfg = patch(loaded.cfg, {"dtype": "float32", "param_dtype": "float32"})
     functional = Functional.from_config(cfg)
-    weights = jax.tree.map(lambda x: x.astype("float32"), functional.weights_of(loaded))
+    weights = jax.tree.map(lambda x: x.astype("float32"), functional.extract_weights(loaded))
     return functional.bind(weights.params, weights.variables)
 
 

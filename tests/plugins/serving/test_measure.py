@@ -6,7 +6,7 @@ from axlearn_plugins_serving import measure
 from axlearn_plugins_serving.contracts import Request
 from axlearn_plugins_serving.measure import DURATION_SCALE, SUBMIT_SECONDS, Meter
 from axlearn_plugins_serving.request_state import RequestState
-from axlearn_plugins_serving.scheduler import Part, Plan
+from axlearn_plugins_serving.scheduler import Part, SchedulerOutput
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def clock(monkeypatch):
 def plan(prompt_tokens=0):
     state = RequestState(Request(id="a", prompt=(1,)), seed=0, arrival=0, limit=1)
     parts = [Part(state, 0, 1, True, True)]
-    return Plan(parts + ([Part(state, 0, prompt_tokens, True, False)] if prompt_tokens else []))
+    return SchedulerOutput(parts + ([Part(state, 0, prompt_tokens, True, False)] if prompt_tokens else []))
 
 
 def read(meter, clock, plan, ends):

@@ -115,9 +115,9 @@ def test_other_weights_are_taken_while_it_runs():
     instance = ModelRunner.Config(**SIZES).build(model=model())
     other = config().build(rngs=nnx.Rngs(1))
     functional = Functional.from_config(config())
-    instance.update_weights(functional.weights_of(other))
+    instance.update_weights(functional.extract_weights(other))
     check(instance, other, seed=5)
-    weights = functional.weights_of(other)
+    weights = functional.extract_weights(other)
     del weights.params["decoder.norm.weight"]
     with pytest.raises(RequestError, match=r"decoder\.norm\.weight"):
         instance.update_weights(weights)

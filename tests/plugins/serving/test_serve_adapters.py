@@ -32,7 +32,7 @@ def adapted(name):
     """Return the parameters and scales of the base model with random adapters."""
     config = serving_models.config(RANKS[name])
     functional, rng = Functional.from_config(config), np.random.default_rng(len(name))
-    params = dict(Functional.from_config(serving_models.config()).weights_of(base()).params)
+    params = dict(Functional.from_config(serving_models.config()).extract_weights(base()).params)
     for path, spec in functional.abstract.items():
         if adapters.is_adapter(path):
             params[path] = (0.4 * rng.standard_normal(spec.shape)).astype(spec.dtype)

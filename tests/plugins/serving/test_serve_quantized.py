@@ -26,7 +26,7 @@ def quantized(storage):
         attrs.evolve(resolve("quickstart").config, model=config()), storage, tile_size=TILES[storage]
     )
     functional = Functional.from_config(whole.model)
-    params = quantize_params(Functional.from_config(config()).weights_of(model()).params, functional)
+    params = quantize_params(Functional.from_config(config()).extract_weights(model()).params, functional)
     split = {p: params[p] for p in functional.abstract}, {p: params[p] for p in functional.variables}
     return functional.bind(*split)
 
@@ -35,7 +35,7 @@ def quantized(storage):
 @pytest.mark.parametrize("storage", TILES)
 def test_each_request_gets_the_tokens_that_it_gets_alone(storage):
     narrow = quantized(storage)
-    dtypes = {str(x.dtype) for x in jax.tree.leaves(Functional.from_config(narrow.cfg).weights_of(narrow))}
+    dtypes = {str(x.dtype) for x in jax.tree.leaves(Functional.from_config(narrow.cfg).extract_weights(narrow))}
     assert storage in dtypes
     prompts = [np.random.default_rng(i).integers(0, 64, 2 + 3 * i).tolist() for i in range(6)]
     with serve(narrow, set=SIZES) as engine:

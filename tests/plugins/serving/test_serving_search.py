@@ -70,7 +70,7 @@ def test_requests_are_doubled_until_they_no_longer_fit(monkeypatch):
     monkeypatch.setattr(layout_search, "configure_devices", lambda machine: None)
     from axlearn_core.plugins.request import Request
 
-    result = layout_search.search_serving(Request.of("quickstart"), find_machine("h100-2x1"), (), 100.0)
+    result = layout_search.search_serving(Request.from_arguments("quickstart"), find_machine("h100-2x1"), (), 100.0)
     assert tried == [(2, 16), *((1, n) for n in (4, 8, 16, 32)), *((2, n) for n in (4, 8, 32))]
     assert all(r.fits for r in result.rows)
 

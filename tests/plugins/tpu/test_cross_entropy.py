@@ -83,7 +83,7 @@ def loss(length, width, vocabulary, dtype="float32", z_loss=0.0):
     )
 
 
-@pytest.mark.slow_cases("test_values_and_gradients_are_those_of_the_reference[100x384x384-float32-0.01]")
+@pytest.mark.slow_cases("test_values_and_gradients_match_reference[100x384x384-float32-0.01]")
 @pytest.mark.usefixtures("interpreted")
 class TestTheLoss(KernelSuite):
     """Test positions that do not fill a block. With 384, the second tile is partial unless it is narrower."""

@@ -86,8 +86,8 @@ def simulated(monkeypatch):
 
 
 @pytest.mark.slow_cases(
-    "test_values_and_gradients_are_those_of_the_reference[capped-bfloat16]",
-    "test_values_and_gradients_are_those_of_the_reference[mixed-float32]",
+    "test_values_and_gradients_match_reference[capped-bfloat16]",
+    "test_values_and_gradients_match_reference[mixed-float32]",
 )
 @pytest.mark.usefixtures("simulated")
 class TestRaggedPaged(KernelSuite):
@@ -151,8 +151,8 @@ QUICK = ("window", "prefix", "decoding", "odd", "alibi")
 
 
 @pytest.mark.slow_cases(
-    "test_values_and_gradients_are_those_of_the_reference[prefix-256x256-4of2-float32]",
-    "test_values_and_gradients_are_those_of_the_reference[window-256x256-4of2-float32]",
+    "test_values_and_gradients_match_reference[prefix-256x256-4of2-float32]",
+    "test_values_and_gradients_match_reference[window-256x256-4of2-float32]",
 )
 class TestSplash(Interpreted):
     op, name = AttentionOp, "splash"
@@ -165,7 +165,7 @@ class TestSplashOnTheOtherCases(Interpreted):
     cases = tuple(c for c in cases.CASES[AttentionOp] if not c.name.startswith(QUICK))
 
 
-@pytest.mark.slow_cases("test_values_and_gradients_are_those_of_the_reference[300-float32]")
+@pytest.mark.slow_cases("test_values_and_gradients_match_reference[300-float32]")
 class TestMegablox(Interpreted):
     op, name = GroupedMatmulOp, "megablox"
     cases = tuple(

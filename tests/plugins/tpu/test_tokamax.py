@@ -69,7 +69,7 @@ class Interpreted(KernelSuite):
         return use(Selection(target="tpu-v5e", declared=lambda op: implementations))
 
 
-@pytest.mark.slow_cases("test_values_and_gradients_are_those_of_the_reference[200x384x128-float32]")
+@pytest.mark.slow_cases("test_values_and_gradients_match_reference[200x384x128-float32]")
 class TestGroupedProducts(Interpreted):
     """With 384 elements, the second tile is half as wide as the first. A group ends within a tile of rows; one is empty."""
 

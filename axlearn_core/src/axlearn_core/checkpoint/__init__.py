@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalStorage", "ShardedCheckpointer", "open_storage"]
 
-_HOMES = {"ShardedCheckpointer": "sharded", "LocalStorage": "storage", "open_storage": "storage"}
+_MODULES = {"ShardedCheckpointer": "sharded", "LocalStorage": "storage", "open_storage": "storage"}
 
 
-__getattr__ = lazy_names(__name__, _HOMES)
+__getattr__ = lazy_names(__name__, _MODULES)

@@ -16,7 +16,13 @@ from jax.sharding import Sharding
 
 from axlearn_core.checkpoint import manifest, stream
 from axlearn_core.checkpoint.manifest import ArrayInfo, Checkpoints, Manifest
-from axlearn_core.checkpoint.retention import BEGUN, clear_staging, remove_unfinished, set_aside, unwanted_steps
+from axlearn_core.checkpoint.retention import (
+    START_MARKER,
+    clear_staging,
+    list_expired_steps,
+    remove_unfinished,
+    set_aside,
+)
 from axlearn_core.checkpoint.state import abstract_arrays, agree, check_same, collect_arrays, describe, rebuild_state
 from axlearn_core.checkpoint.storage import LocalStorage, open_storage
 from axlearn_core.config import Configurable, node, setting
@@ -325,7 +331,7 @@ class StorageCheckpointer(Configurable):
                 if is_new:
                     clear_staging(self.place, step, self.run)
                     text = json.dumps({"run": self.run, "step": step}).encode()
-                    self.place.storage.write(f"{self._staging(step)}/{BEGUN}", [text])
+                    self.place.storage.write(f"{self._staging(step)}/{START_MARKER}", [text])
             except (OSError, StorageError) as caught:
                 error = self._write_error(step, caught)
         agree(error, error)
@@ -347,7 +353,7 @@ class StorageCheckpointer(Configurable):
         for name, text in texts.items():
             storage.write(f"{folder}/{name}", [text.encode()])
             files[name] = manifest.describe(text.encode())
-        files[BEGUN] = manifest.describe(storage.read(f"{folder}/{BEGUN}"))
+        files[START_MARKER] = manifest.describe(storage.read(f"{folder}/{START_MARKER}"))
         created = datetime.now(UTC).isoformat(timespec="seconds")
         body = Manifest(step, arrays, metrics, files, created, self.run)
         storage.write(f"{folder}/{manifest.MANIFEST}", [manifest.render(body)])
@@ -365,13 +371,13 @@ class StorageCheckpointer(Configurable):
     def _steps_to_delete(self) -> list[int]:
         if self.cfg.keep_last is None:
             return []
-        return self._unwanted_steps({s: m for s in self.steps() if (m := self._own_manifest(s)) is not None})
+        return self._list_expired_steps({s: m for s in self.steps() if (m := self._read_run_manifest(s)) is not None})
 
-    def _unwanted_steps(self, manifests: Mapping[int, Manifest]) -> list[int]:
+    def _list_expired_steps(self, manifests: Mapping[int, Manifest]) -> list[int]:
         """Return the checkpoints of this run that no `keep_` field selects."""
-        return unwanted_steps(self.cfg, manifests)
+        return list_expired_steps(self.cfg, manifests)
 
-    def _own_manifest(self, step: int) -> Manifest | None:
+    def _read_run_manifest(self, step: int) -> Manifest | None:
         """Return the manifest of a checkpoint if this run wrote it, or None."""
         try:
             manifest = self.inspect(step)

@@ -15,11 +15,11 @@ from axlearn_core.errors import StorageError
 
 log = logging.getLogger(__name__)
 
-BEGUN = "begun.json"
+START_MARKER = "begun.json"
 """First file of a save, which names the run that owns it."""
 
 
-def unwanted_steps(cfg: Any, manifests: Mapping[int, Manifest]) -> list[int]:
+def list_expired_steps(cfg: Any, manifests: Mapping[int, Manifest]) -> list[int]:
     """Return the steps that no `keep_` field of a checkpointer's config selects.
 
     Args:
@@ -50,9 +50,9 @@ def rank_steps(cfg: Any, manifests: Mapping[int, Manifest]) -> dict[int, tuple[f
     return {s: (-v if cfg.best_mode == "min" else v, -s) for s, v in numbers.items()}
 
 
-def begun_by(storage: Storage, folder: str, files: Sequence[str], run: str) -> bool:
+def is_created_by(storage: Storage, folder: str, files: Sequence[str], run: str) -> bool:
     """Return True if a save of `run` created the folder, which contains `files`."""
-    if (marker := f"{folder}/{BEGUN}") not in files:
+    if (marker := f"{folder}/{START_MARKER}") not in files:
         return False
     try:
         return json.loads(storage.read(marker)).get("run") == run
@@ -69,7 +69,7 @@ def clear_staging(place: Checkpoints, step: int, run: str) -> None:
     storage, target = place.storage, f"{place.folder}{step}"
     folder = storage.staging(target)
     files = [f.path for f in storage.list(f"{folder}/")]
-    if files and folder == target and not begun_by(storage, folder, files, run):
+    if files and folder == target and not is_created_by(storage, folder, files, run):
         raise StorageError(f"{folder} contains files that do not belong to this run, such as {files[0]}")
     if files:
         storage.delete(folder)
@@ -87,7 +87,7 @@ def remove_unfinished(place: Checkpoints, run: str) -> None:
     for name in {p.removeprefix(folder).partition("/")[0] for p in files}:
         inside = [p for p in files if p.startswith(f"{folder}{name}/")]
         whole = f"{folder}{name}/{MANIFEST}" in inside
-        if name.isdecimal() and not whole and begun_by(storage, f"{folder}{name}", inside, run):
+        if name.isdecimal() and not whole and is_created_by(storage, f"{folder}{name}", inside, run):
             storage.delete(f"{folder}{name}")
 
 

@@ -73,7 +73,7 @@ class StoredArray:
         return math.prod(piece.shape) * jnp.dtype(self.dtype).itemsize
 
 
-def own_shards(array: jax.Array) -> Iterator[tuple[tuple[int, ...], Any]]:
+def iter_saved_shards(array: jax.Array) -> Iterator[tuple[tuple[int, ...], Any]]:
     """Yield the start and data of the shards that this process saves: replica 0 of each shard."""
     if array.is_fully_addressable and jax.process_index() > 0:
         return  # process 0 has the complete array
@@ -82,13 +82,13 @@ def own_shards(array: jax.Array) -> Iterator[tuple[tuple[int, ...], Any]]:
             yield tuple(s.start or 0 for s in shard.index), shard.data
 
 
-def held_shards(array: jax.Array) -> Iterator[tuple[tuple[int, ...], Any]]:
+def iter_local_shards(array: jax.Array) -> Iterator[tuple[tuple[int, ...], Any]]:
     """Yield the start and data of each distinct shard on this process's devices."""
     shards = {tuple(s.start or 0 for s in shard.index): shard.data for shard in array.addressable_shards}
     yield from shards.items()
 
 
-def pieces_of(
+def split_shape(
     shape: Sequence[int], itemsize: int, limit: int = PIECE
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Split a shape into boxes of at most `limit` bytes, contiguous in C order. Yield the start and shape of each."""
@@ -101,7 +101,7 @@ def pieces_of(
         if rows:
             yield (begin, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - begin), *shape[1:])
         else:
-            yield from (((begin, *s), (1, *n)) for s, n in pieces_of(shape[1:], itemsize, limit))
+            yield from (((begin, *s), (1, *n)) for s, n in split_shape(shape[1:], itemsize, limit))
 
 
 @attrs.frozen(eq=False)

@@ -16,7 +16,7 @@ from axlearn_core.config.files import open_regular, read_regular
 from axlearn_core.contracts.experiment import checkpoint_uri
 from axlearn_core.contracts.storage import Storage, StoredFile
 from axlearn_core.errors import ConfigError, MissingFileError, PluginError, Problem, RequestError, StorageError
-from axlearn_core.plugins.index import NO_INDEX, has_index, package_of
+from axlearn_core.plugins.index import NO_INDEX, find_package, has_index
 from axlearn_core.plugins.manager import Host, host
 
 
@@ -207,7 +207,7 @@ def open_storage(uri: str | Path, plugins: Host | None = None) -> Storage:
 
 
 def _storage_hint(scheme: str) -> str:
-    if package := package_of("storages", scheme):
+    if package := find_package("storages", scheme):
         return f"; {package} supports {scheme}://"
     return "" if has_index() else f"; {NO_INDEX}"
 

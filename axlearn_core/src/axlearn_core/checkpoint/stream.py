@@ -93,9 +93,9 @@ def _read_array(
     filled = sum(math.prod(_sizes(box)) for box in overlaps if box is not None)
     if filled != sum(b.data.size for b in buffers):
         raise DamagedError(f"{array.path}: some of its pieces are missing")
-    by_box = {b.box: b.data for b in buffers}
+    data_by_box = {b.box: b.data for b in buffers}
     kind = sharding.memory_kind
-    shards = [jax.device_put(by_box[b], SingleDeviceSharding(d, memory_kind=kind)) for d, b in places.items()]
+    shards = [jax.device_put(data_by_box[b], SingleDeviceSharding(d, memory_kind=kind)) for d, b in places.items()]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
@@ -155,14 +155,14 @@ class _Reader:
         if target is None:
             for buffer in buffers:
                 if (overlap := _overlap(piece.box, buffer.box)) is not None:
-                    buffer.data[_within(overlap, buffer.box)] = data[_within(overlap, piece.box)]
+                    buffer.data[_get_slices(overlap, buffer.box)] = data[_get_slices(overlap, piece.box)]
 
 
 def _contiguous(piece: Piece, buffers: Sequence[_Buffer]) -> np.ndarray | None:
     """Return the view of a piece if it is contiguous in a single buffer, so that it can be read without a copy."""
     if len(buffers) != 1 or _overlap(piece.box, buffers[0].box) != piece.box:
         return None
-    part = buffers[0].data[(*_within(piece.box, buffers[0].box), ...)]
+    part = buffers[0].data[(*_get_slices(piece.box, buffers[0].box), ...)]
     return part if part.flags.c_contiguous else None
 
 
@@ -186,6 +186,6 @@ def _overlap(one: Box, other: Box) -> Box | None:
     return None if any(a >= b for a, b in both) else both
 
 
-def _within(box: Box, outer: Box) -> tuple[slice, ...]:
+def _get_slices(box: Box, outer: Box) -> tuple[slice, ...]:
     """Return the slices of `box` in an array that covers `outer`."""
     return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(box, outer, strict=True))

@@ -17,11 +17,11 @@ from axlearn_core.checkpoint.shards import (
     FILE,
     BinaryFile,
     Part,
-    held_shards,
     is_weight,
-    own_shards,
-    pieces_of,
+    iter_local_shards,
+    iter_saved_shards,
     render_index,
+    split_shape,
 )
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import StorageError
@@ -38,18 +38,18 @@ class HostBuffers:
 
     def __init__(self, limit: int | None = None):
         self.limit = limit
-        self.in_use = 0
+        self.used_bytes = 0
         self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
         self._freed = threading.Condition()
 
     def take(self, size: int, *, wait: bool = True) -> np.ndarray | None:
         """Allocate `size` bytes. If the limit is reached, wait, or return None if `wait` is False."""
         with self._freed:
-            while self.limit is not None and self.in_use and self.in_use + size > self.limit:
+            while self.limit is not None and self.used_bytes and self.used_bytes + size > self.limit:
                 if not wait:
                     return None
                 self._freed.wait()
-            self.in_use += size
+            self.used_bytes += size
             if self._free[size]:
                 return self._free[size].pop()
             if self.limit is not None:
@@ -59,7 +59,7 @@ class HostBuffers:
     def give(self, buffer: np.ndarray) -> None:
         """Return a buffer to the pool."""
         with self._freed:
-            self.in_use -= buffer.size
+            self.used_bytes -= buffer.size
             self._free[buffer.size].append(buffer)
             self._freed.notify_all()
 
@@ -74,7 +74,7 @@ class RateLimit:
 
     def __init__(self, limit: int | None = None):
         self.limit = limit
-        self._free_at = 0.0
+        self._free_time = 0.0
         self._lock = threading.Lock()
 
     def chunks(self, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -82,8 +82,8 @@ class RateLimit:
         for chunk in chunks:
             if self.limit is not None:
                 with self._lock:
-                    begin = max(time.monotonic(), self._free_at)
-                    self._free_at = begin + len(chunk) / self.limit
+                    begin = max(time.monotonic(), self._free_time)
+                    self._free_time = begin + len(chunk) / self.limit
                 time.sleep(max(0.0, begin - time.monotonic()))
             yield chunk
 
@@ -97,7 +97,7 @@ class PartWriter:
         buffers: Host memory for copies.
         pool: Threads that write the files.
         rate: Rate limit of all writers.
-        alone: If True, write a complete checkpoint from the shards on this process, including replicas.
+        single_process: If True, write a complete checkpoint from the shards on this process, including replicas.
     """
 
     def __init__(
@@ -108,11 +108,13 @@ class PartWriter:
         pool: Executor,
         *,
         rate: RateLimit | None = None,
-        alone: bool = False,
+        single_process: bool = False,
     ):
         self.storage, self.folder, self.buffers, self.pool = storage, folder, buffers, pool
         self.rate = rate or RateLimit()
-        self.process, self.shards = (0, held_shards) if alone else (jax.process_index(), own_shards)
+        self.process, self.shards = (
+            (0, iter_local_shards) if single_process else (jax.process_index(), iter_saved_shards)
+        )
         self.files: dict[str, list[BinaryFile]] = {WEIGHTS: [], NON_WEIGHTS: []}
         self.described: dict[str, dict[str, Any]] = {WEIGHTS: {}, NON_WEIGHTS: {}}
         self._open: dict[str, BinaryFile] = {}
@@ -152,7 +154,7 @@ class PartWriter:
         copy = buffer.view(data.dtype).reshape(data.shape)
         if self.buffers.limit is not None:
             np.copyto(copy, data)
-        boxes = list(pieces_of(data.shape, data.dtype.itemsize))
+        boxes = list(split_shape(data.shape, data.dtype.itemsize))
         self._uses[id(buffer)] = [buffer, len(boxes)]
         offset = 0
         for corner, shape in boxes:  # in C order, so the pieces are consecutive byte ranges

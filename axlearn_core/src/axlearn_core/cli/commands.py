@@ -44,9 +44,9 @@ def parent(name: str) -> str | None:
 
     The parent is the longest prefix of the name that is a command.
     """
-    from axlearn_core.plugins.index import packages_of
+    from axlearn_core.plugins.index import read_packages
 
-    names = {*COMMANDS, *plugin_commands(), *packages_of("commands")}  # includes commands that are not installed
+    names = {*COMMANDS, *plugin_commands(), *read_packages("commands")}  # includes commands that are not installed
     parts = name.split("-")
     prefixes = ("-".join(parts[:size]) for size in range(len(parts) - 1, 0, -1))
     return next((prefix for prefix in prefixes if prefix in names), None)

@@ -14,7 +14,7 @@ from click.shell_completion import CompletionItem
 
 from axlearn_core.cli.extensible import ExtensibleCommand, change_request
 from axlearn_core.cli.terminal import echo
-from axlearn_core.compat import only_cpu
+from axlearn_core.compat import use_cpu
 from axlearn_core.plugins.registry import Group, registry
 
 _MIN_WIDTH = 20
@@ -100,7 +100,7 @@ def with_request(function: Callable[..., Any]) -> Callable[..., Any]:
         from axlearn_core.plugins.request import Request
 
         options = {"with_": with_, "without": without, "set": set_, "steps": steps, "target": target, "layout": layout}
-        request = Request.of(experiment, **options)  # type: ignore[arg-type]
+        request = Request.from_arguments(experiment, **options)  # type: ignore[arg-type]
         return function(*args, request=change_request(request), **kwargs)
 
     return command
@@ -108,7 +108,7 @@ def with_request(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def no_devices() -> None:
     """Restrict JAX to the CPU. Call this in commands that import experiments but do not compute."""
-    only_cpu()
+    use_cpu()
 
 
 def to_json_value(value: object) -> Any:

@@ -17,8 +17,8 @@ from axlearn_core.cli.common import (
 )
 from axlearn_core.cli.main import Group
 from axlearn_core.cli.terminal import echo
-from axlearn_core.config import ABSENT, diff, fields_of, flatten, missing
-from axlearn_core.config.assets import with_equal_names
+from axlearn_core.config import ABSENT, diff, find_missing, flatten, get_fields
+from axlearn_core.config.assets import match_asset_paths
 from axlearn_core.contracts.capabilities import DeclaresFunctions
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.plugins.request import Request
@@ -56,7 +56,7 @@ def show(request: Request, flat: bool, as_json: bool) -> None:
     else:
         for line in resolved.to_yaml().splitlines():
             echo(re.sub(r"^([ -]*)([^\s:]+:)", lambda m: m[1] + click.style(m[2], fg="cyan"), line))
-    for problem in missing(resolved.config):
+    for problem in find_missing(resolved.config):
         echo(f"not set: {problem.path}", err=True)
 
 
@@ -69,7 +69,7 @@ def show(request: Request, flat: bool, as_json: bool) -> None:
 def diff_(first: str, request: Request, html: Path | None, as_json: bool) -> None:
     """Print the differences from A to B. The options apply to B."""
     old, new = resolve(first), resolve(request)
-    changes = diff(old.config, with_equal_names(new.config, old.config), new.names.display_name)
+    changes = diff(old.config, match_asset_paths(new.config, old.config), new.names.display_name)
     if html is not None:
         draw = new.names.entry("components", "config-tree-picture").load()
         title = " ".join([first, "->", new.title, *(f"+ {name}" for name, _ in new.features)])
@@ -111,7 +111,7 @@ def explain(request: Request, path: str, as_json: bool) -> None:
         rows = [
             {
                 "name": p,
-                "steps": [{"who": s.set_by, "old": absent_to_none(s.old), "new": absent_to_none(s.new)} for s in steps],
+                "steps": [{"who": s.source, "old": absent_to_none(s.old), "new": absent_to_none(s.new)} for s in steps],
             }
             for p, steps in provenance.items()
         ]
@@ -121,7 +121,7 @@ def explain(request: Request, path: str, as_json: bool) -> None:
         echo(f"{click.style(name, fg='cyan')}: {text(steps[-1].new)}")
         width = max(len(text(s.new)) for s in steps)
         for step in steps:
-            echo(f"    {text(step.new).ljust(width)}  {click.style(step.set_by, dim=True)}")
+            echo(f"    {text(step.new).ljust(width)}  {click.style(step.source, dim=True)}")
 
 
 @config.command()
@@ -135,16 +135,16 @@ def check(request: Request, as_json: bool) -> None:
     exit code is 2 if a check fails.
     """
     try:
-        resolved = resolve(request).checked()
+        resolved = resolve(request).check()
         decisions = tuple(decision for decision in resolved.decisions if decision.kind == "unchanged")
         if isinstance(resolved.config, DeclaresFunctions):
             experiment: Any = resolved.config
             from axlearn_core.checkpoint.storage import check_uri
-            from axlearn_core.compose.objective import replicated  # imports JAX
+            from axlearn_core.compose.objective import decide_replication  # imports JAX
             from axlearn_core.compose.program import check_program
 
             check_uri(experiment)
-            decisions += replicated(check_program(experiment, resolved.machine))
+            decisions += decide_replication(check_program(experiment, resolved.machine))
     except ConfigError as error:
         if not as_json:
             raise
@@ -161,7 +161,7 @@ def check(request: Request, as_json: bool) -> None:
 
 def _problem_fields(problem: object) -> dict[str, Any]:
     keys = {k: k for k in ("message", "got", "expected", "nearest", "fix")} | {"where": "location"}
-    fields = fields_of(problem)
+    fields = get_fields(problem)
     return {key: fields[name] for key, name in keys.items() if fields[name]}
 
 

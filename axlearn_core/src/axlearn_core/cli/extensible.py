@@ -96,11 +96,11 @@ class ExtensibleCommand(click.Command):
             click.echo(f"note: {word} is a subcommand; to use the experiment of this name: {line}", err=True)
 
     def _check_installed(self, args: Sequence[str]) -> None:
-        from axlearn_core.plugins.index import package_of
+        from axlearn_core.plugins.index import find_package
 
         flags = (arg[2:] for arg in _before_separator(args) if arg.startswith("--"))
         for word in (*args[:1], *flags):
-            package = package_of("commands", f"{self.entry_name}-{word}")
+            package = find_package("commands", f"{self.entry_name}-{word}")
             if package and not _is_experiment(word):
                 line = f"{command_line(self.entry_name)} {word}"
                 raise click.UsageError(f"`{line}` is not installed: {package} provides it (pip install {package}).")
@@ -132,7 +132,7 @@ class ExtensibleCommand(click.Command):
 
     def _unknown_option_error(self, error: click.NoSuchOption) -> click.UsageError:
         """Return the error for an unknown option. It suggests the commands or package with this option, or the nearest names."""
-        from axlearn_core.plugins.index import package_of
+        from axlearn_core.plugins.index import find_package
 
         option, line = error.option_name, command_line(self.entry_name)
         others = [name for name in related_commands(self.entry_name) if name != self.entry_name]
@@ -140,7 +140,7 @@ class ExtensibleCommand(click.Command):
             message = f"{option} is an option of {_join(owners)}, not of `{line}`."
         elif lines := [c for c in map(command_line, others) if option[2:] in c.split()[2:]]:
             message = f"{option} cannot be used with `{line}`: it selects {_join(lines)}."
-        elif package := package_of("options", f"{self.entry_name}{option}"):
+        elif package := find_package("options", f"{self.entry_name}{option}"):
             message = f"{option} is not installed: {package} provides it (pip install {package})."
         else:
             names = [*_option_names(self.entry_name), *(f"--{word}" for word in children(self.entry_name))]

@@ -144,11 +144,11 @@ def _feature_row(name: str) -> dict[str, Any]:
 
     import attrs
 
-    from axlearn_core.config.node import hints_of
+    from axlearn_core.config.node import resolve_hints
     from axlearn_core.config.types import describe
 
     names = registry()
-    cls, hints = names.feature(name), hints_of(names.feature(name))
+    cls, hints = names.feature(name), resolve_hints(names.feature(name))
     options = [{"name": a.name, "type": describe(hints[a.name]), "default": repr(a.default)} for a in attrs.fields(cls)]
     return {
         **_entry_row(names.entry("features", name)),

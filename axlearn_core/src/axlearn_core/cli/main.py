@@ -113,9 +113,9 @@ def _unknown_command_error(
         error: The error of click.
         ctx: The context of the error.
     """
-    from axlearn_core.plugins.index import package_of
+    from axlearn_core.plugins.index import find_package
 
-    if package := package_of("commands", name):
+    if package := find_package("commands", name):
         return click.UsageError(f"{word!r} is not installed: {package} provides it (pip install {package}).", ctx)
     close = [names[n] for n in difflib.get_close_matches(word, names)]
     hint = f" Did you mean: {', '.join(close)}?" if close and "mean" not in error.message else ""

@@ -72,12 +72,12 @@ def suggestions(experiment: str, run_dir: Any) -> list[str]:
     """Return commands to run next. They include `generate` only if the model generates tokens."""
     from axlearn_core.config.flat import flatten
     from axlearn_core.contracts.capabilities import GeneratesTokens
-    from axlearn_core.contracts.experiment import model_of
+    from axlearn_core.contracts.experiment import get_model_config
     from axlearn_core.run import Run
 
     config: Any = Run(run_dir).config
     layers = [f"{path.partition('.layer.')[0]}.layer" for path in flatten(config) if ".layer." in path]
-    model = model_of(config)
+    model = get_model_config(config)
     generates = model is not None and isinstance(model.owner, type) and issubclass(model.owner, GeneratesTokens)
     run = shlex.quote(str(run_dir))
     return [

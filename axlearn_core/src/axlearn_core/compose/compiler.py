@@ -140,7 +140,7 @@ class Compiler:
         """
         key = (name, _bucket_key(bucket), *sorted(options.items()))
         if key not in self._compiled:
-            self._once(key, lambda: self._load(name, bucket, options) or self._compile(name, bucket, options))
+            self._compute_once(key, lambda: self._load(name, bucket, options) or self._compile(name, bucket, options))
         return self._compiled[key]
 
     def compile_all(self, functions: Sequence[tuple[str, Any]]) -> None:
@@ -161,11 +161,11 @@ class Compiler:
                 elif key not in self._compiled:
                     lowered = self.lower(name, bucket)
                     make = functools.partial(self._compile_lowered, lowered, key, self.options(name), hits)
-                    compiling.append(pool.submit(self._once, key, make))
+                    compiling.append(pool.submit(self._compute_once, key, make))
             for future in compiling:
                 future.result()
 
-    def _once(self, key: Any, make: Callable[[], Any]) -> None:
+    def _compute_once(self, key: Any, make: Callable[[], Any]) -> None:
         """Cache the result of `make`. If another thread is already computing it, wait instead."""
         with self._guard:
             lock = self._compiling.setdefault(key, threading.Lock())
@@ -195,7 +195,7 @@ class Compiler:
             self.trace(name, bucket)  # selects the kernels, which may require options
         # Set the options on the jitted function, so that JAX's dispatch uses the program that is compiled here.
         jitted = self._jit(name, bucket, {**options, **self.options(name)})
-        return _Dispatched(self._lower(jitted, name, bucket).compile(), jitted)
+        return _DispatchedFunction(self._lower(jitted, name, bucket).compile(), jitted)
 
     def _compile_lowered(
         self, lowered: Any, function: tuple[str, Any], options: Mapping[str, Any], hits: "CacheHits"
@@ -254,7 +254,7 @@ class Compiler:
                 program = executables.program_hash(self.lower(name, bucket), self.options(name))
                 function = self.compile(name, bucket)
                 if self.was_cached(name, bucket):
-                    function = self._compile_anew(name, bucket)
+                    function = self._compile_without_cache(name, bucket)
                 kernels = [(choice.op.path(), choice.name) for choice in self.choices(name)]
                 compiled[name, str(_bucket_key(bucket))] = function, program, list(dict.fromkeys(kernels))
         executables.write(directory, self.layout.mesh.devices, compiled, identity, facts)
@@ -289,7 +289,7 @@ class Compiler:
         for directory, entry in self._exported.values():
             executables.read(directory, entry)
 
-    def _compile_anew(self, name: str, bucket: Any) -> Any:
+    def _compile_without_cache(self, name: str, bucket: Any) -> Any:
         """Compile without JAX's compilation caches on disk and in memory."""
         # An explicit default value changes the cache key, so that JAX does not return an earlier result.
         options = {**self.options(name), "xla_embed_ir_in_executable": False}
@@ -319,7 +319,7 @@ class Compiler:
 
             def run(*args: object) -> Any:
                 with self.tracing(name):
-                    return function.call(*args, *((bucket,) if function.by_bucket else ()))
+                    return function.call(*args, *((bucket,) if function.takes_bucket else ()))
 
             shardings = None
             if function.outputs is not None:
@@ -356,7 +356,7 @@ def lowering(target: Target | None) -> AbstractContextManager[Any]:
     return enter(target)
 
 
-class _Dispatched:
+class _DispatchedFunction:
     """A compiled function with packed integer arguments, called through JAX's dispatch.
 
     JAX's compiled functions require a packed layout for such arguments, but committed arrays never report it.

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from axlearn_core import compat
 from axlearn_core.contracts.capabilities import HasProcessGroup
-from axlearn_core.contracts.target import Detected, Machine, Target
+from axlearn_core.contracts.target import DetectedMachine, Machine, Target
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.request import Request
@@ -26,7 +26,7 @@ def configure_devices(machine: Machine | None) -> None:
     host().hook.axlearn_before_devices()
     if machine is not None and machine.target.platform == "cpu":
         if machine.devices > 1:
-            compat.threads_for(machine.devices)
+            compat.set_thread_count(machine.devices)
         virtual(machine.devices)  # `local_devices` counts them after all processes have joined
 
 
@@ -67,18 +67,18 @@ def local_devices(machine: Machine | None) -> Sequence[Any]:
     return _check_count(machine, devices)
 
 
-def detect() -> Detected:
+def detect() -> DetectedMachine:
     """Detect the machine of this job. In a job with several processes, all must call this after joining."""
     devices = jax.devices()
     counts = collections.Counter(d.device_kind for d in devices)
     target = host().target(devices[0].device_kind) if len(counts) == 1 else None
-    return Detected(
+    return DetectedMachine(
         description=", ".join(f"{count} x {kind}" for kind, count in sorted(counts.items())),
-        machine=target and target.machine_of(len(devices), _count_domains(target, devices)),
+        machine=target and target.make_machine(len(devices), _count_domains(target, devices)),
     )
 
 
-def detect_for(config: object) -> Detected:
+def detect_for(config: object) -> DetectedMachine:
     """Join the processes of a config's job, and detect its machine."""
     configure_devices(None)
     if isinstance(config, HasProcessGroup):
@@ -92,23 +92,23 @@ def resolve_for_devices(request: Request) -> Resolved:
     Raises:
         RequestError: If the request is invalid. In that case JAX has not started.
     """
-    resolved = resolve(request, detect=detect_for).checked()
+    resolved = resolve(request, detect=detect_for).check()
     if not resolved.detected:
         configure_devices(resolved.machine)
     return resolved
 
 
-def slice_of(device: Any) -> int | None:
+def get_slice_index(device: Any) -> int | None:
     """Return the slice index of a TPU, or None for other devices or if it is unknown."""
     return getattr(device, "slice_index", None)
 
 
-def coordinates_of(device: Any) -> list[int]:
+def get_coordinates(device: Any) -> list[int]:
     """Return the coordinates of a TPU chip, or an empty list for other devices."""
     return list(getattr(device, "coords", ())) if device.platform == "tpu" else []
 
 
-def client_of(device: Any) -> Any:
+def get_compiler_client(device: Any) -> Any:
     """Return the compiler client of a device. None for described devices without one."""
     return getattr(device, "client", None)
 
@@ -116,7 +116,7 @@ def client_of(device: Any) -> Any:
 def _count_domains(target: Target, devices: Sequence[Any]) -> int:
     """Return the number of groups of devices with fast links: TPU slices, or GPU hosts."""
     if target.size in ("chips", "cores"):
-        return len({slice_of(d) for d in devices})
+        return len({get_slice_index(d) for d in devices})
     if target.size != "hosts" or jax.process_count() == 1:
         return 1
     name = zlib.crc32(socket.gethostname().encode())  # a host may have one process per device

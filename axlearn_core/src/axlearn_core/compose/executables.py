@@ -19,8 +19,8 @@ import jax
 from jax.experimental import serialize_executable
 from jaxlib import version as jaxlib_version
 
-from axlearn_core.compose.devices import client_of, coordinates_of
-from axlearn_core.compose.identity import circumstances
+from axlearn_core.compose.devices import get_compiler_client, get_coordinates
+from axlearn_core.compose.identity import read_compile_settings
 from axlearn_core.errors import RequestError
 from axlearn_core.kernels.selection import import_kernels
 
@@ -65,18 +65,18 @@ def environment(devices: Any) -> dict[str, Any]:
         RequestError: If the compiler of the devices is unknown.
     """
     flat = list(devices.flat)
-    if client_of(flat[0]) is None:
+    if get_compiler_client(flat[0]) is None:
         raise RequestError(f"cannot export executables for {flat[0].device_kind}: the compiler is unknown")
     return {
         "format": FORMAT,
         "jax": jax.__version__,
         "jaxlib": jaxlib_version.__version__,
         "compiler": _compiler(flat[0]),
-        "devices": [[d.platform, d.device_kind, d.id, coordinates_of(d)] for d in flat],
+        "devices": [[d.platform, d.device_kind, d.id, get_coordinates(d)] for d in flat],
         "processes": sorted({d.process_index for d in flat}),
         "mesh": list(devices.shape),
         "cpu": _cpu_features(features=flat[0].platform == "cpu"),
-        **circumstances(),
+        **read_compile_settings(),
     }
 
 

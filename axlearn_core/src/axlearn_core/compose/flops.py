@@ -39,10 +39,10 @@ def equation_flops(eqn: Any) -> int:
 def called(params: Mapping[str, Any]) -> Any:
     """Return the jaxpr that an equation calls once (jit, remat, custom derivatives, or batching), or None."""
     values = (params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"))
-    return next((jaxpr for value in values if (jaxpr := jaxpr_of(value)) is not None), None)
+    return next((jaxpr for value in values if (jaxpr := get_jaxpr(value)) is not None), None)
 
 
-def jaxpr_of(value: object) -> Jaxpr | None:
+def get_jaxpr(value: object) -> Jaxpr | None:
     """Return the jaxpr of an equation's parameter, or None for other parameters."""
     value = value.jaxpr if isinstance(value, ClosedJaxpr) else value
     return value if isinstance(value, Jaxpr) else None

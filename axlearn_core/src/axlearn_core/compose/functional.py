@@ -86,9 +86,9 @@ class Functional:
         try:
             model = nnx.eval_shape(lambda: build(jax.random.key(0)))
         except module_checks.UnfitPart as error:
-            raise module_checks.at_path(error, config) from None
+            raise module_checks.add_config_path(error, config) from None
         except ValueError as error:
-            refused = module_checks.refused_by_flax(error, config)
+            refused = module_checks.convert_flax_error(error, config)
             if refused is None:
                 raise
             raise refused from error
@@ -159,9 +159,9 @@ class Functional:
         Raises:
             RequestError: If variables of the model are missing.
         """
-        by_path = variables or {}
-        if missing := [path for path in self.variables if path not in by_path]:
-            close = nearest(missing[0], by_path, limit=1)
+        arrays = variables or {}
+        if missing := [path for path in self.variables if path not in arrays]:
+            close = nearest(missing[0], arrays, limit=1)
             raise RequestError(
                 f"variables of the model are missing: {', '.join(missing[:3])}"
                 + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
@@ -173,8 +173,8 @@ class Functional:
             if path in self.abstract:
                 return params[path]
             if path in self.totals:
-                return by_path[path] if path in by_path else jnp.zeros(self.totals[path].shape, self.totals[path].dtype)
-            return by_path[path] if path in self.variables else randomness.derive(self.streams[path], path, key)
+                return arrays[path] if path in arrays else jnp.zeros(self.totals[path].shape, self.totals[path].dtype)
+            return arrays[path] if path in self.variables else randomness.derive(self.streams[path], path, key)
 
         values = [(k, v.replace(value(".".join(map(str, k))))) for k, v in self._template]
         graph = self._inference if key is None else self._training
@@ -184,12 +184,12 @@ class Functional:
         """Return the model with abstract arrays, for inspecting its modules."""
         return self.bind(self.abstract, {**self.variables, **self.totals})
 
-    def weights_of(self, model: object) -> ModelWeights:
+    def extract_weights(self, model: object) -> ModelWeights:
         """Return the arrays of a model with this structure."""
         flat = {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(nnx.state(model))}
         return ModelWeights({p: flat[p] for p in self.abstract}, {p: flat[p] for p in self.variables})
 
-    def variables_of(self, model: object) -> Params:
+    def extract_variables(self, model: object) -> Params:
         """Return the variables and step totals of a bound model after a call.
 
         Raises:
@@ -220,7 +220,7 @@ class Functional:
         modules: list[Any] = [module for _, module in nnx.iter_modules(model) if isinstance(module, EndsStep)]
         for module in modules:
             module.end_step()
-        after = self.variables_of(model) if modules else variables
+        after = self.extract_variables(model) if modules else variables
         return {path: after[path] for path in self.variables}
 
     @property

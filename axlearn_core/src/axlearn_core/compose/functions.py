@@ -51,9 +51,9 @@ class Function:
         required_kernels: Names of the ops that must use the kernel that the config names. This applies to every op if the
             function differentiates. Other ops may fall back to a different kernel, which is reported.
         runs_once: Optimize compile time instead of run time.
-        by_bucket: Pass the bucket to `call` as the last argument, which is static.
-        of_model: Pass the bound model to `call` as the first argument. Only for functions that a model declares.
-        bucket_of: Returns the bucket for a batch of the experiment, for plans and explanations.
+        takes_bucket: Pass the bucket to `call` as the last argument, which is static.
+        takes_model: Pass the bound model to `call` as the first argument. Only for functions that a model declares.
+        get_bucket: Returns the bucket for a batch of the experiment, for plans and explanations.
         place: Returns the shardings of the result from the default shardings and the abstract result.
         describe: Description for people.
     """
@@ -65,9 +65,9 @@ class Function:
     differentiates: bool = False
     required_kernels: tuple[str, ...] = ()
     runs_once: bool = False
-    by_bucket: bool = False
-    of_model: bool = True
-    bucket_of: Callable[[Mapping[str, Any]], Any] = lambda batch: batch
+    takes_bucket: bool = False
+    takes_model: bool = True
+    get_bucket: Callable[[Mapping[str, Any]], Any] = lambda batch: batch
     place: Callable[[Any, Any], Any] = lambda shardings, _: shardings
     describe: str = ""
 
@@ -84,15 +84,15 @@ class DeclaresModelFunctions(Protocol):
 def model_functions(functional: Functional) -> dict[str, Function]:
     """Return the functions that a model declares. They take `ModelWeights` instead of the bound model."""
     model = functional.describe()
-    return over_weights(model.functions() if isinstance(model, DeclaresModelFunctions) else {}, functional)
+    return convert_functions(model.functions() if isinstance(model, DeclaresModelFunctions) else {}, functional)
 
 
-def over_weights(declared: Mapping[str, Function], functional: Functional) -> dict[str, Function]:
-    """Convert functions of a bound model to functions of `ModelWeights`. Keep functions that are not `of_model`."""
-    return {n: _over_weights(f, functional) if f.of_model else f for n, f in declared.items()}
+def convert_functions(declared: Mapping[str, Function], functional: Functional) -> dict[str, Function]:
+    """Convert functions of a bound model to functions of `ModelWeights`. Keep functions without `takes_model`."""
+    return {n: _convert_function(f, functional) if f.takes_model else f for n, f in declared.items()}
 
 
-def _over_weights(function: Function, functional: Functional) -> Function:
+def _convert_function(function: Function, functional: Functional) -> Function:
     def call(weights: ModelWeights, *inputs: object) -> Any:
         return function.call(functional.bind(weights.params, weights.variables), *inputs)
 

@@ -1,6 +1,6 @@
 """Compute the identity of a compiled program without tracing it: everything that the program depends on, by name.
 
-Equal identities imply equal programs, and only this module defines them. `executables` compares the circumstances of every
+Equal identities imply equal programs, and only this module defines them. `executables` compares the compile settings of every
 export. For the compiled step of a run and the programs of a server, the identity is compared too, so that they can be loaded
 without tracing.
 """
@@ -59,7 +59,7 @@ _TOOLS = {"testing", "test", "tests", "dev", "docs", "plot"}
 """Extras with tools that programs do not call."""
 
 
-def circumstances() -> dict[str, str]:
+def read_compile_settings() -> dict[str, str]:
     """Return the compiler flags and JAX options of this process, which affect tracing, lowering, and compiling."""
     flags = {name: _OUTPUT_FLAGS.sub("", os.environ.get(name, "")).split() for name in FLAGS}
     values: Mapping[str, Any] = jax.config.values  # includes values set by context managers of this thread
@@ -115,7 +115,11 @@ def program_identity(
     parts["AXLEARN_PLUGINS"] = os.environ.get("AXLEARN_PLUGINS", "")  # a blocked plugin does not provide kernels
     parts["python"] = platform.python_version()
     parts |= {f"version of {name}": version for name, version in dependency_versions(frozenset(packages)).items()}
-    return {**parts, **circumstances(), **{f"code of {name}": digest for name, digest in source_hashes().items()}}
+    return {
+        **parts,
+        **read_compile_settings(),
+        **{f"code of {name}": digest for name, digest in source_hashes().items()},
+    }
 
 
 @functools.cache

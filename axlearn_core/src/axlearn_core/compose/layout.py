@@ -32,11 +32,13 @@ def make_mesh(config: Mesh, devices: Sequence[Any] | None = None, domains: int =
     devices = jax.devices() if devices is None else devices
     sizes = config.sizes(len(devices))
     shape = [sizes[a] for a in MESH_AXES]
-    grid = _on_tpu(shape, devices, domains) if devices[0].platform == "tpu" else np.asarray(devices).reshape(shape)
+    grid = (
+        _arrange_tpus(shape, devices, domains) if devices[0].platform == "tpu" else np.asarray(devices).reshape(shape)
+    )
     return jax.sharding.Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def _on_tpu(shape: Sequence[int], devices: Sequence[Any], domains: int) -> np.ndarray:
+def _arrange_tpus(shape: Sequence[int], devices: Sequence[Any], domains: int) -> np.ndarray:
     across, remainder = [], domains
     for size in shape:
         across.append(math.gcd(size, remainder))

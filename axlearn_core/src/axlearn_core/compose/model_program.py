@@ -9,7 +9,7 @@ from flax import nnx
 
 from axlearn_core.compose.compiler import Compiler
 from axlearn_core.compose.functional import Functional, ModelWeights
-from axlearn_core.compose.functions import Function, Part, model_functions, over_weights
+from axlearn_core.compose.functions import Function, Part, convert_functions, model_functions
 from axlearn_core.compose.layout import Layout, make_mesh
 from axlearn_core.compose.program import Program, array_shardings, sharded_specs
 from axlearn_core.contracts.mesh import Mesh
@@ -47,7 +47,7 @@ class ModelProgram(Compiler):
         specs = sharded_specs(functional, array_shardings(functional, layout))
         functions = model_functions(functional)
         if declare is not None:
-            functions |= over_weights(declare(functional.describe()), functional)
+            functions |= convert_functions(declare(functional.describe()), functional)
         target = target or host().target(devices[0].device_kind)
         super().__init__(functions, layout, mesh, target, {Part.WEIGHTS: specs})
 
@@ -61,12 +61,12 @@ def model_program(model: object) -> tuple[ModelProgram, ModelWeights]:
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
     program = _program(graph, tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves), _Structure(model))
-    return program, program.place(program.functional.weights_of(model))
+    return program, program.place(program.functional.extract_weights(model))
 
 
 def with_program(model: object, program: Program | ModelProgram | None) -> tuple[Program | ModelProgram, ModelWeights]:
     """Return `program`, or a new program for the model if it is None, and the model's weights."""
-    return model_program(model) if program is None else (program, program.functional.weights_of(model))
+    return model_program(model) if program is None else (program, program.functional.extract_weights(model))
 
 
 class _Structure:

@@ -15,7 +15,7 @@ from jax import lax
 
 from axlearn_core.compose.functional import Axes, Functional, ModelWeights, Params
 from axlearn_core.config import Node
-from axlearn_core.contracts.experiment import objective_of
+from axlearn_core.contracts.experiment import get_objective_config
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.decisions import Decision
 
@@ -74,7 +74,7 @@ class ModelAndObjective:
             ConfigError: If the objective is not a module, or if a frozen model cannot start with the weights of the model.
         """
         model = Functional.from_config(config.model) if model is None else model
-        node = objective_of(config)
+        node = get_objective_config(config)
         if node is None:
             return cls(model)
         if clashes := [path for path in (*model.abstract, *model.variables) if path.startswith(PREFIX)]:
@@ -187,7 +187,7 @@ class ModelAndObjective:
             for path in (*model.functional.abstract, *model.functional.variables)
         )
 
-    def of_model(self, weights: ModelWeights) -> ModelWeights:
+    def select_model_weights(self, weights: ModelWeights) -> ModelWeights:
         """Select the model's weights from the weights of the model and the objective."""
         if self.objective is None:
             return weights
@@ -200,10 +200,10 @@ class ModelAndObjective:
         assert self.objective is not None
         return self.objective.bind(_without_prefix(params), _without_prefix(variables), key)
 
-    def variables_of(self, model: object, objective: object = None) -> Params:
+    def extract_variables(self, model: object, objective: object = None) -> Params:
         """Return the variables of the model and the objective after their calls."""
-        added = {} if self.objective is None else _with_prefix(self.objective.variables_of(objective))
-        return {**self.model.variables_of(model), **added}
+        added = {} if self.objective is None else _with_prefix(self.objective.extract_variables(objective))
+        return {**self.model.extract_variables(model), **added}
 
     def begin_step(self, variables: Params) -> Params:
         """See `Functional.begin_step`."""
@@ -242,7 +242,7 @@ class ModelAndObjective:
                 )
 
 
-def replicated(trained: Functional | ModelAndObjective) -> tuple[Decision, ...]:
+def decide_replication(trained: Functional | ModelAndObjective) -> tuple[Decision, ...]:
     """Return the decision to replicate parameters without axis names, or an empty tuple if all have names."""
     if not trained.unnamed:
         return ()

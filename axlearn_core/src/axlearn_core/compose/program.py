@@ -19,7 +19,7 @@ from axlearn_core.compose.layout import Layout, make_mesh
 from axlearn_core.compose.objective import ModelAndObjective
 from axlearn_core.config import Node
 from axlearn_core.contracts.capabilities import DeclaresBatches
-from axlearn_core.contracts.experiment import input_of
+from axlearn_core.contracts.experiment import get_input_config
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import ConfigError
@@ -92,7 +92,7 @@ class Program(Compiler):
         arrays are taken from `state`, or initialized if they are abstract there.
         """
         trained = self.trained
-        weights = trained.of_model(ModelWeights(state.params, state.variables))
+        weights = trained.select_model_weights(ModelWeights(state.params, state.variables))
         initial = self.compile("begin")(jax.random.key(seed), weights).replace(step=state.step)
 
         def keep_trained(new: Mapping[str, Any], old: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def _global(sharding: NamedSharding, value: Any) -> jax.Array:
 
 def _batch_shapes(config: object) -> BatchShapes:
     """Return the arrays of a batch that the input declares, or an empty dict."""
-    source = input_of(config)
+    source = get_input_config(config)
     return source.batch_shapes() if isinstance(source, DeclaresBatches) else {}
 
 
@@ -204,7 +204,7 @@ def _check_batch(shapes: BatchShapes, layout: Layout) -> None:
         layout.spec(batch_axes(shape), shape, f"input ({name})")
 
 
-def refusal_of_layout(config: Any, mesh: Mesh, devices: int) -> str | None:
+def find_layout_problem(config: Any, mesh: Mesh, devices: int) -> str | None:
     """Return the reason why parameters or batches cannot be sharded over a number of devices, or None if they can.
 
     Args:

@@ -6,7 +6,7 @@ config refers to the copy by a relative path:
     input:
       tokenizer: {type: tokenizer-json, path: run:files/input.tokenizer/tokenizer.json}
 
-`portable` converts paths to this form. `attach` converts them back to paths that can be opened.
+`make_portable` converts paths to this form. `attach` converts them back to paths that can be opened.
 """
 
 import logging
@@ -97,7 +97,7 @@ def assets(tree: Any) -> list[Asset]:
     return result
 
 
-def portable(tree: Any, keep: Callable[[Asset], bool] = lambda asset: False) -> tuple[Any, dict[str, Asset]]:
+def make_portable(tree: Any, keep: Callable[[Asset], bool] = lambda asset: False) -> tuple[Any, dict[str, Asset]]:
     """Convert asset paths to paths relative to the run.
 
     Args:
@@ -108,17 +108,17 @@ def portable(tree: Any, keep: Callable[[Asset], bool] = lambda asset: False) -> 
         The new config, and the assets to copy by their path in the run. Fields with the same path share one copy.
     """
     copies: dict[str, Asset] = {}
-    by_source: dict[tuple[str, tuple[str, ...]], str] = {}
+    names_by_source: dict[tuple[str, tuple[str, ...]], str] = {}
 
     def stored_value(asset: Asset) -> str:
         if asset.value.startswith(RUN_SCHEME) or keep(asset):
             return asset.value
         key = asset.value, asset.siblings
-        if key not in by_source:
+        if key not in names_by_source:
             parts = [FOLDER, asset.folder, _folder_name(asset.name)]
-            by_source[key] = "/".join(part for part in parts if part)
-            copies[by_source[key]] = asset
-        return RUN_SCHEME + by_source[key]
+            names_by_source[key] = "/".join(part for part in parts if part)
+            copies[names_by_source[key]] = asset
+        return RUN_SCHEME + names_by_source[key]
 
     return map_assets(tree, stored_value), copies
 
@@ -153,7 +153,7 @@ class LocalRun:
     folders: tuple[Path, ...]
 
     @classmethod
-    def of_config(cls, file: Path) -> "LocalRun":
+    def from_config_file(cls, file: Path) -> "LocalRun":
         """Return the run of a config file, which is in the root of the run or in the folder of a checkpoint."""
         folder = Path(os.path.abspath(file)).parent
         in_checkpoint = folder.name.isdecimal() and (folder / "manifest.json").is_file()
@@ -200,7 +200,7 @@ def attach(tree: Any, run: RunFolder, *, earlier: bool = True) -> tuple[Any, lis
     return map_assets(tree, attached), lost
 
 
-def with_equal_names(tree: Any, other: Any) -> Any:
+def match_asset_paths(tree: Any, other: Any) -> Any:
     """Replace each asset path with the one in `other` if the files have equal contents. A diff then omits copies."""
     originals = {asset.path: asset.value for asset in assets(other)}
 
@@ -231,8 +231,8 @@ def _attach_earlier(asset: Asset, run: RunFolder) -> str:
         )
         return asset.value
     if os.path.isfile(path):
-        beside = os.path.join(os.path.dirname(path), _IMPORTED, asset.name)
-        return beside if os.path.isfile(beside) else asset.value
+        imported_path = os.path.join(os.path.dirname(path), _IMPORTED, asset.name)
+        return imported_path if os.path.isfile(imported_path) else asset.value
     places = (f"{FOLDER}/{asset.folder}/", f"{_IMPORTED}/", "")
     copy = next((place for p in places if (place := run.find(p + asset.name)) is not None), None)
     if copy is None:

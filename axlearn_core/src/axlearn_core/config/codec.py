@@ -19,7 +19,15 @@ import cattrs.gen
 from ruamel.yaml import YAML
 
 from axlearn_core.config.flat import qualified_name
-from axlearn_core.config.node import REQUIRED, Node, fields_of, hidden_defaults, hints_of, interface_fields, is_node
+from axlearn_core.config.node import (
+    REQUIRED,
+    Node,
+    get_fields,
+    hidden_defaults,
+    interface_fields,
+    is_node,
+    resolve_hints,
+)
 from axlearn_core.config.tree import children, config_class, join
 from axlearn_core.config.types import Mismatch, check_type, describe, show
 from axlearn_core.errors import SHOWN_PROBLEMS, ConfigError, Problem, RequestError, nearest
@@ -32,7 +40,7 @@ class Names(Protocol):
         """Return the config class registered as `name`. Raise `RequestError` with the nearest names if it is unknown."""
         ...
 
-    def name_of(self, cls: type) -> str:
+    def get_name(self, cls: type) -> str:
         """Return the registered name of a config class. Raise `RequestError` if it has none."""
         ...
 
@@ -41,7 +49,7 @@ class Names(Protocol):
 class NamesValues(Protocol):
     """Names that can also print values that a file cannot store."""
 
-    def text_of(self, value: object) -> str:
+    def format_value(self, value: object) -> str:
         """Return the value as text for people to read."""
         ...
 
@@ -53,7 +61,7 @@ class QualifiedNames:
         """Raise `RequestError`: nothing is registered."""
         raise RequestError(f"no component is registered as {name!r}")
 
-    def name_of(self, cls: type) -> str:
+    def get_name(self, cls: type) -> str:
         """Return `module:Class`."""
         return qualified_name(cls)
 
@@ -61,9 +69,9 @@ class QualifiedNames:
 def encode(value: object, names: Names) -> Any:
     """Convert a tree to dicts, lists, and scalars. Omit fields that are still `REQUIRED`."""
     if isinstance(value, Node):
-        hidden = interface_fields(type(value)) | hidden_defaults(value) | _defaults_of_code(value)
+        hidden = interface_fields(type(value)) | hidden_defaults(value) | _find_code_defaults(value)
         fields = {k: encode(v, names) for k, v in children(value).items() if k not in hidden and v is not REQUIRED}
-        return {"type": names.name_of(type(value)), **fields}
+        return {"type": names.get_name(type(value)), **fields}
     if isinstance(value, Mapping):
         return {k: encode(v, names) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
@@ -73,17 +81,17 @@ def encode(value: object, names: Names) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(names, NamesValues):
-        return names.text_of(value)
+        return names.format_value(value)
     raise RequestError(
         f"a config file can store only plain values and nodes, not {show(value)}; make it a registered component"
     )
 
 
-def _defaults_of_code(value: Node[Any]) -> set[str]:
+def _find_code_defaults(value: Node[Any]) -> set[str]:
     """Return the fields of a configured callable whose default cannot be stored in a file, such as a dtype."""
     if not type(value).__configured__:
         return set()
-    fields = fields_of(value)
+    fields = get_fields(value)
     return {
         a.name
         for a in attrs.fields(type(value))
@@ -132,16 +140,16 @@ class Decoder:
         ) as error:
             raise ConfigError(_problems(error, path)) from None
 
-    def decode_at(self, tree: object, path: str, data: object) -> Any:
+    def decode_value(self, tree: object, path: str, data: object) -> Any:
         """Convert `data` to the type of a path. A mapping without `type` edits the existing node. Used by `patch`."""
         annotation, current = _slot(tree, path)
         if isinstance(current, Node) and isinstance(data, Mapping) and "type" not in data:
-            hints, problems, changes = hints_of(type(current)), [], {}
+            hints, problems, changes = resolve_hints(type(current)), [], {}
             for key, value in data.items():
                 try:
                     if key not in hints or key in interface_fields(type(current)):
                         raise ConfigError(_unknown_key(type(current), str(key), len(problems)))
-                    changes[key] = self.decode_at(current, key, value)
+                    changes[key] = self.decode_value(current, key, value)
                 except ConfigError as error:
                     problems += error.problems
             if problems:
@@ -225,7 +233,7 @@ class Decoder:
             cls = kind
         else:
             raise ConfigError(Problem(path="type", message="is missing", expected="the name of a component"))
-        strange = [str(k) for k in fields if k not in hints_of(cls) or k in interface_fields(cls)]
+        strange = [str(k) for k in fields if k not in resolve_hints(cls) or k in interface_fields(cls)]
         problems = [_unknown_key(cls, key, i) for i, key in enumerate(strange)]
         bad = {p.path for p in problems}
         if cls not in self._generated:
@@ -255,7 +263,7 @@ def _slot(tree: object, path: str) -> tuple[Any, Any]:
     value = tree
     for name in path.split(".") if path else []:
         if isinstance(value, Node):
-            annotation = hints_of(type(value))[name]
+            annotation = resolve_hints(type(value))[name]
         else:
             arms = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
             inner = next((a for a in arms if _is_mapping(a) or _is_sequence(a)), Any)
@@ -271,7 +279,7 @@ def _slot(tree: object, path: str) -> tuple[Any, Any]:
 
 
 def _unknown_key(cls: Any, key: str, number: int = 0) -> Problem:
-    names = [n for n in hints_of(cls) if n not in interface_fields(cls)]
+    names = [n for n in resolve_hints(cls) if n not in interface_fields(cls)]
     if key in interface_fields(cls):
         return Problem(path=key, message=f"is passed to {cls.__qualname__} by its parent and cannot be set")
     return Problem(

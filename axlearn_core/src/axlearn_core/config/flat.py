@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.config.node import Kind, Node, fields_of, hidden_defaults, interface_fields, is_node, marked_kind
+from axlearn_core.config.node import Kind, Node, get_fields, hidden_defaults, interface_fields, is_node, marked_kind
 from axlearn_core.config.tree import children, join
 
 
@@ -32,34 +32,34 @@ class Leaf:
     kind: Kind
 
 
-def leaves(tree: object, name_of: Callable[[Any], str] = qualified_name) -> Iterator[Leaf]:
+def leaves(tree: object, get_name: Callable[[Any], str] = qualified_name) -> Iterator[Leaf]:
     """Yield the leaves of a tree in order.
 
     Each node also yields `<path>.type`, the name of its class. Interface fields and hidden defaults are omitted. Empty
     tuples and mappings are leaves.
     """
-    return _leaves(tree, "", "mathematics", name_of)
+    return _leaves(tree, "", "mathematics", get_name)
 
 
-def _leaves(value: object, path: str, kind: Kind, name_of: Callable[[Any], str]) -> Iterator[Leaf]:
+def _leaves(value: object, path: str, kind: Kind, get_name: Callable[[Any], str]) -> Iterator[Leaf]:
     if isinstance(value, Node):
-        yield Leaf(join(path, "type"), name_of(type(value)), kind)
+        yield Leaf(join(path, "type"), get_name(type(value)), kind)
         hidden = interface_fields(type(value)) | hidden_defaults(value)
         for name, child in children(value).items():
             if name not in hidden:
-                yield from _leaves(child, join(path, name), field_kind(value, name) or kind, name_of)
+                yield from _leaves(child, join(path, name), field_kind(value, name) or kind, get_name)
     elif (isinstance(value, Mapping) and value) or (
         isinstance(value, tuple) and any(isinstance(v, (Node, Mapping)) for v in value)
     ):
         for name, child in children(value).items():
-            yield from _leaves(child, join(path, name), kind, name_of)
+            yield from _leaves(child, join(path, name), kind, get_name)
     else:
         yield Leaf(path, value, kind)
 
 
-def flatten(tree: object, name_of: Callable[[Any], str] = qualified_name) -> dict[str, Any]:
+def flatten(tree: object, get_name: Callable[[Any], str] = qualified_name) -> dict[str, Any]:
     """Return the values of all `leaves` by path."""
-    return {leaf.path: leaf.value for leaf in leaves(tree, name_of)}
+    return {leaf.path: leaf.value for leaf in leaves(tree, get_name)}
 
 
 def field_kind(value: Node[Any], name: str) -> Kind | None:
@@ -68,7 +68,7 @@ def field_kind(value: Node[Any], name: str) -> Kind | None:
     If a class adds a field to the class that it `computes_like`, the field counts as execution at its default value.
     """
     kind, adds, default = _marks(type(value))[name]
-    return "execution" if kind is None and adds and fields_of(value)[name] == default else kind
+    return "execution" if kind is None and adds and get_fields(value)[name] == default else kind
 
 
 @functools.lru_cache(maxsize=4096)
@@ -102,11 +102,11 @@ class _Absent:
 ABSENT = _Absent()
 
 
-def diff(old: object, new: object, name_of: Callable[[Any], str] = qualified_name) -> tuple[Change, ...]:
+def diff(old: object, new: object, get_name: Callable[[Any], str] = qualified_name) -> tuple[Change, ...]:
     """Return the differences between two trees in the order of the new tree, removed paths last."""
     if old is new:
         return ()
-    before, after = flatten(old, name_of), flatten(new, name_of)
+    before, after = flatten(old, get_name), flatten(new, get_name)
     changes = [
         Change(path, before.get(path, ABSENT), value)
         for path, value in after.items()

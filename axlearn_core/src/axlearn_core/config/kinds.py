@@ -18,7 +18,7 @@ from typing import Any, get_args
 import attrs
 
 from axlearn_core.config.flat import Change, field_kind, leaves, qualified_name
-from axlearn_core.config.node import Kind, Node, fields_of, marked_kind
+from axlearn_core.config.node import Kind, Node, get_fields, marked_kind
 from axlearn_core.config.tree import children, get, join, walk
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -28,7 +28,7 @@ DECISIVE: tuple[Kind, ...] = ("training", "precision", "mathematics")
 """Kinds that determine the losses of a run."""
 
 
-def kind_of(tree: object, path: str) -> Kind:
+def get_kind(tree: object, path: str) -> Kind:
     """Return the kind of the value at a path. Raise `ConfigError` if the path does not exist."""
     kind: Kind = "mathematics"
     value = tree
@@ -73,7 +73,7 @@ def microbatches(tree: object) -> dict[str, Any]:
         join(path, a.name): below
         for path, value in walk(tree)
         if isinstance(value, Node)
-        for a, below in zip(attrs.fields(type(value)), fields_of(value).values(), strict=True)
+        for a, below in zip(attrs.fields(type(value)), get_fields(value).values(), strict=True)
         if marked_kind(a) == "microbatches" and below != a.default
     }
 

@@ -139,8 +139,8 @@ class Node(Generic[T_co]):
     def __attrs_post_init__(self) -> None:
         """Convert every field to canonical form. Raise one `ConfigError` that lists every invalid field."""
         problems = []
-        hints = hints_of(type(self))
-        for attribute, value in zip(attrs.fields(type(self)), fields_of(self).values(), strict=True):
+        hints = resolve_hints(type(self))
+        for attribute, value in zip(attrs.fields(type(self)), get_fields(self).values(), strict=True):
             if value is REQUIRED:
                 continue
             try:
@@ -192,21 +192,21 @@ class Node(Generic[T_co]):
         return owner(config, **accepted(owner.__init__, rest))
 
 
-def fields_of(value: object) -> dict[str, Any]:
+def get_fields(value: object) -> dict[str, Any]:
     """Return the fields of a node or other attrs object by name."""
     return {a.name: getattr(value, a.name) for a in attrs.fields(type(value))}
 
 
-def options_of(value: object, *names: str) -> dict[str, Any]:
+def get_options(value: object, *names: str) -> dict[str, Any]:
     """Return the fields that are not None by name. Restrict them to `names` if any are given."""
-    return {k: v for k, v in fields_of(value).items() if v is not None and (not names or k in names)}
+    return {k: v for k, v in get_fields(value).items() if v is not None and (not names or k in names)}
 
 
 def take(cfg: object, offered: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Fill the interface fields of `cfg` from `offered`. Return the new config and the unused arguments."""
     interface = {n: offered[n] for n in interface_fields(type(cfg)) if n in offered}
     config = attrs.evolve(cfg, **interface) if interface else cfg
-    missing = [name for name, value in fields_of(config).items() if value is REQUIRED]
+    missing = [name for name, value in get_fields(config).items() if value is REQUIRED]
     if missing:
         raise ConfigError(
             Problem(
@@ -235,14 +235,14 @@ def required_arguments(function: Callable[..., Any], skip: int = 0) -> frozenset
 
 @functools.lru_cache(maxsize=4096)
 def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
-    parameters = parameters_of(function)
+    parameters = get_parameters(function)
     return (
         frozenset(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)),
         any(p.kind is p.VAR_KEYWORD for p in parameters),
     )
 
 
-def parameters_of(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+def get_parameters(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
     """Return the parameters of a call.
 
     For a class whose metaclass hides its signature (`flax.nnx.Module`), return the parameters of its constructor.
@@ -296,7 +296,7 @@ def interface_fields(cls: type) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def hints_of(cls: type) -> dict[str, Any]:
+def resolve_hints(cls: type) -> dict[str, Any]:
     """Return the resolved annotation of each field."""
     annotations = {a.name: a.type for a in attrs.fields(cls)}
     if not any(isinstance(t, str) for t in annotations.values()) and is_node(cls) and cls.__configured__:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from axlearn_core.config.node import REQUIRED, Node, fields_of, hints_of, interface_fields, required_arguments
+from axlearn_core.config.node import REQUIRED, Node, get_fields, interface_fields, required_arguments, resolve_hints
 from axlearn_core.errors import Problem
 
 P = TypeVar("P", bound=type)
@@ -31,18 +31,18 @@ def offers(*names: str) -> Callable[[P], P]:
     return declare
 
 
-def offered_by(annotation: object) -> tuple[str, frozenset[str]] | None:
+def find_offer(annotation: object) -> tuple[str, frozenset[str]] | None:
     """Return the protocol's name and its offered arguments for an annotation, or None if it declares no offers."""
     for part in typing.get_args(annotation):
         names = vars(part).get("__offers__") if isinstance(part, type) else None
         if names is not None:
             return part.__name__, names
-        if (below := offered_by(part)) is not None:
+        if (below := find_offer(part)) is not None:
             return below
     return None
 
 
-def asked_for(cls: type[Node[Any]]) -> frozenset[str]:
+def list_required_arguments(cls: type[Node[Any]]) -> frozenset[str]:
     """Return the arguments that a parent must offer to build a component."""
     fields = frozenset(a.name for a in attrs.fields(cls) if a.name in interface_fields(cls) and a.default is REQUIRED)
     if cls.__configured__:
@@ -52,13 +52,13 @@ def asked_for(cls: type[Node[Any]]) -> frozenset[str]:
     return fields | required_arguments(cls.owner.__init__, 2)
 
 
-def refused(node: object) -> Iterator[Problem]:
+def check_offers(node: object) -> Iterator[Problem]:
     """Yield a problem for each direct child that requires an argument its slot does not offer. Paths are relative."""
-    fields = fields_of(node)
+    fields = get_fields(node)
     for name, (protocol, offered) in _slots(type(node)).items():
         value = fields[name]
         for path, component in _components(value, name):
-            if missing := sorted(asked_for(type(component)) - offered):
+            if missing := sorted(list_required_arguments(type(component)) - offered):
                 yield Problem(
                     path=path,
                     message=f"{type(component).__qualname__} requires {', '.join(missing)}",
@@ -69,7 +69,7 @@ def refused(node: object) -> Iterator[Problem]:
 
 @functools.lru_cache(maxsize=4096)
 def _slots(cls: type[Node[Any]]) -> dict[str, tuple[str, frozenset[str]]]:
-    slots = {name: offered_by(annotation) for name, annotation in hints_of(cls).items()}
+    slots = {name: find_offer(annotation) for name, annotation in resolve_hints(cls).items()}
     return {name: slot for name, slot in slots.items() if slot is not None}
 
 

@@ -3,17 +3,17 @@
 from collections.abc import Iterable
 from typing import Any
 
-from axlearn_core.config.node import Node, asset_fields, fields_of
+from axlearn_core.config.node import Node, asset_fields, get_fields
 from axlearn_core.errors import Problem
 
 RUN_SCHEME = "run:"
 """Prefix of a path relative to the run."""
 
 
-def unattached(value: Node[Any]) -> Iterable[Problem]:
+def check_assets(value: Node[Any]) -> Iterable[Problem]:
     """Return a problem for each asset of a node whose run is missing."""
     for name in asset_fields(type(value)):
-        path = fields_of(value)[name]
+        path = get_fields(value)[name]
         if isinstance(path, str) and path.startswith(RUN_SCHEME):
             yield Problem(
                 path=name,

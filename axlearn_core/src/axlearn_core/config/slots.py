@@ -6,24 +6,24 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from axlearn_core.config.node import Node, fields_of, hints_of, is_node
+from axlearn_core.config.node import Node, get_fields, is_node, resolve_hints
 from axlearn_core.errors import Problem
 
 
-def wrong_parts(value: Node[Any]) -> Iterator[Problem]:
+def check_slots(value: Node[Any]) -> Iterator[Problem]:
     """Yield a problem for each direct child whose class lacks a method of its slot's protocol.
 
     Only methods of classes are checked. Attributes exist only on instances, and the result of a factory function is
     unknown until it is called.
     """
-    below = fields_of(value)
-    for name, annotation in hints_of(type(value)).items():
+    below = get_fields(value)
+    for name, annotation in resolve_hints(type(value)).items():
         protocol = _protocol(annotation)
         if protocol is None:
             continue
-        methods = methods_of(protocol)
+        methods = list_methods(protocol)
         for path, part in _nodes(below.get(name), name):
-            owner = type(part).owner or _built_by(type(part))
+            owner = type(part).owner or _find_built_type(type(part))
             if not inspect.isclass(owner) or type(part).__configured__:
                 continue
             if missing := [method for method in methods if not _has(part, owner, method)]:
@@ -37,21 +37,21 @@ def wrong_parts(value: Node[Any]) -> Iterator[Problem]:
 
 
 @functools.lru_cache(maxsize=4096)
-def slots_of(cls: type, protocol: type) -> tuple[str, ...]:
+def list_slots(cls: type, protocol: type) -> tuple[str, ...]:
     """Return the names of fields annotated `Node[protocol]`, including optional ones."""
-    return tuple(name for name, annotation in hints_of(cls).items() if _protocol(annotation) is protocol)
+    return tuple(name for name, annotation in resolve_hints(cls).items() if _protocol(annotation) is protocol)
 
 
 def _has(part: Node[Any], owner: object, method: str) -> bool:
     """Return True if a component has a method, or if it wraps a component that has it."""
     if callable(getattr(owner, method, None)):
         return True
-    below = (child for name, value in fields_of(part).items() for _, child in _nodes(value, name))
-    return any(_has(child, type(child).owner or _built_by(type(child)), method) for child in below)
+    below = (child for name, value in get_fields(part).items() for _, child in _nodes(value, name))
+    return any(_has(child, type(child).owner or _find_built_type(type(child)), method) for child in below)
 
 
 @functools.lru_cache(maxsize=1024)
-def _built_by(cls: type) -> Any:
+def _find_built_type(cls: type) -> Any:
     """Return the annotated return type of `build`, or None. It stands in for a missing owner."""
     try:
         return typing.get_type_hints(cls.build).get("return")  # type: ignore[attr-defined]
@@ -59,7 +59,7 @@ def _built_by(cls: type) -> Any:
         return None
 
 
-def methods_of(protocol: type) -> list[str]:
+def list_methods(protocol: type) -> list[str]:
     """Return the names of a protocol's public methods."""
     names: dict[str, None] = {}
     for base in reversed(protocol.__mro__):

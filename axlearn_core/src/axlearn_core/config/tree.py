@@ -11,11 +11,11 @@ from typing import Any
 import attrs
 from immutabledict import immutabledict
 
-from axlearn_core.config.node import REQUIRED, Node, fields_of, interface_fields, is_interface
-from axlearn_core.config.offers import refused
+from axlearn_core.config.node import REQUIRED, Node, get_fields, interface_fields, is_interface
+from axlearn_core.config.offers import check_offers
 from axlearn_core.config.roles import Role
-from axlearn_core.config.run_scheme import unattached
-from axlearn_core.config.slots import slots_of, wrong_parts
+from axlearn_core.config.run_scheme import check_assets
+from axlearn_core.config.slots import check_slots, list_slots
 from axlearn_core.config.types import show
 from axlearn_core.errors import SHOWN_PROBLEMS, ConfigError, Problem, nearest
 
@@ -23,7 +23,7 @@ from axlearn_core.errors import SHOWN_PROBLEMS, ConfigError, Problem, nearest
 def children(value: object) -> dict[str, Any]:
     """Return the direct children by name: the fields of a node or the items of a tuple or mapping. Leaves have none."""
     if isinstance(value, Node):
-        return fields_of(value)
+        return get_fields(value)
     if isinstance(value, tuple):
         return {str(i): v for i, v in enumerate(value)}
     if isinstance(value, Mapping):
@@ -246,7 +246,7 @@ def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str
     """
     kind = config_class(target)
     defaults = {a.name: a.default for a in attrs.fields(type(new))}
-    untouched = fields_of(new)
+    untouched = get_fields(new)
     problems: list[Problem] = []
     count = 0
 
@@ -258,7 +258,7 @@ def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str
         if not isinstance(value, kind):
             return with_children(value, {k: swap(v, join(path, k)) for k, v in children(value).items()})
         count += 1
-        fields, old = attrs.fields(type(value)), fields_of(value)
+        fields, old = attrs.fields(type(value)), get_fields(value)
         changed = [a.name for a in fields if old[a.name] != a.default]
         interfaces = interface_fields(type(value))
         lost = [n for n in changed if n not in defaults and n not in drop and n not in interfaces]
@@ -293,7 +293,7 @@ def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str
 def find_slots(tree: object, protocol: type) -> dict[str, Any]:
     """Return the value of every slot annotated `Node[protocol]` by path. An empty slot has the value None."""
     nodes = find(tree, Node).items()
-    return {join(path, n): children(node)[n] for path, node in nodes for n in slots_of(type(node), protocol)}
+    return {join(path, n): children(node)[n] for path, node in nodes for n in list_slots(type(node), protocol)}
 
 
 Edit = Callable[[str, Any], Any]
@@ -319,25 +319,25 @@ class _Edits:
         self.count += new is not None and new is not SKIP
         return value if new is SKIP or new == value else new
 
-    def check(self, nothing: Problem | None) -> None:
-        """Raise the collected problems. If no edit was made, raise `nothing`."""
-        if not self.problems and nothing is not None and not self.count:
-            self.problems.append(nothing)
+    def check(self, no_match: Problem | None) -> None:
+        """Raise the collected problems. If no edit was made, raise `no_match`."""
+        if not self.problems and no_match is not None and not self.count:
+            self.problems.append(no_match)
         if self.problems:
             raise ConfigError(self.problems)
 
 
-def edit_nodes(tree: Any, edit: Edit, *, nothing: Problem | None, outermost: bool = False) -> Any:
+def edit_nodes(tree: Any, edit: Edit, *, no_match: Problem | None, outermost: bool = False) -> Any:
     """Call `edit` on each node, children first. Unchanged values stay the same objects.
 
     Args:
         tree: A config.
         edit: Receives a path and a node with edited children.
-        nothing: The problem to raise if `edit` keeps every node. If None, that is not an error.
+        no_match: The problem to raise if `edit` keeps every node. If None, that is not an error.
         outermost: Visit parents first, and do not enter a node that `edit` replaced.
 
     Raises:
-        ConfigError: Lists all problems that `edit` raised, with full paths, or `nothing`.
+        ConfigError: Lists all problems that `edit` raised, with full paths, or `no_match`.
     """
     edits = _Edits(edit)
 
@@ -349,40 +349,40 @@ def edit_nodes(tree: Any, edit: Edit, *, nothing: Problem | None, outermost: boo
         return value if new is None else new
 
     result = visit(tree, "")
-    edits.check(nothing)
+    edits.check(no_match)
     return result
 
 
-def set_fields(tree: Any, target: type, values: Mapping[str, Any], *, nothing: Problem) -> Any:
+def set_fields(tree: Any, target: type, values: Mapping[str, Any], *, no_match: Problem) -> Any:
     """Set fields on every node of a class or role.
 
     Raises:
-        ConfigError: Contains `nothing` if there is no such node.
+        ConfigError: Contains `no_match` if there is no such node.
     """
     kind = config_class(target)
 
     def set_on(_path: str, part: Node[Any]) -> Node[Any] | None:
         return attrs.evolve(part, **values) if isinstance(part, kind) else None
 
-    return edit_nodes(tree, set_on, nothing=nothing)
+    return edit_nodes(tree, set_on, no_match=no_match)
 
 
-def fill_slots(tree: Any, protocol: type, fill: Edit, *, nothing: Problem) -> Any:
+def fill_slots(tree: Any, protocol: type, fill: Edit, *, no_match: Problem) -> Any:
     """Fill every slot annotated `Node[protocol]`, outermost slots first. Do not enter a filled slot.
 
     Args:
         tree: A config.
         protocol: The protocol that annotates the slots.
         fill: Receives the path and value of a slot and returns the new value. The old value may be None or an `alternate`.
-        nothing: The problem to raise if there is no slot, or if `fill` keeps all of them.
+        no_match: The problem to raise if there is no slot, or if `fill` keeps all of them.
 
     Raises:
-        ConfigError: Lists all problems that `fill` raised, with full paths, or `nothing`.
+        ConfigError: Lists all problems that `fill` raised, with full paths, or `no_match`.
     """
     edits = _Edits(fill)
 
     def visit(value: Any, path: str) -> Any:
-        slots = slots_of(type(value), protocol) if isinstance(value, Node) else ()
+        slots = list_slots(type(value), protocol) if isinstance(value, Node) else ()
         below = {}
         for name, child in children(value).items():
             new = edits.attempt(child, join(path, name)) if name in slots else None
@@ -390,16 +390,16 @@ def fill_slots(tree: Any, protocol: type, fill: Edit, *, nothing: Problem) -> An
         return with_children(value, below)
 
     result = visit(tree, "")
-    edits.check(nothing)
+    edits.check(no_match)
     return result
 
 
-def missing(tree: object) -> list[Problem]:
+def find_missing(tree: object) -> list[Problem]:
     """Return a problem for each required field that the user has not set."""
     paths = []
     for path, value in walk(tree):
         if isinstance(value, Node):
-            below = fields_of(value)
+            below = get_fields(value)
             paths += [
                 Problem(path=join(path, a.name), message=f"{type(value).__qualname__} needs a value", fix="set it")
                 for a in attrs.fields(type(value))
@@ -410,11 +410,11 @@ def missing(tree: object) -> list[Problem]:
 
 def check(tree: object) -> Any:
     """Validate a config and return it. Raise one `ConfigError` that lists all problems."""
-    problems = missing(tree)
+    problems = find_missing(tree)
     unset = {p.path.rpartition(".")[0] for p in problems}
     for path, value in walk(tree):
         if isinstance(value, Node) and path not in unset:
-            wrong = [*value.validate(), *refused(value), *wrong_parts(value), *unattached(value)]
+            wrong = [*value.validate(), *check_offers(value), *check_slots(value), *check_assets(value)]
             problems += [attrs.evolve(p, path=join(path, p.path) if p.path else path) for p in wrong]
     if problems:
         raise ConfigError(problems)

@@ -127,7 +127,7 @@ def _check_tuple(value: object, annotation: object, args: tuple[Any, ...], is_no
         kinds = []
     if len(kinds) != len(value):
         raise Mismatch(f"{describe(annotation)} ({len(kinds)} items)", value)
-    return tuple(_inside(str(i), v, k, is_node) for i, (v, k) in enumerate(zip(value, kinds, strict=True)))
+    return tuple(_check_item(str(i), v, k, is_node) for i, (v, k) in enumerate(zip(value, kinds, strict=True)))
 
 
 def _check_mapping(value: object, annotation: object, args: tuple[Any, ...], is_node: Callable[[Any], bool]) -> Any:
@@ -135,11 +135,11 @@ def _check_mapping(value: object, annotation: object, args: tuple[Any, ...], is_
         raise Mismatch(describe(annotation), value)
     key_type, value_type = args
     return immutabledict(
-        {check_type(k, key_type, is_node): _inside(str(k), v, value_type, is_node) for k, v in value.items()}
+        {check_type(k, key_type, is_node): _check_item(str(k), v, value_type, is_node) for k, v in value.items()}
     )
 
 
-def _inside(name: str, value: object, annotation: object, is_node: Callable[[Any], bool]) -> Any:
+def _check_item(name: str, value: object, annotation: object, is_node: Callable[[Any], bool]) -> Any:
     try:
         return check_type(value, annotation, is_node)
     except Mismatch as error:

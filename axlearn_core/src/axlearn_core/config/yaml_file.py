@@ -17,7 +17,7 @@ MAX_VALUES = 25_000
 MAX_DEPTH = 100
 
 
-class _TooMuch(Exception):
+class _LimitExceeded(Exception):
     """A document exceeds a limit."""
 
     def __init__(self, got: str, expected: str, part: Any):
@@ -38,15 +38,17 @@ class _Composer(Composer):
         self.depth += 1
         self.count += 1
         if self.depth > MAX_DEPTH:
-            raise _TooMuch(f"more than {MAX_DEPTH} levels", f"at most {MAX_DEPTH}", self.parser.peek_event())
+            raise _LimitExceeded(f"more than {MAX_DEPTH} levels", f"at most {MAX_DEPTH}", self.parser.peek_event())
         if self.count > MAX_VALUES:
-            raise _TooMuch(f"more than {MAX_VALUES:,} values", f"at most {MAX_VALUES:,}", self.parser.peek_event())
+            raise _LimitExceeded(
+                f"more than {MAX_VALUES:,} values", f"at most {MAX_VALUES:,}", self.parser.peek_event()
+            )
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
 
 
-def _too_much(got: str, expected: str, location: str) -> Problem:
+def _limit_problem(got: str, expected: str, location: str) -> Problem:
     return Problem(path="", message="is too large for a config", got=got, expected=expected, location=location)
 
 
@@ -81,15 +83,15 @@ def parse(text: str, source: str = "<string>") -> Document:
         ConfigError: If the text is not valid YAML or exceeds a limit.
     """
     if len(text) > MAX_CHARACTERS:
-        raise ConfigError(_too_much(f"{len(text):,} characters", f"at most {MAX_CHARACTERS:,}", source))
+        raise ConfigError(_limit_problem(f"{len(text):,} characters", f"at most {MAX_CHARACTERS:,}", source))
     yaml = YAML(typ="safe", pure=True)
     yaml.Composer = _Composer
     reader = _Reader(yaml, source)
     try:
         root = yaml.compose(text)
         data = reader.read(root, "") if root is not None else None
-    except _TooMuch as error:
-        raise ConfigError(_too_much(error.got, error.expected, f"{source}:{error.line}")) from None
+    except _LimitExceeded as error:
+        raise ConfigError(_limit_problem(error.got, error.expected, f"{source}:{error.line}")) from None
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         location = f"{source}:{mark.line + 1}" if mark else source
@@ -115,9 +117,9 @@ class _Reader:
         """Convert a YAML node. `above` contains its ancestors."""
         self.count += 1  # counts each use of an alias
         if self.count > MAX_VALUES or len(self.problems) > MAX_VALUES:
-            raise _TooMuch(f"more than {MAX_VALUES:,} values, aliases expanded", f"at most {MAX_VALUES:,}", part)
+            raise _LimitExceeded(f"more than {MAX_VALUES:,} values, aliases expanded", f"at most {MAX_VALUES:,}", part)
         if len(above) > MAX_DEPTH:
-            raise _TooMuch(f"more than {MAX_DEPTH} levels", f"at most {MAX_DEPTH}", part)
+            raise _LimitExceeded(f"more than {MAX_DEPTH} levels", f"at most {MAX_DEPTH}", part)
         self.lines[path] = line or part.start_mark.line + 1
         if any(part is p for p in above):
             return self._problem(path, "contains itself", part)

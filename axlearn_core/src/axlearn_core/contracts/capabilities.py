@@ -202,7 +202,7 @@ def vocabulary_size(model: object) -> int | None:
     return model.vocab_size if isinstance(model, HasVocabulary) else None
 
 
-def learning_rate_of(optimizer: object) -> Any:
+def get_learning_rate(optimizer: object) -> Any:
     """Return the learning rate of an optimizer's config, or None if it has no single one."""
     return optimizer.learning_rate if isinstance(optimizer, HasLearningRate) else None
 
@@ -283,7 +283,7 @@ class StopsEarly(Protocol):
         """Return the next of the session's `batches`, or None to stop without it. Propagate errors of the input."""
         ...
 
-    def stops(self) -> bool:
+    def should_stop(self) -> bool:
         """Return True to stop at the session's step. All processes must return the same value.
 
         If a signal requested the stop, set the session's `stop_signal`.

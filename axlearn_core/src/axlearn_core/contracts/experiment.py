@@ -18,122 +18,122 @@ def _field(node: object, name: str) -> Any:
     return getattr(node, name, None)
 
 
-def model_of(config: object) -> Any:
+def get_model_config(config: object) -> Any:
     """Return the config of the model."""
     return _field(config, "model")
 
 
-def objective_of(config: object) -> Any:
+def get_objective_config(config: object) -> Any:
     """Return the config of the objective. Also None if the model is trained with its own loss."""
     return _field(config, "objective")
 
 
-def input_of(config: object) -> Any:
+def get_input_config(config: object) -> Any:
     """Return the config of the input."""
     return _field(config, "input")
 
 
-def learner_of(config: object) -> Any:
+def get_learner_config(config: object) -> Any:
     """Return the config of the learner."""
     return _field(config, "learner")
 
 
-def loop_of(config: object) -> Any:
+def get_loop_config(config: object) -> Any:
     """Return the config of the training loop."""
     return _field(config, "loop")
 
 
-def checkpointer_of(config: object) -> Any:
+def get_checkpointer_config(config: object) -> Any:
     """Return the config of the checkpointer."""
     return _field(config, "checkpointer")
 
 
-def text_of(config: object) -> Any:
+def get_text_facts(config: object) -> Any:
     """Return the config with facts about the model's text. Also None if an import did not set them."""
     return _field(config, "text")
 
 
-def trackers_of(config: object) -> tuple[Node[Any], ...]:
+def get_tracker_configs(config: object) -> tuple[Node[Any], ...]:
     """Return the configs of the trackers."""
     return _field(config, "trackers") or ()
 
 
-def mesh_of(config: object) -> Mesh | None:
+def get_mesh(config: object) -> Mesh | None:
     """Return the mesh config."""
     mesh = _field(config, "mesh")
     return mesh if isinstance(mesh, Mesh) else None
 
 
-def tokenizer_of_input(config: object) -> Any:
+def get_tokenizer_config(config: object) -> Any:
     """Return the config of the input's tokenizer, or None if the input does not read text."""
-    return _field(input_of(config), "tokenizer")
+    return _field(get_input_config(config), "tokenizer")
 
 
 def build_tokenizer(config: object) -> Any:
     """Build the input's tokenizer. Return None if the input does not read text."""
-    node = tokenizer_of_input(config)
+    node = get_tokenizer_config(config)
     return None if node is None else node.build()
 
 
 def sequence_length(config: object) -> int | None:
     """Return the number of tokens in a row of the input."""
-    length = _field(input_of(config), "sequence_length")
+    length = _field(get_input_config(config), "sequence_length")
     return length if isinstance(length, int) else None
 
 
 def batch_size(config: object) -> int | None:
     """Return the number of rows in a global batch of the input."""
-    rows = _field(input_of(config), "batch_size")
+    rows = _field(get_input_config(config), "batch_size")
     return rows if isinstance(rows, int) else None
 
 
 def num_shards(config: object) -> int | None:
     """Return the number of data shards of the input. Also None if each row is a shard."""
-    return _field(input_of(config), "num_shards")
+    return _field(get_input_config(config), "num_shards")
 
 
 def context_length(config: object) -> int | None:
     """Return the number of tokens that the model was trained for, from the experiment's text facts."""
-    length = _field(text_of(config), "context_length")
+    length = _field(get_text_facts(config), "context_length")
     return length if isinstance(length, int) else None
 
 
 def end_tokens(config: object) -> tuple[int, ...]:
     """Return the IDs of the tokens that end an output, from the experiment's text facts."""
-    return tuple(_field(text_of(config), "end_tokens") or ())
+    return tuple(_field(get_text_facts(config), "end_tokens") or ())
 
 
 def checkpoint_uri(config: object) -> str | None:
     """Return the location of the checkpoints, or None if it is the run directory."""
-    return _field(checkpointer_of(config), "uri")
+    return _field(get_checkpointer_config(config), "uri")
 
 
 def save_interval(config: object) -> int | None:
     """Return the number of steps between checkpoints."""
-    return _field(checkpointer_of(config), "every_steps")
+    return _field(get_checkpointer_config(config), "every_steps")
 
 
-def optimizer_of(config: object) -> Any:
+def get_optimizer_config(config: object) -> Any:
     """Return the config of the learner's optimizer."""
-    return _field(learner_of(config), "optimizer")
+    return _field(get_learner_config(config), "optimizer")
 
 
-def rules_of(config: object) -> tuple[Node[Any], ...] | None:
+def get_parameter_rules(config: object) -> tuple[Node[Any], ...] | None:
     """Return the learner's parameter rules, or None if the learner does not support them."""
-    rules = _field(learner_of(config), "rules")
+    rules = _field(get_learner_config(config), "rules")
     return rules if isinstance(rules, tuple) else None
 
 
 def accumulate_steps(config: object) -> int:
     """Return the number of microbatches per step."""
-    return _field(learner_of(config), "accumulate_steps") or 1
+    return _field(get_learner_config(config), "accumulate_steps") or 1
 
 
 def offloads_optimizer(config: object) -> bool:
     """Return True if the learner keeps the optimizer state in host memory."""
-    return bool(_field(learner_of(config), "offload"))
+    return bool(_field(get_learner_config(config), "offload"))
 
 
 def is_pipelined(config: object) -> bool:
     """Return True if the learner uses the gradients of a pipelined stack."""
-    return bool(_field(learner_of(config), "pipelined"))
+    return bool(_field(get_learner_config(config), "pipelined"))

@@ -53,7 +53,7 @@ class MeshRule:
         rules: Mesh axes for each logical axis. They override the default rules.
         features: Features to apply, in the syntax of the command line (`remat:save=[query,key]`).
         packages: Distribution that provides each feature, for the error message if it is not installed.
-        indivisible: Mesh shape to use if the config has none and the default shape does not divide its parameters. This also
+        fallback_shape: Mesh shape to use if the config has none and the default shape does not divide its parameters. This also
             applies to a detected machine if `detected` is False, because the run would fail otherwise.
         detected: If False, the rule only applies if the user names the target, not if the machine is detected.
     """
@@ -64,7 +64,7 @@ class MeshRule:
     rules: Mapping[str, tuple[str, ...]] = {}
     features: tuple[str, ...] = ()
     packages: Mapping[str, str] = {}
-    indivisible: Mapping[str, Size] = {}
+    fallback_shape: Mapping[str, Size] = {}
     detected: bool = True
 
     @property
@@ -80,8 +80,8 @@ class MeshRule:
 
 def sizes_on(machine: Machine, shape: Mapping[str, Size]) -> dict[str, int]:
     """Resolve a mesh shape for a machine."""
-    meant = {"host": machine.devices_per_host, "domain": machine.devices_per_domain, "domains": machine.domains}
-    return {axis: meant[size] if isinstance(size, str) else size for axis, size in shape.items()}
+    sizes = {"host": machine.devices_per_host, "domain": machine.devices_per_domain, "domains": machine.domains}
+    return {axis: sizes[size] if isinstance(size, str) else size for axis, size in shape.items()}
 
 
 @node

@@ -67,7 +67,7 @@ class Target:
     source: str = ""
     summary: str = ""
 
-    def machine_of(self, devices: int, domains: int = 1) -> Machine | None:
+    def make_machine(self, devices: int, domains: int = 1) -> Machine | None:
         """Return the machine with a number of JAX devices in equal domains, or None if this target has no such size."""
         chips, rest = divmod(devices, self.devices_per_chip)
         if rest or not chips or chips % domains:
@@ -146,7 +146,7 @@ class Machine:
 
 
 @attrs.frozen(kw_only=True)
-class Detected:
+class DetectedMachine:
     """The machine of a job, detected from JAX's devices.
 
     Attributes:

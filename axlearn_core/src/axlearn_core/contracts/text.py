@@ -75,6 +75,6 @@ class HasDigest(Protocol):
     digest: str
 
 
-def digest_of(tokenizer: Tokenizer) -> str:
+def get_digest(tokenizer: Tokenizer) -> str:
     """Return the digest of a tokenizer, or the name of its class if it has none."""
     return tokenizer.digest if isinstance(tokenizer, HasDigest) else type(tokenizer).__name__

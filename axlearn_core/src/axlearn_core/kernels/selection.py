@@ -225,27 +225,27 @@ def _import(implementation: KernelImplementation, op: str) -> Any:
         raise PluginError(f"the {op} kernel {implementation.name!r} cannot be loaded: {error}") from error
 
 
-_in_force: contextvars.ContextVar[Selection | None] = contextvars.ContextVar("axlearn_kernels", default=None)
+_active: contextvars.ContextVar[Selection | None] = contextvars.ContextVar("axlearn_kernels", default=None)
 
 
 @contextlib.contextmanager
 def use(selection: Selection) -> Iterator[Selection]:
     """Activate a selection during a trace."""
-    token = _in_force.set(selection)
+    token = _active.set(selection)
     try:
         yield selection
     finally:
-        _in_force.reset(token)
+        _active.reset(token)
 
 
-def in_force() -> Selection | None:
+def get_active_selection() -> Selection | None:
     """Return the active selection, or None. Kernels use it to look up the target."""
-    return _in_force.get()
+    return _active.get()
 
 
 def choose(op: Call[R], name: str | None = None) -> Kernel[Call[R], R]:
     """Return the kernel for a call from the active selection. Without a selection, use `name` or the reference."""
-    selection = _in_force.get()
+    selection = _active.get()
     if selection is None:
         selection, name = Selection(gradients=False), name or REFERENCE
     return selection.choose(op, name)

@@ -3,11 +3,11 @@
 from axlearn_core.learn.accumulate import value_and_grad, without_state
 from axlearn_core.learn.learner import Learner, LearnerState, ParameterRule, global_norm
 from axlearn_core.learn.optimizers import AdamW, Optimizer
-from axlearn_core.learn.paths import flatten, path_of, select, unflatten
+from axlearn_core.learn.paths import flatten, format_key_path, select, unflatten
 from axlearn_core.learn.schedules import Constant, Cosine, Linear, Schedule, WarmupStableDecay
 
 __all__ = [
     "AdamW", "Constant", "Cosine", "Learner", "LearnerState", "Linear", "Optimizer", "ParameterRule",
-    "Schedule", "WarmupStableDecay", "flatten", "global_norm", "path_of", "select", "unflatten",
+    "Schedule", "WarmupStableDecay", "flatten", "format_key_path", "global_norm", "select", "unflatten",
     "value_and_grad", "without_state",
 ]  # fmt: skip

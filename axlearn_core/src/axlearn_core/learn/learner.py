@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import optax
 
 from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
-from axlearn_core.contracts.capabilities import learning_rate_of
+from axlearn_core.contracts.capabilities import get_learning_rate
 from axlearn_core.contracts.parts import Loss
 from axlearn_core.errors import ConfigError, Problem
-from axlearn_core.kernels.selection import in_force
+from axlearn_core.kernels.selection import get_active_selection
 from axlearn_core.learn.accumulate import value_and_grad
-from axlearn_core.learn.optimizers import AdamW, Axes, EvaluatesWith, Optimizer, rate_of
-from axlearn_core.learn.paths import fitting, flatten, select, unflatten
+from axlearn_core.learn.optimizers import AdamW, Axes, EvaluatesWith, Optimizer, convert_learning_rate
+from axlearn_core.learn.paths import flatten, match_paths, select, unflatten
 
 
 @node
@@ -102,8 +102,8 @@ class Learner(Configurable):
     def __init__(self, cfg: Config, *, max_steps: int, axes: Axes | None = None):
         """Create a learner for `max_steps` updates. `axes` maps parameter paths to logical axis names."""
         self.cfg, self.max_steps, self._axes = cfg, max_steps, axes or {}
-        rate = learning_rate_of(cfg.optimizer)  # only for logging
-        self._rate = None if rate is None or callable(rate) else rate_of(rate, max_steps)
+        rate = get_learning_rate(cfg.optimizer)  # only for logging
+        self._rate = None if rate is None or callable(rate) else convert_learning_rate(rate, max_steps)
 
     def init(self, params: object) -> LearnerState:
         """Return the initial state for a pytree of parameters.
@@ -187,7 +187,7 @@ class Learner(Configurable):
     def frozen_variables(self, paths: Iterable[str]) -> list[str]:
         """Return the variables that a rule freezes; see `axlearn_core.contracts.capabilities.FreezesVariables`."""
         paths = list(paths)
-        frozen = {p for rule in self.cfg.rules if rule.freeze for p in fitting(rule.pattern, paths)}
+        frozen = {p for rule in self.cfg.rules if rule.freeze for p in match_paths(rule.pattern, paths)}
         return [path for path in paths if path in frozen]
 
     def evaluation_params(self, state: LearnerState, params: object) -> Any:
@@ -209,7 +209,7 @@ class Learner(Configurable):
             evaluated |= {p: averaged[p].astype(flat[p].dtype) for p in paths}
         return unflatten(params, evaluated)
 
-    def _evaluation_optimizers(self, plan: "_Plan") -> Iterator[tuple[EvaluatesWith, str, list[str]]]:
+    def _evaluation_optimizers(self, plan: "_UpdatePlan") -> Iterator[tuple[EvaluatesWith, str, list[str]]]:
         """Yield each optimizer that provides evaluation parameters, with its label and its parameters."""
         for label in ("", *sorted(set(plan.labels.values()))):
             optimizer = self.cfg.rules[int(label)].optimizer if label else self.cfg.optimizer
@@ -217,7 +217,7 @@ class Learner(Configurable):
             if isinstance(optimizer, EvaluatesWith) and paths:
                 yield optimizer, label, paths
 
-    def _check_evaluation(self, plan: "_Plan") -> None:
+    def _check_evaluation(self, plan: "_UpdatePlan") -> None:
         for optimizer, label, paths in self._evaluation_optimizers(plan):
             path = f"learner.rules.{label}.optimizer" if label else "learner.optimizer"
             kind = type(optimizer).__qualname__
@@ -246,7 +246,7 @@ class Learner(Configurable):
             return average
         return {p: decay * a + (1 - decay) * new[p].astype(a.dtype) for p, a in average.items()}
 
-    def _plan(self, params: object) -> "_Plan":
+    def _plan(self, params: object) -> "_UpdatePlan":
         """Apply the rules to the parameter paths. Each trace builds a new plan."""
         flat = flatten(params)
         scales: dict[str, float] = {}
@@ -265,7 +265,7 @@ class Learner(Configurable):
             raise ConfigError(
                 Problem(path="learner.rules", message="every parameter is frozen, so there is nothing to train")
             )
-        plan = _Plan(names, [p for p in names if p in exempt], {p: s for p, s in scales.items() if s != 1.0})
+        plan = _UpdatePlan(names, [p for p in names if p in exempt], {p: s for p, s in scales.items() if s != 1.0})
         mask = {"mask": plan.mask, "weight_decay_mask": plan.mask} if plan.exempt else {}
         plan.labels = {p: i for p, i in labels.items() if p not in frozen}
 
@@ -296,7 +296,7 @@ def _no_optimizer(path: str, value: object) -> Problem:
     )
 
 
-class _Plan:
+class _UpdatePlan:
     optimizer: Any
 
     def __init__(self, names: list[str], exempt: list[str], scales: dict[str, float]):
@@ -324,7 +324,7 @@ def _step_if(finite: jax.Array, step: Callable[..., Any], before: tuple[Any, ...
     On CPUs a conditional updates in place, but a select keeps copies of the old state. On GPUs a conditional copies the
     entire state, but a select is fused into the update. On TPUs both cost the same.
     """
-    selection = in_force()
+    selection = get_active_selection()
     platform = jax.default_backend() if selection is None else selection.platform
     if platform in ("gpu", "tpu"):
         return jax.tree.map(lambda new, old: jax.lax.select(finite, new, old), step(*before, grads), before)

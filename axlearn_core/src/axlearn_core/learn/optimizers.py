@@ -41,7 +41,7 @@ class EvaluatesWith(Protocol):
         ...
 
 
-def rate_of(learning_rate: LearningRate, max_steps: int) -> Any:
+def convert_learning_rate(learning_rate: LearningRate, max_steps: int) -> Any:
     """Convert a learning rate for optax: a number, or a function of the index of the update."""
     return learning_rate.build(max_steps=max_steps) if isinstance(learning_rate, Node) else learning_rate
 
@@ -60,7 +60,7 @@ class AdamW(Node[Optimizer]):
     def build(self, *, max_steps: int, mask: Any = None, **_: object) -> Optimizer:
         """Return the transformation for a run of `max_steps` updates."""
         return optax.adamw(
-            rate_of(self.learning_rate, max_steps),
+            convert_learning_rate(self.learning_rate, max_steps),
             b1=self.b1,
             b2=self.b2,
             eps=self.eps,

@@ -13,7 +13,7 @@ from axlearn_core.config import matches
 from axlearn_core.errors import RequestError, nearest
 
 
-def path_of(keys: Iterable[Any]) -> str:
+def format_key_path(keys: Iterable[Any]) -> str:
     """Convert a key path of JAX to a dotted path."""
     return ".".join(str(_name(k)) for k in keys)
 
@@ -32,14 +32,14 @@ def _is_variable(value: object) -> bool:
 def flatten(tree: object) -> dict[str, Any]:
     """Return the leaves of a tree by dotted path, in order. Replace variables with their arrays."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable)
-    return {path_of(k): v.get_value() if _is_variable(v) else v for k, v in leaves}
+    return {format_key_path(k): v.get_value() if _is_variable(v) else v for k, v in leaves}
 
 
 def unflatten(like: object, leaves: Mapping[str, Any]) -> Any:
     """Replace leaves of the tree `like` by dotted path. Keep the leaves that are not in `leaves`."""
 
     def pick(keys: Any, old: Any) -> Any:
-        path = path_of(keys)
+        path = format_key_path(keys)
         if path not in leaves:
             return old
         return old.replace(leaves[path]) if _is_variable(old) else leaves[path]
@@ -47,7 +47,7 @@ def unflatten(like: object, leaves: Mapping[str, Any]) -> Any:
     return jax.tree_util.tree_map_with_path(pick, like, is_leaf=_is_variable)
 
 
-def fitting(pattern: str, paths: Iterable[str]) -> list[str]:
+def match_paths(pattern: str, paths: Iterable[str]) -> list[str]:
     """Return the paths that match a pattern of `*` and `**`. A leading `!` inverts the match."""
     negated, plain = pattern.startswith("!"), pattern.removeprefix("!")
     return [path for path in paths if matches(plain, path) != negated]
@@ -61,13 +61,13 @@ def select(pattern: str, paths: Iterable[str], *, setting: str) -> list[str]:
     """
     paths = list(paths)
     negated, plain = pattern.startswith("!"), pattern.removeprefix("!")
-    matching_paths = fitting(pattern, paths)
+    matching_paths = match_paths(pattern, paths)
     if not matching_paths:
         plain = plain.replace("**.", "").replace(".**", "")
-        by_tail = {
+        paths_by_tail = {
             p.split(".", p.count(".") - plain.count("."))[-1]: p for p in paths if p.count(".") >= plain.count(".")
         }
-        close = [by_tail[n] for n in nearest(plain, by_tail)] or list(nearest(plain, paths))
+        close = [paths_by_tail[n] for n in nearest(plain, paths_by_tail)] or list(nearest(plain, paths))
         raise RequestError(
             f"{setting}: the pattern {pattern!r} {'leaves' if negated else 'matches'} no parameter\n"
             f"    nearest: {', '.join(close or paths[:5])}\n"

@@ -30,7 +30,7 @@ class UnfitPart(ConfigError):
         self.node = node
 
 
-def library_of(value: object) -> tuple[str, str] | None:
+def find_library(value: object) -> tuple[str, str] | None:
     """Return the library of a module and the component that wraps it, or None for other values."""
     for cls in type(value).__mro__:
         for module, library in LIBRARIES.items():
@@ -46,25 +46,25 @@ def check_part(part: object, node: Node[Any]) -> Any:
         UnfitPart: If it is or contains a Linen or Equinox module, or if it has arrays outside variables or random keys
             outside streams.
     """
-    library = library_of(part)
+    library = find_library(part)
     problems = [_foreign("", part, *library)] if library else [*_problems(part)] if isinstance(part, nnx.Module) else []
     if problems:
         raise UnfitPart(problems, node)
     return part
 
 
-def at_path(error: UnfitPart, config: Node[Any]) -> ConfigError:
+def add_config_path(error: UnfitPart, config: Node[Any]) -> ConfigError:
     """Return the error with paths from the root of the model config."""
     path = _model_path(config, lambda value: value is error.node)
     return ConfigError(attrs.evolve(p, path=f"{path} ({p.path})" if p.path else path) for p in error.problems)
 
 
-def _model_path(config: Node[Any], is_it: Callable[[Any], bool]) -> str:
-    path = next((path for path, value in walk(config) if is_it(value)), "")
+def _model_path(config: Node[Any], predicate: Callable[[Any], bool]) -> str:
+    path = next((path for path, value in walk(config) if predicate(value)), "")
     return f"model.{path}" if path else "model"
 
 
-def refused_by_flax(error: ValueError, config: Node[Any]) -> ConfigError | None:
+def convert_flax_error(error: ValueError, config: Node[Any]) -> ConfigError | None:
     """Convert flax's error about arrays in a plain attribute to a config error. Return None for other errors."""
     match = re.search(r"on value of type '<class '([^']+)'>' assigned to static attribute '(\w+)' of Pytree type "
                      r"'<class '([^']+)'>'", str(error))  # fmt: skip
@@ -112,7 +112,7 @@ def check_seeds(model: object, draws: bool) -> None:
         raise problem
 
 
-def unseeded(error: ValueError, model: object) -> ConfigError | None:
+def convert_seed_error(error: ValueError, model: object) -> ConfigError | None:
     """Convert flax's error about dropout without `rngs` to a config error. Return None for other errors."""
     return _check_random_keys(model) if "no `rngs` argument" in str(error) else None
 
@@ -148,7 +148,7 @@ def _problems(module: nnx.Module) -> Iterator[Problem]:
             leaves = jax.tree.leaves(value) if isinstance(value, ARRAYS | list | tuple | dict) else ()
             if traced := [x for x in leaves if isinstance(x, ARRAYS)]:
                 arrays[*path, name] = _describe(traced[0])
-            elif not name.startswith("to_nnx__") and (library := library_of(value)):
+            elif not name.startswith("to_nnx__") and (library := find_library(value)):
                 yield _foreign(_join_path((*path, name)), value, *library)
     for key, description in arrays.items():
         yield _array(_join_path(key[:-1]), str(key[-1]), *description)

@@ -15,17 +15,17 @@ from jax import lax
 
 from axlearn_core.nn.layer import Context
 
-_in_force: contextvars.ContextVar[Context | None] = contextvars.ContextVar("axlearn_rows", default=None)
+_active: contextvars.ContextVar[Context | None] = contextvars.ContextVar("axlearn_rows", default=None)
 
 
 @contextlib.contextmanager
 def use_context(context: Context | None) -> Iterator[None]:
     """Make the context of the rows available to the layers that run inside this context manager."""
-    token = _in_force.set(context)
+    token = _active.set(context)
     try:
         yield
     finally:
-        _in_force.reset(token)
+        _active.reset(token)
 
 
 def tokens(rows: int, length: int) -> jax.Array | None:
@@ -34,7 +34,7 @@ def tokens(rows: int, length: int) -> jax.Array | None:
     All positions also count in a layer whose positions differ from those of the batch, such as a pooled sequence. Such a
     layer can activate its own context.
     """
-    context = _in_force.get()
+    context = _active.get()
     real = None if context is None else context.tokens()
     if real is None or real.shape[0] != rows or real.shape[1] not in (1, length):
         return None
@@ -43,12 +43,12 @@ def tokens(rows: int, length: int) -> jax.Array | None:
 
 def rows(count: int) -> jax.Array | None:
     """Return a mask [B] that is True for rows with a token, or None if all rows count."""
-    context = _in_force.get()
+    context = _active.get()
     real = None if context is None else context.tokens()
     return None if real is None or real.shape[0] != count else jnp.any(real, axis=1)
 
 
-def up_to_the_last_target(weights: jax.Array) -> jax.Array:
+def make_token_mask(weights: jax.Array) -> jax.Array:
     """Return a token mask [B, S] for rows without segment ids, given the weights [B, S] of their targets.
 
     Prompts also have weight 0, but later tokens have positive weights. Padding has weight 0 up to the end of the row.

@@ -42,27 +42,27 @@ class Placement:
         return PartitionSpec(*parts)
 
 
-_in_force: contextvars.ContextVar[Placement | None] = contextvars.ContextVar("axlearn_logical_rules", default=None)
+_active: contextvars.ContextVar[Placement | None] = contextvars.ContextVar("axlearn_logical_rules", default=None)
 
 
 @contextlib.contextmanager
 def logical_rules(mesh: jax.sharding.Mesh, rules: Rules) -> Iterator[None]:
     """Use a mesh and rules (logical axis -> mesh axes) for `constrain` inside this context."""
-    token = _in_force.set(Placement(mesh, rules) if mesh.size > 1 else None)
+    token = _active.set(Placement(mesh, rules) if mesh.size > 1 else None)
     try:
         yield
     finally:
-        _in_force.reset(token)
+        _active.reset(token)
 
 
 def placement() -> Placement | None:
     """Return the active mesh and rules, or None on one device."""
-    return _in_force.get()
+    return _active.get()
 
 
 def is_sharded() -> bool:
     """Return True if the model is traced for more than one device."""
-    return _in_force.get() is not None
+    return _active.get() is not None
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
@@ -70,7 +70,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
     This is a hint to the compiler. Unlike parameters, a dimension is left unsharded if its mesh axes do not divide it.
     """
-    placement = _in_force.get()
+    placement = _active.get()
     if placement is None:
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(placement.mesh, placement.spec(x.shape, axes)))

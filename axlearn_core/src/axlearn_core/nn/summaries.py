@@ -34,6 +34,7 @@ __all__ = [
     "add_reports",
     "add_summary",
     "collect",
+    "get_scalars",
     "held_out",
     "is_held_out",
     "is_summary",
@@ -43,7 +44,6 @@ __all__ = [
     "mean_over_tokens",
     "sum_reports",
     "total",
-    "values_of",
 ]  # fmt: skip
 
 Values = dict[str, jax.Array]
@@ -66,19 +66,19 @@ class Collector:
     measures: bool = False
 
 
-_in_force: contextvars.ContextVar[Collector | None] = contextvars.ContextVar("axlearn_collector", default=None)
+_active: contextvars.ContextVar[Collector | None] = contextvars.ContextVar("axlearn_collector", default=None)
 _held_out: contextvars.ContextVar[bool] = contextvars.ContextVar("axlearn_held_out", default=False)
 
 
 @contextlib.contextmanager
 def held_out() -> Iterator[None]:
     """Evaluate on held-out data inside this context, without auxiliary loss terms."""
-    tokens = _held_out.set(True), _in_force.set(None)
+    tokens = _held_out.set(True), _active.set(None)
     try:
         yield
     finally:
         _held_out.reset(tokens[0])
-        _in_force.reset(tokens[1])
+        _active.reset(tokens[1])
 
 
 def is_held_out() -> bool:
@@ -89,17 +89,17 @@ def is_held_out() -> bool:
 @contextlib.contextmanager
 def collect() -> Iterator[Collector]:
     """Activate a new collector."""
-    collector = Collector(measures=is_held_out() and _in_force.get() is None)
-    token = _in_force.set(collector)
+    collector = Collector(measures=is_held_out() and _active.get() is None)
+    token = _active.set(collector)
     try:
         yield collector
     finally:
-        _in_force.reset(token)
+        _active.reset(token)
 
 
 def add_loss(name: str, value: jax.Array) -> None:
     """Add a scalar to the training loss. Values with the same name are summed. No-op without an active collector."""
-    collector = _in_force.get()
+    collector = _active.get()
     if collector is not None:
         value = _scalar(name, value)
         report: Report = collector.summaries if collector.measures else collector.losses
@@ -112,7 +112,7 @@ def add_summary(name: str, value: jax.Array | Summary) -> None:
     Raises:
         RequestError: If the name is already used, or if the value is not a scalar.
     """
-    collector = _in_force.get()
+    collector = _active.get()
     if collector is not None:
         if name in collector.summaries:
             raise RequestError(f"two layers add the summary {name!r}; give each a different name")
@@ -129,7 +129,7 @@ def add_layers(reports: Sequence[tuple[Values, Report]]) -> None:
             add(name, joined.reduced() if is_summary(joined) else combine(joined))
 
 
-def values_of(report: Mapping[str, Any]) -> Values:
+def get_scalars(report: Mapping[str, Any]) -> Values:
     """Return the scalars to log by name."""
     return {name: x.value if is_summary(x) else x for name, x in report.items()}
 

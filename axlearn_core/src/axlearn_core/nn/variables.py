@@ -33,7 +33,7 @@ def is_variable(value: object) -> bool:
     return isinstance(value, nnx.Variable) and not isinstance(value, (nnx.Param, nnx.RngState, nnx.Intermediate))
 
 
-def values_of(state: Any) -> Values:
+def get_values(state: Any) -> Values:
     """Return the arrays of the variables in an `nnx.State` by dotted path."""
     return {_path(k): v.get_value() for k, v in nnx.to_flat_state(state) if is_variable(v)}
 
@@ -42,7 +42,7 @@ def written(module: object, before: Values) -> Values:
     """Return the variables that changed from the values `before` within the same trace."""
     if not before:
         return {}
-    now = values_of(nnx.state(module))
+    now = get_values(nnx.state(module))
     return {path: value for path, value in now.items() if path in before and value is not before[path]}
 
 
@@ -55,7 +55,7 @@ def write(module: object, values: Mapping[str, jax.Array]) -> None:
         nnx.update(module, nnx.from_flat_state(state))
 
 
-def replaced(state: Any, values: Mapping[str, jax.Array]) -> Any:
+def replace_values(state: Any, values: Mapping[str, jax.Array]) -> Any:
     """Replace the values of some variables in an `nnx.State`."""
     if not values:
         return state

@@ -33,7 +33,7 @@ def axlearn_mesh_rules() -> list[MeshRule]:
             target="cpu*",
             features=("scan:on=false",),
             packages=packages,
-            indivisible={"data": -1},
+            fallback_shape={"data": -1},
             detected=False,
         )
     ]

@@ -25,7 +25,7 @@ STAGES: tuple[Stage, ...] = ("replace", "wrap", "tune", "execute")
 Tree = TypeVar("Tree", bound=Node[Any])
 
 
-def nothing_to_set(feature: str, expected: str) -> Problem:
+def no_match_problem(feature: str, expected: str) -> Problem:
     """Return the problem to report if a feature finds no node to change.
 
     The functions of `axlearn_core.config.tree` that edit trees take it as an argument.

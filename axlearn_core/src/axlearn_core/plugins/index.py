@@ -91,7 +91,7 @@ def _is_index(content: Any) -> bool:
     )
 
 
-def packages_of(group: str) -> dict[str, str]:
+def read_packages(group: str) -> dict[str, str]:
     """Return the distributions by name from all indexes. The first index takes precedence."""
     names: dict[str, str] = {}
     for index in reversed(indexes()):
@@ -104,12 +104,12 @@ def has_index() -> bool:
     return any(index.problem is None for index in indexes())
 
 
-def package_of(group: str, name: str) -> str | None:
+def find_package(group: str, name: str) -> str | None:
     """Return the distribution that provides a name, or None if no index lists it.
 
     Targets may include a size. For example, `tpu-v5p-512` is provided by the distribution that provides `tpu-v5p`.
     """
-    names = packages_of(group)
+    names = read_packages(group)
     if name in names or group != "targets":
         return names.get(name)
     fits = [target for target in names if name.startswith(f"{target}-")]
@@ -120,7 +120,7 @@ def not_installed_error(group: str, name: str) -> "RequestError | None":
     """Return the error for a name whose package is not installed, or None if no index lists the name."""
     from axlearn_core.errors import RequestError  # `axlearn --help` reads the index and must not import attrs
 
-    package = package_of(group, name)
+    package = find_package(group, name)
     if package is None:
         return None
     kind = group.removesuffix("s")

@@ -9,7 +9,7 @@ from axlearn_core.contracts.target import Target
 from axlearn_core.errors import PluginError, nearest
 from axlearn_core.plugins import hookspecs
 from axlearn_core.plugins.registry import BLOCK, Entry, Registry, registry
-from axlearn_core.plugins.removed import HOOKS
+from axlearn_core.plugins.removed_names import HOOKS
 
 
 class Host:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from axlearn_core.config import Names, fields_of
+from axlearn_core.config import Names, get_fields
 from axlearn_core.errors import PluginError
 from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.registry import Registry
@@ -50,7 +50,7 @@ def _load_functions(field: str, names: Names | None = None) -> Iterator[Any]:
     plugins = host(names if isinstance(names, Registry) else None)
     for title, migrations in plugins.call("axlearn_migrations"):
         for migration in migrations:
-            if location := fields_of(migration)[field]:
+            if location := get_fields(migration)[field]:
                 try:
                     function = load(location)
                 except (ImportError, AttributeError) as error:

@@ -21,7 +21,7 @@ import importlib_metadata
 
 from axlearn_core.errors import AxlearnError, PluginError, RequestError
 from axlearn_core.plugins.index import entry_points, unknown_name_error
-from axlearn_core.plugins.removed import find_replacement
+from axlearn_core.plugins.removed_names import find_replacement
 
 if TYPE_CHECKING:
     from axlearn_core.config import Node
@@ -263,7 +263,7 @@ class Registry:
 
     def component(self, name: str) -> "type[Node[Any]]":
         """Return the config class of a component: the `Config` of a class, a node class, or the result of `configure`."""
-        from axlearn_core.config.configured import configured_class
+        from axlearn_core.config.callable_node import configured_class
         from axlearn_core.config.tree import config_class
 
         entry = self.entry("components", name)
@@ -277,7 +277,7 @@ class Registry:
         self._names.setdefault(cls, entry.name)
         return cls
 
-    def name_of(self, cls: type) -> str:
+    def get_name(self, cls: type) -> str:
         """Return the registered name of a config class. Raise `RequestError` if it is not registered."""
         if cls not in self._names:
             self._names[cls] = self._find_name(cls)
@@ -289,7 +289,7 @@ class Registry:
     def display_name(self, cls: type) -> str:
         """Return the registered name of a config class, or `module:Class` if it is not registered."""
         try:
-            return self.name_of(cls)
+            return self.get_name(cls)
         except RequestError:
             from axlearn_core.config.flat import qualified_name
 

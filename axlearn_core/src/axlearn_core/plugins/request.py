@@ -95,7 +95,7 @@ class Request:
     layout: str | Path | None = None
 
     @classmethod
-    def of(
+    def from_arguments(
         cls,
         experiment: str | Path | Node[Any],
         *,
@@ -135,7 +135,7 @@ class Request:
         names = {use.name for use in self.features}
         return attrs.evolve(self, target=None, without=tuple(n for n in self.without if n in names))
 
-    def settings_of(self, path: str, existing: Collection[str]) -> Iterator[tuple[Setting, ...]]:
+    def select_settings(self, path: str, existing: Collection[str]) -> Iterator[tuple[Setting, ...]]:
         """Yield the settings of a path and of the paths below it. Later settings take precedence.
 
         Args:
@@ -237,7 +237,7 @@ def read(path: str | Path, names: Names) -> Request:
     request = read_text(text, str(path), names, title=file.stem)
     if not isinstance(request.experiment, Node):
         return request
-    run = LocalRun.of_config(file)
+    run = LocalRun.from_config_file(file)
     config, _ = attach(request.experiment, run, earlier=run.has_lock)  # settings may replace lost assets
     return attrs.evolve(request, experiment=config)
 

@@ -20,10 +20,10 @@ from axlearn_core.config import ABSENT, Change, Decoder, Node, check, diff, flat
 from axlearn_core.config.kinds import change_kinds
 from axlearn_core.config.tree import matches
 from axlearn_core.config.types import show
-from axlearn_core.contracts.experiment import mesh_of, model_of
+from axlearn_core.contracts.experiment import get_mesh, get_model_config
 from axlearn_core.contracts.mesh import MeshRule, TargetRule
 from axlearn_core.contracts.request_layout import RequestLayout
-from axlearn_core.contracts.target import Detected, Machine
+from axlearn_core.contracts.target import DetectedMachine, Machine
 from axlearn_core.errors import AxlearnError, ConfigError, PluginError, Problem, RequestError
 from axlearn_core.plugins.decisions import Decision, show_changes
 from axlearn_core.plugins.feature import Feature
@@ -36,7 +36,7 @@ from axlearn_core.plugins.targets import find_config_rule, find_machine, find_ru
 NO_TARGET = "none"
 """Target of a request to apply no mesh rule."""
 
-Detect = Callable[[Node[Any]], Detected]
+Detect = Callable[[Node[Any]], DetectedMachine]
 """Function that detects the machine, given the config resolved without a mesh rule."""
 
 
@@ -45,12 +45,12 @@ class Step:
     """A change of one value.
 
     Attributes:
-        set_by: Source of the change.
+        source: Source of the change.
         old: Previous value, or `ABSENT`.
         new: New value, or `ABSENT`.
     """
 
-    set_by: str
+    source: str
     old: Any
     new: Any
 
@@ -60,7 +60,7 @@ class Resolved:
     """A config with the source of each of its values.
 
     Attributes:
-        config: Config tree. `REQUIRED` fields may still be unset (see `checked`).
+        config: Config tree. `REQUIRED` fields may still be unset (see `check`).
         provenance: Steps of each path, first to last. Paths are as in `flatten`, and include removed paths.
         title: Name of the experiment or file.
         features: Applied features with their options, in order of application.
@@ -83,7 +83,7 @@ class Resolved:
     detected: bool = False
     names: Registry = attrs.field(repr=False)
 
-    def checked(self) -> "Resolved":
+    def check(self) -> "Resolved":
         """Check the config and return `self`. Raise `ConfigError` if values are missing or inconsistent."""
         try:
             check(self.config)
@@ -96,7 +96,7 @@ class Resolved:
     def setter(self, path: str) -> str | None:
         """Return the source of the last change of a path, or None if the path has the value of the experiment."""
         steps = self.provenance.get(path)
-        return f"set by {steps[-1].set_by}" if steps and len(steps) > 1 else None
+        return f"set by {steps[-1].source}" if steps and len(steps) > 1 else None
 
     def explain(self, path: str) -> dict[str, tuple[Step, ...]]:
         """Return the steps of a path. For a node, include all paths below it.
@@ -129,11 +129,11 @@ def resolve(
     """Resolve a request to a config.
 
     Args:
-        request: A `Request`, or an experiment with `options` for `Request.of`:
+        request: A `Request`, or an experiment with `options` for `Request.from_arguments`:
             `resolve("quickstart", with_=["rope:theta=500000"], set={"max_steps": 20})`.
         names: Registry of the installed plugins (default: `registry()`).
         detect: Detects the machine if the request has no target. Its argument is the config without a mesh rule.
-        options: Arguments of `Request.of`, if `request` is an experiment.
+        options: Arguments of `Request.from_arguments`, if `request` is an experiment.
 
     Raises:
         RequestError: If a name is unknown, a path does not match, a value is invalid, features conflict, or a feature of the
@@ -141,34 +141,34 @@ def resolve(
     """
     names = names or registry()
     if not isinstance(request, Request):
-        request = Request.of(request, **options)
+        request = Request.from_arguments(request, **options)
     elif options:
         raise TypeError(f"a Request accepts no further options: {', '.join(options)}")
     request = merge_file(request, names)
-    start = _Start.from_request(request, names)
+    base = _BaseConfig.from_request(request, names)
     if request.layout is None:
-        return _resolve_from(start, request, names, detect)
+        return _resolve_from(base, request, names, detect)
     layout: RequestLayout = names.entry("functions", "read_layout").load()(request.layout)
     with_layout = layout.apply(request)
-    resolved = _resolve_from(start, with_layout, names)
+    resolved = _resolve_from(base, with_layout, names)
     without_layout = attrs.evolve(request, layout=None, target=with_layout.target)
-    layout.check(_resolve_from(start, without_layout, names).config, resolved.config)
+    layout.check(_resolve_from(base, without_layout, names).config, resolved.config)
     return resolved
 
 
-def _resolve_from(start: "_Start", request: Request, names: Registry, detect: Detect | None = None) -> Resolved:
-    return _Resolution(start, request, names, _RuleChooser(start, request, names, detect).choose()).run()
+def _resolve_from(base: "_BaseConfig", request: Request, names: Registry, detect: Detect | None = None) -> Resolved:
+    return _Resolution(base, request, names, _RuleChooser(base, request, names, detect).choose()).run()
 
 
 @attrs.frozen
-class _Start:
+class _BaseConfig:
     """The experiment of a request with the source of its values. Every pass over the request starts from it."""
 
     tree: Node[Any]
     provenance: Mapping[str, tuple[Step, ...]]
 
     @classmethod
-    def from_request(cls, request: Request, names: Registry) -> "_Start":
+    def from_request(cls, request: Request, names: Registry) -> "_BaseConfig":
         if isinstance(request.experiment, Node):
             tree, document = request.experiment, request.document
             lines, setter = (document.lines, "the default") if document else ({}, "given")
@@ -191,7 +191,7 @@ class _RuleChoice:
         machine: The machine. None if no mesh rule is applied, or if no installed package supports the machine.
         rule_title: Title of the rule with its source, for messages.
         rule: The mesh rule to apply, or None.
-        indivisible: Title, rule, and machine, if the rule has a mesh shape for parameters that cannot be sharded. It is set
+        fallback_rule: Title, rule, and machine, if the rule has a mesh shape for parameters that cannot be sharded. It is set
             even if the rule is not applied.
         decisions: Decisions that led to the choice.
         detected: True if the machine is detected rather than requested.
@@ -200,7 +200,7 @@ class _RuleChoice:
     machine: Machine | None = None
     rule_title: str | None = None
     rule: MeshRule | None = None
-    indivisible: tuple[str, MeshRule, Machine] | None = None
+    fallback_rule: tuple[str, MeshRule, Machine] | None = None
     decisions: tuple[Decision, ...] = ()
     detected: bool = False
 
@@ -208,10 +208,10 @@ class _RuleChoice:
 class _RuleChooser:
     """Choose the machine and the mesh rule of a request."""
 
-    def __init__(self, start: _Start, request: Request, names: Registry, detect: Detect | None):
-        self.start, self.request, self.names, self.detect = start, request, names, detect
+    def __init__(self, base: _BaseConfig, request: Request, names: Registry, detect: Detect | None):
+        self.base, self.request, self.names, self.detect = base, request, names, detect
         self.decisions: list[Decision] = []
-        self.indivisible: tuple[str, MeshRule, Machine] | None = None
+        self.fallback_rule: tuple[str, MeshRule, Machine] | None = None
 
     def choose(self) -> _RuleChoice:
         """Return the machine, its mesh rule, and the decisions."""
@@ -220,7 +220,7 @@ class _RuleChooser:
             machine=machine,
             rule_title=rule_title,
             rule=rule,
-            indivisible=self.indivisible,
+            fallback_rule=self.fallback_rule,
             decisions=tuple(self.decisions),
             detected=self.request.target is None and self.detect is not None,
         )
@@ -228,7 +228,7 @@ class _RuleChooser:
     @functools.cached_property
     def resolved_without_rule(self) -> Resolved:
         """The request, resolved without a mesh rule."""
-        return _resolve_from(self.start, self.request.remove_rule(), self.names)
+        return _resolve_from(self.base, self.request.remove_rule(), self.names)
 
     def _find_machine_and_rule(self) -> tuple[Machine | None, str | None, MeshRule | None]:
         target = self.request.target
@@ -242,7 +242,7 @@ class _RuleChooser:
         else:
             assert self.detect is not None
             # Report an invalid config before JAX starts and waits for other processes.
-            detected = self.detect(self.resolved_without_rule.checked().config)
+            detected = self.detect(self.resolved_without_rule.check().config)
             machine = detected.machine
             if machine is None:
                 self._add_decision("machine", detected.description, "no installed package supports it: no mesh rule")
@@ -253,8 +253,8 @@ class _RuleChooser:
         if rejected:
             self._add_decision("left out", *rejected)
         rule_title, rule = find_rule(machine, {} if rejected else config_rules, self._count_parameters) or (None, None)
-        if rule is not None and rule.indivisible:
-            self.indivisible = str(rule_title), rule, machine
+        if rule is not None and rule.fallback_shape:
+            self.fallback_rule = str(rule_title), rule, machine
         if rule is not None and self.request.target is None and (rule.detected is False or self.request.document):
             prefix = "the request is a complete config; " if self.request.document else ""
             name = rejected[0] if rejected else str(rule_title).removeprefix("mesh rule ")
@@ -274,11 +274,11 @@ class _RuleChooser:
         config_rule = find_config_rule(machine, config_rules)
         if config_rule is None:
             return None
-        mesh, (title, rule) = mesh_of(self.start.tree), config_rule
+        mesh, (title, rule) = get_mesh(self.base.tree), config_rule
         if mesh is not None and mesh.shape and (rule.shape or rule.rules):
             return title, f"the config has the mesh {dict(mesh.shape)}; --target {machine.name} applies the rule"
         before = self.resolved_without_rule.config
-        after = _resolve_from(self.start, attrs.evolve(self.request, target=machine.name), self.names).config
+        after = _resolve_from(self.base, attrs.evolve(self.request, target=machine.name), self.names).config
         kinds = change_kinds(diff(before, after, self.names.display_name), before, after)
         decisive = [change for change, kind in kinds if kind != "execution"]
         if not decisive:
@@ -287,12 +287,12 @@ class _RuleChooser:
 
     def _read_config_rules(self) -> Mapping[str, TargetRule]:
         """Return the rules in `mesh.targets`: the rules of the experiment with the settings of the request."""
-        tree = self.start.tree
+        tree = self.base.tree
         leaves = [p.split(".") for p in flatten(tree, self.names.display_name) if p.startswith("mesh.targets")]
         existing = {".".join(parts[: i + 1]) for parts in leaves for i in range(len(parts))}
-        for settings in self.request.settings_of("mesh.targets", existing):
+        for settings in self.request.select_settings("mesh.targets", existing):
             tree = _set_values(tree, settings, self.names, Decoder(self.names))[0]
-        mesh = mesh_of(tree)
+        mesh = get_mesh(tree)
         return {} if mesh is None else mesh.targets
 
     def _count_parameters(self) -> int:
@@ -302,9 +302,9 @@ class _RuleChooser:
             # A setting may refer to a node that the rule adds. Invalid settings are reported after the rule is applied.
             no_settings: Any = {"settings": (), "file_settings": (), "base_settings": ()}
             trial = attrs.evolve(self.request.remove_rule(), **no_settings)
-            config = _resolve_from(self.start, trial, self.names).config
+            config = _resolve_from(self.base, trial, self.names).config
         count: Any = load("axlearn_core.compose.functional:count_parameters")  # imports JAX, so import it only on use
-        return count(model_of(config) or config)
+        return count(get_model_config(config) or config)
 
     def _add_decision(self, kind: Any, subject: str, reason: str = "") -> None:
         self.decisions.append(Decision(kind, subject, reason))
@@ -313,10 +313,10 @@ class _RuleChooser:
 class _Resolution:
     """One pass over a request: apply the changes to its experiment in order and record them."""
 
-    def __init__(self, start: _Start, request: Request, names: Registry, choice: _RuleChoice):
-        self.start, self.request, self.names, self.choice = start, request, names, choice
+    def __init__(self, base: _BaseConfig, request: Request, names: Registry, choice: _RuleChoice):
+        self.base, self.request, self.names, self.choice = base, request, names, choice
         self.decoder = Decoder(names)
-        self.provenance = dict(start.provenance)
+        self.provenance = dict(base.provenance)
         self.applied: list[tuple[str, Feature]] = []
         self.notes: list[str] = []
         self.decisions = list(choice.decisions)
@@ -324,7 +324,7 @@ class _Resolution:
     def run(self) -> Resolved:
         request, choice = self.request, self.choice
         machine, rule, rule_title = choice.machine, choice.rule, choice.rule_title
-        tree = self.start.tree
+        tree = self.base.tree
         uses, rule_uses = self._select_features(
             [attrs.evolve(parse_feature(f), location=str(rule_title)) for f in rule.features] if rule else []
         )
@@ -333,16 +333,16 @@ class _Resolution:
         tree = self._apply_features(tree, features)
         if machine and rule:
             self._check_installed(rule_uses, rule, str(rule_title))
-            by_name = {use.name: use for use in rule_uses}
-            for name in Order.from_features({n: self.names.feature(n) for n in by_name}, self.names).names:
-                tree = self._apply_optional(tree, by_name[name], machine)
+            rule_uses_by_name = {use.name: use for use in rule_uses}
+            for name in Order.from_features({n: self.names.feature(n) for n in rule_uses_by_name}, self.names).names:
+                tree = self._apply_optional(tree, rule_uses_by_name[name], machine)
             tree = self._apply_layout(tree, rule, machine, str(rule_title))
         for settings in (*request.base_settings, request.file_settings, request.settings):
             tree = self._apply_settings(tree, settings)
-        replacement = find_mesh_replacement(tree, *choice.indivisible[1:]) if choice.indivisible else None
-        if choice.indivisible and replacement:
-            before, tree = tree, patch(tree, {"mesh.shape": replacement.shape}, self.decoder.decode_at)
-            self._record(diff(before, tree, self.names.display_name), choice.indivisible[0])
+        replacement = find_mesh_replacement(tree, *choice.fallback_rule[1:]) if choice.fallback_rule else None
+        if choice.fallback_rule and replacement:
+            before, tree = tree, patch(tree, {"mesh.shape": replacement.shape}, self.decoder.decode_value)
+            self._record(diff(before, tree, self.names.display_name), choice.fallback_rule[0])
             self._add_decision("applied", "mesh", replacement.reason)
         title = request.title or (request.experiment if isinstance(request.experiment, str) else "config")
         return Resolved(
@@ -405,23 +405,23 @@ class _Resolution:
         return tree
 
     def _apply_layout(self, tree: Node[Any], rule: MeshRule, machine: Machine, rule_title: str) -> Node[Any]:
-        mesh = mesh_of(tree)
+        mesh = get_mesh(tree)
         if mesh is None or not (rule.shape or rule.rules):
             return tree
         if self.request.target is None and mesh.shape:
             self._add_decision("left out", "mesh.shape, mesh.rules", f"the config has the mesh {dict(mesh.shape)}")
             return tree
         edits = {"mesh.rules": {**mesh.rules, **rule.rules}, "mesh.shape": rule.sizes(machine) or dict(mesh.shape)}
-        after = patch(tree, edits, self.decoder.decode_at)
+        after = patch(tree, edits, self.decoder.decode_value)
         changes = diff(tree, after, self.names.display_name)
         self._record(changes, rule_title)
         if changes:
             self._add_decision("applied", "mesh", show_changes([c for c in changes if c.new is not ABSENT], limit=4))
         return after
 
-    def _record(self, changes: Iterable[Change], set_by: str) -> None:
+    def _record(self, changes: Iterable[Change], source: str) -> None:
         for change in changes:
-            step = Step(set_by, change.old, change.new)
+            step = Step(source, change.old, change.new)
             self.provenance[change.path] = (*self.provenance.get(change.path, ()), step)
 
     def _select_features(self, rule_features: Sequence[FeatureUse]) -> tuple[list[FeatureUse], list[FeatureUse]]:
@@ -456,7 +456,7 @@ class _Resolution:
         except RequestError as error:
             raise RequestError(f"{use.location}: {error}") from None
         try:
-            return check(self.decoder.decode_at(cls(), "", use.options))
+            return check(self.decoder.decode_value(cls(), "", use.options))
         except ConfigError as error:
             source, fix = use.location, f"see its options with `axlearn features show {use.name}`"
             raise ConfigError(
@@ -520,7 +520,7 @@ def _set_values(
                 )
             )
     try:
-        after = patch(tree, {path: s.value for path, s in edits.items()}, decoder.decode_at)
+        after = patch(tree, {path: s.value for path, s in edits.items()}, decoder.decode_value)
     except ConfigError as error:
         paths = {s.path: s for s in reversed(settings)}
         raise ConfigError(_locate_problem(p, settings, paths) for p in error.problems) from None

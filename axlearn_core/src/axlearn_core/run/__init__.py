@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "RunWeights", "bind_weights", "derive_run", "open_weights", "split_weights"]
 
-_HOMES = {"Run": "run", "open_weights": "run", "derive_run": "derive"} | dict.fromkeys(
+_MODULES = {"Run": "run", "open_weights": "run", "derive_run": "derive"} | dict.fromkeys(
     ("RunWeights", "bind_weights", "split_weights"), "weights"
 )
 
 
-__getattr__ = lazy_names(__name__, _HOMES)
+__getattr__ = lazy_names(__name__, _MODULES)

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import attrs
 
 from axlearn_core.checkpoint.storage import LocalStorage, open_storage
-from axlearn_core.config.assets import FOLDER, Asset, LocalRun, assets, attach, file_name, map_assets, portable
+from axlearn_core.config.assets import FOLDER, Asset, LocalRun, assets, attach, file_name, make_portable, map_assets
 from axlearn_core.config.files import read_regular
 from axlearn_core.config.node import Node
 from axlearn_core.contracts.storage import Storage
@@ -62,7 +62,7 @@ def collect_assets(tree: Tree, *, required: bool = True) -> tuple[Tree, dict[str
         raise ConfigError(refused)
     for problem in outside.values():
         log.warning("note: %s stays outside the run: %s (%s)", problem.path, problem.got, problem.message)
-    config, copies = portable(tree, keep=lambda asset: asset.value in outside)
+    config, copies = make_portable(tree, keep=lambda asset: asset.value in outside)
     files: dict[str, bytes] = {}
     for name, asset in copies.items():
         files[name] = contents[asset.value]
@@ -191,7 +191,7 @@ def cache_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="axlearn-assets-"))
 
 
-def aligned_assets(stored: Any, config: Any) -> Any:
+def align_assets(stored: Any, config: Any) -> Any:
     """In the stored config of a run, replace asset paths with those in `config` if the files have equal contents."""
     paths = {asset.path: asset.value for asset in assets(config)}
 
@@ -209,7 +209,7 @@ def _same_content(one: str, other: str) -> bool:
         return False
 
 
-def recovered_assets(config: Tree, stored: Any) -> tuple[Tree, list[str]]:
+def recover_assets(config: Tree, stored: Any) -> tuple[Tree, list[str]]:
     """When resuming a run, use the run's copies of assets whose originals no longer exist.
 
     Args:
@@ -239,7 +239,7 @@ def recovered_assets(config: Tree, stored: Any) -> tuple[Tree, list[str]]:
     return map_assets(config, recovered), notes
 
 
-def located_by_content(tree: Tree) -> Tree:
+def hash_asset_paths(tree: Tree) -> Tree:
     """Replace asset paths inside runs with content hashes. Equal runs then have equal configs in every location."""
 
     def named(asset: Asset) -> str:

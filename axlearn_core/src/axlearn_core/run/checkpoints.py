@@ -21,12 +21,12 @@ from axlearn_core.checkpoint.storage import open_storage
 from axlearn_core.compose import ModelAndObjective, TrainState
 from axlearn_core.config import diff
 from axlearn_core.config.kinds import DECISIVE, change_kinds
-from axlearn_core.contracts.experiment import checkpointer_of, input_of
+from axlearn_core.contracts.experiment import get_checkpointer_config, get_input_config
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import CheckpointError
 from axlearn_core.learn.paths import flatten
-from axlearn_core.plugins.unregistered import code_name
-from axlearn_core.run.asset_copies import Place, aligned_assets
+from axlearn_core.plugins.code_names import code_name
+from axlearn_core.run.asset_copies import Place, align_assets
 from axlearn_core.run.record import CONFIG
 from axlearn_core.run.stored_config import CHECKPOINTS, find_checkpoints, read_run_config
 
@@ -98,7 +98,7 @@ def _open_other(cfg: StorageCheckpointer.Config, place: Checkpoints) -> StorageC
     return attrs.evolve(cfg, uri=None).build(directory=place.name)
 
 
-class WholeCheckpoint:
+class CompleteCheckpoint:
     """A checkpoint of a run whose checkpointer can only restore complete states; see `RunCheckpoint`.
 
     The first `read` restores the state to the default device and caches it.
@@ -178,7 +178,7 @@ def open_folder(uri: str | Path, storage: Storage, step: int | None = None) -> R
     if not (steps := place.steps()):
         return None
     resolved_step = find_step(uri, steps, step)
-    places: list[Place] = [(storage, ""), *_above(uri)]
+    places: list[Place] = [(storage, ""), *_find_run_directory(uri)]
     config = read_run_config(storage, uri, f"{resolved_step}/{CONFIG}", places=places)
     if config is None:
         raise CheckpointError(
@@ -187,7 +187,7 @@ def open_folder(uri: str | Path, storage: Storage, step: int | None = None) -> R
     return RunCheckpoint(uri, place, config, resolved_step)
 
 
-def _above(uri: str | Path) -> list[Place]:
+def _find_run_directory(uri: str | Path) -> list[Place]:
     """Return the run directory that contains a checkpoints folder. Empty if `uri` has a different name."""
     run, _, name = str(uri).rstrip("/").rpartition("/")
     return [(open_storage(run or "."), "")] if name == CHECKPOINTS else []
@@ -195,20 +195,20 @@ def _above(uri: str | Path) -> list[Place]:
 
 def open_checkpoint(
     uri: str | Path, storage: Storage, config: object, step: int | None = None
-) -> RunCheckpoint | WholeCheckpoint:
+) -> RunCheckpoint | CompleteCheckpoint:
     """Open a checkpoint of a run (default: the newest).
 
     Raises:
         CheckpointError: If the config is not a trainer config, if the step does not exist, or if the manifest is damaged.
     """
-    checkpointer = checkpointer_of(config)
+    checkpointer = get_checkpointer_config(config)
     if checkpointer is None:
         raise CheckpointError(f"{uri}/{CONFIG} is not a trainer config: it has no checkpointer")
     if isinstance(checkpointer, StorageCheckpointer.Config):
         checkpoint = RunCheckpoint(uri, find_checkpoints(uri, storage, checkpointer.uri), config, step)
         checkpoint.config = _trained_config(checkpoint, storage, config)
         return checkpoint
-    return WholeCheckpoint(uri, config, step)
+    return CompleteCheckpoint(uri, config, step)
 
 
 def _trained_config(checkpoint: RunCheckpoint, storage: Storage, config: object) -> Any:
@@ -226,7 +226,7 @@ def _trained_config(checkpoint: RunCheckpoint, storage: Storage, config: object)
         return config
     places: list[Place] = [(place.storage, place.folder), (storage, "")]
     trained: Any = read_run_config(place.storage, place.name, path, places=places)
-    changes = diff(aligned_assets(trained, config), config, code_name)
+    changes = diff(align_assets(trained, config), config, code_name)
     edited = [change for change, kind in change_kinds(changes, trained, config) if kind in DECISIVE]
     if edited:
         lines = [
@@ -237,5 +237,5 @@ def _trained_config(checkpoint: RunCheckpoint, storage: Storage, config: object)
         more = [f"    and {len(edited) - 12} more"] if len(edited) > 12 else []
         head = f"{checkpoint.uri}/{CONFIG} differs from the config that step {checkpoint.step} was trained with"
         log.warning("%s", "\n".join([head, *lines, *more]))
-    source = input_of(config)
+    source = get_input_config(config)
     return trained if source is None else attrs.evolve(trained, input=source)

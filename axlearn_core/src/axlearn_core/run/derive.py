@@ -15,7 +15,7 @@ from axlearn_core.compose import Functional
 from axlearn_core.config import Node, patch
 from axlearn_core.config import map as map_nodes
 from axlearn_core.contracts.capabilities import LoadsInitialWeights
-from axlearn_core.contracts.experiment import checkpoint_uri, loop_of
+from axlearn_core.contracts.experiment import checkpoint_uri, get_loop_config
 from axlearn_core.contracts.parts import Weights
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_core.plugins.registry import registry
@@ -26,7 +26,7 @@ from axlearn_core.run.weights import split_weights
 
 AnyWeights = TypeVar("AnyWeights", bound=Weights)
 LAST = ("config.yaml", "config.json")
-"""Files that identify a directory as a run or a model. `appearing` moves them last."""
+"""Files that identify a directory as a run or a model. `create_directory` moves them last."""
 
 
 def derive_run(
@@ -72,7 +72,7 @@ def derive_run(
     params, variables = split_weights({p: jnp.asarray(tensors[p], s.dtype) for p, s in expected.items()}, functional)
     step = weights.step if new_step is None else new_step
     state = {"step": jnp.asarray(step, jnp.int32), "params": params, "variables": variables}
-    with appearing(path) as partial:
+    with create_directory(path) as partial:
         if add_files is not None:
             add_files(partial)
         _write_checkpoint(partial, settings, step, state, extra or {}, lock or {})
@@ -114,7 +114,7 @@ def local_target(uri: str | Path) -> Path:
 
 
 @contextlib.contextmanager
-def appearing(out: Path) -> Iterator[Path]:
+def create_directory(out: Path) -> Iterator[Path]:
     """Yield a temporary directory, which is renamed to `out` at the end.
 
     If `out` exists, it must be empty and may be a link or a mounted volume. The files are then moved into it, and the file
@@ -168,7 +168,7 @@ def _independent_config(config: Any) -> Any:
     def detach(part: Node[Any]) -> Node[Any]:
         return part.without_initial_weights() if isinstance(part, LoadsInitialWeights) else part
 
-    loop = loop_of(config)
+    loop = get_loop_config(config)
     settings = config if loop is None else patch(config, {"loop": map_nodes(loop, detach)})
     if checkpoint_uri(settings) is not None:
         settings = patch(settings, {"checkpointer.uri": None})

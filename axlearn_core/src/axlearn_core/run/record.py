@@ -24,11 +24,11 @@ from axlearn_core.config.files import read_regular
 from axlearn_core.config.kinds import DECISIVE, change_kinds, mathematics, microbatches
 from axlearn_core.config.types import show
 from axlearn_core.errors import CheckpointError, RequestError, StorageError, WorkError
+from axlearn_core.plugins.code_names import code_name, stable_repr
 from axlearn_core.plugins.decisions import Decision
-from axlearn_core.plugins.unregistered import code_name, stable_repr
-from axlearn_core.run.asset_copies import aligned_assets, located_by_content, write_assets
+from axlearn_core.run.asset_copies import align_assets, hash_asset_paths, write_assets
 
-Who = Callable[[str], str | None]
+SourceLookup = Callable[[str], str | None]
 CONFIG, LOCK = "config.yaml", "run.lock.json"
 SUPERVISOR = ("processes.jsonl", "launch")
 """Files that a supervisor may write before the run starts: process events, logs, and compiled programs."""
@@ -49,7 +49,7 @@ def batch_dependence(config: object) -> tuple[str, ...]:
 
 def short_hash(config: Node[Any]) -> str:
     """Return an eight-digit hash of the config's mathematics, independent of its execution and number of steps."""
-    config = located_by_content(config)
+    config = hash_asset_paths(config)
     decisive = mathematics(config)
     cut = microbatches(config)
     if cut and batch_dependence(config):
@@ -59,19 +59,19 @@ def short_hash(config: Node[Any]) -> str:
 
 
 @attrs.frozen
-class Refused:
+class RefusedChange:
     """A config change that prevents resuming a run. `reason` may be empty if the kind of the field is sufficient."""
 
     change: Change
     reason: str = ""
 
 
-def refused_changes(changes: tuple[Change, ...], old: Node[Any], config: Node[Any]) -> list[Refused]:
+def find_refused_changes(changes: tuple[Change, ...], old: Node[Any], config: Node[Any]) -> list[RefusedChange]:
     """Return the changes of mathematics between the config of a run and a new config."""
     kinds = change_kinds(changes, old, config)
     reasons = batch_dependence(config) if any(kind == "microbatches" for _, kind in kinds) else ()
     return [
-        Refused(change, f"different microbatches: {', '.join(reasons)}" if kind == "microbatches" else "")
+        RefusedChange(change, f"different microbatches: {', '.join(reasons)}" if kind == "microbatches" else "")
         for change, kind in kinds
         if kind in DECISIVE or (kind == "microbatches" and reasons)
     ]
@@ -108,7 +108,7 @@ class RunDir:
         old: Any,
         *,
         allow_drift: bool,
-        set_by: Who = {}.get,
+        find_source: SourceLookup = {}.get,
         uri: str | None = None,
     ) -> "RunDir":
         """Decide whether to start a new run or to resume one. This does not write anything.
@@ -118,7 +118,7 @@ class RunDir:
             config: Resolved config of the request.
             old: Config in the directory, or None.
             allow_drift: Resume even if the mathematics changed.
-            set_by: Returns the source of a setting by config path, or None. Used in error messages.
+            find_source: Returns the source of a setting by config path, or None. Used in error messages.
             uri: URI of the run, if the directory is a working copy.
 
         Raises:
@@ -141,14 +141,16 @@ class RunDir:
         if old is None:
             names = sorted(p.name for p in path.iterdir()) if path.exists() else []
             # Ignore the lock file of a trainer that died, and the files of a supervisor.
-            strangers = [n for n in names if not n.startswith(".trainer-") and n not in SUPERVISOR][:5]
-            if strangers and uri is None:
+            unknown_files = [n for n in names if not n.startswith(".trainer-") and n not in SUPERVISOR][:5]
+            if unknown_files and uri is None:
                 raise RequestError(
-                    f"{path} is not empty and is not a run: it has no config.yaml\n    got: {', '.join(strangers)}\n"
+                    f"{path} is not empty and is not a run: it has no config.yaml\n    got: {', '.join(unknown_files)}\n"
                     "    fix: use another --run-dir; nothing was written"
                 )
             return cls(path, resumes=False, allow_drift=allow_drift, uri=uri)
-        changes = check_config(f"{uri or path} contains a run", old, config, allow_drift=allow_drift, set_by=set_by)
+        changes = check_config(
+            f"{uri or path} contains a run", old, config, allow_drift=allow_drift, find_source=find_source
+        )
         notes = tuple(f"changed since the run started: {show_change(c)}" for c in changes)
         return cls(path, resumes=True, notes=notes, allow_drift=allow_drift, uri=uri)
 
@@ -217,19 +219,19 @@ def _damaged_lock(name: str, problem: str) -> CheckpointError:
 
 
 def check_config(
-    subject: str, old: Node[Any], config: Node[Any], *, allow_drift: bool, set_by: Who = {}.get
+    subject: str, old: Node[Any], config: Node[Any], *, allow_drift: bool, find_source: SourceLookup = {}.get
 ) -> tuple[Change, ...]:
     """Return the changes between the config of a run and a new config.
 
     Raises:
         CheckpointError: If they change the mathematics. The message starts with `subject`.
     """
-    old = aligned_assets(old, config)
+    old = align_assets(old, config)
     changes = diff(old, config, code_name)
-    refused = refused_changes(changes, old, config)
+    refused = find_refused_changes(changes, old, config)
 
-    def line(refusal: Refused) -> str:
-        remarks = "; ".join(r for r in (refusal.reason, set_by(refusal.change.path)) if r)
+    def line(refusal: RefusedChange) -> str:
+        remarks = "; ".join(r for r in (refusal.reason, find_source(refusal.change.path)) if r)
         return f"    {show_change(refusal.change)}" + (f" ({remarks})" if remarks else "")
 
     if refused and not allow_drift:

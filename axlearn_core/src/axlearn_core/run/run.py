@@ -9,7 +9,7 @@ from axlearn_core.checkpoint.manifest import Checkpoints
 from axlearn_core.checkpoint.storage import open_storage
 from axlearn_core.config import Node, parse
 from axlearn_core.config.types import show
-from axlearn_core.contracts.experiment import tokenizer_of_input
+from axlearn_core.contracts.experiment import get_tokenizer_config
 from axlearn_core.contracts.parts import Weights
 from axlearn_core.contracts.storage import ForeignCheckpoints, Storage
 from axlearn_core.contracts.text import TextFacts
@@ -160,7 +160,7 @@ class Run:
             RequestError: If no installed plugin processes text.
         """
         experiment = self.weights().experiment
-        if tokenizer_of_input(experiment) is None:
+        if get_tokenizer_config(experiment) is None:
             return None
         return registry().entry("functions", "text_processor").load()(experiment)
 

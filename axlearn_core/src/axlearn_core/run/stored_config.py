@@ -9,9 +9,9 @@ from axlearn_core.checkpoint.storage import open_storage
 from axlearn_core.config import Node
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import CheckpointError, ConfigError, MissingFileError
+from axlearn_core.plugins.code_names import CodeNames, restore_values
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import read_text
-from axlearn_core.plugins.unregistered import CodeNames, restore_values
 from axlearn_core.run.asset_copies import Place, attach_assets
 from axlearn_core.run.record import CONFIG
 
@@ -51,8 +51,8 @@ def read_run_config(
     return attach_assets(config, file, places or [(storage, path.removesuffix(CONFIG))])
 
 
-def find_checkpoints(uri: str | Path, storage: Storage, elsewhere: str | None) -> Checkpoints:
-    """Return the folder of checkpoints of the run at `uri`. `elsewhere` is `checkpointer.uri` in its config."""
-    if elsewhere is not None:
-        return Checkpoints(open_storage(elsewhere), elsewhere)
+def find_checkpoints(uri: str | Path, storage: Storage, checkpoint_uri: str | None) -> Checkpoints:
+    """Return the folder of checkpoints of the run at `uri`. `checkpoint_uri` is `checkpointer.uri` in its config."""
+    if checkpoint_uri is not None:
+        return Checkpoints(open_storage(checkpoint_uri), checkpoint_uri)
     return Checkpoints(storage, f"{uri}/{CHECKPOINTS}", f"{CHECKPOINTS}/")

@@ -16,7 +16,7 @@ from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import CheckpointError, RequestError, nearest
 from axlearn_core.learn.evaluation import Source, evaluation_sources
 from axlearn_core.learn.paths import select
-from axlearn_core.run.checkpoints import RunCheckpoint, WholeCheckpoint, open_checkpoint, open_folder
+from axlearn_core.run.checkpoints import CompleteCheckpoint, RunCheckpoint, open_checkpoint, open_folder
 
 
 def open_run_weights(uri: str, storage: Storage, config: Node[Any] | None, step: int | None) -> "RunWeights | None":
@@ -44,7 +44,7 @@ class RunWeights:
         functional: The model as pure functions.
     """
 
-    def __init__(self, checkpoint: RunCheckpoint | WholeCheckpoint):
+    def __init__(self, checkpoint: RunCheckpoint | CompleteCheckpoint):
         self.checkpoint = checkpoint
         self.experiment: Any = checkpoint.config
         self.step = checkpoint.step

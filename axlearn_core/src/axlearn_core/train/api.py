@@ -11,17 +11,17 @@ from axlearn_core.checkpoint import open_storage
 from axlearn_core.checkpoint.base import StorageCheckpointer
 from axlearn_core.compose.devices import resolve_for_devices
 from axlearn_core.config import Node, diff, encode
-from axlearn_core.config.assets import assets as assets_of
-from axlearn_core.config.assets import portable
-from axlearn_core.contracts.experiment import checkpoint_uri, checkpointer_of
+from axlearn_core.config.assets import assets as list_assets
+from axlearn_core.config.assets import make_portable
+from axlearn_core.contracts.experiment import checkpoint_uri, get_checkpointer_config
 from axlearn_core.errors import CheckpointError, RequestError, StorageError
+from axlearn_core.plugins.code_names import CodeNames, code_name
 from axlearn_core.plugins.request import Request, write
 from axlearn_core.plugins.resolve import Resolved
-from axlearn_core.plugins.unregistered import CodeNames, code_name
-from axlearn_core.run.asset_copies import aligned_assets, collect_assets, recovered_assets
+from axlearn_core.run.asset_copies import align_assets, collect_assets, recover_assets
 from axlearn_core.run.checkpoints import RunCheckpoint, open_checkpoint, open_folder
 from axlearn_core.run.notices import log_message
-from axlearn_core.run.record import RunDir, check_config, refused_changes, short_hash
+from axlearn_core.run.record import RunDir, check_config, find_refused_changes, short_hash
 from axlearn_core.run.run import Run
 from axlearn_core.run.working_copy import is_remote, working_copy
 from axlearn_core.train.session import RollBack
@@ -64,7 +64,7 @@ def train(
     """
     from_python = not isinstance(request, Request)
     if not isinstance(request, Request):
-        request = Request.of(request, with_=with_, set=set, steps=steps, target=target)
+        request = Request.from_arguments(request, with_=with_, set=set, steps=steps, target=target)
     resolved, destination = prepare(request, run_dir, restore_step)
     names = CodeNames(resolved.names)
     writer = names if from_python else resolved.names
@@ -105,12 +105,12 @@ class Destination:
 
     def check(self, resolved: Resolved, *, allow_drift: bool) -> RunDir:
         """Return the run directory if the config can be trained there. Write nothing. Raise the errors of `RunDir.check`."""
-        options: Any = {"allow_drift": allow_drift, "set_by": resolved.setter}
+        options: Any = {"allow_drift": allow_drift, "find_source": resolved.setter}
         config: Any = resolved.config
-        elsewhere = None if self.old else stored_beside(checkpoint_uri(config))
+        stored = None if self.old else find_stored_checkpoint(checkpoint_uri(config))
         run_dir = RunDir.check(self.path, config, self.old, uri=self.uri, **options)
-        if elsewhere is not None:
-            check_config(f"{elsewhere.uri} has checkpoints of a run", elsewhere.config, config, **options)
+        if stored is not None:
+            check_config(f"{stored.uri} has checkpoints of a run", stored.config, config, **options)
         return attrs.evolve(run_dir, notes=(*self.notes, *run_dir.notes))
 
 
@@ -129,13 +129,13 @@ def prepare(request: Request, run_dir: str | Path | None, restore_step: int | No
     config = resolved.config
     if not isinstance(config, Trainer.Config):
         raise RequestError(f"{resolved.title} is a {type(config).__qualname__}; expected a Trainer.Config")
-    path, uri, notes = place_of_run(run_dir, resolved.title, config)
-    old = trained_config(uri or path, restore_step)
-    config, recovered = recovered_assets(config, old)
+    path, uri, notes = locate_run(run_dir, resolved.title, config)
+    old = read_resumed_config(uri or path, restore_step)
+    config, recovered = recover_assets(config, old)
     return attrs.evolve(resolved, config=config), Destination(path, uri, old, (*notes, *recovered))
 
 
-def place_of_run(run_dir: str | Path | None, experiment: str, config: Any) -> tuple[Path, str | None, tuple[str, ...]]:
+def locate_run(run_dir: str | Path | None, experiment: str, config: Any) -> tuple[Path, str | None, tuple[str, ...]]:
     """Return (local directory, URI if the directory is a working copy, notes for the user) of a run.
 
     Raises:
@@ -166,7 +166,7 @@ def _check_remote(uri: str, config: Any) -> None:
         ) from error
 
 
-def stored_beside(uri: str | None) -> RunCheckpoint | None:
+def find_stored_checkpoint(uri: str | None) -> RunCheckpoint | None:
     """Return the newest checkpoint that already exists at a `checkpointer.uri`, or None."""
     if uri is None:
         return None
@@ -191,7 +191,7 @@ def default_run_dir(experiment: str, config: Node[Any]) -> tuple[Path, tuple[str
     if path.exists():
         return path, ()
     pattern = f"{glob.escape(experiment)}-{'[0-9a-f]' * 8}"
-    earlier = [p for p in sorted(path.parent.glob(pattern)) if _computes_the_same(p, config)]
+    earlier = [p for p in sorted(path.parent.glob(pattern)) if _has_same_result(p, config)]
     if len(earlier) > 1:
         raise RequestError(
             f"several runs of earlier versions match this config: {', '.join(map(str, earlier))}\n"
@@ -202,7 +202,7 @@ def default_run_dir(experiment: str, config: Node[Any]) -> tuple[Path, tuple[str
     return path, ()
 
 
-def _computes_the_same(run_dir: Path, config: Node[Any]) -> bool:
+def _has_same_result(run_dir: Path, config: Node[Any]) -> bool:
     if RunDir(run_dir, resumes=True).read_lock().get("hash") == short_hash(config):
         return True
     try:  # an earlier version hashed other fields
@@ -211,14 +211,14 @@ def _computes_the_same(run_dir: Path, config: Node[Any]) -> bool:
         return False
     if old is None:
         return False
-    old = aligned_assets(old, config)
-    return not refused_changes(diff(old, config, code_name), old, config)
+    old = align_assets(old, config)
+    return not find_refused_changes(diff(old, config, code_name), old, config)
 
 
-def trained_config(run_dir: Path | str, step: int | None) -> Node[Any] | None:
+def read_resumed_config(run_dir: Path | str, step: int | None) -> Node[Any] | None:
     """Return the config in the checkpoint to resume from, or else the config in the run directory."""
     config: Any = Run(run_dir).config
-    if config is None or not isinstance(checkpointer_of(config), StorageCheckpointer.Config):
+    if config is None or not isinstance(get_checkpointer_config(config), StorageCheckpointer.Config):
         return config
     try:
         return open_checkpoint(run_dir, open_storage(run_dir), config, step).config
@@ -231,13 +231,13 @@ def provenance(resolved: Resolved) -> dict[str, list[dict[str, str]]]:
 
     For an asset, the value is the path in the run's config file.
     """
-    stored = {asset.path: asset.value for asset in assets_of(portable(resolved.config)[0])}
-    sources = {asset.path: asset.value for asset in assets_of(resolved.config)}
+    stored = {asset.path: asset.value for asset in list_assets(make_portable(resolved.config)[0])}
+    sources = {asset.path: asset.value for asset in list_assets(resolved.config)}
 
     def value(path: str, new: object) -> str:
         return stored[path] if path in stored and new == sources[path] else str(new)
 
     return {
-        path: [{"by": step.set_by, "value": value(path, step.new)} for step in steps]
+        path: [{"by": step.source, "value": value(path, step.new)} for step in steps]
         for path, steps in resolved.provenance.items()
     }

@@ -43,10 +43,10 @@ def check_facts(run_dir: Path, old: object, new: Mapping[str, Any], *, allow_dri
     before, now = _flat(old, "data"), _flat(new, "data")
     changes = [f"{path}: {before[path]} -> {now[path]}" for path in before if path in now and before[path] != now[path]]
     files = "data.digests."
-    gone = [f"{path}: gone" for path in before if path.startswith(files) and path not in now]
+    missing = [f"{path}: gone" for path in before if path.startswith(files) and path not in now]
     added = [f"{path}: new" for path in now if path.startswith(files) and path not in before]
     if any(path.startswith(files) for path in before) and any(path.startswith(files) for path in now):
-        changes += [*gone, *added]
+        changes += [*missing, *added]
     error = None
     if changes and not allow_drift:
         more = [f"    and {len(changes) - SHOWN} more"] if len(changes) > SHOWN else []

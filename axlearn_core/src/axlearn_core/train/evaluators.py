@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.contracts.parts import Input
-from axlearn_core.nn.summaries import add_reports, values_of
+from axlearn_core.nn.summaries import add_reports, get_scalars
 from axlearn_core.train.session import Evaluator, Session
 
 __all__ = ["Evaluator", "LossEvaluator", "Periodic"]
@@ -76,7 +76,7 @@ class LossEvaluator(Periodic):
             batches.close()
         if totals is None:
             return {}
-        reported = values_of(totals.pop("summaries", {}))
+        reported = get_scalars(totals.pop("summaries", {}))
         sums = {k: float(v) for k, v in totals.items()}
         values = {f"{self.name}_loss": sums["loss_sum"] / max(sums["weight"], 1.0)}
         if sums.get("bytes"):

@@ -19,7 +19,7 @@ from axlearn_core.train.trainer import Trainer
 
 
 @attrs.frozen(eq=False)
-class Loaded:
+class LoadedModel:
     """A trained model.
 
     Attributes:
@@ -54,7 +54,7 @@ class Loaded:
         return "".join(stream(self, prompt, max_tokens=max_tokens, temperature=temperature, seed=seed))
 
 
-def load(uri: str | Path, *, step: int | None = None) -> Loaded:
+def load(uri: str | Path, *, step: int | None = None) -> LoadedModel:
     """Load the model of a run, or of any source that `open_weights` opens, on one device.
 
     Args:
@@ -76,7 +76,7 @@ def load(uri: str | Path, *, step: int | None = None) -> Loaded:
     bound = bind_weights(program.functional, tensors)
     if ends := end_tokens(config):
         bound.end_tokens = ends  # so that the model's `generate` method stops at each of them
-    return Loaded(config, program, bound, tokenizer, weights.step)
+    return LoadedModel(config, program, bound, tokenizer, weights.step)
 
 
 def _choose_kernels(config: Trainer.Config) -> Trainer.Config:

@@ -24,7 +24,7 @@ class Loop(Protocol):
     """
 
     def run(self, session: Session) -> None:
-        """Train until `max_steps` or until `session.stops()` returns True. Save checkpoints."""
+        """Train until `max_steps` or until `session.should_stop()` returns True. Save checkpoints."""
         ...
 
 
@@ -66,24 +66,24 @@ class TrainLoop(Configurable):
         """See `Loop`."""
         record = _StepScalars(session, self.max_nonfinite_steps)
         with session:
-            while session.step < session.max_steps and not session.stops():
-                session.beat("input")
+            while session.step < session.max_steps and not session.should_stop():
+                session.start_phase("input")
                 if (batch := self._next_batch(session, record)) is None:
                     break
                 # Waiting for a batch costs nothing while the devices still compute the previous step.
-                session.beat("step", count_as=None if record.devices_idle() else "step")
-                session.first_batch(batch)
+                session.start_phase("step", count_as=None if record.devices_idle() else "step")
+                session.compile_step(batch)
                 session.events.notify("step_begins", session.step)
                 session.state, scalars = self._step(session, batch)
                 session.step += 1
                 record.flush()
                 record.hold(scalars, batch)
                 session.events.notify("step_dispatched", session.step, scalars)
-                if self._anything_due(session):
+                if self._is_work_due(session):
                     record.flush()
-                    since = time.perf_counter()
+                    start_time = time.perf_counter()
                     self._evaluate_and_save(session, last=False)
-                    record.timer.pause(since)
+                    record.timer.pause(start_time)
             record.flush()
             if session.step > session.start_step:  # skip this if the run had already finished
                 self._evaluate_and_save(session, last=True)
@@ -108,16 +108,16 @@ class TrainLoop(Configurable):
     @staticmethod
     def _evaluate_and_save(session: Session, *, last: bool) -> None:
         try:
-            if not session.stops():
+            if not session.should_stop():
                 session.evaluate(last=last)
         finally:  # save even if the evaluation fails
             session.save(force=last)
 
     @staticmethod
-    def _anything_due(session: Session) -> bool:
+    def _is_work_due(session: Session) -> bool:
         if session.step >= session.max_steps:
             return False  # `run` evaluates and saves at the end
-        return session.save_due() or any(e.due(session.step, last=False) for e in session.evaluators.values())
+        return session.is_save_due() or any(e.due(session.step, last=False) for e in session.evaluators.values())
 
 
 class _StepScalars:
@@ -153,7 +153,7 @@ class _StepScalars:
         step, scalars, tokens, position = self.pending
         self.pending = None
         values = {k: float(np.asarray(v)) for k, v in scalars.items()}  # ten times faster than float(v) on CPUs
-        self.session.observe(step, values)
+        self.session.report_step(step, values)
         self.since_log += 1
         bad = [k for k in ("loss", "grad_norm") if not math.isfinite(values.get(k, 0.0))]
         self.nonfinite = self.nonfinite + 1 if bad else 0
@@ -179,7 +179,7 @@ class _StepScalars:
         position = describe_batch()
         bad_values = ", ".join(f"{k} {values[k]}" for k in bad)
         log_message(f"step {step}: {bad_values}; the update was skipped. Batch: {position}")
-        self.session.distrust(step)
+        self.session.check_local_checkpoint(step)
         if self.nonfinite > self.max_nonfinite:
             self.session.save(force=True)
             self.session.checkpointer.wait()

@@ -42,7 +42,7 @@ class FrozenWeights:
     sources: Mapping[str, Weights]
 
     @classmethod
-    def of(cls, program: Program) -> "FrozenWeights":
+    def open(cls, program: Program) -> "FrozenWeights":
         """Open the weights that the objective names, without reading tensors.
 
         Raises:

@@ -67,13 +67,13 @@ class Session:
         run_dir: The checked run directory.
         lock: Lock of the resumed run, or empty for a new run.
         run_id: ID of the run, which its checkpoints store.
-        begins: False if the training state was restored. True if the run is new or starts from weights only.
+        has_new_state: False if the training state was restored. True if the run is new or starts from weights only.
         kept_step: Step of the newest checkpoint that is known to be complete.
         peak_flops: Total peak of all devices for the dtype in use, in FLOP/s. None if it is unknown.
         metrics: Latest value of each metric.
-        facts: Facts about the data from `Input.describe`. Each checkpoint stores them.
-        stop_signal: Signal that stopped the job, set once `stops` has returned True.
-        since: Start of this attempt, in seconds of the monotonic clock.
+        data_facts: Facts about the data from `Input.describe`. Each checkpoint stores them.
+        stop_signal: Signal that stopped the job, set once `should_stop` has returned True.
+        start_time: Start of this attempt, in seconds of the monotonic clock.
     """
 
     program: Program
@@ -89,24 +89,24 @@ class Session:
     lock: Mapping[str, Any] = attrs.field(factory=dict)
     run_id: str = ""
     peak_flops: float | None = None
-    facts: Mapping[str, Any] = attrs.field(factory=dict)
+    data_facts: Mapping[str, Any] = attrs.field(factory=dict)
     state: Any = None
     step: int = 0
-    begins: bool = True
+    has_new_state: bool = True
     flops_per_step: int | None = None
     metrics: dict[str, float] = attrs.field(factory=dict)
     stop_signal: int | None = None
-    since: float = attrs.field(factory=time.monotonic)
+    start_time: float = attrs.field(factory=time.monotonic)
     start_step: int = attrs.field(init=False)
     kept_step: int = attrs.field(init=False)
     _saved_step: int = attrs.field(init=False)
     _measured: dict[str, int] = attrs.field(init=False, factory=dict)
     _local_tier: KeepsLocalTier | None = attrs.field(init=False)
     _positions: DescribesPosition | None = attrs.field(init=False)
-    _is_noted: bool = attrs.field(init=False, default=False)
+    _has_record: bool = attrs.field(init=False, default=False)
 
     def __attrs_post_init__(self) -> None:
-        self.begin_at(self.step)
+        self.set_start_step(self.step)
         # Check once instead of at each step: a protocol check takes longer than the rest of the loop.
         self._local_tier = self.checkpointer if isinstance(self.checkpointer, KeepsLocalTier) else None
         self._find_positions()
@@ -115,7 +115,7 @@ class Session:
         self._positions = self.batches if isinstance(self.batches, DescribesPosition) else None
 
     @functools.cached_property
-    def _stopping(self) -> StopsEarly | None:
+    def _early_stop(self) -> StopsEarly | None:
         """The listener that can stop the run early, or None. Cached, so read it only after listeners are registered."""
         return next((listener for listener in self.events.listeners if isinstance(listener, StopsEarly)), None)
 
@@ -129,25 +129,25 @@ class Session:
         """URI of the run, or None for a local run."""
         return self.run_dir.uri
 
-    def begin_at(self, step: int) -> None:
+    def set_start_step(self, step: int) -> None:
         """Set the step at which this attempt starts."""
         self.step = self.start_step = self.kept_step = step
         self._saved_step = step or -1
 
     def next_batch(self) -> Any:
         """Return the next batch on the devices, or None if a signal ended the wait. Raise errors of the input."""
-        batch = next(self.batches) if self._stopping is None else self._stopping.next_batch()
+        batch = next(self.batches) if self._early_stop is None else self._early_stop.next_batch()
         return None if batch is None else self.program.put(batch)
 
-    def first_batch(self, batch: Mapping[str, Any]) -> None:
+    def compile_step(self, batch: Mapping[str, Any]) -> None:
         """Compile the step for this batch and count its FLOPs. Later calls do nothing."""
         if self.flops_per_step is None:
-            self.beat("compile")
+            self.start_phase("compile")
             facts = self.load_step(batch)
             self.program.compile("train", batch)
             self.flops_per_step = facts.get("flops") or self.program.model_flops(batch)
             self._record_compilation(batch, facts)
-            self.beat("step")
+            self.start_phase("step")
 
     def load_step(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Load the compiled step of an earlier attempt, if a listener cached it.
@@ -180,11 +180,11 @@ class Session:
         """Return the model with the current parameters, or their moving average if the learner keeps one."""
         return self.program.model(self.state)
 
-    def beat(self, phase: str, count_as: str | None = None) -> None:
+    def start_phase(self, phase: str, count_as: str | None = None) -> None:
         """Notify the listeners that a phase begins. See `RunListener.phase`."""
         self.events.phase(phase, self.step, count_as)
 
-    def observe(self, step: int, values: Mapping[str, float]) -> None:
+    def report_step(self, step: int, values: Mapping[str, float]) -> None:
         """Notify the listeners of the scalars of a finished step."""
         self.events.notify("step", step, values)
 
@@ -200,7 +200,7 @@ class Session:
         """Run every evaluator that is due."""
         for evaluator in self.evaluators.values():
             if evaluator.due(self.step, last):
-                self.beat("evaluate")
+                self.start_phase("evaluate")
                 values = {name: float(value) for name, value in evaluator.run(self).items()}  # may be JAX scalars
                 if values:
                     self.metrics.update(values)
@@ -213,16 +213,20 @@ class Session:
             return
         save = self.checkpointer.save
         if force or self.checkpointer.due(self.step):
-            self.beat("save")
-            self._ask_to_save()
+            self.start_phase("save")
+            self._notify_save()
         elif self._local_tier is not None and self._local_tier.local_due(self.step):
-            self.beat("save")
+            self.start_phase("save")
             save = self._local_tier.save_local
         else:
             return
         now = {k: v for k, v in self.metrics.items() if self._measured.get(k, self.step) == self.step}
         metrics = {k: v for k, v in now.items() if math.isfinite(v)}
-        extra = {"data": allgather_data_state(self.batches.get_state()), "step": self.step, "facts": dict(self.facts)}
+        extra = {
+            "data": allgather_data_state(self.batches.get_state()),
+            "step": self.step,
+            "facts": dict(self.data_facts),
+        }
         save(self.step, self.state, extra=extra, metrics=metrics)
         if save == self.checkpointer.save:
             self.kept_step = max(self.kept_step, self._saved_step)  # a save waits for the previous one
@@ -230,11 +234,11 @@ class Session:
 
     def finish(self) -> None:
         """Wait for the last save."""
-        self.beat("save")
+        self.start_phase("save")
         self.checkpointer.wait()
-        self._ask_to_save()
+        self._notify_save()
 
-    def _ask_to_save(self) -> None:
+    def _notify_save(self) -> None:
         """Notify the listeners of a save. Raise on every process if a listener refuses it on any process."""
         refusal: AxlearnError | None = None
         try:
@@ -242,22 +246,22 @@ class Session:
         except AxlearnError as error:
             refusal = error
         agree(refusal, refusal and refusal.__cause__, "a save was refused")
-        self.note_checkpoint()
+        self.record_checkpoint()
 
-    def note_checkpoint(self) -> None:
+    def record_checkpoint(self) -> None:
         """Record in the lock that the run has a checkpoint. Listeners call this before they copy the lock elsewhere."""
-        if self._is_noted or jax.process_index() != 0 or self.checkpointer.latest_step() is None:
+        if self._has_record or jax.process_index() != 0 or self.checkpointer.latest_step() is None:
             return
-        self._is_noted = True
+        self._has_record = True
         if not self.run_dir.read_lock().get(SAVED):
             self.run_dir.write_fact(SAVED, True)
 
-    def save_due(self) -> bool:
+    def is_save_due(self) -> bool:
         """Return True if a checkpoint of this step is due."""
         tier = self._local_tier
         return self.checkpointer.due(self.step) or (tier is not None and tier.local_due(self.step))
 
-    def distrust(self, step: int) -> None:
+    def check_local_checkpoint(self, step: int) -> None:
         """Raise `RollBack` if a non-finite step casts doubt on the restored local checkpoint."""
         behind = None if self._local_tier is None else self._local_tier.step_behind(step)
         if behind is not None:
@@ -274,22 +278,22 @@ class Session:
 
     def raise_failure(self) -> None:
         """Raise the error that stopped the run on all processes, if any."""
-        if self._stopping is not None:
-            self._stopping.raise_failure()
+        if self._early_stop is not None:
+            self._early_stop.raise_failure()
 
-    def stops(self) -> bool:
+    def should_stop(self) -> bool:
         """Return True if the run must stop now, before `max_steps`. All processes get the same answer."""
-        return self._stopping is not None and self._stopping.stops()
+        return self._early_stop is not None and self._early_stop.should_stop()
 
     def __enter__(self) -> "Session":
-        if self._stopping is not None:
-            self._stopping.begin()
+        if self._early_stop is not None:
+            self._early_stop.begin()
             self._find_positions()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._stopping is not None:
-            self._stopping.end()
+        if self._early_stop is not None:
+            self._early_stop.end()
 
 
 class StepTimer:
@@ -306,9 +310,9 @@ class StepTimer:
         self.last, self.paused = now, 0.0
         return seconds
 
-    def pause(self, since: float) -> None:
-        """Exclude the time since `since` from the current lap."""
-        self.paused += time.perf_counter() - since
+    def pause(self, start_time: float) -> None:
+        """Exclude the time since `start_time` from the current lap."""
+        self.paused += time.perf_counter() - start_time
 
 
 def batch_tokens(batch: Mapping[str, Any]) -> int | None:

@@ -11,9 +11,9 @@ from axlearn_core.compose import Function, Functional, ModelAndObjective, ModelW
 from axlearn_core.compose.functions import batch_inputs, model_functions
 from axlearn_core.contracts.capabilities import FreezesVariables, PlacesState
 from axlearn_core.contracts.parts import Learner
-from axlearn_core.nn.module_checks import unseeded
-from axlearn_core.nn.summaries import Summary, is_summary, values_of
-from axlearn_core.train.held_out import evaluation_loss
+from axlearn_core.nn.module_checks import convert_seed_error
+from axlearn_core.nn.summaries import Summary, get_scalars, is_summary
+from axlearn_core.train.evaluation_loss import evaluation_loss
 
 Scalars = dict[str, jax.Array]
 
@@ -96,7 +96,7 @@ class TrainingFunctions:
 
     def weights(self, state: TrainState) -> ModelWeights:
         """Return the parameters for evaluation (the moving average if the learner keeps one) and the newest variables."""
-        return self.trained.of_model(self._evaluation_weights(state))
+        return self.trained.select_model_weights(self._evaluation_weights(state))
 
     def _evaluation_weights(self, state: TrainState) -> ModelWeights:
         return ModelWeights(self.learner.evaluation_params(state.learner, state.params), state.variables)
@@ -105,7 +105,7 @@ class TrainingFunctions:
         """Return the training (loss, summaries). A stateful model draws from a fixed key."""
         key = jax.random.key(0) if self.trained.is_stateful else None
         value, (summaries, _) = self.training_loss(weights.params, weights.variables, batch, key)
-        return value, values_of(summaries)
+        return value, get_scalars(summaries)
 
     def training_loss(
         self, params: Any, variables: Any, batch: Mapping[str, jax.Array], key: jax.Array | None
@@ -124,10 +124,10 @@ class TrainingFunctions:
                 objective = self.trained.bind_objective(params, variables, objective_key)
                 value, summaries = objective.loss(model, batch, objective_key)
         except ValueError as error:
-            if problem := unseeded(error, model):
+            if problem := convert_seed_error(error, model):
                 raise problem from error
             raise
-        return value, (dict(summaries), self.trained.variables_of(model, objective))
+        return value, (dict(summaries), self.trained.extract_variables(model, objective))
 
     def train(self, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Scalars]:
         """Return (state after one step, scalars). A step that the learner skips does not change the variables."""
@@ -146,7 +146,7 @@ class TrainingFunctions:
         # Return the input arrays for frozen variables, not their copies from the loop over microbatches.
         variables = {**variables, **{path: state.variables[path] for path in (*self.trained.fixed, *self._frozen())}}
         new = state.replace(step=state.step + 1, params=params, variables=variables, learner=learner_state)
-        return new, {"loss": value, **values_of(summaries), **reported}
+        return new, {"loss": value, **get_scalars(summaries), **reported}
 
     def _frozen(self) -> Collection[str]:
         learned = self.trained.learned

@@ -16,7 +16,7 @@ from axlearn_core.checkpoint import ShardedCheckpointer, open_storage
 from axlearn_core.checkpoint.base import WEIGHTS_ONLY
 from axlearn_core.checkpoint.state import agree
 from axlearn_core.compose import Function, Functional, ModelAndObjective, Program, compose
-from axlearn_core.compose.objective import replicated
+from axlearn_core.compose.objective import decide_replication
 from axlearn_core.config import REQUIRED, Configurable, Node, check, node, setting
 from axlearn_core.contracts.capabilities import (
     ChecksStart,
@@ -54,6 +54,7 @@ from axlearn_core.run.run import Run
 from axlearn_core.train.data_facts import check_facts, log_context, plain_facts
 from axlearn_core.train.distributed import Distributed
 from axlearn_core.train.evaluators import Evaluator, LossEvaluator
+from axlearn_core.train.job_checks import check_same_config, check_same_data
 from axlearn_core.train.listeners import (
     ProfilerListener,
     TrackerListener,
@@ -64,7 +65,6 @@ from axlearn_core.train.listeners import (
 from axlearn_core.train.loop import Loop, TrainLoop
 from axlearn_core.train.objective import FrozenWeights
 from axlearn_core.train.ownership import SAVED, check_metrics, claim_checkpoints, was_saved
-from axlearn_core.train.same_job import check_same_config, check_same_data
 from axlearn_core.train.session import Session
 from axlearn_core.train.step import TrainingFunctions
 from axlearn_core.train.trackers import JsonlTracker, LinesTracker
@@ -185,16 +185,18 @@ class Trainer(Configurable):
             self._restore(session, restore_step, restart=restart)
             if session.state is None and not restart:
                 check_metrics(run_dir, session.lock)
-            decisions = (*decisions, *replicated(program.trained))
-            lock = make_lock(program, session.facts, experiment=experiment, provenance=provenance, decisions=decisions)
+            decisions = (*decisions, *decide_replication(program.trained))
+            lock = make_lock(
+                program, session.data_facts, experiment=experiment, provenance=provenance, decisions=decisions
+            )
             if session.step == 0 and isinstance(loop, ChecksStart):
                 loop.check_start()
-            frozen = FrozenWeights.of(program) if session.begins else None
+            frozen = FrozenWeights.open(program) if session.has_new_state else None
             lock |= {"run": session.run_id, SAVED: was_saved(session, restart=restart)}
             self._write(session, lock, config_text, assets, decisions)
             program.kernel_notes.listener = functools.partial(record_decision, session)
             session.events.notify("restored", session)
-            session.beat("compile")
+            session.start_phase("compile")
             if session.state is None:
                 session.state = _initialize_state(session)
             if frozen:
@@ -205,7 +207,7 @@ class Trainer(Configurable):
 
     def _open(self, program: Program, run_dir: RunDir, closing: ExitStack, experiment: str) -> tuple[Session, Loop]:
         """Build the parts, claim the checkpoints and register the listeners. Write nothing."""
-        cfg, since = self.config, time.monotonic()
+        cfg, start_time = self.config, time.monotonic()
         vocab_size = vocabulary_size(program.functional.describe())
         source = cfg.build_input(cfg.input, vocab_size)
         batches = source.train()
@@ -231,15 +233,15 @@ class Trainer(Configurable):
             run_dir=run_dir,
             lock=Run(run_dir.uri or run_dir.path).lock if run_dir.resumes else {},
             peak_flops=peak_flops(program),
-            facts=facts,
-            since=since,
+            data_facts=facts,
+            start_time=start_time,
         )
         listeners: list[tuple[RunListener, Entry | None]] = []
-        with _agreed_refusal():
+        with _raise_on_all_processes():
             claim_checkpoints(session)
             listeners = plugin_listeners(session)
             check_job(session, (listener for listener, _ in listeners))
-        with _agreed_refusal():
+        with _raise_on_all_processes():
             for listener, plugin in listeners:
                 if listener.position != "last":
                     self._listen(session, listener, closing, plugin)
@@ -251,7 +253,7 @@ class Trainer(Configurable):
                 self._listen(session, listener, closing, plugin)
         if isinstance(checkpointer, ReportsSaves):
             checkpointer.on_result = session.events.notify_saved
-        session.beat("restore")
+        session.start_phase("restore")
         return session, loop
 
     @staticmethod
@@ -298,8 +300,8 @@ class Trainer(Configurable):
             run_dir.write(config_text, {**earlier, **lock}, assets)
         if jax.process_index() == 0:
             config: Any = session.program.config
-            if (elsewhere := checkpoint_uri(config)) is not None:
-                write_assets(open_storage(elsewhere), assets)  # for use without the run directory
+            if (uri := checkpoint_uri(config)) is not None:
+                write_assets(open_storage(uri), assets)  # for use without the run directory
         session.checkpointer.files = {
             "config.yaml": config_text,
             "run.lock.json": (run_dir.path / "run.lock.json").read_text,
@@ -340,12 +342,12 @@ class Trainer(Configurable):
             state, extra = checkpointer.restore(step, program.state)
         if "data" in extra:  # absent if the run was derived from an external model
             before = extra.get("facts") or session.lock.get("data") or {}
-            for note in check_facts(run_dir.path, before, session.facts, allow_drift=run_dir.allow_drift):
+            for note in check_facts(run_dir.path, before, session.data_facts, allow_drift=run_dir.allow_drift):
                 log_message(f"note: {note}")
             session.batches.set_state(extra["data"])
-        session.begin_at(step)
-        session.state, session.begins = state, bool(extra.get(WEIGHTS_ONLY))
-        if session.begins:
+        session.set_start_step(step)
+        session.state, session.has_new_state = state, bool(extra.get(WEIGHTS_ONLY))
+        if session.has_new_state:
             log_message(f"starting from the weights of step {step} with a new optimizer state")
             session.state = program.begin(self.config.seed, state)
         else:
@@ -353,7 +355,7 @@ class Trainer(Configurable):
 
 
 @contextlib.contextmanager
-def _agreed_refusal() -> Iterator[None]:
+def _raise_on_all_processes() -> Iterator[None]:
     """Raise on every process if the block raises an `AxlearnError` on any process."""
     refusal: AxlearnError | None = None
     try:

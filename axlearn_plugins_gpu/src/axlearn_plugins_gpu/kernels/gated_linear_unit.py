@@ -77,7 +77,7 @@ class _Tokamax:
 
     def __call__(self, op: GatedLinearUnitOp) -> jax.Array:
         """Return the output of the gated linear unit, [B, S, F]."""
-        kernel_selection: Any = selection.in_force()  # not None: `supports` accepts only known GPUs
+        kernel_selection: Any = selection.get_active_selection()  # not None: `supports` accepts only known GPUs
         target: str = kernel_selection.target
         unit = _pipelined_unit if self.mosaic else _gated_unit
 

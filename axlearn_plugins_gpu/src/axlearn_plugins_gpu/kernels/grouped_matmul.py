@@ -47,7 +47,7 @@ class _Tokamax:
 
     def __call__(self, op: "GroupedMatmulOp") -> jax.Array:
         """Return the matmul results, [M, N]. The caller has already split the operands over the devices."""
-        kernel_selection: Any = selection.in_force()  # not None: `supports` accepts only known GPUs
+        kernel_selection: Any = selection.get_active_selection()  # not None: `supports` accepts only known GPUs
         return _product(op.lhs, op.rhs, op.sizes, kernel_selection.target, self.mosaic)
 
 

@@ -61,7 +61,7 @@ def paged_attention_blocks(op: PagedAttentionOp, target: str, rows: int) -> Page
 def attend_to_pages(op: PagedAttentionOp, query: jax.Array, table: jax.Array, lengths: jax.Array) -> Parts:
     """Attend to the first `lengths` keys of each request; shapes [R, G, Q, H], int32 [R, M] and int32 [R]."""
     requests, groups, rows, size = query.shape
-    kernel_selection: Any = selection.in_force()  # not None: `supports` accepts only known GPUs
+    kernel_selection: Any = selection.get_active_selection()  # not None: `supports` accepts only known GPUs
     blocks = paged_attention_blocks(op, kernel_selection.target, rows)
     pages_per_block = min(blocks.keys // op.page_size, 1 << (table.shape[1] - 1).bit_length())
     pages_per_block = max(

@@ -40,7 +40,7 @@ class _Triton:
 
     def __call__(self, op: RMSNormOp) -> jax.Array:
         """Return the normalized rows, [..., D]."""
-        kernel_selection: Any = selection.in_force()  # not None: `supports` accepts only known GPUs
+        kernel_selection: Any = selection.get_active_selection()  # not None: `supports` accepts only known GPUs
         target: str = kernel_selection.target
         axes = AXES[op.x.ndim]
 

@@ -89,7 +89,7 @@ class _Tokamax:
 
     def __call__(self, op: AttentionOp) -> jax.Array:
         """Return the attention output, [B, S, N, V]."""
-        kernel_selection: Any = selection.in_force()  # not None: `supports` accepts only known GPUs
+        kernel_selection: Any = selection.get_active_selection()  # not None: `supports` accepts only known GPUs
         length = op.query.shape[1]
         causal, window, other_mask = split_mask(op.mask, (length, length), aligned=True)
         static = _Static(kernel_selection.target, op.scale, op.softcap, causal, window, self.mosaic)

@@ -23,7 +23,7 @@ def use_target_chip() -> Iterator[None]:
     does nothing within a mesh, which already names its devices, and for targets that this plugin does not know, which use
     the default device.
     """
-    kernel_selection = selection.in_force()
+    kernel_selection = selection.get_active_selection()
     target = _TARGETS.get(kernel_selection.target) if kernel_selection else None
     if target is None or not jax.sharding.get_abstract_mesh().empty:
         yield

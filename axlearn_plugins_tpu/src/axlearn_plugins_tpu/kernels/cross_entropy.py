@@ -52,7 +52,7 @@ class _Mosaic:
 
     def __call__(self, op: CrossEntropyOp) -> tuple[jax.Array, jax.Array]:
         """Return (loss, cross-entropy). Weights must not be negative, or their gradients would be NaN."""
-        options, kernel_selection = op.static, selection.in_force()
+        options, kernel_selection = op.static, selection.get_active_selection()
         blocks = LOSS.get(kernel_selection.target if kernel_selection else "", LOSS[""])
         # Keep the stored layout during the cast, so that the gather moves the smaller dtype.
         cast = constrain(constrain(op.weight.astype(options.dtype), *WEIGHT_AXES), None, "activation_vocab")

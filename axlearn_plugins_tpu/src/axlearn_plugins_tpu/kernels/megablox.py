@@ -32,7 +32,7 @@ class _Megablox:
 
     def __call__(self, op: "GroupedMatmulOp") -> jax.Array:
         """Return the matmul results, [M, N]. The caller has already split the operands over the devices."""
-        kernel_selection = selection.in_force()
+        kernel_selection = selection.get_active_selection()
         lhs, rhs = op.lhs, op.rhs
         rows = lhs.shape[0]
         tiling = tiles(kernel_selection.target if kernel_selection else "", rows, rhs.shape[1:], lhs.dtype.itemsize)

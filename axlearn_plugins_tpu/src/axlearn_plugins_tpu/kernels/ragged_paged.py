@@ -56,7 +56,7 @@ class _RaggedPaged:
     def __call__(self, op: PagedAttentionOp) -> jax.Array:
         """Return the attention output, [T, N, H]."""
         query, pages, table = op.query, op.pages, op.table
-        kernel_selection = selection.in_force()
+        kernel_selection = selection.get_active_selection()
         blocks = PAGED.get(kernel_selection.target if kernel_selection else "", PAGED[""])
         run = functools.partial(
             library.ragged_paged_attention,

@@ -126,7 +126,7 @@ class _Splash:
     def __call__(self, op: AttentionOp) -> jax.Array:
         """Return the attention output, [B, S, N, V]."""
         query, key, value, structure = op.query, op.key, op.value, Structure.from_mask(op.mask)
-        kernel_selection = selection.in_force()
+        kernel_selection = selection.get_active_selection()
         blocks = SPLASH.get(kernel_selection.target if kernel_selection else "", SPLASH[""])
         if split_over(query.shape, QUERY_AXES)[2] != split_over(key.shape, KEY_AXES)[2]:
             # There are fewer key-value heads than devices that share the heads, so each device needs a copy for its

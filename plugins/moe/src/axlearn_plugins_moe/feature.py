@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from axlearn_core.config import Node, Scaled, fields_of, node, options_of, setting
+from axlearn_core.config import Node, Scaled, get_fields, get_options, node, setting
 from axlearn_core.config.node import is_interface
 from axlearn_core.config.tree import fill_slots
 from axlearn_core.errors import ConfigError, Problem
@@ -53,14 +53,14 @@ class MoE(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Put experts into every feed-forward slot."""
-        nothing = Problem(
+        no_match = Problem(
             path="model",
             message="moe finds no feed-forward layer to replace",
             expected="a layer with a slot `Node[FeedForward]`",
             fix="leave moe out, or annotate the slot of the feed-forward layer as `Node[FeedForward]`",
         )
         fill = lambda _, old: self._fill_slot(old) if isinstance(old, Node) else None  # noqa: E731
-        return fill_slots(cfg, FeedForward, fill, nothing=nothing)
+        return fill_slots(cfg, FeedForward, fill, no_match=no_match)
 
     def _fill_slot(self, old: Node[Any]) -> Node[Any]:
         """Return the config that replaces `old` in a slot."""
@@ -96,7 +96,7 @@ class MoE(Feature):
         """
         default = MixtureOfExperts.Config()
         settings = {"hidden_dim", "activation", "dtype", "param_dtype", "gate", "up", "down"}
-        fields, old_fields = attrs.fields_dict(type(old)), fields_of(old)
+        fields, old_fields = attrs.fields_dict(type(old)), get_fields(old)
         lost = [
             Problem(
                 path=name,
@@ -116,7 +116,7 @@ class MoE(Feature):
 
     def _set_options(self, experts: Any) -> MixtureOfExperts.Config:
         """Return the experts with the given options set."""
-        options = options_of(self, "num_experts", "top_k", "router", "dispatch", "hidden_dim")
+        options = get_options(self, "num_experts", "top_k", "router", "dispatch", "hidden_dim")
         new = attrs.evolve(experts, **options)
         if self.shared_experts is None:
             return new

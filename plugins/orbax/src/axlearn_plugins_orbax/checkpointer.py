@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from axlearn_core.checkpoint.base import WEIGHTS_ONLY, StorageCheckpointer
 from axlearn_core.checkpoint.manifest import NON_WEIGHTS, STATE, WEIGHTS, ArrayInfo, Checkpoints, Manifest
-from axlearn_core.checkpoint.retention import BEGUN, rank_steps
+from axlearn_core.checkpoint.retention import START_MARKER, rank_steps
 from axlearn_core.checkpoint.shards import is_weight
 from axlearn_core.checkpoint.state import agree
 from axlearn_core.config import node, setting
@@ -139,7 +139,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
             )
         return OrbaxReader(self.place, checkpoint)
 
-    def _unwanted_steps(self, manifests: Mapping[int, Manifest]) -> list[int]:
+    def _list_expired_steps(self, manifests: Mapping[int, Manifest]) -> list[int]:
         cfg = self.cfg
         assert cfg.keep_last is not None
         preserved = self._compat.preserved_steps(
@@ -187,7 +187,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
         storage, marks = self.place.storage, {}
         try:
             if failed := [f.path for f in storage.list(f"{folder}/{HASHES}/") if f.path.endswith(FAILED)]:
-                marks = {path: storage.read(path) for path in (f"{folder}/{BEGUN}", *failed)}
+                marks = {path: storage.read(path) for path in (f"{folder}/{START_MARKER}", *failed)}
             super()._discard(folder)
             for path, content in marks.items():
                 storage.write(path, [content])

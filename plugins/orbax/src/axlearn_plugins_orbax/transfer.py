@@ -97,7 +97,7 @@ def import_checkpoint(
     new_directory(out)
     path, item_name = find_checkpoint(str(directory), step)
     configure_devices(None)
-    resolved = resolve(Request.of(Run(config).config or config, with_=with_, set=set)).checked()
+    resolved = resolve(Request.from_arguments(Run(config).config or config, with_=with_, set=set)).check()
     experiment: Any = resolved.config
     weights = OrbaxWeights(path, experiment, item=item or item_name, layout=layout)
     log_message(f"note: {path} has no axlearn manifest, so its files cannot be verified")

@@ -7,7 +7,7 @@ import attrs
 import jax
 
 from axlearn_core.errors import CheckpointError
-from axlearn_core.learn.paths import flatten, path_of
+from axlearn_core.learn.paths import flatten, format_key_path
 
 
 @attrs.frozen
@@ -69,7 +69,7 @@ class OrbaxTrees:
             prefix = self._prefix(item)
 
             def choose(keys: Any, _: Any, prefix: str = prefix) -> Any:
-                return like.get(prefix + path_of(keys), compat.PLACEHOLDER)
+                return like.get(prefix + format_key_path(keys), compat.PLACEHOLDER)
 
             paths = [p for p in flatten(tree) if prefix + p in like]
             if paths:

@@ -5,11 +5,11 @@ from typing import Any, Literal, TypeVar
 
 import attrs
 
-from axlearn_core.config import REQUIRED, Node, fields_of, get, node, patch, setting
+from axlearn_core.config import REQUIRED, Node, get, get_fields, node, patch, setting
 from axlearn_core.config.tree import edit_nodes, set_fields
 from axlearn_core.contracts.experiment import is_pipelined
 from axlearn_core.contracts.mesh import DEFAULT_RULES
-from axlearn_core.plugins.feature import Feature, nothing_to_set
+from axlearn_core.plugins.feature import Feature, no_match_problem
 from axlearn_plugins_moe.dispatch import DroplessDispatch
 from axlearn_plugins_parallelism.learner_features import with_learner
 from axlearn_plugins_parallelism.pipelined_stack import AXIS, PipelinedStack
@@ -54,10 +54,10 @@ class Pipeline(Feature):
             if not _is_stack(stack):
                 return None
             settings = {a.name for a in attrs.fields(Stack.Config)}
-            return PipelinedStack.Config(**{k: v for k, v in fields_of(stack).items() if k in settings} | options)
+            return PipelinedStack.Config(**{k: v for k, v in get_fields(stack).items() if k in settings} | options)
 
-        nothing = nothing_to_set("pipeline", "a stack of layers (`stack`, or a component that is one)")
-        result = edit_nodes(cfg, change, nothing=nothing)
+        no_match = no_match_problem("pipeline", "a stack of layers (`stack`, or a component that is one)")
+        result = edit_nodes(cfg, change, no_match=no_match)
         pipelined = self.schedule == "1f1b"
         if pipelined or is_pipelined(result):
             result = with_learner(result, "pipeline:schedule=1f1b", pipelined=pipelined)
@@ -91,8 +91,8 @@ class ContextParallel(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Set `kernel` of every attention layer with the `AttentionKernelRole` role."""
-        nothing = nothing_to_set("context-parallel", "an attention layer: a node with the role AttentionKernelRole")
-        return set_fields(cfg, AttentionKernelRole, {"kernel": METHODS[self.method]}, nothing=nothing)
+        no_match = no_match_problem("context-parallel", "an attention layer: a node with the role AttentionKernelRole")
+        return set_fields(cfg, AttentionKernelRole, {"kernel": METHODS[self.method]}, no_match=no_match)
 
 
 @node
@@ -130,5 +130,5 @@ class ExpertParallel(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Set `exchange` of every dropless dispatch."""
-        nothing = nothing_to_set("expert-parallel", "experts with the dropless dispatch")
-        return set_fields(cfg, DroplessDispatch, {"exchange": self.exchange}, nothing=nothing)
+        no_match = no_match_problem("expert-parallel", "experts with the dropless dispatch")
+        return set_fields(cfg, DroplessDispatch, {"exchange": self.exchange}, no_match=no_match)

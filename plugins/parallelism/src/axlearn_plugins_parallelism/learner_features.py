@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, TypeVar
 
-from axlearn_core.config import Node, fields_of, get, node, patch
+from axlearn_core.config import Node, get, get_fields, node, patch
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.learn.learner import Learner
 from axlearn_core.plugins.feature import Feature
@@ -23,7 +23,7 @@ def with_learner(cfg: Tree, feature: str, **settings: Any) -> Tree:
                 fix=f"remove the feature {feature}",
             )
         )
-    fields = fields_of(old)
+    fields = get_fields(old)
     new = PlacedLearner.Config(**{**fields, **settings})
     return cfg if new == old else patch(cfg, {"learner": new})
 

@@ -202,7 +202,7 @@ def executed_flops(program: Program, name: str, bucket: Any) -> Mapping[str, flo
 
 def _jaxpr(program: Program, name: str, bucket: Any) -> Any:
     function = program.function(name)
-    static = (bucket,) if function.by_bucket else ()
+    static = (bucket,) if function.takes_bucket else ()
     return jax.make_jaxpr(lambda *args: function.call(*args, *static))(*program.arguments(name, bucket)).jaxpr
 
 

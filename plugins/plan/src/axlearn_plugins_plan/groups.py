@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from axlearn_core.compose.devices import slice_of
+from axlearn_core.compose.devices import get_slice_index
 
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? ?\{([^}]*)\}")
@@ -111,7 +111,7 @@ def find_domains(devices: Sequence[Any], per_domain: int) -> np.ndarray:
 
     The division is valid because each host numbers its devices consecutively.
     """
-    slices = [slice_of(d) for d in devices]
+    slices = [get_slice_index(d) for d in devices]
     if len(set(slices)) > 1:
         return np.array(slices)
     return np.array([d.id // per_domain for d in devices])

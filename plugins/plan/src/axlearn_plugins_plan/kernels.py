@@ -31,7 +31,7 @@ def explain(request: Any, name: str, as_json: bool) -> None:
     from axlearn_plugins_plan.render import kernel_lines, kernels_json
 
     program, batch = compose_program(resolve(request))
-    program.trace(name, program.function(name).bucket_of(batch))
+    program.trace(name, program.function(name).get_bucket(batch))
     choices = program.choices(name)
     if as_json:
         print_json(kernels_json(choices))

@@ -10,11 +10,11 @@ import jax
 
 from axlearn_core.compose import Program, compose
 from axlearn_core.compose.devices import configure_devices, topology_devices
-from axlearn_core.compose.objective import replicated
-from axlearn_core.config import Node, find, flatten, get, missing
+from axlearn_core.compose.objective import decide_replication
+from axlearn_core.config import Node, find, find_missing, flatten, get
 from axlearn_core.config.roles import StackRole
 from axlearn_core.contracts.capabilities import DeclaresBatches, DeclaresFunctions, vocabulary_size
-from axlearn_core.contracts.experiment import accumulate_steps, input_of
+from axlearn_core.contracts.experiment import accumulate_steps, get_input_config
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.kernels.selection import Choice
@@ -129,7 +129,7 @@ def compose_program(resolved: Resolved) -> tuple[Program, dict[str, jax.ShapeDty
         RequestError: The request has no target, or no installed compiler supports the target.
     """
     machine, config = require_machine(resolved), resolved.config
-    if input_of(config) is None or not isinstance(config, DeclaresFunctions):
+    if get_input_config(config) is None or not isinstance(config, DeclaresFunctions):
         raise RequestError(f"{resolved.title} is a {type(config).__qualname__}; expected a Trainer.Config")
     _check_config(resolved)
     configure_devices(machine)
@@ -140,10 +140,10 @@ def compose_program(resolved: Resolved) -> tuple[Program, dict[str, jax.ShapeDty
 def _check_config(resolved: Resolved) -> None:
     """Raise `ConfigError` if the config is invalid, but accept unset input fields if the batch shapes are still known."""
     try:
-        resolved.checked()
+        resolved.check()
     except ConfigError as error:
         source = get(resolved.config, "input")
-        unset = {p.path for p in missing(resolved.config)}
+        unset = {p.path for p in find_missing(resolved.config)}
         input_problems = [
             p for p in error.problems if p.path.startswith("input.") and (p.path.count(".") > 1 or p.path in unset)
         ]
@@ -160,7 +160,7 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
 
     Args:
         resolved: The resolved request.
-        function: Name of a function that the experiment declares. `Function.bucket_of` maps a batch to its shapes.
+        function: Name of a function that the experiment declares. `Function.get_bucket` maps a batch to its shapes.
 
     Raises:
         RequestError: The request is invalid (see `compose_program`), or the experiment has no such function.
@@ -168,7 +168,7 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
     """
     program, batch = compose_program(resolved)
     machine = require_machine(resolved)
-    bucket = program.function(function).bucket_of(batch)
+    bucket = program.function(function).get_bucket(batch)
     trains = program.function(function).differentiates
     started = time.perf_counter()
     program.lower(function, bucket)  # JAX caches the result for the compilation below
@@ -179,7 +179,7 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
         (compiled, memory), seconds = compiling.result()
     moved = traffic = None
     unchanged = [str(decision) for decision in resolved.decisions if decision.kind == "unchanged"]
-    notes = [*resolved.notes, *unchanged, *map(str, replicated(program.trained))]
+    notes = [*resolved.notes, *unchanged, *map(str, decide_replication(program.trained))]
     if machine.target.stand_in:
         notes.append(f"this is not the program that runs on the target: {machine.target.stand_in}")
     if compiled is not None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from axlearn_core.config import fields_of
+from axlearn_core.config import get_fields
 from axlearn_core.kernels.selection import Choice, installed
 from axlearn_plugins_plan.plan import FunctionPlan
 from axlearn_plugins_plan.remedies import Remedy
@@ -124,7 +124,7 @@ def _count_noun(number: int, noun: str) -> str:
 def _bytes_sent(plan: FunctionPlan, field: str) -> str:
     if plan.collectives is None:
         return "?"
-    return f"{size(sum(c.times * fields_of(c)[field] for c in plan.collectives))} sent"
+    return f"{size(sum(c.times * get_fields(c)[field] for c in plan.collectives))} sent"
 
 
 def _collectives(plan: FunctionPlan) -> Iterator[str]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from axlearn_core.config import options_of
+from axlearn_core.config import get_options
 from axlearn_core.contracts.target import Target
 from axlearn_plugins_plan.collectives import Collective
 
@@ -41,7 +41,7 @@ class Roofline:
     @property
     def bound(self) -> str:
         """Name of the largest limit."""
-        times: dict[str, float] = options_of(self, "compute", "hbm", "links", "network")
+        times: dict[str, float] = get_options(self, "compute", "hbm", "links", "network")
         return max(times, key=lambda n: times[n]) if times else "unknown"
 
 

@@ -5,7 +5,7 @@ from typing import Any, Literal, TypeVar
 
 import attrs
 
-from axlearn_core.config import Node, fields_of, node, setting
+from axlearn_core.config import Node, get_fields, node, setting
 from axlearn_core.config.tree import children, join, with_children
 from axlearn_core.nn.linear import Linear
 from axlearn_core.plugins.feature import Feature
@@ -91,7 +91,7 @@ def place_nodes(cfg: Tree, target: str | tuple[str, ...], place: Callable[[Any],
 
 
 def _fields(part: Linear.Config) -> dict[str, Any]:
-    return {name: value for name, value in fields_of(part).items() if name in attrs.fields_dict(Linear.Config)}
+    return {name: value for name, value in get_fields(part).items() if name in attrs.fields_dict(Linear.Config)}
 
 
 def _is_linear(value: Any) -> bool:

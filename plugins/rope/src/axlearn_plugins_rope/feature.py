@@ -40,10 +40,10 @@ class Rope(Feature):
         def set_rotary(old: Any) -> Node[Any]:
             return attrs.evolve(old if isinstance(old, RotaryEmbedding.Config) else RotaryEmbedding.Config(), **options)
 
-        nothing = Problem(
+        no_match = Problem(
             path="model",
             message="rope finds no attention layer with a slot for a position encoding",
             expected="a layer with a slot `Node[PositionEncoding]`",
             fix="leave rope out, or annotate the attention's slot as `Node[PositionEncoding]`",
         )
-        return fill_slots(cfg, PositionEncoding, lambda _, old: change_slot(old, set_rotary), nothing=nothing)
+        return fill_slots(cfg, PositionEncoding, lambda _, old: change_slot(old, set_rotary), no_match=no_match)

@@ -122,13 +122,13 @@ def compare_replicas(processes: Sequence[tuple[int, str, Sequence[Any]]]) -> lis
 
 def _compare_reruns(first: Sequence[Row], second: Sequence[Row]) -> list[str]:
     """Return a line for each device with arrays that differed in the second run."""
-    by_device: defaultdict[str, list[str]] = defaultdict(list)
+    paths_by_device: defaultdict[str, list[str]] = defaultdict(list)
     for (path, _, device, one), (*_, two) in zip(first, second, strict=True):
         if one != two:
-            by_device[device].append(path)
+            paths_by_device[device].append(path)
     return [
         f"device {device}: {paths[0]}{f' and {len(paths) - 1} more arrays' if paths[1:] else ''} differed in the second run"
-        for device, paths in by_device.items()
+        for device, paths in paths_by_device.items()
     ]
 
 

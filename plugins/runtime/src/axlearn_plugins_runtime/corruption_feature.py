@@ -3,7 +3,7 @@
 from typing import Any, TypeVar
 
 from axlearn_core.config import Node, node, patch, setting
-from axlearn_core.contracts.experiment import loop_of
+from axlearn_core.contracts.experiment import get_loop_config
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.feature import Feature
 from axlearn_core.train.loop import TrainLoop
@@ -29,7 +29,7 @@ class CorruptionFeature(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Add the check to the loop."""
-        loop = loop_of(cfg)
+        loop = get_loop_config(cfg)
         if not isinstance(loop, TrainLoop.Config):
             raise RequestError(
                 f"sdc-check requires the core's training loop\n    got: loop {type(loop).__qualname__}\n    expected: train-loop\n"

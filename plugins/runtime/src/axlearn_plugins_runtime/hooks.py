@@ -15,6 +15,6 @@ def axlearn_run_listeners() -> list[str]:
         f"{job}.mirror:mirror",
         f"{job}.peers:peer_watch",
         f"{job}.compiled_step:compiled_step",
-        f"{job}.stops:stops",
+        f"{job}.stops:early_stop",
         f"{job}.phases:phase_clock",
     ]

@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 from axlearn_core.config import REQUIRED, Node, node, patch, setting
 from axlearn_core.config.tree import children
-from axlearn_core.contracts.experiment import loop_of
+from axlearn_core.contracts.experiment import get_loop_config
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.feature import Feature
 from axlearn_core.plugins.resolve import resolve
@@ -35,7 +35,7 @@ class ShadowFeature(Feature):
         Raises:
             RequestError: The loop already has a different check, or the feature cannot be applied to the config.
         """
-        loop = loop_of(cfg)
+        loop = get_loop_config(cfg)
         if not isinstance(loop, TrainLoop.Config) or not isinstance(loop.check, ShadowCheck.Config | None):
             check = type(children(loop).get("check")).__qualname__
             got = f"loop {type(loop).__qualname__}, check {check}"

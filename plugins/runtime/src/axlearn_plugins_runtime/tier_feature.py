@@ -3,8 +3,8 @@
 from typing import Any, TypeVar
 
 from axlearn_core.checkpoint import ShardedCheckpointer
-from axlearn_core.config import Node, fields_of, node, patch, setting
-from axlearn_core.contracts.experiment import checkpointer_of
+from axlearn_core.config import Node, get_fields, node, patch, setting
+from axlearn_core.contracts.experiment import get_checkpointer_config
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_runtime.tiered import LocalTier, TieredCheckpointer
@@ -30,7 +30,7 @@ class LocalTierFeature(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Replace the checkpointer with `tiered`."""
-        checkpointer = checkpointer_of(cfg)
+        checkpointer = get_checkpointer_config(cfg)
         if not isinstance(checkpointer, ShardedCheckpointer.Config):
             raise RequestError(
                 "local-tier requires the core's checkpointer\n"
@@ -41,5 +41,5 @@ class LocalTierFeature(Feature):
         local = patch(
             local, {"every_steps": self.every, "directory": self.directory, "keep": self.keep, "copies": self.copies}
         )
-        fields = {name: value for name, value in fields_of(checkpointer).items() if name != "local"}
+        fields = {name: value for name, value in get_fields(checkpointer).items() if name != "local"}
         return patch(cfg, {"checkpointer": TieredCheckpointer.Config(**fields, local=local)})

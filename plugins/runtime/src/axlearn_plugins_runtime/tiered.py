@@ -114,7 +114,7 @@ class TieredCheckpointer(ShardedCheckpointer):
         texts[PART] = json.dumps({"attempt": part.attempt, "process": part.process, "timeline": part.timeline})
         parts.delete([part])
         parts.remove(folder)
-        writer = PartWriter(parts.storage, f"{folder}/", self._buffers, self._writers, alone=True)
+        writer = PartWriter(parts.storage, f"{folder}/", self._buffers, self._writers, single_process=True)
         writer.copy(arrays)
         self._saving = self._threads.submit(self._write, writer, part, folder, described, texts, dict(metrics))
         return True

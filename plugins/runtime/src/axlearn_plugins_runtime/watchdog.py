@@ -50,7 +50,7 @@ class RuleWatchdog(Configurable):
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._phase, self._step = "start", 0
-        self._last_resort = _LastResort(self.rules.values())
+        self._fault_handler = _FaultHandler(self.rules.values())
 
     def start(self) -> None:
         """See `axlearn_core.contracts.parts.Watchdog`."""
@@ -77,13 +77,13 @@ class RuleWatchdog(Configurable):
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._last_resort.close()
+        self._fault_handler.close()
 
     def _watch(self) -> None:
         while not self._closed.wait(self._interval):
             now = time.monotonic()
             with self._lock:
-                self._last_resort.arm(self._phase, self.run_dir, self.rank)
+                self._fault_handler.arm(self._phase, self.run_dir, self.rank)
                 broken = {name: rule.check(now) for name, rule in self.rules.items()}
             self._act(broken)
 
@@ -120,7 +120,7 @@ class RuleWatchdog(Configurable):
             print(f"watchdog: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
-class _LastResort:
+class _FaultHandler:
     """The faulthandler timer, which works without the interpreter lock. A process has only one."""
 
     def __init__(self, rules: Any):

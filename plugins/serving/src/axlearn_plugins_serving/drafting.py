@@ -14,7 +14,7 @@ from axlearn_core.config import Configurable, node, offers, setting
 from axlearn_plugins_serving.cache import Cache
 from axlearn_plugins_serving.contracts import RowResult, TokenLogprobs
 from axlearn_plugins_serving.request_state import RequestState
-from axlearn_plugins_serving.scheduler import Limits, Part, Plan
+from axlearn_plugins_serving.scheduler import Limits, Part, SchedulerOutput
 
 
 @offers()
@@ -68,7 +68,7 @@ def can_draft(state: RequestState) -> bool:
     return sampling.temperature == 0 and not changed and state.request.constraint is None
 
 
-def add_drafts(plan: Plan, drafter: Drafter, cache: Cache, limits: Limits) -> None:
+def add_drafts(plan: SchedulerOutput, drafter: Drafter, cache: Cache, limits: Limits) -> None:
     """Add drafts to a plan as far as the step has room.
 
     Requests that can draft must not have tokens in flight.

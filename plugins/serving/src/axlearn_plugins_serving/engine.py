@@ -34,13 +34,13 @@ from axlearn_plugins_serving.measure import Meter
 from axlearn_plugins_serving.request_state import RequestState
 from axlearn_plugins_serving.results import constraint_mask, read_part
 from axlearn_plugins_serving.runner import ModelRunner
-from axlearn_plugins_serving.scheduler import Limits, Part, Plan, PriorityScheduler, Scheduler
+from axlearn_plugins_serving.scheduler import Limits, Part, PriorityScheduler, Scheduler, SchedulerOutput
 
 
 class _InFlightStep(NamedTuple):
     """A submitted step whose results have not been read yet."""
 
-    plan: Plan
+    plan: SchedulerOutput
     pending: SubmittedStep
 
 
@@ -225,7 +225,7 @@ class ServingEngine(Configurable):
             return 1
         return self.runner.decode_steps if self.meter.fits(self.runner.decode_steps, self.config.hold_seconds) else 1
 
-    def _build_rows(self, plan: Plan, outputs: list[Output]) -> list[Row]:
+    def _build_rows(self, plan: SchedulerOutput, outputs: list[Output]) -> list[Row]:
         """Build the rows of a plan.
 
         End the requests whose constraint fails and remove their parts from the plan.
@@ -244,7 +244,7 @@ class ServingEngine(Configurable):
         plan.parts = parts
         return rows
 
-    def _submit(self, plan: Plan, rows: Sequence[Row]) -> _InFlightStep:
+    def _submit(self, plan: SchedulerOutput, rows: Sequence[Row]) -> _InFlightStep:
         for state in plan.admitted:
             if state.finished:
                 continue

@@ -44,7 +44,7 @@ def set_up_devices(config: ServingEngine.Config, *, owns_cores: bool = False) ->
     if count > 1:
         runner = config.runner
         if isinstance(runner, ModelRunner.Config) and runner.decode_steps > 1:
-            compat.threads_for(count)  # in a loop with collectives, each device occupies a thread
+            compat.set_thread_count(count)  # in a loop with collectives, each device occupies a thread
         _create_virtual_devices(count)
 
 

@@ -15,7 +15,7 @@ from axlearn_core.config import patch
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import RequestError, unknown
 from axlearn_core.run import open_weights, split_weights
-from axlearn_core.train.inference import Loaded
+from axlearn_core.train.inference import LoadedModel
 from axlearn_plugins_serving.contracts import (
     FinishReason,
     HasProgram,
@@ -368,7 +368,7 @@ def serve(
     if isinstance(model, (str, Path)):
         opened = open_engine(model, config=config, step=step, warm_up=warm_up)
         return LocalEngine(opened.engine, text_override or opened.text)
-    if isinstance(model, Loaded):
+    if isinstance(model, LoadedModel):
         text = text_override or (None if model.tokenizer is None else text_processor(model.config, model.tokenizer))
         program, model = program or model.program, model.model
     engine = build_engine(model, program=program, text=text or text_override, config=config, warm_up=warm_up)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from axlearn_plugins_serving.contracts import Statistics
-from axlearn_plugins_serving.scheduler import Plan
+from axlearn_plugins_serving.scheduler import SchedulerOutput
 
 MAX_DURATIONS, CHUNK = 8, 32
 """Number of durations to keep per step shape, and the granularity of shapes in prompt tokens."""
@@ -65,13 +65,13 @@ class Meter:
             self._plan_seconds.append(max(0.0, time.perf_counter() - self._plan_time))
         self._plan_time = 0.0
 
-    def record_submit(self, previous: Plan | None) -> None:
+    def record_submit(self, previous: SchedulerOutput | None) -> None:
         """Count a step of the runner. `previous` is the step in flight before it."""
         self.steps += 1
         if previous is None:
             self._free_time = time.perf_counter()
 
-    def record_read(self, plan: Plan) -> None:
+    def record_read(self, plan: SchedulerOutput) -> None:
         """Record the duration of a step.
 
         If it and the one before only decode, also record the time between their results.
@@ -98,7 +98,7 @@ class Meter:
         """
         return self._token_seconds is not None and steps * self._token_seconds <= seconds
 
-    def spare_seconds(self, plan: Plan) -> float:
+    def spare_seconds(self, plan: SchedulerOutput) -> float:
         """Return the seconds until the step after `plan` must be planned (0: unknown)."""
         durations = self._durations.get(_step_shape(plan))
         if durations is None or len(durations) < 2 or all(part.state.finished for part in plan.parts):
@@ -132,7 +132,7 @@ class Meter:
         )
 
 
-def _step_shape(plan: Plan) -> tuple[int, int, int]:
+def _step_shape(plan: SchedulerOutput) -> tuple[int, int, int]:
     """Return the properties that step times depend on.
 
     These are tokens per row, decoding rows (in powers of 2), and chunks of prompts.

@@ -88,7 +88,7 @@ def open_engine(
     places = {path: spec.sharding for path, spec in {**specs.params, **specs.variables}.items()}
     functional = program.functional
     with ThreadPoolExecutor(1) as pool:  # read files while programs are compiled or loaded
-        reading = pool.submit(lambda: functional.weights_of(bind_weights(functional, weights.read("**", places))))
+        reading = pool.submit(lambda: functional.extract_weights(bind_weights(functional, weights.read("**", places))))
         engine = build_engine(
             functional.describe(),
             program=program,

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import attrs
 
 from axlearn_core.config import Node, find, node, setting
-from axlearn_core.config.slots import slots_of
+from axlearn_core.config.slots import list_slots
 from axlearn_core.config.tree import children, edit_nodes, find_slots
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
@@ -40,23 +40,23 @@ class UsePagedCache(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Put a paged cache into every cache slot."""
-        nothing = Problem(
+        no_match = Problem(
             path="model",
             message="paged-cache found no attention layer with a cache",
             expected="a layer with a slot `Node[KVCache]` or `Node[LatentCache]`",
             fix="leave paged-cache out, or serve a model that generates text",
         )
-        return edit_nodes(cfg, lambda _, part: self._replace_caches(part), nothing=nothing)
+        return edit_nodes(cfg, lambda _, part: self._replace_caches(part), no_match=no_match)
 
     def _replace_caches(self, part: Any) -> Any:
         values: dict[str, Any] = {}
-        for name in slots_of(type(part), KVCache):
+        for name in list_slots(type(part), KVCache):
             cache = children(part)[name]
             existing = cache.store if isinstance(cache, PagedCache.Config) else None
             if None not in (existing, self.store) and existing != self.store:
                 raise ConfigError(_dtype_conflict(existing, self.store))
             values[name] = PagedCache.Config(page_size=self.page_size, heads_first=self.heads_first, store=self.store)
-        for name in slots_of(type(part), LatentCache):
+        for name in list_slots(type(part), LatentCache):
             if self.store is not None:
                 raise ConfigError(_latent_dtype_problem(self.store))
             values[name] = PagedLatentCache.Config(page_size=self.page_size)
@@ -91,7 +91,7 @@ class UseFloat8Cache(UsePagedCache):
 
 def keeps_cache(part: Node[Any]) -> bool:
     """Return True if a node has a slot for a cache."""
-    return bool(slots_of(type(part), KVCache) or slots_of(type(part), LatentCache))
+    return bool(list_slots(type(part), KVCache) or list_slots(type(part), LatentCache))
 
 
 def has_latents(model: Node[Any]) -> bool:

@@ -56,7 +56,7 @@ class Part:
 
 
 @attrs.define
-class Plan:
+class SchedulerOutput:
     """The plan of a step.
 
     Attributes:
@@ -95,7 +95,7 @@ class Scheduler(Protocol):
         """Remove a waiting or running request and free its resources."""
         ...
 
-    def plan(self, max_steps: int) -> Plan:
+    def plan(self, max_steps: int) -> SchedulerOutput:
         """Plan the next step.
 
         The plan has no parts if nothing can be computed before results are read.
@@ -174,16 +174,16 @@ class PriorityScheduler(Configurable):
             self._running.remove(state)
             self.cache.end(state)
 
-    def plan(self, max_steps: int) -> Plan:
+    def plan(self, max_steps: int) -> SchedulerOutput:
         """See `Scheduler.plan`."""
-        plan = Plan()
+        plan = SchedulerOutput()
         self._plan_decoding(plan)
         self._plan_new_requests(plan, self._plan_prompts(plan))
         if max_steps > 1 and self._all_decode(plan):
             plan.steps = self._choose_steps(plan, max_steps)
         return plan
 
-    def _plan_decoding(self, plan: Plan) -> None:
+    def _plan_decoding(self, plan: SchedulerOutput) -> None:
         index = 0
         while index < len(self._running) and len(plan.parts) < self.budget:
             state = self._running[index]
@@ -196,7 +196,7 @@ class PriorityScheduler(Configurable):
                 plan.parts.append(Part(state, state.computed, 1, True, True))
             index += 1
 
-    def _plan_prompts(self, plan: Plan) -> int:
+    def _plan_prompts(self, plan: SchedulerOutput) -> int:
         """Continue prompts that have started.
 
         Return the remaining budget of prompt tokens.
@@ -209,11 +209,11 @@ class PriorityScheduler(Configurable):
                 budget -= self._plan_chunk(plan, state, budget)
         return budget
 
-    def _prompt_budget(self, plan: Plan) -> int:
+    def _prompt_budget(self, plan: SchedulerOutput) -> int:
         decoding = sum(part.decodes for part in plan.parts)
         return min(self.budget - decoding, self.limits.prompt_tokens)
 
-    def _plan_new_requests(self, plan: Plan, budget: int) -> None:
+    def _plan_new_requests(self, plan: SchedulerOutput, budget: int) -> None:
         if plan.preemptions:
             return
         total = self._prompt_budget(plan)
@@ -237,7 +237,7 @@ class PriorityScheduler(Configurable):
             plan.copies += copies
             budget -= self._plan_chunk(plan, state, budget)
 
-    def _plan_chunk(self, plan: Plan, state: RequestState, budget: int) -> int:
+    def _plan_chunk(self, plan: SchedulerOutput, state: RequestState, budget: int) -> int:
         """Add tokens of a prompt, in whole chunks if at least one chunk fits.
 
         Return the budget that they use.
@@ -249,12 +249,12 @@ class PriorityScheduler(Configurable):
         plan.parts.append(Part(state, state.computed, count, last and state.remaining > 0, False))
         return 1 if count == 1 else -(-count // chunk) * chunk
 
-    def _outranks_prompts(self, state: RequestState, plan: Plan) -> bool:
+    def _outranks_prompts(self, state: RequestState, plan: SchedulerOutput) -> bool:
         """Return True if a request has a higher priority than a prompt in the step."""
         prompts = [part.state for part in plan.parts if not part.decodes]
         return any(state.request.priority < other.request.priority for other in prompts)
 
-    def _make_room(self, state: RequestState, plan: Plan) -> bool:
+    def _make_room(self, state: RequestState, plan: SchedulerOutput) -> bool:
         """Preempt the last running request if its priority is lower.
 
         Returns False otherwise.
@@ -266,16 +266,16 @@ class PriorityScheduler(Configurable):
         self._preempt(victim, plan)
         return True
 
-    def _preempt(self, state: RequestState, plan: Plan) -> None:
+    def _preempt(self, state: RequestState, plan: SchedulerOutput) -> None:
         self._running.remove(state)
         self.cache.end(state)
         self.queue.push_front(state)
         plan.preemptions += 1
 
-    def _all_decode(self, plan: Plan) -> bool:
+    def _all_decode(self, plan: SchedulerOutput) -> bool:
         return bool(plan.parts) and all(part.decodes and not part.state.request.constraint for part in plan.parts)
 
-    def _choose_steps(self, plan: Plan, steps: int) -> int:
+    def _choose_steps(self, plan: SchedulerOutput, steps: int) -> int:
         """Return `steps` if the cache has room and few tokens would be wasted, else 1."""
         states = [part.state for part in plan.parts]
         useful = [min(state.remaining, steps) for state in states]

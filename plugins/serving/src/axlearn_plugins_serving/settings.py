@@ -27,7 +27,7 @@ def engine_config(settings: Sequence[Setting], max_queue: int | None = None) -> 
         if not setting.path.startswith(PREFIX):
             raise RequestError(f"{setting.location}: not a path of the engine\n    expected: serving.PATH=VALUE")
         edits[setting.path] = setting.value
-    config = patch({"serving": ServingEngine.Config()}, edits, Decoder(registry()).decode_at)["serving"]
+    config = patch({"serving": ServingEngine.Config()}, edits, Decoder(registry()).decode_value)["serving"]
     check(config)
     return config
 

@@ -235,7 +235,7 @@ def batch_context(batch: Batch) -> Context:
     """
     arrays = {k: batch.get(k) for k in ("positions", "segment_ids", "prefix")}
     weights = batch.get("weights")
-    real = None if arrays["segment_ids"] is not None or weights is None else padding.up_to_the_last_target(weights)
+    real = None if arrays["segment_ids"] is not None or weights is None else padding.make_token_mask(weights)
     return Context(**arrays, real=real)
 
 

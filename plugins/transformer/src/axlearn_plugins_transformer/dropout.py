@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from axlearn_core.config import REQUIRED, Node, interface, map, node, setting
-from axlearn_core.config.slots import slots_of
+from axlearn_core.config.slots import list_slots
 from axlearn_core.config.tree import edit_nodes
 from axlearn_core.errors import Problem
 from axlearn_core.nn.layer import Layer, Precision
@@ -133,19 +133,19 @@ class Dropout(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Insert dropout into every layer that supports it."""
-        nothing = Problem(
+        no_match = Problem(
             path="model",
             message="dropout finds no layer that it supports",
             expected="a transformer-layer, or a layer with a slot `Node[AttentionLayer]` or `Node[FeedForward]`",
             fix="leave the feature dropout out",
         )
-        config = edit_nodes(cfg, lambda _, part: self._block(part), nothing=nothing, outermost=True)
+        config = edit_nodes(cfg, lambda _, part: self._block(part), no_match=no_match, outermost=True)
         return map(config, self._embedding) if self.embedding else config
 
     def _block(self, part: Any) -> Any:
         if type(part) in (TransformerLayer.Config, DropoutTransformerLayer.Config):
             return self._replace(part, DropoutTransformerLayer.Config)
-        slots = [name for half in (AttentionLayer, FeedForward) for name in slots_of(type(part), half)]
+        slots = [name for half in (AttentionLayer, FeedForward) for name in list_slots(type(part), half)]
         halves = {name: half for name in slots if isinstance(half := getattr(part, name), Node)}
         return attrs.evolve(part, **{name: self._wrap(half) for name, half in halves.items()}) if halves else None
 

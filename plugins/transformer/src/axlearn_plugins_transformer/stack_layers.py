@@ -70,11 +70,11 @@ class Layers:
 
     def all_variables(self) -> KindVariables:
         """Return all variables of each kind."""
-        return {kind: variables.values_of(state) for kind, state in enumerate(self.states)}
+        return {kind: variables.get_values(state) for kind, state in enumerate(self.states)}
 
     def replace_variables(self, updates: Mapping[int, variables.Values]) -> "Layers":
         """Return the layers with new values for some of their variables."""
-        states = [variables.replaced(state, updates.get(kind, {})) for kind, state in enumerate(self.states)]
+        states = [variables.replace_values(state, updates.get(kind, {})) for kind, state in enumerate(self.states)]
         return attrs.evolve(self, states=tuple(states))
 
     def fold_in(self, index: Any) -> "Layers":

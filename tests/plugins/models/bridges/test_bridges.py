@@ -14,7 +14,7 @@ from flax import linen, nnx
 
 from axlearn_core import compose, configure, patch, train
 from axlearn_core.compose import Functional
-from axlearn_core.compose.objective import replicated
+from axlearn_core.compose.objective import decide_replication
 from axlearn_core.errors import ConfigError
 from axlearn_core.nn.layer import Precision
 from axlearn_core.nn.summaries import add_summary
@@ -88,7 +88,7 @@ def test_parameters_have_paths_and_axes_and_the_rest_is_replicated():
     assert own["Dense_0.kernel"] == ("layers", "embed", "mlp")
     assert own["Dense_1.kernel"] == ("layers", "mlp", "embed")
     assert {p.partition("module.")[2] for p in model.unnamed} == own.keys() - {"Dense_0.kernel", "Dense_1.kernel"}
-    (decision,) = replicated(model)
+    (decision,) = decide_replication(model)
     assert str(decision).startswith("replicated: decoder.layer.feed_forward.module.BatchNorm_0, ")
     assert "4 parameters" in str(decision)
     assert [p.rpartition(".")[2] for p in model.variables] == ["mean", "var"]

@@ -182,7 +182,7 @@ def test_a_size_that_is_given_tells_the_batches_and_is_held_to_the_data(tmp_path
     with pytest.raises(RequestError, match=r"got: 1 over 2|batch_size"):
         DrawnShapes.Config(batch_size=1, image_size=8).build(seed=0, process_count=2)
     with pytest.raises(RequestError, match=r"patch_size: does not divide image_size[\s\S]*got: 8 of 20"):
-        ax.resolve("vit-tiny", set={"model.encoder.embedding.image_size": 20}).checked()
+        ax.resolve("vit-tiny", set={"model.encoder.embedding.image_size": 20}).check()
     config = ax.resolve("vit-tiny", set={**SMALL, "input.image_size": 24}).config
     with pytest.raises(RequestError, match=r"images of the wrong size\s+got: \[24, 24, 3\]\s+expected: \[16, 16, 3\]"):
         compose(config, jax.devices()[:1]).compile("train", next(config.input.build(seed=0).train()))

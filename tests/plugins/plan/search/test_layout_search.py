@@ -30,7 +30,7 @@ def few_remats(monkeypatch):
 
 @pytest.fixture(scope="module")
 def request_():
-    return Request.of("quickstart", set={"model.decoder.num_layers": 2}, target="h100-8x1")
+    return Request.from_arguments("quickstart", set={"model.decoder.num_layers": 2}, target="h100-8x1")
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_every_layout_is_legal_and_resolves(request_, ranked):
     choices = {r.choice.words: r for r in ranked}
     assert len(choices) == len(ranked) > 100
     for row in ranked[:: len(ranked) // 12]:
-        config = resolve(resolved_request(request_, row)).checked().config
+        config = resolve(resolved_request(request_, row)).check().config
         sizes = config.mesh.sizes(8)  # raises if the sizes do not multiply to the devices
         rows = sizes["data"] * sizes["fsdp"] * sizes["expert"]
         assert 8 % (rows * config.learner.accumulate_steps) == 0
@@ -122,7 +122,7 @@ def test_arguments_are_those_that_the_program_has(space, ranked):
     base = next(r for r in ranked if r.choice.shipped)
     machine: Machine = space.machine
     program = compose(space.base, jax.devices("cpu")[: machine.devices], machine=machine)
-    exact = shard_bytes(program.arguments("train", program.function("train").bucket_of(space.batch)))
+    exact = shard_bytes(program.arguments("train", program.function("train").get_bucket(space.batch)))
     assert base.estimate.arguments == pytest.approx(exact, rel=1e-3)
 
 
@@ -150,7 +150,7 @@ def test_the_words_of_a_row_are_its_config(request_, ranked):
     row = next(r for r in ranked if r.choice.mesh and r.choice.remat and r.choice.microbatches)
     words = plan_words(request_, row)
     parts = {flag: [v for f, v in zip(words[1::2], words[2::2], strict=True) if f == flag] for flag in words[1::2]}
-    typed = Request.of(words[0], with_=parts["--with"], set=parts["--set"], target=parts["--target"][0])
+    typed = Request.from_arguments(words[0], with_=parts["--with"], set=parts["--set"], target=parts["--target"][0])
     assert resolve(typed).config == resolve(resolved_request(request_, row)).config
 
 
@@ -169,7 +169,7 @@ ASKED = [
 @pytest.mark.fast_cases("options4-remat")
 @pytest.mark.parametrize(("options", "part"), ASKED)
 def test_what_the_request_sets_is_kept_and_every_layout_stays_legal(options, part):
-    base = Request.of("quickstart", target="h100-8x1", **options)
+    base = Request.from_arguments("quickstart", target="h100-8x1", **options)
     messages = []
     space = rank.Space(base, ())
     rows = space.rank_layouts(messages.append)
@@ -186,13 +186,13 @@ def test_what_the_request_sets_is_kept_and_every_layout_stays_legal(options, par
     }  # fmt: skip
     assert fixed[part] in ({None}, {False}, {()})
     for row in rows[:: max(len(rows) // 8, 1)]:
-        resolve(resolved_request(base, row)).checked()
+        resolve(resolved_request(base, row)).check()
 
 
 def test_what_a_run_file_sets_is_kept(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("experiment: quickstart\nfeatures:\n- remat: {policy: full}\nset:\n  learner.accumulate_steps: 2\n")
-    space = rank.Space(Request.of(file, target="h100-8x1"), ())
+    space = rank.Space(Request.from_arguments(file, target="h100-8x1"), ())
     assert space.fixed == {"remat", "gradient-accumulation"}
 
 
@@ -202,12 +202,14 @@ def test_what_a_run_file_sets_is_kept(tmp_path):
 )
 def test_what_is_set_and_varied_is_an_error(vary, options):
     with pytest.raises(RequestError, match=f"--vary {vary} conflicts with the request"):
-        rank.Space(Request.of("quickstart", target="h100-8x1", **options), (vary,))
+        rank.Space(Request.from_arguments("quickstart", target="h100-8x1", **options), (vary,))
 
 
 def request_with_microbatches(steps):
     rule = {"shape": {"fsdp": 8}, "features": [f"gradient-accumulation:steps={steps}"]}
-    return Request.of("quickstart", target="h100-8x1", set={"mesh.targets": {"h100-8x1": rule}, "input.batch_size": 32})
+    return Request.from_arguments(
+        "quickstart", target="h100-8x1", set={"mesh.targets": {"h100-8x1": rule}, "input.batch_size": 32}
+    )
 
 
 @pytest.mark.slow
@@ -219,7 +221,7 @@ def test_pipelines_take_the_place_of_the_microbatches_of_a_rule():
         pipelines.append({(r.choice.pipeline.feature, str(r.choice.mesh), r.choice.remat, r.seconds) for r in rows})
     assert pipelines[0] == pipelines[1]
     assert {r.choice.pipeline.schedule for r in rows} == {"gpipe", "interleaved", "1f1b"}
-    config = resolve(resolved_request(request, rows[0])).checked().config
+    config = resolve(resolved_request(request, rows[0])).check().config
     assert config.learner.accumulate_steps == 1
 
 
@@ -338,7 +340,7 @@ class TestSearchCommand(CommandSuite):
 @pytest.fixture(scope="module")
 def on_tpus():
     batch = {"input.batch_size": 64}
-    return rank.Space(Request.of("quickstart", target="tpu-v5p-16", set=batch), ())
+    return rank.Space(Request.from_arguments("quickstart", target="tpu-v5p-16", set=batch), ())
 
 
 @pytest.mark.slow
@@ -364,7 +366,9 @@ def test_memory_on_tpus_is_that_of_phases(on_tpus):
 
 @pytest.mark.slow
 def test_an_optimizer_that_the_request_offloads_is_offloaded(on_tpus):
-    request = Request.of("quickstart", target="tpu-v5p-16", set={"input.batch_size": 64}, with_=["offload-optimizer"])
+    request = Request.from_arguments(
+        "quickstart", target="tpu-v5p-16", set={"input.batch_size": 64}, with_=["offload-optimizer"]
+    )
     (requested,) = [r for r in rank.Space(request, ()).rank_layouts() if r.choice.shipped]
     (chosen,) = [r for r in on_tpus.rank_layouts() if r.choice.words == ("--with", "offload-optimizer")]
     assert requested.estimate == chosen.estimate

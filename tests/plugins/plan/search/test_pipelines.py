@@ -20,7 +20,7 @@ ROWS = 64
 @pytest.fixture(scope="module")
 def space():
     sets = {"model.decoder.num_layers": 4, "input.batch_size": ROWS}
-    return rank.Space(Request.of("quickstart", set=sets, target="h100-8x1"), ())
+    return rank.Space(Request.from_arguments("quickstart", set=sets, target="h100-8x1"), ())
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_every_schedule_is_proposed(staged):
 def test_every_one_is_legal_and_resolves(space, staged):
     for row in staged[:: max(1, len(staged) // 12)]:
         pipeline = row.choice.pipeline
-        config = resolve(resolved_request(space.request, row)).checked().config
+        config = resolve(resolved_request(space.request, row)).check().config
         sizes = config.mesh.sizes(8)
         assert sizes["pipeline"] == pipeline.stages
         assert config.model.decoder.stack.schedule == pipeline.schedule
@@ -63,9 +63,9 @@ def test_layers_and_rows_that_do_not_divide_are_not_proposed():
 
 
 def test_a_request_whose_learner_is_another_has_no_1f1b():
-    request = Request.of("quickstart", with_=["schedule-free"], target="h100-8x1")
+    request = Request.from_arguments("quickstart", with_=["schedule-free"], target="h100-8x1")
     assert set(schedules(request)) <= {"gpipe", "interleaved", "1f1b"}
-    assert schedules(Request.of("quickstart", target="h100-8x1")) == ("gpipe", "interleaved", "1f1b")
+    assert schedules(Request.from_arguments("quickstart", target="h100-8x1")) == ("gpipe", "interleaved", "1f1b")
 
 
 @pytest.mark.parametrize(("schedule", "rounds"), [("gpipe", 1), ("interleaved", 2), ("1f1b", 1)])
@@ -87,7 +87,7 @@ def test_the_formulas_count_the_work_and_the_state_of_the_program(space, staged,
     program = compose(
         resolve(resolved_request(space.request, row)).config, jax.devices("cpu")[:8], machine=space.machine
     )
-    bucket = program.function("train").bucket_of(space.batch)
+    bucket = program.function("train").get_bucket(space.batch)
     flops = sum(w.flops * (w.visible if w.kernel else 1.0) for w in works(program.trace("train", bucket).jaxpr.jaxpr))
     target = space.machine.target
     estimated = row.estimate.roofline.compute * 8 * target.peak_flops["float32"]

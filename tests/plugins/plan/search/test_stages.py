@@ -142,7 +142,7 @@ def test_what_has_the_numbers_of_another_is_repeated():
 )
 def test_the_estimate_is_within_a_twentieth_of_the_compiled_program(pipeline, shape, remat):
     pytest.importorskip("jax_plugins.xla_cuda12")
-    request = Request.of("llama2-7b", target="h100-8x32")
+    request = Request.from_arguments("llama2-7b", target="h100-8x32")
     space = rank.Space(request, ())
     stream = {"activation_embed": shape["stream"]} if "stream" in shape else {}
     mesh = MeshChoice(shape={axis: size for axis, size in shape.items() if axis != "stream"}, stream=stream)

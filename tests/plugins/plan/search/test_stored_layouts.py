@@ -28,7 +28,7 @@ def layout_search():
 
 
 def shipped(layout_search, model, target):
-    resolved = resolve(Request.of(model, target=target))
+    resolved = resolve(Request.from_arguments(model, target=target))
     return layout_search.layout_of(resolved.config, resolved.machine.devices)
 
 
@@ -52,7 +52,7 @@ def test_what_ships_is_as_good_as_what_a_search_compiled(layout_search, model, t
 def test_nine_of_ten_estimates_of_memory_are_within_a_twentieth_of_what_a_search_compiled():
     misses = {}
     for training in STORED:
-        space = rank.Space(Request.of(training["model"], target=training["target"]), ())
+        space = rank.Space(Request.from_arguments(training["model"], target=training["target"]), ())
         estimates = {r.choice.words: r.estimate.total / 2**30 for r in space.rank_layouts()}
         for row in training["layouts"]:
             if (words := tuple(row["words"])) in estimates:

@@ -87,7 +87,7 @@ def test_an_interleaved_chunk_computes_without_rematerialisation():
 
 
 def test_logits_are_tokens_times_vocabulary():
-    space = rank.Space(Request.of("llama2-7b", target="tpu-v5p-8"), ())
+    space = rank.Space(Request.from_arguments("llama2-7b", target="tpu-v5p-8"), ())
     mesh = MeshChoice(shape={"fsdp": 2, "tensor": 2})
     figures = MeshFigures(space.program, space.base, space.machine, mesh)
     sizes = compute_sizes(figures, space.trace_remat(None), space.full_trace, 4)
@@ -98,7 +98,7 @@ def test_logits_are_tokens_times_vocabulary():
 def test_experts_have_their_own_rows():
     pytest.importorskip("axlearn_plugins_moe")
     settings = {"model.decoder.num_layers": 2, "input.batch_size": 64}
-    space = rank.Space(Request.of("mixtral-8x7b", target="tpu-v5p-64", set=settings), ())
+    space = rank.Space(Request.from_arguments("mixtral-8x7b", target="tpu-v5p-64", set=settings), ())
     trace = space.trace_remat(None)
     rows = 64 * 8192 * 2
     assert [a.shape for a in trace.routed_stream] == [(rows, 4096)]
@@ -109,13 +109,13 @@ def test_experts_have_their_own_rows():
 
 
 def test_what_waits_in_the_host_s_memory_is_not_the_stream():
-    space = rank.Space(Request.of("llama2-7b", target="tpu-v5p-8"), ())
+    space = rank.Space(Request.from_arguments("llama2-7b", target="tpu-v5p-8"), ())
     (stream,) = space.trace_remat("remat:offload=[attention_out]").stream
     assert not stream.offloaded
 
 
 def test_images_have_a_stream_of_patches():
-    space = rank.Space(Request.of("vit-b16", target="tpu-v5p-8", set={"input.batch_size": 64}), ())
+    space = rank.Space(Request.from_arguments("vit-b16", target="tpu-v5p-8", set={"input.batch_size": 64}), ())
     (stream,) = space.trace_remat(None).stream
     assert stream.shape == (64, 197, 768)
 
@@ -145,7 +145,7 @@ def test_images_have_a_stream_of_patches():
 )
 def test_the_estimate_is_within_a_twentieth_of_what_libtpu_lays_out(shape, choice):
     pytest.importorskip("libtpu", reason="needs libtpu")
-    request = Request.of("llama2-7b", target="tpu-v5p-512")
+    request = Request.from_arguments("llama2-7b", target="tpu-v5p-512")
     space = rank.Space(request, ())
     stream = {"activation_embed": shape["stream"]} if "stream" in shape else {}
     mesh = MeshChoice(shape={axis: size for axis, size in shape.items() if axis != "stream"}, stream=stream)

@@ -14,7 +14,7 @@ from axlearn_core.run.events import owns_process
 from axlearn_core.run.record import RunDir
 from axlearn_core.train.session import Session
 from axlearn_plugins_runtime.job import signals
-from axlearn_plugins_runtime.job.stops import stops
+from axlearn_plugins_runtime.job.stops import early_stop
 
 
 class Batches:
@@ -40,16 +40,16 @@ def session(tmp_path):
         program=SimpleNamespace(put=lambda batch: batch), state=jnp.zeros(1), step=0, max_steps=8, log_every_steps=1, seed=0,
         input=None, batches=Batches(), evaluators={}, checkpointer=None, run_dir=RunDir(tmp_path, resumes=False),
     )  # fmt: skip
-    session.events.add(stops(session))
+    session.events.add(early_stop(session))
     return session
 
 
 def test_a_signal_stops_it_and_a_second_one_at_once(session):
     handler = signal.getsignal(signal.SIGTERM)
     with session:
-        assert not session.stops()
+        assert not session.should_stop()
         signal.raise_signal(signal.SIGTERM)
-        assert session.stops()
+        assert session.should_stop()
         assert session.stop_signal == signal.SIGTERM
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -80,6 +80,6 @@ def test_a_signal_ends_the_wait_for_a_batch(session, monkeypatch, capsys):
     with session:
         assert session.next_batch() == {"x": 1}
         assert session.next_batch() is None
-        assert session.stops()
+        assert session.should_stop()
     assert session.stop_signal == signal.SIGTERM
     assert "the input returned no batch in time; stopping without it" in capsys.readouterr().err

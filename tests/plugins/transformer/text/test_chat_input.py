@@ -224,6 +224,6 @@ def test_the_feature_keeps_the_tokenizer_and_the_shape(file):
     assert (result.input.tokenizer, result.input.batch_size) == (old.tokenizer, old.batch_size)
     assert (result.input.packing, result.input.answers) == ("first-fit", "last")
     with pytest.raises(ConfigError, match="data: Chat needs a value"):
-        ax.resolve("quickstart", with_=["chat"]).checked()
+        ax.resolve("quickstart", with_=["chat"]).check()
     with pytest.raises(RequestError, match="finds no text input"):
         ax.resolve(patch(result, {"input": ax.configure(itertools.count)}), with_=["chat:data=x"])

@@ -45,7 +45,7 @@ def convert_run(
     new_directory(out)
     configure_devices(None)
     run = Run(run_dir)
-    resolved = resolve(Request.of(run.weights(step).experiment, with_=with_, set=set)).checked()
+    resolved = resolve(Request.from_arguments(run.weights(step).experiment, with_=with_, set=set)).check()
     config: Any = resolved.config
     bridges, reasons = load_bridges(resolved.features)
 

@@ -10,7 +10,7 @@ import attrs
 from axlearn_core.config import Node, map, node, patch, setting
 from axlearn_core.config.node import interface_fields
 from axlearn_core.config.tree import children, join, with_children
-from axlearn_core.contracts.experiment import loop_of, rules_of
+from axlearn_core.contracts.experiment import get_loop_config, get_parameter_rules
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.learn import ParameterRule
 from axlearn_core.plugins.feature import Feature
@@ -78,7 +78,7 @@ class Lora(Feature):
         options: dict[str, Any] = {
             k: v for k, v in (("run_dir", self.base), ("adapters", self.adapters)) if v is not None
         }
-        loop = loop_of(cfg)
+        loop = get_loop_config(cfg)
         if not isinstance(loop, Node):
             raise ConfigError(
                 Problem(
@@ -99,7 +99,7 @@ def without_adapters(cfg: Tree) -> Tree:
         return part.loop if isinstance(part, StartFromRun.Config) else part
 
     result = map(cfg, undo)
-    rules = rules_of(result) or ()
+    rules = get_parameter_rules(result) or ()
     return patch(result, {"learner.rules": tuple(r for r in rules if r != FROZEN)}) if FROZEN in rules else result
 
 
@@ -134,7 +134,7 @@ def _place_adapters(value: Any, path: str, targets: set[str], adapt: Any) -> Any
 
 
 def _freeze_base(cfg: Tree) -> Tree:
-    rules = rules_of(cfg)
+    rules = get_parameter_rules(cfg)
     if rules is None:
         raise ConfigError(
             Problem(

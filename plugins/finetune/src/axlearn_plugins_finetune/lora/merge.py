@@ -6,7 +6,7 @@ from typing import Any
 
 from axlearn_core.compose.devices import configure_devices
 from axlearn_core.contracts.capabilities import FreezesVariables
-from axlearn_core.contracts.experiment import loop_of
+from axlearn_core.contracts.experiment import get_loop_config
 from axlearn_core.errors import RequestError
 from axlearn_core.run import Run, RunWeights
 from axlearn_core.run.derive import local_target, new_directory
@@ -80,7 +80,7 @@ def merge_run(run_dir: str | Path, out: str | Path, *, exported: Path | None = N
 
 def find_base(run: RunWeights) -> str | None:
     """Return the run or URI of a run's base, or None if unknown."""
-    loop = loop_of(run.experiment)
+    loop = get_loop_config(run.experiment)
     if not isinstance(loop, StartFromRun.Config) or loop.run_dir is None:
         return None
     return loop.run_dir if "://" in loop.run_dir else str(Path(loop.run_dir).expanduser().absolute())

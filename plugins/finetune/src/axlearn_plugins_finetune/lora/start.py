@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from axlearn_core.compose import ModelWeights, Program
 from axlearn_core.config import Configurable, Node, node, setting
-from axlearn_core.contracts.experiment import tokenizer_of_input
+from axlearn_core.contracts.experiment import get_tokenizer_config
 from axlearn_core.contracts.parts import Weights
 from axlearn_core.contracts.text import HasDigest
 from axlearn_core.errors import CheckpointError, InputError, RequestError
@@ -88,7 +88,7 @@ class StartFromRun(Configurable):
 
         The learner's state is new: moments are zero, and a moving average equals the parameters.
         """
-        weights = program.trained.of_model(ModelWeights(state.params, state.variables))
+        weights = program.trained.select_model_weights(ModelWeights(state.params, state.variables))
         tensors: dict[str, jax.Array] = {**weights.params, **weights.variables}
         if self.cfg.run_dir is not None:
             new_tensors = _read_weights(self.cfg.run_dir, tensors, program, self.cfg.step)
@@ -144,7 +144,7 @@ def _check_tokenizer(uri: str, tokenizer: Any) -> None:
         raise
     except RequestError:  # weights with a scheme that has no storage backend
         return
-    node = tokenizer_of_input(config)
+    node = get_tokenizer_config(config)
     if tokenizer is None or node is None:
         return
     try:

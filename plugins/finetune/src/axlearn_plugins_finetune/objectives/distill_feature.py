@@ -4,9 +4,9 @@ from typing import Any, TypeVar
 
 import attrs
 
-from axlearn_core.config import Node, node, options_of, patch, setting
+from axlearn_core.config import Node, get_options, node, patch, setting
 from axlearn_core.config.tree import children
-from axlearn_core.contracts.experiment import model_of, objective_of
+from axlearn_core.contracts.experiment import get_model_config, get_objective_config
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_finetune.objectives.distillation import Distillation
@@ -37,7 +37,7 @@ class Distill(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Set `objective`, and also `loop` if there is a base."""
-        if "objective" not in children(cfg) or not isinstance(model_of(cfg), LanguageModelRole):
+        if "objective" not in children(cfg) or not isinstance(get_model_config(cfg), LanguageModelRole):
             raise ConfigError(
                 Problem(
                     path="model",
@@ -46,9 +46,9 @@ class Distill(Feature):
                     fix="remove distill",
                 )
             )
-        options = options_of(self, "temperature", "alpha")
+        options = get_options(self, "temperature", "alpha")
         if self.teacher is not None:
             options |= {"teacher": open_model_config(self.teacher), "teacher_weights": self.teacher}
-        old = objective_of(cfg)
+        old = get_objective_config(cfg)
         new = attrs.evolve(old, **options) if isinstance(old, Distillation.Config) else Distillation.Config(**options)
         return start_from_base(patch(cfg, {"objective": new}), self.base, "distill")

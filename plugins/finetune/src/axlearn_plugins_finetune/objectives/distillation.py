@@ -16,7 +16,7 @@ from axlearn_core.contracts.capabilities import vocabulary_size
 from axlearn_core.contracts.parts import Batch, Model
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.nn import summaries
-from axlearn_core.train.held_out import model_loss
+from axlearn_core.train.evaluation_loss import model_loss
 from axlearn_plugins_finetune.objectives.sequences import check_language_model, sum_over_positions
 from axlearn_plugins_transformer.causal_lm import batch_context
 

@@ -100,7 +100,7 @@ class DPO(Configurable, nnx.Module):
 
     def _scores(self, model: Any, rows: Mapping[str, jax.Array]) -> jax.Array:
         """Return the log-probabilities of the chosen and rejected answers, float32 [B, 2]."""
-        hidden, _ = model.decoder(rows["tokens"], Context(real=padding.up_to_the_last_target(rows["weights"])))
+        hidden, _ = model.decoder(rows["tokens"], Context(real=padding.make_token_mask(rows["weights"])))
         scores = log_probabilities(model, hidden, rows["targets"], rows["weights"], self.cfg.loss_chunk)
         return scores.reshape(-1, len(ANSWERS))
 

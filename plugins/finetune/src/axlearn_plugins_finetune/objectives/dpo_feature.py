@@ -4,8 +4,8 @@ from typing import Any, Literal, TypeVar
 
 import attrs
 
-from axlearn_core.config import REQUIRED, Node, node, options_of, patch, replace_config, setting
-from axlearn_core.contracts.experiment import input_of, objective_of
+from axlearn_core.config import REQUIRED, Node, get_options, node, patch, replace_config, setting
+from axlearn_core.contracts.experiment import get_input_config, get_objective_config
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_finetune.objectives.dpo import DPO
@@ -51,14 +51,14 @@ class Dpo(Feature):
         return start_from_base(patch(self._set_input(cfg), {"objective": self._objective(cfg)}), self.base, "dpo")
 
     def _objective(self, cfg: Any) -> DPO.Config:
-        options = options_of(self, "beta", "label_smoothing")
+        options = get_options(self, "beta", "label_smoothing")
         if self.reference is not None:
             options |= {"reference": open_model_config(self.reference), "reference_weights": self.reference}
-        old = objective_of(cfg)
+        old = get_objective_config(cfg)
         return attrs.evolve(old, **options) if isinstance(old, DPO.Config) else DPO.Config(**options)
 
     def _set_input(self, cfg: Tree) -> Tree:
-        old = input_of(cfg)
+        old = get_input_config(cfg)
         fraction = self.validation_fraction
         if fraction is None:
             fraction = 0.0 if self.validation else HELD_OUT

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import attrs
 
 from axlearn_core.config import Node, patch
-from axlearn_core.contracts.experiment import loop_of
+from axlearn_core.contracts.experiment import get_loop_config
 from axlearn_core.errors import CheckpointError, ConfigError, Problem
 from axlearn_core.run import open_weights
 from axlearn_plugins_finetune.lora.start import CONTINUES_WITHOUT, StartFromRun
@@ -26,7 +26,7 @@ def start_from_base(cfg: Tree, base: str | None, feature: str) -> Tree:
     """Return the config with a loop that starts from the weights of `base`, or unchanged if `base` is None."""
     if base is None:
         return cfg
-    loop = loop_of(cfg)
+    loop = get_loop_config(cfg)
     if not isinstance(loop, Node):
         raise ConfigError(
             Problem(

@@ -192,7 +192,7 @@ class Family(Configurable):
             key = Key(key) if isinstance(key, str) else key
             values |= dict.fromkeys(key.places, key.ours(name, hf))
         features, settings = self.features(hf), self.settings(hf)
-        resolved = resolve(Request.of(self.experiment, with_=features, set={**values, **settings, **more}))
+        resolved = resolve(Request.from_arguments(self.experiment, with_=features, set={**values, **settings, **more}))
         return resolved, sorted(hf.data.keys() - hf.used - IRRELEVANT - {*self.unused_keys})
 
     def config_json(self, config: Any) -> Json:

@@ -14,7 +14,7 @@ from axlearn_core.compose.devices import configure_devices
 from axlearn_core.contracts.experiment import checkpoint_uri, sequence_length
 from axlearn_core.errors import RequestError
 from axlearn_core.run import Run, derive_run
-from axlearn_core.run.derive import appearing, local_target, new_directory
+from axlearn_core.run.derive import create_directory, local_target, new_directory
 from axlearn_core.run.notices import log_message
 from axlearn_core.train.api import provenance
 from axlearn_plugins_models.huggingface import files, stream
@@ -136,7 +136,7 @@ def export_run(
         data["dtype"] = data["torch_dtype"] = dtype or config.model.param_dtype  # the latter for transformers 4
     if text is not None and model_family.text:
         complete_text_files(text, data, run_files)
-    with appearing(directory) as partial:
+    with create_directory(directory) as partial:
         shards = files.shards(outputs)
         files.write(partial, shards, stream.values(tensors, params, shards))
         for name, content in run_files.items():

@@ -104,7 +104,9 @@ def open_model(
     trainer: Any = base.config
     if length and (sequence_length(trainer) or 0) > length:
         base, unread = _resolve(model_family, directory, data, {**settings, "input.sequence_length": length})
-    resolved = resolve(attrs.evolve(Request.of(base.config, with_=with_, set=set), title=model_family.model_type))
+    resolved = resolve(
+        attrs.evolve(Request.from_arguments(base.config, with_=with_, set=set), title=model_family.model_type)
+    )
     model = Functional.from_config(resolved.config.model)  # type: ignore[attr-defined]
     tensors, stored = layout(model, model_family.table(model)), all_tensors
     if model_family.prefix and not any(n.startswith(model_family.prefix) for n in stored):

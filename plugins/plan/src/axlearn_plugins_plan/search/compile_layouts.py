@@ -74,7 +74,7 @@ def plan_words(request: Request, row: RankedLayout) -> list[str]:
 
 def resolved_request(request: Request, row: RankedLayout) -> Request:
     """Return the request for a layout, equivalent to `plan_words`."""
-    more = Request.of(request.experiment, with_=list(row.choice.features), set=row.choice.settings)
+    more = Request.from_arguments(request.experiment, with_=list(row.choice.features), set=row.choice.settings)
     return attrs.evolve(
         request,
         features=(*request.features, *more.features),

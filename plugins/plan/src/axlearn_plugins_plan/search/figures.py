@@ -7,7 +7,7 @@ from importlib.resources import files
 
 import attrs
 
-from axlearn_core.config import fields_of
+from axlearn_core.config import get_fields
 from axlearn_core.contracts.target import Target
 from axlearn_core.errors import RequestError
 
@@ -56,7 +56,7 @@ def coefficients(target: Target) -> Coefficients:
         RequestError: The target has no figures for its speed or memory, or its platform has no coefficients.
     """
     required = ("peak_flops", "hbm_bytes", "hbm_bandwidth", "link_bandwidth")
-    missing = [name for name in required if not fields_of(target)[name]]
+    missing = [name for name in required if not get_fields(target)[name]]
     tables = _tables()
     if missing or target.platform not in tables:
         got = f"no {', '.join(missing)}" if missing else f"the platform {target.platform}"

@@ -58,7 +58,7 @@ def sizes(machine: Machine, low: int, high: int) -> list[Machine]:
     while chips <= high:
         if chips >= low and chips % (machine.chips_per_host if target.size == "hosts" else 1) == 0:
             domains = chips // machine.chips_per_host if target.size == "hosts" else 1
-            size = target.machine_of(chips * target.devices_per_chip, domains)
+            size = target.make_machine(chips * target.devices_per_chip, domains)
             if size is not None:
                 names.append(size)
         chips *= 2

@@ -83,7 +83,7 @@ def _problem_paths(request: Request) -> set[str]:
     """Return the config paths with problems, such as missing data."""
     resolved = resolve(request)
     try:
-        resolved.checked()
+        resolved.check()
     except ConfigError as error:
         return {p.path for p in error.problems}
     return set()

@@ -31,7 +31,7 @@ from axlearn_core.checkpoint.barrier import gather_objects
 from axlearn_core.compose import Program
 from axlearn_core.compose.executables import INDEX, read_facts
 from axlearn_core.compose.identity import program_identity
-from axlearn_core.config.assets import portable
+from axlearn_core.config.assets import make_portable
 from axlearn_core.errors import AxlearnError, RequestError
 from axlearn_core.run.events import RunListener
 from axlearn_core.run.record import write_whole
@@ -198,7 +198,7 @@ def identity(program: Program) -> dict[str, str] | None:
         The identity, or None if the config has code that only this process defines. See `program_identity`.
     """
     config: Any = program.config
-    return program_identity(program, {"config": portable(config)[0]}, ["train"])
+    return program_identity(program, {"config": make_portable(config)[0]}, ["train"])
 
 
 def check_private(folder: Path) -> None:

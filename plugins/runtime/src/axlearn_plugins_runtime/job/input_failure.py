@@ -45,7 +45,7 @@ class LookAhead:
     """
 
     def __init__(self, batches: BatchIterator, count: int, fail: Callable[[Exception], None]):
-        self._batches, self._left, self._fail = batches, count, fail
+        self._batches, self._remaining, self._fail = batches, count, fail
         self._positions = batches if isinstance(batches, DescribesPosition) else None
         self._buffer: deque[_Batch] = deque()
         self._last = _Batch(None, batches.get_state(), "")
@@ -56,10 +56,10 @@ class LookAhead:
 
     def __next__(self) -> Any:
         """Return the next batch. Raise the iterator's error once the buffer is empty."""
-        while self._error is None and self._left > 0 and len(self._buffer) < DEPTH:
+        while self._error is None and self._remaining > 0 and len(self._buffer) < DEPTH:
             try:
                 self._buffer.append(self._read())
-                self._left -= 1
+                self._remaining -= 1
             except Exception as error:  # raised once the buffer is empty
                 self._error = error
                 if self._buffer:
@@ -147,13 +147,13 @@ class StopAgreement:
             try:
                 self._client.key_value_set(f"{self._key}/{jax.process_index()}", str(self._step))
                 deadline = time.monotonic() + _PEER_SECONDS
-                steps = [self._step_of(p, deadline) for p in range(jax.process_count())]
+                steps = [self._read_step(p, deadline) for p in range(jax.process_count())]
             except jax.errors.JaxRuntimeError:  # a process is gone, so the job ends anyway
                 return
             self._stop_step = max(steps) + 1
             self.reason = f"the input of process {process} failed: {reason}"
             self._agreed.set()
 
-    def _step_of(self, process: int, deadline: float) -> int:
+    def _read_step(self, process: int, deadline: float) -> int:
         left = max(1, int((deadline - time.monotonic()) * 1000))
         return int(self._client.blocking_key_value_get(f"{self._key}/{process}", left))

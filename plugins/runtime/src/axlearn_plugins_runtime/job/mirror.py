@@ -75,7 +75,7 @@ class MirrorListener(RunListener):
 
     def saving(self, step: int) -> None:
         """Record the first checkpoint in the lock, then copy changed files to the storage."""
-        self.session.note_checkpoint()
+        self.session.record_checkpoint()
         self.push()
 
     def closed(self) -> None:

@@ -141,9 +141,11 @@ class PeerWatch(RunListener):
     def _resume_hint(self) -> str:
         step = self.newest_step()
         newest = f"step {step} of {self.run}" if step > 0 else "none yet"
-        by_command = os.path.basename(sys.argv[0]) in ("axlearn", "__main__.py")
+        is_axlearn_command = os.path.basename(sys.argv[0]) in ("axlearn", "__main__.py")
         command = (
-            f"`axlearn {shlex.join(sys.argv[1:])}` on every host" if by_command else "the same program on every host"
+            f"`axlearn {shlex.join(sys.argv[1:])}` on every host"
+            if is_axlearn_command
+            else "the same program on every host"
         )
         return f"newest checkpoint: {newest}; to resume: {command}"
 

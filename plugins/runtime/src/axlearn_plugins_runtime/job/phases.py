@@ -31,19 +31,19 @@ class PhaseClock:
 
     Args:
         now: Returns the current time in seconds.
-        since: Start of the attempt on the clock of `now`, or None for the current time.
+        start_time: Start of the attempt on the clock of `now`, or None for the current time.
 
     Attributes:
         seconds: Seconds of each phase, up to the last update.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic, since: float | None = None):
+    def __init__(self, now: Callable[[], float] = time.monotonic, start_time: float | None = None):
         self.seconds: dict[str, float] = {}
         self._now = now
-        self._phase, self._since = "start", now() if since is None else since
-        self._attempt = _timestamp(now() - self._since)
+        self._phase, self._phase_start = "start", now() if start_time is None else start_time
+        self._attempt = _timestamp(now() - self._phase_start)
         self._file: Path | None = None
-        self._written = self._since
+        self._written = self._phase_start
         self._progress = Progress.from_environment()
         self._step = 0
         self._lock = threading.Lock()
@@ -105,8 +105,8 @@ class PhaseClock:
         """Add the time since the last call to `count_as` or the current phase. The caller must hold the lock."""
         now = self._now()
         phase = count_as or self._phase
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
-        self._since = now
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._phase_start
+        self._phase_start = now
 
 
 class ClockListener(RunListener):
@@ -115,14 +115,14 @@ class ClockListener(RunListener):
     It is closed before the other listeners, so that their closing time is not counted.
 
     Args:
-        since: Start of the attempt, in seconds of the monotonic clock.
+        start_time: Start of the attempt, in seconds of the monotonic clock.
     """
 
     position = "last"
     errors_name_plugin = False
 
-    def __init__(self, since: float | None = None) -> None:
-        self.clock = PhaseClock(since=since)
+    def __init__(self, start_time: float | None = None) -> None:
+        self.clock = PhaseClock(start_time=start_time)
         self._run: Any = None
 
     def restored(self, run: Any) -> None:
@@ -148,7 +148,7 @@ class ClockListener(RunListener):
 
 def phase_clock(session: Any) -> ClockListener:
     """Return the listener of a run."""
-    return ClockListener(session.since)
+    return ClockListener(session.start_time)
 
 
 def _timestamp(age: float = 0.0) -> str:

@@ -24,19 +24,19 @@ class InputWaitEnded(Exception):
 class StopSignals:
     """Signal handlers between `install` and `uninstall`. They do nothing outside the main thread.
 
-    The first signal is stored in `asked`. The second raises `KeyboardInterrupt`. A thread ends a command-line process that still
-    runs `END_SECONDS` later, because Python cannot run a handler until native code returns.
+    The first signal is stored in `signal_number`. The second raises `KeyboardInterrupt`. A thread ends a command-line process
+    that still runs `END_SECONDS` later, because Python cannot run a handler until native code returns.
 
     Args:
         ask: Called at the first signal.
         ends_input: Stop waiting for a batch soon after the first signal.
 
     Attributes:
-        asked: Number of the first signal, or None.
+        signal_number: Number of the first signal, or None.
     """
 
     def __init__(self, ask: Callable[[], None], *, ends_input: bool):
-        self.asked: int | None = None
+        self.signal_number: int | None = None
         self._ask, self._ends_input = ask, ends_input
         self._waiting = False
         self._old: dict[int, Any] = {}
@@ -78,9 +78,9 @@ class StopSignals:
                 signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
-        if self.asked is not None:
+        if self.signal_number is not None:
             raise KeyboardInterrupt
-        self.asked = number
+        self.signal_number = number
         self._ask()
         if self._waiting and self._ends_input:
             signal.setitimer(signal.ITIMER_REAL, INPUT_SECONDS)

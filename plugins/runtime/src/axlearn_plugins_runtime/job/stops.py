@@ -14,7 +14,7 @@ from axlearn_plugins_runtime.job.input_failure import LookAhead, StopAgreement
 from axlearn_plugins_runtime.job.signals import InputWaitEnded, StopSignals
 
 
-class Stops(RunListener):
+class EarlyStop(RunListener):
     """Stops a run early, at the same step on every process. See `axlearn_core.contracts.capabilities.StopsEarly`.
 
     Args:
@@ -31,7 +31,7 @@ class Stops(RunListener):
 
     def begin(self) -> None:
         """Install the signal handlers. In a multi-process job, also read batches ahead."""
-        # In a multi-process job JAX handles SIGTERM and notifies all processes; see `preempted`.
+        # In a multi-process job JAX handles SIGTERM and notifies all processes; see `is_preempted`.
         if jax.process_count() > 1:
             run = self.session
             self._agreement = StopAgreement(run.step)
@@ -49,20 +49,20 @@ class Stops(RunListener):
         try:
             return self._signals.wait(lambda: next(self.session.batches))
         except InputWaitEnded:
-            self.session.stop_signal = self._signals.asked
+            self.session.stop_signal = self._signals.signal_number
             log_message("the input returned no batch in time; stopping without it")
             return None
 
-    def stops(self) -> bool:
+    def should_stop(self) -> bool:
         """Return True if the run stops at this step.
 
         All processes agree. SIGTERM, which announces a preemption, stops at the next step. SIGINT stops at the next logged step.
         """
-        run, signal_number = self.session, self._signals.asked
+        run, signal_number = self.session, self._signals.signal_number
         if jax.process_count() > 1 and run.stop_signal is None:
             if self._agreement is not None and self._agreement.reached(run.step):
                 return True
-            if preempted(run.step):
+            if is_preempted(run.step):
                 log_message("a process received SIGTERM: saving and stopping")
                 run.stop_signal = signal.SIGTERM
                 return True
@@ -84,12 +84,12 @@ class Stops(RunListener):
             self._agreement.ask(f"{type(error).__name__}: {error}")
 
 
-def stops(session: Any) -> Stops:
+def early_stop(session: Any) -> EarlyStop:
     """Return the listener of a run."""
-    return Stops(session)
+    return EarlyStop(session)
 
 
-def preempted(step: int) -> bool:
+def is_preempted(step: int) -> bool:
     """Return True if the job stops at this step because a process received SIGTERM. All processes agree.
 
     Call it before every step. Returns False in a job of one process, in which JAX does not handle the signal.

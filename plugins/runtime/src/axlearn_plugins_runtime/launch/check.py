@@ -46,7 +46,7 @@ def make_job(
     from axlearn_core.checkpoint.storage import check_uri
     from axlearn_core.train.api import default_run_dir
 
-    request = Request.of(
+    request = Request.from_arguments(
         experiment,
         with_=train.get("with_", ()),
         without=train.get("without", ()),
@@ -54,7 +54,7 @@ def make_job(
         steps=train.get("steps"),
         target=train.get("target"),
     )
-    resolved = resolve(request).checked()
+    resolved = resolve(request).check()
     check_uri(resolved.config)
     hosts = check_hosts(resolved.config, resolved.machine, hosts, processes_per_host)
     place = run_dir or str(default_run_dir(resolved.title, resolved.config)[0])
@@ -108,12 +108,12 @@ def check_hosts(config: Any, machine: Machine | None, hosts: int | None, process
         raise RequestError(
             f"input.batch_size {rows} cannot be shared equally by {processes} processes\n"
             f"    got: --hosts {hosts} --processes-per-host {processes_per_host}\n"
-            f"    fix: {_fitting_sizes(rows, processes_per_host, hosts)}"
+            f"    fix: {_list_sizes(rows, processes_per_host, hosts)}"
         )
     return hosts
 
 
-def _fitting_sizes(rows: int, processes_per_host: int, hosts: int) -> str:
+def _list_sizes(rows: int, processes_per_host: int, hosts: int) -> str:
     """Suggest the nearest batch sizes and numbers of hosts that divide evenly."""
     processes = hosts * processes_per_host
     below = rows // processes * processes
@@ -142,7 +142,7 @@ def reduced_words(
     """
     remaining = devices // processes * fewer
     if machine is not None:
-        smaller = machine.target.machine_of(remaining, fewer) if machine.target.size == "hosts" else None
+        smaller = machine.target.make_machine(remaining, fewer) if machine.target.size == "hosts" else None
         return None if smaller is None else ("--target", smaller.name)
     shape = dict(config.mesh.shape) or {"fsdp": -1}
     free = [axis for axis, size in shape.items() if size == -1]

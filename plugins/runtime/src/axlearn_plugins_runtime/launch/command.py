@@ -49,7 +49,7 @@ def launch(
     Under Ray the run is supervised: a failed process is replaced, and training
     resumes from the newest checkpoint. Other launchers submit to a scheduler.
     """
-    no_devices_here = _Environment("JAX_PLATFORMS")
+    environment = _Environment("JAX_PLATFORMS")
     no_devices()
     from axlearn_core.plugins.registry import registry
     from axlearn_plugins_runtime.launch.check import make_job
@@ -71,7 +71,7 @@ def launch(
     )
     if not dry_run:
         instance.check()
-    no_devices_here.restore()  # child processes inherit this environment
+    environment.restore()  # child processes inherit this environment
     sys.exit(instance.launch(job, dry_run=dry_run))
 
 

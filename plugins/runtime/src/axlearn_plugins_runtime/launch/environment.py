@@ -10,7 +10,7 @@ _STALE = re.compile(
     r"|(MASTER_ADDR|MASTER_PORT|WORLD_SIZE|RANK|LOCAL_RANK)"
 )
 """Variables with the coordinator, rank or process count of a different job. Each attempt sets its own."""
-_OF_RAY = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT")
+_RAY_VARIABLES = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT")
 """Variables that Ray sets for its own processes."""
 
 
@@ -26,7 +26,7 @@ def trainer_environment(host: Mapping[str, str], keep: Iterable[str] = ()) -> di
     return {
         name: value
         for name, value in host.items()
-        if name in keep_names or not (_STALE.fullmatch(name) or (under_ray and name in _OF_RAY))
+        if name in keep_names or not (_STALE.fullmatch(name) or (under_ray and name in _RAY_VARIABLES))
     }
 
 

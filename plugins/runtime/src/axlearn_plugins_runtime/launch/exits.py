@@ -60,13 +60,13 @@ class Death:
         rank: The rank.
         kind: Kind of exit.
         reason: One line for the user.
-        at_fault: True if the host is considered the cause.
+        host_at_fault: True if the host is considered the cause.
     """
 
     rank: int
     kind: Kind
     reason: str
-    at_fault: bool = False
+    host_at_fault: bool = False
 
 
 def classify_error(error: BaseException) -> Kind:

@@ -43,7 +43,7 @@ class Journal:
                 with (root / PROCESSES).open("ab"):
                     pass
             else:
-                self.storage.write(PROCESSES, [self._earlier()])
+                self.storage.write(PROCESSES, [self._read_records()])
         except (OSError, StorageError) as error:
             raise RequestError(
                 f"--run-dir: cannot launch the run: {PROCESSES} cannot be written: {reason(error)}\n"
@@ -78,7 +78,7 @@ class Journal:
                 file.write(line)
         else:
             if self._text is None:
-                self._text = self._earlier()
+                self._text = self._read_records()
             self._text += line
             self.storage.write(PROCESSES, [self._text])
         return record
@@ -86,14 +86,14 @@ class Journal:
     def attempts(self) -> int:
         """Return the number of the last attempt in the file, or 0."""
         numbers = [0]
-        for line in self._earlier().splitlines():
+        for line in self._read_records().splitlines():
             try:
                 numbers.append(int(json.loads(line)["attempt"]))
             except (ValueError, KeyError, TypeError):
                 continue  # a line cut off by a kill
         return max(numbers)
 
-    def _earlier(self) -> bytes:
+    def _read_records(self) -> bytes:
         try:
             return self.storage.read(PROCESSES)
         except MissingFileError:

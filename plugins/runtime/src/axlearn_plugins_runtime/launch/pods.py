@@ -122,7 +122,7 @@ def container(
         spec["env"] = entries
     if chips and (limits := resources(job)):
         spec["resources"] = limits
-    mounts = [{"name": "shm", "mountPath": "/dev/shm"}] if _on_gpus(job) else []
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}] if _uses_gpus(job) else []
     if job.options.claim is not None:
         mounts.append({"name": "run", "mountPath": job.options.mount})
     if run_file is not None:
@@ -153,12 +153,12 @@ def pod_spec(
     if options.host_network:
         spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     if tolerated := [
-        *({"nvidia.com/gpu"} if _on_gpus(job) else ()),
+        *({"nvidia.com/gpu"} if _uses_gpus(job) else ()),
         *([options.toleration] if options.toleration else ()),
     ]:
         spec["tolerations"] = [{"key": key, "operator": "Exists"} for key in tolerated]
     spec["containers"] = [main]
-    job_volumes = [{"name": "shm", "emptyDir": {"medium": "Memory"}}] if _on_gpus(job) else []
+    job_volumes = [{"name": "shm", "emptyDir": {"medium": "Memory"}}] if _uses_gpus(job) else []
     if options.claim is not None:
         job_volumes.append({"name": "run", "persistentVolumeClaim": {"claimName": options.claim}})
     if all_volumes := [*job_volumes, *volumes]:
@@ -196,7 +196,7 @@ def _probes(job: Job) -> Manifest:
     }
 
 
-def _on_gpus(job: Job) -> bool:
+def _uses_gpus(job: Job) -> bool:
     return job.machine is not None and job.machine.target.platform == "gpu"
 
 

@@ -26,7 +26,7 @@ def read_document(name: str) -> str:
     data = parse(text, name).data
     if not (isinstance(data, Mapping) and data.get("resolved") is True):
         return text
-    run = LocalRun.of_config(Path(name))
+    run = LocalRun.from_config_file(Path(name))
 
     def attached(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -48,7 +48,7 @@ def read_bases(experiment: str) -> dict[str, str]:
     name: str | None = experiment
     while name is not None:
         texts[name] = read_document(name)
-        name = _base_of(texts[name], name)
+        name = _find_base(texts[name], name)
     del texts[experiment]
     return texts
 
@@ -91,7 +91,7 @@ def write_script(files: Mapping[str, str], script: str = "the script") -> list[s
     return lines
 
 
-def _base_of(text: str, name: str) -> str | None:
+def _find_base(text: str, name: str) -> str | None:
     data = parse(text, name).data
     base = data.get("experiment") if isinstance(data, Mapping) and "resolved" not in data else None
     return base if isinstance(base, str) and is_file(base) else None
@@ -99,12 +99,12 @@ def _base_of(text: str, name: str) -> str | None:
 
 def _with_base(text: str, name: str, paths: Mapping[str, str]) -> str:
     """Return a run file with the new path of its base."""
-    base = _base_of(text, name)
+    base = _find_base(text, name)
     if base is None:
         return text
     line = f"experiment: {json.dumps(paths[base])}"
     changed, count = re.subn(r"^experiment:[^\n]*$", lambda _: line, text, flags=re.MULTILINE)
-    if count == 1 and _base_of(changed, name) == paths[base]:
+    if count == 1 and _find_base(changed, name) == paths[base]:
         return changed
     return (
         json.dumps({**_plain(parse(text, name).data), "experiment": paths[base]}, indent=2) + "\n"
@@ -117,9 +117,9 @@ def _plain(data: Mapping[str, object]) -> dict[str, object]:
 
 def _unique_names(names: list[str]) -> Iterator[str]:
     """Yield the last part of each path. Prefix a number to a repeated one."""
-    taken: set[str] = set()
+    used_names: set[str] = set()
     for number, name in enumerate(names):
         place = Path(name).name
-        place = f"{number}-{place}" if place in taken else place
-        taken.add(place)
+        place = f"{number}-{place}" if place in used_names else place
+        used_names.add(place)
         yield place

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import attrs
 
-from axlearn_core.config import options_of
+from axlearn_core.config import get_options
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_plugins_runtime.launch.job import Job
 from axlearn_plugins_runtime.launch.job_text import line
@@ -125,7 +125,7 @@ def directives(job: Job) -> dict[str, str | None]:
     }
     if options.exclusive:
         entries["exclusive"] = None
-    entries |= options_of(options, "partition", "account", "qos", "reservation", "constraint", "time", "mem")
+    entries |= get_options(options, "partition", "account", "qos", "reservation", "constraint", "time", "mem")
     if machine is not None and machine.target.platform == "gpu":
         kind = f"{options.gpu_type}:" if options.gpu_type else ""
         entries["gpus-per-node"] = f"{kind}{machine.chips_per_host}"

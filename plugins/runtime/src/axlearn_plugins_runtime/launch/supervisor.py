@@ -26,7 +26,7 @@ class _Rank:
     steps: int = 0
     phase: str = "start"
     silent: float = 0.0
-    heard: float = 0.0
+    last_event: float = 0.0
     finished: bool = False
 
 
@@ -81,7 +81,7 @@ class Supervisor:
         now: Callable[[], float] = time.monotonic,
         notify: Callable[[str], None] = lambda text: print(f"launch: {text}", file=sys.stderr, flush=True),
     ):
-        self.pool, self.wanted, self.limits, self.journal = pool, hosts, limits, journal
+        self.pool, self.num_hosts, self.limits, self.journal = pool, hosts, limits, journal
         self.reduce, self.processes_per_host, self.slices = reduce, processes_per_host, slices
         self.now, self.notify = now, notify
         self.hosts = Hosts(pool.count, limits.host_deaths)
@@ -132,30 +132,30 @@ class Supervisor:
         since = self.now()
         while self.stop_signal is None:
             ready = self.hosts.ready()
-            if len(ready) >= self.wanted:
-                return self.hosts.place(ready, self.placement, self.wanted), ()
+            if len(ready) >= self.num_hosts:
+                return self.hosts.place(ready, self.placement, self.num_hosts), ()
             patient = self.now() - since < self.limits.host_seconds
             if not (patient and self.hosts.waiting()):
                 # The first attempt always uses all requested hosts.
-                fewer = self._fewer_hosts(len(ready)) if self.placement else None
+                fewer = self._find_fewer_hosts(len(ready)) if self.placement else None
                 if fewer is not None:
                     return self.hosts.place(ready, self.placement, fewer[0]), fewer[1]
                 if not self.hosts.waiting() or self.now() - since > 10 * self.limits.host_seconds:
-                    reason = self._too_few(ready)
+                    reason = self._describe_shortage(ready)
                     self.journal.write("stopped", attempt=self.number, reason=reason.partition("\n")[0])
                     raise WorkError(reason)
             self._handle_events(None)
         return [], ()
 
-    def _fewer_hosts(self, ready: int) -> tuple[int, Sequence[str]] | None:
-        for hosts in range(min(ready, self.wanted - 1), 0, -1):
+    def _find_fewer_hosts(self, ready: int) -> tuple[int, Sequence[str]] | None:
+        for hosts in range(min(ready, self.num_hosts - 1), 0, -1):
             words = self.reduce(hosts * self.processes_per_host)
             if words is not None:
                 return hosts, words
         return None
 
-    def _too_few(self, ready: Sequence[Host]) -> str:
-        lines = [f"{len(ready)} of {self.wanted} hosts are left, and the config does not support so few"]
+    def _describe_shortage(self, ready: Sequence[Host]) -> str:
+        lines = [f"{len(ready)} of {self.num_hosts} hosts are left, and the config does not support so few"]
         lines += [f"    {host.name}: {host.condition}" for host in self.hosts.all if host.condition != "ready"]
         return "\n".join(
             [*lines, "    fix: add --spares, or use a mesh with a data axis that can shrink (mesh.shape.data=-1)"]
@@ -172,8 +172,8 @@ class Supervisor:
                     "replaced", attempt=self.number, rank=index * self.processes_per_host, host=host.name, reason=reason
                 )
                 self.notify(f"{host.name} {reason}")
-        if len(members) < self.wanted:
-            reason = f"training with {len(members)} of {self.wanted} hosts and the same global batch"
+        if len(members) < self.num_hosts:
+            reason = f"training with {len(members)} of {self.num_hosts} hosts and the same global batch"
             self.journal.write("reduced", attempt=self.number, reason=reason)
             self.notify(reason)
         self.placement = list(members)
@@ -186,7 +186,7 @@ class Supervisor:
             local_ranks = range(index * self.processes_per_host, (index + 1) * self.processes_per_host)
             environments = {rank: self._environment(coordinator, processes, rank) for rank in local_ranks}
             for rank in local_ranks:
-                ranks[rank] = _Rank(host=host, heard=self.now())
+                ranks[rank] = _Rank(host=host, last_event=self.now())
             host.begin()
             self.pool.call(host.number, "start", self.number, environments, tuple(words))
         return Attempt(number=self.number, ranks=ranks)
@@ -260,7 +260,7 @@ class Supervisor:
     def _on_started(self, host: Host, attempt: Attempt | None, event: Mapping[str, Any]) -> None:
         rank = self._rank(attempt, event)
         if rank is not None:
-            rank.pid, rank.heard = event["pid"], self.now()
+            rank.pid, rank.last_event = event["pid"], self.now()
             self.journal.write(
                 "started", attempt=event["attempt"], rank=event["rank"], host=host.name, pid=event["pid"]
             )
@@ -270,7 +270,7 @@ class Supervisor:
         if rank is None or attempt is None:
             return []
         rank.phase, rank.step, rank.steps = event["phase"], event["step"], event["steps"]
-        rank.silent, rank.heard = event["silent"], self.now()
+        rank.silent, rank.last_event = event["silent"], self.now()
         if rank.phase in ("compile", "input", "step") and attempt.start_step is None:
             attempt.start_step = rank.step - rank.steps
         attempt.last_step = max(attempt.last_step, rank.step)
@@ -286,7 +286,7 @@ class Supervisor:
             self.journal.write(
                 "frozen", attempt=attempt.number, rank=event["rank"], host=host.name, pid=rank.pid, reason=reason
             )
-            return [Death(rank=event["rank"], kind="infrastructure", reason=f"frozen: {reason}", at_fault=True)]
+            return [Death(rank=event["rank"], kind="infrastructure", reason=f"frozen: {reason}", host_at_fault=True)]
         return []
 
     def _on_exited(self, host: Host, attempt: Attempt | None, event: Mapping[str, Any]) -> list[Death]:
@@ -301,7 +301,7 @@ class Supervisor:
         )
         if kind == "finished":
             return []
-        return [Death(rank=event["rank"], kind=kind, reason=reason, at_fault=kind == "infrastructure")]
+        return [Death(rank=event["rank"], kind=kind, reason=reason, host_at_fault=kind == "infrastructure")]
 
     def _on_lost(self, host: Host, attempt: Attempt | None, event: Mapping[str, Any]) -> list[Death]:
         if not host.present:  # a requested new agent is lost too: the engine may have placed it on the failed machine
@@ -315,7 +315,7 @@ class Supervisor:
         if not host.excluded:
             self.pool.revive(host.number)
         reason = f"its host was lost: {event['reason']}"
-        return [Death(rank=n, kind="infrastructure", reason=reason, at_fault=True) for n in ranks]
+        return [Death(rank=n, kind="infrastructure", reason=reason, host_at_fault=True) for n in ranks]
 
     @staticmethod
     def _rank(attempt: Attempt | None, event: Mapping[str, Any]) -> _Rank | None:
@@ -324,7 +324,7 @@ class Supervisor:
     def _frozen(self, attempt: Attempt) -> Death | None:
         """Return the death of the rank that is furthest behind if ranks exceed the limits of their phases, or None."""
         live = {n: r for n, r in attempt.ranks.items() if not r.finished}
-        silences = {n: r.silent + self.now() - r.heard for n, r in live.items()}
+        silences = {n: r.silent + self.now() - r.last_event for n, r in live.items()}
         late = {n for n, r in live.items() if silences[n] > self.limits.phase_limit(r.phase, r.steps)}
         # Ranks that have saved wait in their next step for ranks that still save, whose limit is longer.
         saving = [r.step for n, r in live.items() if r.phase == "save" and n not in late]
@@ -333,17 +333,17 @@ class Supervisor:
             return None
         # Waiting ranks are in the same step or one step ahead. A rank that is alone in its phase delays them.
         last = min(over, key=lambda n: (live[n].step, -silences[n]))
-        alone = sum((r.step, r.phase) == (live[last].step, live[last].phase) for r in live.values()) == 1
+        is_only_rank = sum((r.step, r.phase) == (live[last].step, live[last].phase) for r in live.values()) == 1
         rank = live[last]
         reason = f"no progress for {silences[last]:.0f} s in the phase {rank.phase!r} of step {rank.step}"
         self.journal.write(
             "frozen", attempt=attempt.number, rank=last, host=rank.host.name, pid=rank.pid, reason=reason
         )
-        return Death(rank=last, kind="stalled", reason=reason, at_fault=alone and len(live) > 1)
+        return Death(rank=last, kind="stalled", reason=reason, host_at_fault=is_only_rank and len(live) > 1)
 
     def _end(self, attempt: Attempt, death: Death) -> None:
         """End the remaining processes of an attempt, and count the death."""
-        if death.at_fault:
+        if death.host_at_fault:
             self._record_failure(attempt.ranks[death.rank].host, death.reason)
         hosts = list({id(r.host): r.host for r in attempt.ranks.values()}.values())
         for host, ranks in self._kill(hosts):

@@ -77,7 +77,7 @@ def warm_up(words: list[str]) -> None:
         with train.make_context("train", list(words[1:])) as context:
             params = context.params
         resolve(
-            Request.of(
+            Request.from_arguments(
                 params["experiment"],
                 with_=params["with_"],
                 without=params["without"],

@@ -102,7 +102,7 @@ def list_layouts(
     for size in (2**n for n in itertools.count()):
         if size > machine.devices_per_domain:
             break
-        part = machine.target.machine_of(size)
+        part = machine.target.make_machine(size)
         if part is None or machine.devices % size:
             continue
         for dtype in dtypes:

@@ -14,7 +14,7 @@ from axlearn_plugins_serving.blocks import BlockPool
 from axlearn_plugins_serving.cache import Cache
 from axlearn_plugins_serving.contracts import Request, Sampling
 from axlearn_plugins_serving.request_state import RequestState
-from axlearn_plugins_serving.scheduler import Limits, Plan
+from axlearn_plugins_serving.scheduler import Limits, SchedulerOutput
 
 BLOCK, VOCABULARY = 4, 5
 """Tokens per block, and a vocabulary small enough that prompts share prefixes."""
@@ -40,7 +40,7 @@ class _Machine:
         )
         return RequestState(request, seed=0, arrival=index, limit=self.rng.randint(1, 12))
 
-    def step(self) -> Plan:
+    def step(self) -> SchedulerOutput:
         """Plan a step, check it, and update the requests as an engine would."""
         plan = self.scheduler.plan(self.max_steps)
         self._check(plan)
@@ -59,7 +59,7 @@ class _Machine:
         self.cache.pool.check([state.blocks for state in self.states])
         return plan
 
-    def _check(self, plan: Plan) -> None:
+    def _check(self, plan: SchedulerOutput) -> None:
         states = [part.state for part in plan.parts]
         assert len({id(s) for s in states}) == len(states), "a request has two parts of one step"
         assert len(states) <= LIMITS.rows, f"a step has {len(states)} requests, but only {LIMITS.rows} can run"

@@ -16,7 +16,7 @@ from axlearn_core.plugins import hookspecs
 from axlearn_core.plugins.index import Index, indexes
 from axlearn_core.plugins.manager import register
 from axlearn_core.plugins.registry import BLOCK, CORE, GROUPS, Entry, Group, Registry, core_version
-from axlearn_core.plugins.removed import HOOKS
+from axlearn_core.plugins.removed_names import HOOKS
 from axlearn_core.plugins.targets import load
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from lm_eval.api.model import LM  # type: ignore[import-not-found]  # pyright: ignore[reportMissingImports]
 
 import axlearn_core as ax
-from axlearn_core.contracts.text import digest_of
+from axlearn_core.contracts.text import get_digest
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.run.notices import log_message
@@ -93,7 +93,7 @@ class AxlearnLM(LM):
     @property
     def tokenizer_name(self) -> str:
         """Key of the harness's caches, which is unique per tokenizer and chat template."""
-        digest = digest_of(self.subject.tokenizer)
+        digest = get_digest(self.subject.tokenizer)
         return f"{digest}-{self.subject.template.digest}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:

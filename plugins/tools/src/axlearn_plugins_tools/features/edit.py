@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.config import Decoder, Node, fields_of
+from axlearn_core.config import Decoder, Node, get_fields
 from axlearn_core.config.tree import get
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.registry import registry
@@ -40,7 +40,7 @@ def component(name: str, settings: Mapping[str, Any]) -> tuple[Node[Any], dict[s
         RequestError: If no component has that name, or it has no such setting.
     """
     node = Decoder(registry()).decode({"type": name, **settings}, Node[Any])
-    fields = fields_of(node)
+    fields = get_fields(node)
     return node, {k: fields[k] for k in settings}
 
 

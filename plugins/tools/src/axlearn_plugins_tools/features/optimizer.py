@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from axlearn_core.config import REQUIRED, Node, fields_of, node, patch
+from axlearn_core.config import REQUIRED, Node, get_fields, node, patch
 from axlearn_core.errors import Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_tools.features.edit import component, component_problems, require_fields
@@ -41,7 +41,7 @@ class UseOptimizer(Feature):
         if type(old) is type(new):
             new = attrs.evolve(old, **settings)
         elif RATE not in settings and _has_rate(old) and _has_rate(new):
-            new = attrs.evolve(new, **{RATE: fields_of(old)[RATE]})
+            new = attrs.evolve(new, **{RATE: get_fields(old)[RATE]})
         return cfg if new == old else patch(cfg, {"learner.optimizer": new})
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
 
-from axlearn_core.config import Node, node, options_of, patch
+from axlearn_core.config import Node, get_options, node, patch
 from axlearn_core.errors import Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_tools.features.edit import require_fields
@@ -43,4 +43,4 @@ class UsePrecision(Feature):
         return patch(cfg, {f"model.{name}": value for name, value in dtypes.items()})
 
     def _dtypes(self) -> dict[str, str]:
-        return options_of(self, "param_dtype", "dtype", "output_dtype")
+        return get_options(self, "param_dtype", "dtype", "output_dtype")

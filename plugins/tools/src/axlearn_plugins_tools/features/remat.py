@@ -4,13 +4,13 @@ import re
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from axlearn_core.config import Node, node, options_of
+from axlearn_core.config import Node, get_options, node
 from axlearn_core.config.roles import StackRole
 from axlearn_core.config.tree import set_fields
 from axlearn_core.contracts.remat import RematPolicy
 from axlearn_core.errors import PluginError, Problem, nearest
 from axlearn_core.nn.remat import Remat
-from axlearn_core.plugins.feature import Feature, nothing_to_set
+from axlearn_core.plugins.feature import Feature, no_match_problem
 from axlearn_core.plugins.manager import host
 from axlearn_plugins_tools.features.remat_tags import RematPolicyTags, RematTags
 
@@ -72,13 +72,13 @@ class UseRemat(Feature):
                 expected=f"one of {', '.join(map(repr, names))}",
                 nearest=nearest(self.policy, names),
             )
-        for name, patterns in options_of(self, "save", "recompute", "offload").items():
+        for name, patterns in get_options(self, "save", "recompute", "offload").items():
             for pattern in patterns:
                 try:
                     re.compile(pattern)
                 except re.error as error:
                     yield Problem(path=name, message=f"not a regular expression: {error}", got=repr(pattern))
-        options = [*options_of(self, "policy", "save", "recompute")]
+        options = [*get_options(self, "policy", "save", "recompute")]
         if len(options) > 1:
             yield Problem(
                 path=options[1], message=f"cannot be given together with {options[0]}", fix="remove one of them"
@@ -93,8 +93,8 @@ class UseRemat(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Set `remat` of every stack."""
-        problem = nothing_to_set("remat", "a stack of layers: a node with the role StackRole")
-        return set_fields(cfg, StackRole, {"remat": self._node()}, nothing=problem)
+        problem = no_match_problem("remat", "a stack of layers: a node with the role StackRole")
+        return set_fields(cfg, StackRole, {"remat": self._node()}, no_match=problem)
 
     def _node(self) -> Node[Remat] | None:
         if self.policy == "none":

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from axlearn_core.config import REQUIRED, Node, fields_of, find, matches, node, replace_config
+from axlearn_core.config import REQUIRED, Node, find, get_fields, matches, node, replace_config
 from axlearn_core.config.tree import SKIP, edit_nodes, expand, get
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
@@ -67,7 +67,7 @@ class Replace(Feature):
                 raise ConfigError(attrs.evolve(p, fix=_fix(p)) for p in error.problems) from None
 
         problem = None if _has_component(cfg, type(new), settings) else self._no_match(cfg)
-        return edit_nodes(cfg, swap, nothing=problem, outermost=True)
+        return edit_nodes(cfg, swap, no_match=problem, outermost=True)
 
     def _no_match(self, cfg: Node[Any]) -> Problem:
         kinds = ", ".join(sorted({registry().display_name(type(n)) for n in find(cfg, Node).values()}))
@@ -80,7 +80,7 @@ class Replace(Feature):
 
 
 def _has_component(cfg: Node[Any], kind: type, settings: Mapping[str, Any]) -> bool:
-    return any(all(fields_of(n)[k] == v for k, v in settings.items()) for n in find(cfg, kind).values())
+    return any(all(get_fields(n)[k] == v for k, v in settings.items()) for n in find(cfg, kind).values())
 
 
 def _expect_nodes(cfg: Node[Any], pattern: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 from axlearn_core.config import Node, node
 from axlearn_core.config.roles import StackRole
 from axlearn_core.config.tree import set_fields
-from axlearn_core.plugins.feature import Feature, nothing_to_set
+from axlearn_core.plugins.feature import Feature, no_match_problem
 
 Tree = TypeVar("Tree", bound=Node[Any])
 
@@ -26,5 +26,5 @@ class Scan(Feature):
     def apply(self, cfg: Tree) -> Tree:
         """Set `mode` of every stack."""
         mode = "scan" if self.on else "unrolled"
-        problem = nothing_to_set("scan", "a stack of layers: a node with the role StackRole")
-        return set_fields(cfg, StackRole, {"mode": mode}, nothing=problem)
+        problem = no_match_problem("scan", "a stack of layers: a node with the role StackRole")
+        return set_fields(cfg, StackRole, {"mode": mode}, no_match=problem)

@@ -9,7 +9,7 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 from axlearn_core.config import Node, node, setting
 from axlearn_core.contracts.arrays import is_array
 from axlearn_core.errors import RequestError
-from axlearn_core.learn.optimizers import Axes, Optimizer, rate_of
+from axlearn_core.learn.optimizers import Axes, Optimizer, convert_learning_rate
 from axlearn_core.learn.schedules import Cosine, Schedule
 
 
@@ -50,7 +50,7 @@ class Muon(Node[Optimizer]):
 
     def build(self, *, max_steps: int, axes: Axes, mask: Any = None, **_: object) -> Optimizer:
         """Return the transformation for parameters with these logical axes."""
-        rate = rate_of(self.learning_rate, max_steps)
+        rate = convert_learning_rate(self.learning_rate, max_steps)
         numbers = {path: None if names is None else matrix_axes(path, names) for path, names in axes.items()}
         labels = {path: "muon" if is_matrix else "adamw" for path, is_matrix in numbers.items()}
         if self.embedding_rate != 1:

@@ -7,11 +7,11 @@ import optax
 from optax.contrib import schedule_free, schedule_free_eval_params
 
 from axlearn_core.config import Node, get, node, patch, setting
-from axlearn_core.contracts.capabilities import learning_rate_of
-from axlearn_core.contracts.experiment import optimizer_of
+from axlearn_core.contracts.capabilities import get_learning_rate
+from axlearn_core.contracts.experiment import get_optimizer_config
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.learn import Constant
-from axlearn_core.learn.optimizers import Optimizer, rate_of
+from axlearn_core.learn.optimizers import Optimizer, convert_learning_rate
 from axlearn_core.learn.schedules import Schedule
 from axlearn_core.plugins.feature import Feature
 
@@ -57,7 +57,7 @@ class ScheduleFree(Node[Optimizer]):
 
     def build(self, *, max_steps: int, mask: Any = None, **_: object) -> Optimizer:
         """Return the transformation for a run of `max_steps` updates."""
-        rate = rate_of(self.learning_rate, max_steps)
+        rate = convert_learning_rate(self.learning_rate, max_steps)
         base = optax.chain(
             optax.scale_by_rms(decay=self.b2, eps=self.eps, eps_in_sqrt=False, bias_correction=True),
             optax.add_decayed_weights(self.weight_decay, mask),
@@ -87,7 +87,7 @@ class UseScheduleFree(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Set `learner.optimizer`."""
-        old = optimizer_of(cfg)
+        old = get_optimizer_config(cfg)
         if not isinstance(old, Node):
             raise ConfigError(
                 Problem(
@@ -113,7 +113,7 @@ class UseScheduleFree(Feature):
 
 def _constant(optimizer: Any) -> Any:
     """Return the learning rate of an optimizer without its decay."""
-    rate = learning_rate_of(optimizer)
+    rate = get_learning_rate(optimizer)
     if isinstance(rate, WarmsUp):
         return Constant(peak=rate.peak, warmup_steps=rate.warmup_steps)
     return rate if isinstance(rate, float) else ScheduleFree().learning_rate

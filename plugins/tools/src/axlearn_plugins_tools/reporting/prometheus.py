@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from axlearn_core.config import Configurable, Node, node, patch, setting
-from axlearn_core.contracts.experiment import trackers_of
+from axlearn_core.contracts.experiment import get_tracker_configs
 from axlearn_core.errors import RequestError, reason
 from axlearn_core.plugins.feature import Feature
 from axlearn_core.train.trackers import printable, writing
@@ -129,7 +129,7 @@ class PrometheusFeature(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Add the tracker, or replace its options."""
-        other_trackers = tuple(t for t in trackers_of(cfg) if not isinstance(t, PrometheusTracker.Config))
+        other_trackers = tuple(t for t in get_tracker_configs(cfg) if not isinstance(t, PrometheusTracker.Config))
         return patch(cfg, {"trackers": (*other_trackers, PrometheusTracker.Config(host=self.host, port=self.port))})
 
 

@@ -44,7 +44,7 @@ class _Box:
 
 
 def render_diff(
-    title: str, config: Node[Any], changes: Sequence[Change], name_of: Callable[[Any], str], show: Callable[[Any], str]
+    title: str, config: Node[Any], changes: Sequence[Change], get_name: Callable[[Any], str], show: Callable[[Any], str]
 ) -> str:
     """Return an HTML page with the tree of `config`.
 
@@ -52,10 +52,10 @@ def render_diff(
         title: Heading.
         config: The second of the two configs.
         changes: Differences from the first config, from `axlearn_core.config.diff`.
-        name_of: Returns the name of a node type, as in files.
+        get_name: Returns the name of a node type, as in files.
         show: Formats a value.
     """
-    root = _boxes(config, "", "", name_of)
+    root = _boxes(config, "", "", get_name)
     index = {box.path: box for box in root.all()}
     for change in changes:
         owner = change.path.rpartition(".")[0]
@@ -84,9 +84,9 @@ def render_diff(
     )
 
 
-def _boxes(value: Any, path: str, name: str, name_of: Callable[[Any], str]) -> _Box:
-    box = _Box(path, f"{name}: {name_of(type(value))}" if name else name_of(type(value)))
-    box.below = [_boxes(node, child_path, label, name_of) for child_path, label, node in _nodes_below(value, path, "")]
+def _boxes(value: Any, path: str, name: str, get_name: Callable[[Any], str]) -> _Box:
+    box = _Box(path, f"{name}: {get_name(type(value))}" if name else get_name(type(value)))
+    box.below = [_boxes(node, child_path, label, get_name) for child_path, label, node in _nodes_below(value, path, "")]
     return box
 
 

@@ -25,10 +25,10 @@ class UseAlibi(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Put ALiBi into every position-encoding slot."""
-        nothing = Problem(
+        no_match = Problem(
             path="model",
             message="alibi finds no attention layer with a slot for a position encoding",
             expected="a layer with a slot `Node[PositionEncoding]`",
             fix="leave alibi out, or annotate the attention's slot as `Node[PositionEncoding]`",
         )
-        return fill_slots(cfg, PositionEncoding, lambda _path, _old: Alibi.Config(), nothing=nothing)
+        return fill_slots(cfg, PositionEncoding, lambda _path, _old: Alibi.Config(), no_match=no_match)

@@ -50,13 +50,13 @@ class Interleave(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Set `window` in every node with a `WindowRole`."""
-        nothing = Problem(
+        no_match = Problem(
             path="model",
             message="interleave finds no attention layer with a window",
             expected="a layer with the role WindowRole",
             fix="leave interleave out",
         )
-        return edit_nodes(cfg, lambda _, part: self._set(part), nothing=nothing)
+        return edit_nodes(cfg, lambda _, part: self._set(part), no_match=no_match)
 
     def _set(self, part: Any) -> Any:
         if not isinstance(part, WindowRole):

@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from axlearn_core.config import Node, find, map, node, options_of, replace_config, setting
+from axlearn_core.config import Node, find, get_options, map, node, replace_config, setting
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_transformer.attention import Attention
@@ -54,7 +54,7 @@ class UseLatentAttention(Feature):
                 )
             )
         names = ("kv_rank", "query_rank", "rope_head_dim", "value_head_dim")
-        option_values = options_of(self, *names)
+        option_values = get_options(self, *names)
         if self.query_rank == 0:
             option_values["query_rank"] = None
         result = replace_config(cfg, Attention, LatentAttention.Config(), drop=("num_kv_heads", "qk_norm"))

@@ -4,8 +4,8 @@ from typing import Any, Literal, TypeVar
 
 import attrs
 
-from axlearn_core.config import REQUIRED, Node, node, options_of, patch, replace_config, setting
-from axlearn_core.contracts.experiment import input_of
+from axlearn_core.config import REQUIRED, Node, get_options, node, patch, replace_config, setting
+from axlearn_core.contracts.experiment import get_input_config
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_transformer.text.chat_input import ChatInput
@@ -45,7 +45,7 @@ class Chat(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Replace the text input with an input for conversations."""
-        if not isinstance(input_of(cfg), LanguageModelInput.Config):
+        if not isinstance(get_input_config(cfg), LanguageModelInput.Config):
             raise ConfigError(
                 Problem(
                     path="input",
@@ -57,7 +57,7 @@ class Chat(Feature):
         source = ChatFiles.Config(
             paths=self.data, validation_paths=self.validation, validation_fraction=self.validation_fraction
         )
-        options = options_of(self, "answers", "too_long")
+        options = get_options(self, "answers", "too_long")
         if self.template is not None:
             options["template"] = ChatTemplate.Config(path=self.template)
         if isinstance(cfg.input, ChatInput.Config):  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from absl import flags
 from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
 from axlearn_core.config.tree import children
 from axlearn_core.contracts.parts import Tokenizer
-from axlearn_core.contracts.text import digest_of
+from axlearn_core.contracts.text import get_digest
 from axlearn_core.errors import ConfigError, InputError, Problem
 from axlearn_plugins_transformer.text.batch_iterator import Batches, Places
 from axlearn_plugins_transformer.text.examples import Example, example
@@ -324,7 +324,7 @@ def describe_encoding(source: Any) -> str:
     Includes the tokenizer, the BOS token and the special tokens.
     """
     bos = bos_token_of(source.tokenizer)
-    parts = [digest_of(source.tokenizer), *([] if bos is None else [f"documents begin with {bos!r}"])]
+    parts = [get_digest(source.tokenizer), *([] if bos is None else [f"documents begin with {bos!r}"])]
     if children(source.config).get("special_tokens") == "parse":
         parts.append("special tokens in documents are parsed")
     return ", ".join(parts)

@@ -23,7 +23,7 @@ import grain
 import numpy as np
 from grain import experimental
 
-from axlearn_core.compat import one_core_for_tokenizers, only_cpu
+from axlearn_core.compat import disable_tokenizer_threads, use_cpu
 from axlearn_core.errors import InputError
 from axlearn_plugins_transformer.text import order_1
 from axlearn_plugins_transformer.text.cycle import Cycle
@@ -434,8 +434,8 @@ def start_worker(pid_file: str, index: int, count: int) -> None:
     """
     with open(pid_file, "w") as file:
         file.write(str(os.getpid()))
-    only_cpu(always=True)  # Grain imports JAX, but workers must not use a device
-    one_core_for_tokenizers()
+    use_cpu(override=True)  # Grain imports JAX, but workers must not use a device
+    disable_tokenizer_threads()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     parent = os.getppid()
 

@@ -10,7 +10,7 @@ import attrs
 
 from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.config.tree import children
-from axlearn_core.contracts.experiment import build_tokenizer, input_of, text_of
+from axlearn_core.contracts.experiment import build_tokenizer, get_input_config, get_text_facts
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.contracts.text import EncodesSpecialTokens
 from axlearn_core.errors import Problem, nearest
@@ -199,9 +199,9 @@ def text_processor(experiment: Any, tokenizer: Tokenizer | None = None) -> TextP
     tokenizer = build_tokenizer(experiment) if tokenizer is None else tokenizer
     if tokenizer is None:
         return None
-    cfg = text_of(experiment)
+    cfg = get_text_facts(experiment)
     cfg = cfg if isinstance(cfg, TextProcessor.Config) else TextProcessor.Config()
-    trained = children(input_of(experiment)).get("template")
+    trained = children(get_input_config(experiment)).get("template")
     if cfg.template is None and isinstance(trained, ChatTemplate.Config):
         cfg = attrs.evolve(cfg, template=trained)
     return cfg.build(tokenizer=tokenizer)

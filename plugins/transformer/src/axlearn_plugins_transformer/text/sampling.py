@@ -8,7 +8,7 @@ import jax
 from axlearn_core.config import node, setting
 from axlearn_core.contracts.parts import Model
 from axlearn_core.errors import ConfigError, Problem
-from axlearn_core.plugins.index import package_of
+from axlearn_core.plugins.index import find_package
 from axlearn_core.plugins.registry import registry
 from axlearn_core.train.evaluators import Periodic
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
@@ -114,7 +114,7 @@ def _check_engine() -> None:
     """
     problem = fix = None
     if "serve" not in registry().claims["functions"]:
-        package = package_of("functions", "serve") or "a plugin"
+        package = find_package("functions", "serve") or "a plugin"
         problem, fix = f"the engine requires {package}, which is not installed", "install it"
     elif jax.process_count() > 1:
         problem, fix = "the engine supports only one process, but this run has several", "engine=false"

@@ -11,7 +11,7 @@ from axlearn_core.contracts.capabilities import GeneratesTokens, vocabulary_size
 from axlearn_core.errors import AxlearnError, RequestError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.run.notices import log_message
-from axlearn_core.train.inference import Loaded
+from axlearn_core.train.inference import LoadedModel
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
 from axlearn_plugins_transformer.text.tokenizers import check_ids
 
@@ -20,7 +20,7 @@ PLAIN_SAMPLING: Mapping[str, Any] = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
 
 
 def write_text(
-    loaded: Loaded, prompt: str, *, max_tokens: int, temperature: float | None = None, seed: int = 0
+    loaded: LoadedModel, prompt: str, *, max_tokens: int, temperature: float | None = None, seed: int = 0
 ) -> Iterator[str]:
     """Yield pieces of the text that a model generates after a prompt.
 
@@ -59,7 +59,7 @@ def write_text(
 
 
 def stream_text(
-    loaded: Loaded, prompt: str, *, max_tokens: int, temperature: float | None = None, seed: int = 0
+    loaded: LoadedModel, prompt: str, *, max_tokens: int, temperature: float | None = None, seed: int = 0
 ) -> Iterator[str]:
     """Generate text like `write_text`, but without an engine.
 
@@ -120,14 +120,14 @@ def sampling_defaults(text: TextProcessor, temperature: float | None) -> Mapping
     return {"temperature": 0.0, **text.sampling, **({} if temperature is None else {"temperature": temperature})}
 
 
-def _processor(loaded: Loaded) -> TextProcessor:
+def _processor(loaded: LoadedModel) -> TextProcessor:
     text = text_processor(loaded.config, loaded.tokenizer) if loaded.tokenizer is not None else None
     if text is None:
         raise RequestError("this run's input does not have a tokenizer, so its model cannot write text")
     return text
 
 
-def _open(loaded: Loaded, text: TextProcessor, num_tokens: int) -> Any:
+def _open(loaded: LoadedModel, text: TextProcessor, num_tokens: int) -> Any:
     """Return an engine for one request of `num_tokens` tokens.
 
     Returns None if no plugin provides a `serve` function.

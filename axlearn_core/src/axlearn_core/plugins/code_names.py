@@ -34,10 +34,10 @@ class CodeNames:
         self.names = names
         self.code_names: dict[str, None] = {}
 
-    def name_of(self, cls: type) -> str:
+    def get_name(self, cls: type) -> str:
         """Return the registered name of a config class, or else the name of its code."""
         try:
-            return self.names.name_of(cls)
+            return self.names.get_name(cls)
         except PluginError:
             raise
         except RequestError:
@@ -49,7 +49,7 @@ class CodeNames:
         classes = [cls for cls in _node_classes(Node) if code_name(cls) == name] if ":" in name else []
         return classes[-1] if classes else self.names.component(name)  # a notebook cell may have run twice
 
-    def text_of(self, value: object) -> str:
+    def format_value(self, value: object) -> str:
         """Return the text for a value that cannot be serialized: the name of its code, or its repr."""
         text = MARK + (qualified_name(value) + _suffix(value) if is_named(value) else stable_repr(value))
         _VALUES[text] = value

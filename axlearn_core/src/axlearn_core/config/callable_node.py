@@ -14,10 +14,10 @@ from axlearn_core.config.node import (
     REQUIRED,
     RESERVED,
     Node,
-    fields_of,
+    get_fields,
+    get_parameters,
     interface,
     interface_fields,
-    parameters_of,
     take,
 )
 from axlearn_core.config.types import freeze
@@ -48,14 +48,14 @@ class Configured(Node[Any]):
         node, rest = take(self, offered)
         precision = rest.pop("precision", None)  # flax uses this name for the precision of matrix multiplications
         rest |= _dtypes(cls, precision)
-        settings, fields = {}, fields_of(node)
+        settings, fields = {}, get_fields(node)
         for attribute in attrs.fields(cls):
             value = fields[attribute.name]
             if not _is_default(value, attribute):
                 settings[attribute.name] = _build(value, offered)
             elif attribute.name in rest:  # offered, and not set by the user
                 settings[attribute.name] = rest[attribute.name]
-        for parameter in parameters_of(cls.owner):
+        for parameter in get_parameters(cls.owner):
             name = renames.get(parameter.name)
             if name in offered:
                 settings[parameter.name] = offered[name]
@@ -65,7 +65,7 @@ class Configured(Node[Any]):
 
     def __reduce__(self) -> Any:
         attributes = attrs.fields_dict(type(self))
-        settings = {k: v for k, v in fields_of(self).items() if not _is_default(v, attributes[k])}
+        settings = {k: v for k, v in get_fields(self).items() if not _is_default(v, attributes[k])}
         return _restore, (type(self).owner, type(self).__interface__, settings)
 
 
@@ -93,7 +93,7 @@ def _dtypes(cls: object, precision: Any) -> dict[str, str]:
 
 def _call(function: Callable[..., Any], settings: dict[str, Any]) -> Any:
     """Call a function by keyword. Pass positional-only parameters, and those before them, by position."""
-    parameters = parameters_of(function)
+    parameters = get_parameters(function)
     nameless = [i for i, p in enumerate(parameters) if p.name in settings and p.kind in _NAMELESS]
     arguments: list[Any] = []
     for parameter in parameters[: max(nameless, default=-1) + 1]:
@@ -134,7 +134,7 @@ def configure(function: Callable[..., Any], /, *interface_names: str, **settings
         RequestError: If `function` has no signature, or has no parameter with the name of a setting.
     """
     while isinstance(function, functools.partial):
-        positional = (p.name for p in parameters_of(function.func))
+        positional = (p.name for p in get_parameters(function.func))
         settings = {**dict(zip(positional, function.args, strict=False)), **function.keywords, **settings}
         function = function.func
     cls = configured_class(function, interface_names)
@@ -165,7 +165,7 @@ def _make_class(function: Callable[..., Any], interface_names: tuple[str, ...]) 
     annotations: dict[str, Any] = {}
     hints = _hints(function)
     try:
-        parameters = parameters_of(function)
+        parameters = get_parameters(function)
     except ValueError as error:  # some functions that are implemented in C
         raise RequestError(f"{_title(function)} has no signature\n    fix: wrap it in a Python function") from error
     for name in offered_fields:
@@ -241,7 +241,7 @@ def _is_union(annotation: object) -> bool:
     return typing.get_origin(annotation) in (typing.Union, types.UnionType)
 
 
-def with_subclass(cfg: Node[Any], subclass_of: Callable[[type], type]) -> Node[Any]:
+def with_subclass(cfg: Node[Any], make_subclass: Callable[[type], type]) -> Node[Any]:
     """Return a config that builds a subclass of the module class with the settings of `cfg`.
 
     A subclass can add attributes or override `__call__` and keep the paths of its parameters. A wrapper module would add
@@ -249,7 +249,7 @@ def with_subclass(cfg: Node[Any], subclass_of: Callable[[type], type]) -> Node[A
 
     Args:
         cfg: Config of a class that has a `Config`, or of a class passed to `configure`.
-        subclass_of: Returns a subclass of the given class. It must return the same subclass every time, so that equal
+        make_subclass: Returns a subclass of the given class. It must return the same subclass every time, so that equal
             modules stay equal.
 
     Raises:
@@ -257,9 +257,9 @@ def with_subclass(cfg: Node[Any], subclass_of: Callable[[type], type]) -> Node[A
     """
     owner = type(cfg).owner
     if isinstance(cfg, Configured) and isinstance(owner, type):
-        cls: Any = configured_class(subclass_of(owner), type(cfg).__interface__)
+        cls: Any = configured_class(make_subclass(owner), type(cfg).__interface__)
     elif isinstance(owner, type) and type(cfg).build is Node.build:
-        subclass: Any = subclass_of(owner)
+        subclass: Any = make_subclass(owner)
         cls = subclass.Config
     else:
         raise ConfigError(
@@ -271,4 +271,4 @@ def with_subclass(cfg: Node[Any], subclass_of: Callable[[type], type]) -> Node[A
                 fix="define a Config on the class of the module, or exclude the module from the targets",
             )
         )
-    return cls(**fields_of(cfg))
+    return cls(**get_fields(cfg))

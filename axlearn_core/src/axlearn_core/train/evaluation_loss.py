@@ -11,16 +11,16 @@ from axlearn_core.contracts.parts import Batch
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.nn import summaries
 
-Measured = tuple[jax.Array, Mapping[str, Any]]
+LossAndSummaries = tuple[jax.Array, Mapping[str, Any]]
 
 
-def model_loss(model: Any, batch: Batch) -> Measured:
+def model_loss(model: Any, batch: Batch) -> LossAndSummaries:
     """Return the model's own (mean loss, summaries) of a held-out batch, without auxiliary terms."""
     with summaries.held_out():
         return model.held_out_loss(batch) if isinstance(model, HasHeldOutLoss) else model.loss(batch)
 
 
-def evaluation_loss(objective: Any, model: Any, batch: Batch) -> Measured:
+def evaluation_loss(objective: Any, model: Any, batch: Batch) -> LossAndSummaries:
     """Return (mean loss, summaries) of a held-out batch.
 
     The training loss of an objective may include regularization, so it is not used. The result is the `evaluation_loss` of

@@ -11,10 +11,10 @@ import jax
 
 from axlearn_core.checkpoint.barrier import PEER_SECONDS, gather_objects
 from axlearn_core.config import Node
-from axlearn_core.config.assets import portable
+from axlearn_core.config.assets import make_portable
 from axlearn_core.config.flat import flatten
 from axlearn_core.errors import RequestError
-from axlearn_core.plugins.unregistered import code_name, stable_repr
+from axlearn_core.plugins.code_names import code_name, stable_repr
 from axlearn_core.run.lock import versions
 
 JOIN_SECONDS = 300.0
@@ -34,7 +34,9 @@ def check_same_config(config: Node[Any]) -> None:
     """
     if jax.process_count() == 1:
         return
-    flat = {f"config.{path}": stable_repr(value) for path, value in flatten(portable(config)[0], code_name).items()}
+    flat = {
+        f"config.{path}": stable_repr(value) for path, value in flatten(make_portable(config)[0], code_name).items()
+    }
     facts = {path: text for path, text in flat.items() if not path.startswith(PER_PROCESS)}
     facts |= {f"versions.{name}": text for name, text in versions().items()}
     _compare(facts | {"versions.python": platform.python_version()}, "config and versions", JOIN_SECONDS)
