@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from axlearn_core.plugins.removed import HOOKS, NAMES
+from axlearn_core.plugins.removed_names import HOOKS, NAMES
 
 ROOT = Path(__file__).parents[1]
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text("utf-8")
