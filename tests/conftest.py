@@ -112,12 +112,26 @@ def pytest_addoption(parser):
     parser.addoption("--update-goldens", action="store_true", help="rewrite tests/goldens instead of comparing")
 
 
+MEMORY = 3 << 30
+"""Bytes of memory from which a test process frees its compiled programs."""
+
+
 @pytest.fixture(autouse=True, scope="module")
-def _programs_are_given_back(request):
-    """Free compiled programs. Otherwise the slow tests exceed the process's limit of memory mappings, and LLVM aborts."""
+def _free_programs(request):
+    """Free compiled programs after slow tests, and if there are many.
+
+    Otherwise the slow tests exceed the process's limit of memory mappings, and LLVM aborts. The others would take 7 GB.
+    """
     yield
-    if request.config.option.markexpr.startswith("slow") and "jax" in sys.modules:
+    slow = request.config.option.markexpr.startswith("slow")
+    if "jax" in sys.modules and (slow or _memory() > MEMORY):
         sys.modules["jax"].clear_caches()
+
+
+def _memory():
+    """Resident bytes of this process, or 0 if the system does not say."""
+    statistics = Path("/proc/self/statm")
+    return int(statistics.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statistics.exists() else 0
 
 
 @pytest.fixture
