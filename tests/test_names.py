@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from support.paths import ROOT
+
 SOURCES = [p for p in ROOT.rglob("*.py") if ".venv" not in p.parts]
 
 VAGUE = {

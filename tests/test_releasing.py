@@ -9,14 +9,14 @@ import sys
 import tarfile
 import tomllib
 import zipfile
-from pathlib import Path
 
 import pytest
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-ROOT = Path(__file__).parents[1]
+from support.paths import ROOT
+
 MEMBERS = [p.parent for folder in ("", "plugins") for p in sorted((ROOT / folder).glob("*/pyproject.toml"))]
 PROJECTS = {p.name: tomllib.loads((p / "pyproject.toml").read_text())["project"] for p in MEMBERS}
 CORE = PROJECTS["axlearn_core"]

@@ -9,11 +9,11 @@ import sys
 import textwrap
 import tomllib
 import warnings
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from support.paths import ROOT
+
 SOURCES = [p for p in ROOT.rglob("*.py") if ".venv" not in p.parts]
 SHIPPED = [p for p in SOURCES if "src" in p.relative_to(ROOT).parts]
 CORE = ROOT / "axlearn_core/src/axlearn_core"

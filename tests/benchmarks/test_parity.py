@@ -1,7 +1,6 @@
 """Log-probabilities with the kernel `invariant` do not depend on how many tokens are in a batch."""
 
 import importlib
-from pathlib import Path
 
 import jax
 import pytest
@@ -9,8 +8,9 @@ import pytest
 from axlearn_core.compose import compose
 from axlearn_core.config import patch
 from axlearn_core.plugins.resolve import resolve
+from support.paths import ROOT
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 ELEMENTS = 4096
 """From how many numbers on XLA for CPU computes an array by another library, if it is not told otherwise."""
 

@@ -16,8 +16,8 @@ from axlearn_plugins_finetune.lora.merge import export_run as export_adapters
 from axlearn_plugins_finetune.lora.merge import merge_run
 from axlearn_plugins_models.huggingface.import_export import export_run, import_run
 from axlearn_plugins_quantization.store import quantize_run
+from support.paths import HF_FIXTURES
 
-FIXTURES = Path(__file__).parents[1] / "plugins/models/huggingface/fixtures"
 TOKENIZER = Path(text.__file__).parent / "python-2k.json"
 SETTINGS = {
     "model.decoder.num_layers": 1,
@@ -171,7 +171,7 @@ def test_a_run_of_an_earlier_version(tmp_path, tokenizer, caplog):
 def imported(tmp_path):
     """(a run that was imported, its model directory)."""
     directory = tmp_path / "model"
-    shutil.copytree(FIXTURES / "llama3", directory)
+    shutil.copytree(HF_FIXTURES / "llama3", directory)
     (directory / "expected.safetensors").unlink()
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
     (tmp_path / "data.txt").write_text("w1 w2 w3 " * 100)

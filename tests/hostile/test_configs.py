@@ -6,12 +6,12 @@ import subprocess
 import sys
 
 import pytest
-from attacks import FILES, SETTINGS
 from click.testing import CliRunner
 
 from axlearn_core.cli.main import cli
 from axlearn_core.config import patch
 from axlearn_core.errors import ConfigError
+from support.hostile_configs import FILES, SETTINGS
 
 MEASURED = """
 import json, re, sys

@@ -1,9 +1,9 @@
 import importlib.util
 
-import kernel_cases
 import pytest
 
 from axlearn_plugins_gpu.kernels import mosaic, tokamax
+from support import gpu_op_cases
 
 
 @pytest.fixture(autouse=True)
@@ -29,5 +29,5 @@ def first_kernel(monkeypatch):
 @pytest.fixture
 def interpreted(library):
     """Run kernels in Pallas' interpreter."""
-    with kernel_cases.interpreter():
+    with gpu_op_cases.interpreter():
         yield

@@ -7,9 +7,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-import serving_models
 from flax import nnx
-from serving_models import SMALL, prompts
 
 import axlearn_core as ax
 from axlearn_core.config import patch
@@ -19,6 +17,8 @@ from axlearn_plugins_serving import engine_devices
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.engine_devices import VIRTUAL_DEVICES, serving_program
 from axlearn_plugins_transformer.generate import Generator
+from support.paths import HF_FIXTURES
+from support.serving_models import SMALL, prompts
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 SIZES = {
@@ -155,7 +155,7 @@ def test_cores_are_those_of_the_quota(monkeypatch, tmp_path):
 @pytest.mark.parametrize("family", ["llama2", "qwen3", "gemma2", "mixtral"])
 def test_a_directory_is_read_onto_two_devices(family, tmp_path):
     directory = tmp_path / "model"
-    shutil.copytree(serving_models.FIXTURES / family, directory)
+    shutil.copytree(HF_FIXTURES / family, directory)
     outputs = []
     for number in (1, 2):
         settings = {**SIZES, "tensor_parallel": number}

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from flax import nnx
-from serving_models import FAMILIES, SIZES, Requests, config, family, model, prompts, runner
 
 from axlearn_core.compose import Functional
 from axlearn_core.config import patch
@@ -11,6 +10,7 @@ from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.contracts import Row, Sampling
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_transformer.generate import Generator
+from support.serving_models import FAMILIES, SIZES, Requests, config, family, model, prompts, runner
 
 
 def check(instance, of, seed, count=8):

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from serving_models import Requests, model, prompts, runner
 
 from axlearn_plugins_serving import token_sampling
 from axlearn_plugins_serving.contracts import Row, Sampling
+from support.serving_models import Requests, model, prompts, runner
 
 VOCABULARY = 64
 

@@ -12,8 +12,9 @@ from axlearn_plugins_models.huggingface.source import open_model
 from axlearn_plugins_models.huggingface.text_facts import context_length
 from axlearn_plugins_transformer.text.chat_template import TOOL_TEMPLATE, ChatTemplate
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
+from support.paths import HF_FIXTURES
 
-QWEN = Path(__file__).parent / "fixtures/qwen3"
+QWEN = HF_FIXTURES / "qwen3"
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ import json
 import signal
 
 import pytest
-from fakes_of_launch import FakePool, killed, lost, supervisor
 
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_plugins_runtime.launch.journal import EVENTS, PROCESSES
+from support.fake_pool import FakePool, killed, lost, supervisor
 
 
 def journal(tmp_path):
