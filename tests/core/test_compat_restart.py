@@ -40,7 +40,7 @@ def run(*words: str, before: str = "", tunables: str | None = None) -> tuple[lis
 
 
 @pytest.mark.parametrize("command", ["train", "bench"])
-def test_a_command_that_trains_starts_anew_once_as_the_same_process_with_the_same_words(command):
+def test_a_training_command_reexecutes_itself_once_with_its_arguments(command):
     words = [command, "quickstart", "--set", "a=b"]
     assert run(*words) == (["goes", "on", ":".join(TUNABLES), *words], 2)
 

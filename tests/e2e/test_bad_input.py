@@ -9,7 +9,7 @@ from axlearn_core.cli.main import cli
 from support import cli_runs
 
 
-def test_no_validation_data_is_said_before_training(tmp_path):
+def test_missing_validation_data_is_reported_before_training(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("some words to read\n" * 50)
     settings = (f"input.source={{type: files, paths: {text}}}", "evaluators={eval: {type: loss-evaluator}}")

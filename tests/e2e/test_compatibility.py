@@ -15,7 +15,7 @@ PROGRAMS = json.loads((FIXTURES / "programs.json").read_text()).get(jax.__versio
 QUICK = {"quickstart@1", "llama2-7b@data=2,fsdp=2,tensor=2", "qwen3-30b-a3b@1", "llama2-7b+lora@1"}
 
 
-def test_a_run_of_an_earlier_version_generates_and_resumes_with_equal_losses(tmp_path, monkeypatch):
+def test_an_older_run_generates_and_resumes_with_equal_losses(tmp_path, monkeypatch):
     home = tmp_path / "run_of_llama"
     shutil.copytree(FIXTURES / "run_of_llama", home)
     monkeypatch.chdir(home)

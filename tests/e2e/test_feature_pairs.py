@@ -58,7 +58,7 @@ def test_a_feature_that_needs_options_has_an_example(name):
 
 @pytest.mark.slow_cases("quickstart")
 @pytest.mark.parametrize("experiment", ALL)
-def test_each_feature_alone_changes_the_tree_or_is_in_effect_and_twice_is_once(experiment):
+def test_each_feature_takes_effect_and_is_idempotent(experiment):
     for name in FEATURES:
         result = outcome(experiment, name)
         needs = NAMES.feature(name).needs

@@ -48,7 +48,7 @@ def test_layouts_that_name_no_kernel_decide_nothing(parallelism):
 
 @pytest.mark.fast_cases("all-to-all")
 @pytest.mark.parametrize("parallelism", METHODS)
-def test_functions_that_cannot_use_the_kernel_of_a_layout_say_what_they_use(parallelism):
+def test_functions_report_a_fallback_from_the_kernel_of_a_layout(parallelism):
     program, kernel = program_of(parallelism), METHODS[parallelism]
     decisions = trace_all(program)
     used = {name: {c.name for c in program.choices(name) if c.op.name == "attention"} for name in program.functions}

@@ -118,7 +118,7 @@ def test_a_run_without_its_files_is_one_clear_error(tmp_path, tokenizer):
         go_on(tmp_path / "run", steps=2)
 
 
-def test_a_run_made_from_the_config_of_another_is_named_alike_wherever_that_lies(tmp_path, tokenizer):
+def test_a_copied_config_gets_the_same_run_name_from_any_folder(tmp_path, tokenizer):
     train(tmp_path / "run", tokenizer, steps=1)
     first, _ = default_run_dir("x", ax.resolve(tmp_path / "run/config.yaml").config)
     (tmp_path / "run").rename(tmp_path / "moved")

@@ -77,7 +77,7 @@ SPECIAL = {"pipe": os.mkfifo, "directory": make_directory, "device": lambda path
 @pytest.mark.parametrize(
     "command", [("config", "show"), ("config", "check"), ("train",), ("config", "diff", "quickstart")]
 )
-def test_a_file_that_is_none_is_one_error(kind, command, tmp_path):
+def test_an_invalid_file_is_one_error(kind, command, tmp_path):
     file = tmp_path / "run.yaml"
     SPECIAL[kind](file)
     result = CliRunner().invoke(cli, [*command, str(file)])

@@ -72,7 +72,7 @@ LOCKS = {
 
 
 @pytest.mark.parametrize("name", LOCKS)
-def test_a_lock_that_is_none_is_one_error(name, run):
+def test_an_invalid_lock_is_one_error(name, run):
     (run / "run.lock.json").write_text(LOCKS[name])
     with pytest.raises(RequestError, match=r"run\.lock\.json"):
         RunDir(run, resumes=True).read_lock()

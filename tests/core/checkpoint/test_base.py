@@ -283,7 +283,7 @@ def test_what_is_kept(make, fields, steps):
     assert sorted(p.name for p in one.directory.iterdir()) == [str(s) for s in steps]
 
 
-def test_a_metric_that_no_checkpoint_has_is_said(make, caplog):
+def test_a_metric_that_no_checkpoint_has_is_reported(make, caplog):
     one = make(keep_last=1, keep_best=1, best_metric="evalloss")
     one.save(1, {"x": jnp.ones((2,))}, metrics={"eval_loss": 1.0})
     one.wait()

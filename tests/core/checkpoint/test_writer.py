@@ -69,7 +69,7 @@ def test_the_same_step_is_not_written_twice_at_once(make):
     assert one.steps() == [1]
 
 
-def test_a_failure_among_several_is_said_and_the_others_stay(make, caplog):
+def test_one_failure_of_several_is_reported_and_the_others_stay(make, caplog):
     one = make(max_saves_in_flight=2, max_failed_saves=2, keep_last=None)
     one.save(1, state(1))
     one.wait()

@@ -36,7 +36,7 @@ def test_a_batch_has_the_same_values_at_every_size_and_number_of_devices(program
         assert value.addressable_shards[0].data.shape[0] == len(host[name]) // program.layout.mesh.size
 
 
-def test_what_an_input_writes_into_its_arrays_later_does_not_reach_the_device():
+def test_put_copies_arrays_that_the_input_overwrites_later():
     program = compose(resolve("quickstart", target="none").config, jax.devices()[:1])
     host = batch(4)
     actual = jax.block_until_ready(program.put(host))

@@ -123,7 +123,7 @@ def seeded():
     return patch(toy_models.small("llama2-7b"), {"model.**.norm": configure(model, "num_features=dim")})
 
 
-def test_parameters_without_names_are_said_to_be_replicated():
+def test_unnamed_parameters_are_reported_as_replicated():
     functional = Functional.from_config(seeded().model)
     (decision,) = decide_replication(functional)
     assert decision.subject == "decoder.layer.attention_norm, decoder.layer.feed_forward_norm, decoder.norm"
@@ -178,7 +178,7 @@ class Holds(Configurable):
         self.module = Stateful()
 
 
-def test_modules_with_variables_stand_in_the_model_alone():
+def test_only_the_model_may_hold_modules_with_variables():
     cfg = toy_models.small("quickstart")
     with pytest.raises(ConfigError, match=r"^learner: is a module with variables outside the model"):
         check_program(patch(cfg, {"learner": configure(Stateful)}))

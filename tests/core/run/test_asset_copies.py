@@ -80,7 +80,7 @@ def stored_run(vocabulary, folder):
     return config
 
 
-def test_a_file_comes_with_what_lies_beside_it(vocabulary, tmp_path, monkeypatch):
+def test_a_file_comes_with_its_neighbors(vocabulary, tmp_path, monkeypatch):
     config, files = collect_assets(tree(vocabulary))
     assert config == tree("run:files/vocabulary/v.json")
     assert files == {"files/vocabulary/v.json": b"one", "files/vocabulary/merges.txt": b"merges \xff"}

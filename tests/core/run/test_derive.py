@@ -20,7 +20,7 @@ SMALL = {
 
 
 @pytest.mark.slow
-def test_a_derived_run_that_is_trained_further_still_says_what_it_was_made_from(tmp_path, capfd):
+def test_a_derived_run_keeps_its_origin_after_more_training(tmp_path, capfd):
     ax.train("quickstart", set=SMALL, steps=1, run_dir=tmp_path / "base")
     base = Run(tmp_path / "base")
     base.derive(tmp_path / "made", base.config, lambda weights: weights.read(), lock={"note": "as it was"})

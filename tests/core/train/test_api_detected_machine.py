@@ -79,7 +79,7 @@ def test_a_machine_that_nobody_knows_trains_without_a_rule(tmp_path, monkeypatch
 
 
 @pytest.mark.usefixtures("toy")
-def test_a_feature_of_the_rule_that_is_missing_stops_the_run_before_anything_is_written(tmp_path, monkeypatch):
+def test_a_missing_feature_of_a_mesh_rule_stops_before_writing(tmp_path, monkeypatch):
     rule = MeshRule(target="toy-*", features=("warp",), packages={"warp": "axlearn-plugins-loom"})
     monkeypatch.setattr(resolution, "find_rule", lambda *_: ("mesh rule 'toy-*'", rule))
     with pytest.raises(RequestError, match="pip install axlearn-plugins-loom"):

@@ -63,7 +63,7 @@ def test_microbatches_are_mathematics_where_something_draws(feature, tmp_path):
 
 
 @pytest.mark.usefixtures("draws")
-def test_the_name_of_a_run_with_the_default_microbatches_does_not_ask_the_model(monkeypatch):
+def test_naming_a_run_with_default_microbatches_does_not_build_the_model(monkeypatch):
     monkeypatch.setattr(record, "batch_dependence", lambda config: pytest.fail("asked"))
     short_hash(config())
 

@@ -221,7 +221,7 @@ def plain(monkeypatch):
     monkeypatch.setenv("AXLEARN_PLUGINS", "-axlearn-plugins-runtime")
 
 
-def test_the_core_trains_without_the_parts_of_jobs_and_says_what_is_missing(plain, tmp_path, capfd):
+def test_the_core_trains_without_job_parts_and_names_them(plain, tmp_path, capfd):
     assert train(tmp_path / "run").step == 3
     assert train(tmp_path / "run", steps=4).step == 4
     names = {p.name for p in (tmp_path / "run").iterdir()}

@@ -3,7 +3,7 @@
 from axlearn_core.train.trackers import LinesTracker
 
 
-def test_every_value_is_shown_on_standard_error_and_nothing_steers_a_terminal(capsys):
+def test_lines_show_every_value_without_terminal_control_codes(capsys):
     tracker = LinesTracker.Config().build(run_dir="unused")
     tracker.start({"max_steps": 400})
     tracker.log(10, {"loss": 7.62512, "tokens_per_second": 8012.3})

@@ -106,14 +106,14 @@ def test_processes_are_joined_by_the_slot(tmp_path):
     assert Joined.times == [1]
 
 
-def test_an_input_that_needs_a_vocabulary_is_refused_beside_a_model_without_one(tmp_path):
+def test_an_input_that_needs_a_vocabulary_rejects_a_model_without_one(tmp_path):
     with pytest.raises(ConfigError) as error:
         RUN.run(tmp_path / "run", input=Words.Config())
     assert "Words.Config requires 'vocab_size', which its parent does not offer" in str(error.value)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tracker_that_asks_for_the_state_is_refused_before_anything_is_built():
+def test_a_tracker_that_needs_the_state_is_rejected_before_building():
     class Curious(Configurable):
         def __init__(self, cfg, *, run_dir, state):
             pass

@@ -112,7 +112,7 @@ def test_one_trainer_and_one_config(s3):
     train(uri, steps=4)
 
 
-def test_a_storage_that_goes_away_is_said_and_made_up_for(s3, capsys, monkeypatch, tmp_path):
+def test_a_storage_outage_is_reported_and_recovered(s3, capsys, monkeypatch, tmp_path):
     uri = f"{s3[0]}/run"
     mirror = RunMirror(uri)
     mirror.path.mkdir(parents=True)

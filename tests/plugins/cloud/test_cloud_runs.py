@@ -191,7 +191,7 @@ def test_a_store_that_goes_away_loses_nothing(store, fast, monkeypatch, request)
     one.close()
 
 
-def test_what_others_keep_beside_the_checkpoints_stays(s3):
+def test_foreign_files_next_to_checkpoints_stay(s3):
     uri = f"{s3[0]}/run"
     storage = open_storage(uri)
     for path in ("2024/notes.txt", "5/mine.txt", "notes"):

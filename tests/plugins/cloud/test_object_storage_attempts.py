@@ -107,7 +107,7 @@ def test_moving_and_deleting_a_folder_try_again_too(pauses):
     assert len(pauses) == len(failed_once)
 
 
-def test_what_does_not_pass_is_said_after_the_last_attempt(pauses):
+def test_lasting_errors_are_reported_after_the_last_attempt(pauses):
     objects = Flaky(ATTEMPTS, TransientError("503"))
     with pytest.raises(StorageError, match=rf"s3://bucket/run/file: 503 \({ATTEMPTS} attempts"):
         ObjectStorage(objects, "s3://bucket/run", "run").read("file")
@@ -119,7 +119,7 @@ def test_what_does_not_pass_is_said_after_the_last_attempt(pauses):
     ("error", "expected"),
     [(MissingObjectError("no"), MissingFileError), (RefusedError("denied", "ask for the right"), StorageError)],
 )
-def test_what_another_attempt_would_not_change_is_said_at_once(error, expected, pauses):
+def test_permanent_errors_are_reported_at_once(error, expected, pauses):
     objects = Flaky(1, error)
     with pytest.raises(expected):
         ObjectStorage(objects, "s3://bucket/run", "run").read("file")

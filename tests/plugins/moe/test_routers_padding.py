@@ -94,7 +94,7 @@ def test_load_balance_of_a_batch_is_over_its_tokens():
     assert reported["expert_load_entropy"] == pytest.approx(entropy, rel=1e-5)
 
 
-def test_load_balance_of_rows_is_over_rows_with_tokens_and_the_bias_counts_tokens():
+def test_load_balance_averages_nonempty_rows_and_the_bias_counts_tokens():
     module, x = layer(ROUTERS["sigmoid"]), inputs()
     _, losses, _, load = route(module, x, Context(segment_ids=jnp.asarray(REAL, jnp.int32)))
     scores = 1 / (1 + np.exp(-(x.astype(np.float64) @ np.asarray(module.router.weight[...], np.float64))))

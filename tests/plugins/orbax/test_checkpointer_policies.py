@@ -69,7 +69,7 @@ def test_a_name_that_orbax_takes_for_something_else_is_refused(place, name):
 
 
 @pytest.mark.parametrize("name", ["a[1]", "a*", "a?b"])
-def test_such_a_name_of_a_run_directory_or_above_it_is_refused_before_training(name, tmp_path, monkeypatch):
+def test_unsupported_directory_names_are_rejected_before_training(name, tmp_path, monkeypatch):
     (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / name)
     for directory in ("runs/a/checkpoints", tmp_path / name / "checkpoints", f"gs://bucket/{name}/checkpoints"):

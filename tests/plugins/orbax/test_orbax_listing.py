@@ -91,7 +91,7 @@ def test_a_folder_of_plain_orbax(write, tmp_path):
     assert "cannot be verified\n    fix: remove --verify" in checkpoint("inspect", tmp_path, "--verify", code=2).stderr
 
 
-def test_steps_beside_those_of_a_run(tmp_path):
+def test_steps_next_to_those_of_a_run(tmp_path):
     (tmp_path / "config.yaml").write_text("resolved: true\ncheckpointer: {type: orbax, uri: null}\n")
     one = OrbaxCheckpointer.Config().build(directory=tmp_path / "checkpoints")
     for step in (1, 2):

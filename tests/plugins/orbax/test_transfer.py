@@ -156,7 +156,7 @@ def test_what_plain_orbax_wrote_is_imported(run, weights, write, tmp_path):
     same({p: np.asarray(x) for p, x in open_weights(tmp_path / "run").read().items()}, weights)
 
 
-def test_another_dtype_is_said(run, weights, tmp_path):
+def test_another_dtype_is_reported(run, weights, tmp_path):
     ocp.save(tmp_path / "plain", nested({p: jnp.asarray(x, jnp.bfloat16) for p, x in weights.items()}))
     result = succeed("import-orbax", tmp_path / "plain", tmp_path / "run", "--config", run)
     assert "converting bfloat16 arrays to float32" in result.stderr

@@ -84,7 +84,7 @@ def test_it_computes_what_gpipe_computes(features, shape):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("router", ["softmax-router", "sigmoid-router"])
-def test_losses_and_variables_of_layers_are_those_of_gpipe(router):
+def test_losses_and_layer_variables_equal_those_of_gpipe(router):
     """Auxiliary losses have equal weight in each microbatch, and biases see all microbatches."""
     batch = toy_models.batch()
     batch["weights"][1::4, 5:] = 0
@@ -130,7 +130,7 @@ def test_temporaries_do_not_grow_with_the_microbatches():
 @pytest.mark.parametrize(
     "plan", [OneForwardOneBackward(2, 1), OneForwardOneBackward(4, 9), OneForwardOneBackward(3, 3)]
 )
-def test_every_stage_goes_once_forward_and_once_backward_and_finds_what_it_kept(plan):
+def test_every_stage_runs_one_forward_and_one_backward_with_its_residuals(plan):
     fill, steady, drain = plan.phases
     assert (len(fill), len(steady), len(drain)) == (plan.stages - 1, plan.microbatches, plan.stages - 1)
     for stage in range(plan.stages):

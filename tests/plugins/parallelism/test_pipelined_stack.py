@@ -55,7 +55,7 @@ def test_microbatches_that_do_not_fit():
         traced(program("pipeline:microbatches=1,schedule=interleaved", layers=4))
 
 
-def test_parameters_are_those_of_a_plain_stack_and_each_stage_has_its_own():
+def test_parameters_equal_a_plain_stack_and_each_stage_has_its_own():
     plain = program(shape={"fsdp": 8}).functional
     instance = program("pipeline:microbatches=2")
     assert instance.functional.abstract == plain.abstract

@@ -32,7 +32,7 @@ def moments(state):
     return [x for x in jax.tree.leaves(state.learner.optimizer) if x.ndim]
 
 
-def test_moments_live_on_the_host_in_their_dtype_where_their_parameters_are_split():
+def test_moments_stay_on_the_host_with_the_sharding_of_their_parameters():
     plain, other = program().state, program("offload-optimizer", "optimizer-precision").state
     assert {m.sharding.memory_kind for m in moments(other)} == {"pinned_host"}
     assert {m.dtype for m in moments(other)} == {jnp.dtype("bfloat16")}

@@ -104,7 +104,7 @@ def at_peak(plan, flops, dtype="bfloat16"):
     )
 
 
-def test_the_causal_utilisation_comes_first_and_one_above_the_peak_is_explained(plan):
+def test_causal_utilization_comes_first_and_explains_values_above_peak(plan):
     skips = at_peak(plan, 1.02 * plan.flops.causal)  # a kernel that skips masked pairs
     report, fields = text(skips), as_json(skips)
     assert fields["roofline_mfu_causal"] < 1 < fields["roofline_mfu"]
@@ -273,7 +273,7 @@ def test_the_roofline_is_the_slowest_of_its_parts():
         ("tpu", "tpu-v5p", "tokamax-mosaic-tpu"),
     ],
 )
-def test_a_kernel_of_a_grouped_product_counts_its_rows_once_whatever_the_groups(platform, target, kernel):
+def test_grouped_kernels_count_each_row_once(platform, target, kernel):
     pytest.importorskip("tokamax", reason="needs tokamax: axlearn-plugins-gpu[kernels]")
     from axlearn_plugins_moe.grouped_matmul import GroupedMatmulOp
     from axlearn_plugins_plan.flops import ScopedSelection, works

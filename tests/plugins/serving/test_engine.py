@@ -173,7 +173,7 @@ class Pattern:
         return len(self.accepted) == len(self.allowed)
 
 
-def test_constraints_beside_other_requests():
+def test_constraints_in_a_batch_with_other_requests():
     for sizes in ({}, {"num_blocks": 17, "decode_steps": 4}):
         one, rng = engine(**sizes), random.Random(4)
         pending = requests_at_random(rng, 40)
@@ -214,7 +214,7 @@ def test_a_constraint_that_fails_ends_its_request_alone(pattern, message, count)
     assert len(tokens(outputs["good"])) == 8
 
 
-def test_the_token_that_ends_an_output_is_said():
+def test_the_token_that_ends_an_output_is_reported():
     one, sampling = engine(end=frozenset(range(0, 97, 2))), Sampling(temperature=0.0, stop_tokens=frozenset({1, 3, 5}))
     outputs = run(one, [Request(id=str(i), prompt=(i,), sampling=sampling) for i in range(20)])
     for (*_, last), request in zip(outputs.values(), outputs, strict=True):

@@ -109,7 +109,7 @@ def test_devices_that_share_products_give_the_tokens_of_one(number, transposed, 
 
 
 @pytest.mark.slow
-def test_seeded_samples_and_scores_of_prompts_are_those_of_one_device():
+def test_seeded_samples_and_prompt_scores_match_one_device():
     built = model().build(rngs=nnx.Rngs(0))
     some = prompts(np.random.default_rng(1), built.vocab_size)
     options = {"temperature": 1.0, "top_p": 0.8, "top_k": 12, "seed": 3, "presence_penalty": 0.5, "logprobs": 2}

@@ -129,7 +129,7 @@ def test_steps_of_several_tokens_are_for_rows_that_decode():
 
 
 @pytest.mark.slow
-def test_the_last_feed_forward_layer_is_computed_for_tokens_that_are_chosen_alone():
+def test_the_last_feed_forward_layer_runs_only_for_chosen_tokens():
     """Compare the FLOPs that a wider layer adds to a step: for all tokens in the first of two layers, and in the second only for
     chosen tokens and for a chunk whose targets are scored."""
     width, hidden, flops = 64, 64, []

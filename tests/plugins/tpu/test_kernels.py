@@ -117,7 +117,7 @@ def paged_call(heads=8, groups=4, size=128, dtype="bfloat16", pages="bfloat16", 
         ({"groups": 5, "heads": 10}, "5 key-value heads per device do not fill"),
     ],
 )
-def test_paged_attention_says_what_it_cannot_do(options, reason):
+def test_paged_attention_reports_unsupported_calls(options, reason):
     answer = RAGGED_PAGED.supports(*paged_call(**options))
     assert answer is None if reason is None else reason in answer
 

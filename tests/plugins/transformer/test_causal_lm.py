@@ -69,7 +69,7 @@ def parameters(model):
     return {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(state)}
 
 
-def test_loss_and_gradients_are_those_of_the_plain_formulas(tiny, build, batch, grads):
+def test_loss_and_gradients_match_the_plain_formulas(tiny, build, batch, grads):
     loss, report, actual = grads(tiny(), batch)
     expected, expected_grads = jax.jit(jax.value_and_grad(llama_loss), compiler_options=QUICK)(
         parameters(build(tiny())), batch
@@ -242,7 +242,7 @@ def test_losses_and_summaries_of_layers_reach_the_root(tiny, build, run, batch, 
     assert not np.allclose(actual["decoder.embedding.weight"], expected["decoder.embedding.weight"])
 
 
-def test_summaries_are_dropped_where_nobody_collects_and_checked_where_one_does():
+def test_summaries_are_checked_only_if_something_collects_them():
     summaries.add_loss("a", jnp.ones(()))
     with summaries.collect() as collector:
         summaries.add_loss("a", jnp.ones(()))
@@ -306,7 +306,7 @@ def test_parameter_counts_of_published_models(tiny):
 
 
 @pytest.mark.parametrize("mode", ["scan", pytest.param("unrolled", marks=pytest.mark.slow)])
-def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters_and_loss(tiny, build, batch, grads, mode):
+def test_bfloat16_keeps_float32_parameters_and_loss(tiny, build, batch, grads, mode):
     cfg = tiny({"dtype": "bfloat16", "decoder.stack.mode": mode})
     with jax.numpy_dtype_promotion("strict"):
         loss, _, actual = grads(cfg, batch)

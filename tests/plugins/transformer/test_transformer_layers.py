@@ -104,7 +104,7 @@ def test_the_default_hidden_size_follows_the_width():
     assert build(GatedFeedForward.Config(), input_dim=200).up.weight.shape == (200, 640)
 
 
-def test_grouped_query_attention_is_multi_head_attention_with_repeated_keys():
+def test_grouped_query_attention_equals_attention_with_repeated_keys():
     x = normal(2, 10, 32)
     few = build(Attention.Config(num_heads=4, num_kv_heads=2), input_dim=32)
     many = build(Attention.Config(num_heads=4), input_dim=32)

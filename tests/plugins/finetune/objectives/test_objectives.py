@@ -169,7 +169,7 @@ def test_evaluation_of_a_distilled_model_is_its_own_loss():
 
 @pytest.mark.fast_cases("distill:temperature=2.0")
 @pytest.mark.parametrize("feature", [PAIRS, "distill:temperature=2.0"])
-def test_frozen_models_hold_no_state_of_the_optimizer_and_begin_as_the_model(feature):
+def test_frozen_models_have_no_optimizer_state_and_start_as_the_model(feature):
     trainer = program(feature)
     frozen = [p for p in trainer.state.variables if p.startswith("objective.")]
     assert len(frozen) == len(trainer.functional.abstract)
@@ -248,7 +248,7 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("kind", ["dpo", pytest.param("distill", marks=pytest.mark.slow)])
-def test_a_run_resumes_bit_identically_and_generates_without_the_objective(kind, home, monkeypatch):
+def test_a_run_resumes_bit_for_bit_and_generates_without_the_objective(kind, home, monkeypatch):
     monkeypatch.chdir(home)
 
     def train(run_dir, steps):
@@ -301,7 +301,7 @@ def test_bad_rows_are_refused_by_line(line, message, home, monkeypatch):
     assert not (home / "bad").exists()
 
 
-def test_weights_that_are_not_there_are_refused_before_anything_is_written(home, monkeypatch):
+def test_missing_weights_are_rejected_before_writing(home, monkeypatch):
     monkeypatch.chdir(home)
     error_text = axlearn("train", "base/config.yaml", "--with", "distill:teacher=nowhere", "--run-dir", "none", code=2)
     assert "nowhere" in error_text.stderr

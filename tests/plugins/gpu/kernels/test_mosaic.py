@@ -84,7 +84,7 @@ def test_jax_has_its_own_function_back_once_a_program_is_lowered(jax_module):
     assert jax_module._infer_arch is original
 
 
-def test_a_program_traced_for_another_gpu_than_the_first_kernel_is_not_lowered(jax_module, first_kernel):
+def test_a_program_for_a_second_gpu_architecture_is_not_lowered(jax_module, first_kernel):
     with compiling("h100"):
         jax_module._infer_arch()
     with compiling("b200"), pytest.raises(RequestError, match=r"kernels for compute capability 9\.0 and cannot"):
@@ -92,7 +92,7 @@ def test_a_program_traced_for_another_gpu_than_the_first_kernel_is_not_lowered(j
     assert first_kernel == {"kernel": (9, 0)}
 
 
-def test_of_other_gpus_jax_says_what_it_always_said(jax_module):
+def test_for_other_gpus_jax_gives_its_own_answer(jax_module):
     kind = AbstractDevice(device_kind="NVIDIA RTX", num_cores=1, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=kind)):
         own = jax_module._infer_arch()

@@ -47,7 +47,7 @@ def product(rows=64, groups=4, inner=256, outer=512, lhs="bfloat16", rhs="bfloat
         ({"target": "rtx"}, "is not known to run on"),
     ],
 )
-def test_a_grouped_product_says_what_it_cannot_do(library, first_kernel, options, reason):
+def test_a_grouped_product_reports_unsupported_calls(library, first_kernel, options, reason):
     answer = MOSAIC.supports(*product(**options))
     assert answer is None if reason is None else reason in answer
 
@@ -87,7 +87,7 @@ def unit(dims=(2, 64, 64), hidden=64, target="b200", activation="silu"):
         ({"hidden": 96}, "hidden size on a device, 96, is not a multiple of 64"),
     ],
 )
-def test_a_gated_unit_says_what_it_cannot_do(library, first_kernel, options, reason):
+def test_a_gated_unit_reports_unsupported_calls(library, first_kernel, options, reason):
     answer = GATED.supports(*unit(**options))
     assert answer is None if reason is None else reason in answer
 

@@ -122,7 +122,7 @@ def rows(dims, dtype="bfloat16", target="h100"):
     return op, KernelContext(platform="gpu", target=target)
 
 
-def test_norm_says_what_it_cannot_do(library):
+def test_norm_reports_unsupported_calls(library):
     assert NORM.supports(*rows((2, 8, MAX_WIDTH))) is None
     assert "16385 elements is longer than 16384" in NORM.supports(*rows((2, 8, MAX_WIDTH + 1)))
     assert "2 to 4 dimensions, not 5" in NORM.supports(*rows((2, 2, 2, 2, 8)))
@@ -149,7 +149,7 @@ def unit(dims=(2, 16, 32), hidden=64, dtype="bfloat16", plain=True, activation="
         ({"dims": (1, 16, 32)}, "number of rows on a device, 16, is not a multiple of 32"),
     ],
 )
-def test_a_gated_unit_says_what_it_cannot_do(library, options, reason):
+def test_a_gated_unit_reports_unsupported_calls(library, options, reason):
     answer = GATED.supports(*unit(**options))
     assert answer is None if reason is None else reason in answer
 

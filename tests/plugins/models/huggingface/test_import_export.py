@@ -202,7 +202,7 @@ WRONG = {
 
 @pytest.mark.slow_cases("family", "new-family")
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_said_and_nothing_is_written(name, tmp_path):
+def test_errors_are_reported_and_nothing_is_written(name, tmp_path):
     directory = model_copy("llama3", tmp_path)
     damage, expected = WRONG[name]
     damage(directory)

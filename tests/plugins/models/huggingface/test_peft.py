@@ -74,7 +74,7 @@ def test_the_arrays_are_what_peft_adds_to_the_weights(config):
             np.testing.assert_allclose(module(arrays, f"{prefix}.{name}"), expected, atol=1e-6)
 
 
-def test_ranks_that_differ_are_patterns_and_modules_without_adapters_stay_without(config):
+def test_different_ranks_become_patterns_and_other_modules_get_no_adapter(config):
     query = "model.decoder.layer.attention.query"
     facts = peft_files(patch(config, {f"{query}.rank": 5, f"{query}.alpha": 2.5}))[1]
     assert (facts["r"], facts["lora_alpha"]) == (3, 6)

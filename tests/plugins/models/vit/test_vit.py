@@ -144,7 +144,7 @@ def test_drawn_shapes_are_of_all_kinds_and_of_their_number_alone():
     np.testing.assert_array_equal(next(own_rows)["images"], first["images"][4:8])
 
 
-def test_what_is_wrong_with_images_is_said(tmp_path):
+def test_invalid_images_are_reported(tmp_path):
     images = np.zeros((4, 8, 8, 3), np.uint8)
     np.savez(tmp_path / "float.npz", images=images.astype(np.float32), labels=np.zeros(4, int))
     np.savez(tmp_path / "lacks.npz", images=images)

@@ -374,7 +374,7 @@ def test_an_optimizer_that_the_request_offloads_is_offloaded(on_tpus):
     assert requested.estimate == chosen.estimate
 
 
-def test_activations_go_to_the_host_in_the_forward_pass_and_come_back_in_the_backward_pass():
+def test_activations_move_to_the_host_and_back():
     def seconds(activations, optimizer=0.0):
         return with_host(3.0, Host(activations=activations * HOST_BANDWIDTH, optimizer=optimizer * HOST_BANDWIDTH))
 

@@ -48,7 +48,7 @@ def test_what_ships_is_as_good_as_what_a_search_compiled(layout_search, model, t
 
 
 @pytest.mark.slow
-def test_nine_of_ten_estimates_of_memory_are_within_a_twentieth_of_what_a_search_compiled():
+def test_nine_of_ten_memory_estimates_are_within_five_percent():
     misses = {}
     for training in STORED:
         space = rank.Space(Request.from_arguments(training["model"], target=training["target"]), ())

@@ -42,7 +42,7 @@ def test_in_the_loss_of_a_large_vocabulary():
     }  # fmt: skip
 
 
-def test_an_offloaded_optimizer_comes_while_the_backward_pass_runs_or_is_the_peak():
+def test_an_offloaded_optimizer_overlaps_the_backward_pass_or_is_the_peak():
     two_moments = 2 * 1200.0
     backward = single_stage_peak(SIZES, 500, True, two_moments)
     assert backward["kept"] == 500 * 20
@@ -74,7 +74,7 @@ def test_gpipe_keeps_the_ends_of_the_batch():
     assert in_loss == {"kept": 1100, "rounded": 500, "ends": 5 * 8 * 5000, "head": 2.5 * 70}
 
 
-def test_an_optimizer_that_a_request_offloads_has_its_update_on_stages_too():
+def test_an_offloaded_optimizer_updates_on_stages_too():
     update = pipeline_peak(Pipeline(stages=4, microbatches=8), SIZES, 5, 0.0, 9600.0)
     assert update == {"gradients": 1200, "optimizer": 9600 * 1.75}
 

@@ -76,7 +76,7 @@ def test_a_killed_run_goes_on_with_it(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["damaged", "writable", "tries", "foreign", "unsigned"])
-def test_what_is_wrong_with_the_files_is_said_and_compiled(run, what, monkeypatch, tmp_path):
+def test_invalid_files_are_reported_and_compiled_again(run, what, monkeypatch, tmp_path):
     (folder,) = [p for p in (run / "compiled").iterdir() if p.is_dir()]
     (file,) = folder.glob("*.executable")
     tries = folder.with_suffix(".tries")

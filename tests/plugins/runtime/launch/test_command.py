@@ -125,7 +125,7 @@ def test_every_launcher_ships_them(tmp_path):
         (("--on", "local", "--hosts", "2", "--set", "seedd=1"), "did you mean: seed"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_starts(tmp_path, words, message):
+def test_errors_are_reported_before_anything_starts(tmp_path, words, message):
     result = cli_runs.axlearn("launch", "quickstart", "--run-dir", str(tmp_path / "run"), *words, code=2)
     assert message in result.stderr
     assert not (tmp_path / "run").exists()

@@ -22,7 +22,7 @@ def run(*words):
     return CliRunner().invoke(cli, ["plan", "quickstart", "--serve", "--search", *words])
 
 
-def test_replicas_times_their_devices_are_the_machine_and_what_ships_comes_first():
+def test_replicas_fill_the_machine_and_the_default_layout_comes_first():
     machine = find_machine("h100-8x2")
     rows = list_layouts(machine, 16, None, ())
     assert rows[0] == [ServingLayout(replicas=1, machine=machine, rows=16, cache_dtype=None, shipped=True)]

@@ -378,7 +378,7 @@ def test_metrics_and_health(client, scripted):
     assert httpx.get(scripted.url + "/health").json() == {"status": "ok"}
 
 
-def test_outputs_do_not_depend_on_what_runs_beside():
+def test_outputs_do_not_depend_on_other_requests():
     with (
         serving(FakeEngine(max_context=512)) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="any") as client,

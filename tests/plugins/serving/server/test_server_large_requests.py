@@ -98,7 +98,7 @@ def test_prompts_after_one_that_is_too_long_are_not_tokenized(server, calls):
 
 
 @pytest.mark.parametrize(("size", "thread"), [(10, "server"), (5000, "text"), (300_000, "huge-text")])
-def test_long_texts_are_encoded_beside_the_event_loop(server, calls, size, thread):
+def test_long_texts_are_encoded_off_the_event_loop(server, calls, size, thread):
     answer = post(server, "/tokenize", prompt="a" * size)  # also counts texts that do not fit
     assert answer.json()["count"] == size
     ((_, name),) = calls
@@ -111,7 +111,7 @@ def test_several_prompts_count_together(server, calls):
 
 
 @pytest.mark.parametrize(("size", "thread"), [(10, "server"), (5000, "text"), (300_000, "huge-text")])
-def test_long_bodies_are_parsed_beside_the_event_loop(server, monkeypatch, size, thread):
+def test_long_bodies_are_parsed_off_the_event_loop(server, monkeypatch, size, thread):
     names = []
 
     def parse(*args, **options):
@@ -124,7 +124,7 @@ def test_long_bodies_are_parsed_beside_the_event_loop(server, monkeypatch, size,
     assert name.rpartition("_")[0] == thread or name == thread
 
 
-def test_a_conversation_is_rendered_beside_the_event_loop(server, monkeypatch):
+def test_a_conversation_is_rendered_off_the_event_loop(server, monkeypatch):
     names, render = [], server.service.text.template.render
 
     def spied(*args, **options):
@@ -138,7 +138,7 @@ def test_a_conversation_is_rendered_beside_the_event_loop(server, monkeypatch):
     assert [name.rpartition("_")[0] or name for name in names] == ["server", "text"]
 
 
-def test_tokens_are_decoded_beside_the_event_loop(server, monkeypatch):
+def test_tokens_are_decoded_off_the_event_loop(server, monkeypatch):
     names, decode = [], ByteTokenizer.decode
     monkeypatch.setattr(
         SpyTokenizer, "decode", lambda self, ids: names.append(threading.current_thread().name) or decode(self, ids)

@@ -95,7 +95,7 @@ def test_chat_templates_and_options(quickstart_model, tasks):
         lm._generate_for("ab", {"num_beams": 4})
 
 
-def test_texts_written_together_are_those_written_one_after_another(quickstart_model, monkeypatch):
+def test_texts_generated_in_a_batch_equal_those_generated_one_by_one(quickstart_model, monkeypatch):
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
 

@@ -41,7 +41,7 @@ def test_masks_are_what_they_say(name):
 
 @pytest.mark.slow_cases("prefix", "segments")
 @pytest.mark.parametrize("name", CASES)
-def test_parts_of_a_mask_are_slices_of_the_whole_and_block_tells_the_truth(name):
+def test_mask_parts_are_slices_of_the_whole_and_blocks_are_correct(name):
     mask, rule = CASES[name]
     expected = brute(rule)
     edges = [(0, 4), (4, 8), (8, 12), (2, 7)]
@@ -52,7 +52,7 @@ def test_parts_of_a_mask_are_slices_of_the_whole_and_block_tells_the_truth(name)
         assert block is None or (part == block).all()
 
 
-def test_causal_and_window_know_every_block_of_which_all_or_nothing_is_visible():
+def test_causal_and_window_masks_classify_every_block():
     for mask in (Causal(), Causal() & SlidingWindow(5), SlidingWindow(5)):
         for q, k in itertools.product(((0, 3), (3, 6), (6, 9), (9, 12)), repeat=2):
             part = np.asarray(mask.materialize(q, k))
