@@ -33,5 +33,5 @@ for _op, _declared in installed_parts.kernels().items():
         _suite = pytest.mark.slow_cases(*_slow)(type(_name, (KernelSuite,), _more))
         if _kernel.load.startswith("axlearn_plugins_cpu.") and library.unavailable_reason is not None:
             # tests/plugins/cpu fails if the library should exist.
-            _suite = pytest.mark.skip(reason=library.unavailable_reason)(_suite)
+            _suite = pytest.mark.skip(reason=f"needs the C++ library: {library.unavailable_reason}")(_suite)
         globals()[_name] = _suite

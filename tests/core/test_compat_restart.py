@@ -9,7 +9,7 @@ import pytest
 from axlearn_core.compat import TUNABLES
 
 pytestmark = pytest.mark.skipif(
-    "CS_GNU_LIBC_VERSION" not in getattr(os, "confstr_names", {}), reason="needs glibc, whose settings these are"
+    "CS_GNU_LIBC_VERSION" not in getattr(os, "confstr_names", {}), reason="needs Linux with glibc"
 )
 PROGRAM = """
 import os, sys

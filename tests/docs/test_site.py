@@ -7,10 +7,9 @@ import urllib.request
 import pytest
 
 from axlearn_plugins_tools.scaffold.site import build_site, open_server
-from support.browser import CHROMIUM, browser
+from support.browser import browser, needs_browser
 from support.paths import ROOT
 
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, chromium-browser or google-chrome")
 PAGES = ("docs/index.html", "docs/cli.html", "docs/comparison.html", "docs/gallery.html", "docs/tutorials/moving.html")
 
 
@@ -27,7 +26,7 @@ def url(tmp_path_factory):
 
 
 @pytest.mark.slow
-@needs_chromium
+@needs_browser
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_site_in_a_browser(width, url):
     with browser() as page:

@@ -9,7 +9,10 @@ import subprocess
 import tempfile
 import time
 
+import pytest
+
 CHROMIUM = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: install chromium or google-chrome")
 
 
 class Page:

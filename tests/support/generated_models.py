@@ -1,7 +1,6 @@
 """Models that transformers creates and computes during the tests, if it and torch are installed."""
 
 import functools
-import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -9,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from support.needs import needs
 from support.paths import ROOT
 
 SCRIPT = ROOT / "scripts/make_hf_fixtures.py"
 MARKS = (
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not all(map(importlib.util.find_spec, ("torch", "transformers"))), reason="needs the dependency group parity"
-    ),
+    needs("torch", "transformers"),
 )
 
 _FOLDERS: list[tempfile.TemporaryDirectory] = []

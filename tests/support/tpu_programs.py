@@ -7,6 +7,7 @@ import pytest
 from axlearn_core.compose.devices import topology_devices
 from axlearn_core.kernels import selection
 from axlearn_core.plugins.targets import find_machine
+from support.needs import require
 
 GENERATIONS = ["tpu-v4-8", "tpu-v5e-4", "tpu-v5p-8", "tpu-v6e-4", "tpu-7x-4"]
 
@@ -18,7 +19,7 @@ def not_only(default, values):
 
 def compiled(generation, function, *operands, gradients=True):
     """Compile a program for one device, with gradients of all operands if it has any. Return it with the chosen kernels."""
-    pytest.importorskip("libtpu", reason="needs libtpu")
+    require("libtpu")
     machine = find_machine(generation)
     place = jax.sharding.SingleDeviceSharding(topology_devices(machine)[0])
     shapes = [jax.ShapeDtypeStruct(s, d, sharding=place) for s, d in operands]

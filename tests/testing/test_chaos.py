@@ -151,7 +151,7 @@ def test_a_process_in_a_namespace_loses_its_network():
     code = "import time; print(1, flush=True); time.sleep(60)"
     command = ["unshare", "--net", sys.executable, "-c", code]
     if os.geteuid() or subprocess.run(["unshare", "--net", "ip", "link"], capture_output=True).returncode:
-        pytest.skip("a network namespace needs root")
+        pytest.skip("needs root and iproute2, for a network namespace")
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         look = ["nsenter", "--target", str(process.pid), "--net", "ip", "link", "show", "lo"]

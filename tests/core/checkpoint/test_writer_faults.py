@@ -130,7 +130,7 @@ def small_disk(tmp_path):
         not mount
         or subprocess.run([mount, "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], capture_output=True).returncode
     ):
-        pytest.skip("mounting a tmpfs needs root")
+        pytest.skip("needs root, to mount a tmpfs")
     yield disk
     subprocess.run(["umount", "-l", disk], check=True)
 

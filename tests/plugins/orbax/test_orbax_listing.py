@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from axlearn_core.checkpoint import open_storage
 from axlearn_core.cli.main import cli
 from axlearn_plugins_orbax.checkpointer import OrbaxCheckpointer
+from support.needs import require
 
 # Plain Orbax takes shardings from the files if it is not told any, and says so.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
@@ -130,7 +131,7 @@ def test_other_folders_are_not_of_orbax(tmp_path):
 
 
 def test_a_save_of_orbax_under_way_in_a_bucket_is_not_listed(gs, tmp_path):
-    pytest.importorskip("gcsfs")
+    require("gcsfs")
     write_maxtext(tmp_path)
     storage = open_storage(f"{gs}/plain")
     for file in (p for p in (tmp_path / "3").rglob("*") if p.is_file()):

@@ -1,7 +1,5 @@
 """Programs with every parallelism compile for absent accelerators."""
 
-import importlib.util
-
 import jax
 import pytest
 
@@ -12,6 +10,7 @@ from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.plugins.targets import find_machine
 from support import toy_models
+from support.needs import require
 
 COMPILERS = {"tpu-v5p-16": "libtpu", "h100-8x1": "jax_plugins.xla_cuda12"}
 CASES = {
@@ -31,9 +30,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("target", COMPILERS)
 def test_it_compiles(target, name):
-    module = COMPILERS[target]
-    if importlib.util.find_spec(module.partition(".")[0]) is None or importlib.util.find_spec(module) is None:
-        pytest.skip(f"needs {module}, to compile for {target}")
+    require(COMPILERS[target])
     machine = find_machine(target)
     features, shape = CASES[name]
     small = patch(toy_models.small("quickstart"), {"model.decoder.num_layers": 4})

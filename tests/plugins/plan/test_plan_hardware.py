@@ -1,6 +1,5 @@
 """Plans for absent hardware, with that hardware's compilers."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -8,6 +7,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
+from support.needs import needs
 
 pytestmark = pytest.mark.slow
 
@@ -21,19 +22,13 @@ def plan(*words: str, code: int = 0) -> dict:
     return json.loads(process.stdout)
 
 
-def needs(module: str, distribution: str):
-    """Skip the test if the compiler is not installed."""
-    missing = importlib.util.find_spec(module) is None
-    return pytest.mark.skipif(missing, reason=f"needs the compiler that {distribution} requires")
-
-
 def llama_flops(tokens: int, length: int, layers: int, width: int, kv: int, hidden: int, vocab: int) -> int:
     """Return the FLOPs of three passes over a Llama's matrices and all pairs of positions."""
     matrices = layers * (2 * width * width + 2 * width * kv + 3 * width * hidden) + width * vocab
     return 3 * 2 * tokens * (matrices + layers * 2 * width * length)
 
 
-@needs("jax_cuda12_plugin", "axlearn-plugins-gpu")
+@needs("jax_cuda12_plugin")
 def test_llama2_7b_on_256_h100():
     actual = plan("llama2-7b", "--target", "h100-8x32")
     assert actual["fits"]
@@ -52,7 +47,7 @@ def test_llama2_7b_on_256_h100():
     assert "which the kernel skips" in actual["roofline_mfu_note"]
 
 
-@needs("jax_cuda12_plugin", "axlearn-plugins-gpu")
+@needs("jax_cuda12_plugin")
 def test_what_does_not_fit_on_gpus_is_found():
     words = (
         "llama2-7b",
@@ -81,7 +76,7 @@ SMALL = {
 """Settings that shrink `llama2-7b`, so that the TPU compiler takes seconds."""
 
 
-@needs("libtpu", "axlearn-plugins-tpu")
+@needs("libtpu")
 def test_plans_for_tpus_two_at_once():
     words = ["llama2-7b", "--target", "tpu-v5p-8", *(w for k, v in SMALL.items() for w in ("--set", f"{k}={v}"))]
     with ThreadPoolExecutor(2) as pool:
@@ -95,7 +90,7 @@ def test_plans_for_tpus_two_at_once():
     assert {k: v for k, v in actual.items() if k not in timed} == {k: v for k, v in other.items() if k not in timed}
 
 
-@needs("libtpu", "axlearn-plugins-tpu")
+@needs("libtpu")
 def test_gradients_go_from_slice_to_slice():
     words = ["llama2-7b", "--target", "tpu-v5p-8x2", *(w for k, v in SMALL.items() for w in ("--set", f"{k}={v}"))]
     actual = plan(*words)
@@ -106,7 +101,7 @@ def test_gradients_go_from_slice_to_slice():
     assert actual["roofline_seconds"]["network"] > 0
 
 
-@needs("libtpu", "axlearn-plugins-tpu")
+@needs("libtpu")
 def test_what_the_tpu_compiler_refuses_is_a_plan_too():
     """The logits alone exceed a chip's memory: all 4,096 positions of 32 rows per chip at once."""
     more = SMALL | {"input.batch_size": 128, "input.sequence_length": 4096, "model.vocab_size": 32000}

@@ -55,7 +55,7 @@ def expected(request, vocab_size):
 @pytest.mark.parametrize("sizes", [{}, {"decode_steps": 3}, {"num_blocks": 20}, {"chunk": 8}], ids=str)
 def test_tokens_stay_the_same(sizes, settings):
     if settings.get("drafter") and "decode_steps" in sizes:
-        pytest.skip("a drafter decodes one token a step")
+        pytest.skip("needs `decode_steps` of 1: a drafter decodes one token per step")
     engine = patch(ServingEngine.Config(hold_seconds=9.0), settings).build(runner=WindowRunner.Config(**sizes).build())
     draw, outputs, waiting = random.Random(0), {}, []
     start = [draw.randrange(97) for _ in range(30)]

@@ -39,6 +39,7 @@ from axlearn_plugins_transformer.kernels.masks import Causal, Prefix, Segments, 
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 from axlearn_testing import Case, KernelSuite
 from support import op_cases
+from support.needs import require
 from support.tpu_programs import GENERATIONS, compiled, not_only
 
 SMALL = SplashBlocks(
@@ -248,7 +249,7 @@ def test_paged_attention_compiles_for_one_device_that_is_not_here(generation):
 
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_the_chip_that_kernels_ask_for_is_that_of_the_target(generation):
-    pytest.importorskip("libtpu", reason="needs libtpu")
+    require("libtpu")
     machine = find_machine(generation)
     device = topology_devices(machine)[0]
 
@@ -271,7 +272,7 @@ def test_the_chip_that_kernels_ask_for_is_that_of_the_target(generation):
 @pytest.mark.slow
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_paged_attention_compiles_for_every_generation(generation):
-    pytest.importorskip("libtpu", reason="needs libtpu")
+    require("libtpu")
     machine = find_machine(generation)
     devices = topology_devices(machine)
     mesh = jax.make_mesh((len(devices),), ("tensor",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))

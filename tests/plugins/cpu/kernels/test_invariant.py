@@ -76,7 +76,7 @@ def run_pages(op, instructions=0):
 )
 def test_pages_and_rows_have_the_same_bits(options, instructions):
     if instructions > library.instructions:
-        pytest.skip("this processor lacks the instructions")
+        pytest.skip(f"needs a processor with instruction set {instructions}")
     dense = rows(**options)
     expected = np.asarray(run_rows(dense, instructions))
     length = dense.query.shape[1]

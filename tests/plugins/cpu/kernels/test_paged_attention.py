@@ -39,7 +39,7 @@ def error(op, instructions=0):
 @pytest.mark.parametrize("requests", REQUESTS)
 def test_requests(requests, instructions):
     if instructions > library.instructions:
-        pytest.skip("this processor lacks the instructions")
+        pytest.skip(f"needs a processor with instruction set {instructions}")
     assert error(call(requests), instructions) < 1e-5
 
 
@@ -65,7 +65,7 @@ def test_requests(requests, instructions):
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
 def test_shapes(shape, tolerance, instructions):
     if instructions > library.instructions:
-        pytest.skip("this processor lacks the instructions")
+        pytest.skip(f"needs a processor with instruction set {instructions}")
     for requests in ("tokens and chunks", "more than one block"):
         assert error(call(requests, **shape), instructions) < tolerance
 

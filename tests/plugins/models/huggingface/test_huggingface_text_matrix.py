@@ -1,16 +1,14 @@
 """Every route from text to tokens agrees with `transformers`, for each fact about a model's text."""
 
-import importlib.util
-
 import pytest
 
+from support.needs import needs
 from support.text_matrix import matrix
 from support.text_matrix.models import FAMILIES
 from support.text_matrix.routes import DPO, Evaluation, Harness, Training
 from support.text_matrix.served import ROUTES, Load
 
 QUICK = (Training, DPO, Evaluation, Harness, Load)
-PARITY = all(map(importlib.util.find_spec, ("torch", "transformers")))
 
 
 def wrong(cells):
@@ -18,7 +16,7 @@ def wrong(cells):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not PARITY, reason="needs the dependency group parity")
+@needs("torch", "transformers")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_route_agrees_with_transformers(family):

@@ -14,6 +14,7 @@ from axlearn_plugins_finetune.lora.merge import merge_run
 from axlearn_plugins_models.huggingface.files import stored_tensors
 from axlearn_plugins_models.huggingface.import_export import export_run, import_run
 from axlearn_plugins_models.huggingface.peft import export_peft
+from support.needs import reason
 from support.paths import HF_FIXTURES
 
 FIXTURE = HF_FIXTURES / "llama3"  # in bfloat16, with a tied output layer
@@ -67,7 +68,7 @@ def loaded_by_transformers(directory, adapters=None):
     return lambda tokens: model(torch.tensor(tokens)).logits.detach().numpy()
 
 
-PARITY = all(importlib.util.find_spec(n) for n in ("torch", "transformers", "peft"))
+PARITY = ("torch", "transformers", "peft")
 
 
 @pytest.mark.slow
@@ -88,8 +89,8 @@ def test_in_tuned_and_out_again(base):
     assert set(stored_tensors(Path("tuned-hf"))) == set(before)
     again = ax.load("merged-hf")
     assert again.generate("w1 w2", max_tokens=4) == ax.load("runs/merged").generate("w1 w2", max_tokens=4)
-    if not PARITY:
-        pytest.skip("the remaining steps need transformers and peft: uv run --group parity")
+    if not all(map(importlib.util.find_spec, PARITY)):
+        pytest.skip(f"{reason(*PARITY)} (the remaining steps)")
     tokens = np.random.default_rng(0).integers(3, 96, (2, 12))
     ours = {}
     for run in ("merged", "tuned"):

@@ -15,6 +15,7 @@ from axlearn_plugins_finetune.lora.adapters import merge, scales_of, split
 from axlearn_plugins_finetune.lora.merge import merge_run
 from axlearn_plugins_models.huggingface.import_export import export_run
 from axlearn_plugins_models.huggingface.peft import adapter_config, export_peft, files
+from support.needs import require
 
 SIZES = {
     "model.vocab_size": 64,
@@ -105,9 +106,8 @@ def write(directory, config, params):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_peft_computes_the_same(config, tmp_path):
-    """Needs torch, transformers and peft, unlike the other tests."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    peft = pytest.importorskip("peft")
+    torch, transformers = require("torch"), require("transformers")
+    peft = require("peft")
     run = run_of(tmp_path / "run", config)
     merge_run(run, tmp_path / "merged")
     export_peft(run, tmp_path / "peft", base=str(tmp_path / "hf"))

@@ -18,6 +18,7 @@ from axlearn_plugins_plan.search.layout_file import read_layout
 from axlearn_plugins_plan.search.machines import machine_names
 from axlearn_plugins_plan.search.space import Choice, MeshChoice, format_value, microbatches
 from axlearn_testing import CommandSuite
+from support.needs import require
 
 SMALL = ("--set", "model.decoder.num_layers=2")
 REMATS = ["remat:policy=full", "remat:save=[query,key,value]"]
@@ -247,7 +248,7 @@ def test_a_second_search_takes_what_the_first_compiled(compiler, tmp_path):
 
 @pytest.mark.slow
 def test_table_picture_page_and_layout_file(compiler, tmp_path):
-    pytest.importorskip("matplotlib")
+    require("matplotlib")
     files = {name: tmp_path / f"best.{name}" for name in ("png", "html", "yaml")}
     result = run(
         "--target", "h100-8x1", "--front", "2", "--cache", str(tmp_path / "c"),

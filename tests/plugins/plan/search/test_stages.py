@@ -16,6 +16,7 @@ from axlearn_plugins_plan.search.sizes import Sizes
 from axlearn_plugins_plan.search.space import Choice, MeshChoice
 from axlearn_plugins_plan.search.stages import peak_terms, residual_bytes
 from axlearn_plugins_plan.search.trace import repeated_outputs
+from support.needs import require
 
 PLENTY = 1e12
 
@@ -141,7 +142,7 @@ def test_what_has_the_numbers_of_another_is_repeated():
     ],
 )
 def test_the_estimate_is_within_a_twentieth_of_the_compiled_program(pipeline, shape, remat):
-    pytest.importorskip("jax_plugins.xla_cuda12")
+    require("jax_plugins.xla_cuda12")
     request = Request.from_arguments("llama2-7b", target="h100-8x32")
     space = rank.Space(request, ())
     stream = {"activation_embed": shape["stream"]} if "stream" in shape else {}

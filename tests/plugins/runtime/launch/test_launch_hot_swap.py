@@ -10,9 +10,10 @@ import pytest
 from support import cli_runs
 from support.cli_jobs import together
 from support.launched_runs import ONE_DEVICE, LaunchedRun, alive, kill, parent
+from support.needs import require
 from support.paths import ROOT
 
-ray = pytest.importorskip("ray", reason="needs Ray: pip install 'axlearn-plugins-runtime[ray]'")
+ray = require("ray")
 STEPS = 400
 
 

@@ -22,7 +22,9 @@ MISSING = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(MISSING), reason=f"needs Slurm (Debian: slurm-wlm, munge): no {', '.join(MISSING)}"),
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"needs Slurm: apt-get install slurm-wlm munge (missing: {', '.join(MISSING)})"
+    ),
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root: slurmd starts processes as the job's user"),
 ]
 

@@ -9,6 +9,7 @@ from axlearn_core.cli.main import cli
 from axlearn_core.plugins.targets import find_machine
 from axlearn_plugins_serving.plan import layout_search
 from axlearn_plugins_serving.plan.layout_search import ServingLayout, ServingRow, list_layouts
+from support.needs import require
 
 SMALL = (
     "model.decoder.num_layers=1",
@@ -107,7 +108,7 @@ def test_every_spelling_is_the_same_search(words):
 
 @pytest.mark.slow
 def test_layouts_are_compiled_and_compared():
-    pytest.importorskip("jax_plugins.xla_cuda12")
+    require("jax_plugins.xla_cuda12")
     settings = [w for text in SMALL for w in ("--set", text)]
     result = run("--target", "h100-1x1", "--budget", "0.2", "--json", *settings)
     assert result.exit_code == 0, result.output

@@ -1,6 +1,5 @@
 """`axlearn serve --replicas`: several servers behind Ray Serve."""
 
-import importlib.util
 import json
 import os
 import socket
@@ -14,8 +13,8 @@ from click.testing import CliRunner
 
 import axlearn_core as ax
 from axlearn_core.cli.main import cli
+from support.needs import needs
 
-HAS_RAY = all(importlib.util.find_spec(name) for name in ("ray", "fastapi"))  # installed by ray[serve]
 SET = ["--set", "serving.runner.max_rows=2", "--set", "serving.runner.max_context=64"]
 SET += ["--set", "serving.runner.row_buckets=[]", "--set", "serving.runner.chunk_buckets=[]"]
 
@@ -50,7 +49,7 @@ def test_options_that_do_not_go_together(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_RAY, reason="needs ray[serve]")
+@needs("ray", "fastapi")  # installed by ray[serve]
 def test_two_replicas_answer(tmp_path):
     run, port = tmp_path / "run", free_port()
     settings = {"model.decoder.num_layers": 1, "model.decoder.hidden_dim": 32, "evaluators": {}}

@@ -6,12 +6,11 @@ from importlib.resources import files
 import pytest
 
 from axlearn_plugins_serving.server.limits import ServerLimits
-from support.browser import CHROMIUM, browser
+from support.browser import browser, needs_browser
 from support.fake_engine import FakeEngine
 from support.server_thread import serving
 
 MARKUP = "<img src=x onerror=\"document.title='hurt'\"><b>bold</b> 😀"
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, chromium-browser or google-chrome")
 
 
 def test_the_page_asks_nobody_else():
@@ -21,7 +20,7 @@ def test_the_page_asks_nobody_else():
 
 
 @pytest.mark.slow
-@needs_chromium
+@needs_browser
 @pytest.mark.parametrize("width", [1200, 360])
 def test_a_chat_in_a_browser(width, tmp_path):
     engine = FakeEngine(script=list(MARKUP.encode()), max_context=2000, delay=0.01)
@@ -52,7 +51,7 @@ def test_a_chat_in_a_browser(width, tmp_path):
 
 
 @pytest.mark.slow
-@needs_chromium
+@needs_browser
 def test_stopping_and_errors_in_a_browser():
     engine = FakeEngine(script=[65] * 100_000, max_context=100_000, delay=0.002)
     with serving(engine, limits=ServerLimits(api_key="k")) as server, browser() as page:

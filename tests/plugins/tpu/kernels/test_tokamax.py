@@ -17,6 +17,7 @@ from axlearn_plugins_tpu.kernels import tokamax
 from axlearn_plugins_tpu.kernels.blocks import GROUPED
 from axlearn_testing import Case, KernelSuite
 from support import op_cases
+from support.needs import require
 from support.tpu_programs import GENERATIONS, compiled, not_only
 
 NAME = "tokamax-mosaic-tpu"
@@ -145,7 +146,7 @@ def test_the_largest_tiles_compile_for_their_generation(generation):
 @pytest.mark.slow
 def test_it_compiles_where_devices_have_matrices_of_their_own():
     """As in a layer, the chip is that of the mesh."""
-    pytest.importorskip("libtpu", reason="needs libtpu")
+    require("libtpu")
     machine = find_machine("tpu-v5e-4")
     mesh = jax.make_mesh((4,), ("expert",), devices=topology_devices(machine), axis_types=(jax.sharding.AxisType.Auto,))
     part = jax.sharding.PartitionSpec("expert")

@@ -72,7 +72,7 @@ def test_the_shipped_tokenizer_is_small_and_compresses_code():
 @pytest.mark.slow
 @pytest.mark.skipif(
     sys.version_info[:3] != (3, 11, 7) or tokenizers.__version__ != "0.23.3",
-    reason="needs the Python and tokenizers that the shipped file was made with",
+    reason="needs Python 3.11.7 and tokenizers 0.23.3, which made the shipped file",
 )
 def test_the_script_makes_the_shipped_tokenizer(tmp_path):
     script = ROOT / "plugins" / "transformer" / "train_tokenizer.py"
