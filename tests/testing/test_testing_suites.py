@@ -14,6 +14,7 @@ from axlearn_testing import (
     LayerSuite,
 )  # fmt: skip
 from support.mutants.layers import Product, Scale
+from support.toy_distribution import install_toy
 
 FAILS = (AssertionError, pytest.fail.Exception)
 
@@ -111,7 +112,8 @@ class Silent(Feature):
 
 
 @pytest.fixture
-def growing(install, toy):
+def growing(install):
+    install_toy(install)
     install(
         "axlearn-plugins-growing",
         modules={"growing": GROWING, "growing_root": ROOT},

@@ -67,6 +67,11 @@ def run(tmp_path_factory):
     return path, write_run(path, steps=(10, 20))
 
 
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
 def split(shape, mesh):
     axis = next((i for i, n in enumerate(shape) if n % 8 == 0), None)
     return NamedSharding(mesh, P(*(None,) * axis, "fsdp") if axis is not None else P())
