@@ -16,18 +16,13 @@ from axlearn_plugins_finetune.lora.merge import export_run as export_adapters
 from axlearn_plugins_finetune.lora.merge import merge_run
 from axlearn_plugins_models.huggingface.import_export import export_run, import_run
 from axlearn_plugins_quantization.store import quantize_run
+from support import api_runs
 from support.paths import HF_FIXTURES
 
 TOKENIZER = Path(text.__file__).parent / "python-2k.json"
 SETTINGS = {
-    "model.decoder.num_layers": 1,
-    "model.decoder.hidden_dim": 16,
-    "model.decoder.layer.attention.num_heads": 2,
-    "model.decoder.layer.feed_forward.hidden_dim": 16,
+    **api_runs.SMALL,
     "learner.optimizer": {"type": "adamw", "learning_rate": 0.01},
-    "input.batch_size": 8,
-    "input.sequence_length": 16,
-    "evaluators": {},
     "trackers": [{"type": "jsonl"}],
     "log_every_steps": 1,
 }

@@ -1,21 +1,21 @@
-"""Runs of a toy in this process, on its eight devices; `tiny` has those of the command line."""
+"""Small training runs in this process, on its eight devices. `cli_runs` starts them from the command line."""
 
 import json
 
 import axlearn_core as ax
 from axlearn_core.learn import AdamW
 
-SETTINGS = {
+SMALL = {
     "model.decoder.num_layers": 1,
     "model.decoder.hidden_dim": 16,
     "model.decoder.layer.attention.num_heads": 2,
     "model.decoder.layer.feed_forward.hidden_dim": 16,
-    "learner.optimizer": AdamW(learning_rate=0.01),
     "input.batch_size": 8,
     "input.sequence_length": 16,
     "evaluators": {},
-    "log_every_steps": 1,
 }
+"""Sizes of a model and batches that train in seconds."""
+SETTINGS = {**SMALL, "learner.optimizer": AdamW(learning_rate=0.01), "log_every_steps": 1}
 REPLICAS = {"mesh.shape": {"data": 4, "fsdp": 2}}
 """Four devices hold the same shards."""
 

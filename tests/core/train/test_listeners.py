@@ -5,15 +5,10 @@ import pytest
 import axlearn_core as ax
 from axlearn_core.errors import PluginError, RequestError, WorkError
 from axlearn_core.run.events import EVENTS, RunEvents, RunListener
+from support import api_runs
 
 SMALL = {
-    "model.decoder.num_layers": 1,
-    "model.decoder.hidden_dim": 16,
-    "model.decoder.layer.attention.num_heads": 2,
-    "model.decoder.layer.feed_forward.hidden_dim": 16,
-    "input.batch_size": 8,
-    "input.sequence_length": 16,
-    "evaluators": {},
+    **api_runs.SMALL,
     "checkpointer.every_steps": 2,
     "log_every_steps": 1,
 }

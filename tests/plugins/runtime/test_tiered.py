@@ -15,16 +15,11 @@ from axlearn_core.checkpoint.manifest import Checkpoints
 from axlearn_core.errors import RequestError
 from axlearn_core.learn import AdamW
 from axlearn_plugins_runtime.tiered import LocalTier, TieredCheckpointer
+from support import api_runs
 
 SETTINGS = {
-    "model.decoder.num_layers": 1,
-    "model.decoder.hidden_dim": 16,
-    "model.decoder.layer.attention.num_heads": 2,
-    "model.decoder.layer.feed_forward.hidden_dim": 16,
+    **api_runs.SMALL,
     "learner.optimizer": AdamW(learning_rate=0.01),
-    "input.batch_size": 8,
-    "input.sequence_length": 16,
-    "evaluators": {},
     "checkpointer.every_steps": 6,
     "log_every_steps": 1,
 }

@@ -22,16 +22,11 @@ from axlearn_plugins_tools.reporting.bisect import (
     minimize,
     read_runs,
 )
+from support import api_runs
 from support.paths import RUN_OF_LLAMA
 
 SMALL = {
-    "model.decoder.num_layers": 1,
-    "model.decoder.hidden_dim": 16,
-    "model.decoder.layer.attention.num_heads": 2,
-    "model.decoder.layer.feed_forward.hidden_dim": 16,
-    "input.batch_size": 8,
-    "input.sequence_length": 16,
-    "evaluators": {},
+    **api_runs.SMALL,
     "mesh.shape": {"data": 4, "fsdp": 2},
 }
 
