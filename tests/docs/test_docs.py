@@ -1,4 +1,4 @@
-"""What the pages say: commands and Python run as written, links resolve, every command is documented."""
+"""Pages: commands and Python run as written, links resolve, and every command is documented."""
 
 import json
 import os

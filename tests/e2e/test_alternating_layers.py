@@ -1,4 +1,4 @@
-"""Every installed feature on a stack whose layers take turns with several components, alone and beside `interleave`."""
+"""Every installed feature on a stack of alternating layers, alone and with `interleave`."""
 
 import pytest
 

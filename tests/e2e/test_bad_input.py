@@ -1,4 +1,4 @@
-"""What is wrong is said before anything is trained or written."""
+"""Errors are reported before anything is trained or written."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Parts that do not fit where they are put: one clear error by the command line, exit code 2, and no run directory."""
+"""Parts that do not fit: one clear error, exit code 2, and no run directory."""
 
 import re
 import sys

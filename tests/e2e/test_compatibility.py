@@ -1,4 +1,4 @@
-"""What earlier versions wrote still opens, and what draws nothing still compiles to the program that it was."""
+"""Runs of earlier versions still open, and unchanged programs still compile to the same code."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Configs that try to break what reads them: one error, exit code 2, before JAX is there where parsing can refuse them."""
+"""Configs that attack the parser: one error and exit code 2, before JAX starts if the parser can reject them."""
 
 import json
 import os

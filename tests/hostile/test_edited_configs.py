@@ -1,4 +1,4 @@
-"""What a run directory says of itself, edited: the checkpoint's own hashed copy decides."""
+"""Edited run directories: the hashed copy in the checkpoint decides."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""kill -9 at seeded moments over twelve shapes of runs: what is resumed is bit for bit what was never interrupted.
+"""Runs that are killed at seeded moments resume bit for bit.
 
 `python -m support.random_kills --kills 20` makes all 240; here each shape has a sample.
 """

@@ -1,4 +1,4 @@
-"""A run small enough to do in seconds, through the command line as users call it."""
+"""Training runs of a few seconds, started from the command line."""
 
 import atexit
 import functools

@@ -1,4 +1,4 @@
-"""Code blocks of Markdown pages, with what a comment above one says of its test.
+"""Code blocks of Markdown pages, and the test options in the comments above them.
 
     <!-- test: slow -->            only among the slow tests
     <!-- test: skip REASON -->     not at all

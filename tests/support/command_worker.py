@@ -1,4 +1,4 @@
-"""Runs what the pages show, in one process with one device, so that JAX is imported once for all of them.
+"""Run the commands and code of pages in one process with one device, which imports JAX once.
 
 Requests and answers are lines of JSON: {cwd, kind, text} -> {code, out, err}.
 """

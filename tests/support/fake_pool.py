@@ -1,4 +1,4 @@
-"""Hosts that do what a script says, on a clock that only waiting moves."""
+"""Fake hosts that follow a script, with a clock that advances only while a test waits."""
 
 import itertools
 from datetime import UTC, datetime, timedelta

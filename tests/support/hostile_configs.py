@@ -1,4 +1,4 @@
-"""Configs that try to break what reads them, by name: each is refused with one error."""
+"""Configs that attack the parser. Each must be rejected with one error."""
 
 
 def bomb(levels=7):

@@ -1,4 +1,4 @@
-"""A run under `axlearn launch` on this machine, and what is done to its processes."""
+"""A run under `axlearn launch` on this machine, and signals to its processes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The programs of the shipped experiments and features at toy size, as hashes that do not depend on names or locations."""
+"""Hashes of the programs of shipped experiments and features at toy size, without names and locations."""
 
 import hashlib
 import re

@@ -1,9 +1,9 @@
-"""kill -9 at seeded moments over twelve shapes of runs, and what is compared after each.
+"""Kill runs of twelve shapes with SIGKILL at seeded moments, and compare what they resume with.
 
     PYTHONPATH=tests uv run --all-packages python -m support.random_kills --kills 20 --record kills.jsonl
 
-makes 20 kills of each shape, 240 in all; it goes on after one that left a trace, prints a table, and ends with exit code 1
-where there was one.
+kills each shape 20 times, 240 times in all. It continues after a kill that left a trace, prints a table, and exits with 1 if
+there was a trace.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Models that keep state: layers as a plugin would write them, and a few training steps of each kind of model."""
+"""Models with state, written like layers of a plugin, and a few training steps of each."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What a third party could write: each part of a trainer, by its protocol alone. Nothing of ours is subclassed."""
+"""Parts of a trainer as a third party would write them: only by protocol, without base classes of ours."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Any installed experiment at toy size, any installed feature with options that make sense, and batches for them."""
+"""Installed experiments at toy size, options for installed features, and batches."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""What the suites say of what is wrong. `tests/conformance/test_mutants.py` tries all of them."""
+"""Messages of the suites about wrong parts. `tests/conformance/test_mutants.py` tries all of them."""
 
 import jax.numpy as jnp
 import pytest

@@ -1,4 +1,4 @@
-"""What can happen to a machine while a checkpoint is being written."""
+"""Faults while a checkpoint is written."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""What a shell offers after Tab, from the script of the shell to the answers."""
+"""Shell completion, from the script of the shell to the answers."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What a target asks for while its programs are lowered: it holds then, and at no other time."""
+"""Settings of a target apply only while its programs are lowered."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""What a field changes: marks hold for what is below them, and classes that compute alike may take one another's place."""
+"""Kinds of changes: marks apply to everything below them, and classes that compute alike may replace each other."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a model may hold, and where modules with variables may stand: one clear error each, also from `config check`."""
+"""Unsupported contents of models: one clear error each, also from `config check`."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What a mesh rule brings: all of it where a target is named, its execution where the machine was detected."""
+"""Mesh rules apply completely to a named target, and only their execution settings to a detected machine."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What holds for everything that is installed here, whoever ships it."""
+"""Properties of everything that is installed, from any distribution."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a run may be continued with, its name, and runs that earlier versions named."""
+"""Names of runs, changes with which a run may continue, and runs that older versions named."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What held-out data is measured by, for models and objectives of third parties."""
+"""Evaluation on held-out data, for models and objectives of third parties."""
 
 import jax.numpy as jnp
 import numpy as np

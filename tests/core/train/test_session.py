@@ -1,4 +1,4 @@
-"""What a session hands to the checkpointer, and what a listener decides for it."""
+"""The arguments that a session passes to the checkpointer, and the decisions of listeners."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""What a run shows by itself: plain lines on standard error."""
+"""The default output of a run: plain lines on standard error."""
 
 from axlearn_core.train.trackers import LinesTracker
 

@@ -1,4 +1,4 @@
-"""Runs whose checkpoints, or whose whole directory, lie in Google Cloud Storage, on an emulator."""
+"""Runs with checkpoints, or their whole directory, in Google Cloud Storage, with an emulator."""
 
 import json
 

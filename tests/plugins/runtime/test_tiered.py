@@ -1,4 +1,4 @@
-"""The local tier: restored bit for bit, set aside where a hash does not hold, and given back where it cannot be trusted."""
+"""The local tier: restored bit for bit, and set aside if a hash is wrong or it cannot be trusted."""
 
 import json
 import os

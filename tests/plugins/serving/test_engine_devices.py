@@ -1,4 +1,4 @@
-"""The number of devices of an engine, whose results equal those of one device."""
+"""Engines on several devices give the results of one device."""
 
 import math
 import re

@@ -1,8 +1,8 @@
-"""Prints whether every way from text to tokens agrees with `transformers`, fact by fact.
+"""Compare every route from text to tokens with `transformers`, fact by fact.
 
-    uv run --group parity python tests/plugins/models/huggingface/text_matrix.py [FAMILY ...]
+    PYTHONPATH=tests uv run --group parity python -m support.text_matrix.matrix [FAMILY ...]
 
-`--store` writes `text_matrix.json` anew: the values of `transformers` for one family, for tests without it.
+`--store` rewrites `stored.json`: the values of `transformers` for one family, for tests without it.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Ways from text to tokens that load a whole model: Python, `axlearn generate`, servers, imports and exports."""
+"""Routes from text to tokens that load a whole model: Python, `axlearn generate`, servers, imports and exports."""
 
 import asyncio
 import functools

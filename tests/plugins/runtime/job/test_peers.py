@@ -1,4 +1,4 @@
-"""What a process says of one that is lost, with a key-value store that this test keeps; e2e/test_processes.py loses real ones."""
+"""Reports about a lost process, with a fake key-value store. e2e/test_processes.py loses real processes."""
 
 import subprocess
 import sys

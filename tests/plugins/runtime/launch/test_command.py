@@ -1,4 +1,4 @@
-"""`axlearn launch` up to where processes would start: jobs, dry runs, and what is wrong."""
+"""`axlearn launch` until processes would start: jobs, dry runs and errors."""
 
 import sys
 from pathlib import Path

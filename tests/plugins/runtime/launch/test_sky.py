@@ -1,4 +1,4 @@
-"""Tasks for SkyPilot; where it can be installed, in an environment of its own, its parser reads them."""
+"""Tasks for SkyPilot, checked by its parser in an environment of its own."""
 
 import os
 import subprocess
