@@ -15,7 +15,14 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 IMAGE = BENCHMARKS / "accelerator_jobs/image.txt"
 TESTS = tuple(
-    f"tests/plugins/gpu/test_{name}.py" for name in ("choices", "cudnn", "gpus", "mosaic", "tokamax_attention")
+    f"tests/plugins/gpu/{name}.py"
+    for name in (
+        "test_choices",
+        "test_gpus",
+        "kernels/test_cudnn_attention",
+        "kernels/test_mosaic",
+        "kernels/test_tokamax_attention",
+    )
 )
 """What meets versions first: kernels below JAX's public names, and the GPU compiler."""
 

@@ -9,7 +9,7 @@ H100s, FSDP across hosts). Then it compiles `--sample` layouts spread evenly ove
 slowest that fits by estimate. For these it reports Kendall's tau between the estimated times and the times from the
 compiled programs' FLOPs, bytes and collectives, and the error of the estimated memory. Times come from the model of
 docs/plan.md ("predicted"), not from a run. `--store benchmarks/results/layouts.json` stores every compiled layout and
-replaces the file's entries for the same trainings. The test tests/plugins/plan/search/test_stored_layouts.py compares
+replaces the file's entries for the same trainings. The test tests/plugins/plan/search/test_search_stored.py compares
 the layouts that ship with this file.
 """
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FIXTURES = ROOT / "tests/fixtures"
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/e2e")]
+sys.path.insert(0, str(ROOT / "tests"))
 
 SETTINGS = [
     "input.source={type: files, paths: text.txt, chunk_bytes: 400, validation_fraction: 0.2}",
@@ -46,13 +46,14 @@ def make_programs(update: bool, only: str) -> None:
     """Adds the hashes of this JAX version to `programs.json`; with `only` those of the cases that begin so."""
     import conftest  # noqa: F401  before JAX: eight virtual devices
     import jax
-    import programs
+
+    from support import program_hashes
 
     file = FIXTURES / "programs.json"
     stored_programs = json.loads(file.read_text()) if file.exists() else {}
     if jax.__version__ in stored_programs and not update:
         sys.exit(f"{file} has those of JAX {jax.__version__}; --update replaces them")
-    cases = {case: programs.fingerprints(case) for case in programs.cases() if case.startswith(only)}
+    cases = {case: program_hashes.fingerprints(case) for case in program_hashes.cases() if case.startswith(only)}
     stored_programs[jax.__version__] = {**stored_programs.get(jax.__version__, {}), **cases} if only else cases
     file.write_text(json.dumps(dict(sorted(stored_programs.items())), indent=1) + "\n")
 

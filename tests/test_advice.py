@@ -13,8 +13,7 @@ import pytest
 from axlearn_core.cli.commands import related_commands
 from axlearn_core.cli.extensible import ExtensibleCommand, load_command
 from axlearn_core.cli.main import cli
-
-ROOT = Path(__file__).resolve().parents[1]
+from support.paths import ROOT
 
 PLACEHOLDER = "…"
 """Placeholder for a value in an f-string."""

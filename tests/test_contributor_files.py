@@ -13,8 +13,8 @@ import pytest
 from ruamel.yaml import YAML
 
 from axlearn_core.plugins.removed_names import HOOKS, NAMES
+from support.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text("utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
 SECTIONS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}

@@ -5,11 +5,11 @@ import re
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from support.paths import ROOT
+
 PROJECTS = sorted([*ROOT.glob("axlearn_*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")])
 OWN = {tomllib.loads(path.read_text("utf-8"))["project"]["name"] for path in PROJECTS}
 

@@ -2,9 +2,9 @@
 
 import ast
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from support.paths import ROOT
+
 SHIPPED = [p for p in ROOT.rglob("*.py") if ".venv" not in p.parts and "src" in p.relative_to(ROOT).parts]
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from support.paths import ROOT
+
 VERSION = tomllib.loads((ROOT / "axlearn_core/pyproject.toml").read_text())["project"]["version"]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 IMAGE = re.compile(r"(?:image[=:]\s?|docker run [^\n]*? |docker push |-t )((?:[\w./-]+/)?axlearn(?::[\w.-]+)?)(?=\s|$)")

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from support.paths import ROOT
+
 SOURCES = [p for p in ROOT.rglob("*.py") if ".venv" not in p.parts]
 
 VAGUE = {
@@ -160,3 +161,19 @@ def test_an_op_is_told_from_its_layer():
     classes = list(_classes())
     assert sum(name.endswith("Op") for name, _, _ in classes) > 6
     assert misnamed_ops(classes) == []
+
+
+LONGEST = 69
+"""Characters of the longest name of a test."""
+
+
+def long_tests(source):
+    """Return the names of test functions that are too long to read at a glance."""
+    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [f.name for f in functions if f.name.startswith("test_") and len(f.name) > LONGEST]
+
+
+def test_names_of_tests_are_short():
+    short, long = "test_" + "x" * (LONGEST - 5), "test_" + "x" * (LONGEST - 4)
+    assert long_tests(f"class A:\n    def {short}(): ...\n    async def {long}(): ...") == [long]
+    assert {str(p.relative_to(ROOT)): names for p in SOURCES if (names := long_tests(p.read_text()))} == {}

@@ -4,7 +4,8 @@ import ast
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from support.paths import ROOT
+
 LIBRARY = "what a version of a library has"
 ALLOWED = {
     "axlearn_core/src/axlearn_core/compose/devices.py": "JAX's devices, which have other attributes on each platform",

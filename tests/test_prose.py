@@ -9,11 +9,11 @@ import ast
 import io
 import re
 import tokenize
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from support.paths import ROOT
+
 FOLDERS = (
     "axlearn_core", "axlearn_index", "axlearn_testing", "axlearn_plugins_cpu", "axlearn_plugins_gpu", "axlearn_plugins_neuron",
     "axlearn_plugins_tpu", *(f"plugins/{path.name}" for path in sorted((ROOT / "plugins").iterdir()) if path.is_dir()),

@@ -9,14 +9,14 @@ import sys
 import tarfile
 import tomllib
 import zipfile
-from pathlib import Path
 
 import pytest
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-ROOT = Path(__file__).parents[1]
+from support.paths import ROOT
+
 MEMBERS = [p.parent for folder in ("", "plugins") for p in sorted((ROOT / folder).glob("*/pyproject.toml"))]
 PROJECTS = {p.name: tomllib.loads((p / "pyproject.toml").read_text())["project"] for p in MEMBERS}
 CORE = PROJECTS["axlearn_core"]
@@ -110,14 +110,14 @@ def test_a_version_that_was_never_tagged_is_named(tmp_path):
 def skip_without_build_tools(result):
     """Skip if uv, offline, has no hatchling, setuptools or jaxlib in its cache. Any other build failure is an error."""
     if result.returncode and "because the network was disabled" in result.stderr:
-        pytest.skip("needs what builds wheels in the cache of uv")
+        pytest.skip("needs hatchling, setuptools and jaxlib in the cache of uv: uv sync --all-packages --refresh")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["c++", "false"], ids=["a compiler", "no compiler"])
 def test_the_library_is_in_the_wheel_where_it_can_be_built(compiler, tmp_path):
     if shutil.which(compiler) is None:
-        pytest.skip(f"there is no {compiler}")
+        pytest.skip(f"needs a compiler: install {compiler}")
     source = tmp_path / "source"
     shutil.copytree(ROOT / "axlearn_plugins_cpu", source, ignore=shutil.ignore_patterns("*.so", "build", "*.egg-info"))
 

@@ -9,11 +9,11 @@ import sys
 import textwrap
 import tomllib
 import warnings
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from support.paths import ROOT
+
 SOURCES = [p for p in ROOT.rglob("*.py") if ".venv" not in p.parts]
 SHIPPED = [p for p in SOURCES if "src" in p.relative_to(ROOT).parts]
 CORE = ROOT / "axlearn_core/src/axlearn_core"
@@ -266,7 +266,7 @@ def test_what_libraries_do_not_give_is_found(planted):
     assert list(gaps(planted))
 
 
-def test_what_libraries_do_give_is_none_of_it():
+def test_public_names_of_libraries_are_not_reported():
     source = """
         'From `jax._src` in a docstring.'
         import os
@@ -279,7 +279,7 @@ def test_what_libraries_do_give_is_none_of_it():
     assert not list(gaps(textwrap.dedent(source)))
 
 
-def test_what_libraries_do_not_give_stands_in_one_module_of_a_distribution():
+def test_private_apis_are_used_in_one_module_per_distribution():
     elsewhere = []
     for path in SHIPPED:
         if path.name != "compat.py" and "testing" not in path.parts:

@@ -26,24 +26,23 @@ SECONDS = 12
 def measure(context: Context) -> None:
     """Record a row for each kernel and case."""
     device = context.device()
-    sys.path[:0] = [str(TESTS / "plugins" / "gpu"), str(TESTS / "conformance")]
-    import kernel_cases
-
+    sys.path.insert(0, str(TESTS))
     from accelerator_jobs.local import machine_of
     from axlearn_core.kernels import selection
+    from support import gpu_op_cases
 
     platform = "gpu" if context.rehearsal else device.platform
     target = REHEARSED_TARGET if context.rehearsal else machine_of(device).target.name
-    for op, implementation, case, interpreted in _in_turn(context, kernel_cases, selection, platform):
+    for op, implementation, case, interpreted in _in_turn(context, gpu_op_cases, selection, platform):
         name = f"{op}/{implementation.name}/{case.name}"
         if context.rehearsal and not interpreted:
             context.record(name, skipped="needs a GPU, because this kernel has no interpreter")
             continue
-        suite = kernel_cases.suite_of(op, implementation.name, target, platform)
+        suite = gpu_op_cases.suite_of(op, implementation.name, target, platform)
         context.attempt(name, functools.partial(_compare, suite, case, interpreted), seconds=SECONDS)
 
 
-def _in_turn(context: Context, kernel_cases: Any, selection: Any, platform: str) -> Iterator[Any]:
+def _in_turn(context: Context, gpu_op_cases: Any, selection: Any, platform: str) -> Iterator[Any]:
     """Return the op, kernel, case, and whether to interpret it, with the first case of every kernel first.
 
     Each case is compiled, so time may run out. In this order, every kernel runs once before any kernel runs all of its
@@ -51,8 +50,8 @@ def _in_turn(context: Context, kernel_cases: Any, selection: Any, platform: str)
     """
     columns = []
     for op in OPS:
-        cases = kernel_cases.cases_of(op, small=context.rehearsal)
-        for implementation in selection.installed(kernel_cases.OPS[op]):
+        cases = gpu_op_cases.cases_of(op, small=context.rehearsal)
+        for implementation in selection.installed(gpu_op_cases.OPS[op]):
             if platform in implementation.platforms:
                 interpreted = context.rehearsal and "triton" in implementation.name
                 tried = cases[:1] if interpreted else cases  # the interpreter takes seconds per case
@@ -63,17 +62,17 @@ def _in_turn(context: Context, kernel_cases: Any, selection: Any, platform: str)
 
 def _compare(suite: Any, case: Any, interpreted: bool) -> dict[str, Any]:
     """Return the errors of results and gradients, and whether both are within the test's tolerance."""
-    import kernel_cases
+    from support import gpu_op_cases
 
     started = time.perf_counter()
-    with kernel_cases.interpreter() if interpreted else contextlib.nullcontext():
+    with gpu_op_cases.interpreter() if interpreted else contextlib.nullcontext():
         reason = suite.refusal(case)
         if reason is not None:
             return {"refused": reason}
         results, gradients = suite.measured(case)
     expected, expected_gradients = suite.reference(case)
-    forward = kernel_cases.relative_error(results, expected)
-    backward = kernel_cases.relative_error(gradients, expected_gradients)
+    forward = gpu_op_cases.relative_error(results, expected)
+    backward = gpu_op_cases.relative_error(gradients, expected_gradients)
     figures = {"forward_error": forward, "backward_error": backward, "tolerance": case.tolerance}
     figures |= {"seconds": time.perf_counter() - started, "interpreted": interpreted}
     # Comparisons with NaN are False.

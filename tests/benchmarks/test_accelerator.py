@@ -5,11 +5,11 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from support.paths import ROOT
+
 SCRIPT = ROOT / "benchmarks/accelerator.py"
 
 JOBS = {

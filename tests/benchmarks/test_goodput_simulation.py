@@ -2,11 +2,12 @@
 
 import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from support.paths import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,13 @@
 """The benchmark of input, on little text: passes come to their end, and a position in the middle is gone on from."""
 
 import importlib
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from support.paths import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.fixture

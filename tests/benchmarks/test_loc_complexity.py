@@ -4,13 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from support.paths import ROOT
+
 pytestmark = pytest.mark.slow  # a repository per case, and a forward pass per cell
 
-ROOT = Path(__file__).resolve().parents[2]
 FEATURES = ("rope", "moe", "token-shift", "dropout", "fp8-cache", "label-smoothing")
 
 

@@ -1,7 +1,6 @@
 """Log-probabilities with the kernel `invariant` do not depend on how many tokens are in a batch."""
 
 import importlib
-from pathlib import Path
 
 import jax
 import pytest
@@ -9,8 +8,9 @@ import pytest
 from axlearn_core.compose import compose
 from axlearn_core.config import patch
 from axlearn_core.plugins.resolve import resolve
+from support.paths import ROOT
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 ELEMENTS = 4096
 """From how many numbers on XLA for CPU computes an array by another library, if it is not told otherwise."""
 
@@ -26,7 +26,7 @@ def check(results):
     assert [r for r in results if r.differing] == []
 
 
-def test_scores_of_a_large_batch_are_those_of_small_ones(parity):
+def test_scores_of_a_large_batch_equal_those_of_small_ones(parity):
     check(parity.compare(parity.model_config(64, layers=1, vocabulary=64), ELEMENTS, 16, ["score"]))
 
 

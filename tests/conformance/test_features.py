@@ -1,12 +1,11 @@
 """Every installed feature passes its suite, on every installed experiment and with every other feature."""
 
-import toy
-
 from axlearn_core.plugins.registry import registry
 from axlearn_testing import FeatureSuite
+from support import toy_models
 
 # The other experiments have the same parts; tests/e2e/test_feature_pairs.py tests them, as slow tests.
-_experiments = tuple(e.name for e in registry().entries("experiments") if e.name not in toy.PUBLISHED)
+_experiments = tuple(e.name for e in registry().entries("experiments") if e.name not in toy_models.PUBLISHED)
 _names = [e.name for e in registry().entries("features")]
 for _i, _feature in enumerate(_names):
     _name = f"Test{_feature.title().replace('-', '')}"

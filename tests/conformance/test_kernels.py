@@ -1,15 +1,10 @@
 """Every declared kernel of an installed plugin passes the suite of its op, and so does the op."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-import cases
-import installed
 import pytest
 
 from axlearn_plugins_cpu.kernels import library
 from axlearn_testing import KernelSuite
+from support import installed_parts, op_cases
 
 SHARED = ("ring", "context-all-gather", "context-all-to-all")
 """Kernels that need several devices; on one device they are the reference."""
@@ -26,17 +21,17 @@ SLOW_CASES = {
 
 
 def test_every_op_has_cases():
-    assert installed.kernels().keys() <= cases.CASES.keys()
+    assert installed_parts.kernels().keys() <= op_cases.CASES.keys()
 
 
-for _op, _declared in installed.kernels().items():
+for _op, _declared in installed_parts.kernels().items():
     for _kernel in _declared:
         _name = f"Test{_op.name}_{_kernel.name}".title().replace("_", "").replace("-", "")
         _mesh = {"seq": 4} if _kernel.name in SHARED else {}
         _slow = [f"{VALUES}[{case}]" for case in SLOW_CASES.get(_op.name, ())]
-        _more = {"mesh": _mesh, "op": _op, "name": _kernel.name, "cases": cases.CASES.get(_op, ())}
+        _more = {"mesh": _mesh, "op": _op, "name": _kernel.name, "cases": op_cases.CASES.get(_op, ())}
         _suite = pytest.mark.slow_cases(*_slow)(type(_name, (KernelSuite,), _more))
         if _kernel.load.startswith("axlearn_plugins_cpu.") and library.unavailable_reason is not None:
             # tests/plugins/cpu fails if the library should exist.
-            _suite = pytest.mark.skip(reason=library.unavailable_reason)(_suite)
+            _suite = pytest.mark.skip(reason=f"needs the C++ library: {library.unavailable_reason}")(_suite)
         globals()[_name] = _suite

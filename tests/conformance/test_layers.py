@@ -1,16 +1,12 @@
 """Every installed layer passes its suite."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-import installed
 import pytest
-from known import CONTRACTS, REFERENCES
 
 from axlearn_testing import LayerSuite, find_contract
+from support import installed_parts
+from support.plugin_contracts import CONTRACTS, REFERENCES
 
-for _name, _config in installed.layers().items():
+for _name, _config in installed_parts.layers().items():
     _contract = find_contract(_config, CONTRACTS)
     _more = {"contract": _contract, "meshes": 1, **REFERENCES.get(_name, {})}
     if _contract is not None and _contract.name in (
@@ -19,15 +15,15 @@ for _name, _config in installed.layers().items():
         "model",
     ):  # composed of the others, and slow to compile
         _more["pytestmark"] = pytest.mark.slow
-    globals().update(installed.make_suites(LayerSuite, {_name: _config}, **_more))
+    globals().update(installed_parts.make_suites(LayerSuite, {_name: _config}, **_more))
 
 
 @pytest.mark.exhaustive
 class TestManyMeshes:
     """The same with more meshes."""
 
-    @pytest.mark.parametrize("name", installed.layers())
+    @pytest.mark.parametrize("name", installed_parts.layers())
     def test_meshes_give_equal_results(self, name):
-        config = installed.layers()[name]
+        config = installed_parts.layers()[name]
         more = {"config": config, "contract": find_contract(config, CONTRACTS), "meshes": 5, "seed": 1}
         type(name, (LayerSuite,), more)().test_meshes_give_equal_results()

@@ -2,22 +2,19 @@
 
 import importlib
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-import mutants
-
 import axlearn_testing as testing
+from support.mutants import harness
+from support.paths import ROOT
 
 PLANTED = [
     mutant
     for module in ("layers", "training", "storage", "running", "serving")
-    for mutant in importlib.import_module(f"planted_{module}").MUTANTS
+    for mutant in importlib.import_module(f"support.mutants.{module}").MUTANTS
 ]
-DOCS = Path(__file__).parents[2] / "docs/testing.md"
+DOCS = ROOT / "docs/testing.md"
 
 
 def _marked(values, slow):
@@ -58,8 +55,8 @@ def _marked(values, slow):
 )
 @pytest.mark.parametrize("mutant", _marked([(m, m) for m in PLANTED], lambda m: m.slow))
 def test_the_suite_fails_for_a_wrong_one(mutant, request):
-    with pytest.raises((*mutants.FAILURES, *mutant.errors)):
-        mutants.run_test(mutant.suite, mutant.test, request)
+    with pytest.raises((*harness.FAILURES, *mutant.errors)):
+        harness.run_test(mutant.suite, mutant.test, request)
 
 
 RIGHT = {(m.right, m.test): m for m in PLANTED}
@@ -93,7 +90,7 @@ RIGHT = {(m.right, m.test): m for m in PLANTED}
 @pytest.mark.parametrize("mutant", _marked([(m, m) for m in RIGHT.values()], lambda m: m.slow))
 def test_the_same_test_passes_for_the_right_one(mutant, request):
     """Check that the planted error is the reason for the failure."""
-    mutants.run_test(mutant.right, mutant.test, request)
+    harness.run_test(mutant.right, mutant.test, request)
 
 
 def _suites():

@@ -5,17 +5,11 @@ The methods of a component's class determine its kind.
 
 import contextlib
 import json
-import sys
 import warnings
-from pathlib import Path
 
 import attrs
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-import installed
-import toy
 
 from axlearn_core.config import patch
 from axlearn_core.contracts import parts
@@ -31,6 +25,7 @@ from axlearn_testing import (
     TrackerSuite,
     TrainerSuite,
 )  # fmt: skip
+from support import installed_parts, toy_models
 
 TEXT = "def f(x):\n    return x\n\nprint('grüße', f(1))\n" * 6
 
@@ -60,14 +55,14 @@ class Input(InputSuite):
             pixels = np.random.default_rng(0).integers(0, 256, (10, 8, 8, 3), np.uint8)
             np.savez(texts / "images.npz", images=pixels, labels=np.arange(10) % 4)
             more = {"paths": str(texts / "*.npz"), "held_out": 0.3} if "paths" in fields else {"held_out": 6}
-            self.config = installed.toy_config(type(self.config), **more)
+            self.config = installed_parts.toy_config(type(self.config), **more)
             return
         # Use the first one that the input accepts.
         for kind, suffix in (("files", "txt"), ("chat-files", "jsonl"), ("preference-files", "pairs")):
             paths = {"paths": [f"{texts}/[0-3].{suffix}"], "validation_paths": [f"{texts}/[45].{suffix}"]}
             source = {"type": kind, **paths}
             settings = {"source": source, "tokenizer": {"type": "byte-tokenizer"}, "sequence_length": 80}
-            self.config = installed.toy_config(type(self.config), **settings)
+            self.config = installed_parts.toy_config(type(self.config), **settings)
             with contextlib.suppress(ConfigError):
                 self.build()
                 break
@@ -88,43 +83,47 @@ def read_events(run_dir):
 
 READERS = {"jsonl": read_json_lines, "tensorboard": read_events}
 
-globals().update(installed.make_suites(Input, installed.implementations(parts.Input)))
-globals().update(installed.make_suites(LearnerSuite, installed.implementations(parts.Learner)))
-globals().update(installed.make_suites(CheckpointerSuite, installed.implementations(parts.Checkpointer)))
-for _name, _config in installed.implementations(parts.Tracker).items():
+globals().update(installed_parts.make_suites(Input, installed_parts.implementations(parts.Input)))
+globals().update(installed_parts.make_suites(LearnerSuite, installed_parts.implementations(parts.Learner)))
+globals().update(installed_parts.make_suites(CheckpointerSuite, installed_parts.implementations(parts.Checkpointer)))
+for _name, _config in installed_parts.implementations(parts.Tracker).items():
     _read = {"read": staticmethod(READERS[_name])} if _name in READERS else {}
     _read |= {"remote": "Prometheus scrapes it over HTTP"} if _name == "prometheus" else {}
     _read |= {"pytestmark": pytest.mark.slow_cases("test_tracker_accepts_full_run")} if _name == "tensorboard" else {}
-    globals().update(installed.make_suites(TrackerSuite, {_name: _config}, **_read))
-for _name, _config in installed.implementations(Loop).items():
+    globals().update(installed_parts.make_suites(TrackerSuite, {_name: _config}, **_read))
+for _name, _config in installed_parts.implementations(Loop).items():
     _own = type(_config).__module__.startswith("axlearn_core.")
     # A run takes seconds to compile, so the loops of plugins are slow tests.
     globals().update(
-        installed.make_suites(TrainerSuite, {_name: _config}, pytestmark=[] if _own else [pytest.mark.slow])
+        installed_parts.make_suites(TrainerSuite, {_name: _config}, pytestmark=[] if _own else [pytest.mark.slow])
     )
 
 
 class Objective(ObjectiveSuite):
     """Test with a small language model, and the batch that the objective needs."""
 
-    model = toy.small("quickstart").model
+    model = toy_models.small("quickstart").model
 
     def batch(self):
-        one, two = (toy.batch(seed, rows=8) for seed in (0, 1))
+        one, two = (toy_models.batch(seed, rows=8) for seed in (0, 1))
         pairs = {f"{name}_{k}": x for name, rows in (("chosen", one), ("rejected", two)) for k, x in rows.items()}
         return {**one, **pairs}
 
 
-for _name, _config in installed.implementations(parts.Objective).items():
+for _name, _config in installed_parts.implementations(parts.Objective).items():
     _own = type(_config).__module__.startswith("axlearn_core.")
     # The programs of plugins' objectives have several models and take seconds to compile.
     _slow = () if _own else ("test_every_option_*", "test_microbatches_*", "test_sharded_*", "test_the_loss_*")
-    globals().update(installed.make_suites(Objective, {_name: _config}, pytestmark=[pytest.mark.slow_cases(*_slow)]))
+    globals().update(
+        installed_parts.make_suites(Objective, {_name: _config}, pytestmark=[pytest.mark.slow_cases(*_slow)])
+    )
 
 
 @pytest.mark.slow_cases("test_nonfinite_gradients_skip_update[nan-loss]")
 class TestAccumulatingLearner(LearnerSuite):
-    config = patch(installed.toy_config(installed.components()["learner"]), {"accumulate_steps": 4, "ema_decay": 0.5})
+    config = patch(
+        installed_parts.toy_config(installed_parts.components()["learner"]), {"accumulate_steps": 4, "ema_decay": 0.5}
+    )
 
 
 class TestDirectories(StorageSuite):

@@ -1,13 +1,8 @@
 """Every installed tokenizer, evaluator, profiler, watchdog, process group, weights source and cache passes its suite."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-import installed
 
 import axlearn_core as ax
 from axlearn_core.contracts import parts
@@ -26,8 +21,10 @@ from axlearn_testing import (
     WatchdogSuite,
     WeightsSuite,
 )
+from support import installed_parts
+from support.paths import HF_FIXTURES
 
-DIRECTORY = Path(__file__).parents[1] / "plugins/models/huggingface/fixtures/llama3"
+DIRECTORY = HF_FIXTURES / "llama3"
 SETTINGS = {
     "model.decoder.num_layers": 1,
     "model.decoder.hidden_dim": 32,
@@ -38,24 +35,24 @@ SETTINGS = {
     "evaluators": {},
 }
 
-for _name, _config in installed.implementations(parts.Tokenizer).items():
+for _name, _config in installed_parts.implementations(parts.Tokenizer).items():
     _settings = {"builtin": "python-2k"} if _name == "tokenizer-json" else {}
-    _toy = {_name: installed.toy_config(type(_config), **_settings)}
-    globals().update(installed.make_suites(TokenizerSuite, _toy))
+    _toy = {_name: installed_parts.toy_config(type(_config), **_settings)}
+    globals().update(installed_parts.make_suites(TokenizerSuite, _toy))
 
 _profilers = {
-    n: installed.toy_config(type(c), **({"start_step": 1} if n == "profiler" else {}))
-    for n, c in installed.implementations(parts.Profiler).items()
+    n: installed_parts.toy_config(type(c), **({"start_step": 1} if n == "profiler" else {}))
+    for n, c in installed_parts.implementations(parts.Profiler).items()
 }
-globals().update(installed.make_suites(ProfilerSuite, _profilers))
-globals().update(installed.make_suites(WatchdogSuite, installed.implementations(parts.Watchdog)))
+globals().update(installed_parts.make_suites(ProfilerSuite, _profilers))
+globals().update(installed_parts.make_suites(WatchdogSuite, installed_parts.implementations(parts.Watchdog)))
 _long = {
     "pytestmark": pytest.mark.slow_cases(
         "test_chunks_are_the_whole[prefill]", "test_chunks_are_the_whole[tokens]", "test_what_it_*[softcap]"
     )
 }
-globals().update(installed.make_suites(KVCacheSuite, installed.implementations(KVCache), **_long))
-globals().update(installed.make_suites(LatentCacheSuite, installed.implementations(LatentCache), **_long))
+globals().update(installed_parts.make_suites(KVCacheSuite, installed_parts.implementations(KVCache), **_long))
+globals().update(installed_parts.make_suites(LatentCacheSuite, installed_parts.implementations(LatentCache), **_long))
 
 
 class TextEvaluator(EvaluatorSuite):
@@ -71,12 +68,12 @@ class TextEvaluator(EvaluatorSuite):
             "loss-evaluator": {"max_batches": 2},
             "sample-evaluator": {"max_tokens": 4},
         }
-        name = next(n for n, c in installed.components().items() if c is type(self.config))
-        self.config = installed.toy_config(type(self.config), **more.get(name, {}))
+        name = next(n for n, c in installed_parts.components().items() if c is type(self.config))
+        self.config = installed_parts.toy_config(type(self.config), **more.get(name, {}))
 
 
-_evaluators = installed.implementations(Evaluator)
-globals().update(installed.make_suites(TextEvaluator, _evaluators, pytestmark=pytest.mark.slow))
+_evaluators = installed_parts.implementations(Evaluator)
+globals().update(installed_parts.make_suites(TextEvaluator, _evaluators, pytestmark=pytest.mark.slow))
 
 
 class TestLoss(EvaluatorSuite):
@@ -91,7 +88,9 @@ class Joined(ProcessGroupSuite):
 
 
 globals().update(
-    installed.make_suites(Joined, installed.implementations(parts.ProcessGroup), pytestmark=pytest.mark.slow)
+    installed_parts.make_suites(
+        Joined, installed_parts.implementations(parts.ProcessGroup), pytestmark=pytest.mark.slow
+    )
 )
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from axlearn_core import extend
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(ROOT.glob("examples/*/src/**/*.py"))
 ALLOWED = ("axlearn_core", "axlearn_core.extend", "axlearn_testing")
 

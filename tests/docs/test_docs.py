@@ -1,4 +1,4 @@
-"""What the pages say: commands and Python run as written, links resolve, every command is documented."""
+"""Pages: commands and Python run as written, links resolve, and every command is documented."""
 
 import json
 import os
@@ -13,12 +13,10 @@ from pathlib import Path
 import click
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-import blocks
-
 from axlearn_core.cli.extensible import ExtensibleCommand
+from support import code_blocks
+from support.paths import ROOT, TESTS
 
-ROOT = Path(__file__).resolve().parents[2]
 PLUGINS = [ROOT / f"examples/{name}" for name in ("my_attention", "my_norm_plugin", "my_objective_plugin")]
 """What the pages use."""
 PARTS = ROOT / "examples/my_parts"
@@ -84,7 +82,7 @@ def run(installed_plugins, request) -> Iterator[Run]:
     """Runs a block in a directory. What is slow trains at full size: there, programs are compiled well and not fast."""
     flags = "" if request.config.option.markexpr.startswith("slow") else os.environ["XLA_FLAGS_OF_ONE_DEVICE"]
     worker = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("worker.py"))],
+        [sys.executable, str(TESTS / "support/command_worker.py")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -108,7 +106,7 @@ def follow(page: Path, run: Run, cwd: Path, *, slow: bool) -> None:
     """Does what a page says, in order."""
     if page.parent.parent == ROOT / "examples":
         shutil.copytree(page.parent, cwd, dirs_exist_ok=True)
-    for block in blocks.read(page):
+    for block in code_blocks.read(page):
         if block.mark == "model":
             shutil.copytree(MODEL, cwd / block.argument)
         if block.mark == "skip":
@@ -122,7 +120,7 @@ def follow(page: Path, run: Run, cwd: Path, *, slow: bool) -> None:
             details = f"{block.location}\n{block.text}\n{result['out'][-2000:]}\n{result['err'][-5000:]}"
             assert result["code"] == block.exit_code, f"exit code {result['code']}: {details}"
             if block.expected is not None:
-                assert blocks.agrees(block.expected, result["out"]), f"it prints something else: {details}"
+                assert code_blocks.agrees(block.expected, result["out"]), f"it prints something else: {details}"
 
 
 @pytest.mark.slow_cases(
@@ -143,7 +141,7 @@ def test_the_page_does_what_it_says(page, run, tmp_path):
     follow(page, run, tmp_path, slow=False)
 
 
-SLOW = [p for p in PAGES if any(b.mark == "slow" for b in blocks.read(p))]
+SLOW = [p for p in PAGES if any(b.mark == "slow" for b in code_blocks.read(p))]
 
 
 @pytest.mark.slow
@@ -200,7 +198,7 @@ def test_the_index_says_which_blocks_run():
     text = " ".join((ROOT / "docs/index.md").read_text("utf-8").split())
     assert "six in ten blocks with every change, and two in ten that take longer" in text
     assert "The other two in ten are not run" in text
-    marks = [b.mark for page in PAGES for b in blocks.read(page) if b.kind in ("bash", "python")]
+    marks = [b.mark for page in PAGES for b in code_blocks.read(page) if b.kind in ("bash", "python")]
     skipped, slow = (round(10 * marks.count(mark) / len(marks)) for mark in ("skip", "slow"))
     assert (10 - skipped - slow, slow, skipped) == (6, 2, 2)
 

@@ -1,21 +1,17 @@
 """The documented modules of other libraries train with the default optimizer of each experiment."""
 
 import functools
-import sys
-from pathlib import Path
 
 import jax
 import pytest
-import toy
 
 from axlearn_core.compose import Functional
 from axlearn_core.compose.program import check_program
 from axlearn_core.config import patch
+from support import code_blocks, toy_models
+from support.paths import ROOT
 
-sys.path.insert(0, str(Path(__file__).parent))
-import blocks
-
-PAGE = Path(__file__).parents[2] / "docs/layers.md"
+PAGE = ROOT / "docs/layers.md"
 SLOTS = {
     "norm": ("model.decoder.norm", "model.decoder.layer.norm"),
     "mlp": ("model.decoder.layer.feed_forward",),
@@ -25,7 +21,9 @@ SLOTS = {
 @functools.cache
 def documented():
     (text,) = (
-        block.text for block in blocks.read(PAGE) if "linen-layer" not in block.text and "nnx.RMSNorm" in block.text
+        block.text
+        for block in code_blocks.read(PAGE)
+        if "linen-layer" not in block.text and "nnx.RMSNorm" in block.text
     )
     names = {}
     exec("import axlearn_core as ax\nfrom flax import nnx\ncfg = ax.resolve('quickstart').config\n" + text, names)
@@ -34,9 +32,9 @@ def documented():
 
 @pytest.mark.fast_cases("llama2-7b-norm", "llama3-8b-norm")
 @pytest.mark.parametrize("name", SLOTS)
-@pytest.mark.parametrize("experiment", toy.experiments())
+@pytest.mark.parametrize("experiment", toy_models.experiments())
 def test_it_trains_with_the_optimizer_of_the_experiment(experiment, name):
-    config = patch(toy.small(experiment), {path: documented()[name] for path in SLOTS[name]})
+    config = patch(toy_models.small(experiment), {path: documented()[name] for path in SLOTS[name]})
     assert Functional.from_config(config.model).unnamed
     trained = check_program(config)
     learner = config.learner.build(max_steps=config.max_steps, axes=trained.axes)

@@ -1,13 +1,13 @@
 """The words that the page for newcomers from other frameworks gives for their options are words that are taken."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 from axlearn_core.plugins.resolve import resolve
+from support.paths import ROOT
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/tutorials/moving.md"
+PAGE = ROOT / "docs/tutorials/moving.md"
 ROWS = [line.split(" | ")[1] for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| `")]
 WORD = re.compile(r'--(set|with) (?:"([^"]+)"|([^\s`]+))')
 WORDS = sorted({tuple((kind, a or b) for kind, a, b in WORD.findall(row)) for row in ROWS} - {()})

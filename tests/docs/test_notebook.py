@@ -2,11 +2,11 @@
 
 import os
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from support.paths import ROOT
+
 NOTEBOOK = ROOT / "examples/quickstart.ipynb"
 
 

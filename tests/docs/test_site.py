@@ -3,15 +3,13 @@
 import subprocess
 import threading
 import urllib.request
-from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, browser
 
 from axlearn_plugins_tools.scaffold.site import build_site, open_server
+from support.browser import browser, needs_browser
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, chromium-browser or google-chrome")
 PAGES = ("docs/index.html", "docs/cli.html", "docs/comparison.html", "docs/gallery.html", "docs/tutorials/moving.html")
 
 
@@ -28,7 +26,7 @@ def url(tmp_path_factory):
 
 
 @pytest.mark.slow
-@needs_chromium
+@needs_browser
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_site_in_a_browser(width, url):
     with browser() as page:

@@ -3,7 +3,6 @@
 import ast
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +10,8 @@ import axlearn_plugins_serving.testing
 import axlearn_plugins_transformer.attention_variants.testing
 import axlearn_plugins_transformer.testing
 import axlearn_testing
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PARTS = ROOT / "examples/my_parts"
 SOURCES = [p for folder in ("axlearn_core/src", "plugins") for p in (ROOT / folder).rglob("*.py") if "src" in p.parts]
 MODULES = (

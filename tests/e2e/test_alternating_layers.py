@@ -1,4 +1,4 @@
-"""Every installed feature on a stack whose layers take turns with several components, alone and beside `interleave`."""
+"""Every installed feature on a stack of alternating layers, alone and with `interleave`."""
 
 import pytest
 
@@ -58,7 +58,7 @@ def test_a_feature_alone_is_applied_once_and_the_model_can_be_built(name):
     assert Functional.from_config(resolved.config.model).num_parameters
 
 
-def test_any_order_beside_interleave_gives_one_tree():
+def test_any_order_with_interleave_gives_one_tree():
     other_uses = [use(n) for n in FEATURES if n != "interleave"]
     results = {other: (with_(other, "interleave"), with_("interleave", other)) for other in other_uses}
     assert all(one == two for one, two in results.values())

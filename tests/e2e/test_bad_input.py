@@ -1,25 +1,25 @@
-"""What is wrong is said before anything is trained or written."""
+"""Errors are reported before anything is trained or written."""
 
 import re
 
 import pytest
-import tiny
 from click.testing import CliRunner
 
 from axlearn_core.cli.main import cli
+from support import cli_runs
 
 
-def test_no_validation_data_is_said_before_training(tmp_path):
+def test_missing_validation_data_is_reported_before_training(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("some words to read\n" * 50)
     settings = (f"input.source={{type: files, paths: {text}}}", "evaluators={eval: {type: loss-evaluator}}")
-    result = tiny.axlearn(*tiny.arguments(tmp_path / "run", steps=2, settings=settings), code=2)
+    result = cli_runs.axlearn(*cli_runs.arguments(tmp_path / "run", steps=2, settings=settings), code=2)
     assert "no validation data" in result.stderr
     assert not (tmp_path / "run").exists()
 
 
 def test_an_unknown_target_is_refused_by_every_command(tmp_path):
-    for command in (["config", "check", "quickstart"], tiny.arguments(tmp_path / "run", steps=2)):
+    for command in (["config", "check", "quickstart"], cli_runs.arguments(tmp_path / "run", steps=2)):
         result = CliRunner().invoke(cli, [*command, "--target", "cpuu-8"])
         assert result.exit_code == 2
         assert "did you mean: cpu-8" in result.stderr
@@ -38,7 +38,9 @@ def test_a_batch_that_the_mesh_does_not_divide_is_found_without_training(tmp_pat
 
 @pytest.mark.slow
 def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path):
-    result = tiny.axlearn(*tiny.arguments(tmp_path / "run", steps=2, settings=("model.vocab_size=1024",)), code=2)
+    result = cli_runs.axlearn(
+        *cli_runs.arguments(tmp_path / "run", steps=2, settings=("model.vocab_size=1024",)), code=2
+    )
     assert "model.vocab_size" in result.stderr
     assert not (tmp_path / "run").exists()
 
@@ -46,5 +48,7 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path):
 @pytest.mark.slow
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    result = tiny.axlearn(*tiny.arguments(tmp_path / "file" / "run", steps=2), code=2)  # known before anything is done
+    result = cli_runs.axlearn(
+        *cli_runs.arguments(tmp_path / "file" / "run", steps=2), code=2
+    )  # known before anything is done
     assert "file/run" in result.stderr

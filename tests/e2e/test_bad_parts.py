@@ -1,13 +1,13 @@
-"""Parts that do not fit where they are put: one clear error by the command line, exit code 2, and no run directory."""
+"""Parts that do not fit: one clear error, exit code 2, and no run directory."""
 
 import re
 import sys
 
 import pytest
-import tiny
 from click.testing import CliRunner
 
 from axlearn_core.cli.main import cli
+from support import cli_runs
 
 PARTS = '''
 import jax.numpy as jnp
@@ -106,7 +106,7 @@ def test_a_part_that_does_not_fit_is_one_clear_error(case, command, tmp_path, mo
     if more:
         monkeypatch.setenv("WITH_BAD_RULE", "1")
     run = tmp_path / "run"
-    words = tiny.arguments(run, steps=1, settings=("input.batch_size=8", *settings), more=more)
+    words = cli_runs.arguments(run, steps=1, settings=("input.batch_size=8", *settings), more=more)
     below = tuple(
         f"{setting.partition('=')[0]}." for setting in settings
     )  # which the part in their place does not have

@@ -1,20 +1,21 @@
-"""What earlier versions wrote still opens, and what draws nothing still compiles to the program that it was."""
+"""Runs of earlier versions still open, and unchanged programs still compile to the same code."""
 
 import json
 import shutil
-from pathlib import Path
 
 import jax
-import programs
 import pytest
-from tiny import axlearn, metrics
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
+from support import program_hashes
+from support.cli_runs import axlearn, metrics
+from support.paths import TESTS
+
+FIXTURES = TESTS / "fixtures"
 PROGRAMS = json.loads((FIXTURES / "programs.json").read_text()).get(jax.__version__, {})
 QUICK = {"quickstart@1", "llama2-7b@data=2,fsdp=2,tensor=2", "qwen3-30b-a3b@1", "llama2-7b+lora@1"}
 
 
-def test_a_run_of_an_earlier_version_generates_and_resumes_with_equal_losses(tmp_path, monkeypatch):
+def test_an_older_run_generates_and_resumes_with_equal_losses(tmp_path, monkeypatch):
     home = tmp_path / "run_of_llama"
     shutil.copytree(FIXTURES / "run_of_llama", home)
     monkeypatch.chdir(home)
@@ -35,10 +36,10 @@ def test_a_run_of_an_earlier_version_generates_and_resumes_with_equal_losses(tmp
 @pytest.mark.fast_cases("llama2-7b@data=2,fsdp=2,tensor=2")
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in PROGRAMS])
 def test_a_program_is_what_it_was(case):
-    assert programs.fingerprints(case) == PROGRAMS[case]
+    assert program_hashes.fingerprints(case) == PROGRAMS[case]
 
 
 def test_programs_of_this_jax_are_known():
     names = json.loads((FIXTURES / "programs.json").read_text())
     assert jax.__version__ in names, "scripts/make_compatibility_fixtures.py programs adds them"
-    assert set(programs.cases()) >= set(names[jax.__version__])
+    assert set(program_hashes.cases()) >= set(names[jax.__version__])

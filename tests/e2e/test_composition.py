@@ -15,11 +15,11 @@ import time
 import jax
 import numpy as np
 import pytest
-import toy
 
 from axlearn_core.compose import compose
 from axlearn_core.config import patch
 from axlearn_core.contracts.mesh import Mesh
+from support import toy_models
 
 LAYOUTS = {
     "one": {"fsdp": 1},
@@ -27,7 +27,7 @@ LAYOUTS = {
     "experts": {"expert": 4, "seq": 2},
 }
 MORE = {**LAYOUTS, "fsdp": {"fsdp": 8}, "tensor": {"data": 2, "tensor": 4}}
-ROWS = list(itertools.product((*LAYOUTS, "fsdp"), toy.experiments()))
+ROWS = list(itertools.product((*LAYOUTS, "fsdp"), toy_models.experiments()))
 MOST = 8  # features at a time
 
 
@@ -40,9 +40,11 @@ def plan():
 @functools.cache
 def cover():
     """The features of each row, and the pairs that go together and that no row covers."""
-    names = toy.features()
-    together = {(e, *p) for e in toy.experiments() for p in itertools.combinations(names, 2) if toy.fits(e, *p)}
-    missing = {(n, x) for n in names for x in (*LAYOUTS, *toy.experiments())} | {(a, b) for _, a, b in together}
+    names = toy_models.features()
+    together = {
+        (e, *p) for e in toy_models.experiments() for p in itertools.combinations(names, 2) if toy_models.fits(e, *p)
+    }
+    missing = {(n, x) for n in names for x in (*LAYOUTS, *toy_models.experiments())} | {(a, b) for _, a, b in together}
     rows = dict.fromkeys(ROWS, ())
 
     def add(row, names, most):
@@ -50,7 +52,7 @@ def cover():
         while len(rows[row]) < most:
             gains = {n: _gain(row, rows[row], n, missing) for n in names if _joins(row, rows[row], n, together)}
             best = max(gains, key=gains.get, default=None)
-            if best is None or not gains[best] or not toy.fits(row[1], *rows[row], best):
+            if best is None or not gains[best] or not toy_models.fits(row[1], *rows[row], best):
                 return
             rows[row] = (*rows[row], best)
             missing.difference_update(covered(row, rows[row]))
@@ -82,10 +84,10 @@ def covered(row, current):
 
 def step(layout, experiment, names, *, init=False):
     """Builds the program, and takes one step that is as it should be; from its own initial state, or from any."""
-    cfg = patch(toy.config(experiment, *names), {"mesh": Mesh(shape=MORE[layout])})
+    cfg = patch(toy_models.config(experiment, *names), {"mesh": Mesh(shape=MORE[layout])})
     count = int(np.prod(list(MORE[layout].values())))
     program = compose(cfg, jax.devices()[:count])
-    batch = program.put(toy.batch_for(cfg))
+    batch = program.put(toy_models.batch_for(cfg))
     state = program.init(0) if init else any_state(program)
     before = jax.device_get(state.params)
     state, scalars = program.train_step(state, batch)
@@ -102,14 +104,14 @@ def any_state(program):
     """A state of its shapes and places, without compiling its initialisation: random parameters, the rest zero."""
     state = jax.tree.map(lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), program.state)
     params = program.state.params
-    filled = {p: jax.device_put(x, params[p].sharding) for p, x in toy.filled(program.functional).items()}
+    filled = {p: jax.device_put(x, params[p].sharding) for p, x in toy_models.filled(program.functional).items()}
     return state.replace(params=filled)
 
 
 @pytest.fixture(autouse=True)
 def quick():
     """Most of the time would go into optimizing what runs once."""
-    with toy.quick_to_compile():
+    with toy_models.quick_to_compile():
         yield
 
 
@@ -121,10 +123,10 @@ def test_it_builds_and_steps(layout, experiment, plan):
 
 @pytest.mark.slow
 def test_the_set_covers_every_pair(plan):
-    names, missing = toy.features(), cover()[1]
+    names, missing = toy_models.features(), cover()[1]
     met = set().union(*(covered(row, chosen) for row, chosen in plan.items()))
     assert {(n, layout) for n in names for layout in LAYOUTS} <= met
-    assert {(n, e) for n in names for e in toy.experiments() if toy.fits(e, n)} <= met
+    assert {(n, e) for n in names for e in toy_models.experiments() if toy_models.fits(e, n)} <= met
     assert not missing, f"features that go together and never meet: {sorted(missing)}"
 
 
@@ -132,7 +134,7 @@ def test_the_set_covers_every_pair(plan):
 def test_all_of_them():
     """Every feature on every layout and experiment, in random order, for a minute (or as the variable says)."""
     end = time.monotonic() + float(os.environ.get("AXLEARN_COMPOSITION_SECONDS", "60"))
-    cases = list(itertools.product(MORE, toy.experiments(), toy.features()))
+    cases = list(itertools.product(MORE, toy_models.experiments(), toy_models.features()))
     random.Random(int(os.environ.get("AXLEARN_COMPOSITION_SEED", "0"))).shuffle(cases)
     count = 0
     for layout, experiment, name in cases:

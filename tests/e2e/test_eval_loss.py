@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy
 from flax import nnx
 
 from axlearn_core.compose import Functional, ModelAndObjective
@@ -18,6 +17,7 @@ from axlearn_core.train import LossEvaluator
 from axlearn_core.train.step import TrainingFunctions
 from axlearn_plugins_transformer.causal_lm import CausalLM
 from axlearn_plugins_transformer.transformer import TransformerLayer
+from support import toy_models
 
 QUICK = {"xla_backend_optimization_level": 0}
 ONE_LAYER = {"model.decoder.num_layers": 1}
@@ -112,10 +112,10 @@ def held_out(rows=6, batch=4):
     """Batches of packed rows with padding at their ends; the last batch is filled up with rows of padding."""
     rng, whole = np.random.default_rng(3), []
     for _ in range(rows):
-        one = toy.batch(seed=int(rng.integers(100)), rows=1)
-        end = int(rng.integers(6, toy.LENGTH))
-        ids = np.where(np.arange(toy.LENGTH) < end // 2, 1, 2) * (np.arange(toy.LENGTH) < end)
-        at = np.where(ids == 2, np.arange(toy.LENGTH) - end // 2, np.arange(toy.LENGTH)) * (ids > 0)
+        one = toy_models.batch(seed=int(rng.integers(100)), rows=1)
+        end = int(rng.integers(6, toy_models.LENGTH))
+        ids = np.where(np.arange(toy_models.LENGTH) < end // 2, 1, 2) * (np.arange(toy_models.LENGTH) < end)
+        at = np.where(ids == 2, np.arange(toy_models.LENGTH) - end // 2, np.arange(toy_models.LENGTH)) * (ids > 0)
         one |= {"segment_ids": ids[None].astype(np.int32), "positions": at[None].astype(np.int32)}
         whole.append({**one, "weights": one["weights"] * (ids > 0)[None], "bytes": 3.0 * one["weights"]})
     whole += [{k: np.zeros_like(v) for k, v in whole[0].items()}] * (-rows % batch)
@@ -173,7 +173,7 @@ def training(functions, state, batch):
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_cross_entropy_that_numpy_computes(case):
     change, features, logged = CASES[case]
-    cfg = change(resolve(patch(toy.small("quickstart"), ONE_LAYER), with_=features).config)
+    cfg = change(resolve(patch(toy_models.small("quickstart"), ONE_LAYER), with_=features).config)
     functions, state = trained(cfg)
     batches = held_out()
     values = evaluated(functions, state, batches)
@@ -191,7 +191,7 @@ def test_it_is_the_cross_entropy_that_numpy_computes(case):
 
 
 def test_auxiliary_losses_of_held_out_data_have_names_of_their_own():
-    cfg = resolve(patch(toy.small("quickstart"), ONE_LAYER), with_=["moe:num_experts=4,top_k=2"]).config
+    cfg = resolve(patch(toy_models.small("quickstart"), ONE_LAYER), with_=["moe:num_experts=4,top_k=2"]).config
     functions, state = trained(cfg)
     values = evaluated(functions, state, held_out())
     assert values.keys() == {
@@ -204,7 +204,7 @@ def test_auxiliary_losses_of_held_out_data_have_names_of_their_own():
 
 
 def test_it_is_that_of_the_moving_average():
-    cfg = patch(toy.small("quickstart"), {**ONE_LAYER, "learner": Learner.Config(ema_decay=0.5)})
+    cfg = patch(toy_models.small("quickstart"), {**ONE_LAYER, "learner": Learner.Config(ema_decay=0.5)})
     functions, state = trained(cfg)
     shifted = {path: 1.5 * average for path, average in state.learner.ema.items()}
     state = state.replace(learner=state.learner._replace(ema=shifted))
@@ -217,11 +217,11 @@ def test_it_is_that_of_the_moving_average():
 @pytest.mark.slow
 def test_preferences_are_measured_without_smoothing_and_auxiliary_losses():
     features = ["dpo:data=pairs.jsonl,label_smoothing=0.3", "moe:num_experts=4,top_k=2"]
-    cfg = resolve(patch(toy.small("quickstart"), ONE_LAYER), with_=features).config
+    cfg = resolve(patch(toy_models.small("quickstart"), ONE_LAYER), with_=features).config
     functions, state = trained(cfg)
     model = functions.functional.abstract
     state = state.replace(params={p: x * (1.2 if p in model else 1.0) for p, x in state.params.items()})
-    batch = toy.batch_for(cfg)
+    batch = toy_models.batch_for(cfg)
     values = evaluated(functions, state, [batch])
     assert values["eval_reward_margin"] == pytest.approx(float(training(functions, state, batch)[1]["reward_margin"]))
     assert {"eval_load_balance", "eval_router_z_loss", "eval_reward_accuracy"} <= values.keys()

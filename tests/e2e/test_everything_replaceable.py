@@ -2,14 +2,13 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
-import toy
 
 from axlearn_core.config import find
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.train import train
+from support import toy_models
 
 PARTS = {
     "input": ("counting-input", "CountingInput", "{type: counting-input, batch_size: 8}"),
@@ -34,19 +33,18 @@ set:
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """A distribution that only registers names; its module is `third_party`, beside this file."""
+    """A distribution that only registers names; its module is `support.third_party`."""
     info = tmp_path / "site/third_party-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\nRequires-Dist: axlearn-core>=0.1\n"
     )
-    lines = "".join(f"{name} = third_party:{kind}\n" for name, kind, _ in PARTS.values())
+    lines = "".join(f"{name} = support.third_party:{kind}\n" for name, kind, _ in PARTS.values())
     (info / "entry_points.txt").write_text(f"[axlearn.components]\n{lines}")
     monkeypatch.syspath_prepend(str(info.parent))
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    with toy.quick_to_compile():
+    with toy_models.quick_to_compile():
         yield
-    sys.modules.pop("third_party", None)
+    sys.modules.pop("support.third_party", None)
 
 
 def run_file(tmp_path, *parts, settings=""):
@@ -93,7 +91,7 @@ def test_all_at_once_train_stop_and_go_on(installed, tmp_path):
 def test_each_is_named_by_one_line(installed, tmp_path):
     for part, (_, kind, _) in PARTS.items():
         cfg = resolve(run_file(tmp_path, part)).check().config
-        import third_party
+        from support import third_party
 
         parts = find(cfg, getattr(third_party, kind))
         assert list(parts) == [f"{part}.0" if part == "trackers" else part]

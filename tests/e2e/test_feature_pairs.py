@@ -7,22 +7,22 @@ import itertools
 
 import attrs
 import pytest
-import toy
 
 from axlearn_core.config import REQUIRED
 from axlearn_core.errors import ConfigError, PluginError, RequestError
 from axlearn_core.plugins.order import Order
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.resolve import resolve
+from support import toy_models
 
 NAMES = registry()
 EXPERIMENTS = [entry.name for entry in NAMES.entries("experiments")]
 FEATURES = [entry.name for entry in NAMES.entries("features")]
 PAIRS = list(itertools.combinations(FEATURES, 2))
-RELATIVES = {"llama2-7b", "llama2-70b", "llama3-8b", "vit-b16", *toy.PUBLISHED}
+RELATIVES = {"llama2-7b", "llama2-70b", "llama3-8b", "vit-b16", *toy_models.PUBLISHED}
 """Made of the same parts as another experiment: among the slow tests."""
 ALL = [pytest.param(n, marks=pytest.mark.slow if n in RELATIVES else ()) for n in EXPERIMENTS]
-DECODERS = [n for n in EXPERIMENTS if n not in toy.PUBLISHED and hasattr(NAMES.experiment(n).model, "decoder")]
+DECODERS = [n for n in EXPERIMENTS if n not in toy_models.PUBLISHED and hasattr(NAMES.experiment(n).model, "decoder")]
 """All features go with these. On others a feature may refuse, and says what to do: with a model that reads no text, or where the
 family has what the feature would lose (`replace` on the norms of Gemma)."""
 
@@ -58,7 +58,7 @@ def test_a_feature_that_needs_options_has_an_example(name):
 
 @pytest.mark.slow_cases("quickstart")
 @pytest.mark.parametrize("experiment", ALL)
-def test_each_feature_alone_changes_the_tree_or_is_in_effect_and_twice_is_once(experiment):
+def test_each_feature_takes_effect_and_is_idempotent(experiment):
     for name in FEATURES:
         result = outcome(experiment, name)
         needs = NAMES.feature(name).needs

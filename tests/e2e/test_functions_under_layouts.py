@@ -5,14 +5,14 @@ import json
 import jax
 import numpy as np
 import pytest
-import toy
-from test_mesh_invariance import PARALLELISMS, together
 
 from axlearn_core.compose import compose
 from axlearn_core.config import patch
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.train import api
 from axlearn_plugins_transformer.functions import ScoreBucket
+from support import toy_models
+from support.parallelisms import PARALLELISMS, together
 
 METHODS = {"ring": "ring", "all-gather": "context-all-gather", "all-to-all": "context-all-to-all"}
 BUILDS_STATE = ("init", "begin", "weights", "unstack")
@@ -20,8 +20,10 @@ BUILDS_STATE = ("init", "begin", "weights", "unstack")
 
 def program_of(parallelism):
     features, shape = together(parallelism)
-    small = patch(toy.small("quickstart"), {"model.decoder.num_layers": 4 if parallelism == "interleaved" else 2})
-    cfg = toy.resolve(small, with_=features).config
+    small = patch(
+        toy_models.small("quickstart"), {"model.decoder.num_layers": 4 if parallelism == "interleaved" else 2}
+    )
+    cfg = toy_models.resolve(small, with_=features).config
     cfg = patch(cfg, {"mesh": Mesh(shape=shape, rules=cfg.mesh.rules)})
     return compose(cfg, jax.devices()[: int(np.prod(list(shape.values())))])
 
@@ -32,7 +34,7 @@ def trace_all(program):
     program.kernel_notes.listener = decisions.append
     for name in program.functions:
         if name not in BUILDS_STATE:
-            program.trace(name, program.function(name).get_bucket(toy.batch()))
+            program.trace(name, program.function(name).get_bucket(toy_models.batch()))
     return decisions
 
 
@@ -46,7 +48,7 @@ def test_layouts_that_name_no_kernel_decide_nothing(parallelism):
 
 @pytest.mark.fast_cases("all-to-all")
 @pytest.mark.parametrize("parallelism", METHODS)
-def test_functions_that_cannot_use_the_kernel_of_a_layout_say_what_they_use(parallelism):
+def test_functions_report_a_fallback_from_the_kernel_of_a_layout(parallelism):
     program, kernel = program_of(parallelism), METHODS[parallelism]
     decisions = trace_all(program)
     used = {name: {c.name for c in program.choices(name) if c.op.name == "attention"} for name in program.functions}
@@ -62,7 +64,7 @@ def test_functions_that_cannot_use_the_kernel_of_a_layout_say_what_they_use(para
 @pytest.mark.slow
 def test_a_run_under_a_layout_samples_and_keeps_the_decision(tmp_path, capfd):
     settings = {
-        **toy.SIZES,
+        **toy_models.SIZES,
         "model.vocab_size": 2048,
         "input.batch_size": 8,
         "input.sequence_length": 32,

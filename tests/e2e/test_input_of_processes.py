@@ -4,8 +4,9 @@ import subprocess
 import sys
 
 import pytest
-import tiny
-from test_processes import start, together
+
+from support import cli_runs
+from support.cli_jobs import start, together
 
 FAILING = """
 import os, sys
@@ -50,7 +51,7 @@ def test_an_input_that_fails_in_one_process_saves_first(tmp_path, monkeypatch):
             "Popen",
             lambda words, **fields: popen([sys.executable, "-c", FAILING, *words[3:]], **fields),
         )
-        processes = start(tiny.arguments(run, steps=60, settings=settings))
+        processes = start(cli_runs.arguments(run, steps=60, settings=settings))
     errors = [process.communicate(timeout=300)[1] for process in processes]
     assert [process.returncode for process in processes] == [1, 1], errors
     for text in errors:
@@ -58,7 +59,7 @@ def test_an_input_that_fails_in_one_process_saves_first(tmp_path, monkeypatch):
         assert "is saved" in text
     (saved,) = [int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit()]
     assert 5 <= saved <= 8  # of the eight batches before the bad one
-    together(tiny.arguments(run, steps=12, settings=settings))  # with better data
+    together(cli_runs.arguments(run, steps=12, settings=settings))  # with better data
     alone = tmp_path / "alone"
-    together(tiny.arguments(alone, steps=12, settings=settings))
-    assert tiny.losses(run) == tiny.losses(alone)
+    together(cli_runs.arguments(alone, steps=12, settings=settings))
+    assert cli_runs.losses(run) == cli_runs.losses(alone)

@@ -13,12 +13,13 @@ import time
 import jax
 import numpy as np
 import pytest
-import toy
 
 from axlearn_core.compose import ModelWeights, compose
 from axlearn_core.config import patch
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.learn import without_state
+from support import toy_models
+from support.parallelisms import PARALLELISMS, together
 
 QUICK = {"xla_backend_optimization_level": 0}  # most of the time would go into compiling
 AXES = ("data", "fsdp", "expert", "seq", "tensor")
@@ -30,11 +31,11 @@ EPSILON = {"float32": 2.0**-22, "bfloat16": 2.0**-8}
 def case(seed):
     """(experiment, features, dtype, mesh shape): the seed chooses all of them, and the first feature in turn."""
     rng = random.Random(seed)
-    names, experiments = toy.features(), toy.experiments()
+    names, experiments = toy_models.features(), toy_models.experiments()
     experiment = experiments[(seed + seed // len(names)) % len(experiments)]
     choice = [random.Random(1).sample(names, len(names))[seed % len(names)]]
     for other in rng.sample(names, len(names)):
-        if other not in choice and len(choice) < 3 and toy.fits(experiment, *choice, other):
+        if other not in choice and len(choice) < 3 and toy_models.fits(experiment, *choice, other):
             choice.append(other)
     shape = dict.fromkeys(AXES, 1)
     for _ in range(3):
@@ -48,10 +49,12 @@ def gradients(cfg, devices, moved=()):
     trained = program.trained
     learner = cfg.learner.build(max_steps=cfg.max_steps, axes=trained.axes)
     layout = program.layout
-    params, axes = toy.filled(trained), trained.axes
+    params, axes = toy_models.filled(trained), trained.axes
     # Of frozen models: they stay as they are, wherever the parameters are moved.
     specs, result = trained.variables, program.state.variables
-    frozen_params = {p: jax.device_put(toy.filled_one(f"frozen {p}", s), result[p].sharding) for p, s in specs.items()}
+    frozen_params = {
+        p: jax.device_put(toy_models.filled_one(f"frozen {p}", s), result[p].sharding) for p, s in specs.items()
+    }
     places = {p: layout.sharding(axes[p], x.shape, p) for p, x in params.items()}
 
     def run(params, frozen, batch):
@@ -64,7 +67,7 @@ def gradients(cfg, devices, moved=()):
         rng = np.random.default_rng(seed)
         near = {p: x + (amount * np.abs(x) * rng.normal(size=x.shape)).astype(x.dtype) for p, x in params.items()}
         weights = {p: jax.device_put(near[p], places[p]) for p in params}
-        (loss, *_), grads = jax.device_get(outputs(weights, frozen_params, program.put(toy.batch_for(cfg))))
+        (loss, *_), grads = jax.device_get(outputs(weights, frozen_params, program.put(toy_models.batch_for(cfg))))
         results.append((float(loss), {p: np.asarray(g, np.float64) for p, g in grads.items()}))
     return results
 
@@ -85,9 +88,9 @@ def agree(seed, dtype=None):
     experiment, names, drawn, shape = case(seed)
     dtype = dtype or drawn
     # a dtype that a feature chose stays: patching comes first
-    small = patch(toy.small(experiment), {"model.dtype": dtype, "model.param_dtype": "float32"})
-    texts = list(dict.fromkeys(text for name in names for text in toy.use(name)))
-    cfg = toy.resolve(small, with_=texts).config
+    small = patch(toy_models.small(experiment), {"model.dtype": dtype, "model.param_dtype": "float32"})
+    texts = list(dict.fromkeys(text for name in names for text in toy_models.use(name)))
+    cfg = toy_models.resolve(small, with_=texts).config
     rounds = cfg.model.dtype if cfg.model.dtype in FLOOR else dtype
     alone = patch(cfg, {"mesh": Mesh(shape={"fsdp": 1}, rules=cfg.mesh.rules)})
     spread = patch(cfg, {"mesh": Mesh(shape=shape, rules=cfg.mesh.rules)})
@@ -136,40 +139,12 @@ def test_the_comparison_can_fail():
 
 
 def test_every_feature_is_the_first_of_some_case():
-    names = toy.features()
+    names = toy_models.features()
     assert {case(seed)[1][0] for seed in range(len(names))} == set(names)
 
 
-# Name -> features, mesh shape. Two that share an axis have it twice as large.
-PARALLELISMS = {
-    "data": ((), {"data": 2}),
-    "fsdp": ((), {"fsdp": 2}),
-    "tensor": ((), {"tensor": 2}),
-    "sequence": (("sequence-parallel",), {"tensor": 2}),
-    "ring": (("context-parallel:method=ring",), {"seq": 2}),
-    "all-gather": (("context-parallel:method=all-gather",), {"seq": 2}),
-    "all-to-all": (("context-parallel:method=all-to-all",), {"seq": 2}),
-    "compiler": ((), {"seq": 2}),
-    "experts": (("moe",), {"expert": 2}),
-    "experts-sent": (("moe", "expert-parallel"), {"expert": 2}),
-    "pipeline": (("pipeline:microbatches=4",), {"pipeline": 2}),
-    "interleaved": (("pipeline:microbatches=4,schedule=interleaved",), {"pipeline": 2}),
-    "1f1b": (("pipeline:microbatches=4,schedule=1f1b",), {"pipeline": 2}),
-}
 EXACT = 1e-5
 """What is allowed in float32, of the loss and of each gradient, relative to its norm."""
-
-
-def together(*names):
-    """(features, mesh shape) of several parallelisms at once; None where two of them say different things of one feature."""
-    features = list(dict.fromkeys(f for n in names for f in PARALLELISMS[n][0]))
-    shape = {}
-    for name in names:
-        for axis, size in PARALLELISMS[name][1].items():
-            shape[axis] = shape.get(axis, 1) * size
-    kinds = [f.partition(":")[0] for f in features]
-    clash = len(kinds) > len(set(kinds)) or ("compiler" in names and "context-parallel" in kinds)
-    return None if clash else (features, shape)
 
 
 def exact(*names, layers=2):
@@ -177,8 +152,8 @@ def exact(*names, layers=2):
     difference = together(*names)
     assert difference is not None
     features, shape = difference
-    small = patch(toy.small("quickstart"), {"model.decoder.num_layers": 4 if "interleaved" in names else layers})
-    cfg = toy.resolve(small, with_=features).config
+    small = patch(toy_models.small("quickstart"), {"model.decoder.num_layers": 4 if "interleaved" in names else layers})
+    cfg = toy_models.resolve(small, with_=features).config
     rules = cfg.mesh.rules
     alone = patch(cfg, {"mesh": Mesh(shape={"fsdp": 1}, rules=rules)})
     spread = patch(cfg, {"mesh": Mesh(shape=shape, rules=rules)})

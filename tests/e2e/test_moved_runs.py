@@ -16,18 +16,13 @@ from axlearn_plugins_finetune.lora.merge import export_run as export_adapters
 from axlearn_plugins_finetune.lora.merge import merge_run
 from axlearn_plugins_models.huggingface.import_export import export_run, import_run
 from axlearn_plugins_quantization.store import quantize_run
+from support import api_runs
+from support.paths import HF_FIXTURES
 
-FIXTURES = Path(__file__).parents[1] / "plugins/models/huggingface/fixtures"
 TOKENIZER = Path(text.__file__).parent / "python-2k.json"
 SETTINGS = {
-    "model.decoder.num_layers": 1,
-    "model.decoder.hidden_dim": 16,
-    "model.decoder.layer.attention.num_heads": 2,
-    "model.decoder.layer.feed_forward.hidden_dim": 16,
+    **api_runs.SMALL,
     "learner.optimizer": {"type": "adamw", "learning_rate": 0.01},
-    "input.batch_size": 8,
-    "input.sequence_length": 16,
-    "evaluators": {},
     "trackers": [{"type": "jsonl"}],
     "log_every_steps": 1,
 }
@@ -118,7 +113,7 @@ def test_a_run_without_its_files_is_one_clear_error(tmp_path, tokenizer):
         go_on(tmp_path / "run", steps=2)
 
 
-def test_a_run_made_from_the_config_of_another_is_named_alike_wherever_that_lies(tmp_path, tokenizer):
+def test_a_copied_config_gets_the_same_run_name_from_any_folder(tmp_path, tokenizer):
     train(tmp_path / "run", tokenizer, steps=1)
     first, _ = default_run_dir("x", ax.resolve(tmp_path / "run/config.yaml").config)
     (tmp_path / "run").rename(tmp_path / "moved")
@@ -171,7 +166,7 @@ def test_a_run_of_an_earlier_version(tmp_path, tokenizer, caplog):
 def imported(tmp_path):
     """(a run that was imported, its model directory)."""
     directory = tmp_path / "model"
-    shutil.copytree(FIXTURES / "llama3", directory)
+    shutil.copytree(HF_FIXTURES / "llama3", directory)
     (directory / "expected.safetensors").unlink()
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
     (tmp_path / "data.txt").write_text("w1 w2 w3 " * 100)

@@ -2,57 +2,22 @@
 
 import re
 import signal
-import socket
-import subprocess
-import sys
 from importlib.metadata import version
 
 import pytest
-import tiny
 
-
-def start(arguments, count=2, devices=1, other=None, other_env=None, folders=None):
-    """`other`, `other_env`: arguments and variables of the last process, where they are not those of all.
-
-    `folders`: where each runs.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    env = tiny.environment() | flags | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "axlearn_core", *(other if other and i == count - 1 else arguments)],
-            env=env | {"JAX_PROCESS_ID": str(i)} | (other_env or {} if i == count - 1 else {}),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=folders[i] if folders else None,
-        )
-        for i in range(count)
-    ]
-
-
-def finish(processes, code=0):
-    """What each wrote to standard error."""
-    texts = [process.communicate(timeout=300)[1] for process in processes]
-    assert [process.returncode for process in processes] == [code] * len(processes), "\n".join(texts)[-4000:]
-    return texts
-
-
-def together(arguments, count=2, devices=1):
-    finish(start(arguments, count, devices))
+from support import cli_runs
+from support.cli_jobs import finish, start, together
 
 
 @pytest.mark.slow
 def test_two_processes_give_the_losses_of_one_and_continue(tmp_path):
     alone, shared = tmp_path / "alone", tmp_path / "shared"
-    tiny.axlearn(*tiny.arguments(alone, steps=6))
-    together(tiny.arguments(shared, steps=4))
-    together(tiny.arguments(shared, steps=6))
-    assert [s for s, _ in tiny.losses(shared)] == [1, 2, 3, 4, 5, 6]
-    for (step, loss), (_, expected) in zip(tiny.losses(shared), tiny.losses(alone), strict=True):
+    cli_runs.axlearn(*cli_runs.arguments(alone, steps=6))
+    together(cli_runs.arguments(shared, steps=4))
+    together(cli_runs.arguments(shared, steps=6))
+    assert [s for s, _ in cli_runs.losses(shared)] == [1, 2, 3, 4, 5, 6]
+    for (step, loss), (_, expected) in zip(cli_runs.losses(shared), cli_runs.losses(alone), strict=True):
         assert loss == pytest.approx(expected, rel=1e-5), step
 
 
@@ -60,12 +25,12 @@ def test_two_processes_give_the_losses_of_one_and_continue(tmp_path):
 def test_a_signal_to_one_process_stops_all_of_them_at_one_step(tmp_path):
     run = tmp_path / "run"
     settings = ("log_every_steps=2", "checkpointer.every_steps=1000")
-    processes = start(tiny.arguments(run, steps=100_000, settings=settings))
-    assert tiny.kill_when(processes[1], lambda: len(tiny.metrics(run)) > 2, signal.SIGINT)
+    processes = start(cli_runs.arguments(run, steps=100_000, settings=settings))
+    assert cli_runs.kill_when(processes[1], lambda: len(cli_runs.metrics(run)) > 2, signal.SIGINT)
     finish(processes, 128 + signal.SIGINT)
     (saved,) = sorted((run / "checkpoints").iterdir())
     assert int(saved.name) % 2 == 0
-    assert tiny.metrics(run)[-1]["step"] == int(saved.name)
+    assert cli_runs.metrics(run)[-1]["step"] == int(saved.name)
 
 
 @pytest.mark.slow
@@ -73,14 +38,14 @@ def test_a_signal_to_one_process_stops_all_of_them_at_one_step(tmp_path):
 def test_a_preempted_process_stops_all_of_them_at_the_next_step(tmp_path, rank):
     run = tmp_path / "run"
     settings = ("log_every_steps=1000000", "checkpointer.every_steps=5")
-    processes = start(tiny.arguments(run, steps=100_000, settings=settings))
-    assert tiny.kill_when(processes[rank], lambda: any((run / "checkpoints").glob("[0-9]*")), signal.SIGTERM)
+    processes = start(cli_runs.arguments(run, steps=100_000, settings=settings))
+    assert cli_runs.kill_when(processes[rank], lambda: any((run / "checkpoints").glob("[0-9]*")), signal.SIGTERM)
     errors = [process.communicate(timeout=300)[1] for process in processes]
     assert [process.returncode for process in processes] == [128 + signal.SIGTERM] * 2, errors
     assert "received SIGTERM: saving and stopping" in errors[0]
     steps = sorted(int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit())
     assert steps[-1] < 1000
-    together(tiny.arguments(run, steps=steps[-1] + 2, settings=settings))
+    together(cli_runs.arguments(run, steps=steps[-1] + 2, settings=settings))
 
 
 @pytest.mark.slow
@@ -93,7 +58,7 @@ def test_a_preempted_process_stops_all_of_them_at_the_next_step(tmp_path, rank):
 )
 def test_processes_with_another_config_are_all_refused(tmp_path, setting, difference):
     run = tmp_path / "run"
-    processes = start(tiny.arguments(run, steps=4), other=tiny.arguments(run, steps=4, settings=(setting,)))
+    processes = start(cli_runs.arguments(run, steps=4), other=cli_runs.arguments(run, steps=4, settings=(setting,)))
     for text in finish(processes, 2):
         assert "1 of 2 processes of this job differ from process 0 in their config and versions" in text
         assert difference in text
@@ -107,7 +72,7 @@ def test_processes_with_another_version_are_all_refused(tmp_path):
     run, older = tmp_path / "run", tmp_path / "older"
     (older / "optax-0.0.1.dist-info").mkdir(parents=True)
     (older / "optax-0.0.1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: optax\nVersion: 0.0.1\n")
-    processes = start(tiny.arguments(run, steps=4), other_env={"PYTHONPATH": str(older)})
+    processes = start(cli_runs.arguments(run, steps=4), other_env={"PYTHONPATH": str(older)})
     for text in finish(processes, 2):
         assert "1 of 2 processes of this job differ from process 0 in their config and versions" in text
         assert f"versions.optax: {version('optax')} on process 0, 0.0.1 on process 1" in text
@@ -128,7 +93,7 @@ def test_processes_with_other_data_are_all_refused(tmp_path, change):
     else:
         (folders[1] / "more.txt").write_text("and more\n" * 400)
     settings = ("input.source={type: files, paths: '*.txt', validation_fraction: 0.1}",)
-    arguments = tiny.arguments(run, steps=4, settings=settings)
+    arguments = cli_runs.arguments(run, steps=4, settings=settings)
     processes = start(arguments, folders=folders)
     for text in finish(processes, 2):
         assert "1 of 2 processes of this job differ from process 0 in their data" in text
@@ -149,16 +114,16 @@ def test_processes_with_other_data_are_all_refused(tmp_path, change):
 )
 def test_axes_across_processes_give_the_losses_of_one_device(tmp_path, shape, features):
     alone, shared = tmp_path / "alone", tmp_path / "shared"
-    tiny.axlearn(*tiny.arguments(alone, steps=2, more=features))
-    together(tiny.arguments(shared, steps=2, more=features, settings=(f"mesh.shape={shape}",)), devices=2)
-    for (step, loss), (_, expected) in zip(tiny.losses(shared), tiny.losses(alone), strict=True):
+    cli_runs.axlearn(*cli_runs.arguments(alone, steps=2, more=features))
+    together(cli_runs.arguments(shared, steps=2, more=features, settings=(f"mesh.shape={shape}",)), devices=2)
+    for (step, loss), (_, expected) in zip(cli_runs.losses(shared), cli_runs.losses(alone), strict=True):
         assert loss == pytest.approx(expected, rel=1e-5), step
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_processes_that_do_not_all_come_end_with_one_line(tmp_path, rank):
-    words = tiny.arguments(tmp_path / "run", steps=1, settings=("distributed.join_seconds=2",))
+    words = cli_runs.arguments(tmp_path / "run", steps=1, settings=("distributed.join_seconds=2",))
     processes = start(words)
     processes[1 - rank].kill()
     processes[1 - rank].communicate(timeout=60)
@@ -179,10 +144,10 @@ def test_a_lost_process_is_one_line(tmp_path, rank):
     run = tmp_path / "run"
     # Checkpoints that stay, and fewer lines than a pipe holds that nobody reads.
     settings = ("checkpointer.keep_last=null", "log_every_steps=5")
-    processes = start(tiny.arguments(run, steps=100_000, settings=settings))
+    processes = start(cli_runs.arguments(run, steps=100_000, settings=settings))
     saved = run / "checkpoints" / "30"
     # Some steps later, so that the other process knows of a checkpoint: it is told of new ones once a second.
-    assert tiny.kill_when(processes[rank], lambda: saved.exists() and len(tiny.logged(run)) > 12)
+    assert cli_runs.kill_when(processes[rank], lambda: saved.exists() and len(cli_runs.logged(run)) > 12)
     processes[rank].communicate(timeout=60)
     errors = processes[1 - rank].communicate(timeout=300)[1]
     (line,) = [text for text in errors.splitlines() if text.startswith("error: process ")]

@@ -1,13 +1,10 @@
 """Everything that keeps state under everything that moves it: the table in docs/layers.md, cell by cell."""
 
-from pathlib import Path
-
 import pytest
-import state_table
-import toy
 
 from axlearn_core import train
 from axlearn_core.errors import CheckpointError
+from support import state_table, toy_models
 
 QUICK = {
     ("router-bias", "remat"),
@@ -25,23 +22,24 @@ CELLS = [
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """A distribution that registers the layers of `stateful.py`, so that runs with them can be opened."""
+    """A distribution that registers the layers of `stateful_models.py`, so that runs with them can be opened."""
     info = tmp_path / "site/stateful-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: stateful\nVersion: 1.0\nRequires-Dist: axlearn-core>=0.1\n"
     )
-    components = "batch-norm = stateful:BatchNorm\nwatched-linear = stateful:WatchedLinear\n"
+    components = (
+        "batch-norm = support.stateful_models:BatchNorm\nwatched-linear = support.stateful_models:WatchedLinear\n"
+    )
     (info / "entry_points.txt").write_text(f"[axlearn.components]\n{components}")
     monkeypatch.syspath_prepend(str(info.parent))
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
 @pytest.mark.fast_cases("amax-accumulation")
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(("kind", "column"), CELLS)
 def test_a_cell_holds(kind, column, tmp_path):
-    with toy.quick_to_compile():
+    with toy_models.quick_to_compile():
         state_table.check(kind, column, tmp_path)
 
 
@@ -56,7 +54,7 @@ def test_a_cell_holds(kind, column, tmp_path):
 )
 def test_a_run_is_not_continued_with_other_variables(before, now, problem, tmp_path):
     place = tmp_path / "run"
-    with toy.quick_to_compile():
+    with toy_models.quick_to_compile():
         state_table.run(before, place, 1)
         files = {p: p.read_bytes() for p in place.rglob("*") if p.is_file()}
         with pytest.raises(CheckpointError, match="contains a run with another config; nothing was written"):

@@ -3,13 +3,13 @@
 import jax
 import numpy as np
 import pytest
-import toy
-from stateful import config, same, trained
 
 from axlearn_core import compose, patch
 from axlearn_core.checkpoint import ShardedCheckpointer
 from axlearn_core.compose import Functional
 from axlearn_core.errors import CheckpointError, RequestError
+from support import toy_models
+from support.stateful_models import config, same, trained
 
 KINDS = ("dropout", "batch-norm", "amax")
 
@@ -55,7 +55,7 @@ def test_state_moves_and_is_where_its_layer_is(kind):
 @pytest.mark.parametrize("kind", ["batch-norm", "amax", "router-bias"])
 def test_evaluation_reads_variables_and_writes_none(kind):
     _, _, state, program = trained(kind)
-    batch = program.put(toy.batch())
+    batch = program.put(toy_models.batch())
     first = program.eval_step(state, batch)
     assert float(program.eval_step(state, batch)["loss_sum"]) == float(first["loss_sum"])
     other = state.replace(variables={p: x * 0 for p, x in state.variables.items()})
@@ -81,7 +81,7 @@ def test_an_interleaved_pipeline_too():
     results = []
     for mesh in ({}, {"pipeline": 2, "fsdp": 4}):
         program = compose(patch(tree, {"mesh.shape": mesh}), jax.devices() if mesh else jax.devices()[:1])
-        state, scalars = program.train_step(program.init(seed=0), program.put(toy.batch()))
+        state, scalars = program.train_step(program.init(seed=0), program.put(toy_models.batch()))
         results.append(([float(scalars["loss"])], jax.device_get(state.variables)))
     same(*results)
 
@@ -94,8 +94,8 @@ def test_a_restored_state_goes_on_bit_for_bit(kind, tmp_path):
     checkpointer.save(2, state)
     checkpointer.wait()
     restored, _ = checkpointer.restore(2, program.state)
-    with toy.quick_to_compile():
-        again, scalars = program.train_step(restored, program.put(toy.batch(2)))
+    with toy_models.quick_to_compile():
+        again, scalars = program.train_step(restored, program.put(toy_models.batch(2)))
     checkpointer.close()
     assert float(scalars["loss"]) == losses[2]
     assert all(np.array_equal(again.variables[p], x) for p, x in variables.items())
@@ -126,6 +126,6 @@ def test_a_skipped_step_keeps_the_variables(kind):
     _, _, state, program = trained(kind)
     broken = state.replace(params={p: x * np.nan if p == "decoder.norm.weight" else x for p, x in state.params.items()})
     variables = jax.device_get(broken.variables)
-    after, scalars = program.train_step(jax.tree.map(lambda x: x.copy(), broken), program.put(toy.batch()))
+    after, scalars = program.train_step(jax.tree.map(lambda x: x.copy(), broken), program.put(toy_models.batch()))
     assert not np.isfinite(float(scalars["loss"]))
     assert all(np.array_equal(after.variables[p], x) for p, x in variables.items())

@@ -4,13 +4,11 @@ import re
 import sys
 import threading
 from collections import Counter
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from click.testing import CliRunner
 
 from axlearn_core.checkpoint import ShardedCheckpointer
@@ -19,8 +17,9 @@ from axlearn_core.compose import Functional
 from axlearn_core.run import open_weights
 from axlearn_core.train import Trainer
 from axlearn_plugins_models.huggingface.import_export import export_run
+from support import cli_runs
+from support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 FIXTURE = ROOT / "tests/plugins/models/huggingface/fixtures/llama3"
 TOOLS = (
     "axlearn_core.config",
@@ -151,7 +150,7 @@ def test_from_a_state_to_a_checkpoint_and_back(tmp_path):
 
 @pytest.mark.slow
 def test_from_the_command_line_to_a_step_and_from_a_run_to_files(tmp_path):
-    words = tiny.arguments(tmp_path / "run", steps=1, settings=("input.batch_size=8",))
+    words = cli_runs.arguments(tmp_path / "run", steps=1, settings=("input.batch_size=8",))
     with Walk(carries_config, until="axlearn_core.compose.compiler", counts_all=True) as entered:
         result = CliRunner().invoke(cli, words)
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""Configs that try to break what reads them: one error, exit code 2, before JAX is there where parsing can refuse them."""
+"""Configs that attack the parser: one error and exit code 2, before JAX starts if the parser can reject them."""
 
 import json
 import os
@@ -6,12 +6,12 @@ import subprocess
 import sys
 
 import pytest
-from attacks import FILES, SETTINGS
 from click.testing import CliRunner
 
 from axlearn_core.cli.main import cli
 from axlearn_core.config import patch
 from axlearn_core.errors import ConfigError
+from support.hostile_configs import FILES, SETTINGS
 
 MEASURED = """
 import json, re, sys
@@ -77,7 +77,7 @@ SPECIAL = {"pipe": os.mkfifo, "directory": make_directory, "device": lambda path
 @pytest.mark.parametrize(
     "command", [("config", "show"), ("config", "check"), ("train",), ("config", "diff", "quickstart")]
 )
-def test_a_file_that_is_none_is_one_error(kind, command, tmp_path):
+def test_an_invalid_file_is_one_error(kind, command, tmp_path):
     file = tmp_path / "run.yaml"
     SPECIAL[kind](file)
     result = CliRunner().invoke(cli, [*command, str(file)])

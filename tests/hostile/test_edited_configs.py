@@ -1,13 +1,13 @@
-"""What a run directory says of itself, edited: the checkpoint's own hashed copy decides."""
+"""Edited run directories: the hashed copy in the checkpoint decides."""
 
 import re
 
 import pytest
-import tiny
 
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.run import open_weights
 from axlearn_core.run.record import RunDir
+from support import cli_runs
 
 pytestmark = pytest.mark.slow
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     run = tmp_path_factory.mktemp("edited") / "run"
-    tiny.axlearn(*tiny.arguments(run, steps=3))
+    cli_runs.axlearn(*cli_runs.arguments(run, steps=3))
     return run
 
 
@@ -38,24 +38,24 @@ def test_the_model_that_was_trained_is_loaded(run, caplog):
     assert open_weights(run).config == before
     assert "eps: " in caplog.text
     assert "using the value in the checkpoint" in caplog.text
-    result = tiny.axlearn("generate", str(run), "--prompt", "def ", "--max-tokens", "4", fresh=True)
+    result = cli_runs.axlearn("generate", str(run), "--prompt", "def ", "--max-tokens", "4", fresh=True)
     assert "differs from the config that step 3 was trained with" in result.stderr
 
 
 def test_an_edited_config_does_not_agree_with_an_edited_request(run):
     edit(run / "config.yaml", r"eps: 1e-0?[56]", "eps: 0.5")
-    wrong = tiny.arguments(run, steps=6, settings=("model.**.eps=0.5",))
-    result = tiny.axlearn(*wrong, code=2)
+    wrong = cli_runs.arguments(run, steps=6, settings=("model.**.eps=0.5",))
+    result = cli_runs.axlearn(*wrong, code=2)
     assert "contains a run with another config; nothing was written" in result.stderr
     assert "eps" in result.stderr
-    tiny.axlearn(*tiny.arguments(run, steps=4))
+    cli_runs.axlearn(*cli_runs.arguments(run, steps=4))
 
 
 def test_an_edited_copy_in_the_checkpoint_is_damage(run):
     edit(run / "checkpoints/3/config.yaml", r"eps: 1e-0?[56]", "eps: 0.5")
     with pytest.raises(CheckpointError, match=r"config\.yaml: its hash does not match"):
         open_weights(run)
-    result = tiny.axlearn(*tiny.arguments(run, steps=6), code=2)
+    result = cli_runs.axlearn(*cli_runs.arguments(run, steps=6), code=2)
     assert "config.yaml: got " in result.stderr
 
 
@@ -72,15 +72,15 @@ LOCKS = {
 
 
 @pytest.mark.parametrize("name", LOCKS)
-def test_a_lock_that_is_none_is_one_error(name, run):
+def test_an_invalid_lock_is_one_error(name, run):
     (run / "run.lock.json").write_text(LOCKS[name])
     with pytest.raises(RequestError, match=r"run\.lock\.json"):
         RunDir(run, resumes=True).read_lock()
-    result = tiny.axlearn(*tiny.arguments(run, steps=4), code=2)
+    result = cli_runs.axlearn(*cli_runs.arguments(run, steps=4), code=2)
     assert "run.lock.json" in result.stderr
     assert "Traceback" not in result.stderr
     (run / "run.lock.json").unlink()
-    tiny.axlearn(*tiny.arguments(run, steps=4))
+    cli_runs.axlearn(*cli_runs.arguments(run, steps=4))
 
 
 METRICS = {
@@ -97,6 +97,6 @@ METRICS = {
 def test_metrics_of_wrong_types_stop_nothing(name, run):
     with (run / "metrics.jsonl").open("a") as file:
         file.write(METRICS[name])
-    result = tiny.axlearn(*tiny.arguments(run, steps=4))
+    result = cli_runs.axlearn(*cli_runs.arguments(run, steps=4))
     assert "Traceback" not in result.stderr
-    tiny.axlearn("report", str(run))
+    cli_runs.axlearn("report", str(run))

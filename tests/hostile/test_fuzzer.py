@@ -1,7 +1,6 @@
 """Generated configs with a fixed seed: one error or a result, never a traceback."""
 
 import pytest
-from attacks import FILES, SETTINGS
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
@@ -10,6 +9,7 @@ from axlearn_core.errors import AxlearnError, RequestError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request, read_text
 from axlearn_core.plugins.resolve import resolve
+from support.hostile_configs import FILES, SETTINGS
 
 COMMON = {
     "deadline": None,

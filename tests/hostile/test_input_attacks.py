@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-import tiny
+
+from support import cli_runs
 
 TEXT = "".join(f"line {i} of some text\n" for i in range(8000))
 BYTES = ("input.tokenizer={type: byte-tokenizer}", "model.vocab_size=257")
@@ -38,16 +39,16 @@ def wait_for(ready, seconds=120):
 def test_a_run_is_not_continued_on_other_data(kind, tmp_path):
     data, run = tmp_path / "data.txt", tmp_path / "run"
     data.write_text(TEXT)
-    tiny.axlearn(*tiny.arguments(run, steps=3, settings=source(data)))
+    cli_runs.axlearn(*cli_runs.arguments(run, steps=3, settings=source(data)))
     lock = (run / "run.lock.json").read_bytes()
     data.write_text({"swapped": TEXT.swapcase(), "appended": TEXT + "x", "truncated": TEXT[:20_000]}[kind])
-    result = tiny.axlearn(*tiny.arguments(run, steps=6, settings=source(data)), code=2)
+    result = cli_runs.axlearn(*cli_runs.arguments(run, steps=6, settings=source(data)), code=2)
     assert "data.txt: " in result.stderr
     assert "nothing was written" in result.stderr
     assert (run / "run.lock.json").read_bytes() == lock
-    assert len(tiny.logged(run)) == 3
-    tiny.axlearn(*tiny.arguments(run, steps=4, settings=source(data), more=("--allow-drift",)))
-    assert len(tiny.logged(run)) == 4
+    assert len(cli_runs.logged(run)) == 3
+    cli_runs.axlearn(*cli_runs.arguments(run, steps=4, settings=source(data), more=("--allow-drift",)))
+    assert len(cli_runs.logged(run)) == 4
     facts = json.loads((run / "run.lock.json").read_text())["data"]
     assert facts["bytes"] == data.stat().st_size
 
@@ -56,10 +57,10 @@ def test_a_run_is_not_continued_on_other_data(kind, tmp_path):
 def test_a_lock_that_is_gone_hides_no_change(tmp_path):
     data, run = tmp_path / "data.txt", tmp_path / "run"
     data.write_text(TEXT)
-    tiny.axlearn(*tiny.arguments(run, steps=3, settings=source(data)))
+    cli_runs.axlearn(*cli_runs.arguments(run, steps=3, settings=source(data)))
     (run / "run.lock.json").unlink()
     data.write_text(TEXT.swapcase())
-    result = tiny.axlearn(*tiny.arguments(run, steps=6, settings=source(data)), code=2)
+    result = cli_runs.axlearn(*cli_runs.arguments(run, steps=6, settings=source(data)), code=2)
     assert "data.txt: " in result.stderr
 
 
@@ -68,19 +69,19 @@ def test_data_that_goes_bad_costs_no_step(tmp_path):
     data, run = tmp_path / "data.txt", tmp_path / "run"
     data.write_text(TEXT)
     settings = (*source(data), "checkpointer.every_steps=1000", "input.prefetch=1")
-    process = tiny.start(*tiny.arguments(run, steps=5000, settings=settings))
-    wait_for(lambda: len(tiny.logged(run)) > 5 or process.poll() is not None)
+    process = cli_runs.start(*cli_runs.arguments(run, steps=5000, settings=settings))
+    wait_for(lambda: len(cli_runs.logged(run)) > 5 or process.poll() is not None)
     data.write_text(TEXT.swapcase())
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1, err[-3000:]
     assert "changed while it was in use" in err
     assert "Traceback" not in err
-    last = tiny.losses(run)[-1][0]
+    last = cli_runs.losses(run)[-1][0]
     assert last > 5
     assert (run / "checkpoints" / str(last)).is_dir()
     data.write_text(TEXT)
-    tiny.axlearn(*tiny.arguments(run, steps=last + 2, settings=settings))
-    assert [step for step, _ in tiny.losses(run)] == list(range(1, last + 3))
+    cli_runs.axlearn(*cli_runs.arguments(run, steps=last + 2, settings=settings))
+    assert [step for step, _ in cli_runs.losses(run)] == list(range(1, last + 3))
 
 
 @pytest.mark.slow
@@ -88,9 +89,9 @@ def test_data_that_goes_bad_costs_no_step(tmp_path):
 def test_a_worker_that_dies_or_stands_still_is_replaced(number, tmp_path):
     settings = ("input.workers=2", "input.worker_seconds=20", "input.prefetch=1", "checkpointer.every_steps=1000")
     whole, run = tmp_path / "whole", tmp_path / "run"
-    tiny.axlearn(*tiny.arguments(whole, steps=1500, settings=("checkpointer.every_steps=1000",)), fresh=True)
-    process = tiny.start(*tiny.arguments(run, steps=1500, settings=settings))
-    wait_for(lambda: len(tiny.logged(run)) > 3 or process.poll() is not None)
+    cli_runs.axlearn(*cli_runs.arguments(whole, steps=1500, settings=("checkpointer.every_steps=1000",)), fresh=True)
+    process = cli_runs.start(*cli_runs.arguments(run, steps=1500, settings=settings))
+    wait_for(lambda: len(cli_runs.logged(run)) > 3 or process.poll() is not None)
     workers = children(process.pid)
     assert len(workers) == 2
     os.kill(workers[0], number)
@@ -98,24 +99,24 @@ def test_a_worker_that_dies_or_stands_still_is_replaced(number, tmp_path):
     assert process.returncode == 0, err[-3000:]
     assert f"process {workers[0]}" in err
     assert "a new worker continues" in err
-    assert tiny.losses(run) == tiny.losses(whole)
+    assert cli_runs.losses(run) == cli_runs.losses(whole)
 
 
 @pytest.mark.slow
 def test_one_ctrl_c_saves_although_a_worker_stands_still(tmp_path):
     settings = ("input.workers=1", "input.prefetch=1", "checkpointer.every_steps=1000")
     run = tmp_path / "run"
-    process = tiny.start(*tiny.arguments(run, steps=5000, settings=settings))
-    wait_for(lambda: len(tiny.logged(run)) > 3 or process.poll() is not None)
+    process = cli_runs.start(*cli_runs.arguments(run, steps=5000, settings=settings))
+    wait_for(lambda: len(cli_runs.logged(run)) > 3 or process.poll() is not None)
     os.kill(children(process.pid)[-1], signal.SIGSTOP)
     count = -1
-    while count != len(tiny.logged(run)):  # until what was prepared is used up
-        count = len(tiny.logged(run))
+    while count != len(cli_runs.logged(run)):  # until what was prepared is used up
+        count = len(cli_runs.logged(run))
         time.sleep(2)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err[-3000:]
-    assert (run / "checkpoints" / str(tiny.losses(run)[-1][0])).is_dir()
+    assert (run / "checkpoints" / str(cli_runs.losses(run)[-1][0])).is_dir()
     assert "Traceback" not in err
 
 

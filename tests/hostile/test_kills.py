@@ -1,15 +1,11 @@
-"""kill -9 at seeded moments over twelve shapes of runs: what is resumed is bit for bit what was never interrupted.
+"""Runs that are killed at seeded moments resume bit for bit.
 
-`python tests/hostile/kills.py --kills 20` makes all 240; here each shape has a sample.
+`python -m support.random_kills --kills 20` makes all 240; here each shape has a sample.
 """
-
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from kills import MOMENTS, SHAPES, kill_many, trace
+from support.random_kills import MOMENTS, SHAPES, kill_many, trace
 
 SAMPLE, SAMPLE_OF_ORBAX = 3, 7
 """Kills of each shape; those of Orbax reach the moments of saves, reads and restores."""

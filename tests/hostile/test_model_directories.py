@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +12,8 @@ from axlearn_core.errors import AxlearnError, RequestError
 from axlearn_core.run import open_weights
 from axlearn_plugins_models.huggingface.import_export import _kept_files, import_run
 from axlearn_plugins_models.huggingface.source import open_model
+from support.paths import HF_FIXTURES
 
-FIXTURES = Path(__file__).parents[1] / "plugins/models/huggingface/fixtures"
 FIRST, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
 
 
@@ -114,7 +113,7 @@ ATTACKS = {
 
 @pytest.fixture
 def model(tmp_path):
-    return shutil.copytree(FIXTURES / "llama3", tmp_path / "model", ignore=shutil.ignore_patterns("expected*"))
+    return shutil.copytree(HF_FIXTURES / "llama3", tmp_path / "model", ignore=shutil.ignore_patterns("expected*"))
 
 
 @pytest.mark.slow_cases("type-list", "type-number")

@@ -1,4 +1,4 @@
-"""Sizes that no machine has: refused where they are beyond every model, and one error where memory ends."""
+"""Sizes beyond every model or machine are one error."""
 
 import jax
 import numpy as np

@@ -127,7 +127,7 @@ class InputSuite:
         try:
             parts = [self.build(index=i, count=self.processes) for i in range(self.processes)]
         except ConfigError as error:
-            pytest.skip(f"it refuses {self.processes} processes: {error}")
+            pytest.skip(f"needs an input for {self.processes} processes: {error}")
         for take in (self.training_batches, self.evaluation_batches):
             global_batches = [
                 {k: np.concatenate([b[k] for b in rows]) for k in rows[0]}

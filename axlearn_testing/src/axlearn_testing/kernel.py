@@ -148,7 +148,7 @@ class KernelSuite:
 
     def test_kernel_differs_from_reference(self) -> None:
         if self.name == self.baseline:
-            pytest.skip(f"{self.name!r} is the kernel to compare with")
+            pytest.skip(f"needs another kernel: {self.name!r} is the reference")
         implementation, traces = self._local_kernel(), []
         for case in self.cases:
             if self._refusal(case, implementation) is None:

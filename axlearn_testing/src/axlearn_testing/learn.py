@@ -37,7 +37,7 @@ class LearnerSuite:
                 self.params(),
             )
         except RequestError as error:
-            pytest.skip(str(error))
+            pytest.skip(f"needs a learner for these parameters: {error}")
 
     def learner(self) -> Any:
         """Build the learner for `params`."""

@@ -79,7 +79,7 @@ class EvaluatorSuite:
 
     def test_values_depend_on_model(self, tmp_path: Path) -> None:
         if not self.measures_model:
-            pytest.skip("its values do not depend on the parameters: `measures_model` is False")
+            pytest.skip("needs values that depend on the parameters: set `measures_model`")
         values = []
         for rate in (0.05, 0.5):
             edits = {**self.edits, "learner": Learner.Config(optimizer=AdamW(learning_rate=rate))}
@@ -160,7 +160,7 @@ class ProfilerSuite(_ObserverSuite):
 
     def test_run_writes_files(self, tmp_path: Path) -> None:
         if self.remote:
-            pytest.skip(f"its output is not visible here: {self.remote}")
+            pytest.skip(f"needs a local output: {self.remote}")
         sizes = []
         for name, edits in (("without", {}), ("with", {self.slot: self.config})):
             TrainerSuite().run(tmp_path / name, **edits)

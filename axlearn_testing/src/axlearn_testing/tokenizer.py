@@ -68,7 +68,7 @@ class TokenizerSuite:
 
     def test_decode_inverts_encode(self) -> None:
         if not self.lossless:
-            pytest.skip("needs a lossless tokenizer: `lossless` is False")
+            pytest.skip("needs a lossless tokenizer: set `lossless`")
         for tokenizer, text, ids in self.encode_texts():
             assert tokenizer.decode(ids) == text
             assert tokenizer.decode([*ids, tokenizer.eos_id]) == text, "eos_id must decode to no text"

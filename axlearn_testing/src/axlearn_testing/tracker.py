@@ -32,7 +32,7 @@ class TrackerSuite:
         try:
             return self.config.build(run_dir=run_dir)
         except RequestError as error:
-            pytest.skip(str(error))  # the error names the missing package or service
+            pytest.skip(f"needs the package or service of the tracker: {error}")
 
     def follow(self, run_dir: Path, *steps: int, start: int = 0) -> None:
         """Log some steps, as a run does."""
@@ -72,7 +72,7 @@ class TrackerSuite:
 
     def test_more_steps_write_more_output(self, tmp_path: Path, capfd: Any) -> None:
         if self.remote:
-            pytest.skip(f"its output is not visible here: {self.remote}")
+            pytest.skip(f"needs a local output: {self.remote}")
         self.follow(tmp_path / "short", 1)
         short = len(capfd.readouterr().err) + _bytes_below(tmp_path / "short")
         self.follow(tmp_path / "long", *range(1, 60))

@@ -115,7 +115,7 @@ def test_folders_that_are_renamed_meanwhile_hurt_no_listing(tmp_path):
     assert count > 10
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="needs a user whom permissions bind: root reads everything")
+@pytest.mark.skipif(os.geteuid() == 0, reason="needs a user other than root, who can read everything")
 def test_a_folder_that_cannot_be_read_is_an_error_of_the_listing(tmp_path):
     (tmp_path / "closed").mkdir(mode=0o000)
     with pytest.raises(StorageError, match="closed"):

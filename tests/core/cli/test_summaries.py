@@ -1,4 +1,4 @@
-"""What `axlearn --help` says of plugins' commands, none of them imported."""
+"""Summaries of plugin commands in `axlearn --help`, which imports none of them."""
 
 import io
 import re

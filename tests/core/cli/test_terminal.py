@@ -1,4 +1,4 @@
-"""What commands print reaches a terminal without what would steer it."""
+"""Control characters are removed from everything that commands print."""
 
 import json
 import os

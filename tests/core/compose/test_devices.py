@@ -1,4 +1,4 @@
-"""What a process is given before JAX looks for devices."""
+"""The environment of a process before JAX looks for devices."""
 
 import os
 

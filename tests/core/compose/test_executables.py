@@ -5,13 +5,13 @@ import subprocess
 import sys
 
 import pytest
-import tiny
 
 from axlearn_core.compose import compose
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.resolve import resolve
+from support import cli_runs
 
-SET = {s.partition("=")[0]: json.loads(s.partition("=")[2]) for s in tiny.SETTINGS if s[-1].isdigit()}
+SET = {s.partition("=")[0]: json.loads(s.partition("=")[2]) for s in cli_runs.SETTINGS if s[-1].isdigit()}
 
 SCRIPT = """
 import json, sys
@@ -58,7 +58,7 @@ def exported(program, tmp_path_factory):
 
 def run(directory, verb, **settings):
     words = [sys.executable, "-c", SCRIPT, str(directory), verb, json.dumps(SET | settings)]
-    return subprocess.run(words, env=tiny.environment(), capture_output=True, text=True, check=False)
+    return subprocess.run(words, env=cli_runs.environment(), capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow

@@ -8,15 +8,15 @@ import attrs
 import jax
 import numpy as np
 import pytest
-import tiny
 
 from axlearn_core.compose import compose, executables, identity
 from axlearn_core.compose.identity import dependency_versions, program_identity, read_compile_settings, value_text
 from axlearn_core.config import Configurable, node, patch
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.resolve import resolve
+from support import cli_runs
 
-SET = {s.partition("=")[0]: json.loads(s.partition("=")[2]) for s in tiny.SETTINGS if s[-1].isdigit()}
+SET = {s.partition("=")[0]: json.loads(s.partition("=")[2]) for s in cli_runs.SETTINGS if s[-1].isdigit()}
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Files that belong to a run: how its config names them, and where they are found again."""
+"""Files that belong to a run: their names in the config, and how they are found again."""
 
 import logging
 

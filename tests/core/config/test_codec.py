@@ -231,7 +231,7 @@ def test_text_that_cannot_be_read(text, match):
         parse(text, "f.yaml")
 
 
-def test_scalars_are_those_of_yaml_1_2():
+def test_scalars_follow_yaml_1_2():
     text = "[1e-4, 1E5, no, yes, 010, 1:30, 0o10, 0x1f, 2020-01-01, ~, null, true, .inf, '1', -5]"
     expected = [1e-4, 1e5, "no", "yes", 10, "1:30", 8, 31, "2020-01-01", None, None, True, float("inf"), "1", -5]
     actual = parse(text).data

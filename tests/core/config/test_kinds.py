@@ -1,4 +1,4 @@
-"""What a field changes: marks hold for what is below them, and classes that compute alike may take one another's place."""
+"""Kinds of changes: marks apply to everything below them, and classes that compute alike may replace each other."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -89,7 +89,7 @@ def test_a_bound_and_a_kind_go_together():
         Root.Config(steps=0)
 
 
-def test_what_takes_the_place_of_a_class_that_it_computes_like_is_execution():
+def test_a_class_that_computes_like_another_is_execution():
     old, new = Root.Config(), Root.Config(stack=Staged.Config(parts=2))
     expected = {
         "stack.type": "execution",

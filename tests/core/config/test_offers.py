@@ -1,4 +1,4 @@
-"""What slots offer, and components that ask for more."""
+"""Values that slots offer, and components that require more."""
 
 from typing import Protocol
 

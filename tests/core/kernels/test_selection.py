@@ -26,7 +26,7 @@ def test_the_reference_runs_outside_a_program():
     assert choose(call()) is REFERENCE_KERNEL
 
 
-def test_a_program_gets_the_highest_priority_that_supports_the_call_and_keeps_the_reasons():
+def test_selection_takes_the_highest_priority_and_keeps_the_reasons():
     with use(Selection(platform="cpu")) as program:
         assert choose(call()) is XLA_BLOCKED
         assert choose(call()) is XLA_BLOCKED
@@ -61,7 +61,7 @@ def test_a_name_is_that_one_or_one_clear_error():
             call(Full()).run("xla-blocked")
 
 
-def test_a_function_that_only_shares_the_config_takes_a_named_kernel_if_it_can():
+def test_a_function_that_shares_the_config_prefers_the_named_kernel():
     with use(Selection(platform="cpu", required=())) as program:
         assert choose(call(), "xla-blocked") is XLA_BLOCKED
         assert choose(call(Full()), "xla-blocked") is REFERENCE_KERNEL

@@ -82,7 +82,7 @@ def test_the_default_is_clipping_and_adamw_by_hand(norm):
     np.testing.assert_allclose(summaries["learning_rate"], 3e-4, rtol=1e-6)
 
 
-def test_any_optax_optimizer_stands_in_the_slot_and_its_schedule_is_reported():
+def test_any_optax_optimizer_fits_the_slot_and_reports_its_schedule():
     instance = learner(
         optimizer=configure(optax.lion, learning_rate=Cosine(peak=0.1, warmup_steps=2)), max_grad_norm=None
     )
@@ -278,7 +278,7 @@ def test_a_rule_in_a_file_needs_no_type():
     assert read == (ParameterRule(pattern="a.*", freeze=True),)
 
 
-def test_a_rule_s_optimizer_updates_its_parameters_alone_and_out_of_the_clipping_norm():
+def test_a_rule_optimizer_updates_only_its_parameters_without_clipping():
     params = {"decoder.w": jnp.ones((4, 4)), "router.bias": jnp.zeros((3,))}
     grads = {"decoder.w": jnp.full((4, 4), 2.0), "router.bias": jnp.asarray([300.0, -5.0, 0.0])}
     rule = ParameterRule(pattern="**.bias", optimizer=configure(optax.sgd, learning_rate=0.5))
@@ -369,7 +369,7 @@ def test_an_average_of_the_optimizer_s_own_excludes_others(fields, message):
         learner(optimizer=HalfWay(), **fields).init(tree(0))
 
 
-def test_a_gradient_of_a_rule_s_optimizer_that_is_not_finite_skips_the_step():
+def test_a_non_finite_gradient_of_a_rule_optimizer_skips_the_step():
     params = {"w": jnp.ones((2,)), "bias": jnp.zeros((2,))}
     rule = ParameterRule(pattern="bias", optimizer=configure(optax.sgd, learning_rate=0.5))
     instance = Learner.Config(rules=(rule,)).build(max_steps=9)

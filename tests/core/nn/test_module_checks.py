@@ -1,10 +1,9 @@
-"""What a model may hold, and where modules with variables may stand: one clear error each, also from `config check`."""
+"""Unsupported contents of models: one clear error each, also from `config check`."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy
 from flax import linen, nnx
 
 from axlearn_core import configure, patch
@@ -16,6 +15,7 @@ from axlearn_core.errors import ConfigError
 from axlearn_core.nn.layer import Layer
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.train.trainer import Trainer
+from support import toy_models
 
 FEED_FORWARD = "model.decoder.layer.feed_forward"
 
@@ -77,7 +77,7 @@ class Constants(Part):
 
 
 def with_part(part):
-    return patch(toy.small("llama2-7b"), {FEED_FORWARD: configure(part)})
+    return patch(toy_models.small("llama2-7b"), {FEED_FORWARD: configure(part)})
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_what_a_model_may_not_hold(part, message):
 
 
 def test_a_linen_module_in_a_slot():
-    cfg = patch(toy.small("llama2-7b"), {FEED_FORWARD: configure(linen.Dense, "features=input_dim")})
+    cfg = patch(toy_models.small("llama2-7b"), {FEED_FORWARD: configure(linen.Dense, "features=input_dim")})
     with pytest.raises(ConfigError, match=rf"{FEED_FORWARD}: is a module of Linen(.|\n)*got: flax.linen.linear.Dense"):
         Functional.from_config(cfg.model)
 
@@ -114,16 +114,16 @@ def test_a_stream_without_a_seed():
     functions = cfg.functions(Functional.from_config(cfg.model))
     with pytest.raises(ConfigError, match="has no source of random numbers"):
         jax.eval_shape(
-            functions["train"].call, jax.eval_shape(functions["init"].call, jax.random.key(0)), dict(toy.batch())
+            functions["train"].call, jax.eval_shape(functions["init"].call, jax.random.key(0)), dict(toy_models.batch())
         )
 
 
 def seeded():
     model = nnx.RMSNorm
-    return patch(toy.small("llama2-7b"), {"model.**.norm": configure(model, "num_features=dim")})
+    return patch(toy_models.small("llama2-7b"), {"model.**.norm": configure(model, "num_features=dim")})
 
 
-def test_parameters_without_names_are_said_to_be_replicated():
+def test_unnamed_parameters_are_reported_as_replicated():
     functional = Functional.from_config(seeded().model)
     (decision,) = decide_replication(functional)
     assert decision.subject == "decoder.layer.attention_norm, decoder.layer.feed_forward_norm, decoder.norm"
@@ -134,9 +134,9 @@ def test_parameters_without_names_are_said_to_be_replicated():
     assert decide_replication(functional) == ()
 
 
-@pytest.mark.parametrize("experiment", toy.experiments())
+@pytest.mark.parametrize("experiment", toy_models.experiments())
 def test_all_parameters_of_what_is_shipped_have_names(experiment):
-    assert decide_replication(Functional.from_config(toy.small(experiment).model)) == ()
+    assert decide_replication(Functional.from_config(toy_models.small(experiment).model)) == ()
 
 
 class Wrong(Layer):
@@ -154,7 +154,7 @@ class Wrong(Layer):
 
 
 def test_the_check_builds_and_traces():
-    cfg = patch(toy.small("llama2-7b"), {"input.batch_size": 8, "input.sequence_length": 16})
+    cfg = patch(toy_models.small("llama2-7b"), {"input.batch_size": 8, "input.sequence_length": 16})
     assert check_program(cfg).model.num_parameters > 0
     with pytest.raises(ConfigError, match="'table' holds arrays"):
         check_program(patch(cfg, {FEED_FORWARD: configure(RawArray)}))
@@ -178,8 +178,8 @@ class Holds(Configurable):
         self.module = Stateful()
 
 
-def test_modules_with_variables_stand_in_the_model_alone():
-    cfg = toy.small("quickstart")
+def test_only_the_model_may_hold_modules_with_variables():
+    cfg = toy_models.small("quickstart")
     with pytest.raises(ConfigError, match=r"^learner: is a module with variables outside the model"):
         check_program(patch(cfg, {"learner": configure(Stateful)}))
     for part, path in ((configure(Stateful), "input"), (Holds.Config(), r"input \(module\)")):

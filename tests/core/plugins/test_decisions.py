@@ -1,4 +1,4 @@
-"""What a mesh rule brings: all of it where a target is named, its execution where the machine was detected."""
+"""Mesh rules apply completely to a named target, and only their execution settings to a detected machine."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_a_detected_machine_brings_the_execution_of_its_rule():
     assert mathematics(resolved.config) == mathematics(resolve("quickstart").config)
 
 
-def test_what_its_rule_changes_of_the_mathematics_is_left_out_and_how_to_ask_for_it_is_said():
+def test_mesh_rules_leave_out_math_changes_and_tell_how_to_ask_for_them():
     resolved = detected(machine="tpu-v5e-8")
     assert mathematics(resolved.config) == mathematics(resolve("quickstart").config)
     assert resolved.config.model.decoder.stack.mode == "scan"

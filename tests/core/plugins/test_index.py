@@ -21,8 +21,7 @@ from axlearn_core.plugins.targets import find_machine
 from axlearn_index.build import collect_names, workspace_members, write_index
 from axlearn_plugins_cloud.hooks import FSSPEC
 from axlearn_plugins_tools.doctor.examine import examine_indexes
-
-ROOT = Path(__file__).resolve().parents[3]
+from support.paths import ROOT
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from axlearn_core.errors import PluginError
 from axlearn_core.plugins import hookspecs
 from axlearn_core.plugins.manager import Host, host
 from axlearn_core.plugins.registry import registry
+from support.paths import ROOT
 
-ROOT = Path(__file__).parents[3]
 HOOKS = [name for name in vars(hookspecs) if name.startswith("axlearn_")]
 
 CHIP = """

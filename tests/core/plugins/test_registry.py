@@ -260,7 +260,7 @@ def test_a_broken_component_does_not_hide_another(toy, install):
 
 
 @pytest.mark.parametrize("value", ["number_part:VALUE", "number_part"])
-def test_a_component_that_is_none(install, value):
+def test_an_object_that_is_not_a_component(install, value):
     install("axlearn-plugins-number", modules={"number_part": "VALUE = 5"}, points={"components": {"number": value}})
     with pytest.raises(PluginError, match="is neither a class with a Config"):
         registry().component("number")

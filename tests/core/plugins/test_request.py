@@ -1,4 +1,4 @@
-"""What users write on the command line and in run files."""
+"""Requests as users write them on the command line and in run files."""
 
 import pytest
 

@@ -320,7 +320,7 @@ def test_the_mesh_rule_comes_after_the_users_features(install):
     assert [s[2] for s in chain(resolved, "model.hidden_dim")] == [64, 128, 96]
 
 
-def test_a_feature_of_the_mesh_rule_that_does_not_fit_is_left_out_with_a_note(install):
+def test_a_mesh_rule_feature_that_does_not_fit_is_skipped_with_a_note(install):
     install_chip(install, 'MeshRule(target="chip-*", features=("toy-misfit", "toy-wide"))')
     resolved = resolve("toy", target="chip-1x1")
     assert [n for n, _ in resolved.features] == ["toy-wide"]
@@ -345,7 +345,7 @@ def test_the_most_specific_rule_holds(install):
     assert "'cpu*'" in str(resolve("toy", target="cpu").rule)
 
 
-def test_a_rule_for_a_size_of_model_may_bring_what_the_request_leaves_out_or_sets(install):
+def test_a_request_overrides_or_removes_features_of_a_model_size_rule(install):
     rule = 'MeshRule(target="chip-*", parameters=(0, 1e12), features=("toy-rope:theta=2",))'
     install_chip(install, rule)
     with pytest.MonkeyPatch.context() as patched:

@@ -7,21 +7,12 @@ from axlearn_core.errors import RequestError
 from axlearn_core.run import Run
 from axlearn_core.run.derive import new_directory
 from axlearn_core.run.record import lock_drift
-
-SMALL = {
-    "model.decoder.num_layers": 1,
-    "model.decoder.hidden_dim": 16,
-    "model.decoder.layer.attention.num_heads": 2,
-    "model.decoder.layer.feed_forward.hidden_dim": 16,
-    "input.batch_size": 8,
-    "input.sequence_length": 16,
-    "evaluators": {},
-}
+from support import api_runs
 
 
 @pytest.mark.slow
-def test_a_derived_run_that_is_trained_further_still_says_what_it_was_made_from(tmp_path, capfd):
-    ax.train("quickstart", set=SMALL, steps=1, run_dir=tmp_path / "base")
+def test_a_derived_run_keeps_its_origin_after_more_training(tmp_path, capfd):
+    ax.train("quickstart", set=api_runs.SMALL, steps=1, run_dir=tmp_path / "base")
     base = Run(tmp_path / "base")
     base.derive(tmp_path / "made", base.config, lambda weights: weights.read(), lock={"note": "as it was"})
     origin = {"made_from": str(tmp_path / "base"), "step": 1, "note": "as it was"}

@@ -5,15 +5,10 @@ import pytest
 import axlearn_core as ax
 from axlearn_core.errors import PluginError, RequestError, WorkError
 from axlearn_core.run.events import EVENTS, RunEvents, RunListener
+from support import api_runs
 
 SMALL = {
-    "model.decoder.num_layers": 1,
-    "model.decoder.hidden_dim": 16,
-    "model.decoder.layer.attention.num_heads": 2,
-    "model.decoder.layer.feed_forward.hidden_dim": 16,
-    "input.batch_size": 8,
-    "input.sequence_length": 16,
-    "evaluators": {},
+    **api_runs.SMALL,
     "checkpointer.every_steps": 2,
     "log_every_steps": 1,
 }
@@ -221,7 +216,7 @@ def plain(monkeypatch):
     monkeypatch.setenv("AXLEARN_PLUGINS", "-axlearn-plugins-runtime")
 
 
-def test_the_core_trains_without_the_parts_of_jobs_and_says_what_is_missing(plain, tmp_path, capfd):
+def test_the_core_trains_without_job_parts_and_names_them(plain, tmp_path, capfd):
     assert train(tmp_path / "run").step == 3
     assert train(tmp_path / "run", steps=4).step == 4
     names = {p.name for p in (tmp_path / "run").iterdir()}

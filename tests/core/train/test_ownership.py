@@ -8,15 +8,10 @@ import axlearn_core as ax
 from axlearn_core.checkpoint import LocalStorage, manifest
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.learn import AdamW
+from support import api_runs
 
 SETTINGS = {
-    "model.decoder.num_layers": 1,
-    "model.decoder.hidden_dim": 16,
-    "model.decoder.layer.attention.num_heads": 2,
-    "model.decoder.layer.feed_forward.hidden_dim": 16,
-    "input.batch_size": 8,
-    "input.sequence_length": 16,
-    "evaluators": {},
+    **api_runs.SMALL,
     "checkpointer.every_steps": 2,
     "log_every_steps": 1,
 }

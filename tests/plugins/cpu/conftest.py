@@ -13,7 +13,9 @@ FOLDER = Path(axlearn_plugins_cpu.__file__).parent
 def compiled():
     """Skip without a compiler. On any other machine, a missing or outdated library is an error."""
     if library.unavailable_reason is not None and not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        pytest.skip(library.unavailable_reason)
+        pytest.skip(
+            f"needs a C++ compiler and `uv sync --reinstall-package axlearn-plugins-cpu`: {library.unavailable_reason}"
+        )
     assert library.unavailable_reason is None
     newest = max(path.stat().st_mtime for path in (FOLDER / "native").iterdir())
     (built,) = FOLDER.glob("_native*.so")

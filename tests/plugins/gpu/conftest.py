@@ -1,21 +1,22 @@
 import importlib.util
 
-import kernel_cases
 import pytest
 
 from axlearn_plugins_gpu.kernels import mosaic, tokamax
+from support import gpu_op_cases
+from support.needs import reason
 
 
 @pytest.fixture(autouse=True)
 def compiler():
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-        pytest.skip("needs XLA's GPU compiler")
+        pytest.skip(reason("jax_cuda12_plugin"))
 
 
 @pytest.fixture
 def library():
-    if reason := tokamax.unavailable_reason():
-        pytest.skip(reason)
+    if unavailable := tokamax.unavailable_reason():
+        pytest.skip(f"{reason('tokamax')} ({unavailable})")
 
 
 @pytest.fixture
@@ -29,5 +30,5 @@ def first_kernel(monkeypatch):
 @pytest.fixture
 def interpreted(library):
     """Run kernels in Pallas' interpreter."""
-    with kernel_cases.interpreter():
+    with gpu_op_cases.interpreter():
         yield

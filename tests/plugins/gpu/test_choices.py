@@ -1,6 +1,5 @@
 """Choices that measurements decide name existing sources."""
 
-from pathlib import Path
 from pkgutil import resolve_name
 
 import attrs
@@ -9,6 +8,7 @@ import pytest
 from axlearn_plugins_gpu.choices import LAYOUTS, NOT_MEASURED, PRIORITIES
 from axlearn_plugins_gpu.hooks import axlearn_kernels
 from axlearn_plugins_gpu.kernels import blocks
+from support.paths import ROOT
 
 TABLES = (
     "GROUPED",
@@ -20,7 +20,6 @@ TABLES = (
     "PAGED",
     "TRITON_ATTENTION",
 )
-ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "benchmarks/results"
 OPS = sorted({op for op, _ in PRIORITIES})
 

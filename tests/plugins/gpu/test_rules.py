@@ -21,7 +21,7 @@ def resolved(experiment, target, **kwargs):
 
 @pytest.mark.fast_cases("a100-8x4", "h200-8x2")
 @pytest.mark.parametrize("target", ["a100-8x4", "h100-8x16", "h200-8x2", "b200-8x64"])
-def test_small_models_are_fully_sharded_and_large_ones_split_over_the_host(target):
+def test_small_models_use_fsdp_and_large_ones_tensor_parallelism(target):
     small, large = (resolved(e, target).config for e in ("llama2-7b", "llama2-70b"))
     assert dict(small.mesh.shape) == {"fsdp": -1}
     assert dict(large.mesh.shape) == {"fsdp": -1, "tensor": 8}
@@ -52,7 +52,7 @@ def test_rules_of_a_run_file_replace_those_of_the_experiment(tmp_path):
     assert resolved("llama2-7b", "h100-8x32").rule == "mesh.targets.h100-8x32"
 
 
-def test_a_rule_is_added_beside_those_of_the_experiment():
+def test_a_rule_is_added_to_those_of_the_experiment():
     rule = {"mesh.targets.h100-8x16": {"shape": {"data": 4, "fsdp": -1}}}
     for target, shape in (("h100-8x16", {"data": 4, "fsdp": -1}), ("h100-8x32", {"data": 8, "fsdp": 32})):
         actual = resolved("llama2-7b", target, set=rule)

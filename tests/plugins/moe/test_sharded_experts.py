@@ -137,7 +137,7 @@ def test_experts_that_the_mesh_does_not_divide_are_named():
     assert "fix: change mesh.shape" in str(error.value)
 
 
-def test_the_parameters_of_experts_are_sent_in_the_dtype_that_they_compute_in():
+def test_expert_parameters_are_sent_in_their_compute_dtype():
     layer = MixtureOfExperts.Config(num_experts=4, hidden_dim=24)
     functional = Functional.from_config(layer, input_dim=16, precision=Precision(compute="bfloat16"))
     mesh = Mesh(shape={"fsdp": 8})

@@ -1,4 +1,4 @@
-"""Checkpoints that plain Orbax wrote beside those of a run."""
+"""Checkpoints that plain Orbax wrote into the directory of a run."""
 
 import jax
 import jax.numpy as jnp

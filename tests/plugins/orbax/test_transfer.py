@@ -10,7 +10,6 @@ import numpy as np
 import orbax.checkpoint as ocp_v0
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
-import small_runs
 from click.testing import CliRunner
 from flax import nnx
 
@@ -19,12 +18,13 @@ from axlearn_core.compose import Functional
 from axlearn_core.errors import RequestError
 from axlearn_core.run import Run, open_weights
 from axlearn_plugins_orbax.layouts import nest
+from support import api_runs
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "run"
-    small_runs.train(path, steps=2)
+    api_runs.train(path, steps=2)
     return path
 
 
@@ -110,7 +110,7 @@ def test_what_was_exported_is_imported(run, weights, layout, item, tmp_path):
     assert "cannot be verified" in result.stderr
     same({p: np.asarray(x) for p, x in open_weights(tmp_path / "run").read().items()}, weights)
     assert json.loads((tmp_path / "run/run.lock.json").read_text())["imported_from"] == str(tmp_path / "out/2")
-    small_runs.train(tmp_path / "run", steps=1)  # trains from the weights
+    api_runs.train(tmp_path / "run", steps=1)  # trains from the weights
 
 
 def write_v0_tree(path, weights):
@@ -156,7 +156,7 @@ def test_what_plain_orbax_wrote_is_imported(run, weights, write, tmp_path):
     same({p: np.asarray(x) for p, x in open_weights(tmp_path / "run").read().items()}, weights)
 
 
-def test_another_dtype_is_said(run, weights, tmp_path):
+def test_another_dtype_is_reported(run, weights, tmp_path):
     ocp.save(tmp_path / "plain", nested({p: jnp.asarray(x, jnp.bfloat16) for p, x in weights.items()}))
     result = succeed("import-orbax", tmp_path / "plain", tmp_path / "run", "--config", run)
     assert "converting bfloat16 arrays to float32" in result.stderr

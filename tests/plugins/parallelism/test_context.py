@@ -96,7 +96,7 @@ def test_queries_in_several_tiles(monkeypatch):
     agree("context-all-gather", "window", {"seq": 2})
 
 
-def test_a_sequence_that_the_axis_does_not_divide_is_refused_with_the_reason():
+def test_a_sequence_that_the_axis_does_not_divide_is_rejected():
     with pytest.raises(RequestError, match="sequence length 10 is not divisible by the mesh axes seq"):
         both("ring", "causal", {"seq": 4}, length=10)
     with pytest.raises(RequestError, match="4 heads are not divisible by the mesh axes seq"):

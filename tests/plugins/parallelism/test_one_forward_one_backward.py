@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy
 
 from axlearn_core.compose import ModelWeights, compose
 from axlearn_core.config import patch
@@ -18,12 +17,13 @@ from axlearn_plugins_parallelism.loss_parts import prune
 from axlearn_plugins_parallelism.one_forward_one_backward import interleave_gradients
 from axlearn_plugins_parallelism.placed_learner import PlacedLearner
 from axlearn_plugins_parallelism.schedule import OneForwardOneBackward
+from support import toy_models
 
 QUICK = {"xla_backend_optimization_level": 0}
 
 
 def program(*features, shape, layers=4, experiment="quickstart", **sizes):
-    small = patch(toy.small(experiment), {"model.decoder.num_layers": layers, **sizes})
+    small = patch(toy_models.small(experiment), {"model.decoder.num_layers": layers, **sizes})
     cfg = resolve(small, with_=features).config
     mesh = Mesh(shape=shape, rules=cfg.mesh.rules)
     return compose(patch(cfg, {"mesh": mesh}), jax.devices()[: int(np.prod([*shape.values()]))]), cfg
@@ -43,9 +43,9 @@ def gradients(*features, shape, batch=None, key=None, **options):
                 functions.training_loss, params, trainer_program.trained.begin_step(variables), batch, key
             )
 
-    params = toy.filled(trainer_program.functional)
+    params = toy_models.filled(trainer_program.functional)
     places = {p: jax.device_put(x, trainer_program.state.params[p].sharding) for p, x in params.items()}
-    batch = toy.batch() if batch is None else batch
+    batch = toy_models.batch() if batch is None else batch
     (loss, summaries, variables), grads = jax.jit(run, compiler_options=QUICK)(
         places, variables, trainer_program.put(batch), key
     )
@@ -84,9 +84,9 @@ def test_it_computes_what_gpipe_computes(features, shape):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("router", ["softmax-router", "sigmoid-router"])
-def test_losses_and_variables_of_layers_are_those_of_gpipe(router):
+def test_losses_and_layer_variables_equal_those_of_gpipe(router):
     """Auxiliary losses have equal weight in each microbatch, and biases see all microbatches."""
-    batch = toy.batch()
+    batch = toy_models.batch()
     batch["weights"][1::4, 5:] = 0
     features = (f"moe:num_experts=4,top_k=2,router={{type: {router}}}",)
     gpipe, ours = (
@@ -130,7 +130,7 @@ def test_temporaries_do_not_grow_with_the_microbatches():
 @pytest.mark.parametrize(
     "plan", [OneForwardOneBackward(2, 1), OneForwardOneBackward(4, 9), OneForwardOneBackward(3, 3)]
 )
-def test_every_stage_goes_once_forward_and_once_backward_and_finds_what_it_kept(plan):
+def test_every_stage_runs_one_forward_and_one_backward_with_its_residuals(plan):
     fill, steady, drain = plan.phases
     assert (len(fill), len(steady), len(drain)) == (plan.stages - 1, plan.microbatches, plan.stages - 1)
     for stage in range(plan.stages):
@@ -196,12 +196,12 @@ def lowered(cfg, shape, rows=16):
     trainer_program = compose(
         patch(cfg, {"mesh": Mesh(shape=shape, rules=cfg.mesh.rules)}), jax.devices()[: shape["pipeline"]]
     )
-    specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in toy.batch(rows=rows).items()}
+    specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in toy_models.batch(rows=rows).items()}
     return trainer_program.lower("train", specs)
 
 
 def test_a_loss_that_cannot_be_cut_is_refused():
-    small = patch(toy.small("quickstart"), {"model.decoder.num_layers": 2})
+    small = patch(toy_models.small("quickstart"), {"model.decoder.num_layers": 2})
     cfg = resolve(small, with_=["pipeline:microbatches=4,schedule=1f1b"]).config
     gpipe = patch(cfg, {"model.decoder.stack.schedule": "gpipe"})
     with pytest.raises(ConfigError, match=r"one pipelined stack with `schedule: 1f1b` exactly once\n.*got: no run"):
@@ -215,7 +215,7 @@ def test_a_loss_that_cannot_be_cut_is_refused():
     loss = TrainingFunctions(trainer_program.functional, learner, trainer_program.trained).training_loss
     with trainer_program.tracing("train"), pytest.raises(ConfigError, match=r"got: 2 runs of a stack"):
         jax.eval_shape(
-            lambda p, b: learner.value_and_grad(loss, p, {}, b), trainer_program.functional.abstract, toy.batch()
+            lambda p, b: learner.value_and_grad(loss, p, {}, b), trainer_program.functional.abstract, toy_models.batch()
         )
 
 
@@ -224,12 +224,12 @@ def test_what_computes_no_gradients_goes_through_the_stages_as_before():
     trainer_program, _ = program("pipeline:microbatches=4,schedule=1f1b", shape={"pipeline": 2})
     params = {
         p: jax.device_put(x, trainer_program.state.params[p].sharding)
-        for p, x in toy.filled(trainer_program.functional).items()
+        for p, x in toy_models.filled(trainer_program.functional).items()
     }
     with trainer_program.tracing("loss"):
         call = jax.jit(
             lambda p, b: trainer_program.function("loss").call(ModelWeights(p, {}), b)[0], compiler_options=QUICK
         )
-        loss = call(params, trainer_program.put(toy.batch()))
+        loss = call(params, trainer_program.put(toy_models.batch()))
     trained = gradients("pipeline:microbatches=4,schedule=1f1b", shape={"pipeline": 2})[0]
     assert float(loss) == pytest.approx(float(trained), rel=2e-6)

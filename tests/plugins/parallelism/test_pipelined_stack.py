@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import pytest
-import toy
 
 from axlearn_core.compose import compose
 from axlearn_core.config import patch
@@ -11,10 +10,11 @@ from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.errors import ConfigError
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_parallelism.pipelined_stack import PipelinedStack
+from support import toy_models
 
 
 def program(*features, shape=None, layers=2, rows=None):
-    small = patch(toy.small("quickstart"), {"model.decoder.num_layers": layers})
+    small = patch(toy_models.small("quickstart"), {"model.decoder.num_layers": layers})
     cfg = resolve(small, with_=features).config
     shape = shape or {"pipeline": 2, "fsdp": 4}
     return compose(
@@ -23,7 +23,7 @@ def program(*features, shape=None, layers=2, rows=None):
 
 
 def traced(instance, rows=16):
-    specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in toy.batch(rows=rows).items()}
+    specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in toy_models.batch(rows=rows).items()}
     return instance.lower("train", specs)
 
 
@@ -55,7 +55,7 @@ def test_microbatches_that_do_not_fit():
         traced(program("pipeline:microbatches=1,schedule=interleaved", layers=4))
 
 
-def test_parameters_are_those_of_a_plain_stack_and_each_stage_has_its_own():
+def test_parameters_equal_a_plain_stack_and_each_stage_has_its_own():
     plain = program(shape={"fsdp": 8}).functional
     instance = program("pipeline:microbatches=2")
     assert instance.functional.abstract == plain.abstract

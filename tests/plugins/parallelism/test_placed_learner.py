@@ -4,17 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy
 
 from axlearn_core.compose import compose
 from axlearn_core.config import patch
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.errors import ConfigError
 from axlearn_core.plugins.resolve import resolve
+from support import toy_models
 
 
 def program(*features):
-    small = patch(toy.small("quickstart"), {"model.decoder.num_layers": 1})
+    small = patch(toy_models.small("quickstart"), {"model.decoder.num_layers": 1})
     return compose(patch(resolve(small, with_=features).config, {"mesh": Mesh(shape={"fsdp": 8})}))
 
 
@@ -23,7 +23,7 @@ def stepped(*features):
     instance, losses = program(*features), []
     state = instance.init(0)
     for seed in range(3):
-        state, scalars = instance.train_step(state, instance.put(toy.batch(seed)))
+        state, scalars = instance.train_step(state, instance.put(toy_models.batch(seed)))
         losses.append(float(scalars["loss"]))
     return state, losses
 
@@ -32,7 +32,7 @@ def moments(state):
     return [x for x in jax.tree.leaves(state.learner.optimizer) if x.ndim]
 
 
-def test_moments_live_on_the_host_in_their_dtype_where_their_parameters_are_split():
+def test_moments_stay_on_the_host_with_the_sharding_of_their_parameters():
     plain, other = program().state, program("offload-optimizer", "optimizer-precision").state
     assert {m.sharding.memory_kind for m in moments(other)} == {"pinned_host"}
     assert {m.dtype for m in moments(other)} == {jnp.dtype("bfloat16")}
@@ -43,7 +43,7 @@ def test_moments_live_on_the_host_in_their_dtype_where_their_parameters_are_spli
 
 @pytest.mark.slow
 def test_a_run_keeps_them_there_and_its_losses_are_near():
-    with toy.quick_to_compile():
+    with toy_models.quick_to_compile():
         (state, other_losses), (_, losses) = stepped("offload-optimizer", "optimizer-precision"), stepped()
     assert {m.sharding.memory_kind for m in moments(state)} == {"pinned_host"}
     assert {x.sharding.memory_kind for x in state.params.values()} == {"device"}
@@ -54,7 +54,7 @@ def test_a_run_keeps_them_there_and_its_losses_are_near():
 
 @pytest.mark.slow
 def test_offloading_changes_no_number():
-    with toy.quick_to_compile():
+    with toy_models.quick_to_compile():
         assert stepped("offload-optimizer")[1] == stepped()[1]
 
 

@@ -6,7 +6,7 @@ from axlearn_plugins_parallelism.schedule import Schedule
 
 
 @pytest.mark.parametrize("plan", [Schedule(1, 3), Schedule(2, 5), Schedule(4, 4), Schedule(2, 4, 2), Schedule(3, 6, 4)])
-def test_every_chunk_of_every_microbatch_is_run_once_and_right_after_the_one_before(plan):
+def test_every_chunk_of_a_microbatch_runs_once_right_after_the_previous(plan):
     ran = {}
     for tick in range(plan.ticks):
         for stage in range(plan.stages):

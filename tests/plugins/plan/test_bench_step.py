@@ -51,7 +51,7 @@ def test_memory_is_that_of_the_process_where_devices_do_not_tell():
     watermark = bench._Watermark([Silent(), Silent()])
     assert watermark.sharing == 2
     if watermark.before is None:
-        pytest.skip("needs /proc/self/clear_refs")
+        pytest.skip("needs Linux with /proc/self/clear_refs")
     taken = bytearray(2**26)
     taken[:: 2**12] = b"x" * len(taken[:: 2**12])
     used = watermark.read()

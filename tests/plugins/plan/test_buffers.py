@@ -14,6 +14,7 @@ from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_plan import buffers, compilation, render
 from axlearn_plugins_plan.memory import Memory, compiled_memory, parse_out_of_memory, shard_bytes
 from axlearn_plugins_plan.plan import make_plan
+from support.needs import require
 
 GIB = 2**30
 
@@ -127,7 +128,7 @@ def test_an_upper_bound_says_so():
 
 @pytest.mark.slow
 def test_libtpu_refuses_by_what_is_read(tmp_path, monkeypatch):
-    pytest.importorskip("axlearn_plugins_tpu")
+    require("axlearn_plugins_tpu")
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     small = ["model.decoder.num_layers=2", "input.batch_size=64"]
     own = f"mesh.compiler_options.xla_dump_to={tmp_path / 'own'}"

@@ -19,6 +19,7 @@ from axlearn_plugins_plan.remedies import remedies
 from axlearn_plugins_plan.render import as_json, text
 from axlearn_plugins_plan.roofline import peak, roofline
 from axlearn_plugins_transformer.kernels.masks import Causal, Segments, SlidingWindow, visible_pairs
+from support.needs import require
 
 SMALL = (
     "model.decoder.num_layers=2",
@@ -104,7 +105,7 @@ def at_peak(plan, flops, dtype="bfloat16"):
     )
 
 
-def test_the_causal_utilisation_comes_first_and_one_above_the_peak_is_explained(plan):
+def test_causal_utilization_comes_first_and_explains_values_above_peak(plan):
     skips = at_peak(plan, 1.02 * plan.flops.causal)  # a kernel that skips masked pairs
     report, fields = text(skips), as_json(skips)
     assert fields["roofline_mfu_causal"] < 1 < fields["roofline_mfu"]
@@ -273,8 +274,8 @@ def test_the_roofline_is_the_slowest_of_its_parts():
         ("tpu", "tpu-v5p", "tokamax-mosaic-tpu"),
     ],
 )
-def test_a_kernel_of_a_grouped_product_counts_its_rows_once_whatever_the_groups(platform, target, kernel):
-    pytest.importorskip("tokamax", reason="needs tokamax: axlearn-plugins-gpu[kernels]")
+def test_grouped_kernels_count_each_row_once(platform, target, kernel):
+    require("tokamax")
     from axlearn_plugins_moe.grouped_matmul import GroupedMatmulOp
     from axlearn_plugins_plan.flops import ScopedSelection, works
 
@@ -320,7 +321,7 @@ def test_what_nothing_needs_is_not_counted():
 
 @pytest.mark.parametrize("save", [("attention_residuals",), ()])
 def test_a_kernel_whose_results_are_kept_does_not_run_again(save):
-    pytest.importorskip("axlearn_plugins_tpu")
+    require("axlearn_plugins_tpu")
     from axlearn_plugins_transformer.kernels.attention import AttentionOp
     from axlearn_plugins_transformer.kernels.masks import Causal
 
@@ -349,7 +350,7 @@ def counted(platform, target, function, *shapes, gradients=()):
 
 
 def test_a_fused_loss_counts_its_products_once():
-    pytest.importorskip("tokamax", reason="needs tokamax: axlearn-plugins-tpu[kernels]")
+    require("tokamax")
     from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropyOp, Options
 
     def loss(hidden, weight, targets):
@@ -365,7 +366,7 @@ def test_a_fused_loss_counts_its_products_once():
 @pytest.mark.fast_cases("b200-64")
 @pytest.mark.parametrize(("target", "size"), [("h100", 128), ("b200", 64)])
 def test_attention_in_mosaic_counts_by_its_formula(target, size, monkeypatch):
-    pytest.importorskip("tokamax", reason="needs tokamax: axlearn-plugins-gpu[kernels]")
+    require("tokamax")
     from axlearn_plugins_gpu.kernels import mosaic, tokamax
     from axlearn_plugins_transformer.kernels.attention import AttentionOp
     from axlearn_plugins_transformer.kernels.masks import Causal
@@ -383,7 +384,7 @@ def test_attention_in_mosaic_counts_by_its_formula(target, size, monkeypatch):
 
 
 def test_a_gated_unit_in_mosaic_counts_by_its_formula():
-    pytest.importorskip("tokamax", reason="needs tokamax: axlearn-plugins-gpu[kernels]")
+    require("tokamax")
     import attrs
 
     from axlearn_core.kernels.op import Op

@@ -8,6 +8,7 @@ import pytest
 from axlearn_core.plugins.targets import find_machine
 from axlearn_plugins_plan.predict import load_measurements, log_ratio, predict
 from axlearn_plugins_plan.roofline import Roofline
+from support.paths import ROOT
 
 BOUND = Roofline(compute=1.0, hbm=0.2, links=0.1, network=0.1)
 
@@ -36,9 +37,8 @@ def test_the_kept_fit_is_that_of_the_kept_steps(benchmark_module):
 @pytest.fixture(scope="module")
 def benchmark_module():
     import importlib.util
-    from pathlib import Path
 
-    path = Path(__file__).parents[3] / "benchmarks" / "step_times.py"
+    path = ROOT / "benchmarks" / "step_times.py"
     spec = importlib.util.spec_from_file_location("step_times", path)
     assert spec is not None
     assert spec.loader is not None

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from quantized_maps import FP8, INT8, QUICK, away, build, far, products, train
 
 import axlearn_core as ax
 from axlearn_core.compose import Functional
@@ -25,6 +24,7 @@ from axlearn_plugins_moe.feature import MoE
 from axlearn_plugins_quantization import library
 from axlearn_plugins_quantization.feature import Quantization
 from axlearn_plugins_quantization.quantized_linear import QuantizedLinear
+from support.quantized_maps import FP8, INT8, QUICK, away, build, far, products, train
 
 ATTENTION = "model.decoder.layer.attention"
 

@@ -7,18 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small_runs
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from small_runs import losses
 
 import axlearn_core as ax
 from axlearn_core.compose import Program
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_core.train.trainer import Trainer
 from axlearn_plugins_runtime.corruption import checksums, compare_replicas
+from support import api_runs
+from support.api_runs import losses
 
-train = functools.partial(small_runs.train, steps=6, **small_runs.REPLICAS)
+train = functools.partial(api_runs.train, steps=6, **api_runs.REPLICAS)
 
 
 def flip(array, device):

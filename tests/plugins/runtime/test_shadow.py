@@ -4,9 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-import small_runs
 from click.testing import CliRunner
-from small_runs import lines, losses
 
 from axlearn_core.cli.main import cli
 from axlearn_core.errors import RequestError
@@ -14,8 +12,10 @@ from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_runtime.shadow import Comparison, read
 from axlearn_plugins_runtime.train_options import EVERY, SHADOW
+from support import api_runs
+from support.api_runs import lines, losses
 
-train = functools.partial(small_runs.train, steps=3, **small_runs.REPLICAS, **{"model.decoder.num_layers": 2})
+train = functools.partial(api_runs.train, steps=3, **api_runs.REPLICAS, **{"model.decoder.num_layers": 2})
 
 
 @pytest.mark.slow

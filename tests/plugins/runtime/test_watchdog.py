@@ -115,7 +115,7 @@ def test_a_webhook_gets_the_incident(tmp_path, monkeypatch, receiver):
     assert posts[0]["text"].startswith("spike: the loss is 20")
 
 
-def test_a_webhook_that_is_gone_is_said_and_hurts_nobody(tmp_path, monkeypatch, capfd):
+def test_a_missing_webhook_is_reported_and_harmless(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("AXLEARN_WEBHOOK", "http://127.0.0.1:9/")
     Webhook.Config().build()({"rule": "r", "message": "m"}, tmp_path)
     for _ in range(100):

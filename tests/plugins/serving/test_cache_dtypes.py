@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import serving_models
 
 from axlearn_core.config import find
 from axlearn_core.errors import ConfigError, RequestError
@@ -13,6 +12,7 @@ from axlearn_plugins_serving.local_engine import serve
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, Split
 from axlearn_plugins_transformer.kernels.paged_split import XLA_SPLIT
 from axlearn_plugins_transformer.paged_cache import PagedCache, quantize_vectors
+from support import serving_models
 
 DTYPES = ("int8", "float8_e4m3fn")
 ERROR = {"int8": 0.05, "float8_e4m3fn": 0.3}

@@ -2,14 +2,14 @@
 
 import random
 
-import fake_runner
 import pytest
-from fake_runner import expected
-from test_engine import END, engine, requests_at_random, run, tokens
 
 from axlearn_plugins_serving.contracts import Request, Sampling
 from axlearn_plugins_serving.drafting import NgramDrafter
 from axlearn_plugins_serving.request_state import RequestState
+from support import fake_runner
+from support.engine_runs import END, engine, requests_at_random, run, tokens
+from support.fake_runner import expected
 
 DRAFTS = {"drafter": NgramDrafter.Config(ngram=2, length=5)}
 

@@ -3,71 +3,14 @@
 import random
 import sys
 
-import fake_runner
 import numpy as np
 import pytest
-from fake_runner import FakeRunner, expected, logprobs_of
 
-from axlearn_core.config import patch
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.contracts import QueueFullError, Request, Sampling
-from axlearn_plugins_serving.engine import ServingEngine
-
-VOCABULARY, CONTEXT = 97, 64
-END = frozenset({3, 4})
-
-
-def engine(*, settings=(), end=END, **sizes):
-    cfg = patch(ServingEngine.Config(hold_seconds=10.0), dict(settings))
-    return cfg.build(runner=FakeRunner.Config(**sizes).build(), end_tokens=end)
-
-
-def run(engine, requests, *, aborted=(), rng=None, check=True):
-    """Return id -> outputs. Requests arrive one by one between steps, and some are aborted."""
-    rng, waiting, outputs = rng or random.Random(0), list(requests), {}
-    for _ in range(100_000):
-        if waiting and rng.random() < 0.6:
-            for request in (waiting.pop(0) for _ in range(min(len(waiting), rng.randint(1, 4)))):
-                engine.add(request)
-        for id in aborted:
-            if rng.random() < 0.02:
-                engine.abort(id)
-        for output in engine.step():
-            outputs.setdefault(output.id, []).append(output)
-        if check:
-            check_blocks(engine)
-        if not waiting and not engine.busy():
-            return outputs
-    raise AssertionError("the requests did not end")
-
-
-def check_blocks(engine):
-    engine.cache.pool.check([state.blocks[state.freed :] for state in engine.scheduler.running])
-
-
-def tokens(outputs):
-    return [t for output in outputs for t in output.tokens]
-
-
-def requests_at_random(rng, count, **fixed):
-    """Return prompts, many of which share a prefix or are equal."""
-    prefixes = [[rng.randrange(VOCABULARY) for _ in range(n)] for n in (4, 8, 11, 16, 23)]
-    requests = []
-    for index in range(count):
-        prompt = rng.choice(prefixes)[: rng.choice([3, 8, 99])]
-        prompt = prompt + [rng.randrange(VOCABULARY) for _ in range(rng.choice([0, 0, 1, 5, 20]))]
-        sampling = Sampling(
-            temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(99), max_tokens=rng.choice([1, 4, 17, None]),
-            ignore_end=rng.random() < 0.3, stop_tokens=frozenset({5} if rng.random() < 0.3 else ()),
-        )  # fmt: skip
-        requests.append(
-            Request(
-                id=str(index), prompt=tuple(prompt), sampling=sampling, priority=rng.choice([0, 0, 0, 1, -1]),
-                client=rng.choice("abc"), **fixed,
-            )
-        )  # fmt: skip
-    return requests
-
+from support import fake_runner
+from support.engine_runs import CONTEXT, END, VOCABULARY, check_blocks, engine, requests_at_random, run, tokens
+from support.fake_runner import expected, logprobs_of
 
 ENGINES = {
     "roomy": {},
@@ -230,7 +173,7 @@ class Pattern:
         return len(self.accepted) == len(self.allowed)
 
 
-def test_constraints_beside_other_requests():
+def test_constraints_in_a_batch_with_other_requests():
     for sizes in ({}, {"num_blocks": 17, "decode_steps": 4}):
         one, rng = engine(**sizes), random.Random(4)
         pending = requests_at_random(rng, 40)
@@ -271,7 +214,7 @@ def test_a_constraint_that_fails_ends_its_request_alone(pattern, message, count)
     assert len(tokens(outputs["good"])) == 8
 
 
-def test_the_token_that_ends_an_output_is_said():
+def test_the_token_that_ends_an_output_is_reported():
     one, sampling = engine(end=frozenset(range(0, 97, 2))), Sampling(temperature=0.0, stop_tokens=frozenset({1, 3, 5}))
     outputs = run(one, [Request(id=str(i), prompt=(i,), sampling=sampling) for i in range(20)])
     for (*_, last), request in zip(outputs.values(), outputs, strict=True):

@@ -1,4 +1,4 @@
-"""The number of devices of an engine, whose results equal those of one device."""
+"""Engines on several devices give the results of one device."""
 
 import math
 import re
@@ -7,9 +7,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-import serving_models
 from flax import nnx
-from serving_models import SMALL, prompts
 
 import axlearn_core as ax
 from axlearn_core.config import patch
@@ -19,6 +17,8 @@ from axlearn_plugins_serving import engine_devices
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.engine_devices import VIRTUAL_DEVICES, serving_program
 from axlearn_plugins_transformer.generate import Generator
+from support.paths import HF_FIXTURES
+from support.serving_models import SMALL, prompts
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 SIZES = {
@@ -109,7 +109,7 @@ def test_devices_that_share_products_give_the_tokens_of_one(number, transposed, 
 
 
 @pytest.mark.slow
-def test_seeded_samples_and_scores_of_prompts_are_those_of_one_device():
+def test_seeded_samples_and_prompt_scores_match_one_device():
     built = model().build(rngs=nnx.Rngs(0))
     some = prompts(np.random.default_rng(1), built.vocab_size)
     options = {"temperature": 1.0, "top_p": 0.8, "top_k": 12, "seed": 3, "presence_penalty": 0.5, "logprobs": 2}
@@ -155,7 +155,7 @@ def test_cores_are_those_of_the_quota(monkeypatch, tmp_path):
 @pytest.mark.parametrize("family", ["llama2", "qwen3", "gemma2", "mixtral"])
 def test_a_directory_is_read_onto_two_devices(family, tmp_path):
     directory = tmp_path / "model"
-    shutil.copytree(serving_models.FIXTURES / family, directory)
+    shutil.copytree(HF_FIXTURES / family, directory)
     outputs = []
     for number in (1, 2):
         settings = {**SIZES, "tensor_parallel": number}

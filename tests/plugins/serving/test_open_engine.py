@@ -5,8 +5,6 @@ import shutil
 
 import attrs
 import pytest
-import serving_models
-import tiny
 from click.testing import CliRunner
 from flax import nnx
 
@@ -17,6 +15,8 @@ from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.open_engine import build_engine, open_engine
 from axlearn_plugins_transformer.embedding import LearnedPositions
+from support import cli_runs
+from support.paths import HF_FIXTURES
 
 SIZES = {
     "runner.max_rows": 2, "runner.max_context": 96, "runner.row_buckets": (), "runner.chunk_buckets": (),
@@ -27,7 +27,7 @@ SIZES = {
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("served") / "small"
-    tiny.axlearn(*tiny.arguments(path, steps=6))
+    cli_runs.axlearn(*cli_runs.arguments(path, steps=6))
     return path
 
 
@@ -111,7 +111,7 @@ def test_more_context_than_the_cache_has():
 
 def test_every_end_token_of_a_model_directory_ends_outputs(tmp_path):
     directory = tmp_path / "model"
-    shutil.copytree(serving_models.FIXTURES / "llama2", directory)
+    shutil.copytree(HF_FIXTURES / "llama2", directory)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 11, -1, "x", 10**9]}))
     data = json.loads((directory / "config.json").read_text())
     engine = open_engine(directory, config=config(), warm_up=False).engine
@@ -120,7 +120,7 @@ def test_every_end_token_of_a_model_directory_ends_outputs(tmp_path):
 
 def test_a_model_directory_that_names_no_end_token_says_so(tmp_path, capfd):
     directory = tmp_path / "model"
-    shutil.copytree(serving_models.FIXTURES / "llama2", directory)
+    shutil.copytree(HF_FIXTURES / "llama2", directory)
     data = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({k: v for k, v in data.items() if k != "eos_token_id"}))
     (directory / "generation_config.json").unlink(missing_ok=True)

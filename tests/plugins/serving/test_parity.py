@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from parity_scores import Scores, check_parity_scores
-from serving_models import SIZES, config, model, prompts
 
 from axlearn_core.compose import Functional
 from axlearn_core.config import patch
@@ -14,6 +12,8 @@ from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.parity import ROWS, WIDE_MAP_ROWS, min_rows
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_transformer.kernels.hooks import axlearn_kernels
+from support.score_parity import Scores, check_parity_scores
+from support.serving_models import SIZES, config, model, prompts
 
 
 @pytest.mark.fast_cases("()")

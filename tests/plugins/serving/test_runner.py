@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from flax import nnx
-from serving_models import FAMILIES, SIZES, Requests, config, family, model, prompts, runner
 
 from axlearn_core.compose import Functional
 from axlearn_core.config import patch
@@ -11,6 +10,7 @@ from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.contracts import Row, Sampling
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_transformer.generate import Generator
+from support.serving_models import FAMILIES, SIZES, Requests, config, family, model, prompts, runner
 
 
 def check(instance, of, seed, count=8):
@@ -129,7 +129,7 @@ def test_steps_of_several_tokens_are_for_rows_that_decode():
 
 
 @pytest.mark.slow
-def test_the_last_feed_forward_layer_is_computed_for_tokens_that_are_chosen_alone():
+def test_the_last_feed_forward_layer_runs_only_for_chosen_tokens():
     """Compare the FLOPs that a wider layer adds to a step: for all tokens in the first of two layers, and in the second only for
     chosen tokens and for a chunk whose targets are scored."""
     width, hidden, flops = 64, 64, []

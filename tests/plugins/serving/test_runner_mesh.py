@@ -4,13 +4,13 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from serving_models import SIZES, SMALL, Requests, prompts
 
 from axlearn_core.compose import compose
 from axlearn_core.config import patch
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_transformer.generate import Generator
+from support.serving_models import SIZES, SMALL, Requests, prompts
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import random
 
 import pytest
-from fake_runner import FakeRunner, expected
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -14,6 +13,7 @@ from axlearn_plugins_serving.contracts import Request, Sampling
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.request_state import RequestState
 from axlearn_plugins_serving.waiting_queue import WaitingQueue
+from support.fake_runner import FakeRunner, expected
 
 GREEDY = Sampling(temperature=0.0, max_tokens=4, ignore_end=True)
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import serving_models
 from flax import nnx
 
 from axlearn_core.compose import Functional
@@ -27,6 +26,7 @@ from axlearn_plugins_serving.serving_linear import (
     lay_out_maps,
 )
 from axlearn_plugins_transformer.generate import Generator
+from support import serving_models
 
 FEW, MANY = 16, WEIGHT_FIRST_ROWS + 16
 DIMS = [((24,), (4, 10)), ((4, 6), (40,)), ((4, 6), (5, 8))]

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from serving_models import Requests, model, prompts, runner
 
 from axlearn_plugins_serving import token_sampling
 from axlearn_plugins_serving.contracts import Row, Sampling
+from support.serving_models import Requests, model, prompts, runner
 
 VOCABULARY = 64
 
@@ -31,7 +31,7 @@ def reference_limits(logits, top_k, top_p, min_p):
     ("top_k", "top_p", "min_p"),
     [(VOCABULARY, 1.0, 0.0), (5, 1.0, 0.0), (VOCABULARY, 0.7, 0.0), (20, 0.9, 0.1), (1, 1.0, 0.0)],
 )
-def test_limits_are_those_of_sorting(top_k, top_p, min_p):
+def test_limits_equal_those_of_sorting(top_k, top_p, min_p):
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((8, VOCABULARY)).astype(np.float32) * 2
     logits -= logits.max(axis=1, keepdims=True)
@@ -124,7 +124,7 @@ def draws(samplings, seeds, count, beside):
     return requests.outputs[0][:count]
 
 
-def test_equal_seeds_draw_equal_tokens_whatever_is_beside():
+def test_equal_seeds_draw_equal_tokens_in_any_batch():
     hot = Sampling(temperature=1.5, top_p=0.95)
     alone = draws([hot], [11], 12, beside=0)
     together = draws([hot, Sampling(temperature=2.0), Sampling(temperature=0.0)], [11, 12, 13], 12, beside=2)

@@ -1,9 +1,10 @@
 import pytest
 
 from axlearn_plugins_tpu.kernels import tokamax
+from support.needs import reason
 
 
 @pytest.fixture
 def library():
-    if reason := tokamax.unavailable_reason():
-        pytest.skip(reason)
+    if unavailable := tokamax.unavailable_reason():
+        pytest.skip(f"{reason('tokamax')} ({unavailable})")

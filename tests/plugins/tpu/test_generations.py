@@ -20,6 +20,7 @@ from axlearn_plugins_tpu.generations import TARGETS
 from axlearn_plugins_tpu.hooks import has_local_tpu
 from axlearn_plugins_tpu.shapes import SLICES, find_shape
 from axlearn_plugins_tpu.topology import topology_name
+from support.needs import require
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_every_listed_shape_is_found_and_close_to_a_cube():
 @pytest.mark.slow_cases("tpu-v5p")
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
 def test_devices_of_absent_tpus_are_those_of_the_target(target):
-    pytest.importorskip("libtpu", reason="needs libtpu")
+    require("libtpu")
     for name in target.examples:
         machine = find_machine(name)
         actual = topology_devices(machine)
@@ -117,7 +118,7 @@ def test_a_tpu_on_the_bus_is_seen(devices, expected, tmp_path):
 
 @pytest.mark.slow
 def test_jax_starts_in_silence_where_libtpu_is_and_no_tpu():
-    pytest.importorskip("libtpu", reason="needs libtpu")
+    require("libtpu")
     if has_local_tpu():
         pytest.skip("needs a machine without a TPU")
     hidden = ("JAX_PLATFORMS", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES", "TPU_SKIP_MDS_QUERY")
@@ -132,7 +133,7 @@ def test_jax_starts_in_silence_where_libtpu_is_and_no_tpu():
 
 @pytest.mark.slow
 def test_programs_are_compiled_in_several_processes_at_once():
-    pytest.importorskip("libtpu", reason="needs libtpu")
+    require("libtpu")
     code = (
         "import sys; from axlearn_core.compose.devices import topology_devices\n"
         "from axlearn_core.plugins.targets import find_machine\n"
@@ -150,7 +151,7 @@ def test_programs_are_compiled_in_several_processes_at_once():
 
 @pytest.mark.parametrize("generation", ["tpu-v4-8", "tpu-v5e-4", "tpu-v5p-8", "tpu-v6e-4", "tpu-7x-4"])
 def test_libtpu_knows_every_option_of_a_target(generation):
-    pytest.importorskip("libtpu", reason="needs libtpu")
+    require("libtpu")
     machine = find_machine(generation)
     place = jax.sharding.SingleDeviceSharding(topology_devices(machine)[0])
     lowered = jax.jit(lambda x: x + 1).trace(jax.ShapeDtypeStruct((8, 128), "float32", sharding=place))
@@ -161,7 +162,7 @@ def test_libtpu_knows_every_option_of_a_target(generation):
 @pytest.mark.slow
 def test_not_every_collective_is_waited_for():
     """By default libtpu waits for every collective of this program on v5p; the bytes are the same."""
-    pytest.importorskip("libtpu", reason="needs libtpu")
+    require("libtpu")
     machine = find_machine("tpu-v5p-8")
     mesh = jax.sharding.Mesh(np.array(topology_devices(machine)), ("fsdp",))
     rows, split = (

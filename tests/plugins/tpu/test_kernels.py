@@ -2,8 +2,6 @@
 
 import contextlib
 import functools
-import sys
-from pathlib import Path
 
 import attrs
 import jax
@@ -12,10 +10,6 @@ import numpy as np
 import pytest
 from jax._src import literals
 from jax.experimental import pallas
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "conformance"))
-import cases
-from tpu_programs import GENERATIONS, compiled, not_only
 
 from axlearn_core.compose.devices import topology_devices
 from axlearn_core.compose.layout import make_mesh
@@ -44,6 +38,9 @@ from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import Causal, Prefix, Segments, SlidingWindow
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 from axlearn_testing import Case, KernelSuite
+from support import op_cases
+from support.needs import require
+from support.tpu_programs import GENERATIONS, compiled, not_only
 
 SMALL = SplashBlocks(
     query=128,
@@ -93,9 +90,9 @@ def simulated(monkeypatch):
 class TestRaggedPaged(KernelSuite):
     op, name = PagedAttentionOp, "ragged-paged"
     cases = (
-        cases.paged("mixed", new=[1, 12, 1], lengths=[40, 20, 1], size=128, window=6, tokens=3),
-        cases.paged("capped", new=[9], lengths=[30], size=128, softcap=2.0, groups=1, dtype="bfloat16"),
-        cases.paged("narrow", new=[1], lengths=[9]),
+        op_cases.paged("mixed", new=[1, 12, 1], lengths=[40, 20, 1], size=128, window=6, tokens=3),
+        op_cases.paged("capped", new=[9], lengths=[30], size=128, softcap=2.0, groups=1, dtype="bfloat16"),
+        op_cases.paged("narrow", new=[1], lengths=[9]),
     )
 
     def find_declaration(self, name):
@@ -121,7 +118,7 @@ def paged_call(heads=8, groups=4, size=128, dtype="bfloat16", pages="bfloat16", 
         ({"groups": 5, "heads": 10}, "5 key-value heads per device do not fill"),
     ],
 )
-def test_paged_attention_says_what_it_cannot_do(options, reason):
+def test_paged_attention_reports_unsupported_calls(options, reason):
     answer = RAGGED_PAGED.supports(*paged_call(**options))
     assert answer is None if reason is None else reason in answer
 
@@ -133,7 +130,7 @@ def test_paged_attention_splits_heads_that_can_be_split():
 
 
 def test_devices_read_the_pages_of_their_own_heads(simulated, monkeypatch):
-    case = cases.paged("mixed", new=[3, 1], lengths=[20, 9], heads=8, groups=4, size=128)
+    case = op_cases.paged("mixed", new=[3, 1], lengths=[20, 9], heads=8, groups=4, size=128)
     declared = [attrs.evolve(k, platforms=()) for k in KERNELS if k.op == PagedAttentionOp.path()]
     monkeypatch.setitem(PAGED, "tpu-v5e", PAGED[""])  # the small ones
     mesh = make_mesh(Mesh(shape={"fsdp": 2, "tensor": 4}))
@@ -156,13 +153,13 @@ QUICK = ("window", "prefix", "decoding", "odd", "alibi")
 )
 class TestSplash(Interpreted):
     op, name = AttentionOp, "splash"
-    cases = tuple(c for c in cases.CASES[AttentionOp] if c.name.startswith(QUICK))
+    cases = tuple(c for c in op_cases.CASES[AttentionOp] if c.name.startswith(QUICK))
 
 
 @pytest.mark.slow
 class TestSplashOnTheOtherCases(Interpreted):
     op, name = AttentionOp, "splash"
-    cases = tuple(c for c in cases.CASES[AttentionOp] if not c.name.startswith(QUICK))
+    cases = tuple(c for c in op_cases.CASES[AttentionOp] if not c.name.startswith(QUICK))
 
 
 @pytest.mark.slow_cases("test_values_and_gradients_match_reference[300-float32]")
@@ -171,13 +168,13 @@ class TestMegablox(Interpreted):
     cases = tuple(
         Case(
             name=f"{rows}-{dtype}",
-            run=cases.grouped,
+            run=op_cases.grouped,
             operands=(
-                cases.normal(rows, 128, dtype=dtype),
-                cases.normal(3, 128, width, dtype=dtype),
+                op_cases.normal(rows, 128, dtype=dtype),
+                op_cases.normal(3, 128, width, dtype=dtype),
                 jnp.asarray(sizes, jnp.int32),
             ),
-            tolerance=cases.TOLERANCE[dtype],
+            tolerance=op_cases.TOLERANCE[dtype],
         )
         for rows, width, sizes, dtype in ((300, 256, [100, 0, 150], "float32"), (128, 64, [0, 8, 120], "bfloat16"))
     )
@@ -252,7 +249,7 @@ def test_paged_attention_compiles_for_one_device_that_is_not_here(generation):
 
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_the_chip_that_kernels_ask_for_is_that_of_the_target(generation):
-    pytest.importorskip("libtpu", reason="needs libtpu")
+    require("libtpu")
     machine = find_machine(generation)
     device = topology_devices(machine)[0]
 
@@ -275,7 +272,7 @@ def test_the_chip_that_kernels_ask_for_is_that_of_the_target(generation):
 @pytest.mark.slow
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_paged_attention_compiles_for_every_generation(generation):
-    pytest.importorskip("libtpu", reason="needs libtpu")
+    require("libtpu")
     machine = find_machine(generation)
     devices = topology_devices(machine)
     mesh = jax.make_mesh((len(devices),), ("tensor",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))

@@ -12,6 +12,7 @@ from axlearn_core.plugins.targets import find_rule
 from axlearn_plugins_tools.features.remat_tags import RematPolicyTags
 from axlearn_plugins_tpu.generations import TARGETS
 from axlearn_plugins_tpu.rules import ATTENTION, POLICIES, RULES
+from support.needs import require
 
 
 @pytest.mark.slow_cases("llama2-7b-tpu-v6e-256-shape4-tpu-attention-offload")
@@ -45,7 +46,7 @@ def test_how_experiments_are_laid_out(experiment, target, shape, remat):
     [("tpu-v5e-256", {}, True), ("tpu-v5e-256", {"without": ["quantization"]}, False), ("tpu-v6e-256", {}, False)],
 )
 def test_linear_maps_are_quantized_on_v5e(target, words, quantized):
-    pytest.importorskip("axlearn_plugins_quantization", reason="needs axlearn-plugins-quantization")
+    require("axlearn_plugins_quantization")
     resolved = resolve("llama2-7b", target=target, **words)
     kind = type(get(resolved.config, "model.decoder.layer.feed_forward.up")).__qualname__
     assert kind == ("QuantizedLinear.Config" if quantized else "Linear.Config")
@@ -69,7 +70,7 @@ def test_every_rule_holds_for_some_machine_and_every_machine_has_one():
 
 def memory(experiment, target, **options):
     """Return GiB per device: (arguments, temporaries, host memory). Raise if the program does not fit."""
-    pytest.importorskip("libtpu", reason="needs libtpu")
+    require("libtpu")
     resolved = resolve(experiment, target=target, **options)
     program = compose(resolved.config, topology_devices(resolved.machine), machine=resolved.machine)
     size = (get(resolved.config, "input.batch_size"), get(resolved.config, "input.sequence_length"))

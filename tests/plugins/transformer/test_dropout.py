@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy
 
 from axlearn_core import compose, patch
 from axlearn_core.compose import Functional
@@ -18,6 +17,7 @@ from axlearn_core.train.step import TrainingFunctions
 from axlearn_plugins_transformer.attention import Attention, AttentionLayer
 from axlearn_plugins_transformer.dropout import Dropout
 from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward
+from support import toy_models
 
 RATE = ["dropout:rate=0.3"]
 KEY = jax.random.key(5)
@@ -25,7 +25,7 @@ KEY = jax.random.key(5)
 
 @functools.cache
 def config(mode="scan", *more):
-    tree = toy.resolve(toy.small("llama2-7b"), with_=[*RATE, *more]).config
+    tree = toy_models.resolve(toy_models.small("llama2-7b"), with_=[*RATE, *more]).config
     return patch(tree, {"model.decoder.stack.mode": mode, "model.dtype": "float32"})
 
 
@@ -33,7 +33,7 @@ def loss_and_gradients(cfg, key=KEY, devices=None, parts=1):
     """Compute (loss, gradients) of the toy batch, compiled like a training step on these devices."""
     program = compose(cfg, devices or jax.devices()[:1])
     functions = TrainingFunctions(program.functional, None)
-    params = toy.filled(program.functional)
+    params = toy_models.filled(program.functional)
     places = {p: s.sharding for p, s in program.state.params.items()}
 
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -42,7 +42,7 @@ def loss_and_gradients(cfg, key=KEY, devices=None, parts=1):
             return value_and_grad(functions.training_loss, params, {}, batch, key, parts)
 
     placed = {p: jax.device_put(x, places[p]) for p, x in params.items()}
-    (loss, *_), grads = jax.device_get(run(placed, program.put(toy.batch()), key))
+    (loss, *_), grads = jax.device_get(run(placed, program.put(toy_models.batch()), key))
     return float(loss), grads
 
 
@@ -54,7 +54,7 @@ def close(one, other, tolerance=1e-5):
 
 
 def test_parameters_begin_as_they_do_without_dropout():
-    plain = Functional.from_config(toy.small("llama2-7b").model).init(KEY)
+    plain = Functional.from_config(toy_models.small("llama2-7b").model).init(KEY)
     dropped = Functional.from_config(config().model).init(KEY)
     assert plain.keys() == dropped.keys()
     assert all((plain[p] == dropped[p]).all() for p in plain)
@@ -63,11 +63,14 @@ def test_parameters_begin_as_they_do_without_dropout():
 def test_evaluation_draws_nothing():
     with_dropout, without = (
         Functional.from_config(config().model),
-        Functional.from_config(patch(toy.small("llama2-7b"), {"model.dtype": "float32"}).model),
+        Functional.from_config(patch(toy_models.small("llama2-7b"), {"model.dtype": "float32"}).model),
     )
-    params = toy.filled(without)
-    assert with_dropout.bind(params).loss(toy.batch())[0] == without.bind(params).loss(toy.batch())[0]
-    assert with_dropout.bind(params, key=KEY).loss(toy.batch())[0] != without.bind(params).loss(toy.batch())[0]
+    params = toy_models.filled(without)
+    assert with_dropout.bind(params).loss(toy_models.batch())[0] == without.bind(params).loss(toy_models.batch())[0]
+    assert (
+        with_dropout.bind(params, key=KEY).loss(toy_models.batch())[0]
+        != without.bind(params).loss(toy_models.batch())[0]
+    )
 
 
 def test_every_stream_has_keys_of_its_own():
@@ -84,17 +87,17 @@ def test_every_stream_has_keys_of_its_own():
 
 @pytest.mark.slow
 def test_masks_differ_by_microbatch_and_step():
-    batch = {k: jnp.concatenate([v[:8]] * 2) for k, v in toy.batch().items()}
+    batch = {k: jnp.concatenate([v[:8]] * 2) for k, v in toy_models.batch().items()}
     functional = Functional.from_config(config().model)
     functions = TrainingFunctions(functional, None)
-    params = toy.filled(functional)
+    params = toy_models.filled(functional)
     rows = [{k: v[i : i + 8] for k, v in batch.items()} for i in (0, 8)]
     same = [functions.training_loss(params, {}, part, KEY)[0] for part in rows]
     assert same[0] == same[1]
     parts = [functions.training_loss(params, {}, rows[0], jax.random.fold_in(KEY, i))[0] for i in range(2)]
     assert parts[0] != parts[1]
-    accumulated = value_and_grad(functions.training_loss, params, {}, toy.batch(), KEY, 2)[0][0]
-    assert accumulated != value_and_grad(functions.training_loss, params, {}, toy.batch(), KEY)[0][0]
+    accumulated = value_and_grad(functions.training_loss, params, {}, toy_models.batch(), KEY, 2)[0][0]
+    assert accumulated != value_and_grad(functions.training_loss, params, {}, toy_models.batch(), KEY)[0][0]
 
 
 @pytest.mark.fast_cases("scan-more1")
@@ -151,23 +154,23 @@ class OwnBlock(Layer):
 @pytest.mark.parametrize("mode", ["scan", "unrolled"])
 def test_blocks_of_any_class_drop_out(mode):
     edits = {"model.decoder.layer": OwnBlock.Config(), "model.decoder.stack.mode": mode, "model.dtype": "float32"}
-    own = patch(toy.small("llama2-7b"), edits)
+    own = patch(toy_models.small("llama2-7b"), edits)
     dropped = Dropout(rate=0.3).apply(own)
     assert Dropout(rate=0.3).in_effect(dropped)
     assert Dropout(rate=0.2).apply(dropped) == Dropout(rate=0.2).apply(own)
     plain, functional = Functional.from_config(own.model), Functional.from_config(dropped.model)
-    params = {p: toy.filled(plain)[p.replace(".base.", ".")] for p in functional.abstract}
+    params = {p: toy_models.filled(plain)[p.replace(".base.", ".")] for p in functional.abstract}
     model = functional.bind(params)
     silent = plain.bind({p.replace(".base.", "."): x for p, x in params.items()})
-    assert model.loss(toy.batch())[0] == silent.loss(toy.batch())[0]
-    losses = [functional.bind(params, key=jax.random.key(i)).loss(toy.batch())[0] for i in (1, 2)]
+    assert model.loss(toy_models.batch())[0] == silent.loss(toy_models.batch())[0]
+    losses = [functional.bind(params, key=jax.random.key(i)).loss(toy_models.batch())[0] for i in (1, 2)]
     assert losses[0] != losses[1]
     assert list(model.generate([1, 2, 3], max_tokens=2)) == list(silent.generate([1, 2, 3], max_tokens=2))
 
 
 def test_adapters_go_on_the_halves_of_any_block():
-    own = patch(toy.small("llama2-7b"), {"model.decoder.layer": OwnBlock.Config()})
-    config = toy.resolve(own, with_=["dropout:rate=0.3", "lora:rank=2,target=model.**.attention.*"]).config
+    own = patch(toy_models.small("llama2-7b"), {"model.decoder.layer": OwnBlock.Config()})
+    config = toy_models.resolve(own, with_=["dropout:rate=0.3", "lora:rank=2,target=model.**.attention.*"]).config
     functional = Functional.from_config(config.model)
     adapters = {p for p in functional.abstract if p.endswith("lora_a")}
     assert {p.rpartition(".")[0] for p in adapters} == {
@@ -177,7 +180,7 @@ def test_adapters_go_on_the_halves_of_any_block():
 
 def test_a_step_follows_from_seed_and_step_alone():
     program = compose(config(), jax.devices()[:1])
-    batch = program.put(toy.batch())
+    batch = program.put(toy_models.batch())
     state = program.init(seed=0)
     later = state.replace(step=state.step + 1)
     copies = [jax.tree.map(lambda x: x.copy(), s) for s in (state, state, later)]

@@ -33,7 +33,7 @@ def greedy(model, prompt, count):
     "edits",
     [pytest.param(v, id=k, marks=() if k == "all heads" else pytest.mark.slow) for k, v in VARIANTS.items()],
 )
-def test_logits_with_a_cache_are_those_without(tiny, build, run, batch, edits):
+def test_logits_are_the_same_with_and_without_a_cache(tiny, build, run, batch, edits):
     model = build(tiny(edits), 0)
     tokens = batch["tokens"][:, :20]
     expected = run(model, tokens)

@@ -170,7 +170,7 @@ def test_a_scan_has_the_code_of_one_period():
     assert text == {4: 2, 40: 2}
 
 
-def test_a_tag_that_no_kind_has_is_refused_and_one_that_one_kind_has_is_not():
+def test_a_tag_must_exist_in_some_kind_of_layer():
     stack = Stack(Stack.Config(remat=Remat.Config(save=("wide4",))))
     layers = make(stack, block((2, 3)), 4)
     with pytest.raises(RequestError, match="wide4"):

@@ -71,7 +71,7 @@ class Own(Node):
         return Doubled(input_dims, output_dims, rngs=rngs)
 
 
-def test_the_class_of_a_base_stays_what_it_is_also_of_one_without_a_config():
+def test_lora_keeps_the_class_of_its_base_even_without_a_config():
     with nnx.use_eager_sharding(False):
         layer = one(rank=2, base=ax.configure(Doubled, factor=3.0))
     assert isinstance(layer, Doubled)

@@ -6,22 +6,22 @@ import math
 import jax
 import numpy as np
 import pytest
-import toy
 from safetensors.numpy import load_file
-from tiny import SETTINGS, axlearn, losses, metrics
 
 from axlearn_core.compose import ModelWeights, compose
 from axlearn_core.config import patch
 from axlearn_core.errors import ConfigError
 from axlearn_core.learn.paths import flatten
 from axlearn_core.run import open_weights
+from support import toy_models
+from support.cli_runs import SETTINGS, axlearn, losses, metrics
 
 PAIRS = "dpo:data=pairs.jsonl"
 
 
 def program(*features, devices=1, shape=None, **settings):
     """Compose the small quickstart with these features."""
-    cfg = toy.resolve(toy.small("quickstart"), with_=features, set=settings).config
+    cfg = toy_models.resolve(toy_models.small("quickstart"), with_=features, set=settings).config
     return compose(patch(cfg, {"mesh.shape": shape or {}}), jax.devices()[:devices])
 
 
@@ -35,7 +35,7 @@ def moved(trainer, seed=2):
 
 def loss(trainer, state):
     """Return (loss, summaries) of the training objective, and its batch."""
-    batch = toy.batch_for(trainer.config)
+    batch = toy_models.batch_for(trainer.config)
     return loss_of(trainer, state, batch), batch
 
 
@@ -74,7 +74,7 @@ def test_pairs_that_pad_a_batch_do_not_count(padding):
     """Zero rows in the last evaluation batch do not change the loss and summaries of the real pairs."""
     trainer = program(f"{PAIRS},beta=0.3,label_smoothing=0.1")
     state = moved(trainer)
-    batch = toy.batch_for(trainer.config)
+    batch = toy_models.batch_for(trainer.config)
     count = len(batch["chosen_tokens"]) - padding
     padded = {name: np.concatenate([x[:count], np.zeros_like(x[count:])]) for name, x in batch.items()}
     value, report = loss_of(trainer, state, padded)
@@ -109,7 +109,7 @@ def test_dpo_is_its_formula(smoothing):
     np.testing.assert_allclose(report["reward_chosen"], ratios["chosen"].mean(), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(report["reward_rejected"], ratios["rejected"].mean(), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(report["reward_accuracy"], (margin > 0).mean())
-    assert report["weight"] == toy.ROWS
+    assert report["weight"] == toy_models.ROWS
 
 
 @pytest.mark.fast_cases("features2")
@@ -160,7 +160,7 @@ def test_a_model_that_is_its_own_teacher_has_no_divergence():
 def test_evaluation_of_a_distilled_model_is_its_own_loss():
     trainer, plain = program("distill:temperature=2.0"), program()
     state = moved(trainer)
-    batch = trainer.put(toy.batch())
+    batch = trainer.put(toy_models.batch())
     got = trainer.eval_step(state, batch)
     fresh = plain.init(0)
     expected = plain.eval_step(fresh.replace(params=state.params), batch)
@@ -169,7 +169,7 @@ def test_evaluation_of_a_distilled_model_is_its_own_loss():
 
 @pytest.mark.fast_cases("distill:temperature=2.0")
 @pytest.mark.parametrize("feature", [PAIRS, "distill:temperature=2.0"])
-def test_frozen_models_hold_no_state_of_the_optimizer_and_begin_as_the_model(feature):
+def test_frozen_models_have_no_optimizer_state_and_start_as_the_model(feature):
     trainer = program(feature)
     frozen = [p for p in trainer.state.variables if p.startswith("objective.")]
     assert len(frozen) == len(trainer.functional.abstract)
@@ -197,21 +197,21 @@ def test_an_objective_goes_with_a_pipeline(feature):
 
 
 def test_a_model_of_images_is_refused():
-    cfg = toy.resolve("vit-b16").config
-    objective = toy.resolve(toy.small("quickstart"), with_=["distill"]).config.objective
+    cfg = toy_models.resolve("vit-b16").config
+    objective = toy_models.resolve(toy_models.small("quickstart"), with_=["distill"]).config.objective
     with pytest.raises(ConfigError, match="this objective needs a language model"):
         compose(patch(cfg, {"objective": objective}), jax.devices()[:1])
 
 
 def test_a_teacher_of_another_vocabulary_is_refused():
-    cfg = toy.resolve(toy.small("quickstart"), with_=["distill"]).config
+    cfg = toy_models.resolve(toy_models.small("quickstart"), with_=["distill"]).config
     teacher = patch(cfg.model, {"vocab_size": 128})
     with pytest.raises(ConfigError, match="different vocabularies"):
         compose(patch(cfg, {"objective.teacher": teacher, "objective.teacher_weights": "x"}), jax.devices()[:1])
 
 
 def test_a_reference_of_another_model_needs_weights():
-    cfg = toy.resolve(toy.small("quickstart"), with_=[PAIRS]).config
+    cfg = toy_models.resolve(toy_models.small("quickstart"), with_=[PAIRS]).config
     reference = patch(cfg.model, {"decoder.num_layers": 1})
     with pytest.raises(ConfigError, match=r"objective\.reference: cannot start with the weights of the trained model"):
         compose(patch(cfg, {"objective.reference": reference}), jax.devices()[:1])
@@ -248,7 +248,7 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("kind", ["dpo", pytest.param("distill", marks=pytest.mark.slow)])
-def test_a_run_resumes_bit_identically_and_generates_without_the_objective(kind, home, monkeypatch):
+def test_a_run_resumes_bit_for_bit_and_generates_without_the_objective(kind, home, monkeypatch):
     monkeypatch.chdir(home)
 
     def train(run_dir, steps):
@@ -301,7 +301,7 @@ def test_bad_rows_are_refused_by_line(line, message, home, monkeypatch):
     assert not (home / "bad").exists()
 
 
-def test_weights_that_are_not_there_are_refused_before_anything_is_written(home, monkeypatch):
+def test_missing_weights_are_rejected_before_writing(home, monkeypatch):
     monkeypatch.chdir(home)
     error_text = axlearn("train", "base/config.yaml", "--with", "distill:teacher=nowhere", "--run-dir", "none", code=2)
     assert "nowhere" in error_text.stderr

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import toy
 from flax import linen, nnx
 
 from axlearn_core import compose, configure, patch, train
@@ -20,6 +19,7 @@ from axlearn_core.nn.layer import Precision
 from axlearn_core.nn.summaries import add_summary
 from axlearn_plugins_models.bridges.equinox_layer import EquinoxLayer
 from axlearn_plugins_models.bridges.linen_layer import LinenLayer
+from support import toy_models
 
 FEED_FORWARD = "model.decoder.layer.feed_forward"
 KEY = jax.random.key(3)
@@ -70,7 +70,7 @@ NODES = {"linen": LINEN, "equinox": EQUINOX}
 
 @functools.cache
 def config(kind, **settings):
-    tree = patch(toy.small("llama2-7b"), {"model.dtype": "float32", FEED_FORWARD: NODES[kind]})
+    tree = patch(toy_models.small("llama2-7b"), {"model.dtype": "float32", FEED_FORWARD: NODES[kind]})
     return patch(tree, {key.replace("__", "."): value for key, value in settings.items()})
 
 
@@ -144,10 +144,10 @@ def test_equinox_computes_what_equinox_computes():
 def trained(kind, mesh=(), **settings):
     tree = patch(config(kind, **settings), {"mesh.shape": dict(mesh)})
     program = compose(tree, jax.devices() if mesh else jax.devices()[:1])
-    with toy.quick_to_compile():
+    with toy_models.quick_to_compile():
         state, losses = program.init(seed=0), []
         for step in range(3):
-            state, scalars = program.train_step(state, program.put(toy.batch(step)))
+            state, scalars = program.train_step(state, program.put(toy_models.batch(step)))
             losses.append(float(scalars["loss"]))
     return losses, jax.device_get(state.variables), state, program
 
@@ -177,7 +177,7 @@ def test_how_it_runs_changes_nothing(kind, how):
 @pytest.mark.parametrize("kind", NODES)
 def test_evaluation_draws_nothing_and_writes_nothing(kind):
     _, _, state, program = trained(kind)
-    batch = program.put(toy.batch())
+    batch = program.put(toy_models.batch())
     first, again = (float(program.eval_step(state, batch)["loss_sum"]) for _ in range(2))
     assert first == again
     losses = [
@@ -191,7 +191,9 @@ def test_evaluation_draws_nothing_and_writes_nothing(kind):
 def test_in_bfloat16_parameters_stay_float32(kind):
     model = Functional.from_config(config(kind, model__dtype="bfloat16").model)
     assert {str(s.dtype) for s in model.abstract.values()} == {"float32"}
-    loss, _ = jax.eval_shape(lambda p, v: model.bind(p, v, KEY).loss(toy.batch()), model.abstract, model.variables)
+    loss, _ = jax.eval_shape(
+        lambda p, v: model.bind(p, v, KEY).loss(toy_models.batch()), model.abstract, model.variables
+    )
     assert loss.shape == ()
 
 
@@ -277,10 +279,10 @@ def test_a_slot_that_says_no_shape():
 @pytest.mark.parametrize("kind", NODES)
 def test_train_stop_and_go_on(kind, tmp_path):
     settings = {"evaluators": {}, "checkpointer.every_steps": 2, "log_every_steps": 1, "input.batch_size": 8}
-    sizes = {k: v for k, v in toy.SIZES.items() if k not in ("model.vocab_size", f"{FEED_FORWARD}.hidden_dim")}
+    sizes = {k: v for k, v in toy_models.SIZES.items() if k not in ("model.vocab_size", f"{FEED_FORWARD}.hidden_dim")}
     more = {**sizes, **settings, "input.sequence_length": 32, FEED_FORWARD: NODES[kind]}
     rate = {"learner.optimizer": configure(optax.sgd, learning_rate=0.1)}
-    with toy.quick_to_compile():
+    with toy_models.quick_to_compile():
         train("quickstart", set=more | rate, steps=4, run_dir=tmp_path / "whole")
         train("quickstart", set=more | rate, steps=2, run_dir=tmp_path / "parts")
         train("quickstart", set=more | rate, steps=4, run_dir=tmp_path / "parts")

@@ -15,6 +15,7 @@ from axlearn_plugins_finetune.lora.adapters import merge, scales_of, split
 from axlearn_plugins_finetune.lora.merge import merge_run
 from axlearn_plugins_models.huggingface.import_export import export_run
 from axlearn_plugins_models.huggingface.peft import adapter_config, export_peft, files
+from support.needs import require
 
 SIZES = {
     "model.vocab_size": 64,
@@ -74,7 +75,7 @@ def test_the_arrays_are_what_peft_adds_to_the_weights(config):
             np.testing.assert_allclose(module(arrays, f"{prefix}.{name}"), expected, atol=1e-6)
 
 
-def test_ranks_that_differ_are_patterns_and_modules_without_adapters_stay_without(config):
+def test_different_ranks_become_patterns_and_other_modules_get_no_adapter(config):
     query = "model.decoder.layer.attention.query"
     facts = peft_files(patch(config, {f"{query}.rank": 5, f"{query}.alpha": 2.5}))[1]
     assert (facts["r"], facts["lora_alpha"]) == (3, 6)
@@ -105,9 +106,8 @@ def write(directory, config, params):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_peft_computes_the_same(config, tmp_path):
-    """Needs torch, transformers and peft, unlike the other tests."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    peft = pytest.importorskip("peft")
+    torch, transformers = require("torch"), require("transformers")
+    peft = require("peft")
     run = run_of(tmp_path / "run", config)
     merge_run(run, tmp_path / "merged")
     export_peft(run, tmp_path / "peft", base=str(tmp_path / "hf"))

@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from test_runs import FIXTURES
 
 from axlearn_core.config import get, patch
 from axlearn_core.errors import ConfigError
 from axlearn_plugins_models.huggingface.family import Settings, family
 from axlearn_plugins_models.huggingface.rope import read_rope
 from axlearn_plugins_rope.scaling import LinearScaling, Llama3Scaling, YarnScaling
+from support.paths import HF_FIXTURES
 
 POSITION = "model.decoder.layer.attention.position"
 KEYS = ("rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq")
@@ -18,7 +18,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 def config(model, **changes):
     """Return the `config.json` of a fixture with other RoPE keys."""
-    data = json.loads((FIXTURES / model / "config.json").read_text())
+    data = json.loads((HF_FIXTURES / model / "config.json").read_text())
     return {k: v for k, v in data.items() if k not in KEYS} | changes
 
 
@@ -174,7 +174,7 @@ def test_an_export_of_gemma3_is_read_by_both():
 @pytest.mark.parametrize("model", ["llama3", "qwen3", "gemma2", "gemma3", "deepseek-v3", "mixtral"])
 def test_what_was_imported_from_one_version_is_exported_for_both(model):
     """An unchanged run is exported with the form that its config.json lacks."""
-    data = json.loads((FIXTURES / model / "config.json").read_text())
+    data = json.loads((HF_FIXTURES / model / "config.json").read_text())
     one = family(data["model_type"])
     assert "rope_theta" not in data
     both = data | one.compatibility_keys(data)

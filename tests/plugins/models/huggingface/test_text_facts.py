@@ -12,8 +12,9 @@ from axlearn_plugins_models.huggingface.source import open_model
 from axlearn_plugins_models.huggingface.text_facts import context_length
 from axlearn_plugins_transformer.text.chat_template import TOOL_TEMPLATE, ChatTemplate
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
+from support.paths import HF_FIXTURES
 
-QWEN = Path(__file__).parent / "fixtures/qwen3"
+QWEN = HF_FIXTURES / "qwen3"
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_a_tokenizer_that_fills_up_and_cuts_texts_has_the_same_bos(directory, si
     assert text.output_text((), ids) == text.tokenizer.decode(ids)
 
 
-def test_files_that_contradict_each_other_are_named_with_the_value_that_is_taken(directory):
+def test_contradicting_files_are_named_with_the_value_in_use(directory):
     change_config(directory, eos_token_id=2, bos_token_id=9, dtype="bfloat16", torch_dtype="float32")
     write(directory, "tokenizer_config.json", eos_token="<s>", chat_template="one")
     (directory / "chat_template.jinja").write_text("two")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import made_now
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -24,6 +23,7 @@ from axlearn_plugins_models.huggingface.files import stored_tensors
 from axlearn_plugins_models.huggingface.import_export import export_run, import_run
 from axlearn_plugins_models.huggingface.source import open_model
 from axlearn_plugins_models.vit.images import SHAPES, DrawnShapes, ImageArrays
+from support import generated_models
 
 FIXTURE = Path(__file__).parent / "fixtures/vit"
 SMALL = {
@@ -36,10 +36,10 @@ SMALL = {
 }
 
 
-@pytest.fixture(scope="module", params=["vit", pytest.param("vit now", marks=made_now.MARKS)])
+@pytest.fixture(scope="module", params=["vit", pytest.param("vit now", marks=generated_models.MARKS)])
 def imported(request):
     """Return (source, parameters, batch, expected results)."""
-    folder = FIXTURE if request.param == "vit" else made_now.made_now("vit")
+    folder = FIXTURE if request.param == "vit" else generated_models.generate("vit")
     source = open_model(folder, set=["model.dtype=float32", "model.encoder.stack.mode=unrolled"])
     params = source.read(compose(source.config, jax.devices()[:1]).state.params)
     expected = load_file(folder / "expected.safetensors")
@@ -144,7 +144,7 @@ def test_drawn_shapes_are_of_all_kinds_and_of_their_number_alone():
     np.testing.assert_array_equal(next(own_rows)["images"], first["images"][4:8])
 
 
-def test_what_is_wrong_with_images_is_said(tmp_path):
+def test_invalid_images_are_reported(tmp_path):
     images = np.zeros((4, 8, 8, 3), np.uint8)
     np.savez(tmp_path / "float.npz", images=images.astype(np.float32), labels=np.zeros(4, int))
     np.savez(tmp_path / "lacks.npz", images=images)

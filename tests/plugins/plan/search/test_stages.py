@@ -16,6 +16,7 @@ from axlearn_plugins_plan.search.sizes import Sizes
 from axlearn_plugins_plan.search.space import Choice, MeshChoice
 from axlearn_plugins_plan.search.stages import peak_terms, residual_bytes
 from axlearn_plugins_plan.search.trace import repeated_outputs
+from support.needs import require
 
 PLENTY = 1e12
 
@@ -45,7 +46,7 @@ def test_gpipe_keeps_all_layers_of_every_tick():
     assert residual_bytes(gpipe(), sizes(), 5) == Schedule(4, 8).ticks * 5 * 20
 
 
-def test_an_interleaved_chunk_keeps_its_input_and_what_is_saved_of_its_layers():
+def test_an_interleaved_chunk_keeps_its_input_and_saved_activations():
     assert residual_bytes(interleaved(), sizes(), 5) == Schedule(4, 8, 2).ticks * (8 + 5 * (20 - 8))
 
 
@@ -55,7 +56,7 @@ def test_1f1b_keeps_inputs_in_its_slots_and_the_layers_of_one_microbatch(microba
     assert residual_bytes(one_forward_one_backward(microbatches), sizes(), 5) == slots * 8 + 5 * 20
 
 
-def test_the_peak_of_1f1b_is_between_ticks_where_gradients_are_large_and_in_a_layer_where_it_is():
+def test_the_1f1b_peak_is_between_ticks_or_within_a_large_layer():
     between = peak_terms(one_forward_one_backward(), sizes(), 5, PLENTY)
     assert between["gradients"] == 3 * 1000 + 2 * 600 + 40
     assert between["sent"] == 2 * 8
@@ -89,7 +90,7 @@ def test_with_room_the_next_tick_begins_before_the_gradients_are_added():
     assert (between["ends"], between["tick"], between["gradients"]) == (3 * 8 * 900, 5 * 5000, 1000)
 
 
-def test_an_interleaved_chunk_has_all_that_its_layers_compute_and_copies_of_its_weights():
+def test_an_interleaved_chunk_counts_activations_and_weight_copies():
     many = peak_terms(interleaved(), sizes(saved_without_remat=5000.0), 5, PLENTY)
     assert many["tick"] == 5 * 5000
     assert many["copies"] == 1000
@@ -100,7 +101,7 @@ def test_an_interleaved_chunk_has_all_that_its_layers_compute_and_copies_of_its_
     assert one["gradients"] == 1000 * (1 + 0.25)
 
 
-def test_tensor_parallelism_has_whole_streams_beside_a_layer():
+def test_tensor_parallelism_keeps_whole_streams_around_a_layer():
     split, whole = (peak_terms(gpipe(), sizes(layer=9000.0, tensor=t), 5, PLENTY)["layer"] for t in (True, False))
     assert split - whole == 6 * 16
 
@@ -112,7 +113,7 @@ def test_the_embedding_of_the_batch_is_a_peak_too():
     assert "embedding" not in in_columns, "without FSDP, each device has the table columns of its stream"
 
 
-def test_a_split_stream_is_there_once_more_in_the_loss_of_an_interleaved_schedule():
+def test_an_interleaved_loss_holds_another_copy_of_a_split_stream():
     large = {"stream": 10_000.0, "saved_without_remat": 0.0, "kept": 10_000.0, "sharded": False}
     split, whole = (peak_terms(interleaved(), sizes(whole_stream=x, **large), 1, 0.0) for x in (20_000.0, 10_000.0))
     assert (split["ends"], whole["ends"]) == (4 * 8 * 10_000, 3 * 8 * 10_000)
@@ -141,7 +142,7 @@ def test_what_has_the_numbers_of_another_is_repeated():
     ],
 )
 def test_the_estimate_is_within_a_twentieth_of_the_compiled_program(pipeline, shape, remat):
-    pytest.importorskip("jax_plugins.xla_cuda12")
+    require("jax_plugins.xla_cuda12")
     request = Request.from_arguments("llama2-7b", target="h100-8x32")
     space = rank.Space(request, ())
     stream = {"activation_embed": shape["stream"]} if "stream" in shape else {}

@@ -12,6 +12,7 @@ from axlearn_plugins_plan.search.pipelines import Pipeline, with_pipeline
 from axlearn_plugins_plan.search.sizes import Sizes, compute_sizes
 from axlearn_plugins_plan.search.space import Choice, MeshChoice
 from axlearn_plugins_plan.search.tpus import layer_backward_bytes, pipeline_peak, single_stage_peak
+from support.needs import require
 
 SIZES = Sizes(
     stream=8.0, whole_stream=16.0, kept=20.0, saved_without_remat=100.0, layer=50.0, hidden=12.0, heads=6.0, offloaded=3.0,
@@ -42,7 +43,7 @@ def test_in_the_loss_of_a_large_vocabulary():
     }  # fmt: skip
 
 
-def test_an_offloaded_optimizer_comes_while_the_backward_pass_runs_or_is_the_peak():
+def test_an_offloaded_optimizer_overlaps_the_backward_pass_or_is_the_peak():
     two_moments = 2 * 1200.0
     backward = single_stage_peak(SIZES, 500, True, two_moments)
     assert backward["kept"] == 500 * 20
@@ -74,7 +75,7 @@ def test_gpipe_keeps_the_ends_of_the_batch():
     assert in_loss == {"kept": 1100, "rounded": 500, "ends": 5 * 8 * 5000, "head": 2.5 * 70}
 
 
-def test_an_optimizer_that_a_request_offloads_has_its_update_on_stages_too():
+def test_an_offloaded_optimizer_updates_on_stages_too():
     update = pipeline_peak(Pipeline(stages=4, microbatches=8), SIZES, 5, 0.0, 9600.0)
     assert update == {"gradients": 1200, "optimizer": 9600 * 1.75}
 
@@ -96,7 +97,7 @@ def test_logits_are_tokens_times_vocabulary():
 
 
 def test_experts_have_their_own_rows():
-    pytest.importorskip("axlearn_plugins_moe")
+    require("axlearn_plugins_moe")
     settings = {"model.decoder.num_layers": 2, "input.batch_size": 64}
     space = rank.Space(Request.from_arguments("mixtral-8x7b", target="tpu-v5p-64", set=settings), ())
     trace = space.trace_remat(None)
@@ -144,7 +145,7 @@ def test_images_have_a_stream_of_patches():
     ],
 )
 def test_the_estimate_is_within_a_twentieth_of_what_libtpu_lays_out(shape, choice):
-    pytest.importorskip("libtpu", reason="needs libtpu")
+    require("libtpu")
     request = Request.from_arguments("llama2-7b", target="tpu-v5p-512")
     space = rank.Space(request, ())
     stream = {"activation_embed": shape["stream"]} if "stream" in shape else {}

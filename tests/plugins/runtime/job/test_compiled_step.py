@@ -8,7 +8,6 @@ import sys
 
 import jax
 import pytest
-import tiny
 
 from axlearn_core.compose import compose
 from axlearn_core.config import patch
@@ -17,6 +16,7 @@ from axlearn_core.plugins.resolve import resolve
 from axlearn_core.train.loop import TrainLoop
 from axlearn_plugins_runtime.job import compiled_step
 from axlearn_plugins_runtime.job.compiled_step import _seals, check_seal, identity
+from support import cli_runs
 
 LOADED = "note: the compiled step is loaded from "
 
@@ -29,7 +29,7 @@ def without_cache(monkeypatch):
 
 def train(run, steps, *more, settings=()):
     """Trains in a process of its own; returns standard error."""
-    return tiny.axlearn(*tiny.arguments(run, steps=steps, more=more, settings=settings), fresh=True).stderr
+    return cli_runs.axlearn(*cli_runs.arguments(run, steps=steps, more=more, settings=settings), fresh=True).stderr
 
 
 @pytest.fixture
@@ -51,11 +51,11 @@ def test_a_continued_run_loads_it_and_is_an_uninterrupted_one(run, tmp_path):
     assert LOADED not in train(run, 6)
     assert LOADED in train(run, 6, "--restart")
     train(tmp_path / "alone", 6)
-    assert tiny.losses(run) == tiny.losses(tmp_path / "alone")
+    assert cli_runs.losses(run) == cli_runs.losses(tmp_path / "alone")
     assert {n: lock(run)[n] for n in ("kernels", "hlo_fingerprint")} == {
         n: before[n] for n in ("kernels", "hlo_fingerprint")
     }
-    assert tiny.metrics(run)[-1].keys() == tiny.metrics(tmp_path / "alone")[-1].keys()
+    assert cli_runs.metrics(run)[-1].keys() == cli_runs.metrics(tmp_path / "alone")[-1].keys()
     assert not list((run / "compiled").glob("*.tries"))
     assert len([p for p in (run / "compiled").iterdir() if p.is_dir()]) == 2
 
@@ -63,18 +63,20 @@ def test_a_continued_run_loads_it_and_is_an_uninterrupted_one(run, tmp_path):
 @pytest.mark.slow
 def test_a_killed_run_goes_on_with_it(tmp_path):
     run, alone = tmp_path / "run", tmp_path / "alone"
-    process = tiny.start(*tiny.arguments(run, steps=60))
+    process = cli_runs.start(*cli_runs.arguments(run, steps=60))
     directory = run / "compiled"
-    assert tiny.kill_when(process, lambda: any(directory.glob("*/executables.json")) and len(tiny.logged(run)) > 5)
+    assert cli_runs.kill_when(
+        process, lambda: any(directory.glob("*/executables.json")) and len(cli_runs.logged(run)) > 5
+    )
     process.communicate()
     assert LOADED in train(run, 60)
     train(alone, 60)
-    assert tiny.losses(run) == tiny.losses(alone)
+    assert cli_runs.losses(run) == cli_runs.losses(alone)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["damaged", "writable", "tries", "foreign", "unsigned"])
-def test_what_is_wrong_with_the_files_is_said_and_compiled(run, what, monkeypatch, tmp_path):
+def test_invalid_files_are_reported_and_compiled_again(run, what, monkeypatch, tmp_path):
     (folder,) = [p for p in (run / "compiled").iterdir() if p.is_dir()]
     (file,) = folder.glob("*.executable")
     tries = folder.with_suffix(".tries")
@@ -98,7 +100,7 @@ def test_what_is_wrong_with_the_files_is_said_and_compiled(run, what, monkeypatc
     }
     assert f"note: the compiled step in {folder} was not loaded: {reasons[what]}" in text
     assert LOADED not in text
-    assert len(tiny.logged(run)) == 3
+    assert len(cli_runs.logged(run)) == 3
     assert LOADED in train(run, 3, "--restart")  # it was compiled and kept anew
     assert not tries.exists()
 

@@ -1,4 +1,4 @@
-"""Batches that are read ahead: what is taken, where it continues, and what is left when the input fails."""
+"""Batches that were read ahead when the input fails."""
 
 import pytest
 

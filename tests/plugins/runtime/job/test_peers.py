@@ -1,4 +1,4 @@
-"""What a process says of one that is lost, with a key-value store that this test keeps; e2e/test_processes.py loses real ones."""
+"""Reports about a lost process, with a fake key-value store. e2e/test_processes.py loses real processes."""
 
 import subprocess
 import sys
@@ -57,7 +57,7 @@ def wait_for(condition, seconds=20.0):
     assert condition()
 
 
-def test_one_without_beats_is_said_once_by_all(job):
+def test_a_process_without_heartbeats_is_reported_once_by_all(job):
     store, watch = job
     store.values["axlearn/beats/2"] = "7 on node-2 (process 99)"
     first, lines = watch(0)
@@ -77,7 +77,7 @@ def test_one_without_beats_is_said_once_by_all(job):
     assert heard == lines
 
 
-def test_one_that_ended_is_not_lost_and_one_that_is_back_is_said(job):
+def test_a_finished_process_is_not_lost_and_a_returned_one_is_reported(job):
     store, watch = job
     store.values["axlearn/beats/1"] = "ended"
     store.values["axlearn/beats/2"] = "7 on node-2 (process 99)"

@@ -1,4 +1,4 @@
-"""What a supervisor sees of a process."""
+"""The progress of a process as its supervisor sees it."""
 
 import time
 

@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import alive
 
 from axlearn_core.compat import glibc_tunables
 from axlearn_plugins_runtime.launch.agent import Agent, Setup
+from support.launched_runs import alive
 
 pytestmark = pytest.mark.slow
 

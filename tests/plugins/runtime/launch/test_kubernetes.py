@@ -160,7 +160,7 @@ def test_spares_hold_nodes_with_less_priority_than_trainers():
     assert template["containers"][0]["resources"] == pod(main)["containers"][0]["resources"]
 
 
-def test_exit_codes_that_nothing_would_change_fail_the_set_and_evictions_cost_no_restart():
+def test_permanent_exit_codes_fail_the_set_and_evictions_cost_nothing():
     *_, main = render(JOBS["cpu"])
     policy = main["spec"]["failurePolicy"]["rules"]
     assert [rule["action"] for rule in policy] == ["RestartJobSetAndIgnoreMaxRestarts", "FailJobSet"]

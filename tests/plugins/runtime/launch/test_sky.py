@@ -1,4 +1,4 @@
-"""Tasks for SkyPilot; where it can be installed, in an environment of its own, its parser reads them."""
+"""Tasks for SkyPilot, checked by its parser in an environment of its own."""
 
 import os
 import subprocess
@@ -119,7 +119,7 @@ def sky_python(tmp_path_factory):
         except FileNotFoundError:
             pytest.skip("needs uv, to install SkyPilot in an environment of its own")
         if process.returncode:
-            pytest.skip(f"needs SkyPilot from PyPI: {process.stderr.strip()[-300:]}")
+            pytest.skip(f"needs SkyPilot, which uv could not install: {process.stderr.strip()[-300:]}")
     return str(python)
 
 

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-import tiny
+
+from support import cli_runs
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 # Daemons are in sbin, which is not on everybody's PATH.
@@ -21,7 +22,9 @@ MISSING = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(MISSING), reason=f"needs Slurm (Debian: slurm-wlm, munge): no {', '.join(MISSING)}"),
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"needs Slurm: apt-get install slurm-wlm munge (missing: {', '.join(MISSING)})"
+    ),
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root: slurmd starts processes as the job's user"),
 ]
 
@@ -96,7 +99,7 @@ class Cluster:
         (folder / "state").mkdir()
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o600)
-        self.environment = tiny.environment() | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
+        self.environment = cli_runs.environment() | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
 
     def start(self):
         own = self.folder
@@ -180,7 +183,7 @@ def undisturbed(cluster):
     job = cluster.launch(run, "3", steps=20)
     state = cluster.wait_for_end(job)
     assert state["JobState"] == "COMPLETED", cluster.logs()
-    return tiny.losses(run)
+    return cli_runs.losses(run)
 
 
 def events(run, event):
@@ -199,19 +202,19 @@ def pid_of(run, attempt, rank):
 def test_a_killed_task_is_started_again_and_no_loss_differs(cluster, undisturbed, rank):
     run = cluster.folder / f"killed-{rank}"
     job = cluster.launch(run, "3", steps=20)
-    cluster.wait_for(lambda: any((run / "checkpoints").glob("[0-9]*")) and len(tiny.logged(run)) >= 4, 300)
+    cluster.wait_for(lambda: any((run / "checkpoints").glob("[0-9]*")) and len(cli_runs.logged(run)) >= 4, 300)
     os.kill(pid_of(run, 0, rank), signal.SIGKILL)
     state = cluster.wait_for_end(job)
     assert state["JobState"] == "COMPLETED", cluster.logs()
     assert len({r["attempt"] for r in events(run, "started")}) == 2
-    assert tiny.losses(run) == undisturbed
+    assert cli_runs.losses(run) == undisturbed
 
 
 def test_a_lost_node_is_replaced_by_the_spare(cluster):
     alone, run = cluster.folder / "alone", cluster.folder / "lost"
     cluster.wait_for_end(cluster.launch(alone, "2", steps=20))
     job = cluster.launch(run, "2", "--spares", "1", steps=20)
-    cluster.wait_for(lambda: any((run / "checkpoints").glob("[0-9]*")) and len(tiny.logged(run)) >= 4, 300)
+    cluster.wait_for(lambda: any((run / "checkpoints").glob("[0-9]*")) and len(cli_runs.logged(run)) >= 4, 300)
     trainer = pid_of(run, 0, 1)
     daemon = int(Path(f"/proc/{trainer}/stat").read_text().rpartition(")")[2].split()[1])  # its slurmstepd
     cluster.daemons["n2"].kill()
@@ -223,7 +226,7 @@ def test_a_lost_node_is_replaced_by_the_spare(cluster):
         text = (run / "launch" / f"slurm-{job}.txt").read_text()
         assert "attempt 0 on n1,n2" in text
         assert "on n1,n3" in text
-        assert tiny.losses(run) == tiny.losses(alone)
+        assert cli_runs.losses(run) == cli_runs.losses(alone)
     finally:
         cluster.daemons["n2"].wait()
         cluster.daemon("slurmd", "-D", "-N", "n2", name="n2")
@@ -233,10 +236,10 @@ def test_a_lost_node_is_replaced_by_the_spare(cluster):
 def test_a_run_near_its_time_limit_saves_and_goes_back_to_the_queue(cluster, undisturbed):
     run = cluster.folder / "limit"
     job = cluster.launch(run, "3", steps=20)
-    cluster.wait_for(lambda: len(tiny.logged(run)) >= 4, 300)
+    cluster.wait_for(lambda: len(cli_runs.logged(run)) >= 4, 300)
     cluster.run("scancel", "--batch", "--signal=USR1", job)  # as Slurm does before the limit
     state = cluster.wait_for_end(job, 500)
     assert state["JobState"] == "COMPLETED", cluster.logs()
     assert state["Restarts"] == "1"
     assert "was saved: requeueing the job" in (run / "launch" / f"slurm-{job}.txt").read_text()
-    assert tiny.losses(run) == undisturbed
+    assert cli_runs.losses(run) == undisturbed

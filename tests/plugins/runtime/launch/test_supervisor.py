@@ -4,10 +4,10 @@ import json
 import signal
 
 import pytest
-from fakes_of_launch import FakePool, killed, lost, supervisor
 
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_plugins_runtime.launch.journal import EVENTS, PROCESSES
+from support.fake_pool import FakePool, killed, lost, supervisor
 
 
 def journal(tmp_path):
@@ -81,7 +81,7 @@ def test_a_lost_host_is_asked_back_and_a_spare_takes_its_place(tmp_path):
     assert events(tmp_path, "lost") == [(1, "lost", 0, "node-0")]
 
 
-def test_a_new_agent_that_is_lost_before_it_came_is_asked_for_again_and_is_no_other_loss(tmp_path):
+def test_a_new_agent_lost_before_it_joins_is_requested_again(tmp_path):
     pool = FakePool(3, {1: [lost(0, for_good=True)]})
     revive = pool.revive
 
@@ -165,7 +165,7 @@ def test_fewer_hosts_where_the_config_allows_it(tmp_path):
     assert {e["JAX_NUM_PROCESSES"] for e in pool.environments[-2:]} == {"2"}
 
 
-def test_the_first_attempt_has_all_hosts_also_where_the_config_allows_fewer(tmp_path):
+def test_the_first_attempt_has_all_hosts_even_if_fewer_are_allowed(tmp_path):
     slow = FakePool(2, broken={1})
     wait = slow.wait
 

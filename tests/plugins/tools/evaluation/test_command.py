@@ -1,4 +1,4 @@
-"""What a user does: evaluate a run on files of several kinds, and what is wrong with a file."""
+"""Evaluation of a run on files of several kinds, and errors in files."""
 
 import json
 import math

@@ -12,6 +12,7 @@ from axlearn_plugins_tools.evaluation.evaluate import evaluate
 from axlearn_plugins_tools.evaluation.subjects import subject
 from axlearn_plugins_transformer.text import ByteTokenizer
 from axlearn_plugins_transformer.text.processor import TextProcessor
+from support.needs import require
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of its many imports
 
@@ -36,7 +37,7 @@ def tasks(tmp_path, monkeypatch):
     """Three tasks over files of ours: questions, texts, and text to be written."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    harness = pytest.importorskip("lm_eval")
+    harness = require("lm_eval")
     words = ["a", "bb", "ccc ddd", "e" * 12, "f g"]
     questions = [
         {"prompt": f"Is {i} it?", "choices": [words[i % 5], words[(i + 1 + i % 3) % 5]], "answer": i % 2}
@@ -95,8 +96,8 @@ def test_chat_templates_and_options(quickstart_model, tasks):
         lm._generate_for("ab", {"num_beams": 4})
 
 
-def test_texts_written_together_are_those_written_one_after_another(quickstart_model, monkeypatch):
-    pytest.importorskip("lm_eval")
+def test_texts_generated_in_a_batch_equal_those_generated_one_by_one(quickstart_model, monkeypatch):
+    require("lm_eval")
     from lm_eval.api.instance import Instance
 
     from axlearn_plugins_tools.evaluation.harness import AxlearnLM

@@ -83,7 +83,7 @@ def test_windows_predict_each_token_once_with_as_much_context_as_fits(length, st
     assert positions == [100 + i for i in range(1, 23) if counted[i]]
 
 
-def test_scores_are_those_of_the_logits_in_any_batch(model, log_probabilities):
+def test_scores_match_the_logits_in_any_batch(model, log_probabilities):
     rng = np.random.default_rng(0)
     pairs = [(rng.integers(0, 256, m).tolist(), rng.integers(0, 256, n).tolist())
              for m, n in [(1, 1), (3, 9), (20, 40), (40, 20), (7, 1)]]  # fmt: skip

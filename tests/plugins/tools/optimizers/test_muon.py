@@ -71,7 +71,7 @@ def orthogonal(matrix, tolerance):
     assert abs(values - 1).max() < tolerance, values
 
 
-def test_muon_orthogonalises_each_matrix_of_a_stack_and_leaves_the_rest_to_adamw():
+def test_muon_orthogonalizes_stacked_matrices_and_leaves_others_to_adamw():
     axes = {"q": ("layers", "embed", "heads", "head_dim"), "norm": ("layers", "norm"), "e": ("vocab", "embed")}
     shapes = {"q": (3, 16, 2, 4), "norm": (3, 16), "e": (11, 16)}
     params = {p: normal(0, s) for p, s in shapes.items()}

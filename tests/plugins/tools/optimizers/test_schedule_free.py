@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 from optax.contrib import schedule_free_adamw, schedule_free_eval_params
-from tiny import arguments, axlearn, losses
 
 from axlearn_core.config import patch
 from axlearn_core.learn import Constant, Learner
@@ -14,6 +13,7 @@ from axlearn_core.plugins.resolve import resolve
 from axlearn_core.run import open_weights
 from axlearn_plugins_tools.optimizers.schedule_free import ScheduleFree
 from axlearn_testing import LearnerSuite
+from support.cli_runs import arguments, axlearn, losses
 
 
 class TestTheLearner(LearnerSuite):

@@ -1,7 +1,6 @@
 """Which changes move a metric: the search by itself, and over trainings."""
 
 import json
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -23,16 +22,11 @@ from axlearn_plugins_tools.reporting.bisect import (
     minimize,
     read_runs,
 )
+from support import api_runs
+from support.paths import RUN_OF_LLAMA
 
-RUN = Path(__file__).resolve().parents[3] / "fixtures/run_of_llama/run"
 SMALL = {
-    "model.decoder.num_layers": 1,
-    "model.decoder.hidden_dim": 16,
-    "model.decoder.layer.attention.num_heads": 2,
-    "model.decoder.layer.feed_forward.hidden_dim": 16,
-    "input.batch_size": 8,
-    "input.sequence_length": 16,
-    "evaluators": {},
+    **api_runs.SMALL,
     "mesh.shape": {"data": 4, "fsdp": 2},
 }
 
@@ -142,7 +136,7 @@ def test_options_reach_the_search(monkeypatch):
     module = "axlearn_plugins_tools.reporting.bisect"
     monkeypatch.setattr(f"{module}.bisect", bisect_once)
     monkeypatch.setattr(f"{module}.check_metric", lambda old, metric, steps: asked.append(steps))
-    words = ["config", "bisect", str(RUN), str(RUN)]
+    words = ["config", "bisect", str(RUN_OF_LLAMA), str(RUN_OF_LLAMA)]
     options = ["--metric", "accuracy", "--steps", "7", "--seeds", "2", "--max-runs"]
     few = CliRunner().invoke(cli, [*words, *options, "3"])
     assert few.exit_code == 2

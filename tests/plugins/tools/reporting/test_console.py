@@ -1,4 +1,4 @@
-"""What a person sees: a bar on a terminal, lines elsewhere, all of it on standard error."""
+"""Console output: a bar on a terminal, lines elsewhere, all on standard error."""
 
 import io
 import re

@@ -92,7 +92,7 @@ def test_a_run_records_its_phases_and_the_report_shows_them(tmp_path):
     assert "steps 3 to 5" in page
 
 
-def test_incidents_are_shown_escaped_and_damaged_lines_are_said(tmp_path):
+def test_incidents_are_escaped_and_damaged_lines_are_reported(tmp_path):
     TrainerSuite().run(tmp_path / "run")
     incident = {"time": "t", "rule": "hang", "message": "<b>no progress</b>"}
     (tmp_path / "run/watchdog.jsonl").write_text(json.dumps(incident) + '\n{"time": "t", "ru')

@@ -9,13 +9,13 @@ import urllib.error
 import urllib.request
 
 import pytest
-import tiny
 from prometheus_client.parser import text_string_to_metric_families
 
 from axlearn_core.errors import RequestError
 from axlearn_plugins_tools.reporting.prometheus import DISCOVERY, PrometheusTracker
 from axlearn_plugins_tools.reporting.run_metrics import BUCKETS, GrowingFile
 from axlearn_testing import TrainerSuite
+from support import cli_runs
 
 INFO = {
     "experiment": "quickstart",
@@ -157,7 +157,7 @@ def test_scrapes_while_lines_are_written_miss_none(tmp_path):
 @pytest.mark.slow
 def test_a_run_is_scraped_while_it_trains(tmp_path):
     run = tmp_path / "run"
-    process = tiny.start(*tiny.arguments(run, steps=100_000, more=("--with", "prometheus")))
+    process = cli_runs.start(*cli_runs.arguments(run, steps=100_000, more=("--with", "prometheus")))
     values, end = {}, time.monotonic() + 300
     try:
         while values.get(("axlearn_train_checkpoints_total",), 0) < 3:
@@ -182,7 +182,7 @@ def test_a_run_is_scraped_while_it_trains(tmp_path):
 def test_the_command_line_says_that_the_port_is_in_use(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as busy:
         more = ("--with", f"prometheus:port={busy.getsockname()[1]}")
-        result = tiny.axlearn(*tiny.arguments(tmp_path / "run", steps=1, more=more), code=2)
+        result = cli_runs.axlearn(*cli_runs.arguments(tmp_path / "run", steps=1, more=more), code=2)
     assert "the port is in use" in result.stderr
     assert "Traceback" not in result.stderr
-    tiny.axlearn(*tiny.arguments(tmp_path / "run", steps=1))
+    cli_runs.axlearn(*cli_runs.arguments(tmp_path / "run", steps=1))

@@ -190,7 +190,7 @@ def test_what_is_too_long_is_cut_or_left_out(file):
     assert {t for row in learnt(some, first(some)) for t in row} == {"4$"}
 
 
-def test_text_beside_conversations_is_learnt_as_a_whole(file, tmp_path):
+def test_text_mixed_with_conversations_is_learned_as_a_whole(file, tmp_path):
     (tmp_path / "text.txt").write_text("plain text. " * 3)
     parts = {"chat": ChatFiles.Config(paths=file(GOOD)), "text": Files.Config(paths=str(tmp_path / "text.txt"))}
     source = config(

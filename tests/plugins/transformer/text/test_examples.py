@@ -5,11 +5,11 @@ import json
 import attrs
 import numpy as np
 import pytest
-from text_streams import config, equal, take, through_json
 
 from axlearn_core.errors import InputError
 from axlearn_plugins_transformer.text import LanguageModelInput, TokenizerJson, language_model, pipeline, small_data
 from axlearn_plugins_transformer.text.records import Document
+from support.text_inputs import config, equal, take, through_json
 
 TOGETHER = TokenizerJson.Config(builtin="python-2k")
 

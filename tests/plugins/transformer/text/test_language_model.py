@@ -6,7 +6,6 @@ import time
 
 import numpy as np
 import pytest
-from text_streams import config, equal, take, through_json
 
 from axlearn_core.config import check
 from axlearn_core.errors import ConfigError, InputError
@@ -19,6 +18,7 @@ from axlearn_plugins_transformer.text import (
     TokenizerJson,
     example,
 )
+from support.text_inputs import config, equal, take, through_json
 
 EOS = 256
 

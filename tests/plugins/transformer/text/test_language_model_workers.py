@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-from text_streams import config, equal, take, through_json
 
 from axlearn_core.errors import InputError
 from axlearn_plugins_transformer.text import (
@@ -20,6 +19,7 @@ from axlearn_plugins_transformer.text import (
     Files,
     LanguageModelInput,
 )
+from support.text_inputs import config, equal, take, through_json
 
 
 @pytest.mark.fast_cases("small-1")

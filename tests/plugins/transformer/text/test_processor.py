@@ -150,7 +150,7 @@ def test_templates_read_the_special_tokens_of_every_file(tokenizer, tmp_path):
     assert template.render([]).text == "<s> <p> <|extra|>"
 
 
-def test_tools_keep_the_order_of_their_fields_and_lose_those_that_are_null(tokenizer, tmp_path):
+def test_tools_keep_their_field_order_and_drop_null_fields(tokenizer, tmp_path):
     (tmp_path / "t.jinja").write_text(
         "{{ tools | tojson }}{% for m in messages %}{{ m.tool_calls | tojson }}{% endfor %}"
     )

@@ -1,4 +1,4 @@
-"""What a tokenizer may have, and what its readers get if it lacks that."""
+"""Optional abilities of tokenizers, and the behavior of readers without them."""
 
 from axlearn_core.config import Configurable
 from axlearn_plugins_transformer.text.protocols import bos_id_of, bos_token_of, first_token, folder_of

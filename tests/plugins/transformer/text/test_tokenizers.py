@@ -4,7 +4,6 @@ import hashlib
 import json
 import sys
 from importlib import resources
-from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
@@ -15,6 +14,7 @@ import tokenizers
 from axlearn_core.config import check
 from axlearn_core.errors import ConfigError, InputError
 from axlearn_plugins_transformer.text import ByteTokenizer, StandardLibrary, TokenizerJson, token_bytes
+from support.paths import ROOT
 
 BUILTIN = TokenizerJson.Config(builtin="python-2k").build()
 WEIRD = [
@@ -72,10 +72,10 @@ def test_the_shipped_tokenizer_is_small_and_compresses_code():
 @pytest.mark.slow
 @pytest.mark.skipif(
     sys.version_info[:3] != (3, 11, 7) or tokenizers.__version__ != "0.23.3",
-    reason="needs the Python and tokenizers that the shipped file was made with",
+    reason="needs Python 3.11.7 and tokenizers 0.23.3, which made the shipped file",
 )
 def test_the_script_makes_the_shipped_tokenizer(tmp_path):
-    script = Path(__file__).parents[4] / "plugins" / "transformer" / "train_tokenizer.py"
+    script = ROOT / "plugins" / "transformer" / "train_tokenizer.py"
     space = {"__name__": "train_tokenizer", "__file__": str(script)}
     exec(compile(script.read_text(), str(script), "exec"), space)
     result = space["train"](2048).to_str(pretty=False) + "\n"

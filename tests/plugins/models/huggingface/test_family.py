@@ -1,0 +1,178 @@
+"""Families: tables that cover the models in both directions, and weights sharded over many devices."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from axlearn_core.compose import Functional, compose
+from axlearn_core.config import patch
+from axlearn_core.errors import RequestError
+from axlearn_core.plugins.registry import registry
+from axlearn_core.plugins.resolve import resolve
+from axlearn_plugins_models.huggingface import stream
+from axlearn_plugins_models.huggingface.family import PREFIX, Settings, families, family, find_family
+from axlearn_plugins_models.huggingface.rope import read_rope
+from axlearn_plugins_models.huggingface.source import open_model
+from axlearn_plugins_models.huggingface.table import Axes
+from support.paths import HF_FIXTURES, ROOT
+
+MODELS = sorted(p.name for p in HF_FIXTURES.iterdir())
+
+
+def bits(source):
+    """Return name -> bytes in the files."""
+    return {n: t.rows(0, t.shape[0]).tobytes() for n, t in source.stored.items()}
+
+
+def written(source, params):
+    """Return name -> bytes that an export would write."""
+    outputs = [(n, source.stored[n].dtype, t.shape) for n, t in source.tensors.items()]
+    actual = stream.values(source.tensors, params, [outputs])
+    return {name: value.tobytes() for (name, _, _), value in zip(outputs, actual, strict=True)}
+
+
+QUICK = {"deepseek-v3", "gemma3", "gpt2", "llama3", "qwen3-moe"}
+
+
+@pytest.mark.fast_cases("llama3")
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
+def test_every_tensor_comes_back_and_the_config_too(name, monkeypatch):
+    monkeypatch.setattr(stream, "SLICE", 1500)  # small slices, so that these tensors are read in several
+    source = open_model(HF_FIXTURES / name)
+    state = compose(source.config, jax.devices()[:1]).state
+    params = source.read({**state.params, **state.variables})
+    assert all(x.dtype == np.float32 for x in params.values())
+    assert written(source, params) == bits(source)
+    assert source.family.differences(source.data, source.config) == []
+    assert source.notes == ()
+    assert source.family.differences(source.family.config_json(source.config), source.config) == []
+
+
+@pytest.mark.parametrize("name", [n for n in MODELS if n != "vit"])
+def test_a_config_json_has_the_types_of_its_keys(name):
+    """`transformers` does not load a Gemma whose `query_pre_attn_scalar` is 24.0."""
+    data = json.loads((HF_FIXTURES / name / "config.json").read_text())
+    written = family(data["model_type"]).config_json(family(data["model_type"]).resolve(data)[0].config)
+    types = {k: type(v) for k, v in data.items() if v is not None and k in written}
+    assert {k: type(written[k]) for k in types} == types
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "mixtral", "qwen2"])
+def test_a_config_json_states_the_sizes_of_heads(model_type):
+    """`transformers` does not load a Qwen2 whose `head_dim` is null."""
+    name = {"llama": "llama2"}.get(model_type, model_type)
+    data = json.loads((HF_FIXTURES / name / "config.json").read_text())
+    heads, width = data["num_attention_heads"], data["hidden_size"]
+    bare = {k: v for k, v in data.items() if k not in ("head_dim", "num_key_value_heads")}
+    written = family(model_type).config_json(family(model_type).resolve(bare)[0].config)
+    assert (written["head_dim"], written["num_key_value_heads"]) == (width // heads, heads)
+
+
+@pytest.mark.fast_cases("gpt2")
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt2"])
+def test_weights_are_placed_on_many_devices(name, monkeypatch):
+    monkeypatch.setattr(stream, "SLICE", 1500)
+    shape = {"expert": 2, "fsdp": 2, "tensor": 2} if name == "qwen3-moe" else {"fsdp": 4, "data": 2}
+    source = open_model(HF_FIXTURES / name, set=["mesh.rules.vocab=[]", f"mesh.shape={shape}"])
+    params = source.read(compose(source.config).state.params)
+    assert any(not x.sharding.is_fully_replicated for x in params.values())
+    one = source.read(compose(patch(source.config, {"mesh.shape": {}}), jax.devices()[:1]).state.params)
+    assert all(np.array_equal(params[p], one[p]) for p in one)
+
+
+def test_a_family_is_at_most_sixty_lines():
+    for name in families():
+        entry = registry().entry("components", PREFIX + name)
+        module = entry.value.partition(":")[0]
+        own = [n for n in families() if registry().entry("components", PREFIX + n).value.startswith(f"{module}:")]
+        plugin, *parts = module.split(".")
+        folder = ROOT / "plugins" / plugin.removeprefix("axlearn_plugins_") / "src" / plugin
+        path = folder.joinpath(*parts).with_suffix(".py")
+        code = [line for line in path.read_text().splitlines() if line.strip()]
+        assert len(code) <= 60 * len(own), name
+
+
+def test_qwen3_has_30_billion_parameters_and_uses_3():
+    model = Functional.from_config(resolve("qwen3-30b-a3b").config.model)
+    experts = sum(x.size for p, x in model.abstract.items() if "experts" in model.axes[p] and "router" not in p)
+    assert round(model.num_parameters / 1e9, 1) == 30.5
+    assert round((model.num_parameters - experts * (128 - 8) / 128) / 1e9, 2) in (3.3, 3.35)
+
+
+def test_a_run_that_was_not_imported_finds_its_family():
+    config = resolve("quickstart").config
+    result, data = find_family(config)
+    assert result.model_type == "llama"
+    assert (data["hidden_size"], data["tie_word_embeddings"], data["num_key_value_heads"]) == (128, False, 4)
+    assert find_family(resolve("qwen3-30b-a3b").config)[0].model_type == "qwen3_moe"
+    with pytest.raises(RequestError, match=r"no family describes .*this model"):
+        find_family(resolve("quickstart", with_=["alibi"]).config)
+    with pytest.raises(RequestError, match="lacks parts"):
+        find_family(patch(config, {"model.decoder.layer.attention.position": None}))
+    with pytest.raises(RequestError, match=r"softcap: None, here 3.0"):
+        find_family(
+            patch(config, {"model.decoder.layer.attention.softcap": 3.0, "model.decoder.layer.attention.window": 9})
+        )
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 40.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.fast_cases("deepseek-v2-changes0", "deepseek-v2-changes2", "deepseek-v2-changes6", "deepseek-v2-changes7")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rope_parameters": YARN},
+        {"rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
+        {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}},
+        {"rope_parameters": {**YARN, "mscale_all_dim": 0.3}},
+        {"rope_parameters": {**YARN, "attention_factor": 1.2, "mscale_all_dim": 1.0}},
+        {"first_k_dense_replace": 0, "n_shared_experts": None, "q_lora_rank": 12, "norm_topk_prob": False},
+        {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "rope_interleave": False, "tie_word_embeddings": True},
+    ],
+)
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
+def test_a_deepseek_that_was_tuned_finds_its_config(name, changes):
+    data = {**json.loads((HF_FIXTURES / name / "config.json").read_text()), **changes}
+    config = family(data["model_type"]).resolve(data)[0].config
+    described, written = find_family(config)
+    assert described.model_type == data["model_type"]
+    assert described.differences(written, config) == []
+    rope = data["rope_parameters"] if "rope_parameters" in changes else {}
+    for key in ("mscale", "mscale_all_dim"):  # vLLM reads these, but not attention_factor
+        if key in rope and "attention_factor" not in rope:
+            assert written["rope_parameters"][key] == rope[key]
+
+
+def test_a_parameter_without_counterpart_is_named():
+    with pytest.raises(RequestError, match=r"lora_a.*no counterpart[\s\S]*lora merge"):
+        open_model(HF_FIXTURES / "llama3", with_=["lora"])
+
+
+@pytest.mark.parametrize("model_type", ["llama"])
+def test_older_files_say_the_same(model_type):
+    """Test the format of transformers 4, and files without common keys."""
+    old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}, "max_position_embeddings": 64}
+    assert read_rope(Settings(old)) == {
+        "type": "rope", "theta": 5e5, "scaling": {"type": "linear-rope-scaling", "factor": 2.0}
+    }  # fmt: skip
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 8,
+    }
+    result, unread = family(model_type).resolve({**sizes, "torch_dtype": "float32", "new_key": 1})
+    assert result.config.model.decoder.layer.attention.num_kv_heads is None
+    assert result.config.model.decoder.head is not None
+    assert unread == ["new_key"]
+
+
+@pytest.mark.parametrize("pattern", ["a b -> a c", "(a b -> a", "a* b* -> a b", "a -> b a c"])
+def test_a_pattern_that_loses_an_axis_is_refused(pattern):
+    with pytest.raises(ValueError, match="both sides"):
+        Axes.parse(pattern)

@@ -1,0 +1,86 @@
+"""Configs that attack the parser. Each must be rejected with one error."""
+
+
+def bomb(levels=7):
+    """Aliases of aliases: a few hundred bytes that stand for 10**levels values."""
+    names = "abcdefghijklm"
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"{names[i]}: &{names[i]} [{', '.join(['*' + names[i - 1]] * 10)}]" for i in range(1, levels)]
+    return "\n".join(lines) + "\n"
+
+
+FILES = {
+    "alias bomb": bomb(),
+    "alias of itself": "experiment: quickstart\nset: &a {x: *a}\n",
+    "nested lists": "[" * 50_000,
+    "nested mappings": "{a: " * 50_000,
+    "nested blocks": "\n".join(" " * i + "a:" for i in range(1000)),
+    "nested JSON": '{"set": ' * 20_000 + "1" + "}" * 20_000,
+    "a bool that is none": "experiment: !!bool maybe\n",
+    "an int that is none": "experiment: !!int maybe\n",
+    "a long int": "experiment: " + "9" * 100_000 + "\n",
+    "a Python object": "experiment: !!python/object/apply:os.system [id]\n",
+    "a tag": "experiment: !foo x\n",
+    "binary": "experiment: !!binary aGk=\n",
+    "a merge": "a: &a {x: 1}\n<<: *a\n",
+    "10,000 unknown keys": "experiment: quickstart\n" + "".join(f"key{i}: {i}\n" for i in range(10_000)),
+    "100,000 keys": "".join(f"key{i}: {i}\n" for i in range(100_000)),
+    "10,000 settings": "experiment: quickstart\nset:\n" + "".join(f"  key{i}: {i}\n" for i in range(10_000)),
+    "10,000 fields": "resolved: true\ntype: trainer\n" + "".join(f"key{i}: {i}\n" for i in range(10_000)),
+    "a key twice": "experiment: quickstart\nexperiment: quickstart\n",
+    "a key that is a list": "? [a]\n: 1\n",
+    "nothing": "",
+    "null": "null\n",
+    "a number": "7\n",
+    "a list": "[1]\n",
+    "two documents": "experiment: quickstart\n---\nexperiment: quickstart\n",
+    "no text": "\x00\x01",
+    "a directive": "%YAML 9.9\n---\na: 1\n",
+    "features of numbers": "experiment: quickstart\nfeatures: [1, null, {}]\n",
+    "an experiment of numbers": "experiment: 7\n",
+    "a target of lists": "experiment: quickstart\ntarget: [cpu]\n",
+    "set of nothing": "experiment: quickstart\nset:\n  '': 1\n",
+    "unknown component": "resolved: true\ntype: os.system\n",
+    "type of a list": "resolved: true\ntype: [trainer]\n",
+    "resolved maybe": "resolved: maybe\n",
+    "without of numbers": "experiment: quickstart\nwithout: [1]\n",
+    "long text": "experiment: " + "x" * 3_000_000,
+}
+
+SETTINGS = (
+    "**=1",
+    "*=1",
+    "model.**=1",
+    "**.**.**.**.**.**.**.**.**.**.**.x=1",
+    "=1",
+    "max_steps",
+    "max_steps=",
+    "max_steps=!!bool maybe",
+    "max_steps=null",
+    "max_steps=-1",
+    "max_steps=1e999",
+    "max_steps=.nan",
+    "max_steps=99999999999999999999999999",
+    "max_steps=[[[[",
+    "max_steps={a: &a [*a]}",
+    "model=null",
+    "model={type: quickstart}",
+    "loop={type: byte-tokenizer}",
+    "trackers=[{type: train-loop}]",
+    "evaluators={a: {type: byte-tokenizer}}",
+    "learner.optimizer={type: byte-tokenizer}",
+    "input.tokenizer={type: adamw}",
+    "trackers.0=1",
+    "trackers.7=1",
+    "trackers.-1=1",
+    "..=1",
+    ".=1",
+    "model..decoder=1",
+    "seed=true",
+    "seed=0.5",
+    "learner=learner",
+    "model.decoder.num_layers={type: x}",
+    "mesh.shape={a: b}",
+    "mesh.shape.fsdp=x",
+    "\ud800=1",
+)

@@ -1,0 +1,1 @@
+"""Wrong implementations, each of which its suite must catch."""

@@ -1,0 +1,1 @@
+"""Every route from text to tokens, compared with `transformers`."""

@@ -1,0 +1,115 @@
+"""Installed experiments at toy size, options for installed features, and batches."""
+
+import contextlib
+import functools
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from axlearn_core.config import get, patch
+from axlearn_core.errors import PluginError, RequestError
+from axlearn_core.plugins.registry import registry
+from axlearn_core.plugins.resolve import resolve
+
+ROWS, LENGTH, VOCABULARY = 16, 16, 64
+
+# Sizes that every mesh axis of up to eight devices divides.
+SIZES = {
+    "model.vocab_size": VOCABULARY,
+    "model.decoder.num_layers": 2,
+    "model.decoder.hidden_dim": 32,
+    "model.decoder.layer.attention.num_heads": 8,
+    "model.decoder.layer.feed_forward.hidden_dim": 64,
+}
+
+
+PUBLISHED = frozenset(
+    """
+    deepseek-v2-lite deepseek-v3 gemma2-2b gemma2-9b gemma3-4b gpt2-1.5b gpt2-124m mistral-7b mixtral-8x7b qwen2.5-7b qwen3-8b
+    """.split()  # noqa: SIM905
+)
+"""Made from a `config.json` by the table that imports weights: the tests of that table try their parts, by family."""
+
+
+def experiments():
+    """The names of what is installed and reads text, each part once; other models have tests of their own."""
+    names = [entry.name for entry in registry().entries("experiments") if entry.name not in PUBLISHED]
+    return [n for n in names if hasattr(registry().experiment(n).model, "decoder")]
+
+
+def features():
+    """The names of what is installed."""
+    return [entry.name for entry in registry().entries("features")]
+
+
+def use(name):
+    """The text of `--with` for a feature, and for those that it needs."""
+    cls = registry().feature(name)
+    return [f"{name}:{cls.example}" if cls.example else name, *(text for n in cls.needs for text in use(n))]
+
+
+@functools.cache
+def small(experiment):
+    """The experiment's config, with small sizes."""
+    cfg = resolve(experiment).config
+    heads = "model.decoder.layer.attention.num_kv_heads"
+    return patch(cfg, SIZES if get(cfg, heads) is None else {**SIZES, heads: 8})
+
+
+def config(experiment, *names, **settings):
+    """The small experiment with features; raises `RequestError` where they do not go together."""
+    texts = list(dict.fromkeys(text for name in names for text in use(name)))
+    return resolve(small(experiment), with_=texts, set=settings).config
+
+
+def fits(experiment, *names):
+    """Whether the features go together on the experiment."""
+    try:
+        config(experiment, *names)
+    except PluginError:
+        raise  # one that fails, and does not refuse
+    except RequestError:
+        return False
+    return True
+
+
+def batch(seed=0, rows=ROWS):
+    """Random tokens and what follows them; some targets do not count."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, VOCABULARY, (rows, LENGTH + 1), dtype=np.int32)
+    weights = (rng.random((rows, LENGTH)) < 0.9).astype(np.float32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+
+
+def batch_for(cfg, seed=0):
+    """A batch for the input of a config: as `batch`, or of the arrays that its input says it gives."""
+    shapes = getattr(cfg.input, "batch_shapes", dict)()
+    if set(shapes) <= {"tokens", "targets", "weights", "segment_ids", "positions"}:
+        return batch(seed)
+    rows = {prefix: batch(seed + i) for i, prefix in enumerate(sorted({n.rpartition("_")[0] for n in shapes}))}
+    return {name: rows[name.rpartition("_")[0]][name.rpartition("_")[2]] for name in shapes}
+
+
+def filled(functional):
+    """Path -> parameter, filled at random by its path: not one is zero, as initialised adapters and biases would be."""
+    return {path: filled_one(path, spec) for path, spec in functional.abstract.items()}
+
+
+def filled_one(path, spec):
+    """One array, by its path."""
+    seed = int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "little")
+    values = np.random.default_rng(seed).normal(size=spec.shape) * 0.2
+    return jax.device_put(jnp.asarray(values + (1.0 if path.endswith("scale") else 0.0), spec.dtype))
+
+
+@contextlib.contextmanager
+def quick_to_compile():
+    """Compiles without most optimizations: what runs once is not worth them."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
