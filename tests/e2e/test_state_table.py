@@ -35,7 +35,7 @@ def installed(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(info.parent))
 
 
-@pytest.mark.fast_cases("amax-accumulation")
+@pytest.mark.slow
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(("kind", "column"), CELLS)
 def test_a_cell_holds(kind, column, tmp_path):

@@ -64,6 +64,7 @@ def test_a_run_says_and_keeps_what_was_decided(tmp_path, capfd):
     assert lock(result.run_dir)["decisions"] == [{"kind": "mesh rule", "subject": "none", "reason": "--target none"}]
 
 
+@pytest.mark.slow
 def test_the_name_of_a_run_does_not_depend_on_the_machine(tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
     plain = train("quickstart", steps=1, set=TINY)

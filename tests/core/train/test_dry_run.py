@@ -35,6 +35,7 @@ def test_it_says_what_would_run_and_writes_nothing(folder):
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_is_there_is_continued(folder):
     words = ["train", "quickstart", *SMALL, "--set", "input.sequence_length=16", "--set", "input.batch_size=8"]
     assert CliRunner().invoke(cli, [*words, "--run-dir", "run", "--steps", "2"]).exit_code == 0

@@ -28,6 +28,7 @@ def trained(with_, steps, **settings):
     return state, losses
 
 
+@pytest.mark.slow
 def test_a_sigmoid_router_learns_and_balances_without_a_loss():
     state, losses = trained(
         "moe:num_experts=4,top_k=1,router={type: sigmoid-router}", 40, **{"model.decoder.num_layers": 1}

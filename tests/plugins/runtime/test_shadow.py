@@ -37,6 +37,7 @@ def test_gradients_part_and_the_run_does_not(tmp_path):
     assert "shadow_gradient/decoder.embedding.weight" in logged[0]
 
 
+@pytest.mark.slow
 def test_what_only_runs_otherwise_parts_by_rounding_alone(tmp_path):
     train(tmp_path, "shadow:feature=remat", steps=1)
     (line,) = read(tmp_path)

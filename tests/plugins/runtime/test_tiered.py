@@ -146,6 +146,7 @@ def test_what_is_ahead_of_a_rollback_does_not_count(whole, tmp_path, capsys):
     assert losses(run) == whole
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_goes_back_once(whole, tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
     interrupted(run, tmp_path, at=12)

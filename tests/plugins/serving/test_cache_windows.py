@@ -85,6 +85,7 @@ def test_a_long_output_holds_the_blocks_of_its_window():
     assert most <= -(-WINDOW // SIZE) + 2
 
 
+@pytest.mark.slow
 def test_a_model_of_windows_gives_its_tokens_from_fewer_blocks():
     config = patch(serving_models.config(), {"decoder.layer.attention.window": 12})
     model = config.build(rngs=nnx.Rngs(0))

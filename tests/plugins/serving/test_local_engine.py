@@ -105,6 +105,7 @@ def test_samples_are_reproducible_whatever_else_is_computed():
         assert len({s.tokens for s in a.samples}) == 3
 
 
+@pytest.mark.slow
 def test_weights_are_updated_while_requests_run():
     old, new, prompts = model(), model(seed=1), prompts_at_random(6, seed=6)
     flat = {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(nnx.state(new, nnx.Param))}

@@ -108,7 +108,7 @@ def test_how_the_stack_runs_changes_no_mask(mode, more):
     close(loss_and_gradients(config(mode, *more)), loss_and_gradients(config()))
 
 
-@pytest.mark.fast_cases("shape0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", [{"fsdp": 8}, {"data": 4, "tensor": 2}, pytest.param({"tensor": 8}, marks=pytest.mark.slow)]
 )
@@ -150,7 +150,7 @@ class OwnBlock(Layer):
         return x + y + self.feed_forward(x), cache
 
 
-@pytest.mark.fast_cases("scan")
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["scan", "unrolled"])
 def test_blocks_of_any_class_drop_out(mode):
     edits = {"model.decoder.layer": OwnBlock.Config(), "model.decoder.stack.mode": mode, "model.dtype": "float32"}
@@ -178,6 +178,7 @@ def test_adapters_go_on_the_halves_of_any_block():
     }
 
 
+@pytest.mark.slow
 def test_a_step_follows_from_seed_and_step_alone():
     program = compose(config(), jax.devices()[:1])
     batch = program.put(toy_models.batch())

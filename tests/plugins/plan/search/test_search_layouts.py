@@ -127,6 +127,7 @@ def test_arguments_are_those_that_the_program_has(space, ranked):
     assert base.estimate.arguments == pytest.approx(exact, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_mathematics_changes_only_when_asked(request_, ranked):
     assert all(r.choice.batch is None and r.choice.optimizer_dtype is None for r in ranked)
     actual = rank.Space(request_, ("batch", "optimizer-precision")).rank_layouts()

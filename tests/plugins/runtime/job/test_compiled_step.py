@@ -194,6 +194,7 @@ def test_files_without_a_seal_are_never_loaded(seal, tmp_path, monkeypatch, capf
     assert re.search(f"was not loaded: .*{reason}", capfd.readouterr().err)
 
 
+@pytest.mark.slow
 def test_loading_that_never_ends_ends_the_process_for_its_supervisor():
     script = (
         "import time\nfrom axlearn_plugins_runtime.job.compiled_step import time_limit\n"

@@ -49,6 +49,7 @@ def serve(*arguments):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_vllm_gets_the_directory_and_the_options(fake, monkeypatch):
     record = fake()
     monkeypatch.setenv("KEY", "secret")

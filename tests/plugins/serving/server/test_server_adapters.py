@@ -52,6 +52,7 @@ def directories(tmp_path):
     return {name: str(tmp_path / name) for name in RANKS}
 
 
+@pytest.mark.slow
 def test_each_request_has_its_own_adapter(directories):
     rng, outputs = np.random.default_rng(0), {}
     prompts = [tuple(rng.integers(0, 64, n).tolist()) for n in (3, 9, 14, 5, 9, 21, 1, 12)]
