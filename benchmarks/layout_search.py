@@ -1,15 +1,15 @@
-"""Compare layouts for the published trainings: our default, the search result, and the paper's. All are compiled.
+"""Compare layouts for the published training runs: our default, the search result, and the paper's. All are compiled.
 
     uv run python benchmarks/layout_search.py [--only TEXT] [--budget MINUTES] [--sample N] [--json FILE] [--cache DIR]
         [--store FILE]
 
-For each training, it reports the time to rank all legal layouts. It compares the best layout that the search compiles
+For each workload, it reports the time to rank all legal layouts. It compares the best layout that the search compiles
 within its budget with the layout that ships and the paper's layout (arXiv 2507.05411: tensor parallelism over a host of
 H100s, FSDP across hosts). Then it compiles `--sample` layouts spread evenly over the ranking, from the fastest to the
 slowest that fits by estimate. For these it reports Kendall's tau between the estimated times and the times from the
 compiled programs' FLOPs, bytes and collectives, and the error of the estimated memory. Times come from the model of
 docs/plan.md ("predicted"), not from a run. `--store benchmarks/results/layouts.json` stores every compiled layout and
-replaces the file's entries for the same trainings. The test tests/plugins/plan/search/test_search_stored.py compares
+replaces the file's entries for the same workloads. The test tests/plugins/plan/search/test_search_stored.py compares
 the layouts that ship with this file.
 """
 
@@ -158,7 +158,7 @@ def stored_rows(request: Request, compiled) -> list[dict]:
 
 
 def store(path: Path, every: list[dict]) -> None:
-    """Write the layouts of some trainings to the file, ordered by model and target.
+    """Write the layouts of some workloads to the file, ordered by model and target.
 
     `base` is the layout that shipped when they were compiled. The settings of each layout override it.
     """

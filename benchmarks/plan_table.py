@@ -1,4 +1,4 @@
-"""Compare our plans of the published trainings with the published figures: step time, MFU, memory.
+"""Compare our plans of the published training runs with the published figures: step time, MFU, memory.
 
     uv run python benchmarks/plan_table.py [--only TEXT] [--between] [--json FILE]
 

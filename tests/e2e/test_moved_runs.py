@@ -90,7 +90,7 @@ def test_another_tokenizer_is_refused_by_its_path(tmp_path, tokenizer):
     data = json.loads(tokenizer.read_text())
     tokenizer.write_text(json.dumps(data))  # other bytes
     with pytest.raises(
-        CheckpointError, match=r"contains a run with another config[\s\S]*input.tokenizer.path: .*run/files/"
+        CheckpointError, match=r"contains a run with a different config[\s\S]*input.tokenizer.path: .*run/files/"
     ):
         train(tmp_path / "run", tokenizer, steps=2)
     tokenizer.unlink()

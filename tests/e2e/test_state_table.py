@@ -57,7 +57,7 @@ def test_a_run_is_not_continued_with_other_variables(before, now, problem, tmp_p
     with toy_models.quick_to_compile():
         state_table.run(before, place, 1)
         files = {p: p.read_bytes() for p in place.rglob("*") if p.is_file()}
-        with pytest.raises(CheckpointError, match="contains a run with another config; nothing was written"):
+        with pytest.raises(CheckpointError, match="contains a run with a different config; nothing was written"):
             state_table.run(now, place, 2)
         with pytest.raises(CheckpointError, match=problem) as error:
             train(state_table.experiment(now), steps=2, run_dir=place, allow_drift=True)

@@ -101,7 +101,7 @@ def test_only_twenty_problems_are_printed(tmp_path):
     file.write_text(FILES["10,000 unknown keys"])
     result = CliRunner().invoke(cli, ["config", "show", str(file)])
     assert "and 9,980 more problems (10,000 in all)" in result.stderr
-    assert result.stderr.count("unknown key of a run file") == 20
+    assert result.stderr.count("unknown key in a run file") == 20
 
 
 def test_a_pattern_for_everything_sets_nothing():

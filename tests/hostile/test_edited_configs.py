@@ -46,7 +46,7 @@ def test_an_edited_config_does_not_agree_with_an_edited_request(run):
     edit(run / "config.yaml", r"eps: 1e-0?[56]", "eps: 0.5")
     wrong = cli_runs.arguments(run, steps=6, settings=("model.**.eps=0.5",))
     result = cli_runs.axlearn(*wrong, code=2)
-    assert "contains a run with another config; nothing was written" in result.stderr
+    assert "contains a run with a different config; nothing was written" in result.stderr
     assert "eps" in result.stderr
     cli_runs.axlearn(*cli_runs.arguments(run, steps=4))
 

@@ -12,7 +12,7 @@ import attrs
 
 
 class AxlearnError(Exception):
-    """Base class of the errors that this framework raises."""
+    """Base class for the errors that this framework raises."""
 
     exit_code = 1
 
@@ -48,7 +48,7 @@ class MissingFileError(StorageError):
 
 
 def reason(error: BaseException) -> str:
-    """Return the reason for an error in one line: the message of the operating system, or else that of the error."""
+    """Return the reason for an error in one line: the operating system's message, or else the error's own."""
     text = error.strerror if isinstance(error, OSError) else None
     return (text or str(error) or type(error).__name__).splitlines()[0]
 

@@ -19,7 +19,8 @@ class Priority:
     """Priority of a kernel among the kernels of its op; the XLA reference has 0.
 
     Attributes:
-        value: Priority. The highest kernel that supports a call is used; kernels below 0 must be named in a config.
+        value: Priority. The kernel with the highest priority that supports a call is used; kernels with a negative priority
+            must be named in a config.
         reason: Reason for the value while it is not measured.
         source: Source of the value; see the module docstring.
     """

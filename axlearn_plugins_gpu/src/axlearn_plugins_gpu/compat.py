@@ -48,7 +48,7 @@ def paged_attention() -> Any:
 
 
 def triton() -> Any:
-    """Return JAX's module with the Triton options of Pallas kernels."""
+    """Return JAX's module with the Triton options for Pallas kernels."""
     return importlib.import_module("jax.experimental.pallas.triton")
 
 
@@ -58,7 +58,7 @@ def missing_paged_attention() -> str | None:
         has_kernel = hasattr(paged_attention(), "paged_attention_kernel") and hasattr(triton(), "CompilerParams")
     except ImportError:
         has_kernel = False
-    return None if has_kernel else f"JAX {metadata.version('jax')} does not have the kernel of {PAGED_ATTENTION}"
+    return None if has_kernel else f"JAX {metadata.version('jax')} does not have the kernel in {PAGED_ATTENTION}"
 
 
 def tokamax(name: str) -> Any:

@@ -49,7 +49,7 @@ _KERNELS = (
     (_GATED_LINEAR_UNIT, "gated_linear_unit", "tokamax-triton", "gated_linear_unit:TRITON"),
     (_GATED_LINEAR_UNIT, "gated_linear_unit", "tokamax-mosaic", "gated_linear_unit:MOSAIC"),
 )
-"""(class of the op, name of the op, name of the kernel, module and name relative to `axlearn_plugins_gpu.kernels`)."""
+"""(op class, op name, kernel name, module and name relative to `axlearn_plugins_gpu.kernels`)."""
 
 
 @hookimpl

@@ -33,7 +33,7 @@ HIDDEN = -30_000.0
 
 
 class _Static(NamedTuple):
-    """Static parameters of a call."""
+    """Static parameters for a call."""
 
     scale: float
     causal: bool

@@ -80,7 +80,7 @@ KERNELS = (
 
 @hookimpl
 def axlearn_targets() -> list[Target]:
-    """Return the targets, from TPU v4 on."""
+    """Return the targets: TPU v4 and later."""
     return list(TARGETS)
 
 

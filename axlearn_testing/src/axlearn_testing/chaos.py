@@ -37,7 +37,7 @@ kill     Send SIGKILL.
 stop     Send SIGSTOP, then SIGCONT after some seconds.
 slow     Let the process run for a tenth of the time, for some seconds.
 corrupt  Flip one bit of one file.
-fill     Stop the files of the process from growing beyond some bytes, for some seconds.
+fill     Stop the process's files from growing beyond some bytes, for some seconds.
 cut      Disconnect the network, for some seconds.
 """
 _SECONDS = (0.5, 4.0)
@@ -122,7 +122,7 @@ class FaultPlan:
         return cls(int(match[1]), tuple(map(Fault.parse, match[2].split())))
 
     def play(self, target: Target, *, seconds: float = 600.0) -> Iterator[str]:
-        """Inject each fault when the job has reached its step. Yield a description of each, for a log.
+        """Inject each fault when the job reaches the fault's step. Yield a description of each, for a log.
 
         A fault with a duration ends before the next one begins.
 

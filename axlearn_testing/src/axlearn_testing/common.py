@@ -1,4 +1,4 @@
-"""Helpers of the suites: compare trees, compile for tests, and check the machine."""
+"""Helpers for the suites: compare trees, compile for tests, and check the machine."""
 
 from collections.abc import Callable
 from typing import Any

@@ -117,7 +117,7 @@ class FeatureSuite:
                     assert str(one) == str(two), f"{label}: the two orders are refused with different errors"
 
     def _commutes(self, tree: Node[Any], ordered: Node[Any], other: str, label: str) -> None:
-        """Check that features of the same stage commute if no order is declared, because they are then ordered by name."""
+        """Check that features in the same stage commute if no order is declared, because they are then ordered by name."""
         features = resolve(tree, with_=[*self.needs(), self.text(), other]).features
         names = (self.name, other.partition(":")[0])
         pair = [f for name, f in features if name in names]

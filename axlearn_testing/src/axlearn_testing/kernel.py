@@ -26,7 +26,7 @@ from axlearn_testing.common import assert_close, compile_fast, is_float, leaves_
 
 @attrs.frozen(kw_only=True, eq=False)
 class Case:
-    """A call of an op.
+    """An op call.
 
     Attributes:
         name: Name of the test case.

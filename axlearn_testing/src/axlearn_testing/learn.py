@@ -93,7 +93,7 @@ class LearnerSuite:
             if jnp.issubdtype(x.dtype, jnp.floating):
                 assert np.isfinite(np.asarray(x, np.float32)).all(), path
         like = [jax.tree.map(lambda x: (x.shape, str(x.dtype)), t) for t in ((before, initial), (params, state))]
-        assert like[0] == like[1], "an update must keep the structure, shapes and dtypes of the state"
+        assert like[0] == like[1], "an update must keep the state's structure, shapes and dtypes"
         evaluation_params = self.learner().evaluation_params(state, params)
         assert jax.tree.map(lambda x: (x.shape, str(x.dtype)), evaluation_params) == like[0][0]
 
@@ -114,7 +114,7 @@ class LearnerSuite:
         state = learner.init(params)
         buffers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state)) if x.size]
         assert len(buffers) == len(set(buffers)), (
-            "two arrays of the state share a buffer, which cannot be donated twice"
+            "two arrays in the state share a buffer, which cannot be donated twice"
         )
 
     def test_microbatches_match_full_batch(self) -> None:
@@ -126,7 +126,7 @@ class LearnerSuite:
         assert_close(
             (loss, summaries["weight"]), (expected, expected_summaries["weight"]), self.tolerance, "loss and weight"
         )
-        assert summaries.keys() == expected_summaries.keys(), "the summaries of the loss must be returned"
+        assert summaries.keys() == expected_summaries.keys(), "the summaries from the loss must be returned"
 
     def test_updates_lower_the_loss(self) -> None:
         good = (0.0, 0.0)

@@ -120,7 +120,7 @@ class ObjectiveSuite:
         _, grads = self.gradients(self.program())
         assert all(np.isfinite(g).all() for g in grads.values()), "gradients must be finite"
         assert norm(*(g for p, g in grads.items() if not p.startswith(PREFIX))) > 0, (
-            "all gradients of the model are zero"
+            "all of the model's gradients are zero"
         )
 
     def test_model_paths_are_unchanged(self) -> None:

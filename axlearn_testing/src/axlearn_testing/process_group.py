@@ -34,7 +34,7 @@ class ProcessGroupSuite:
 
     Attributes:
         config: Config of the process group. Its class must be importable.
-        seconds: Time limit of the processes.
+        seconds: Time limit for the processes.
     """
 
     config: Node[Any]

@@ -86,7 +86,7 @@ class TokenizerSuite:
                 tokenizer.decode(ids[end:]).encode()
         rng = np.random.default_rng(0)
         tokenizer = self.tokenizer()
-        for _ in range(20):  # like samples of an untrained model
+        for _ in range(20):  # like samples from an untrained model
             tokenizer.decode(rng.integers(0, tokenizer.vocab_size, 16).tolist()).encode()
 
     def test_token_bytes_sum_to_text_bytes(self) -> None:

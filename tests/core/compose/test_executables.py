@@ -102,7 +102,7 @@ def test_other_devices_refuse_it(program, exported):
     import jax
 
     other = compose(program.config, jax.devices()[2:4])
-    with pytest.raises(RequestError, match="exported with another machine"):
+    with pytest.raises(RequestError, match="exported with a different machine"):
         other.load(exported)
 
 

@@ -196,7 +196,7 @@ def test_an_export_is_of_its_flags_even_if_its_program_is_compared(exported, mon
     composed = program()
     assert composed.load(exported) == ["init"]
     monkeypatch.setenv(variable, "--xla_cpu_enable_fast_math=true")
-    with pytest.raises(RequestError, match=f"exported with another value of {variable}"):
+    with pytest.raises(RequestError, match=f"exported with a different value of {variable}"):
         composed.load(exported)
 
 

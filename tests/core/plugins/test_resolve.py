@@ -177,7 +177,7 @@ def test_features_of_one_stage_wrap_one_path_in_a_stated_order(install):
 
 def test_an_order_through_a_feature_that_is_not_asked_for_orders_nothing(install):
     install_wrappers(install, ("a", {"after": ("b",)}), ("b", {}), ("c", {"before": ("b",)}))
-    with pytest.raises(RequestError, match="two features of stage 'wrap' change tags"):
+    with pytest.raises(RequestError, match="two features in stage 'wrap' change tags"):
         resolve("toy", with_=["a", "c"])
 
 

@@ -51,12 +51,14 @@ def test_checkpoints_carry_the_run_and_outlive_its_directory(tmp_path):
     assert train(tmp_path / "two", steps=6, settings=settings).step == 6
     assert json.loads((tmp_path / "two/run.lock.json").read_text())["run"] == run
     # Another config is refused before anything is written, with what differs.
-    with pytest.raises(CheckpointError, match=r"has checkpoints of a run with another config[^$]*seed: 0 -> 1"):
+    with pytest.raises(CheckpointError, match=r"has checkpoints of a run with a different config[^$]*seed: 0 -> 1"):
         train(tmp_path / "three", settings={**settings, "seed": 1})
     assert not (tmp_path / "three").exists()
     # So is a run with an id of its own.
     train(tmp_path / "four")
-    with pytest.raises(CheckpointError, match=rf"checkpoints of another run\n    got: run {run}\n    expected: run "):
+    with pytest.raises(
+        CheckpointError, match=rf"checkpoints from a different run\n    got: run {run}\n    expected: run "
+    ):
         train(tmp_path / "four", steps=6, settings=settings)
 
 

@@ -103,7 +103,7 @@ def test_what_is_here_gives_way_to_what_is_there(s3):
 def test_one_trainer_and_one_config(s3):
     uri = f"{s3[0]}/runs/toy"
     train(uri, steps=2)
-    with pytest.raises(CheckpointError, match=r"contains a run with another config[^$]*seed"):
+    with pytest.raises(CheckpointError, match=r"contains a run with a different config[^$]*seed"):
         train(uri, steps=4, seed=5)
     holders = Holder(open_storage(uri), uri, "id")
     with pytest.raises(CheckpointError, match=rf"{uri} is in use by another trainer"):

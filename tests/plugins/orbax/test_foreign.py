@@ -147,6 +147,6 @@ def test_the_core_refuses_it_by_name(make):
     one.save(1, state(1))
     one.wait()
     core = ShardedCheckpointer.Config().build(directory=one.directory)
-    with pytest.raises(CheckpointError, match="another checkpointer wrote the checkpoint of step 1"):
+    with pytest.raises(CheckpointError, match="a different checkpointer wrote the checkpoint of step 1"):
         core.restore(1, LIKE)
     core.close()

@@ -110,7 +110,7 @@ def test_another_checkpointer_is_refused_by_name(whole, tmp_path):
         run = tmp_path / type(ours).__qualname__
         train(run, 2, checkpointer=ours)
         with pytest.raises(
-            CheckpointError, match=r"another checkpointer wrote the checkpoint of step 2[^$]*checkpointer.type"
+            CheckpointError, match=r"a different checkpointer wrote the checkpoint of step 2[^$]*checkpointer.type"
         ):
             train(run, 4, checkpointer=theirs)
 

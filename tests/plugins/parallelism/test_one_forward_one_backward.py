@@ -206,7 +206,7 @@ def test_a_loss_that_cannot_be_cut_is_refused():
     gpipe = patch(cfg, {"model.decoder.stack.schedule": "gpipe"})
     with pytest.raises(ConfigError, match=r"one pipelined stack with `schedule: 1f1b` exactly once\n.*got: no run"):
         lowered(gpipe, {"pipeline": 2})
-    with pytest.raises(ConfigError, match=r"does not divide the rows of the batch\n.*4 for 6 rows"):
+    with pytest.raises(ConfigError, match=r"does not divide the number of rows in the batch\n.*4 for 6 rows"):
         lowered(cfg, {"pipeline": 2}, rows=6)
     trainer_program = compose(
         patch(cfg, {"mesh": Mesh(shape={"pipeline": 2}, rules=cfg.mesh.rules)}), jax.devices()[:2]

@@ -47,7 +47,9 @@ def test_stages_of_different_kinds():
 
 
 def test_microbatches_that_do_not_fit():
-    with pytest.raises(ConfigError, match=r"microbatches: does not divide the rows of the batch\n.*3 for 16 rows"):
+    with pytest.raises(
+        ConfigError, match=r"microbatches: does not divide the number of rows in the batch\n.*3 for 16 rows"
+    ):
         traced(program("pipeline:microbatches=3"))
     with pytest.raises(ConfigError, match=r"2 rows per microbatch for 4 devices that share the batch"):
         traced(program("pipeline:microbatches=8"))

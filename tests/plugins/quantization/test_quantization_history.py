@@ -94,7 +94,7 @@ def test_the_feature_takes_it(toy, batch):
 def test_a_program_says_that_its_microbatches_are_mathematics(toy):
     reasons = Functional.from_config(DELAYED.apply(toy()).model).batch_dependence
     assert len(reasons) == 7
-    assert all("largest magnitude of the batch" in reason for reason in reasons)
+    assert all("largest magnitude in the batch" in reason for reason in reasons)
     assert not Functional.from_config(Quantization(format="fp8").apply(toy()).model).batch_dependence
 
 

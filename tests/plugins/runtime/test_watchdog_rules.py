@@ -161,7 +161,7 @@ def test_starved_devices_are_told_from_a_slow_input_that_is_hidden():
         starved.phase("step", 0.01, every=0.1)
     assert not hidden.alerts
     assert len(starved.alerts) >= 2
-    assert "99% of the time of the last 10 steps" in starved.alerts[0][1]
+    assert "99% of the time in the last 10 steps" in starved.alerts[0][1]
 
 
 def test_a_loss_that_spikes():

@@ -91,7 +91,7 @@ def test_bitwise_with_wider_maps():
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 def test_narrow_maps_are_not_divided():
-    with pytest.raises(RequestError, match="on 2 devices: XLA sums narrow maps in another order"):
+    with pytest.raises(RequestError, match="on 2 devices: XLA sums narrow maps in a different order"):
         check_parity_scores(config(), model(), devices=2)
 
 

@@ -101,7 +101,7 @@ def test_programs_of_other_settings(run_dir):
     other = [*SET, "--set", "serving.runner.max_rows=3"]
     nothing, errors, code = served(run_dir, "--programs", run_dir / "programs", sizes=other)
     assert (nothing, code) == (None, 2)
-    assert "was exported with another identity: runner.max_rows" in errors
+    assert "was exported with a different identity: runner.max_rows" in errors
     assert 'got: "2"' in errors
     assert "fix: export again" in errors
     stats, errors, code = served(run_dir, sizes=other)  # the run's own programs, which the user did not name
@@ -145,9 +145,9 @@ def refused(run_dir, tmp_path, **changes):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"jax": "0.1"}, "exported with another version of JAX"),
-        ({"cpu": "x86_64 0123"}, "exported with another kind of CPU"),
-        ({"devices": [["tpu", "TPU v6e", 0, []]]}, "exported with another machine"),
+        ({"jax": "0.1"}, "exported with a different version of JAX"),
+        ({"cpu": "x86_64 0123"}, "exported with a different kind of CPU"),
+        ({"devices": [["tpu", "TPU v6e", 0, []]]}, "exported with a different machine"),
         ({"identity": lambda i: i | {"code of axlearn_core": "0"}}, "something else: code of axlearn_core"),
         ({"functions": lambda f: [e for e in f if "rows=2" not in e["bucket"]]}, "has no program serve of the shape"),
         ({"functions": lambda f: [e | {"sha256": "0"} for e in f]}, "is damaged"),

@@ -1,4 +1,4 @@
-"""Base class of checkpointers that write to a `Storage`: background saves, atomic commits, ownership, and retention."""
+"""Base class for checkpointers that write to a `Storage`: background saves, atomic commits, ownership, and retention."""
 
 import json
 import logging
@@ -52,7 +52,7 @@ WEIGHTS_ONLY = "weights_only"
 
 
 class StorageCheckpointer(Configurable):
-    """Base class of checkpointers that store each step in a folder with a manifest.
+    """Base class for checkpointers that store each step in a folder with a manifest.
 
     It implements `axlearn_core.contracts.parts.Checkpointer`. `save` copies the state to host memory and returns. Threads
     write the files. A checkpoint becomes visible only when it is complete, so killing a process never leaves a partial
@@ -65,7 +65,7 @@ class StorageCheckpointer(Configurable):
         files: Text files to store in each checkpoint, by name. A value is the text or a function that returns it.
         run: ID of the run that owns the saved checkpoints. Checkpoints of other runs are never deleted.
         on_result: See `axlearn_core.contracts.capabilities.ReportsSaves`.
-        max_saves_in_flight: Maximum number of concurrent saves. A further save waits for the oldest one.
+        max_saves_in_flight: Maximum number of concurrent saves. Another save waits for the oldest to finish.
         layout_file: Path, inside a checkpoint, of a file that every checkpoint of this class has.
     """
 
@@ -125,7 +125,7 @@ class StorageCheckpointer(Configurable):
             folder: Staging folder of the step, with a trailing `/`.
 
         Returns:
-            Size and hash of each file by path, as in the manifest. The commit adds further files.
+            Size and hash of each file by path, as in the manifest. The commit adds more files.
         """
         raise NotImplementedError
 
@@ -303,7 +303,7 @@ class StorageCheckpointer(Configurable):
         """Raise `CheckpointError` if a different checkpointer class wrote the checkpoint."""
         if self.layout_file not in checkpoint.files:
             raise CheckpointError(
-                f"another checkpointer wrote the checkpoint of step {checkpoint.step} in {self.place.name}\n"
+                f"a different checkpointer wrote the checkpoint of step {checkpoint.step} in {self.place.name}\n"
                 f"    got: no {self.layout_file}, which {type(self).__name__} writes\n"
                 "    fix: set checkpointer.type to the value in the run that wrote it"
             )

@@ -103,7 +103,7 @@ def check_same(
         more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
         listed = "\n".join(f"    {p}" for p in [*problems[:20], *more])
         raise CheckpointError(
-            f"the checkpoint of step {step} belongs to another model or optimizer\n{listed}\n"
+            f"the checkpoint of step {step} belongs to a different model or optimizer\n{listed}\n"
             "    fix: use the config that wrote it, or another run directory"
         )
 
@@ -116,7 +116,7 @@ def _is_same(stored_array: ArrayInfo, expected: ArrayInfo) -> bool:
 
 
 def agree(local_error: Exception | None, cause: BaseException | None, failure: str = "a checkpoint failed") -> None:
-    """Raise an error on every process if any process has one. Also raise one if a process does not respond in time.
+    """Raise an error on every process if any process has an error or does not respond in time.
 
     Args:
         local_error: Error of this process, or None.

@@ -96,7 +96,7 @@ class PartWriter:
         folder: Staging folder of the checkpoint, with a trailing `/`.
         buffers: Host memory for copies.
         pool: Threads that write the files.
-        rate: Rate limit of all writers.
+        rate: Rate limit for all writers.
         single_process: If True, write a complete checkpoint from the shards on this process, including replicas.
     """
 

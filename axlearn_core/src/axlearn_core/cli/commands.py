@@ -21,7 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def plugin_commands() -> Mapping[str, tuple[str, str]]:
-    """Return (value of the entry point, distribution and version) of each plugin command, by name."""
+    """Return (entry-point value, distribution and version) for each plugin command, by name."""
     return _plugin_commands(tuple(sys.path), os.environ.get("AXLEARN_PLUGINS", ""))
 
 
@@ -32,7 +32,7 @@ def _plugin_commands(path: Sequence[str], block: str) -> Mapping[str, tuple[str,
 
         entries = {name: claims[0] for name, claims in registry().claims["commands"].items()}
         return {name: (entry.value, entry.origin) for name, entry in entries.items()}
-    # Do not import the registry: it would double the time of `--help`.
+    # Do not import the registry: it would double the time that `--help` takes.
     from axlearn_core.plugins.index import entry_points
 
     points = entry_points().select(group="axlearn.commands")
@@ -66,6 +66,6 @@ def related_commands(name: str) -> list[str]:
 
 
 def command_line(name: str) -> str:
-    """Return the command line of a command, such as `axlearn checkpoint list`."""
+    """Return how a command is invoked, such as `axlearn checkpoint list`."""
     prefix = parent(name)
     return f"{command_line(prefix)} {name.removeprefix(f'{prefix}-')}" if prefix else f"axlearn {name}"

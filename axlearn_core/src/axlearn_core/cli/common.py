@@ -83,7 +83,7 @@ def request_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_request(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Convert the options of `request_options` to a `request` argument of `function`."""
+    """Convert the options from `request_options` to a `request` argument for `function`."""
 
     @functools.wraps(function)
     def command(

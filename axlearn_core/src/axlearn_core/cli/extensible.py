@@ -31,7 +31,7 @@ class ExtensibleCommand(click.Command):
 
     @property
     def entry_name(self) -> str:
-        """Name of the entry point of the command."""
+        """Name of the command's entry point."""
         return self.name or ""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -44,7 +44,7 @@ class ExtensibleCommand(click.Command):
         return load_command(name) if name else None
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the parameters of the command, the options of plugins, and --help."""
+        """Return the command's parameters, the plugin options, and --help."""
         *parameters, help_option = super().get_params(ctx)
         return [*parameters, *(_click_option(name, option) for name, option in self._plugin_options()), help_option]
 
@@ -106,7 +106,7 @@ class ExtensibleCommand(click.Command):
                 raise click.UsageError(f"`{line}` is not installed: {package} provides it (pip install {package}).")
 
     def _plugin_options(self) -> list[tuple[str, "CommandOption"]]:
-        """Return (`--name`, option) for each option of a plugin, sorted by name.
+        """Return (`--name`, option) for each plugin option, sorted by name.
 
         Raises:
             PluginError: If two distributions, or a distribution and the command, define the same option.
@@ -159,7 +159,7 @@ class ExtensibleCommand(click.Command):
 
 
 def change_request(request: "Request") -> "Request":
-    """Apply the plugin options on the command line to the request, in the order of their names."""
+    """Apply the plugin options on the command line to the request, sorted by name."""
     context = click.get_current_context(silent=True)
     options: dict[str, Any] = context.meta.get(_PLUGIN_VALUES, {}) if context else {}
     for _, (option, value) in sorted(options.items()):

@@ -110,7 +110,7 @@ def _unknown_command_error(
         name: Full name of the command, such as `checkpoint-list`.
         word: The word that the user typed.
         names: Known words, with the text to type for each.
-        error: The error of click.
+        error: The error from click.
         ctx: The context of the error.
     """
     from axlearn_core.plugins.index import find_package
@@ -123,7 +123,7 @@ def _unknown_command_error(
 
 
 def _translate_error(error: Exception) -> Exception:
-    """Convert errors of JAX and NumPy about devices and memory to errors with advice. Return other errors unchanged."""
+    """Convert JAX and NumPy errors about devices and memory to errors with advice. Return other errors unchanged."""
     from axlearn_core.errors import RequestError, WorkError
 
     text = str(error)

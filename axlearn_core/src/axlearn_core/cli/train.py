@@ -40,7 +40,7 @@ def train(
 def run_training(
     request: Any, run_dir: str | None, allow_drift: bool, dry_run: bool, restore_step: int | None, restart: bool
 ) -> None:
-    """Run the command with the values of its options."""
+    """Run the command with its option values."""
     arguments = {"run_dir": run_dir, "allow_drift": allow_drift, "restore_step": restore_step, "restart": restart}
     if dry_run:
         from axlearn_core.train.dry_run import dry_run as describe

@@ -60,7 +60,7 @@ class Compiler:
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """XLA options of all functions. The config overrides the target."""
+        """XLA options for all functions. The config overrides the target."""
         return self._merge_options(())
 
     def _merge_options(self, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class Compiler:
         return self.functions[name]
 
     def selection(self, name: str) -> Selection:
-        """Return the kernel selection of a function."""
+        """Return the kernel selection for a function."""
         if name not in self._selections:
             function = self.function(name)
             self._selections[name] = Selection(
@@ -112,7 +112,7 @@ class Compiler:
         return stack
 
     def arguments(self, name: str, bucket: object = None) -> tuple[Any, ...]:
-        """Return the abstract arguments of a function for a bucket, with shardings."""
+        """Return a function's abstract arguments for a bucket, with shardings."""
         return jax.tree.map(self._resolve, self.function(name).inputs(bucket), is_leaf=_is_abstract)
 
     def trace(self, name: str, bucket: object = None) -> Any:
@@ -180,7 +180,7 @@ class Compiler:
 
     def _load(self, name: str, bucket: Any, options: Mapping[str, Any]) -> Any:
         key = (name, str(_bucket_key(bucket)))
-        if key not in self._exported or options:  # exports only have the function's options
+        if key not in self._exported or options:  # exports are compiled with only the function's own options
             return None
         identified = key in self._identified
         program = None if identified else executables.program_hash(self.lower(name, bucket), self.options(name))
@@ -308,7 +308,7 @@ class Compiler:
         return on_cpu and (name, _bucket_key(bucket)) in self._cached
 
     def discard(self, name: str, bucket: Any = None) -> None:
-        """Discard the loaded executable of a function and bucket, so that the next call compiles it."""
+        """Discard the loaded executable for a function and bucket, so that the next call compiles it."""
         if self._exported.pop((name, str(_bucket_key(bucket))), None) is not None:
             self._compiled = {k: v for k, v in self._compiled.items() if k[:2] != (name, _bucket_key(bucket))}
 

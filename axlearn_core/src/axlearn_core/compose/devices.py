@@ -109,7 +109,7 @@ def get_coordinates(device: Any) -> list[int]:
 
 
 def get_compiler_client(device: Any) -> Any:
-    """Return the compiler client of a device. None for described devices without one."""
+    """Return the compiler client of a device. None for described devices without a client."""
     return getattr(device, "client", None)
 
 

@@ -160,7 +160,7 @@ def read_index(
     for name, expected in environment(devices).items():
         if index.get(name) != expected:
             raise RequestError(
-                f"{directory} was exported with another {_NAMES.get(name, f'value of {name}')}\n"
+                f"{directory} was exported with a different {_NAMES.get(name, f'value of {name}')}\n"
                 f"    got: {_short(index.get(name))}\n"
                 f"    expected: {_short(expected)}\n"
                 "    fix: export again on this machine"
@@ -182,7 +182,7 @@ def _check_identity(
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise RequestError(
-            f"{directory} was exported with another identity: {names[0]}{more}\n"
+            f"{directory} was exported with a different identity: {names[0]}{more}\n"
             f"    got: {_short(exported.get(names[0]))}\n    expected: {_short(identity.get(names[0]))}\n"
             "    fix: export again, or use the settings and the code of the export"
         )

@@ -23,7 +23,7 @@ def equation_flops(eqn: Any) -> int:
     if name == "dot_general":
         contracted = math.prod(eqn.invars[0].aval.shape[d] for d in params["dimension_numbers"][0][0])
         return 2 * contracted * math.prod(eqn.outvars[0].aval.shape)
-    if name == "ragged_dot_general":  # each row is multiplied by one matrix, also if groups split the contraction
+    if name == "ragged_dot_general":  # each row is multiplied by one matrix, even if groups split the contraction
         ragged = params["ragged_dot_dimension_numbers"]
         lhs, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
         summed = ragged.dot_dimension_numbers[0][0]

@@ -202,7 +202,7 @@ class Functional:
             is_declared = any(path in part for part in (self.variables, self.abstract, self.streams, self.totals))
             if not is_declared and not isinstance(variable, nnx.Intermediate):
                 raise RequestError(
-                    f"a call of the model created the variable {path} ({type(variable).__name__})\n"
+                    f"calling the model created the variable {path} ({type(variable).__name__})\n"
                     "    fix: create it in the module's constructor, so that it is part of the training state and checkpoints"
                 )
         return {path: flat[path].get_value() for path in (*self.variables, *self.totals)}

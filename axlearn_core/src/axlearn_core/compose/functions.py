@@ -13,7 +13,7 @@ BATCH_AXES = ("batch", "sequence")
 
 
 class Part(enum.Enum):
-    """Placeholder for arrays of the program, in the abstract arguments and results of a function."""
+    """Placeholder for arrays of the program, in a function's abstract arguments and results."""
 
     STATE = "the training state"
     WEIGHTS = "the model's parameters and variables"

@@ -1,8 +1,8 @@
 """Compute the identity of a compiled program without tracing it: everything that the program depends on, by name.
 
-Equal identities imply equal programs, and only this module defines them. `executables` compares the compile settings of every
-export. For the compiled step of a run and the programs of a server, the identity is compared too, so that they can be loaded
-without tracing.
+Equal identities imply equal programs, and only this module defines them. When an export is loaded, `executables` always
+compares `read_compile_settings()` (compiler flags and JAX options) with the exported values. For the compiled step of a run and
+the programs of a server, the identity is compared too, so that they can be loaded without tracing.
 """
 
 import functools
@@ -78,7 +78,7 @@ class DescribedProgram(Protocol):
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """XLA options of all functions."""
+        """XLA options for all functions."""
         ...
 
 
@@ -124,7 +124,7 @@ def program_identity(
 
 @functools.cache
 def plugin_packages() -> tuple[str, ...]:
-    """Return the import names of the core and all installed plugins, excluding indexes of names."""
+    """Return the import names of the core and all installed plugins, excluding name indexes."""
     points = importlib.metadata.entry_points()
     groups = [group for group in points.groups if group.startswith("axlearn.") and group != INDEX_GROUP]
     modules = {point.module.partition(".")[0] for group in groups for point in points.select(group=group)}
@@ -147,7 +147,7 @@ def _hash_package(package: str) -> str:
 
 
 def value_text(value: object) -> str | None:
-    """Return a text that identifies a value of a config, or None if there is none."""
+    """Return a text that identifies a config value, or None if there is none."""
     if isinstance(value, functools.partial):
         text = value_text((value.func, *value.args, *value.keywords.values()))
         return text and f"partial{text} of {[*value.keywords]}"

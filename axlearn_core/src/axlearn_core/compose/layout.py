@@ -49,7 +49,7 @@ def _arrange_tpus(shape: Sequence[int], devices: Sequence[Any], domains: int) ->
                 path="mesh.shape",
                 message="no mesh axis can span the slices",
                 got=str({a: n for a, n in zip(MESH_AXES, shape, strict=True) if n > 1}),
-                expected=f"outer axes whose sizes multiply to a multiple of {domains}",
+                expected=f"outer axes whose sizes have a product that is a multiple of {domains}",
             )
         )
     within = [n // m for n, m in zip(shape, across, strict=True)]

@@ -82,7 +82,7 @@ class ModelAndObjective:
                 Problem(
                     path=f"model ({clashes[0]})",
                     message="the name `objective` at the root of a model is reserved for the arrays of the objective",
-                    fix="rename the attribute of the model, or train without an objective",
+                    fix="rename the model's attribute, or train without an objective",
                 )
             )
         owner = type(node).owner

@@ -11,10 +11,10 @@ _PATH = "mesh.compiler_options."
 
 
 def merge_options(target: Mapping[str, Any], choices: Sequence[Choice], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a function. The config overrides the target, and kernels override both.
+    """Return the options for a function. The config overrides the target, and kernels override both.
 
     Args:
-        target: Options of the target.
+        target: The target's options.
         choices: Kernel choices in the function.
         config: `mesh.compiler_options`.
 

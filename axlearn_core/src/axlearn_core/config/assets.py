@@ -65,7 +65,7 @@ def file_name(path: str) -> str:
 
 
 def map_assets(tree: Any, function: Callable[[Asset], str]) -> Any:
-    """Replace the value of each asset with the result of `function`, in the order of the tree."""
+    """Replace the value of each asset with the result of `function`, in tree order."""
     return _map(tree, "", function)
 
 

@@ -34,7 +34,7 @@ OFFERED = frozenset(
 
 @attrs.frozen(kw_only=True, slots=True, cache_hash=True)
 class Configured(Node[Any]):
-    """Base class of the nodes that `configure` creates, one subclass per callable."""
+    """Base class for the nodes that `configure` creates, one subclass per callable."""
 
     def build(self, **offered: Any) -> Any:
         """Build nested nodes, then call the callable with this node's settings.
@@ -268,7 +268,7 @@ def with_subclass(cfg: Node[Any], make_subclass: Callable[[type], type]) -> Node
                 message="cannot be extended: its class is unknown until it is built",
                 got=qualified_name(type(cfg) if owner is None or not isinstance(cfg, Configured) else owner),
                 expected="a class with a Config that does not override `build`, or `configure` of a class",
-                fix="define a Config on the class of the module, or exclude the module from the targets",
+                fix="define a Config on the module's class, or exclude the module from the targets",
             )
         )
     return cls(**get_fields(cfg))

@@ -1,7 +1,7 @@
 """Convert config trees to and from plain data with cattrs, and write YAML 1.2 with ruamel.yaml.
 
 In a file, a node is a mapping whose `type:` names a registered component. A file can never name a Python object. All
-problems of a file are reported together, with line numbers. `yaml_file` reads YAML.
+problems in a file are reported together, with line numbers. `yaml_file` reads YAML.
 """
 
 import collections.abc
@@ -88,7 +88,7 @@ def encode(value: object, names: Names) -> Any:
 
 
 def _find_code_defaults(value: Node[Any]) -> set[str]:
-    """Return the fields of a configured callable whose default cannot be stored in a file, such as a dtype."""
+    """Return the fields of a configured callable whose defaults, such as dtypes, cannot be stored in a file."""
     if not type(value).__configured__:
         return set()
     fields = get_fields(value)
@@ -258,7 +258,7 @@ def _prefix_problems(path: str) -> Iterator[None]:
 
 
 def _slot(tree: object, path: str) -> tuple[Any, Any]:
-    """Return the annotation and value of a path. The value of a new mapping key is None."""
+    """Return the annotation and value at a path. The value of a new mapping key is None."""
     annotation: Any = Any
     value = tree
     for name in path.split(".") if path else []:

@@ -103,7 +103,7 @@ ABSENT = _Absent()
 
 
 def diff(old: object, new: object, get_name: Callable[[Any], str] = qualified_name) -> tuple[Change, ...]:
-    """Return the differences between two trees in the order of the new tree, removed paths last."""
+    """Return the differences between two trees, ordered as in the new tree, with removed paths last."""
     if old is new:
         return ()
     before, after = flatten(old, get_name), flatten(new, get_name)

@@ -125,7 +125,7 @@ RESERVED = frozenset({"type", "build", "owner", "validate", "computes_like"})
 
 @attrs.frozen(kw_only=True, slots=True, cache_hash=True)
 class Node(Generic[T_co]):
-    """Base class of all config nodes. `build` returns a `T_co`."""
+    """Base class for all config nodes. `build` returns a `T_co`."""
 
     owner: ClassVar[Any] = None
     __configured__: ClassVar[bool] = False
@@ -243,7 +243,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
 
 
 def get_parameters(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
-    """Return the parameters of a call.
+    """Return the parameters of a function or class.
 
     For a class whose metaclass hides its signature (`flax.nnx.Module`), return the parameters of its constructor.
 

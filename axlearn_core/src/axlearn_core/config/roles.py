@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 
 class Role:
-    """Base class of roles. A config class inherits a role, and features look for nodes that have it.
+    """Base class for roles. A config class inherits a role, and features look for nodes that have it.
 
         class WindowRole(Role, fields=("window",)):
             __slots__ = ()

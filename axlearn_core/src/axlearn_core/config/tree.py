@@ -208,7 +208,7 @@ def _set(tree: object, parts: list[str], value: object, parent: str) -> Any:
             Problem(
                 path=full_path,
                 message="is passed by the parent and cannot be set",
-                fix="set the dimension of the parent instead",
+                fix="set the parent's dimension instead",
             )
         )
     below = children(tree)

@@ -115,7 +115,7 @@ class _Reader:
 
     def read(self, part: Part, path: str, line: int | None = None, above: tuple[Part, ...] = ()) -> Any:
         """Convert a YAML node. `above` contains its ancestors."""
-        self.count += 1  # counts each use of an alias
+        self.count += 1  # counts an alias each time it is used
         if self.count > MAX_VALUES or len(self.problems) > MAX_VALUES:
             raise _LimitExceeded(f"more than {MAX_VALUES:,} values, aliases expanded", f"at most {MAX_VALUES:,}", part)
         if len(above) > MAX_DEPTH:

@@ -1,4 +1,4 @@
-"""Recognize arrays: JAX, NumPy, traced, and abstract ones. This module does not import JAX."""
+"""Recognize JAX, NumPy, traced, and abstract arrays. This module does not import JAX."""
 
 from typing import Any, TypeGuard
 

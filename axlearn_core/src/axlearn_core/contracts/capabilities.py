@@ -276,11 +276,11 @@ class StopsEarly(Protocol):
         ...
 
     def end(self) -> None:
-        """Called when the loop has ended, also after an error."""
+        """Called when the loop has ended, even after an error."""
         ...
 
     def next_batch(self) -> Any:
-        """Return the next of the session's `batches`, or None to stop without it. Propagate errors of the input."""
+        """Return the next of the session's `batches`, or None to stop without it. Propagate errors from the input."""
         ...
 
     def should_stop(self) -> bool:

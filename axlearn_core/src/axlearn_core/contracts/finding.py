@@ -1,4 +1,4 @@
-"""`Finding`: a result of `axlearn plugins doctor`. This module does not import JAX."""
+"""`Finding`: a result from `axlearn plugins doctor`. This module does not import JAX."""
 
 import attrs
 

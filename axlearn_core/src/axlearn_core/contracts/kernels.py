@@ -1,4 +1,4 @@
-"""Declaration and protocol of kernels. This module does not import JAX."""
+"""Declaration of kernels, and their protocol. This module does not import JAX."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class KernelImplementation:
 
 @attrs.frozen(kw_only=True)
 class KernelContext:
-    """Facts about the program that contains the call of an op.
+    """Facts about the program that contains an op call.
 
     Attributes:
         platform: JAX platform of the program (`cpu`, `gpu`, `tpu`, `neuron`).
@@ -60,7 +60,7 @@ class KernelContext:
 
 
 class Call(Protocol[R_co]):
-    """A call of an op, as kernel selection needs it. `axlearn_core.kernels.op.Op` implements it."""
+    """An op call, described for kernel selection. `axlearn_core.kernels.op.Op` implements it."""
 
     name: ClassVar[str]
 

@@ -101,7 +101,7 @@ class Mesh(Node[None]):
         shape: Sizes of mesh axes. One axis may be -1, for all remaining devices. An empty shape puts all devices on `fsdp`.
         rules: Mesh axes for each logical axis. They override the default rules.
         targets: Mesh rules by a pattern of machine names. A matching rule replaces those of plugins.
-        compiler_options: XLA options. They override the options of the target.
+        compiler_options: XLA options. They override the target's options.
     """
 
     shape: Mapping[str, int] = {}

@@ -40,7 +40,7 @@ class ArrayMigration(Protocol):
 
 @attrs.frozen(kw_only=True)
 class Migration:
-    """A format change of a plugin, declared in `axlearn_migrations`.
+    """A change to a plugin's format, declared in `axlearn_migrations`.
 
     Attributes:
         name: Description of the change, for people.

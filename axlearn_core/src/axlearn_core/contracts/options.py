@@ -8,7 +8,7 @@ import attrs
 
 @attrs.frozen(kw_only=True)
 class CommandOption:
-    """An option that modifies the request of a command, such as `axlearn train --shadow`.
+    """An option that modifies a command's request, such as `axlearn train --shadow`.
 
     Register it as `COMMAND--OPTION` (`train--shadow`) in the `axlearn.options` entry-point group. Its module must not import
     JAX, because it is imported whenever the command parses its options.

@@ -222,7 +222,7 @@ class Checkpointer(Protocol):
         ...
 
     def wait(self) -> None:
-        """Block until every save is complete. Raise the error of a failed save."""
+        """Block until every save is complete. Raise the error from a failed save."""
         ...
 
     def close(self) -> None:
@@ -267,7 +267,7 @@ class Profiler(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop profiling. Called once, also if the run fails."""
+        """Stop profiling. Called once, even if the run fails."""
         ...
 
 
@@ -292,7 +292,7 @@ class Watchdog(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop the thread. Called once, also if the run fails."""
+        """Stop the thread. Called once, even if the run fails."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""`Op`: a typed description of a call of an operation, which layers, kernels, plans, and tests share."""
+"""`Op`: a typed description of an operation call, which layers, kernels, plans, and tests share."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 @attrs.frozen(eq=False)
 class Op(Generic[R]):
-    """Base class of ops. A subclass is an `@attrs.frozen(eq=False)` class whose fields are operands and options.
+    """Base class for ops. A subclass is an `@attrs.frozen(eq=False)` class whose fields are operands and options.
 
     Operands are arrays or pytrees of arrays. Options are static. Two ops are equal if they have the same class,
     `options`, and operand shapes and dtypes. Array values do not matter, because kernels cannot depend on them.

@@ -1,4 +1,4 @@
-"""Select a kernel for each call of an op.
+"""Select a kernel for each op call.
 
 A program activates its selection while it is traced and records the choice at each call site. Outside a program, ops use
 their reference. If the config of a layer names a kernel, the layer uses that kernel or raises an error. Other functions
@@ -49,7 +49,7 @@ def installed(op: OpClass) -> Sequence[KernelImplementation]:
     Raises:
         PluginError: If two kernels have the same name.
     """
-    from axlearn_core.plugins.manager import host  # delay loading plugins until a program needs them
+    from axlearn_core.plugins.manager import host  # load plugins only when a program needs them
 
     path = op.path()
     claims = {REFERENCE: ("the op", reference(op))}
@@ -95,7 +95,7 @@ def kernel_tags() -> set[str]:
 
 @attrs.frozen(kw_only=True)
 class Choice:
-    """The kernel of a call site and the reasons against other kernels. Stored in run locks.
+    """The kernel for a call site, and the reasons why other kernels were rejected. Stored in run locks.
 
     Attributes:
         op: The call, with abstract arrays.

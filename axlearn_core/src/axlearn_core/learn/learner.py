@@ -58,7 +58,7 @@ class LearnerState(NamedTuple):
     """State of a learner.
 
     Attributes:
-        optimizer: State of the optax optimizer. It represents parameters as a dict by dotted path, without frozen ones.
+        optimizer: State of the optax optimizer. It represents parameters as a dict by dotted path, without frozen parameters.
         ema: Float32 moving average of the trained parameters by dotted path, or None.
         updates: int32, number of updates.
         skipped: int32, number of updates that were skipped because a gradient or the loss was not finite.
@@ -82,7 +82,7 @@ class Learner(Configurable):
 
     @node
     class Config(Configurable.Config["Learner"]):
-        """Settings of `Learner`.
+        """Settings for `Learner`.
 
         Attributes:
             optimizer: Node that builds an optax transformation.
@@ -236,7 +236,7 @@ class Learner(Configurable):
                         path="learner.rules",
                         message=f"{path} ({kind}) keeps an average that does not account for scaled updates",
                         got=f"a learning_rate_scale for {scaled[0]}",
-                        fix="give those parameters a separate optimizer with another learning rate",
+                        fix="give those parameters a separate optimizer with a different learning rate",
                     )
                 )
 

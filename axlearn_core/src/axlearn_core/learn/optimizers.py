@@ -42,7 +42,7 @@ class EvaluatesWith(Protocol):
 
 
 def convert_learning_rate(learning_rate: LearningRate, max_steps: int) -> Any:
-    """Convert a learning rate for optax: a number, or a function of the index of the update."""
+    """Convert a learning rate for optax: a number, or a function of the update's index."""
     return learning_rate.build(max_steps=max_steps) if isinstance(learning_rate, Node) else learning_rate
 
 

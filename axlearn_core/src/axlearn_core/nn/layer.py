@@ -61,10 +61,10 @@ class Context:
 
 
 class Layer(Configurable, nnx.Module):
-    """Base class of layers.
+    """Base class for layers.
 
-    The constructor's arguments are the config and the parent's `rngs` and `precision`. A subclass declares further arguments
-    that it needs from its parent.
+    The constructor's arguments are the config and the parent's `rngs` and `precision`. A subclass declares the additional
+    arguments that it needs from its parent.
     """
 
     @node

@@ -87,7 +87,7 @@ def check_stateless(part: object, path: str) -> Any:
             path=location,
             message="is a module with variables outside the model",
             got=f"{type(value).__name__} with {', '.join('.'.join(map(str, k)) for k, _ in flat[:3])}",
-            expected="a component without variables: the training state only has variables of the model",
+            expected="a component without variables: the training state contains only the model's variables",
             fix="move the module into the model",
         )
         for location, value in members.items()

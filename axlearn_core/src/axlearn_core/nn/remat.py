@@ -36,7 +36,7 @@ def tag(x: jax.Array, name: str) -> jax.Array:
 
 
 class Remat(Configurable):
-    """Rematerialization policy of a layer.
+    """Rematerialization policy for a layer.
 
     The backward pass recomputes all activations except those that are saved or offloaded.
     """

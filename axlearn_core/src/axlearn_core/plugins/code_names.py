@@ -119,7 +119,7 @@ def _cell(cell: Any) -> str:
 
 
 def restore_values(config: Node[Any]) -> Node[Any]:
-    """Replace the names of values with the values, in a config that was read from a file.
+    """Replace the names of values with the values themselves, in a config that was read from a file.
 
     Raises:
         ConfigError: If this process did not write one of the values.

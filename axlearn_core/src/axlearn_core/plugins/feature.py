@@ -40,7 +40,7 @@ def no_match_problem(feature: str, expected: str) -> Problem:
 
 @node
 class Feature(Node[Any]):
-    """Base class of features. The fields are the options that a user can set. A feature has no other state.
+    """Base class for features. The fields are the options that a user can set. A feature has no other state.
 
     Features are applied in the order of their stages, not in the order in which the user lists them. Within a stage, `before`
     and `after` define the order. Features without a defined order are applied by name. The stages are:
@@ -63,11 +63,11 @@ class Feature(Node[Any]):
     no_bridge: ClassVar[str] = ""
     """Reason why a bridge is impossible. `axlearn convert` prints it."""
     before: ClassVar[tuple[str, ...]] = ()
-    """Names of features of the same stage that are applied after this feature. They need not be installed.
+    """Names of features in the same stage that are applied after this feature. They need not be installed.
 
-    Two features with a defined order may change the same path. The later feature sees the changes of the earlier one."""
+    Two features with a defined order may change the same path. The later feature sees the earlier feature's changes."""
     after: ClassVar[tuple[str, ...]] = ()
-    """Names of features of the same stage that are applied before this feature. They need not be installed."""
+    """Names of features in the same stage that are applied before this feature. They need not be installed."""
     example: ClassVar[str] = ""
     """Options for `--with NAME:EXAMPLE` that work with most experiments. Set this if the feature has required options.
 

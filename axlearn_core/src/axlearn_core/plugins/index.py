@@ -77,7 +77,7 @@ def _read_index(name: str, package: str, origin: tuple[str, str]) -> Index:
         if file is None:
             return Index(name, origin, {}, f"the package {package!r} has no {FILE}")
         names = json.loads(file.read_text("utf-8"))
-    except Exception as error:  # if an index is broken, errors must only lose a hint
+    except Exception as error:  # a broken index must not hide the original error; only its hint is lost
         return Index(name, origin, {}, f"{FILE} of {package!r} cannot be read: {type(error).__name__}: {error}")
     if not _is_index(names):
         return Index(name, origin, {}, f"{file} is not an index\n    expected: {{group: {{name: distribution}}}}")

@@ -15,7 +15,7 @@ from axlearn_core.plugins.removed_names import HOOKS
 class Host:
     """The loaded plugins of a registry.
 
-    Plugins are loaded in the order of their names, so the order of installation does not matter.
+    Plugins are loaded in alphabetical order, so the order of installation does not matter.
 
     Raises:
         PluginError: If a module cannot be loaded or implements an unknown hook.
@@ -31,7 +31,7 @@ class Host:
 
     @property
     def hook(self) -> pluggy.HookRelay:
-        """Hooks by name. `host().hook.axlearn_targets()` returns the list of results of all plugins."""
+        """Hooks by name. `host().hook.axlearn_targets()` returns the list of results from all plugins."""
         return self.manager.hook
 
     def call_with_entries(self, hook: str, **arguments: object) -> list[tuple[Entry, Any]]:

@@ -108,7 +108,7 @@ class Entry:
 
     @property
     def remedy(self) -> str:
-        """Advice for users if the distribution is broken. Errors end with it."""
+        """Advice for users when the distribution is broken. Errors end with it."""
         block = f", or block it with {BLOCK}=-{self.distribution}" if self.distribution != CORE else ""
         return f"repair or upgrade {self.distribution}{block}"
 
@@ -195,7 +195,7 @@ class Registry:
                 problem = (
                     f"registered by {len(claims)} distributions"
                     if len(claims) > 1
-                    else "requires another version of the core"
+                    else "requires a different version of the core"
                 )
                 wrong = len(claims) > 1 or entry.find_incompatibility(core_version())
                 entries.append((entry, problem if wrong else ""))

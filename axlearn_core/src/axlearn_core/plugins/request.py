@@ -195,7 +195,7 @@ def _split_options(text: str) -> list[str]:
     for character in text:
         if quote:
             quote = "" if character == quote and last != "\\" else quote
-        elif character in "'\"" and last in "=,[{: ":  # anywhere else it is an apostrophe
+        elif character in "'\"" and last in "=,[{: ":  # anywhere else, the quote is an apostrophe
             quote = character
         elif character in "[{":
             depth += 1
@@ -270,11 +270,11 @@ def _parse_run_file(data: Mapping[str, Any], document: Document) -> Request:
     problems = []
     for key, value in data.items():
         if key not in _KEYS:
-            fix = "put values of the config under `set:`, or add `resolved: true` to a complete config"
+            fix = "put config values under `set:`, or add `resolved: true` to a complete config"
             problems.append(
                 Problem(
                     path=str(key),
-                    message="unknown key of a run file",
+                    message="unknown key in a run file",
                     expected=f"one of {', '.join(_KEYS)}",
                     nearest=nearest(str(key), _KEYS) if len(problems) < SHOWN_PROBLEMS else (),
                     fix=fix,
@@ -362,7 +362,7 @@ def _read_chain(name: str, names: Names, visited: tuple[str, ...] = ()) -> Reque
 
 
 def _override_features(base: Sequence[FeatureUse], overrides: Sequence[FeatureUse]) -> tuple[FeatureUse, ...]:
-    """Merge the features of a base file and a file that overrides it. Options of the second file take precedence."""
+    """Merge the features of a base file and a file that overrides it. Options in the second file take precedence."""
     later = {use.name: use for use in overrides}
     merged = [
         attrs.evolve(use, options={**use.options, **later[use.name].options}) if use.name in later else use

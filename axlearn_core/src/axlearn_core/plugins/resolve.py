@@ -1,7 +1,7 @@
 """Resolve a request to a config, and record the source of every value.
 
 The steps are: the experiment, the requested features (see `plugins.order`), the features of the target's mesh rule, the
-settings of the run file, the settings of the command line, and a replacement for a default mesh that cannot shard the
+settings in the run file, the settings on the command line, and a replacement for a default mesh that cannot shard the
 parameters. The tree is compared before and after each step, so nodes need not track changes.
 
 If the request names a target, its whole mesh rule is applied. On a detected machine, only the execution settings of a
@@ -42,7 +42,7 @@ Detect = Callable[[Node[Any]], DetectedMachine]
 
 @attrs.frozen
 class Step:
-    """A change of one value.
+    """A change to one value.
 
     Attributes:
         source: Source of the change.
@@ -94,7 +94,7 @@ class Resolved:
         return self
 
     def setter(self, path: str) -> str | None:
-        """Return the source of the last change of a path, or None if the path has the value of the experiment."""
+        """Return the source of the last change to a path, or None if the path has the experiment's value."""
         steps = self.provenance.get(path)
         return f"set by {steps[-1].source}" if steps and len(steps) > 1 else None
 
@@ -107,7 +107,7 @@ class Resolved:
         steps = {p: s for p, s in self.provenance.items() if not path or p == path or p.startswith(f"{path}.")}
         if not steps:
             get(self.config, path)
-            containers = [p for p in self.provenance if path.startswith(f"{p}.")]  # the path is an item of a container
+            containers = [p for p in self.provenance if path.startswith(f"{p}.")]  # the path is an item in a container
             if not containers:
                 message = "was not set: it has its default value, or it is passed by the parent"
                 raise ConfigError(Problem(path=path, message=message))
@@ -143,7 +143,7 @@ def resolve(
     if not isinstance(request, Request):
         request = Request.from_arguments(request, **options)
     elif options:
-        raise TypeError(f"a Request accepts no further options: {', '.join(options)}")
+        raise TypeError(f"a Request accepts no additional options: {', '.join(options)}")
     request = merge_file(request, names)
     base = _BaseConfig.from_request(request, names)
     if request.layout is None:
@@ -286,7 +286,7 @@ class _RuleChooser:
         return title, f"changes more than execution: {show_changes(decisive)}; --target {machine.name} applies it"
 
     def _read_config_rules(self) -> Mapping[str, TargetRule]:
-        """Return the rules in `mesh.targets`: the rules of the experiment with the settings of the request."""
+        """Return the rules in `mesh.targets`: the experiment's rules with the request's settings."""
         tree = self.base.tree
         leaves = [p.split(".") for p in flatten(tree, self.names.display_name) if p.startswith("mesh.targets")]
         existing = {".".join(parts[: i + 1]) for parts in leaves for i in range(len(parts))}
@@ -425,9 +425,9 @@ class _Resolution:
             self.provenance[change.path] = (*self.provenance.get(change.path, ()), step)
 
     def _select_features(self, rule_features: Sequence[FeatureUse]) -> tuple[list[FeatureUse], list[FeatureUse]]:
-        """Return the features that the user requests and those that the mesh rule adds, without duplicates and removed ones.
+        """Return the requested features and those that the mesh rule adds, without duplicates and removed features.
 
-        If both list a feature, the options of the user take precedence.
+        If both list a feature, the user's options take precedence.
         """
         uses: dict[str, FeatureUse] = {}
         for use in self.request.features:
@@ -607,10 +607,10 @@ def _check_execution(changes: tuple[Change, ...], before: Node[Any], after: Node
 
 
 def _conflict_error(later: tuple[Entry, Change], earlier: tuple[Entry, Change], stage: str) -> RequestError:
-    """Return the error for two features of the same stage that change the same path without a defined order."""
+    """Return the error for two features in the same stage that change the same path without a defined order."""
     (a, first), (b, second) = earlier, later
     return RequestError(
-        f"two features of stage {stage!r} change {second.path}:\n"
+        f"two features in stage {stage!r} change {second.path}:\n"
         f"    {a.name} ({a.origin}): {first.old!r} -> {first.new!r}\n"
         f"    {b.name} ({b.origin}): {second.old!r} -> {second.new!r}\n"
         "    fix: remove one of them; or, if you maintain one, declare its order with `before` or `after`"

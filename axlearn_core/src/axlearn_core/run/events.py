@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Position = Literal["first", "middle", "last"]
 POSITIONS: tuple[Position, ...] = get_args(Position)
 owns_process = threading.Event()
-"""Set by the command line during a run. Listeners may then exit the process, because it only executes the run."""
+"""Set by the command line during a run. Listeners may then exit the process, because it does nothing but this run."""
 
 
 class RunListener:
@@ -75,7 +75,7 @@ class RunListener:
         """Called after a save, from any thread. `reason` is None if it succeeded. Errors in this method are only logged."""
 
     def closed(self) -> None:
-        """Called when the run ends, also after an error, in reverse order of registration."""
+        """Called when the run ends, even after an error, in reverse order of registration."""
 
 
 EVENTS = (
@@ -124,9 +124,9 @@ class RunEvents:
 
 
 def name_failures(method: Callable[..., None], plugin: Entry | None) -> Callable[..., None]:
-    """Wrap a listener's method so that errors name the plugin and the event. Return it unchanged without a plugin.
+    """Wrap a listener's method so that errors name the plugin and the event. Return it unchanged if there is no plugin.
 
-    Errors of this framework keep their class, because they refuse a run or a save. A message names the plugin instead.
+    Errors from this framework keep their class, because they refuse a run or a save. A message names the plugin instead.
     """
     if plugin is None:
         return method

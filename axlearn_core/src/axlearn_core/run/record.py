@@ -67,7 +67,7 @@ class RefusedChange:
 
 
 def find_refused_changes(changes: tuple[Change, ...], old: Node[Any], config: Node[Any]) -> list[RefusedChange]:
-    """Return the changes of mathematics between the config of a run and a new config."""
+    """Return the changes to the mathematics between the config of a run and a new config."""
     kinds = change_kinds(changes, old, config)
     reasons = batch_dependence(config) if any(kind == "microbatches" for _, kind in kinds) else ()
     return [
@@ -84,8 +84,8 @@ class RunDir:
     Attributes:
         path: Local directory. For a run at a URI, it is a working copy.
         resumes: True if the directory contains a run that will be resumed.
-        notes: Messages about changes of the config.
-        allow_drift: True if changes of mathematics are allowed.
+        notes: Messages about changes to the config.
+        allow_drift: True if changes to the mathematics are allowed.
         uri: URI of the run, or None.
     """
 
@@ -236,7 +236,7 @@ def check_config(
 
     if refused and not allow_drift:
         raise CheckpointError(
-            f"{subject} with another config; nothing was written\n"
+            f"{subject} with a different config; nothing was written\n"
             + "\n".join(map(line, refused[:12]))
             + (f"\n    and {len(refused) - 12} more" if len(refused) > 12 else "")
             + "\n    fix: use another --run-dir, or resume anyway with --allow-drift; if a feature changed the parameters,"
@@ -251,7 +251,7 @@ def show_change(change: Change) -> str:
 
 
 def lock_drift(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Describe changes of versions, devices, and flags since the lock was written.
+    """Describe changes in versions, devices, and flags since the lock was written.
 
     The lock of a derived run does not contain them.
     """

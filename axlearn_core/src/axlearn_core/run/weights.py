@@ -79,7 +79,7 @@ class RunWeights:
         arrays = self.checkpoint.arrays
         loaded = self.checkpoint.read({key: _array_spec(arrays[key], places[p]) for p, key in direct.items()})
         tensors = {p: loaded[key] for p, key in direct.items()}
-        for path in places.keys() - direct.keys():  # one at a time, to free the inputs of each
+        for path in places.keys() - direct.keys():  # one at a time, so that the inputs of each can be freed
             tensors[path] = self._compute(self._sources[path], places[path])
         return {p: tensors[p] for p in places}
 

@@ -104,7 +104,10 @@ class Destination:
     notes: tuple[str, ...]
 
     def check(self, resolved: Resolved, *, allow_drift: bool) -> RunDir:
-        """Return the run directory if the config can be trained there. Write nothing. Raise the errors of `RunDir.check`."""
+        """Return the run directory if the config can be trained there.
+
+        Does not write anything. Raises the same errors as `RunDir.check`.
+        """
         options: Any = {"allow_drift": allow_drift, "find_source": resolved.setter}
         config: Any = resolved.config
         stored = None if self.old else find_stored_checkpoint(checkpoint_uri(config))
@@ -194,7 +197,7 @@ def default_run_dir(experiment: str, config: Node[Any]) -> tuple[Path, tuple[str
     earlier = [p for p in sorted(path.parent.glob(pattern)) if _has_same_result(p, config)]
     if len(earlier) > 1:
         raise RequestError(
-            f"several runs of earlier versions match this config: {', '.join(map(str, earlier))}\n"
+            f"several runs from earlier versions match this config: {', '.join(map(str, earlier))}\n"
             "    fix: choose the run to resume with --run-dir, or choose a new directory; nothing was written"
         )
     if earlier:
@@ -205,7 +208,7 @@ def default_run_dir(experiment: str, config: Node[Any]) -> tuple[Path, tuple[str
 def _has_same_result(run_dir: Path, config: Node[Any]) -> bool:
     if RunDir(run_dir, resumes=True).read_lock().get("hash") == short_hash(config):
         return True
-    try:  # an earlier version hashed other fields
+    try:  # an earlier version hashed different fields
         old = Run(run_dir).config
     except CheckpointError:  # it uses components that are not installed
         return False

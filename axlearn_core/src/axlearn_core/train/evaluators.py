@@ -21,7 +21,7 @@ class Periodic(Configurable):
         """Interval of a periodic evaluator.
 
         Attributes:
-            every_steps: Steps between evaluations. 0 evaluates at the end only.
+            every_steps: Steps between evaluations. 0 evaluates only at the end.
         """
 
         every_steps: int = setting(default=0, ge=0)

@@ -21,7 +21,7 @@ class TrackerListener(RunListener):
     """Forwards logged values to a tracker. See `axlearn_core.contracts.parts.Tracker`.
 
     Args:
-        build: Builds the tracker. Called on process 0 only. The tracker may write to the run directory.
+        build: Builds the tracker. Called only on process 0. The tracker may write to the run directory.
         info: Facts about the run, without its step and directory.
     """
 
@@ -148,7 +148,7 @@ def check_job(session: Any, listeners: Iterable[RunListener]) -> None:
     listeners = list(listeners)
     if session.uri is not None and not any(isinstance(listener, MirrorsRun) for listener in listeners):
         raise RequestError(
-            f"--run-dir {session.uri}: no installed plugin copies the files of a run to a storage\n    fix: {INSTALL}"
+            f"--run-dir {session.uri}: no installed plugin copies a run's files to storage\n    fix: {INSTALL}"
         )
     if not any(isinstance(listener, StopsEarly) for listener in listeners):
         log_message(

@@ -15,7 +15,7 @@ from axlearn_core.run import open_weights
 
 
 class ModelLoss(Configurable, nnx.Module):
-    """The model's own loss. Objectives that add terms to it wrap this one."""
+    """The model's own loss. Objectives that add terms to it wrap this objective."""
 
     @node
     class Config(Configurable.Config["ModelLoss"]):

@@ -34,7 +34,7 @@ def claim_checkpoints(session: Any) -> None:
     session.run_id = allgather_data_state(session.lock.get("run") or owner or uuid.uuid4().hex[:16])
     if owns and owner and owner != session.run_id:
         raise CheckpointError(
-            f"{owns.place.name} has checkpoints of another run\n    got: run {owner}\n    expected: run {session.run_id}, "
+            f"{owns.place.name} has checkpoints from a different run\n    got: run {owner}\n    expected: run {session.run_id}, "
             f"as in {run_dir.path}/run.lock.json\n"
             "    fix: set another checkpointer.uri, or use the run directory that they belong to"
         )

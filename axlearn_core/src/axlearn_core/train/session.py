@@ -67,7 +67,7 @@ class Session:
         run_dir: The checked run directory.
         lock: Lock of the resumed run, or empty for a new run.
         run_id: ID of the run, which its checkpoints store.
-        has_new_state: False if the training state was restored. True if the run is new or starts from weights only.
+        has_new_state: False if the training state was restored. True if the run is new or starts from weights alone.
         kept_step: Step of the newest checkpoint that is known to be complete.
         peak_flops: Total peak of all devices for the dtype in use, in FLOP/s. None if it is unknown.
         metrics: Latest value of each metric.
@@ -135,7 +135,7 @@ class Session:
         self._saved_step = step or -1
 
     def next_batch(self) -> Any:
-        """Return the next batch on the devices, or None if a signal ended the wait. Raise errors of the input."""
+        """Return the next batch on the devices, or None if a signal ended the wait. Raise the input's errors."""
         batch = next(self.batches) if self._early_stop is None else self._early_stop.next_batch()
         return None if batch is None else self.program.put(batch)
 
@@ -274,7 +274,7 @@ class Session:
         """
         position = "" if self._positions is None else self._positions.describe_position()
         step = self.step
-        return lambda: str(position) or f"number {step} of the stream"
+        return lambda: str(position) or f"number {step} in the stream"
 
     def raise_failure(self) -> None:
         """Raise the error that stopped the run on all processes, if any."""

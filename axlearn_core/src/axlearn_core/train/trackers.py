@@ -44,7 +44,7 @@ class JsonlTracker(Configurable):
 
     `axlearn_core.run.metric_files` reads both files.
 
-    Each line of `metrics.jsonl` is one call of `log`: the `step`, the values, and `elapsed_seconds`, the time spent in this
+    Each line of `metrics.jsonl` is one call to `log`: the `step`, the values, and `elapsed_seconds`, the time spent in this
     run without the downtime between attempts. A value that is not finite is `null`, and `nonfinite` has the value as text:
     `{"step": 7, "loss": null, "nonfinite": {"loss": "nan"}}`. Each line of `samples.jsonl` has `step`, `name` and `text`.
 

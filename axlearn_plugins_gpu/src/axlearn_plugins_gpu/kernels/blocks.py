@@ -1,4 +1,4 @@
-"""Block sizes of Triton and Mosaic GPU kernels, by GPU. Does not import JAX.
+"""Block sizes for Triton and Mosaic GPU kernels, by GPU. Does not import JAX.
 
 The target's compute capability selects an entry. Shared memory limits the sizes: each pipeline stage stores one block of
 each (16-bit) operand, and all stages must fit in a block's shared memory. `source` names the measurement behind an
@@ -46,7 +46,7 @@ def grouped_blocks(target: str) -> Blocks:
 
 @attrs.frozen(kw_only=True)
 class PipelinedBlocks:
-    """Block sizes of a Mosaic GPU matmul: one block [m, n] of the result, over blocks of k in `stages`.
+    """Block sizes for a Mosaic GPU matmul: one block [m, n] of the result, over blocks of k in `stages`.
 
     Attributes:
         pair: Whether two multiprocessors share a block that is twice as large in both dimensions (Blackwell).
@@ -69,7 +69,7 @@ class PipelinedBlocks:
 
     @property
     def multiple(self) -> int:
-        """Required divisor of both sides of the matrices. Each side is n in one matmul and k in a different one."""
+        """Required divisor of both sides of the matrices. Each side is n in one matmul and k in another."""
         return max(self.k, self.n * (2 if self.pair else 1))
 
     @property
@@ -131,7 +131,7 @@ def norm_blocks(target: str, rows: int, width: int, per_warp: int) -> Rows:
 
 
 def gated_blocks(target: str, rows: int, outer: int) -> Blocks:
-    """Return the block sizes of a gated linear unit; its two matmuls share a block of rows.
+    """Return the block sizes for a gated linear unit; its two matmuls share a block of rows.
 
     `rows` and `outer` are multiples of 32. Small problems get small blocks, so that every multiprocessor has one.
     """
@@ -144,7 +144,7 @@ def gated_blocks(target: str, rows: int, outer: int) -> Blocks:
 
 @attrs.frozen(kw_only=True)
 class Backward:
-    """Block sizes of the backward pass of attention.
+    """Block sizes for the backward pass of attention.
 
     In Mosaic, the gradients of keys and values use the sizes as named. The gradient of the queries uses blocks of `key`
     queries and `query` keys.
@@ -245,11 +245,11 @@ def attention_blocks(tables: Tables, target: str, size: int) -> AttentionBlocks 
 
 @attrs.frozen(kw_only=True)
 class PagedBlocks:
-    """Block sizes of paged attention.
+    """Block sizes for paged attention.
 
     Attributes:
         rows: Maximum number of query rows per block.
-        keys: Number of keys per block, for 16-bit keys with head size 128. Blocks of larger keys have fewer.
+        keys: Number of keys per block, for 16-bit keys with head size 128. If keys are larger, a block has fewer of them.
         warps: Warps per block.
         stages: Number of pipeline stages.
     """
@@ -268,7 +268,7 @@ PAGED: dict[tuple[int, int], PagedBlocks] = dict.fromkeys(
 
 
 def paged_blocks(target: str, rows: int, size: int, *, wide: bool) -> PagedBlocks:
-    """Return the block sizes of paged attention for a GPU in `CHIPS`.
+    """Return the block sizes for paged attention on a GPU in `CHIPS`.
 
     Args:
         target: GPU.

@@ -31,7 +31,7 @@ VERSION = 91000
 
 
 class _Static(NamedTuple):
-    """Static parameters of a call."""
+    """Static parameters for a call."""
 
     scale: float
     mask: Any  # cudnn.MaskType
@@ -45,7 +45,7 @@ class _CuDNN:
     tags_result = True
 
     def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
-        """Support 16-bit dtypes and head sizes up to 128 (256 from Hopper on, where values may differ), without a soft cap."""
+        """Support 16-bit dtypes and heads up to 128 (Hopper and later: 256, and values of another size), without a soft cap."""
         if reason := unknown_gpu(context.target):
             return reason
         query, key, value = (x.shape for x in (op.query, op.key, op.value))
@@ -77,7 +77,8 @@ class _CuDNN:
         hidden = None
         if other_mask is not None:
             visible = other_mask.materialize((0, query.shape[1]), (0, key.shape[1]), op.query_slots, op.key_slots)
-            # Half of the lowest number, so that the sum of two is still finite. Subtracting infinities would result in NaN.
+            # Half of the lowest finite number, so that the sum of two is still finite. Subtracting infinities would result in
+            # NaN.
             hidden = jnp.where(visible, 0, jnp.finfo(query.dtype).min / 2).astype(query.dtype)[:, None]
         kind = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
         static = _Static(scale=op.scale, mask=kind, window=window, biased=hidden is not None)

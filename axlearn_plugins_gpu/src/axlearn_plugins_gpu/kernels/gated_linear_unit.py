@@ -39,7 +39,7 @@ WITHOUT_RULES: dict[Activation, Callable[[jax.Array], jax.Array]] = {
 
 
 class _Tokamax:
-    """Base class of both kernels. A block of rows is multiplied by the same columns of both matrices."""
+    """Base class for both kernels. A block of rows is multiplied by the same columns of both matrices."""
 
     mosaic: bool
 

@@ -31,7 +31,7 @@ OUTER_ROWS = 64
 
 
 class _Tokamax:
-    """Base class of both kernels. All rows of a block belong to the same group, so work is proportional to the rows."""
+    """Base class for both kernels. All rows of a block belong to the same group, so work is proportional to the rows."""
 
     mosaic: bool
 

@@ -29,7 +29,7 @@ def split_mask(mask: Mask, lengths: tuple[int, int], aligned: bool) -> tuple[boo
         elif not isinstance(part, Full):
             other_parts.append(part)
     if window is not None and not causal:
-        other_parts.append(SlidingWindow(window))  # kernels support windows of causal attention only
+        other_parts.append(SlidingWindow(window))  # kernels support windows only in causal attention
         window = None
     if window is not None and window >= lengths[1]:
         window = None

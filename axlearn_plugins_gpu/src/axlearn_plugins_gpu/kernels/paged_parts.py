@@ -42,7 +42,7 @@ class Parts(NamedTuple):
     highest: jax.Array
 
     def concatenate(self, other: "Parts") -> "Parts":
-        """Return the parts of this object and of `other` as one."""
+        """Return these parts followed by the parts of `other`."""
         return Parts(*(jnp.concatenate(pair) for pair in zip(self, other, strict=True)))
 
     def combine(self) -> jax.Array:

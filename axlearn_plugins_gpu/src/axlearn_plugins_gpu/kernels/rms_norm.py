@@ -54,7 +54,7 @@ TRITON = _Triton()
 
 
 class _Static(NamedTuple):
-    """Static parameters of a call."""
+    """Static parameters for a call."""
 
     target: str
     eps: float

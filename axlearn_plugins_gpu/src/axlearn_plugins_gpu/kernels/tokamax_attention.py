@@ -37,7 +37,7 @@ _STABLE = {"use_stable_softmax": True}
 
 
 class _Static(NamedTuple):
-    """Static parameters of a call."""
+    """Static parameters for a call."""
 
     target: str
     scale: float
@@ -48,7 +48,7 @@ class _Static(NamedTuple):
 
 
 class _Tokamax:
-    """Base class of both kernels: self-attention in a single 16-bit dtype."""
+    """Base class for both kernels: self-attention in a single 16-bit dtype."""
 
     mosaic: bool
     tags_result = True

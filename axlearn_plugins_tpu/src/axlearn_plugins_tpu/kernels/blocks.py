@@ -1,7 +1,7 @@
 """Block sizes of kernels, by TPU generation. Does not import JAX.
 
 A larger block reads operands fewer times and uses more of a core's vector memory. The entries are known to compile for
-their generation. They are starting points, not results of measurements.
+their generation. They are starting points, not measured optima.
 """
 
 from collections.abc import Mapping
@@ -112,7 +112,7 @@ PAGED: Mapping[str, PagedBlocks] = {
 
 @attrs.frozen(kw_only=True)
 class LossBlocks:
-    """Block sizes of the output layer with its loss: positions, and maximum tile sizes of the width and vocabulary."""
+    """Block sizes for the output layer with its loss: positions, and maximum tile sizes of the width and vocabulary."""
 
     rows: int = 1024
     width: int = 512

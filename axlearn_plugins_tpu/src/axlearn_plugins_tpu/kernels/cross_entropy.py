@@ -40,7 +40,7 @@ class _Mosaic:
         if reason := tokamax.unavailable_reason():
             return reason
         if context.target == "tpu-v4":
-            return "tokamax supports TPUs from v5 on, not v4"
+            return "tokamax supports TPU v5 and later, not v4"
         if op.static.softcap is not None:
             return "it does not support a soft cap"
         shape = op.weight.shape
@@ -98,8 +98,8 @@ def _pad_rows(x: jax.Array, blocks: LossBlocks, value: float = 0) -> jax.Array:
 def _limit_cores(pallas: Any, tiles: int) -> Iterator[None]:
     """Limit the backward kernel to the cores that its vocabulary tiles are divided among, while it is traced.
 
-    tokamax 0.0.14 divides the tiles among a number of cores that divides their number, but starts the kernel on every core.
-    The other cores would read and write past the end of the matrix. 0.0.12 uses one core.
+    tokamax 0.0.14 distributes the tiles over a number of cores that divides the number of tiles, but starts the kernel on every
+    core. The other cores would read and write past the end of the matrix. 0.0.12 uses one core.
     """
     if not hasattr(pallas, "TensorCoreMesh"):
         yield

@@ -23,7 +23,7 @@ from axlearn_plugins_transformer.kernels.masks import Causal, Mask, Or, Prefix, 
 from axlearn_plugins_transformer.kernels.per_device import per_device, split_over
 
 RESIDUALS = "attention_residuals"
-"""Checkpoint name of the residuals of the backward kernel: the result [N, S, V], and log Z [N, S] in float32."""
+"""Checkpoint name of the backward kernel's residuals: the result [N, S, V], and log Z [N, S] in float32."""
 
 QUERY_AXES = ("batch", None, "activation_heads", None)
 KEY_AXES = ("batch", None, "activation_kv", None)
@@ -69,7 +69,7 @@ class Structure:
 
 
 class _CausalFrom(splash_masks.Mask):
-    """Causal mask whose query positions are known at run time only, so that no block is skipped statically.
+    """Causal mask whose query positions are known only at run time, so that no block is skipped statically.
 
     A query that sees the first L keys and the keys up to its own position is a causal query at position max(L - 1,
     position).

@@ -52,7 +52,7 @@ class _Mosaic:
             return reason
         dtypes = set(op.dtypes.values())
         if context.target == "tpu-v4":
-            return "tokamax supports TPUs from v5 on, not v4"
+            return "tokamax supports TPU v5 and later, not v4"
         for size in op.rhs.shape[1:]:
             if size % LANES:
                 return f"the dimension {size} is not a multiple of {LANES}"

@@ -17,7 +17,7 @@ class GatedAttention(Attention):
 
     @node
     class Config(Attention.Config):
-        """Settings of `GatedAttention`.
+        """Settings for `GatedAttention`.
 
         Attributes:
             gate: Linear map from the input of the attention to the gate.

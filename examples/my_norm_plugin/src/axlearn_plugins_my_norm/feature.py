@@ -11,7 +11,7 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 @node
 class UseDynamicTanh(Feature):
-    """Replaces every RMSNorm with a dynamic tanh. Sets `alpha` of existing ones."""
+    """Replaces every RMSNorm with a dynamic tanh. Sets `alpha` on existing ones."""
 
     stage = "replace"
     alpha: float = setting(default=0.5, gt=0)

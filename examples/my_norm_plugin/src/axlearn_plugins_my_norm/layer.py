@@ -15,7 +15,7 @@ class DynamicTanh(Layer):
 
     @node
     class Config(Layer.Config["DynamicTanh"]):
-        """Settings of `DynamicTanh`.
+        """Settings for `DynamicTanh`.
 
         Attributes:
             dim: Size of the last dimension. The parent layer sets it.

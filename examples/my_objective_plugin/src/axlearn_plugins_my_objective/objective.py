@@ -15,7 +15,7 @@ class ConfidencePenalty(Configurable, nnx.Module):
 
     @node
     class Config(Configurable.Config["ConfidencePenalty"]):
-        """Settings of `ConfidencePenalty`.
+        """Settings for `ConfidencePenalty`.
 
         Attributes:
             weight: Factor of the entropy.

@@ -29,7 +29,7 @@ class CosineAttention(Layer):
 
     @node
     class Config(Layer.Config["CosineAttention"], WindowRole, AttentionKernelRole):
-        """Settings of `CosineAttention`.
+        """Settings for `CosineAttention`.
 
         The roles let the `interleave` feature set `window`, and let `context-parallel` and `paged-cache` set `kernel`.
         `rope` and `alibi` set `position` because its annotation is a slot for a position encoding. `paged-cache` sets

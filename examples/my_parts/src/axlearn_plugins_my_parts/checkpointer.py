@@ -31,7 +31,7 @@ class MsgpackCheckpointer(Configurable):
 
     @node
     class Config(Configurable.Config["MsgpackCheckpointer"]):
-        """Settings of `MsgpackCheckpointer`. It keeps all checkpoints.
+        """Settings for `MsgpackCheckpointer`. It keeps all checkpoints.
 
         Attributes:
             every_steps: Number of steps between saves.
@@ -102,7 +102,7 @@ class MsgpackCheckpointer(Configurable):
         expected, got = ({p: f"{x.dtype}{list(x.shape)}" for p, x in tree.items()} for tree in (leaves, arrays))
         if differing := sorted(p for p in expected.keys() | got.keys() if expected.get(p) != got.get(p)):
             first = f"got: {got.get(differing[0])}\n    expected: {expected.get(differing[0])}"
-            raise CheckpointError(f"{location} has another structure: {', '.join(differing[:3])}\n    {first}")
+            raise CheckpointError(f"{location} has a different structure: {', '.join(differing[:3])}\n    {first}")
         placed = {path: jax.device_put(x, leaves[path].sharding) for path, x in arrays.items()}
         return unflatten(like, placed), json.loads(files["extra.json"])
 

@@ -14,7 +14,7 @@ class CopyTask(Configurable):
 
     @node
     class Config(Configurable.Config["CopyTask"]):
-        """Settings of `CopyTask`.
+        """Settings for `CopyTask`.
 
         Attributes:
             batch_size: Rows per global batch.

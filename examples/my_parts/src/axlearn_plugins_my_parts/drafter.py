@@ -14,7 +14,7 @@ class RepeatDrafter(Configurable):
 
     @node
     class Config(Configurable.Config["RepeatDrafter"]):
-        """Settings of `RepeatDrafter`. There are none."""
+        """Settings for `RepeatDrafter`. There are none."""
 
     def __init__(self, cfg: Config):
         self.cfg = cfg

@@ -17,7 +17,7 @@ class ParameterNorms(Periodic):
 
     @node
     class Config(Periodic.Config["ParameterNorms"]):
-        """Settings of `ParameterNorms`.
+        """Settings for `ParameterNorms`.
 
         Attributes:
             pattern: Pattern of dotted parameter paths (`**.norm.*`).

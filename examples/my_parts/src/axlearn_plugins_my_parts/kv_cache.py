@@ -19,7 +19,7 @@ class Int8Cache(Configurable):
 
     @node
     class Config(Configurable.Config["Int8Cache"]):
-        """Settings of `Int8Cache`. There are none."""
+        """Settings for `Int8Cache`. There are none."""
 
     def __init__(self, cfg: Config):
         self.arrays = ContiguousCache.Config().build()

@@ -18,7 +18,7 @@ class Int8LatentCache(Configurable):
 
     @node
     class Config(Configurable.Config["Int8LatentCache"]):
-        """Settings of `Int8LatentCache`. There are none."""
+        """Settings for `Int8LatentCache`. There are none."""
 
     def __init__(self, cfg: Config):
         self.arrays = ContiguousLatentCache.Config().build()

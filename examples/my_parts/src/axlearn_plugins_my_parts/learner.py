@@ -16,7 +16,7 @@ class SignLearner(Configurable):
 
     @node
     class Config(Configurable.Config["SignLearner"]):
-        """Settings of `SignLearner`.
+        """Settings for `SignLearner`.
 
         Attributes:
             learning_rate: Size of the step.

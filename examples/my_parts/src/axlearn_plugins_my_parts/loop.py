@@ -13,7 +13,7 @@ class StopAtLoss(TrainLoop):
 
     @node
     class Config(TrainLoop.Config):
-        """Settings of `StopAtLoss`.
+        """Settings for `StopAtLoss`.
 
         Attributes:
             loss: Training loss at which to stop. It is checked every `log_every_steps`.

@@ -14,7 +14,7 @@ class Bigram(Layer):
 
     @node
     class Config(Layer.Config["Bigram"]):
-        """Settings of `Bigram`.
+        """Settings for `Bigram`.
 
         Attributes:
             vocab_size: Number of token ids.

@@ -21,7 +21,7 @@ class SlowestSteps(Configurable):
 
     @node
     class Config(Configurable.Config["SlowestSteps"]):
-        """Settings of `SlowestSteps`.
+        """Settings for `SlowestSteps`.
 
         Attributes:
             count: Number of steps to report.

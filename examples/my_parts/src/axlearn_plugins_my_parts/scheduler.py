@@ -14,7 +14,7 @@ class ShortestFirst(PriorityScheduler):
 
     @node
     class Config(PriorityScheduler.Config):
-        """Settings of `ShortestFirst`, as for `PriorityScheduler`."""
+        """Settings for `ShortestFirst`, as for `PriorityScheduler`."""
 
     def add(self, state: RequestState) -> None:
         """Add a request, with the length of its prompt as its priority."""

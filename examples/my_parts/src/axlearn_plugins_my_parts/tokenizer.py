@@ -17,7 +17,7 @@ class Characters(Configurable):
 
     @node
     class Config(Configurable.Config["Characters"]):
-        """Settings of `Characters`.
+        """Settings for `Characters`.
 
         Attributes:
             alphabet: Characters to encode.

@@ -15,7 +15,7 @@ class CsvTracker(Configurable):
 
     @node
     class Config(Configurable.Config["CsvTracker"]):
-        """Settings of `CsvTracker`. There are none."""
+        """Settings for `CsvTracker`. There are none."""
 
     def __init__(self, cfg: Config, *, run_dir: Path):
         self.path, self.file = Path(run_dir) / FILE, None

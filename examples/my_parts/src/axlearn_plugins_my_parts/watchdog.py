@@ -18,7 +18,7 @@ class StackDump(Configurable):
 
     @node
     class Config(Configurable.Config["StackDump"]):
-        """Settings of `StackDump`.
+        """Settings for `StackDump`.
 
         Attributes:
             seconds: Maximum time of a phase. It must be longer than the time to compile.

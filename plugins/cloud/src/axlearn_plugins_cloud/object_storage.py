@@ -46,7 +46,7 @@ class ObjectStorage:
         return self._attempt(f"{self.uri}/{path}", lambda: self.objects.get(self._key(path)))
 
     def read_into(self, path: str, begin: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the file's bytes from `begin` on."""
+        """Fill `buffer` with the file's bytes, starting at `begin`."""
         if not buffer:
             self.read(path)
             return

@@ -16,7 +16,7 @@ class RefusedError(Exception):
     """The store refused the call, or cannot be used.
 
     Args:
-        reason: Message of the store.
+        reason: Message from the store.
         fix: Advice for the user.
     """
 

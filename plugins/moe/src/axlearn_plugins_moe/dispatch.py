@@ -176,7 +176,7 @@ class CapacityDispatch(Configurable):
 
     @node
     class Config(Configurable.Config["CapacityDispatch"]):
-        """Settings of the capacity.
+        """Settings for the capacity.
 
         Attributes:
             capacity_factor: Capacity relative to an even load. With `num_experts / top_k`, nothing can be dropped.

@@ -57,7 +57,7 @@ def run_exchanged(
 def _send(
     rows: jax.Array, start: jax.Array, send_sizes: jax.Array, received: jax.Array, axes: tuple[str, ...]
 ) -> jax.Array:
-    """Send the rows [M, D] from `start[p]` on to device p.
+    """Send the rows [M, D], starting at `start[p]`, to device p.
 
     Return the rows of each device, zero-padded: [P, M, D].
     """

@@ -135,7 +135,7 @@ def build_stacked(cfg: Node[Any], count: int, *, rngs: nnx.Rngs, **offered: Any)
         cfg: Config of one projection.
         count: Number of experts.
         rngs: Random streams, split over the experts.
-        **offered: Further arguments of `cfg.build`.
+        **offered: Additional arguments for `cfg.build`.
 
     Raises:
         RequestError: The projection has no `grouped` method.

@@ -57,7 +57,7 @@ class MoE(Feature):
             path="model",
             message="moe finds no feed-forward layer to replace",
             expected="a layer with a slot `Node[FeedForward]`",
-            fix="leave moe out, or annotate the slot of the feed-forward layer as `Node[FeedForward]`",
+            fix="leave moe out, or annotate the feed-forward layer's slot as `Node[FeedForward]`",
         )
         fill = lambda _, old: self._fill_slot(old) if isinstance(old, Node) else None  # noqa: E731
         return fill_slots(cfg, FeedForward, fill, no_match=no_match)
@@ -131,7 +131,7 @@ def _shared_expert(experts: MixtureOfExperts.Config, count: int) -> Node[FeedFor
     elif isinstance(size, Scaled):
         size = attrs.evolve(size, factor=size.factor * count)
     else:
-        raise _incompatible(f"cannot compute {count} times the size {size!r}", "set `shared` of the experts yourself")
+        raise _incompatible(f"cannot compute {count} times the size {size!r}", "set the experts' `shared` yourself")
     sizes: dict[str, Any] = {
         "hidden_dim": size,
         "activation": experts.activation,

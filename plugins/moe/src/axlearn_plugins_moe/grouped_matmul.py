@@ -83,7 +83,7 @@ XLA_BLOCKED = _XLABlocked()
 class _Blocks(NamedTuple):
     """Blocks of rows in row order.
 
-    A block is `block` rows from `start` on; its first `filled` rows are in its group.
+    A block is `block` rows starting at `start`; its first `filled` rows are in its group.
     """
 
     start: jax.Array  # int32 [blocks]

@@ -32,7 +32,7 @@ class MixtureOfExperts(Layer):
 
     @node
     class Config(Layer.Config["MixtureOfExperts"], ExpertsRole):
-        """Settings of the experts, the router and the dispatch.
+        """Settings for the experts, the router and the dispatch.
 
         Attributes:
             num_experts: Number of experts.

@@ -30,7 +30,7 @@ BALANCES = "balances its load over the batch"
 
 
 class LinearRouter(Layer):
-    """Base class of the routers: computes one logit per token and expert, always in float32."""
+    """Base class for the routers: computes one logit per token and expert, always in float32."""
 
     @node
     class Config(Layer.Config[T_co]):
@@ -66,7 +66,7 @@ def check_groups(kind: str, cfg: Any) -> None:
     size, remainder = divmod(cfg.num_experts, cfg.num_groups)
     if remainder or cfg.top_groups > cfg.num_groups or cfg.top_groups * size < cfg.top_k:
         raise RequestError(
-            f"{kind} router: experts must form equal groups, and the groups of a token must contain enough experts\n"
+            f"{kind} router: experts must form equal groups, and a token's groups must contain enough experts\n"
             f"    got: num_experts={cfg.num_experts}, top_k={cfg.top_k}, num_groups={cfg.num_groups}, "
             f"top_groups={cfg.top_groups}\n    fix: set num_groups to a divisor of num_experts, or raise top_groups"
         )
@@ -93,7 +93,7 @@ class SoftmaxRouter(LinearRouter):
 
     @node
     class Config(LinearRouter.Config["SoftmaxRouter"]):
-        """Settings of the weights and the auxiliary losses.
+        """Settings for the weights and the auxiliary losses.
 
         Attributes:
             normalize: Divide the weights of a token's experts by their sum (Mixtral). If False, the weights are the
@@ -150,7 +150,7 @@ class SigmoidRouter(LinearRouter):
 
     @node
     class Config(LinearRouter.Config["SigmoidRouter"]):
-        """Settings of the selection, the weights and the auxiliary losses.
+        """Settings for the selection, the weights and the auxiliary losses.
 
         Attributes:
             normalize: Divide the weights of a token's experts by their sum.
@@ -158,7 +158,7 @@ class SigmoidRouter(LinearRouter):
             num_groups: Number of groups that adjacent experts form (node-limited routing).
             top_groups: Groups per token: those with the largest sum of their two best scores.
             load_balance: Weight of the sequence-wise balance loss (1e-4 in DeepSeek-V3). 0 disables it.
-            rate: Change of the bias per step. The default is that of DeepSeek-V3 (section 4.2). 0 freezes the bias.
+            rate: Change in the bias per step. The default is that of DeepSeek-V3 (section 4.2). 0 freezes the bias.
         """
 
         normalize: bool = True
@@ -215,7 +215,7 @@ class ExpertChoiceRouter(LinearRouter):
 
     @node
     class Config(LinearRouter.Config["ExpertChoiceRouter"]):
-        """Settings of the router. It needs no load-balance loss."""
+        """Settings for the router. It needs no load-balance loss."""
 
     def __call__(self, x: jax.Array) -> Routing:
         """Route the tokens of [B, S, D]."""

@@ -53,7 +53,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
 
     @node
     class Config(StorageCheckpointer.Config):
-        """Settings of `StorageCheckpointer`, and of the array storage in Orbax.
+        """Settings for `StorageCheckpointer`, and of the array storage in Orbax.
 
         Attributes:
             ocdbt: Store all arrays in one database. If False, store each array in a folder.
@@ -154,7 +154,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
             finish = self._compat.start_save(
                 locate(self.place, folder + STATE), {name: tree for name, tree in trees.items() if tree}, self._format
             ).finish
-        except Exception as error:  # any error of Orbax: report it like an error during the save
+        except Exception as error:  # any error from Orbax: report it like an error during the save
             finish = _raiser(error)
 
         def write() -> None:

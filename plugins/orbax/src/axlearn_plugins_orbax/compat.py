@@ -76,7 +76,7 @@ class SaveInProgress:
 
         Raises:
             TimeoutError: The save takes longer than its limit.
-            Exception: Any other error of Orbax, TensorStore or `check`.
+            Exception: Any other error from Orbax, TensorStore or `check`.
         """
         pause, previous = FIRST_CHECK, None
         while True:

@@ -87,7 +87,7 @@ def import_checkpoint(
         layout: One of `LAYOUTS`, or None to detect it.
         item: Item with the parameters, or None to detect it.
         with_: Features to add to the experiment, as on the command line.
-        set: Settings of the experiment, as on the command line.
+        set: Settings for the experiment, as on the command line.
 
     Raises:
         CheckpointError: Orbax cannot read the checkpoint, or its arrays do not match the model. The error lists every difference.

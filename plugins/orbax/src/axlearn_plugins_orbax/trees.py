@@ -75,7 +75,7 @@ class OrbaxTrees:
             if paths:
                 try:
                     arrays = flatten(compat.load_tree(self.path, item, jax.tree_util.tree_map_with_path(choose, tree)))
-                except Exception as error:  # including errors of TensorStore
+                except Exception as error:  # including errors from TensorStore
                     raise _unreadable(self.path, error) from error
                 loaded |= {prefix + p: arrays[p] for p in paths}
         return loaded

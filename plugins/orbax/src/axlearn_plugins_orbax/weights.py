@@ -54,7 +54,7 @@ class OrbaxWeights:
             f"{path} (item {name}, layout {self.layout.name})",
             self.specs(),
             {p: self._stored[stored] for p, stored in self._paths.items()},
-            fix="use the experiment of these parameters, with its features and sizes, or another layout",
+            fix="use the experiment that these parameters belong to, with its features and sizes, or another layout",
         )
 
     @cached_property
@@ -75,7 +75,7 @@ class OrbaxWeights:
 
     @property
     def ignored(self) -> Sequence[str]:
-        """Paths of the arrays of the item that are not parameters."""
+        """Paths of the arrays in the item that are not parameters."""
         return sorted(self._stored.keys() - self._paths.values())
 
     def specs(self) -> Mapping[str, jax.ShapeDtypeStruct]:
@@ -94,7 +94,7 @@ class OrbaxWeights:
         loaded = self.trees.read(like)
         changes = {(str(stored[p].dtype), str(specs[p].dtype)) for p in places if stored[p].dtype != specs[p].dtype}
         for old, new in sorted(changes):
-            log_message(f"note: converting {old} arrays to {new}, the dtype of the model")
+            log_message(f"note: converting {old} arrays to {new}, the model's dtype")
         return {path: loaded[self._paths[path]].astype(specs[path].dtype) for path in places}
 
 

@@ -62,7 +62,7 @@ def _attend_unsharded(op: AttentionOp) -> jax.Array:
 
 
 class _SequenceKernel:
-    """Base class of kernels for sharded sequences. Falls back to a different kernel if the sequence is not sharded."""
+    """Base class for kernels for sharded sequences. Falls back to a different kernel if the sequence is not sharded."""
 
     def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
         """Return the reason why a call is not supported, or None.
@@ -95,7 +95,7 @@ class _SequenceKernel:
 
 
 class _BlockwiseKernel(_SequenceKernel):
-    """Base class of kernels that keep queries on their device and bring all keys to them."""
+    """Base class for kernels that keep queries on their device and bring all keys to them."""
 
     keys: Callable[..., Any]
 

@@ -90,7 +90,7 @@ class ContextParallel(Feature):
     method: Literal["ring", "all-gather", "all-to-all"] = "ring"
 
     def apply(self, cfg: Tree) -> Tree:
-        """Set `kernel` of every attention layer with the `AttentionKernelRole` role."""
+        """Set `kernel` on every attention layer with the `AttentionKernelRole` role."""
         no_match = no_match_problem("context-parallel", "an attention layer: a node with the role AttentionKernelRole")
         return set_fields(cfg, AttentionKernelRole, {"kernel": METHODS[self.method]}, no_match=no_match)
 
@@ -129,6 +129,6 @@ class ExpertParallel(Feature):
     exchange: Literal["all-gather", "all-to-all"] = "all-to-all"
 
     def apply(self, cfg: Tree) -> Tree:
-        """Set `exchange` of every dropless dispatch."""
+        """Set `exchange` on every dropless dispatch."""
         no_match = no_match_problem("expert-parallel", "experts with the dropless dispatch")
         return set_fields(cfg, DroplessDispatch, {"exchange": self.exchange}, no_match=no_match)

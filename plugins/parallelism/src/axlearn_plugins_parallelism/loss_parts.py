@@ -123,7 +123,7 @@ class LossParts:
         """Trace the loss of a microbatch with a stack that returns `output`.
 
         Returns:
-            (call of the stack, loss, summaries, variables).
+            (stack call, loss, summaries, variables).
         """
         part = jax.tree.map(lambda v: jax.lax.dynamic_index_in_dim(v, index, keepdims=False), self.batch)
         # Layers fold the index into their own keys. Random numbers outside of the stack need the index in the key.
@@ -152,7 +152,7 @@ class LossParts:
         context = prune(lambda leaves, index: self.trace(leaves, index)[0].context, self.leaves, jnp.int32(0))
         stacked = jax.lax.map(lambda index: context.call(self.leaves, index), jnp.arange(self.count, dtype=jnp.int32))
         if any(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(stacked)):
-            raise _cannot_cut("the context of the layers has floating-point arrays, which may have gradients")
+            raise _cannot_cut("the layers' context has floating-point arrays, which may have gradients")
         return stacked
 
     def post(self, x: Any, reports: Any) -> PrunedFunction:

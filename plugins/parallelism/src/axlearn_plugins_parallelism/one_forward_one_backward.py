@@ -34,7 +34,7 @@ Tree = Any
 
 
 def interleave_gradients(loss: Loss) -> Loss:
-    """Return an equal loss whose gradients are computed with the 1F1B schedule on stages.
+    """Return the same loss, with gradients that are computed on stages with the 1F1B schedule.
 
     The loss must run one `PipelinedStack` with `schedule: 1f1b` exactly once. `summaries["weight"]` weights its microbatches.
 
@@ -66,7 +66,7 @@ def interleave_gradients(loss: Loss) -> Loss:
 
 
 class _Flow(NamedTuple):
-    """The values that pass between stages and ticks.
+    """The values that are passed between stages and carried from tick to tick.
 
     Attributes:
         forward_inputs: (x, (losses, summaries)) from the previous stage, [P, ...]: the output of its layers, and the summed

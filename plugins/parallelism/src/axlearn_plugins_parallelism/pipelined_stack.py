@@ -184,7 +184,7 @@ def check_rows(place: Placement, rows: int) -> None:
 
 def uneven_rows(count: int, rows: int) -> ConfigError:
     """Return the error for a batch that cannot be split into `count` microbatches."""
-    return _incompatible("microbatches", "does not divide the rows of the batch", f"{count} for {rows} rows")
+    return _incompatible("microbatches", "does not divide the number of rows in the batch", f"{count} for {rows} rows")
 
 
 def _incompatible(field: str, message: str, got: str) -> ConfigError:

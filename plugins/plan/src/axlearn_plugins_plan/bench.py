@@ -89,7 +89,7 @@ def measure_step(
         resolved: The request, checked and resolved for the local devices.
         steps: Number of measured steps.
         warmup: Number of steps to run before the measurement.
-        trace: New or empty directory for the trace of the slowest of a few further steps. No tracing if None.
+        trace: New or empty directory for the trace of the slowest of a few additional steps. No tracing if None.
         progress: Called with a line of text for each stage.
 
     Raises:

@@ -68,7 +68,7 @@ def open_dump(options: Mapping[str, Any]) -> Iterator[Dump]:
     Uses the directory of the compiler options or of `XLA_FLAGS` if there is one, else a temporary directory.
 
     Args:
-        options: Compiler options of the compilation.
+        options: Compiler options for the compilation.
     """
     flag = _FLAG.search(os.environ.get("XLA_FLAGS", ""))
     named = options.get(OPTION) or (flag.group(1) if flag else None)

@@ -64,13 +64,13 @@ class Work:
     def dtype(self) -> str:
         """Dtype of the narrower of the two operands."""
         operands = [v.aval for v in self.equation.invars if is_array(v.aval)]
-        operands = [a for a in operands if a.ndim > 1] or operands  # skip the offsets of a kernel
+        operands = [a for a in operands if a.ndim > 1] or operands  # skip a kernel's offsets
         return str(min((a.dtype for a in operands[:2]), key=lambda d: d.itemsize)) if operands else "float32"
 
 
 @attrs.frozen
 class Scope:
-    """A call of an op, identified by the name stacks of its equations.
+    """An op call, identified by the name stacks of its equations.
 
     Attributes:
         op: The abstract call.
@@ -159,7 +159,7 @@ def _kernel_flops(equation: Any, op: Op[Any] | None) -> float | None:
 
 @attrs.frozen(kw_only=True)
 class ModelFlops:
-    """Model FLOPs of one call of a function, without recomputation.
+    """Model FLOPs of one function call, without recomputation.
 
     Attributes:
         full: FLOPs if attention computes all pairs of positions.
@@ -208,7 +208,7 @@ def _jaxpr(program: Program, name: str, bucket: Any) -> Any:
 
 @attrs.frozen(eq=False)
 class _ScopedKernel:
-    """A wrapper that adds a scope name to the equations of a kernel."""
+    """A wrapper that adds a scope name to a kernel's equations."""
 
     kernel: Kernel[Any, Any]
     scope: str

@@ -1,6 +1,6 @@
 """Parse the replica groups of collectives, and map them to mesh axes.
 
-Groups consist of partitions, which JAX numbers in the order of the mesh.
+Groups consist of partitions, which JAX numbers in mesh order.
 """
 
 import math
@@ -89,7 +89,7 @@ class Places:
 
     Attributes:
         shape: Mesh axis -> size, outermost axis first.
-        domains: Index of each partition's link domain, in the order of the mesh.
+        domains: Index of each partition's link domain, in mesh order.
     """
 
     shape: Mapping[str, int]

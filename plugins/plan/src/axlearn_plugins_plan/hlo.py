@@ -101,7 +101,7 @@ class Instruction:
 
 @attrs.frozen(eq=False)
 class Computation:
-    """The instructions of one computation, by name, in the order of the text."""
+    """The instructions in one computation, by name, in text order."""
 
     name: str
     instructions: Mapping[str, Instruction]

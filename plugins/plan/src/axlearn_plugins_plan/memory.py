@@ -112,7 +112,7 @@ def parse_out_of_memory(
     """Parse the memory of a program from a compiler's out-of-memory error.
 
     Args:
-        message: Message of the error.
+        message: The error message.
         arguments: Bytes of the arguments per device. Used if the message does not report them.
         machine: Machine that the program was compiled for.
         buffers: Buffer assignment that the compiler wrote before it stopped, if known.

@@ -156,7 +156,7 @@ def _check_config(resolved: Resolved) -> None:
 
 
 def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
-    """Compile a function of a request for its machine, and build a plan from the compiled program.
+    """Compile one of the experiment's functions for the request's machine, and build a plan from the compiled program.
 
     Args:
         resolved: The resolved request.

@@ -5,7 +5,7 @@
 The efficiency is fitted for each target, and multiplied by a factor for grouped matmuls (experts). The exposed share of the
 communication, which does not overlap with compute, is fitted for each platform. A step is never shorter than its communication.
 `steps.toml` lists the steps with their citations and the fitted coefficients. `benchmarks/step_times.py` repeats the fit and
-prints the leave-one-out error of each step.
+prints the leave-one-out error for each step.
 """
 
 import math
@@ -25,7 +25,7 @@ BASE_CHIPS = 256
 
 @attrs.frozen(kw_only=True)
 class Step:
-    """A published or measured step, and the roofline of our program for the same training setup.
+    """A published or measured step, and the roofline of our program for the same workload.
 
     Attributes:
         seconds: Time of the step.
@@ -83,7 +83,8 @@ class Prediction:
         low, high: Range around the prediction. For four of five known steps, the measured time is in this range if the step is
             left out of the fit.
         steps: Number of the target's steps in the fit.
-        trainings: Number of different training setups among these steps. Different systems may have run the same setup.
+        trainings: Number of different training workloads among these steps. Different systems may have run the same
+            workload.
         sources: Citations of the steps.
     """
 

@@ -149,7 +149,7 @@ def _offload(plan: FunctionPlan) -> Iterator[Remedy]:
 
 
 def _shard_copies(plan: FunctionPlan) -> Iterator[Remedy]:
-    """Suggest FSDP over the `data` axis, which replicates the state."""
+    """Suggest FSDP in place of the `data` axis, which replicates the state."""
     copies = plan.mesh.get("data", 1)
     if copies == 1 or plan.machine.domains > 1:
         return

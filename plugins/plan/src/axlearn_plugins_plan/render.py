@@ -101,13 +101,13 @@ def _roofline(plan: FunctionPlan) -> Iterator[str]:
     for name, time, description in rows:
         yield f"{name:8} {seconds(time):>9}  {description}"
     if line.step is None:
-        yield "step             ?  the peak of this target is unknown"
+        yield "step             ?  this target's peak FLOP/s is unknown"
     else:
         per_second = f", {count(plan.tokens / line.step)}tokens/s" if plan.tokens else ""
         yield f"step     {seconds(line.step):>9}  bound by {line.bound}{per_second}; {seconds(line.serial)} without overlap"
     if (prediction := plan.prediction) is not None:
         within = f"{seconds(prediction.low)} to {seconds(prediction.high)}"
-        many = f"{_count_noun(prediction.steps, 'known step')} of {_count_noun(prediction.trainings, 'training')}"
+        many = f"{_count_noun(prediction.steps, 'known step')} of {_count_noun(prediction.trainings, 'workload')}"
         yield f"predicted{seconds(prediction.seconds):>9}  {within}, from {many} on {plan.machine.target.name}:"
         yield from (f"           {source}" for source in prediction.sources)
     full, causal = plan.flops.full, plan.flops.causal
@@ -175,7 +175,7 @@ def _tags(plan: FunctionPlan) -> Iterator[str]:
 
 def _mesh(plan: FunctionPlan) -> Iterator[str]:
     yield ", ".join(f"{a}={n}" for a, n in plan.mesh.items()) or "one device"
-    yield f"by {plan.rule}" if plan.rule else "no mesh rule matches: all devices on fsdp, or the mesh of the config"
+    yield f"by {plan.rule}" if plan.rule else "no mesh rule matches: all devices on fsdp, or the config's mesh"
     for note in plan.notes:
         yield f"note: {note}"
 

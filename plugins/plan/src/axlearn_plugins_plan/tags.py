@@ -45,7 +45,7 @@ class Tag:
 
 
 def tags(program: Program, batch: Mapping[str, Any]) -> list[Tag]:
-    """Return the activation tags of a model, in the order of its forward pass."""
+    """Return a model's activation tags, in forward-pass order."""
     mesh, rules = program.layout.mesh, program.layout.rules
     selection = ScopedSelection(platform=program.platform, target=program.selection("train").target)
     with program.tracing("train", selection):
@@ -88,7 +88,7 @@ def _jaxprs(params: Mapping[str, Any]) -> list[Any]:
 
 
 def _save_nothing(*_: Any, **__: Any) -> bool:
-    """Return False, as `jax.checkpoint` does without a policy."""
+    """Save nothing, as `jax.checkpoint` does without a policy."""
     return False
 
 

@@ -28,7 +28,7 @@ def load() -> tuple[Any, Any, Any]:
         import qwix
 
         dot_general_qt, ragged_dot_qt = quantized_products()
-    except (ImportError, AttributeError, TypeError) as error:  # typical errors of an incompatible JAX version
+    except (ImportError, AttributeError, TypeError) as error:  # typical errors with an incompatible JAX version
         import importlib_metadata
 
         versions = {d: _version(importlib_metadata, d) for d in ("qwix", "jax", "flax")}

@@ -72,7 +72,7 @@ class QuantizedLinear(Linear):
     def __init__(self, cfg: Config, *, axes: Sequence[str | None], rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, axes=axes, rngs=rngs, precision=precision)
         if cfg.history is not None:
-            self.batch_dependence = "uses the largest magnitude of the batch"
+            self.batch_dependence = "uses the largest magnitude in the batch"
             self.use_running_average = False  # flax sets it in evaluation
             self.activation_magnitudes = Magnitudes(jnp.zeros(cfg.history, jnp.float32))
             self.weight_magnitudes = Magnitudes(jnp.zeros(cfg.history, jnp.float32))

@@ -41,7 +41,7 @@ def quantize_params(params: Mapping[str, Any], functional: Functional) -> dict[s
             )
     wrong = [p for p, s in expected.items() if p not in params_out or params_out[p].shape != s.shape]
     if wrong:
-        raise RequestError(f"the dense model has other parameters or shapes: {', '.join(wrong[:5])}")
+        raise RequestError(f"the dense model has different parameters or shapes: {', '.join(wrong[:5])}")
     return {p: params_out[p] for p in expected}
 
 

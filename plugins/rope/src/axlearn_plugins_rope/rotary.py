@@ -18,7 +18,7 @@ class RotaryEmbedding(Layer):
 
     @node
     class Config(Layer.Config["RotaryEmbedding"]):
-        """Settings of the rotation.
+        """Settings for the rotation.
 
         Attributes:
             head_dim: Size of a head.

@@ -108,7 +108,7 @@ class Webhook(Configurable):
 
         Attributes:
             variable: Environment variable with the URL.
-            seconds: Time limit of a request.
+            seconds: Time limit for a request.
         """
 
         variable: str = "AXLEARN_WEBHOOK"
@@ -119,7 +119,7 @@ class Webhook(Configurable):
         self.url = os.environ.get(cfg.variable, "")
         if urlsplit(self.url).scheme not in ("http", "https"):
             raise RequestError(
-                f"the webhook of the watchdog has no URL: the environment variable {cfg.variable} "
+                f"the watchdog's webhook has no URL: the environment variable {cfg.variable} "
                 f"{'is not an http or https URL' if self.url else 'is not set'}\n"
                 f"    fix: set {cfg.variable}, or remove the action `webhook`"
             )

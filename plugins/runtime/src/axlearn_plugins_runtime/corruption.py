@@ -88,7 +88,7 @@ class CorruptionCheck(Configurable):
 
 
 def checksums(state: Any) -> list[Row]:
-    """Return a checksum of each shard on the devices of this process. Any change of one bit changes the checksum."""
+    """Return a checksum of each shard on the devices of this process. Any change to a single bit changes the checksum."""
     rows: list[tuple[str, str, str, jax.Array | int]] = []
     for path, array in flatten(state).items():
         for shard in array.addressable_shards:

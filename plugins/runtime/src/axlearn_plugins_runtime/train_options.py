@@ -1,4 +1,4 @@
-"""Options of `axlearn train` for the `shadow` feature. Does not import JAX."""
+"""Options of `axlearn train` that add the `shadow` feature. Does not import JAX."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from axlearn_core.plugins.request import FeatureUse, Request, parse_value
 
 
 def _with_shadow(request: Request, location: str, **options: Any) -> Request:
-    """Add options of the `shadow` feature to a request. The resolver merges all options of the feature."""
+    """Add options for the `shadow` feature to a request. The resolver merges all of the feature's options."""
     use = FeatureUse(name="shadow", options=options, location=location)
     return attrs.evolve(request, features=(*request.features, use))
 

@@ -85,12 +85,12 @@ class Hang(_BaseRule):
 
     @node
     class Config(_BaseRule.Config):
-        """Limits of each phase.
+        """Limits for each phase.
 
         Attributes:
-            seconds: Minimum limit of input, steps and evaluation.
-            start_seconds: Limit of restoring, compiling, and the first step and evaluation.
-            save_seconds: Minimum limit of a save. In a save, processes wait for each other for up to half an hour and then
+            seconds: Minimum limit for input, steps and evaluation.
+            start_seconds: Limit for restoring, compiling, and the first step and evaluation.
+            save_seconds: Minimum limit for a save. In a save, processes wait for each other for up to half an hour and then
                 report the missing process.
             factor: Multiple of the usual duration of a phase that raises its limit.
             actions: Actions to run in addition to the report.
@@ -110,7 +110,7 @@ class Hang(_BaseRule):
         self._reported = False
 
     def limit(self, phase: str) -> float:
-        """Return the current limit of a phase in seconds."""
+        """Return the current limit for a phase in seconds."""
         durations = self._durations.get(phase)
         if phase in ("restore", "compile") or (phase in ("step", "evaluate") and not durations):
             return self.cfg.start_seconds
@@ -145,7 +145,7 @@ class SlowSteps(_BaseRule):
 
     @node
     class Config(_BaseRule.Config):
-        """Threshold and history of the rule.
+        """Threshold and history for the rule.
 
         Attributes:
             factor: Multiple of the median duration above which a step is slow.
@@ -194,7 +194,7 @@ class StarvedInput(_BaseRule):
 
     @node
     class Config(_BaseRule.Config):
-        """Threshold of the rule.
+        """Threshold for the rule.
 
         Attributes:
             share: Fraction of the time above which the rule is broken.
@@ -223,8 +223,8 @@ class StarvedInput(_BaseRule):
         if not total or waited <= self.cfg.share * total:
             return None
         return (
-            f"{waited / total:.0%} of the time of the last {self.cfg.steps} steps up to step {step} was spent waiting for "
-            "input; the devices were idle"
+            f"{waited / total:.0%} of the time in the last {self.cfg.steps} steps up to step {step} was spent waiting "
+            "for input; the devices were idle"
         )
 
 
@@ -237,7 +237,7 @@ class LossSpike(_BaseRule):
 
     @node
     class Config(_BaseRule.Config):
-        """Threshold and history of the rule.
+        """Threshold and history for the rule.
 
         Attributes:
             deviations: Number of deviations above the median.

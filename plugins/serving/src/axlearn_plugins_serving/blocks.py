@@ -1,6 +1,6 @@
 """The pool of cache blocks: tracks who holds each block, and lets later prompts reuse contents.
 
-The key of a full block is a hash of its tokens and of the key of the block before it. The first key also includes the adapter
+The key of a full block is a hash of its tokens and the previous block's key. The first key also includes the adapter
 and the version of the weights. Equal keys mean equal contents, so requests with a common prefix share the prefix's blocks, as
 in vLLM's automatic prefix caching. Blocks that no request holds keep their content until they are reallocated, least recently
 used first.

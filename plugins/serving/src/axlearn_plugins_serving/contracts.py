@@ -169,7 +169,7 @@ class Statistics:
         cached_prompt_tokens: Prompt tokens that were already in the cache.
         output_tokens: Output tokens so far.
         preemptions: Number of times a request lost its blocks to a different request.
-        steps: Calls of the runner.
+        steps: Calls to the runner.
         compilations: Compilations since warm-up; any value but 0 is a bug.
         step_seconds: Time spent submitting steps to the runner and waiting for it.
         drafted_tokens: Tokens that the drafter proposed.
@@ -197,7 +197,7 @@ class Statistics:
 class Engine(Protocol):
     """Continues many prompts at once.
 
-    Call its methods from one thread only.
+    Call its methods from a single thread.
 
     Attributes:
         vocab_size: Token ids are 0 to `vocab_size` - 1.
@@ -219,7 +219,7 @@ class Engine(Protocol):
         ...
 
     def abort(self, id: str) -> None:
-        """End a request without further output and free its blocks.
+        """End a request without any more output and free its blocks.
 
         Unknown ids are ignored.
         """
@@ -300,7 +300,7 @@ class SubmittedStep(Protocol):
     """A step that was submitted to the devices."""
 
     def wait(self) -> Sequence[RowResult]:
-        """Wait for the devices and return one result per row, in the order of the rows."""
+        """Wait for the devices and return one result per row, in row order."""
         ...
 
 

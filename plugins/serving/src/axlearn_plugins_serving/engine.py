@@ -55,7 +55,7 @@ class ServingEngine(Configurable):
             runner: Computes the steps. It is offered `model` and `program`.
             scheduler: Chooses what each step computes. It is offered `cache` and `limits`.
             drafter: Drafts tokens of greedy requests, which the model verifies if a step has room. None disables drafts.
-            max_waiting: Maximum number of waiting requests; further requests are rejected.
+            max_waiting: Maximum number of waiting requests; additional requests are rejected.
             max_context: Maximum number of tokens in a prompt and its output. None uses the runner's limit: its
                 `max_context`, or less if its cache is smaller.
             prefix_cache: Whether requests with a common prefix share the prefix's cached blocks.

@@ -128,5 +128,5 @@ def _check_count(count: int, devices: list[Any]) -> None:
             f"serving.tensor_parallel={count} needs {count} devices\n"
             f"    got: {len(devices)} x {devices[0].device_kind}\n"
             "    fix: lower it. In Python, create a CPU's virtual devices before JAX starts: "
-            f'jax.config.update("jax_num_cpu_devices", {count}); XLA_FLAGS and JAX_NUM_CPU_DEVICES may set another number'
+            f'jax.config.update("jax_num_cpu_devices", {count}); XLA_FLAGS and JAX_NUM_CPU_DEVICES may set a different number'
         )

@@ -180,7 +180,7 @@ class ServingFunctions:
                 outputs=lambda _: cache,
                 donate=(0,),
                 takes_model=False,
-                describe="copy blocks of the cache",
+                describe="copy cache blocks",
             ),
             "serve_read": Function(
                 call=lambda cache, source: jax.tree.map(lambda x: x.at[source].get(mode="clip"), cache),

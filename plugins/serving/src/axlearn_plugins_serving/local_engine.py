@@ -44,7 +44,7 @@ class LocalEngine:
 
     Args:
         engine: The engine that runs requests.
-        text: Text processor of the model. If None, prompts and outputs are token ids only.
+        text: Text processor of the model. If None, prompts and outputs are always token ids.
     """
 
     def __init__(self, engine: ServingEngine, text: TextProcessor | None = None):
@@ -233,7 +233,7 @@ class LocalEngine:
         self._collections.clear()
 
     def _abort(self, requests: Sequence[Request]) -> None:
-        """Abort the unfinished requests of a caller that was interrupted or left."""
+        """Abort the unfinished requests of a caller that was interrupted or stopped iterating."""
         with self._lock:
             for request in requests:
                 if self._collections.pop(request.id, None) is not None:
@@ -355,7 +355,7 @@ def serve(
             length.
         program: Program of the model's experiment, which sets the devices.
         config: Config of the engine.
-        set: Settings of the engine, as path -> value: `{"runner.max_rows": 32}`.
+        set: Settings for the engine, as path -> value: `{"runner.max_rows": 32}`.
         step: Checkpoint of a run to open; the default is the newest.
         warm_up: Whether to compile all functions first. Otherwise, each is compiled on first use.
 

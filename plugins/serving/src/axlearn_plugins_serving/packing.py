@@ -54,7 +54,7 @@ class Packer:
     def pack(self, rows: Sequence[Row], options: Sequence[Sampling]) -> tuple[list[tuple[StepBucket, np.ndarray]], Any]:
         """Return the calls that compute the rows, in order, and the `Places` of each row.
 
-        Usually there is one call. Prompt tokens that do not fit go into further calls.
+        Usually there is one call. Prompt tokens that do not fit go into additional calls.
         """
         singles, chunks = self._split_rows(rows)
         places = [Places() for _ in rows]
@@ -118,7 +118,7 @@ class PendingStep:
         self._results = results
 
     def wait(self) -> Sequence[RowResult]:
-        """Wait for the devices and return one result per row, in the order of the rows."""
+        """Wait for the devices and return one result per row, in row order."""
         results = jax.device_get(self._results)
         return [self._row_result(results, *args) for args in zip(self._rows, self._options, self._places, strict=True)]
 

@@ -133,6 +133,6 @@ def _dtype_conflict(existing: Any, store: Any) -> Problem:
     names = {"int8": "cache-int8", "float8_e4m3fn": "cache-fp8"}
     return Problem(
         path="model",
-        message=f"{names.get(existing, existing)} sets the dtype of the cache, and {names.get(store, store)} sets another",
+        message=f"{names.get(existing, existing)} sets the cache's dtype, and {names.get(store, store)} sets a different one",
         fix="leave one of them out",
     )

@@ -67,7 +67,7 @@ class RequestState:
 
     @property
     def decodes(self) -> bool:
-        """Whether the next token to compute is the last chosen one."""
+        """Whether the next token to compute is the token that was chosen last."""
         return self.computed >= self.target
 
     @property

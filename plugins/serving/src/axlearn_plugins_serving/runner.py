@@ -67,7 +67,7 @@ class ModelRunner(Configurable):
             chunk: Prompt tokens computed as one row of a step. A prompt uses as many rows as it needs.
             row_buckets: Numbers of decoding requests to compile steps for; `max_rows` is always included.
             chunk_buckets: Numbers of chunks to compile steps for; the number for `max_step_tokens` is always included. Steps
-                without decoding requests are compiled for the smallest and the largest number only.
+                without decoding requests are compiled only for the smallest and the largest number.
             decode_steps: Maximum number of tokens to decode in one dispatch.
             mode: `fast`, or `parity` for results that match the training program in its batch-invariant mode bit for bit.
             cache_dtype: Storage dtype of cached keys and values, with a scale per token and head. None uses the model's dtype.
@@ -168,7 +168,7 @@ class ModelRunner(Configurable):
         self._set_adapters(loaded)
         self.update_weights(loaded)
         self._loader: BackgroundLoader | None = None
-        if programs is not None:  # start-up waits only for the weights, so load them first
+        if programs is not None:  # startup waits only for the weights, so load them first
             self._loader = BackgroundLoader(self.program, self.program.step_shapes())
         self._packer = Packer(self.buckets, self.max_rows)
 

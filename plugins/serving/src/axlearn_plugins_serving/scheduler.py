@@ -19,7 +19,7 @@ from axlearn_plugins_serving.waiting_queue import WaitingQueue
 
 @attrs.frozen(kw_only=True)
 class Limits:
-    """The limits of a runner for one step.
+    """A runner's limits for one step.
 
     Attributes:
         rows: Maximum number of running requests.
@@ -123,11 +123,11 @@ class PriorityScheduler(Configurable):
         """Limits on the size of a step.
 
         Attributes:
-            step_tokens: Maximum number of tokens in a step; None uses the limit of the runner. A smaller value shortens steps
+            step_tokens: Maximum number of tokens in a step; None uses the runner's limit. A smaller value shortens steps
                 with prompts: other requests get tokens more evenly, and prompts take longer.
             joint_prompt_tokens: Stop adding prompts to a step that has this many prompt tokens. Prompts in the same step all
-                wait for the longest. In separate steps, the first ends sooner and, on CPUs, the last no later. This was
-                not measured on accelerators. Values that are too small to keep the processor busy waste time.
+                wait for the longest. In separate steps, the first prompt ends sooner and, on CPUs, the last prompt ends no
+                later. This was not measured on accelerators. Values that are too small to keep the processor busy waste time.
             preempt_for_priority: Whether a request may preempt one of lower priority.
         """
 

@@ -75,7 +75,7 @@ class TransposedLinear(ServingLinear):
 
     def _store(self, weight: Any) -> None:
         inputs, outputs = len(self.cfg.input_dims), len(self.cfg.output_dims)
-        axes = weight.get_metadata("out_sharding")  # in a stack, the axes of the stack come first
+        axes = weight.get_metadata("out_sharding")  # in a stack, the stack's axes come first
         self.axes = tuple(axes[-outputs - inputs :])
         self.matrix = weight.replace(weight[...].reshape(math.prod(self.cfg.input_dims), -1).T)
         self.matrix.set_metadata(out_sharding=(axes[-outputs], axes[-outputs - inputs]))

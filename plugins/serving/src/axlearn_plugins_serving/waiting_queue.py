@@ -46,7 +46,7 @@ class WaitingQueue:
         return None
 
     def take(self, state: RequestState) -> None:
-        """Remove the first request and move its client to the end of the turns."""
+        """Remove the first request and move its client to the end of the rotation."""
         level, client = self._levels[state.request.priority], state.request.client
         self.remove(state)
         if client in level:

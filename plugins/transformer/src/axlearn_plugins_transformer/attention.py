@@ -94,7 +94,7 @@ class Attention(Layer):
 
     @node
     class Config(Layer.Config["Attention"], WindowRole, AttentionKernelRole):
-        """Settings of the heads, the mask and the optional parts.
+        """Settings for the heads, the mask and the optional parts.
 
         Attributes:
             num_heads: Number of query heads.

@@ -84,7 +84,7 @@ class CausalLM(Layer):
 
     @node
     class Config(Layer.Config["CausalLM"], LanguageModelRole):
-        """Settings of the decoder, the dtypes and the loss.
+        """Settings for the decoder, the dtypes and the loss.
 
         Attributes:
             vocab_size: Size of the vocabulary.

@@ -30,7 +30,7 @@ class DropoutTransformerLayer(TransformerLayer):
 
     @node
     class Config(TransformerLayer.Config, SplitLayerRole):
-        """Settings of dropout.
+        """Settings for dropout.
 
         Attributes:
             dropout: Share of activations to set to zero. The others are scaled by 1 / (1 - dropout).
@@ -55,7 +55,7 @@ class DropoutEmbedding(Embedding):
 
     @node
     class Config(Embedding.Config):
-        """Settings of dropout.
+        """Settings for dropout.
 
         Attributes:
             dropout: Share of activations to set to zero; see `DropoutTransformerLayer`.
@@ -80,7 +80,7 @@ class DropoutOutput(Layer):
 
     @node
     class Config(Layer.Config["DropoutOutput"]):
-        """Settings of dropout.
+        """Settings for dropout.
 
         Attributes:
             base: The wrapped layer.

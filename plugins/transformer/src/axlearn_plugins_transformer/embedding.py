@@ -33,7 +33,7 @@ class Embedding(Layer):
 
     @node
     class Config(Layer.Config["Embedding"]):
-        """Settings of the embedding.
+        """Settings for the embedding.
 
         Attributes:
             scale: Multiply the vectors by sqrt(dim) (Vaswani et al., 2017).
@@ -82,7 +82,7 @@ class LearnedPositions(Layer):
 
     @node
     class Config(Layer.Config["LearnedPositions"]):
-        """Settings of the table.
+        """Settings for the table.
 
         Attributes:
             max_length: Number of positions. Later positions return NaN.
@@ -118,7 +118,7 @@ class Head(Layer):
 
     @node
     class Config(Layer.Config["Head"]):
-        """Settings of the head.
+        """Settings for the head.
 
         Attributes:
             init: Initializer of the weight, scaled by the width.

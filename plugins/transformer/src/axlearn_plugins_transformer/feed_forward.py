@@ -32,7 +32,7 @@ class GatedFeedForward(Layer):
 
     @node
     class Config(Layer.Config["GatedFeedForward"]):
-        """Settings of the layer.
+        """Settings for the layer.
 
         Attributes:
             hidden_dim: Hidden size; it may be relative to the width. The default is Llama's: 8/3 of the width, rounded
@@ -74,7 +74,7 @@ class PlainFeedForward(Layer):
 
     @node
     class Config(Layer.Config["PlainFeedForward"]):
-        """Settings of the layer.
+        """Settings for the layer.
 
         Attributes:
             hidden_dim: Hidden size; it may be relative to the width. The default is four times the width.

@@ -130,7 +130,7 @@ def generate(
     top_k: int | None = None,
     program: Program | None = None,
 ) -> Iterator[int]:
-    """Yield the tokens that follow a prompt. For several prompts, use one `Generator`."""
+    """Yield the tokens that follow a prompt. For several prompts, create a `Generator` and reuse it."""
     return Generator(model, program)(
         prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, eos_id=eos_id, top_k=top_k
     )

@@ -26,7 +26,7 @@ class RMSNorm(Layer):
 
     @node
     class Config(Layer.Config["RMSNorm"]):
-        """Settings of the norm.
+        """Settings for the norm.
 
         Attributes:
             eps: Constant added to the mean square.
@@ -56,7 +56,7 @@ class LayerNorm(Layer):
 
     @node
     class Config(Layer.Config["LayerNorm"]):
-        """Settings of the norm.
+        """Settings for the norm.
 
         Attributes:
             eps: Constant added to the variance.

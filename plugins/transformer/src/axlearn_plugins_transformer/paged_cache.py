@@ -42,7 +42,7 @@ class PagedSlots:
     def from_slots(cls, slots: jax.Array, rows: int, pages: int, size: int) -> "PagedSlots":
         """Convert the slots, int32 [B or 1, C], of rows to paged slots.
 
-        The B rows own equally many consecutive pages of `size` slots.
+        Each of the B rows owns the same number of consecutive pages of `size` slots.
         """
         pages_per_row, count = pages // rows, slots.shape[1]
         slots = jnp.broadcast_to(slots, (rows, count))
@@ -111,12 +111,12 @@ class PagedCache(Configurable):
 
     Attention uses the `paged_attention` op.
 
-    `Context.slots` is a `PagedSlots` for rows of one token. With plain slots, the rows own equally many pages.
+    `Context.slots` is a `PagedSlots` for rows of one token. With plain slots, each row owns the same number of pages.
     """
 
     @node
     class Config(Configurable.Config["PagedCache"]):
-        """Settings of the pages.
+        """Settings for the pages.
 
         Attributes:
             page_size: Tokens per page.

@@ -34,7 +34,7 @@ class TransformerLayer(Layer):
 
     @node
     class Config(Layer.Config["TransformerLayer"], SplitLayerRole):
-        """Settings of the layer.
+        """Settings for the layer.
 
         Attributes:
             attention: Attention layer.
@@ -116,7 +116,7 @@ class Decoder(Layer):
 
     @node
     class Config(Layer.Config["Decoder"], OutputHeadRole, SplitDecoderRole):
-        """Settings of the decoder.
+        """Settings for the decoder.
 
         Attributes:
             num_layers: Number of layers.

@@ -109,7 +109,7 @@ def test_what_cannot_be_carried_over_says_which_feature_is_why(params):
 
 def test_going_on_with_another_layout_names_the_feature_that_made_it(tmp_path):
     (tmp_path / "config.yaml").write_text(ax.resolve("quickstart").to_yaml(), "utf-8")
-    with pytest.raises(CheckpointError, match="contains a run with another config") as error:
+    with pytest.raises(CheckpointError, match="contains a run with a different config") as error:
         ax.train("quickstart", with_=["mla"], run_dir=tmp_path)
     assert "latent:LatentAttention' (set by feature mla (axlearn-plugins-transformer" in str(error.value)
     assert "`axlearn convert` creates a new run from this one, or explains why it cannot" in str(error.value)

@@ -191,7 +191,7 @@ def test_merging_takes_adapters_of_the_right_shape_only():
     np.testing.assert_array_equal(result["x.weight"], 2 * weight)
     assert merge({**params, "x.weight": weight.astype(jnp.bfloat16)}, {"x": 0.5})["x.weight"].dtype == jnp.bfloat16
     for path, value in (("x.lora_b", b[..., :3]), ("x.lora_a", a[:2]), ("x.lora_a", a[..., :1])):
-        with pytest.raises(RequestError, match="on another base"):
+        with pytest.raises(RequestError, match="on a different base"):
             merge({**params, path: value}, {"x": 0.5})
     with pytest.raises(RequestError, match="merge before the weights are quantized"):
         merge({**params, "x.weight": weight.astype(jnp.int8)}, {"x": 0.5})

@@ -87,12 +87,12 @@ def test_what_no_bridge_carries_over_says_why(runs, tmp_path):
     base, _ = runs
     start = {"loop": {"type": "start-from-run", "run_dir": str(base)}}
     with pytest.raises(
-        CheckpointError, match=r"is a run of another model: [\s\S]*mla: it computes keys[\s\S]*fix: remove mla"
+        CheckpointError, match=r"is a run of a different model: [\s\S]*mla: it computes keys[\s\S]*fix: remove mla"
     ):
         ax.train("quickstart", with_=["mla"], set={**SETTINGS, **start}, steps=1, run_dir=tmp_path / "mla")
     wide = {**SETTINGS, **start, "model.decoder.layer.feed_forward.hidden_dim": 48}
     with pytest.raises(
-        CheckpointError, match=r"is a run of another model: [\s\S]*differs: decoder.layer.feed_forward"
+        CheckpointError, match=r"is a run of a different model: [\s\S]*differs: decoder.layer.feed_forward"
     ) as error:
         ax.train("quickstart", set=wide, steps=1, run_dir=tmp_path / "wide")
     assert "mla" not in str(error.value)
@@ -151,7 +151,7 @@ def test_exported_adapters_are_weights(runs, tmp_path):
         assert from_option.stdout == merged_text.stdout
     finally:
         moved.rename(base)
-    with pytest.raises(RequestError, match="adapters were trained on another base"):
+    with pytest.raises(RequestError, match="adapters were trained on a different base"):
         open_weights(f"{tmp_path / 'alone'}?base={train(tmp_path / 'other', 1, seed=5)}").read()
 
 
@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_refused(runs, tmp_path):
         merge_run(tuned, tmp_path / "no", exported=tmp_path / "alone")
     facts = json.loads((tmp_path / "alone" / "adapters.json").read_text())
     (tmp_path / "alone" / "adapters.json").write_text(json.dumps({**facts, "base": "0" * 64}))
-    with pytest.raises(RequestError, match="on another base"):
+    with pytest.raises(RequestError, match="on a different base"):
         merge_run(base, tmp_path / "no", exported=tmp_path / "alone")
     assert not (tmp_path / "no").exists()
 

@@ -173,7 +173,7 @@ def test_a_jax_without_the_kernel(monkeypatch, modules):
         monkeypatch.setitem(sys.modules, name, None)
     kernel = importlib.import_module("axlearn_plugins_gpu.kernels.paged_attention").TRITON
     answer = kernel.supports(finite_call((2, 0, 1, [20, 30])), H100)
-    assert f"JAX {jax.__version__} does not have the kernel of {compat.PAGED_ATTENTION}" in answer
+    assert f"JAX {jax.__version__} does not have the kernel in {compat.PAGED_ATTENTION}" in answer
 
 
 @pytest.mark.fast_cases("1-None")

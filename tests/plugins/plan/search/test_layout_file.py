@@ -50,12 +50,12 @@ def test_what_the_model_does_not_depend_on_may_differ(layout):
 
 @pytest.mark.parametrize("change", [{"model.decoder.num_layers": 2}, {"input.batch_size": 16}])
 def test_another_model_or_batch_is_an_error(layout, change):
-    with pytest.raises(RequestError, match="layout for another model or other batches"):
+    with pytest.raises(RequestError, match="layout for a different model or different batches"):
         resolve("quickstart", set={**SMALL, **change}, layout=layout())
 
 
 def test_another_machine_is_an_error(layout):
-    with pytest.raises(RequestError, match="layout for another machine"):
+    with pytest.raises(RequestError, match="layout for a different machine"):
         resolve("quickstart", set=SMALL, target="cpu-4", layout=layout())
 
 
@@ -73,7 +73,7 @@ def test_mathematics_is_not_a_layout(layout):
         ("experiment: quickstart\n", "is not a layout file"),
         ("layout: 1\n", "is missing"),
         ("layout: 2\nmodel: a\ntarget: cpu\n", "another version of this file format"),
-        ("layout: 1\nmodel: a\ntarget: cpu\nfeatures: []\n", "unknown key of a layout file"),
+        ("layout: 1\nmodel: a\ntarget: cpu\nfeatures: []\n", "unknown key in a layout file"),
         ("layout: 1\nmodel: a\ntarget: [cpu]\n", "wrong type"),
     ],
 )

@@ -263,7 +263,7 @@ def test_table_picture_page_and_layout_file(compiler, tmp_path):
     layout = read_layout(files["yaml"])
     assert layout.target == "h100-8x1"
     assert resolve("quickstart", set={"model.decoder.num_layers": 2}, layout=files["yaml"]).machine.name == "h100-8x1"
-    with pytest.raises(RequestError, match="layout for another model"):
+    with pytest.raises(RequestError, match="layout for a different model"):
         resolve("quickstart", layout=files["yaml"])
 
 

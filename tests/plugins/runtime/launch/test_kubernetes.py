@@ -220,7 +220,7 @@ def test_the_probes_see_a_trainer_that_began_and_one_that_hangs(tmp_path):
         (job({"image": None}), "requires an image"),
         (job(run_dir="/home/me/run"), "pods would lose /home/me/run"),
         (job({"claim": "runs", "mount": "/runs"}, run_dir="/run/toy"), "expected: a URI, or a path on"),
-        (job(processes_per_host=2), "a pod of a JobSet runs one process"),
+        (job(processes_per_host=2), "a JobSet pod runs one process"),
         (job(name="x" * 52), r"too long: pods would be called .* at most 48 characters"),
         (job(spares=1, machine=V5P.machine("tpu-v5p-128")), "whole slices"),
         (job({"node_selector": "big"}), "expected: KEY=VALUE"),

@@ -114,9 +114,10 @@ def test_adapters_that_do_not_fit_are_refused(directories, tmp_path):
     path = "decoder.layer.attention.query.lora_b"
     wide[path] = np.concatenate([wide[path]] * 2, axis=-1)
     adapters.save(tmp_path / "wide", wide, scales)
-    for name, error in (("changed", "other values"), ("renamed", "no linear map"), ("wide", "on another base")):
+    for name, error in (("changed", "different values"), ("renamed", "no linear map"), ("wide", "on a different base")):
         with pytest.raises(
-            RequestError, match=f"adapter odd: (?s:.*){error}|adapter odd was trained on another base: (?s:.*){error}"
+            RequestError,
+            match=f"adapter odd: (?s:.*){error}|adapter odd was trained on a different base: (?s:.*){error}",
         ):
             serve(base(), set={**SIZES, "runner.adapters": {"odd": str(tmp_path / name)}}, warm_up=False)
     with pytest.raises(CheckpointError, match="adapter none"):

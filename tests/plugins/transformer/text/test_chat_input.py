@@ -172,7 +172,7 @@ GOOD = {"messages": [ASK, TALK[1]]}
         (({"messages": [ASK, {"role": "asistant", "content": "4"}]},), r"messages\[1\] has the role 'asistant'\n"
          r"    did you mean: assistant\?\n    expected: one of system, developer, user, assistant, tool"),
         (({"messages": [{"role": "user"}]},), r"messages\[0\] has no text in 'content'"),
-        ((GOOD, {"messages": [ASK]}), "line 2: has no message of the assistant"),
+        ((GOOD, {"messages": [ASK]}), "line 2: has no message from the assistant"),
         ((GOOD, {"messages": [ASK, {"role": "assistant", "content": "x" * 99}]}),
          r"line 2: the conversation is longer than a row\n    got: 12\d tokens\n    expected: at most 65, "),
     ],

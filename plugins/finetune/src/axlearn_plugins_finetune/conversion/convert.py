@@ -35,7 +35,7 @@ def convert_run(
         run_dir: A trained run, or its URI.
         out: A directory that does not exist.
         with_: Features, as on the command line.
-        set: Settings of the new run, as on the command line.
+        set: Settings for the new run, as on the command line.
         step: Step of the checkpoint. The default is the newest.
 
     Raises:
@@ -79,7 +79,7 @@ def transfer_run(run_dir: str | Path, config: Any, functional: Functional, *, st
     if jax.process_count() > 1:
         run = shlex.quote(str(run_dir))
         raise RequestError(
-            f"{run_dir} is a run of another model, and only a single process can transfer its parameters\n"
+            f"{run_dir} is a run of a different model, and only a single process can transfer its parameters\n"
             f"    fix: run `axlearn convert {run} NEW_RUN_DIR --with ...` first, and train NEW_RUN_DIR"
         )
     source = Run(run_dir).weights(step)
@@ -87,7 +87,7 @@ def transfer_run(run_dir: str | Path, config: Any, functional: Functional, *, st
     try:
         return transfer_params(source.read(), source.functional, functional, bridges, reasons=reasons, seed=config.seed)
     except CheckpointError as error:
-        raise CheckpointError(f"{run_dir} is a run of another model: {error}") from None
+        raise CheckpointError(f"{run_dir} is a run of a different model: {error}") from None
 
 
 def _installed_features(old: Node[Any], new: Node[Any]) -> Iterator[tuple[str, Feature]]:

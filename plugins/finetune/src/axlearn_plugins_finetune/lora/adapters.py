@@ -107,7 +107,7 @@ def _check_shape(path: str, weight: Any, a: Any, b: Any) -> None:
     shape = (*a.shape[:-1], *b.shape[count + 1 :]) if count >= 0 else ()
     if shape != weight.shape or a.shape[:count] != b.shape[:count] or a.shape[-1] != b.shape[count]:
         raise RequestError(
-            f"{path}: the adapters were trained on another base\n"
+            f"{path}: the adapters were trained on a different base\n"
             f"    got: A {tuple(a.shape)}, B {tuple(b.shape)} for a weight {tuple(weight.shape)}\n"
             "    fix: use the base that they were trained on"
         )
@@ -140,7 +140,7 @@ class AdapterExport:
         """Raise `RequestError` unless the base weights have the same values as in training."""
         if fingerprint(params, self.scales) != self.base:
             raise RequestError(
-                "the adapters were trained on another base: the weights have the same shapes but other values\n"
+                "the adapters were trained on a different base: the weights have the same shapes but different values\n"
                 "    fix: use the base that they were trained on"
             )
 
@@ -150,7 +150,7 @@ class AdapterExport:
             shape = tuple(params[path].shape) if path in params else None
             if shape != tuple(value.shape):
                 raise RequestError(
-                    f"the adapters were trained on another base, which has the variable {path} {list(value.shape)}\n"
+                    f"the adapters were trained on a different base, which has the variable {path} {list(value.shape)}\n"
                     f"    got: {'no such variable' if shape is None else list(shape)} in this model\n"
                     "    fix: use the base that they were trained on"
                 )
@@ -159,7 +159,7 @@ class AdapterExport:
                 maps = {p.removesuffix(".weight") for p in params if p.endswith(".weight")}
                 close = nearest(path, maps)
                 raise RequestError(
-                    f"the adapters were trained on another base: this model has no {path}.weight\n"
+                    f"the adapters were trained on a different base: this model has no {path}.weight\n"
                     + (f"    nearest: {', '.join(close)}\n" if close else "")
                     + "    fix: use the base that they were trained on"
                 )

@@ -144,7 +144,7 @@ class RowAdapters:
     """Exported adapters by name, for one model.
 
     Attributes:
-        exported: Name -> adapters, in the order of the columns of a choice.
+        exported: Name -> adapters, in the order of a choice's columns.
     """
 
     exported: Mapping[str, AdapterExport]
@@ -168,7 +168,7 @@ class RowAdapters:
                 raise CheckpointError(f"adapter {name}: {error}") from error
             if moved := sorted(exported[name].variables):
                 raise RequestError(
-                    f"adapter {name}: training also changed variables of the base, which all rows share\n"
+                    f"adapter {name}: training also changed the base's variables, which all rows share\n"
                     f"    got: {', '.join(moved[:3])}\n    fix: serve the adapter merged into its base"
                 )
         return cls(exported)
@@ -190,7 +190,7 @@ class RowAdapters:
             if path not in maps:
                 close = nearest(path, maps)
                 raise RequestError(
-                    f"adapter {name} was trained on another base: this model has no linear map {path}\n"
+                    f"adapter {name} was trained on a different base: this model has no linear map {path}\n"
                     + (f"    nearest: {', '.join(close)}\n" if close else "")
                     + "    fix: serve the base that it was trained on"
                 )

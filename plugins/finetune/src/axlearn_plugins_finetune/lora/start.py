@@ -114,7 +114,7 @@ def _read_weights(uri: str, like: Mapping[str, Any], program: Program, step: int
         return read_like(open_weights(uri, step=step), like, name=uri)
     except ModelMismatchError:
         params = transfer_run(uri, program.config, program.functional, step=step)
-    log_message(f"{uri} is a run of another model; transferred its parameters")
+    log_message(f"{uri} is a run of a different model; transferred its parameters")
     return {p: _put_like(x, like[p]) for p, x in params.items()}
 
 
@@ -150,13 +150,13 @@ def _check_tokenizer(uri: str, tokenizer: Any) -> None:
     try:
         run_tokenizer = node.build()
     except InputError as error:
-        log_message(f"note: cannot compare the tokenizer of {uri} with the tokenizer of the data: {error}")
+        log_message(f"note: cannot compare the tokenizer of {uri} with the data's tokenizer: {error}")
         return
     facts = [_describe(t) for t in (run_tokenizer, tokenizer)]
     if facts[0] != facts[1]:
         expected, got = (", ".join(f"{k} {v}" for k, v in f.items()) for f in facts)
         raise RequestError(
-            f"input.tokenizer is not the tokenizer of {uri}, so token ids have other meanings\n"
+            f"input.tokenizer is not the tokenizer of {uri}, so token ids have different meanings\n"
             f"    got: {got}\n    expected: {expected}\n"
             "    fix: set input.tokenizer to the run's tokenizer, or set loop.same_tokenizer to false if this is intended"
         )
@@ -177,7 +177,7 @@ def _check_model(name: str, weights: Mapping[str, Any], like: Mapping[str, Any])
         fix = "merge its adapters first: `axlearn lora merge`" if merge else "start from a run of the same model"
         listed = "\n".join(f"    {p}" for p in [*problems[:12], *more])
         kind = CheckpointError if merge else ModelMismatchError
-        raise kind(f"{name} has the weights of another model\n{listed}\n    fix: {fix}")
+        raise kind(f"{name} has the weights of a different model\n{listed}\n    fix: {fix}")
 
 
 def _check_same_maps(exported: Mapping[str, Any], params: Mapping[str, Any]) -> None:

@@ -58,7 +58,7 @@ class Distillation(Configurable, nnx.Module):
                     message="the teacher and the model have different vocabularies",
                     got=str(sizes[0]),
                     expected=f"{sizes[1]}, which is model.vocab_size",
-                    fix="train the model with the tokenizer and vocab_size of the teacher",
+                    fix="train the model with the teacher's tokenizer and vocab_size",
                 )
             )
         self.cfg = cfg

@@ -187,7 +187,7 @@ class PreferenceInput(Configurable):
     def _usable(self, split: Split) -> np.ndarray:
         if len(self.pairs[split]):
             return self.pairs[split]
-        fix = "set validation_paths or validation_fraction of the source, or disable evaluation with evaluators={}"
+        fix = "set the source's validation_paths or validation_fraction, or disable evaluation with evaluators={}"
         hint = f"\n    fix: {fix}" if split == "validation" else ""
         raise InputError(f"input.source has no {split} pairs{hint}")
 

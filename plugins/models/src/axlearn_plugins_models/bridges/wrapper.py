@@ -1,4 +1,4 @@
-"""Base of layers that wrap other libraries' modules: variables, axis names, dtypes and a sample input."""
+"""Base class for layers that wrap other libraries' modules: variables, axis names, dtypes and a sample input."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar

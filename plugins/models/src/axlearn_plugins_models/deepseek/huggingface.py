@@ -56,7 +56,7 @@ class DeepSeekV3(Family):
         return {"type": "sigmoid-router", "normalize": normalize, "scale": scale, **groups}
 
     def features(self, hf: Settings) -> dict[str, Json]:
-        """Return the options of latent attention and experts."""
+        """Return the options for latent attention and experts."""
         latent = {"kv_rank": hf.need("kv_lora_rank"), "query_rank": hf.get("q_lora_rank") or 0,
                   "rope_head_dim": hf.need("qk_rope_head_dim"), "value_head_dim": hf.need("v_head_dim")}  # fmt: skip
         experts = {"num_experts": hf.need("n_routed_experts"), "top_k": hf.need("num_experts_per_tok"),

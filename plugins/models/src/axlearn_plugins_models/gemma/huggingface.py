@@ -32,7 +32,7 @@ class Gemma2(Family):
     every: ClassVar = 2
 
     def features(self, hf: Settings) -> dict[str, Json]:
-        """Return the options of the sliding windows."""
+        """Return the options for the sliding windows."""
         interval, count = hf.get(PATTERN, self.every), hf.need("num_hidden_layers")
         kinds = ["sliding_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
         if (layer_types := hf.get("layer_types") or kinds) != kinds:

@@ -101,7 +101,7 @@ MIXTURE = {
 
 
 class RopeDecoder(Family):
-    """Base of families with one rotary position encoding for all layers."""
+    """Base class for families with one rotary position encoding for all layers."""
 
     keys: ClassVar = {**SIZES, **HEADS, **DENSE, **NORMS, "tie_word_embeddings": TIED}
     rules = (*OUTER_RULES, *NORM_RULES, *ATTENTION_RULES, *feed_forward_rules())

@@ -119,7 +119,7 @@ class Key:
 
 
 class Family(Configurable):
-    """Base of families. A subclass sets these attributes, and overrides `settings` and `export_keys` if it needs to.
+    """Base class for families. A subclass sets these attributes, and overrides `settings` and `export_keys` if it needs to.
 
     Attributes:
         experiment: Experiment that the config tree starts from.
@@ -275,14 +275,14 @@ def find_family(config: Any) -> tuple[Family, Json]:
             data = one.config_json(config)
             changes = one.differences(data, config)
         except (AttributeError, RequestError):
-            continue  # `export_keys` reads fields of its own family, and this model has other parts
+            continue  # `export_keys` reads fields of its own family, and this model has different parts
         if not changes:
             return one, data
         if nearly is None or len(changes) < nearly[0]:
             nearly = len(changes), name, changes
     if nearly is None:
         raise RequestError(
-            "no family describes this model: it lacks parts that they all have, or has other parts\n"
+            "no family describes this model: it lacks parts that they all have, or has different parts\n"
             f"    known: {', '.join(families())}\n    fix: install or write a family for it; see docs/huggingface.md"
         )
     raise RequestError(

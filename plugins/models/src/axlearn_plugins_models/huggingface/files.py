@@ -232,7 +232,7 @@ def check_tensors(
         raise problem_list(
             f"the weights in {location} do not match the model in its config.json",
             problems,
-            "use the config.json and weights of the same model",
+            "use the config.json and the weights from the same model",
         )
 
 

@@ -46,7 +46,7 @@ def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set
         directory: Model in Hugging Face format.
         run_dir: New run directory.
         with_: Features to add to the experiment, as on the command line.
-        set: Settings of the experiment.
+        set: Settings for the experiment.
 
     Raises:
         RequestError: If the directory is not a valid model, or if `run_dir` exists; nothing was written.

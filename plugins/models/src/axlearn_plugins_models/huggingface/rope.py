@@ -103,7 +103,7 @@ def _contradiction(key: str, first: str, first_value: Any, second: str, second_v
             message="has two values",
             got=f"{first}: {first_value}, {second}: {second_value}",
             expected=f"one value; transformers 5 uses {first}",
-            fix=f"remove the wrong one of {first} and {second} from config.json",
+            fix=f"remove {first} or {second} from config.json, whichever is wrong",
         )
     )
 

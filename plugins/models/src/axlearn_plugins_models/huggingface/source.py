@@ -77,7 +77,7 @@ def open_model(
     Args:
         directory: Directory with `config.json`, safetensors in any number of shards, and `tokenizer.json`.
         with_: Features to add to the experiment.
-        set: Settings of the experiment.
+        set: Settings for the experiment.
         stored_dtype: Whether parameters keep the dtype of the files, for inference. For training they are float32.
 
     Raises:
@@ -86,7 +86,7 @@ def open_model(
     if not (directory / CONFIG).is_file():
         raise CheckpointError(f"{directory} has no {CONFIG}\n    fix: use the directory of a Hugging Face model")
     data = _json(directory)
-    if data.get("model_type") not in families():  # it may also be of a type that is not hashable
+    if data.get("model_type") not in families():  # it may also have an unhashable type
         raise unknown_type(directory, data)
     model_family = family(data["model_type"])
     dtype = COMPUTE.get(str(data.get("dtype") or data.get("torch_dtype")), "float32")
@@ -150,7 +150,7 @@ def _check_sizes(directory: Path, data: Json, count: int) -> None:
                     message="is too large or negative for a size of this model",
                     got=str(value)[:40],
                     expected=f"at most {limit:,}{files_have}",
-                    fix="use the config.json and weights of the same model",
+                    fix="use the config.json and the weights from the same model",
                 )
             )
     if problems:

@@ -62,7 +62,7 @@ class Axes:
 
     @property
     def flat(self) -> tuple[str, ...]:
-        """Single axes in the order of the file."""
+        """Single axes, ordered as in the file."""
         return tuple(a for group in self.theirs for a in group)
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -35,5 +35,5 @@ class Mixtral(RopeDecoder):
     rules = mixture_rules("block_sparse_moe", ("w1", "w3", "w2"))
 
     def features(self, hf: Settings) -> dict[str, Json]:
-        """Return the options of the experts."""
+        """Return the options for the experts."""
         return {"moe": {"router": {"type": "softmax-router", "normalize": True}}}

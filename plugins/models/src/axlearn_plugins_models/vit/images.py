@@ -66,7 +66,7 @@ class ImageBatches:
 
 
 class Images(Configurable):
-    """Base of image inputs: endless training batches, and one pass over held-out images."""
+    """Base class for image inputs: endless training batches, and one pass over held-out images."""
 
     @node
     class Config(Configurable.Config[T_co]):

@@ -158,7 +158,7 @@ class ImageClassifier(Layer):
         output_dtype: str = setting(default="float32", kind="precision")
 
         def validate(self) -> Iterable[Problem]:
-            """Yield problems with dtypes that do not exist or are not set."""
+            """Yield a problem for each dtype that is unknown or not set."""
             yield from super().validate()
             for name, dtype in (("param_dtype", self.param_dtype), ("dtype", self.dtype)):
                 if dtype is None:

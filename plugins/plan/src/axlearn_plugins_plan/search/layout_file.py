@@ -69,7 +69,7 @@ class LayoutFile:
         """Apply the layout to a request. See `RequestLayout`."""
         if request.target is not None and request.target != self.target:
             raise RequestError(
-                f"{self.source} is a layout for another machine\n    got: --target {request.target}\n"
+                f"{self.source} is a layout for a different machine\n    got: --target {request.target}\n"
                 f"    expected: {self.target}\n    fix: remove --target, or search again: "
                 f"axlearn plan search {self.experiment} --target {request.target}"
             )
@@ -87,8 +87,8 @@ class LayoutFile:
         """Raise `RequestError` if the layout does not fit the model. See `RequestLayout`."""
         if (digest := model_hash(after)) != self.model:
             raise RequestError(
-                f"{self.source} is a layout for another model or other batches\n    got: {digest}\n"
-                f"    expected: {self.model}, for {self.experiment} with the options of the search\n"
+                f"{self.source} is a layout for a different model or different batches\n    got: {digest}\n"
+                f"    expected: {self.model}, for {self.experiment} with the search's options\n"
                 f"    fix: search for this model: axlearn plan search ... --target {self.target} --layout-out FILE"
             )
         kinds = change_kinds(diff(before, after), before, after)
@@ -138,7 +138,7 @@ def read_layout(path: str | Path) -> LayoutFile:
     problems = [
         Problem(
             path=str(k),
-            message="unknown key of a layout file",
+            message="unknown key in a layout file",
             expected=", ".join(_KEYS),
             nearest=nearest(str(k), _KEYS),
         )

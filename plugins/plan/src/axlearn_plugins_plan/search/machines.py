@@ -10,7 +10,7 @@ MAX_MACHINES = 16
 
 
 def machine_names(target: str | None, chips: str | None) -> list[str]:
-    """Return the names of the machines, without duplicates, in the order of the command line.
+    """Return the names of the machines, without duplicates, in command-line order.
 
     Args:
         target: Machine names, separated by commas.

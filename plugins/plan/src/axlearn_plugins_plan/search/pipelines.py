@@ -22,7 +22,7 @@ ROUNDS = 2
 
 @attrs.frozen(kw_only=True)
 class Pipeline:
-    """A pipeline schedule, with the options of the `pipeline` feature.
+    """A pipeline schedule, with the `pipeline` feature's options.
 
     Attributes:
         stages: Size of the `pipeline` mesh axis.

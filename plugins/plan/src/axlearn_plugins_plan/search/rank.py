@@ -278,7 +278,7 @@ class Space:
 def sort_key(row: RankedLayout) -> tuple[Any, ...]:
     """Return a key that sorts layouts by time per row of the batch, then by memory, then by the number of changes.
 
-    Times are rounded to six digits to ignore rounding errors of the formulas.
+    Times are rounded to six digits to ignore rounding errors in the formulas.
     """
     return float(f"{row.seconds / max(row.rows, 1):.5e}"), row.estimate.total, len(row.choice.words), row.choice.words
 

@@ -62,7 +62,7 @@ def notes(result: Result) -> list[str]:
         f"the device's memory by {share(result.bound)}"
         if errors
         else "",
-        "* Pareto front of time and memory. Times are predictions (docs/plan.md), memory is from the compiler",
+        "* Pareto front of time and memory. Times are predictions (docs/plan.md); memory figures come from the compiler",
     ]
     lines += [f"not compiled: {words}: {why}" for words, why in result.failures]
     return [line for line in lines if line]
@@ -203,7 +203,10 @@ def _axis_labels(xs: Sequence[float], ys: Sequence[float], left: int, right: int
 
 
 def write_layout(request: Request, row: Row, path: Path) -> None:
-    """Write a layout file for `axlearn train --layout`. The request's own options stay on the command line."""
+    """Write a layout file for `axlearn train --layout`.
+
+    The request's own options are not written to it; pass them on the command line again.
+    """
     resolved = resolve(resolved_request(request, row.ranked))
     varies = [path for path in ("input.batch_size", "learner") if _varies(row, path)]
     LayoutFile(

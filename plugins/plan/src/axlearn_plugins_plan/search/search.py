@@ -52,7 +52,7 @@ class Row:
 
     @property
     def memory_error(self) -> float | None:
-        """Relative error of the estimated memory, or None if the layout was not compiled."""
+        """Relative error in the estimated memory, or None if the layout was not compiled."""
         return None if self.compiled is None else self.ranked.estimate.total / self.compiled.bytes - 1
 
 
@@ -65,8 +65,8 @@ class Result:
         front: The rows on the Pareto front of time and memory.
         ranked: Number of legal layouts.
         left_out: Number of layouts pruned because their estimated memory exceeds the device's by more than `bound`.
-        bound: Largest relative error of the memory estimates of compiled layouts, but at least the platform's error.
-        failures: Pairs of (options of a layout, reason why it was not compiled).
+        bound: Largest relative error in the memory estimates for compiled layouts, but at least the platform's error.
+        failures: Pairs of (layout options, reason why the layout was not compiled).
         ended: Why the search ended.
     """
 
@@ -151,7 +151,7 @@ def correction(layouts: Sequence[RankedLayout], results: dict[int, CompiledLayou
 def error_bound(
     layouts: Sequence[RankedLayout], results: dict[int, CompiledLayout], fitted: dict[str, Coefficients]
 ) -> float:
-    """Return the largest relative error of the estimated memory so far, but at least the platform's error."""
+    """Return the largest relative error in the estimated memory so far, but at least the platform's error."""
     errors = [
         abs(r.estimate.total / c.bytes - 1) for r in layouts if (c := results.get(id(r))) is not None and not c.error
     ]

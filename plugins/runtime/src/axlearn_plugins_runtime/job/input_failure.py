@@ -41,7 +41,7 @@ class LookAhead:
     Args:
         batches: Iterator of this process.
         count: Maximum number of batches to read.
-        fail: Called once with the error of the iterator if batches are left in the buffer.
+        fail: Called once with the iterator's error if batches are left in the buffer.
     """
 
     def __init__(self, batches: BatchIterator, count: int, fail: Callable[[Exception], None]):

@@ -1,4 +1,4 @@
-"""Create and check a job: the config resolves, and the hosts fit the target and the mesh."""
+"""Create a job, and check that the config resolves and that the hosts fit the target and the mesh."""
 
 import math
 import re
@@ -38,7 +38,7 @@ def make_job(
         spares: Number of spare hosts.
         processes_per_host: Trainer processes on each host.
         environment: Environment variables of every trainer.
-        options: Options of the launcher.
+        options: Options for the launcher.
 
     Raises:
         RequestError: The config is invalid, or the hosts do not fit it.
@@ -138,7 +138,7 @@ def reduced_words(
         devices: Devices of all requested processes.
 
     Returns:
-        Arguments to append to those of `axlearn train`, or None if the mesh or the batch does not support so few processes.
+        Arguments to append to those of `axlearn train`, or None if the mesh or the batch does not support that few processes.
     """
     remaining = devices // processes * fewer
     if machine is not None:

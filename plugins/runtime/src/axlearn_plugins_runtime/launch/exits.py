@@ -128,7 +128,10 @@ def root_cause(deaths: Iterable[Death]) -> Death | None:
 
 
 DEFAULT_BUDGETS: Mapping[str, int] = {"infrastructure": 1000, "preempted": 1000, "stalled": 10, "data": 3, "user": 1}
-"""Default number of restarts by kind. A `request` is never restarted, and `peer` counts as infrastructure."""
+"""Default number of restarts by kind.
+
+A `request` failure never causes a restart, and a `peer` failure counts as `infrastructure`.
+"""
 
 
 def _signal_name(number: int) -> str:

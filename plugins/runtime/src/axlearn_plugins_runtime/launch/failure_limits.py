@@ -1,4 +1,4 @@
-"""Limits on failures and stalls of a job."""
+"""Limits on failures and stalls in a job."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from axlearn_plugins_runtime.launch.exits import DEFAULT_BUDGETS, Death
 
 @attrs.frozen(kw_only=True)
 class Limits:
-    """Limits of a job.
+    """Limits for a job.
 
     Attributes:
         budgets: Number of restarts by kind of death.
@@ -39,7 +39,7 @@ class Limits:
     look_seconds: float = 0.5
 
     def phase_limit(self, phase: str, steps: int) -> float:
-        """Return the limit of a phase in seconds.
+        """Return the limit for a phase in seconds.
 
         Args:
             phase: Phase of the trainer.

@@ -19,7 +19,7 @@ class Host:
         training: True if ranks run on it.
         deaths: Number of deaths that it caused.
         excluded: True if it failed too often.
-        last_reason: Reason of its last failure.
+        last_reason: Reason for its last failure.
     """
 
     number: int

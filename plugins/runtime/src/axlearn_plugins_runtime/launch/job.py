@@ -1,4 +1,4 @@
-"""Jobs, and the protocol of launchers."""
+"""Jobs, and the protocol for launchers."""
 
 import typing
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class Job:
         config: Resolved config of the run.
         machine: Machine of the target, with the number and kind of its chips, or None if no target is set.
         environment: Additional environment variables of every trainer.
-        options: Options of the launcher, an instance of its class `Options`.
+        options: Options for the launcher, an instance of its class `Options`.
     """
 
     name: str
@@ -75,7 +75,7 @@ class HasOptions(Protocol):
 
 @runtime_checkable
 class CachesCompilation(Protocol):
-    """Options of a launcher that can cache compiled programs.
+    """Options for a launcher that can cache compiled programs.
 
     Attributes:
         compile_cache: Cache compiled programs in the run directory.
@@ -142,7 +142,7 @@ def parse_options(cls: type, texts: Mapping[str, str], launcher: str) -> Any:
     try:
         return cls(**values)
     except ValueError as error:  # from the validators of the class
-        raise RequestError(f"--option of the launcher {launcher!r}: {error}") from error
+        raise RequestError(f"--option for the launcher {launcher!r}: {error}") from error
 
 
 _FLAGS = {"true": True, "false": False}

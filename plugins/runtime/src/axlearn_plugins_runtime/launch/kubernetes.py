@@ -35,7 +35,7 @@ Manifest = dict[str, Any]
 
 @attrs.frozen(kw_only=True)
 class KubernetesOptions:
-    """Options of `--on kubernetes`.
+    """Options for `--on kubernetes`.
 
     Attributes:
         kind: `jobset` runs one pod for each host and restarts all of them together. `rayjob` runs a Ray cluster with the
@@ -128,7 +128,7 @@ def render(job: Job) -> list[Manifest]:
         return [*files, ray_job(job)]
     if job.processes_per_host > 1:
         raise RequestError(
-            f"a pod of a JobSet runs one process\n    got: --processes-per-host {job.processes_per_host}\n"
+            f"a JobSet pod runs one process\n    got: --processes-per-host {job.processes_per_host}\n"
             "    fix: remove it, as one process uses all chips of its host; or use --option kind=rayjob"
         )
     return [*files, *_spares(job), job_set(job)]

@@ -11,7 +11,7 @@ from axlearn_plugins_runtime.launch.ray import RayLauncher, SupervisorOptions
 
 @attrs.frozen(kw_only=True)
 class LocalOptions(SupervisorOptions):
-    """Options of `--on local`."""
+    """Options for `--on local`."""
 
 
 class LocalLauncher(RayLauncher):

@@ -29,7 +29,7 @@ OLDEST = (2, 55)
 
 @attrs.frozen(kw_only=True)
 class SupervisorOptions:
-    """Options of supervised runs. See `Limits`."""
+    """Options for supervised runs. See `Limits`."""
 
     budget_infrastructure: int = DEFAULT_BUDGETS["infrastructure"]
     budget_stalled: int = DEFAULT_BUDGETS["stalled"]
@@ -45,7 +45,7 @@ class SupervisorOptions:
     compile_cache: bool = True
 
     def limits(self) -> Limits:
-        """Return the limits of the supervisor."""
+        """Return the limits for the supervisor."""
         budgets = {
             "infrastructure": self.budget_infrastructure,
             "stalled": self.budget_stalled,
@@ -66,7 +66,7 @@ class SupervisorOptions:
 
 @attrs.frozen(kw_only=True)
 class RayOptions(SupervisorOptions):
-    """Options of `--on ray`.
+    """Options for `--on ray`.
 
     Attributes:
         address: Address of the Ray cluster.
@@ -157,6 +157,6 @@ def _connection_failure(address: str, text: str) -> str:
     versions = re.findall(r"(?:Ray|Python): ?([\w.+-]+)", text)
     cluster, process = ", ".join(versions[:2]), ", ".join(versions[2:4])
     return (
-        f"the Ray cluster at {address!r} has other versions of Ray and Python\n    got: {process or lines[-1]} here\n"
+        f"the Ray cluster at {address!r} has different versions of Ray and Python\n    got: {process or lines[-1]} here\n"
         f"    expected: {cluster or lines[0]}\n    fix: install the cluster's versions here, or start the cluster with these"
     )

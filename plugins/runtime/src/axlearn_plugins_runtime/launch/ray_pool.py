@@ -19,7 +19,7 @@ class RayAgent(Agent):
     """An agent that knows the address of its node."""
 
     def describe(self) -> dict[str, Any]:
-        """Return the host's name, its address for other nodes, and the agent's process id."""
+        """Return the host's name, the address at which other nodes reach it, and the agent's process id."""
         import ray
 
         return {**super().describe(), "address": ray.util.get_node_ip_address()}
@@ -183,5 +183,5 @@ def _reason(error: Exception) -> str:
 
 
 def _start(actor: Any, method: str, args: tuple[Any, ...]) -> Any:
-    """Start a call of an actor's method. Return Ray's reference to the result."""
+    """Call an actor's method without waiting for it. Return Ray's reference to the result."""
     return getattr(actor, method).remote(*args)

@@ -116,7 +116,7 @@ def _plain(data: Mapping[str, object]) -> dict[str, object]:
 
 
 def _unique_names(names: list[str]) -> Iterator[str]:
-    """Yield the last part of each path. Prefix a number to a repeated one."""
+    """Yield the last part of each path, with a number as prefix if the part is repeated."""
     used_names: set[str] = set()
     for number, name in enumerate(names):
         place = Path(name).name

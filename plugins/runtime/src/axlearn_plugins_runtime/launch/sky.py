@@ -30,7 +30,7 @@ RECOVERED = (74, 75, 134, 137, 139, 143)
 
 @attrs.frozen(kw_only=True)
 class SkyOptions:
-    """Options of `--on sky`.
+    """Options for `--on sky`.
 
     Attributes:
         infra: Infrastructure: `aws`, `gcp/us-central1`, `azure`, `k8s/CONTEXT`, `ssh/POOL` or `slurm/CLUSTER` (default: the
@@ -40,7 +40,7 @@ class SkyOptions:
         image: Image of the machines, such as `docker:REGISTRY/NAME:TAG`.
         setup: Shell line that installs the run's packages on each machine.
         python: Python interpreter on the machines.
-        restarts: Number of restarts after errors of the run itself (exit codes 1 and 2).
+        restarts: Number of restarts after errors in the run itself (exit codes 1 and 2).
         compile_cache: Cache compiled programs in the run directory.
     """
 
@@ -112,7 +112,7 @@ def make_task(job: Job) -> dict[str, Any]:
         )
     if job.processes_per_host > 1:
         raise RequestError(
-            f"a node of a SkyPilot task runs one process\n    got: --processes-per-host {job.processes_per_host}\n"
+            f"each node in a SkyPilot task runs one process\n    got: --processes-per-host {job.processes_per_host}\n"
             "    fix: remove it: one process uses all chips of its host"
         )
     if not is_uri(job.run_dir):

@@ -33,10 +33,10 @@ def time_limit(instance: object, attribute: "attrs.Attribute[str | None]", value
 
 @attrs.frozen(kw_only=True)
 class SlurmOptions:
-    """Options of `--on slurm`.
+    """Options for `--on slurm`.
 
     Attributes:
-        partition, account, qos, reservation, constraint, time, mem: Options of `sbatch`.
+        partition, account, qos, reservation, constraint, time, mem: Options for `sbatch`.
         gpu_type: GPU type in `--gpus-per-node`, if the site requires one.
         exclusive: Allocate whole nodes.
         grace: Seconds before the time limit at which the run saves and is requeued.
@@ -110,7 +110,7 @@ def job_folder(job: Job) -> str:
 
 
 def directives(job: Job) -> dict[str, str | None]:
-    """Return the options of the `#SBATCH` lines. An option without a value is None."""
+    """Return the options for the `#SBATCH` lines. An option without a value is None."""
     options = job.options
     machine = job.machine
     entries: dict[str, str | None] = {
@@ -192,7 +192,7 @@ def _local_chips(job: Job) -> int:
         return 0
     if job.machine.chips_per_host % job.processes_per_host:
         raise RequestError(
-            f"{job.machine.chips_per_host} chips of a host cannot be shared equally by its processes\n"
+            f"{job.machine.chips_per_host} chips per host cannot be shared equally by the host's processes\n"
             f"    got: --processes-per-host {job.processes_per_host}\n    fix: use a number that divides it"
         )
     return job.machine.chips_per_host

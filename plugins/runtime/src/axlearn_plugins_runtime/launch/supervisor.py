@@ -155,7 +155,7 @@ class Supervisor:
         return None
 
     def _describe_shortage(self, ready: Sequence[Host]) -> str:
-        lines = [f"{len(ready)} of {self.num_hosts} hosts are left, and the config does not support so few"]
+        lines = [f"{len(ready)} of {self.num_hosts} hosts are left, and the config does not support that few"]
         lines += [f"    {host.name}: {host.condition}" for host in self.hosts.all if host.condition != "ready"]
         return "\n".join(
             [*lines, "    fix: add --spares, or use a mesh with a data axis that can shrink (mesh.shape.data=-1)"]

@@ -39,7 +39,7 @@ from axlearn_core.cli.terminal import echo
     metavar="RATE",
     help="Requests per second, Poisson arrivals.",
 )
-@click.option("--goodput", multiple=True, metavar="NAME:MS", help="Latency limit of goodput: ttft, tpot or e2el.")
+@click.option("--goodput", multiple=True, metavar="NAME:MS", help="Latency limit for goodput: ttft, tpot or e2el.")
 @click.option("--ignore-eos", is_flag=True, help="Generate past the end token, as in vLLM.")
 @click.option(
     "--temperature", type=click.FloatRange(0, 2), metavar="T", default=0.0, show_default=True, help="Temperature."

@@ -68,7 +68,7 @@ def _times(plan: ServingPlan) -> Iterator[str]:
         parts = f"{seconds(line.compute):>9} {seconds(line.hbm):>9} {seconds(line.links):>9}"
         yield f"{name:{width}} {seconds(line.step):>9} {parts}  {line.bound if line.step is not None else '?'}"
     if plan.full.roofline.step is None:
-        yield "the peak of this target is unknown"
+        yield "this target's peak FLOP/s is unknown"
         return
     yield f"output  {plan.full.requests / plan.full.roofline.step:,.0f} tokens/s, while nothing is prefilled"
     yield f"prefill {plan.mixed.prompt / (plan.mixed.roofline.step or 1):,.0f} tokens/s, together with decoding requests"

@@ -181,7 +181,7 @@ class Steps:
         try:
             traffic = collectives(parse(compiled.as_text()), places)
             links, network = (sum(c.times * getattr(c, n) for c in traffic) for n in ("link_bytes", "network_bytes"))
-        except ValueError:  # the compiler's format of collectives is unknown; all other figures are valid
+        except ValueError:  # the compiler's format for collectives is unknown; all other figures are valid
             pass
         return CompiledStep(temporaries=memory.temporaries, code=memory.code, links=links, network=network)
 

@@ -1,7 +1,8 @@
 """Validate large bodies in a separate process.
 
-Parsing and validating JSON holds the GIL. This takes a few milliseconds for megabytes of one text, but half a second for as many
-bytes of numbers or brackets. Such a body is validated in another process first, so that the server only parses valid ones.
+Parsing and validating JSON holds the GIL. This takes a few milliseconds for a single text of several megabytes, but half a
+second for as many bytes of numbers or brackets. Such a body is validated in a separate process first, so that the server only
+parses valid ones.
 
 `python -m axlearn_plugins_serving.server.body_check` is that process. It reads lines of JSON, each followed by the bytes of a
 body, and answers each with a line: {} if the body is valid, else the fields of the error.

@@ -291,7 +291,7 @@ def _run_replicas(engine_options: tuple[Any, ...], limits: Any, replicas: int, h
         raise RequestError("--replicas cannot be combined with --prefill or --decode\n    fix: leave one of them out")
     if port == 0:
         raise RequestError("--replicas needs a fixed port\n    got: --port 0\n    fix: name a free port")
-    # Replicas run in other directories.
+    # Replicas run in different directories.
     uri, programs = (os.path.abspath(p) if p and os.path.exists(p) else p for p in (uri, programs))
     name = name or model_name(uri)
     open_service = functools.partial(_open, uri, name, template, *rest, programs, workers)

@@ -16,7 +16,7 @@ from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
 
 class GrammarConstraint:
-    """A `Constraint` based on a grammar. Call it from one thread only.
+    """A `Constraint` based on a grammar. Call it from a single thread.
 
     Attributes:
         grammar: The grammar in llguidance's format. Another process can rebuild the constraint from it.

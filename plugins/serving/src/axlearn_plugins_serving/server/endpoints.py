@@ -92,7 +92,7 @@ async def tokenize(request: HttpRequest) -> Response:
 def _tokens_response(tokens: Sequence[int], context: int) -> Response:
     """Build the response of `/tokenize` in parts.
 
-    A single call of the JSON encoder would block other threads.
+    A single call to the JSON encoder would block other threads.
     """
     parts = [",".join(map(str, tokens[i : i + _PART])) for i in range(0, len(tokens), _PART)]
     body = f'{{"tokens":[{",".join(parts)}],"count":{len(tokens)},"max_model_len":{context}}}'

@@ -53,7 +53,7 @@ def serve_with_vllm(
         name: Name of the model for clients; None uses the directory's name.
         key: API key, passed to vLLM in an environment variable; None requires no key.
         step: Checkpoint of a run; None uses the newest.
-        more: Further arguments of `vllm serve`.
+        more: Additional arguments for `vllm serve`.
 
     Raises:
         RequestError: If vLLM is not installed or the Hugging Face format does not support the model.

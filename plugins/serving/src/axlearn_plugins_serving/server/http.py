@@ -37,7 +37,7 @@ async def read_json(model: type[T], request: HttpRequest) -> T:
     """Return the parsed and validated body of a request.
 
     Raises:
-        ApiError: 415 for any other content type than JSON; 400 as in `BodyCheck.parse`.
+        ApiError: 415 for any content type other than JSON; 400 as in `BodyCheck.parse`.
     """
     body, service = await read_body(request), request.app.state.service
     return await service.text_pool.run(lambda: service.bodies.parse(model, body), len(body))

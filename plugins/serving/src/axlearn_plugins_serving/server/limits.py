@@ -27,7 +27,7 @@ class ServerLimits:
     Attributes:
         body_bytes: Maximum size of a request body.
         body_seconds: Timeout for a request body to arrive.
-        large_bytes: Maximum total size of large bodies (64 KiB and more) until their responses start. Further bodies wait.
+        large_bytes: Maximum total size of large bodies (64 KiB and more) until their responses start. Other large bodies wait.
         head_seconds: Timeout for the request line and headers to arrive.
         write_seconds: Timeout for a client to read what was sent.
         connections: Maximum number of open connections.

@@ -135,7 +135,7 @@ class Job:
         self._outputs = None
 
     async def start(self, *, stream: bool) -> "Job":
-        """Add the requests to the engine. Raises the errors of `EngineThread.add`."""
+        """Add the requests to the engine. Raises the same errors as `EngineThread.add`."""
         self._outputs = await self._thread.add([choice.request for choice in self.choices], bounded=stream)
         return self
 

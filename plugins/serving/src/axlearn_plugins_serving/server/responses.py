@@ -92,7 +92,7 @@ class _Answer:
         return self._response(text, self._status())
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the events of the stream, in the order of the API."""
+        """Yield the stream's events, in the order that the API defines."""
         place = {"item_id": self.item_id, "output_index": 0}
         part = {**place, "content_index": 0}
         yield self._event("response.created", response=self._response(None, "in_progress"))

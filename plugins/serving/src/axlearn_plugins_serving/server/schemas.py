@@ -37,7 +37,7 @@ Metadata = Annotated[dict[str, str], Field(max_length=MAX_ENTRIES), BeforeValida
 
 
 class StreamOptions(Body):
-    """Options of a stream.
+    """Options for a stream.
 
     `continuous_usage_stats` adds the usage so far to each event.
     """
@@ -91,7 +91,7 @@ def _check_tools(tools: list[Any]) -> list[Any]:
     if exceeds([function.parameters for function in functions], MAX_TOOLS):
         raise PydanticCustomError(
             "invalid_tools",
-            "the parameters of the tools have more than {limit} characters; shorten them or offer fewer tools",
+            "the tools' parameters have more than {limit} characters; shorten them or offer fewer tools",
             {"limit": MAX_TOOLS},
         )
     return tools

@@ -24,7 +24,7 @@ COUNTERS = {
     "prompt_tokens": "Prompt tokens of admitted requests.",
     "cached_prompt_tokens": "Prompt tokens that were in the cache.",
     "output_tokens": "Output tokens.",
-    "preemptions": "Number of times a request lost its blocks to another.",
+    "preemptions": "Number of times a request lost its blocks to another request.",
     "steps": "Steps of the engine.",
     "compilations": "Functions compiled after warm-up; any value but 0 is a bug.",
     "step_seconds": "Seconds spent submitting steps to the runner and waiting for it.",
@@ -47,7 +47,7 @@ class Metrics:
 
     def __init__(self, statistics: Callable[[], Statistics], *, start_compilations: int = 0):
         self.registry = CollectorRegistry()
-        help = "Programs that XLA compiled during start-up; 0 if exported programs were loaded."
+        help = "Programs that XLA compiled during startup; 0 if exported programs were loaded."
         Gauge("axlearn_start_compilations", help, registry=self.registry).set(start_compilations)
         self.registry.register(_EngineCollector(statistics))
         self.responses = Counter("axlearn_responses", "HTTP responses.", ("path", "status"), registry=self.registry)

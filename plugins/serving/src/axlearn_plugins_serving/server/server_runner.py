@@ -16,7 +16,7 @@ from axlearn_plugins_serving.server.engine_thread import EngineFailedError
 from axlearn_plugins_serving.server.limits import ServerLimits, uvicorn_config
 from axlearn_plugins_serving.server.service import Service
 
-_ERROR_READ_SECONDS = 2.0  # seconds for clients to read the error of their request
+_ERROR_READ_SECONDS = 2.0  # seconds for clients to read the error response
 
 
 def bind(host: str, port: int) -> socket.socket:

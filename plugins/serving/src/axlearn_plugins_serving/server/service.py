@@ -41,7 +41,7 @@ class Service:
         name: Name of the model for clients.
         adapters: Names of LoRA adapters, which clients request as models.
         state: `ok`, `draining` (no new requests) or `failed`.
-        start_compilations: Programs that XLA compiled during start-up; 0 if exported programs were loaded.
+        start_compilations: Programs that XLA compiled during startup; 0 if exported programs were loaded.
         bodies: Parses requests.
         text_pool: Threads that parse and tokenize.
         text_limit: Rejects prompts that are too long before they are tokenized.

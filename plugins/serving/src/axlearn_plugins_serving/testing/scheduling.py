@@ -61,7 +61,7 @@ class _Machine:
 
     def _check(self, plan: SchedulerOutput) -> None:
         states = [part.state for part in plan.parts]
-        assert len({id(s) for s in states}) == len(states), "a request has two parts of one step"
+        assert len({id(s) for s in states}) == len(states), "a request has two parts in one step"
         assert len(states) <= LIMITS.rows, f"a step has {len(states)} requests, but only {LIMITS.rows} can run"
         count = sum(part.count for part in plan.parts)
         assert count <= LIMITS.step_tokens, f"a step has {count} tokens, but the runner computes {LIMITS.step_tokens}"

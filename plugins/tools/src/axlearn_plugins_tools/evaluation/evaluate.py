@@ -44,7 +44,7 @@ class Subject:
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """Token that a document begins with."""
+        """Tokens that a document begins with."""
         return self.processor.document_prefix
 
     def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:

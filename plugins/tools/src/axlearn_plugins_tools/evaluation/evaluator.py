@@ -21,7 +21,7 @@ class FileEvaluator(Periodic):
 
     @node
     class Config(Periodic.Config["FileEvaluator"]):
-        """Settings of `FileEvaluator`.
+        """Settings for `FileEvaluator`.
 
         Attributes:
             data: File or glob. The fields of its rows determine the metrics.

@@ -67,7 +67,7 @@ class AxlearnLM(LM):
         return self._cache_answers("loglikelihood_rolling", requests, answers)
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Return the generated text for each context in `(context, options)`.
+        """Return the generated text for each request, whose arguments are `(context, options)`.
 
         Generation stops before the first string of `until`. Supports the options `until`, `max_gen_toks`, `do_sample`,
         `temperature` and `top_k` of the harness. If axlearn-plugins-serving is installed, all requests run in one
@@ -163,7 +163,7 @@ class AxlearnLM(LM):
 
 
 class _Options(NamedTuple):
-    """Sampling options of a request."""
+    """Sampling options for a request."""
 
     max_tokens: int
     temperature: float

@@ -1,4 +1,4 @@
-"""Helpers of the features: set fields of a node by path, and build components by name."""
+"""Helpers for features: set fields of a node by path, and build components by name."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -45,7 +45,7 @@ def component(name: str, settings: Mapping[str, Any]) -> tuple[Node[Any], dict[s
 
 
 def component_problems(name: str, settings: Mapping[str, Any]) -> Iterable[Problem]:
-    """Return the errors of `component` as problems of the options `component` and `settings`."""
+    """Return the errors from `component` as problems with the options `component` and `settings`."""
     try:
         component(name, settings)
     except ConfigError as error:

@@ -92,7 +92,7 @@ class UseRemat(Feature):
             )
 
     def apply(self, cfg: Tree) -> Tree:
-        """Set `remat` of every stack."""
+        """Set `remat` on every stack."""
         problem = no_match_problem("remat", "a stack of layers: a node with the role StackRole")
         return set_fields(cfg, StackRole, {"remat": self._node()}, no_match=problem)
 

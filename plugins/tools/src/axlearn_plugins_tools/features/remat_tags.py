@@ -14,7 +14,7 @@ class RematTags(Remat):
 
     @node
     class Config(Remat.Config):
-        """Settings of `RematTags`.
+        """Settings for `RematTags`.
 
         Attributes:
             recompute: Tags, or regular expressions that match whole tags. `save` is ignored.

@@ -24,7 +24,7 @@ class Scan(Feature):
     on: bool = True
 
     def apply(self, cfg: Tree) -> Tree:
-        """Set `mode` of every stack."""
+        """Set `mode` on every stack."""
         mode = "scan" if self.on else "unrolled"
         problem = no_match_problem("scan", "a stack of layers: a node with the role StackRole")
         return set_fields(cfg, StackRole, {"mode": mode}, no_match=problem)

@@ -76,7 +76,7 @@ class Result:
         moving: Minimal set of changes that moves the metric more than halfway. Empty if the runs do not differ by more than
             their seeds.
         moved: Metric of the first run with `moving`.
-        alone: Metric of the first run with each change of `moving` alone, or None if that config cannot be trained.
+        alone: Metric of the first run with each change in `moving` alone, or None if that config cannot be trained.
         trainings: Number of training runs.
         ended: Why the search ended.
     """
@@ -299,7 +299,7 @@ def text(result: Result, metric: str, shown: Callable[[Any], str]) -> str:
             else f"alone {(alone.mean - result.first.mean) / gap:.0%} of the way"
         )
         lines.append(f"  {change.path}: {shown(change.old)} -> {shown(change.new)}  ({share})")
-    return "\n".join([*lines, f"{result.trainings} trainings"])
+    return "\n".join([*lines, f"{result.trainings} training runs"])
 
 
 def as_json(result: Result, shown: Callable[[Any], str]) -> Mapping[str, Any]:

@@ -28,7 +28,7 @@ class ConsoleTracker(Configurable):
 
     @node
     class Config(Configurable.Config["ConsoleTracker"]):
-        """Settings of `ConsoleTracker`.
+        """Settings for `ConsoleTracker`.
 
         Attributes:
             every_seconds: Minimum time between two plain lines. 0 prints every logged step.

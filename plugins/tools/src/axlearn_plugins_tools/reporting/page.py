@@ -178,7 +178,7 @@ def _step_times(run: Run) -> str:
 
     cells = "".join(f"<tr><th>p{p}</th><td>{show(v)}</td></tr>" for p, v in zip(_PERCENTILES, percentiles, strict=True))
     above = sum(v > percentiles[-1] for v in values)
-    more = f"; {above} values above p99 are not drawn, the longest is {show(max(values))}" if above else ""
+    more = f"; not drawn: {above} above p99 (longest: {show(max(values))})" if above else ""
     chart = histogram("step time", values, [(f"p{p}", percentiles[_PERCENTILES.index(p)]) for p in (50, 99)], show)
     note = f'<p class="sub">{len(values):,} logged mean step times{more}.</p>'
     return f'<div class="split"><table>{cells}</table><div>{chart}{note}</div></div>'

@@ -13,7 +13,7 @@ class Profiler(Configurable):
 
     @node
     class Config(Configurable.Config["Profiler"]):
-        """Settings of `Profiler`.
+        """Settings for `Profiler`.
 
         Attributes:
             start_step: Number of finished steps before the trace. The first steps compile and should be excluded.

@@ -31,7 +31,7 @@ class Run:
         config: Config of the run.
         lock: Content of `run.lock.json`.
         attempts: Starts of the run, if its phases were recorded.
-        incidents: Incidents of the watchdog and process deaths seen by a supervisor, by time.
+        incidents: Incidents from the watchdog, and process deaths that a supervisor saw, by time.
         notes: One sentence for each missing or damaged file.
     """
 
@@ -140,7 +140,7 @@ def _lines(path: Path) -> tuple[list[Mapping[str, Any]], list[str]]:
     for line in _text(path).splitlines():
         try:
             objects.append(_mapping(json.loads(line)))
-        except ValueError:  # the last line of a killed process may be incomplete
+        except ValueError:  # the last line from a killed process may be incomplete
             damaged += 1
     return objects, [f"{path.name}: ignored {damaged} damaged lines"] if damaged else []
 

@@ -19,7 +19,7 @@ class TensorBoardTracker(Configurable):
 
     @node
     class Config(Configurable.Config["TensorBoardTracker"]):
-        """Settings of `TensorBoardTracker`.
+        """Settings for `TensorBoardTracker`.
 
         Attributes:
             flush_seconds: Maximum time that values are buffered in memory before they are written with fsync.

@@ -23,7 +23,7 @@ class WandbTracker(Configurable):
 
     @node
     class Config(Configurable.Config["WandbTracker"]):
-        """Settings of `WandbTracker`.
+        """Settings for `WandbTracker`.
 
         Attributes:
             project: W&B project.

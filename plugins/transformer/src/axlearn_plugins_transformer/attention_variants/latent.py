@@ -43,7 +43,7 @@ class LatentAttention(Layer):
 
     @node
     class Config(Layer.Config["LatentAttention"], WindowRole, AttentionKernelRole):
-        """Settings of the heads, the latents and the optional parts.
+        """Settings for the heads, the latents and the optional parts.
 
         The default sizes are the paper's ratios (R = 4 H, P = H / 2, U = H, Q = 0.3 D). `softcap`, `window`, `causal` and
         `kernel` are as in `Attention`.

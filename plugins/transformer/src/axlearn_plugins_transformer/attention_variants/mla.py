@@ -43,7 +43,7 @@ class UseLatentAttention(Feature):
     value_head_dim: int | None = setting(default=None, ge=1)
 
     def apply(self, cfg: Tree) -> Tree:
-        """Replace every `Attention`, and set the options of every `LatentAttention`."""
+        """Replace every `Attention`, and set the options on every `LatentAttention`."""
         if not find(cfg, Attention) and not find(cfg, LatentAttention):
             raise ConfigError(
                 Problem(

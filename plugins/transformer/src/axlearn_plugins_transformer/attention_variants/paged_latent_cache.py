@@ -17,12 +17,12 @@ class PagedLatentCache(Configurable):
 
     Attention reads them as the keys of a single head.
 
-    `Context.slots` is a `PagedSlots` for rows of one token. With plain slots, the rows own equally many pages.
+    `Context.slots` is a `PagedSlots` for rows of one token. With plain slots, each row owns the same number of pages.
     """
 
     @node
     class Config(Configurable.Config["PagedLatentCache"]):
-        """Settings of the pages.
+        """Settings for the pages.
 
         Attributes:
             page_size: Tokens per page.

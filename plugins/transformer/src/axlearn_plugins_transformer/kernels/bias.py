@@ -14,7 +14,7 @@ from axlearn_plugins_transformer.kernels.masks import Range, expand_slots
 
 
 class Bias:
-    """Base class of biases.
+    """Base class for biases.
 
     A bias is added to the scores after scale and cap, before the mask.
     """

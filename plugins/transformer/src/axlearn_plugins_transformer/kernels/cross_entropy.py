@@ -27,7 +27,7 @@ MIN_POSITIONS = 512
 
 
 class Options(NamedTuple):
-    """Static options of the op.
+    """Static options for the op.
 
     Attributes:
         dtype: Dtype of the matmuls. Logits and loss are float32.

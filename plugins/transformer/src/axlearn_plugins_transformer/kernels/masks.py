@@ -24,7 +24,7 @@ BLOCKS = 64
 
 
 class Mask:
-    """Base class of masks."""
+    """Base class for masks."""
 
     def block(self, queries: Range, keys: Range) -> bool | None:
         """Return whether a block of the mask is visible.

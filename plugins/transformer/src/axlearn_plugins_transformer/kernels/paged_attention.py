@@ -46,7 +46,7 @@ class PagedAttentionOp(Op[jax.Array]):
     Attributes:
         query: New tokens of request 0, then of request 1, and so on, [T, N, H]. Tokens after the last request are unused.
         pages: Keys and values including those of the new tokens, [P, S, 2 G, H]. Head g has its keys at 2 g and its values
-            at 2 g + 1. With `value_size`, keys only, [P, S, G, H].
+            at 2 g + 1. With `value_size`, only keys, [P, S, G, H].
         table: Pages of each request in token order, int32 [R, M]. Unused entries are arbitrary.
         lengths: Tokens of each request including new ones, int32 [R].
         starts: Index of each request's first new token, int32 [R + 1]. The last entry is the end of the last request.

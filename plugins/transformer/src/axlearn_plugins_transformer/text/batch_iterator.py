@@ -158,7 +158,7 @@ def _restore_tuples(state: Any) -> Any:
 
 
 def _find_places(state: Any) -> list[int | list[int]]:
-    """Return the place in each part of the data, in the order of the parts."""
+    """Return the place in each part of the data, in part order."""
     if isinstance(state, Mapping):
         if "next_index" in state or "records" in state:
             return [state["next_index"] if "next_index" in state else state["records"]]

@@ -25,13 +25,13 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 class ChatInput(LanguageModelInput):
     """Batches of conversations.
 
-    The chat template renders a conversation into tokens. The weight of a target is 1 in an answer of the assistant, and 0
+    The chat template renders a conversation into tokens. The weight of a target is 1 in the assistant's answers, and 0
     elsewhere. For other documents, for example from a mixture, all tokens count.
     """
 
     @node
     class Config(LanguageModelInput.Config):
-        """Settings of the template and the conversations.
+        """Settings for the template and the conversations.
 
         Attributes:
             packing: How to pack conversations into rows. With `concat`, conversations can have any length.
@@ -88,8 +88,8 @@ class ChatInput(LanguageModelInput):
                     message="does not contain conversations",
                     got=type(self.config.source).__qualname__,
                     expected="chat-files, or a mixture with it",
-                    fix="a run file or --set overrides the input.source of the feature chat: remove the setting there, or "
-                    "set it to {type: chat-files, paths: ...}",
+                    fix="a run file or --set overrides the input.source that the chat feature sets: remove the "
+                    "setting there, or set it to {type: chat-files, paths: ...}",
                 )
             )
 

@@ -44,7 +44,7 @@ def check_conversation(row: Any, location: str, *, answered: bool = True) -> Non
     Args:
         row: The JSON object of a line.
         location: Prefix of the error message.
-        answered: Require a message of the assistant.
+        answered: Require a message from the assistant.
     """
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -75,7 +75,7 @@ def check_conversation(row: Any, location: str, *, answered: bool = True) -> Non
             )
     if answered and not any(m["role"] == "assistant" for m in messages):
         raise InputError(
-            f"{location}: has no message of the assistant, so there is nothing to learn\n"
+            f"{location}: has no message from the assistant, so there is nothing to learn\n"
             f"    got: {', '.join(m['role'] for m in messages)}\n    fix: add an answer, or remove the row"
         )
 
@@ -157,7 +157,7 @@ class ChatFiles(Configurable):
 
     @node
     class Config(Configurable.Config["ChatFiles"]):
-        """Settings of the files.
+        """Settings for the files.
 
         Validation data is in separate files, or a fraction of the conversations of `paths`.
 

@@ -186,7 +186,7 @@ class StopFinder:
         return self._take(len(self._text) - max(_overlap(self._text, stop) for stop in self._stops))
 
     def end(self) -> str:
-        """Return the pending text. No further text can complete a stop string."""
+        """Return the pending text, which can no longer become part of a stop string."""
         return self._take(len(self._text))
 
     def _take(self, count: int) -> str:

@@ -49,7 +49,7 @@ class LanguageModelInput(Configurable):
 
     @node
     class Config(Configurable.Config["LanguageModelInput"]):
-        """Settings of the data and the batches.
+        """Settings for the data and the batches.
 
         Rows and their order do not depend on `workers` and `prefetch`.
 
@@ -65,7 +65,7 @@ class LanguageModelInput(Configurable):
                 same global batches. None uses one per row.
             workers: Worker processes that prepare batches. 0 uses a thread.
             prefetch: Number of batches to prepare ahead.
-            worker_seconds: Time limit of a batch in a worker, including its start. A slower worker is replaced.
+            worker_seconds: Time limit for a batch in a worker, including its start. A slower worker is replaced.
         """
 
         batch_size: int = setting(default=REQUIRED, gt=0, le=2**24)
@@ -306,7 +306,7 @@ class LanguageModelInput(Configurable):
             fix = (
                 "raise it, or lower chunk_bytes"
                 if share
-                else "set validation_paths or validation_fraction of the source"
+                else "set the source's validation_paths or validation_fraction"
             )
             raise InputError(
                 f"input.source has no {split} data{details}\n    fix: {fix}; to train without evaluation: evaluators={{}}"
@@ -359,9 +359,9 @@ def _share(rows: slice, sizes: np.ndarray, stacked: Mapping[str, np.ndarray]) ->
 def _list_records(
     current_parts: Sequence[Part], parts: Sequence[Part], order: Any, places: Places, current: bool
 ) -> dict[str, Any]:
-    """Return, by shard, the record in which its rows begin and the next one.
+    """Return the record in which each shard's rows begin, and the next record.
 
-    If the first one is used up, rows begin in the next one.
+    If the first record is used up, rows begin in the next.
     """
     names: dict[str, list[str]] = {}
     for shard, part_places in places.items():

@@ -36,7 +36,7 @@ from axlearn_plugins_transformer.text.small_data import SmallData
 from axlearn_plugins_transformer.text.sources import Part
 
 Encode = Callable[[Sequence[Document], int], Sequence[Example | None]]
-"""(documents, start) -> examples from that document on: at least one, and as many as are efficient to encode together."""
+"""(documents, start) -> examples starting with that document: at least one, and as many as are efficient to encode together."""
 Finish = Callable[[Sequence[Mapping[str, np.ndarray]]], dict[str, np.ndarray]]
 
 INLINE = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # one thread or process prefetches for all shards

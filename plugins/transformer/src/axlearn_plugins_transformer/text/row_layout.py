@@ -1,4 +1,4 @@
-"""Layouts of small data: they define the tokens of each row in an endless sequence.
+"""Row layouts for small datasets. A layout defines the tokens of each row in an endless sequence of rows.
 
 This module does not import Grain.
 

@@ -37,7 +37,7 @@ class SampleEvaluator(Periodic):
 
     @node
     class Config(Periodic.Config["SampleEvaluator"]):
-        """Settings of the samples.
+        """Settings for the samples.
 
         Attributes:
             prompt: Text to continue.

@@ -55,7 +55,7 @@ class Files(Configurable):
 
     @node
     class Config(Configurable.Config["Files"]):
-        """Settings of the files.
+        """Settings for the files.
 
         Validation data is in separate files, or a hashed fraction of the chunks of `paths`.
 
@@ -132,7 +132,7 @@ def many(paths: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 _THIRD_PARTY = {"site-packages", "dist-packages", "__pycache__"}
-_TESTS = {"test", "tests", "idle_test"}  # many systems do not install these, and some files are not UTF-8 on purpose
+_TESTS = {"test", "tests", "idle_test"}  # many systems do not install these, and some are deliberately not UTF-8
 _GENERATED = {"encodings", "pydoc_data"}  # files that nearly duplicate each other, so held-out ones would be too easy
 EXCLUDED = frozenset(_THIRD_PARTY | _TESTS | _GENERATED)
 
@@ -148,7 +148,7 @@ class StandardLibrary(Configurable):
 
     @node
     class Config(Configurable.Config["StandardLibrary"]):
-        """Settings of the split.
+        """Settings for the split.
 
         Attributes:
             validation_fraction: Share of the files to hold out.
@@ -197,7 +197,7 @@ class Mixture(Configurable):
 
     @node
     class Config(Configurable.Config["Mixture"]):
-        """Settings of the mixture.
+        """Settings for the mixture.
 
         Attributes:
             sources: Sources by name.
@@ -235,7 +235,7 @@ class Mixture(Configurable):
 
 
 DIGESTS = 64
-"""Up to this many files have individual digests in the run lock. More files only share one digest."""
+"""Up to this many files have individual digests in the run lock. If there are more, all files share a single digest."""
 
 
 def describe(source: Source) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Renders chat templates in a separate process: `python -P template_server.py BYTES`.
 
-The first line of standard input is {"source"}; the answer is {}. Each further line is {"variables", "today"}; the answer is
+The first line of standard input is {"source"}; the answer is {}. Each line after it is {"variables", "today"}; the answer is
 {"text"}, {"error"}, or {"syntax", "line"} if the template itself is invalid. The process may use BYTES of memory. The parent
 enforces the time limit. The module imports Jinja but nothing of this framework, so that it starts fast.
 """

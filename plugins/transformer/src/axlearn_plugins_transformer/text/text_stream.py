@@ -84,7 +84,7 @@ def continue_text(
         model: A model that generates tokens.
         prompt: Text to continue.
         program: Program of the model's experiment. None compiles the model separately, for one device.
-        **options: Options of the model's `generate`, such as `max_tokens`, `temperature` and `seed`.
+        **options: Options for the model's `generate`, such as `max_tokens`, `temperature` and `seed`.
 
     Raises:
         RequestError: The model cannot generate.

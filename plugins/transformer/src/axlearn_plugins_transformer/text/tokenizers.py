@@ -72,7 +72,7 @@ class TokenizerJson(Configurable):
 
     @node
     class Config(Configurable.Config["TokenizerJson"]):
-        """Settings of the tokenizer. Set exactly one of `path` and `builtin`.
+        """Settings for the tokenizer. Set exactly one of `path` and `builtin`.
 
         Attributes:
             path: A `tokenizer.json` file.
@@ -258,7 +258,7 @@ def _prompt_suffix(tokenizer: tokenizers.Tokenizer) -> list[int]:
 
 @contextlib.contextmanager
 def _encoding(*texts: str) -> Iterator[None]:
-    """Convert errors of the tokenizers library into InputError."""
+    """Convert errors from the tokenizers library into InputError."""
     try:
         yield
     except TypeError as error:

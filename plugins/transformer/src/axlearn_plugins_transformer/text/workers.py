@@ -32,7 +32,7 @@ class WorkerStream:
     Args:
         make: Creates the iterator.
         shards: Shards that the worker reads, for messages.
-        seconds: Time limit of a batch.
+        seconds: Time limit for a batch.
     """
 
     def __init__(self, make: MakeStream, shards: Sequence[int], seconds: float):
@@ -147,7 +147,7 @@ class WorkerStream:
 
 
 def _serve(stream: Any, calls: Any, results: Any) -> None:
-    """Read one batch for each None in `calls`. Close the stream at any other value."""
+    """Read one batch for each None in `calls`. Close the stream on any other value."""
     while calls.get() is None:
         try:
             results.put((next(stream), None))
