@@ -1,7 +1,7 @@
 """A request gets the same tokens alone and together with any other requests."""
 
-import random
 import gc
+import random
 import sys
 
 import numpy as np
