@@ -1,6 +1,7 @@
 """Every package, extra, command and option in a message, docstring, help text or page exists."""
 
 import ast
+import functools
 import re
 import subprocess
 import tomllib
@@ -59,11 +60,13 @@ def strings(source: str) -> Iterator[str]:
             yield node.value
 
 
-def texts() -> Iterator[tuple[str, str]]:
+@functools.cache
+def texts() -> dict[str, str]:
     """Return the path and text of each page, and the strings of each module.
 
     Excludes benchmark results, which record old commands.
     """
+    result = {}
     names = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
@@ -71,12 +74,12 @@ def texts() -> Iterator[tuple[str, str]]:
         if name.startswith(("tests/", "benchmarks/results/", "benchmarks/baselines/")):
             continue
         if name.endswith((".md", ".template", ".ipynb", ".toml", ".html", ".sh")):
-            yield name, (ROOT / name).read_text("utf-8").replace("\\\n", " ")
+            result[name] = (ROOT / name).read_text("utf-8").replace("\\\n", " ")
         elif name.endswith(".py"):
-            yield name, "\n".join(strings((ROOT / name).read_text("utf-8"))).replace("\\\n", " ")
+            result[name] = "\n".join(strings((ROOT / name).read_text("utf-8"))).replace("\\\n", " ")
+    return result
 
 
-TEXTS = dict(texts())
 _OURS = re.compile(r"\baxlearn-(?:core|plugins(?:-[a-z0-9]+)+)(?:\[([\w,-]+)\])?(?!-?[A-Z…{*\w])")
 _INSTALL = re.compile(r"\b(?:(?:pip install|uv add|uv tool install) ([^\n`|;)&#…]*)|uv run --with (\S+))")
 _REQUIREMENT = re.compile(r"([A-Za-z][\w.-]*)(?:\[([\w,-]+)\])?")
@@ -147,12 +150,12 @@ def wrong_commands(text: str) -> list[str]:
 
 @pytest.mark.parametrize("check", [wrong_packages, wrong_commands])
 def test_what_is_advised_exists(check):
-    wrong = [f"{name}: {problem}" for name, text in TEXTS.items() for problem in check(text)]
+    wrong = [f"{name}: {problem}" for name, text in texts().items() for problem in check(text)]
     assert not wrong, "\n".join(wrong)
 
 
 def test_enough_is_looked_at():
-    everything = "\n".join(TEXTS.values())
+    everything = "\n".join(texts().values())
     assert len(_OURS.findall(everything)) > 200
     assert len(_INSTALL.findall(everything)) > 60
     assert len(_COMMAND.findall(everything)) > 500

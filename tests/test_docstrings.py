@@ -3,9 +3,9 @@
 import ast
 import re
 
-from support.paths import ROOT
+from support.paths import ROOT, python_files
 
-SHIPPED = [p for p in ROOT.rglob("*.py") if ".venv" not in p.parts and "src" in p.relative_to(ROOT).parts]
+SHIPPED = [p for p in python_files() if "src" in p.relative_to(ROOT).parts]
 
 
 def _functions(tree):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from support.paths import ROOT
+from support.paths import ROOT, python_files
 
-SOURCES = [p for p in ROOT.rglob("*.py") if ".venv" not in p.parts]
+SOURCES = python_files()
 
 VAGUE = {
     *("found", "made", "told", "mine", "there", "given", "done", "kept", "wanted", "seen", "known", "held"),

@@ -12,9 +12,9 @@ import warnings
 
 import pytest
 
-from support.paths import ROOT
+from support.paths import ROOT, python_files
 
-SOURCES = [p for p in ROOT.rglob("*.py") if ".venv" not in p.parts]
+SOURCES = python_files()
 SHIPPED = [p for p in SOURCES if "src" in p.relative_to(ROOT).parts]
 CORE = ROOT / "axlearn_core/src/axlearn_core"
 FROZEN = ROOT / "benchmarks/baselines"

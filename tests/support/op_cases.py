@@ -172,15 +172,14 @@ def paged(name, *, new, lengths, heads=4, groups=2, size=8, slots=8, dtype="floa
         row[:used] = [next(order) for _ in range(used)]
     starts = np.cumsum([0, *new, 0])
     num_groups = groups if options.get("value_size") else 2 * groups
-    pages = normal(len(new) * most, slots, num_groups, size, dtype=dtype)
-    unwritten = 0 if options.get("finite") else jnp.nan
+    pages = np.array(normal(len(new) * most, slots, num_groups, size, dtype=dtype))
     for row, length in zip(table, lengths, strict=False):
-        pages = pages.at[row[(length - 1) // slots], (length - 1) % slots + 1 :].set(unwritten)
+        pages[row[(length - 1) // slots], (length - 1) % slots + 1 :] = 0 if options.get("finite") else np.nan
     if options.get("heads_first"):
-        pages = jnp.transpose(pages.reshape(*pages.shape[:2], groups, 2, size), (0, 3, 2, 1, 4))
+        pages = np.transpose(pages.reshape(*pages.shape[:2], groups, 2, size), (0, 3, 2, 1, 4))
     operands = (
         normal(starts[-1] + tokens, heads, size, dtype=dtype),
-        pages,
+        jnp.asarray(pages),
         *(jnp.asarray(x, jnp.int32) for x in (table, [*lengths, 0], starts, [len(new)])),
     )
     run = functools.partial(_read, **options)
