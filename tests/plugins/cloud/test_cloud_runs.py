@@ -75,6 +75,7 @@ def test_a_run_is_saved_listed_resumed_pruned_and_read(store, tmp_path, request,
     assert verified.exit_code == 0, verified.output
 
 
+@pytest.mark.slow
 def test_two_trainers_of_one_bucket(s3, tmp_path):
     uri = f"{s3[0]}/run"
     holders = Holder(open_storage(uri), uri, "id")

@@ -59,6 +59,7 @@ def test_training_is_unchanged(tmp_path):
     )  # execution only: a run may begin or end to be checked
 
 
+@pytest.mark.slow
 def test_a_flip_that_comes_once_is_found_by_computing_twice(tmp_path, monkeypatch):
     leaves = plant(monkeypatch, call=4)  # the first computation of step 4
     with pytest.raises(WorkError) as error:

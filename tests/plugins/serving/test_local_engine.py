@@ -59,7 +59,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.fast_cases("settings3")
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_greedy_is_that_of_each_prompt_alone(settings):
     prompts = prompts_at_random(24)

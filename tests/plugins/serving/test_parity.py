@@ -16,7 +16,7 @@ from support.score_parity import Scores, check_parity_scores
 from support.serving_models import SIZES, config, model, prompts
 
 
-@pytest.mark.fast_cases("()")
+@pytest.mark.slow
 @pytest.mark.parametrize("features", [(), ("alibi",), ("interleave",)], ids=str)
 def test_log_probabilities_are_bitwise_those_of_training(features):
     check_parity_scores(config(*features), model(*features))
