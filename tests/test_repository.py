@@ -59,7 +59,7 @@ LAYERS = {
     "errors": set(),
     "config": {"errors"},
     "contracts": {"config", "errors"},
-    "plugins": {"config", "contracts", "errors"},
+    "plugins": {"compat", "config", "contracts", "errors"},
     "kernels": {"contracts", "errors", "plugins"},
     "nn": {"config", "errors", "kernels"},
     "compose": {"compat", "config", "contracts", "errors", "kernels", "nn", "plugins"},
@@ -316,7 +316,7 @@ def test_a_run_tells_the_libraries_of_hardware_that_is_not_here():
         "[n for n, here in (('TPU_WORKER_HOSTNAMES', has_local_tpu()), "
         "('JAX_SKIP_CUDA_CONSTRAINTS_CHECK', pathlib.Path('/dev/nvidiactl').exists())) if not here])"
     )
-    env = {k: v for k, v in os.environ.items() if k not in (*variables, "TPU_ACCELERATOR_TYPE")}
+    env = {k: v for k, v in os.environ.items() if k not in (*variables, "TPU_ACCELERATOR_TYPE", "JAX_PLATFORMS")}
     result = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=True
     )

@@ -10,7 +10,7 @@ import axlearn_core as ax
 def test_the_list_is_the_promise():
     promised = (
         "resolve compose train load open_weights replace_config patch diff node Node REQUIRED interface configure "
-        "Layer Feature serve"
+        "Layer Feature serve render"
     )
     assert sorted(ax.__all__) == sorted([*promised.split(), "hookimpl"])
     assert set(ax.__all__) <= set(dir(ax))

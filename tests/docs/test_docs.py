@@ -1,5 +1,6 @@
 """Pages: commands and Python run as written, links resolve, and every command is documented."""
 
+import contextlib
 import json
 import os
 import re
@@ -77,16 +78,15 @@ def environment(site: Path, flags: str = "") -> dict[str, str]:
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(site)}
 
 
-@pytest.fixture(scope="session")
-def run(installed_plugins, request) -> Iterator[Run]:
-    """Runs a block in a directory. What is slow trains at full size: there, programs are compiled well and not fast."""
-    flags = "" if request.config.option.markexpr.startswith("slow") else os.environ["XLA_FLAGS_OF_ONE_DEVICE"]
+@contextlib.contextmanager
+def open_worker(env: dict[str, str], *options: str) -> Iterator[Run]:
+    """Yield a function that runs a block in a directory, in a worker process."""
     worker = subprocess.Popen(
-        [sys.executable, str(TESTS / "support/command_worker.py")],
+        [sys.executable, str(TESTS / "support/command_worker.py"), *options],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=environment(installed_plugins, flags),
+        env=env,
     )
     assert worker.stdin
     assert worker.stdout
@@ -100,6 +100,23 @@ def run(installed_plugins, request) -> Iterator[Run]:
     worker.stdin.close()
     worker.wait(timeout=60)
     worker.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def run(installed_plugins, request) -> Iterator[Run]:
+    """Runs a block in a directory. What is slow trains at full size: there, programs are compiled well and not fast."""
+    flags = "" if request.config.option.markexpr.startswith("slow") else os.environ["XLA_FLAGS_OF_ONE_DEVICE"]
+    with open_worker(environment(installed_plugins, flags)) as call:
+        yield call
+
+
+@pytest.fixture(scope="session")
+def run_on_any_platform(installed_plugins) -> Iterator[Run]:
+    """Like `run`, but JAX starts anew and tries every platform, as for a user without accelerators."""
+    env = environment(installed_plugins, os.environ["XLA_FLAGS_OF_ONE_DEVICE"])
+    hidden = ("JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES")
+    with open_worker({k: v for k, v in env.items() if k not in hidden}, "--fork") as call:
+        yield call
 
 
 def follow(page: Path, run: Run, cwd: Path, *, slow: bool) -> None:
@@ -148,6 +165,30 @@ SLOW = [p for p in PAGES if any(b.mark == "slow" for b in code_blocks.read(p))]
 @pytest.mark.parametrize("page", SLOW, ids=[str(p.relative_to(ROOT)) for p in SLOW])
 def test_the_slow_parts_of_the_page_too(page, run, tmp_path):
     follow(page, run, tmp_path, slow=True)
+
+
+NOISE = re.compile(
+    r"Traceback|configuration error|[Cc][Uu][Dd][Aa]|cuDNN|libtpu|TPU_|tpu.*hostname|InitGoogle|Unable to initialize",
+    re.M,
+)
+"""Messages of JAX and its plugins about hardware that is not there."""
+PYTHON = [p for p in PAGES if any(b.kind == "python" and b.mark not in ("skip", "slow") for b in blocks.read(p))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PYTHON, ids=[str(p.relative_to(ROOT)) for p in PYTHON])
+def test_no_hardware_that_is_absent_is_mentioned(page, run_on_any_platform, tmp_path):
+    written = []
+
+    def run(kind, text, cwd):
+        answer = run_on_any_platform(kind, text, cwd)
+        written.append((text, answer["stderr"]))
+        return answer
+
+    follow(page, run, tmp_path, slow=False)
+    assert written
+    for text, messages in written:
+        assert not NOISE.search(messages), f"{text}\n{messages}"
 
 
 def test_the_readme_has_the_two_commands():

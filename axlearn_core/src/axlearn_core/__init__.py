@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from axlearn_core.compose import compose
     from axlearn_core.config import REQUIRED, Node, configure, diff, interface, node, patch, replace_config
     from axlearn_core.nn.layer import Layer
+    from axlearn_core.plugins.code_names import render
     from axlearn_core.plugins.feature import Feature
     from axlearn_core.plugins.hookspecs import hookimpl
     from axlearn_core.plugins.resolve import resolve
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "REQUIRED", "Feature", "Layer", "Node", "compose", "configure", "diff", "hookimpl", "interface", "load", "node",
-    "open_weights", "patch", "replace_config", "resolve", "serve", "train",
+    "open_weights", "patch", "render", "replace_config", "resolve", "serve", "train",
 ]  # fmt: skip
 
 _CONFIG = ("REQUIRED", "Node", "configure", "diff", "interface", "node", "patch", "replace_config")
@@ -33,6 +34,7 @@ _MODULE_NAMES = dict.fromkeys(_CONFIG, "config") | {
     "hookimpl": "plugins.hookspecs",
     "load": "train",
     "open_weights": "run",
+    "render": "plugins.code_names",
     "resolve": "plugins.resolve",
     "train": "train",
 }

@@ -5,7 +5,9 @@ other modules. Each `compat` module explains why it needs something, for which v
 
 The core needs:
 
-- `jax._src.distributed` (0.10 to 0.12): the client of the coordinator. Remove it when JAX offers a public name.
+- `jax._src.distributed` (0.10 to 0.12): the client of the coordinator, and the index of a process before JAX has started. Remove
+  it when JAX offers public names.
+- `jax._src.xla_bridge` (0.10 to 0.12): whether JAX has started. Remove it when JAX offers a public name.
 - three environment variables that JAX reads once, and one of the `tokenizers` library.
 - `GLIBC_TUNABLES` (glibc 2.35 and later), which glibc reads when a process starts. Remove it when `mallopt` supports huge pages, or
   when XLA reuses one step's memory for the next.
@@ -119,6 +121,27 @@ def coordination_client() -> Any:
 def coordinator_address() -> str | None:
     """Return `host:port` of the job's coordinator. None in a single-process job."""
     return importlib.import_module("jax._src.distributed").global_state.coordinator_address
+
+
+def has_jax_started() -> bool:
+    """Return True if JAX has initialized its backends. Does not import JAX."""
+    bridge: Any = sys.modules.get("jax._src.xla_bridge")
+    return bridge is not None and bridge.backends_are_initialized()
+
+
+def process_index() -> int:
+    """Return the index of this process in its job. Does not import or start JAX, as `jax.process_index` does."""
+    jax: Any = sys.modules.get("jax")
+    if has_jax_started():
+        return jax.process_index()
+    return 0 if jax is None else importlib.import_module("jax._src.distributed").global_state.process_id
+
+
+def requested_platforms() -> tuple[str, ...] | None:
+    """Return the platforms in `JAX_PLATFORMS` or `jax_platforms`. None if JAX tries all installed platforms."""
+    jax: Any = sys.modules.get("jax")
+    value = os.environ.get("JAX_PLATFORMS") if jax is None else jax.config.jax_platforms
+    return tuple(name.strip() for name in value.split(",")) if value else None
 
 
 def assign_environment(variables: Mapping[str, str], *, only: bool = False) -> None:

@@ -5,8 +5,10 @@ a full disk or a diverged loss for example, raise a `WorkError`, and commands ex
 """
 
 import difflib
+import importlib
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import attrs
 
@@ -15,6 +17,17 @@ class AxlearnError(Exception):
     """Base class for the errors that this framework raises."""
 
     exit_code = 1
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython and Jupyter print. The message alone, because a traceback would hide it.
+
+        `%debug` works as usual. `%tb` in a later cell shows the traceback.
+        """
+        shell: Any = importlib.import_module("IPython").get_ipython()
+        cell = shell.execution_count
+        if vars(self).setdefault("_shown_in_cell", cell) != cell:
+            return shell.InteractiveTB.structured_traceback(type(self), self, self.__traceback__)
+        return [*f"{type(self).__name__}: {escape_controls(str(self))}".splitlines(), "", "%tb shows the traceback"]
 
 
 class WorkError(AxlearnError):

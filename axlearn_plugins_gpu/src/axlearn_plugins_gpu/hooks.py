@@ -1,5 +1,6 @@
 """Hook implementations of the plugin. Does not import JAX."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from axlearn_core.contracts.kernels import KernelImplementation
@@ -26,9 +27,14 @@ def axlearn_mesh_rules() -> list[MeshRule]:
 
 
 @hookimpl
-def axlearn_before_devices() -> None:
-    """Stop JAX's CUDA plugin from searching for CUDA libraries, and complaining, on a machine without a driver."""
-    if not any(Path(p).exists() for p in ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")):
+def axlearn_before_devices(platforms: Sequence[str] | None) -> None:
+    """Stop JAX's CUDA plugin from searching for CUDA libraries, and complaining, on a machine without a driver.
+
+    Do nothing if the user requested platforms, because an error about CUDA is then wanted or cannot occur.
+    """
+    if platforms is None and not any(
+        Path(p).exists() for p in ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")
+    ):
         compat.skip_cuda_check()
 
 

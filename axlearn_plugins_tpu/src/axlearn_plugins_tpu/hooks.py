@@ -1,5 +1,6 @@
 """Hook implementations of the plugin. Does not import JAX."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from axlearn_core.contracts.kernels import KernelImplementation
@@ -25,9 +26,12 @@ def has_local_tpu(bus: Path = Path("/sys/bus/pci/devices")) -> bool:
 
 
 @hookimpl
-def axlearn_before_devices() -> None:
-    """Describe a host to libtpu on a machine without a TPU. JAX loads libtpu as a compiler, which would print warnings."""
-    if not has_local_tpu():
+def axlearn_before_devices(platforms: Sequence[str] | None) -> None:
+    """Describe a host to libtpu on a machine without a TPU. JAX loads libtpu as a compiler, which would print warnings.
+
+    Do nothing if the user requested platforms, because an error about TPUs is then wanted or cannot occur.
+    """
+    if platforms is None and not has_local_tpu():
         compat.describe_host("v5litepod-4")
 
 

@@ -8,15 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from axlearn_core.plugins.backends import prepare_backends
+
 
 def compile_fast(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Return `jax.jit(function)`. On CPUs it compiles with few optimizations, because compilation dominates the tests."""
+    prepare_backends()
     quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     return jax.jit(function, compiler_options=quick, **options)
 
 
 def need_devices(count: int) -> None:
     """Skip the test if the machine has too few devices, with a message about how to get more."""
+    prepare_backends()
     if len(jax.devices()) < count:
         pytest.skip(
             f"needs {count} devices, got {len(jax.devices())}: set JAX_PLATFORMS=cpu and "

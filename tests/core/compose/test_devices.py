@@ -5,6 +5,7 @@ import os
 import pytest
 
 from axlearn_core.compose import devices
+from axlearn_core.plugins import backends
 from axlearn_core.plugins.hookspecs import hookimpl
 from axlearn_core.plugins.targets import find_machine
 
@@ -17,8 +18,9 @@ def test_virtual_devices_have_threads_to_wait_with(machine, flags, monkeypatch):
     assert os.environ.get("PJRT_NPROC") == (flags and str(max(flags, os.cpu_count())))
 
 
-def test_hardware_that_is_not_here_is_told_before_jax_looks_for_it():
-    """By the hook `axlearn_before_devices`."""
+def test_hardware_that_is_not_here_is_told_before_jax_looks_for_it(monkeypatch):
+    """By the hook `axlearn_before_devices`, which may omit its argument."""
+    monkeypatch.setattr(backends, "has_jax_started", lambda: False)
     calls = []
 
     class Silent:

@@ -6,7 +6,7 @@ import pytest
 
 from axlearn_core.config import patch
 from axlearn_core.config.kinds import get_kind
-from axlearn_core.errors import CheckpointError, RequestError
+from axlearn_core.errors import CheckpointError, ConfigError, RequestError
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.run import record
 from axlearn_core.run.record import RunDir, short_hash
@@ -169,3 +169,34 @@ def test_a_supervisor_may_have_been_in_the_directory_before_the_run(tmp_path):
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(RequestError, match=r"not a run.*\n.*got: thesis.tex"):
         RunDir.check(tmp_path, None, None, allow_drift=False)  # type: ignore[arg-type]
+
+
+def test_a_run_of_a_config_is_named_after_its_experiment(runs, tmp_path):
+    tree = patch(config(), {"seed": 3})
+    assert tree.name == "quickstart"
+    assert resolve(tree, set={"max_steps": 7}).title == "quickstart"
+    (tmp_path / "config.yaml").write_text(resolve(tree).to_yaml())
+    read = resolve(tmp_path / "config.yaml")
+    assert (read.title, read.config.name, read.config == tree) == ("quickstart", "quickstart", True)
+    assert resolve("quickstart", set={"name": "mine"}).title == "mine"
+    assert short_hash(resolve("quickstart", set={"name": "mine"}).config) == short_hash(config())
+
+
+def test_a_config_without_a_name_has_the_name_of_its_file(tmp_path):
+    tree = patch(config(), {"name": ""})
+    assert resolve(tree).title == "config"
+    (tmp_path / "mine.yaml").write_text(resolve(tree).to_yaml())
+    assert resolve(tmp_path / "mine.yaml").title == "mine"
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", " ", "a\x1bb"])
+def test_a_name_that_cannot_be_a_folder_is_refused(name):
+    with pytest.raises(ConfigError, match="name: "):
+        resolve("quickstart", set={"name": name}).check()
+
+
+def test_a_run_that_an_earlier_version_named_config_is_continued(runs):
+    old = runs("config-0123abcd", config(seed=3))
+    path, (note,) = api.default_run_dir("quickstart", config(seed=3))
+    assert path == old
+    assert f"this version would name it runs/quickstart-{short_hash(config(seed=3))}" in note

@@ -15,6 +15,7 @@ from axlearn_core import compat
 from axlearn_core.contracts.capabilities import HasProcessGroup
 from axlearn_core.contracts.target import DetectedMachine, Machine, Target
 from axlearn_core.errors import RequestError
+from axlearn_core.plugins.backends import prepare_backends
 from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import Resolved, resolve
@@ -23,7 +24,7 @@ from axlearn_core.plugins.targets import load
 
 def configure_devices(machine: Machine | None) -> None:
     """Set up virtual CPU devices for a CPU machine. Call this before JAX starts. None uses JAX's default devices."""
-    host().hook.axlearn_before_devices()
+    prepare_backends()
     if machine is not None and machine.target.platform == "cpu":
         if machine.devices > 1:
             compat.set_thread_count(machine.devices)
@@ -54,6 +55,7 @@ def local_devices(machine: Machine | None) -> Sequence[Any]:
     Raises:
         RequestError: If the kind or the number of devices differs.
     """
+    prepare_backends()
     devices = jax.devices()
     if machine is None:
         return devices

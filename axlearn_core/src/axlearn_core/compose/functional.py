@@ -21,6 +21,7 @@ from axlearn_core.errors import ConfigError, Problem, RequestError, nearest
 from axlearn_core.nn import module_checks, randomness
 from axlearn_core.nn.axis_names import declared_names, is_unnamed
 from axlearn_core.nn.variables import LearnedVariable, StepTotal
+from axlearn_core.plugins.backends import prepare_backends
 
 Params = dict[str, Any]
 Axes = dict[str, tuple[str | None, ...]]
@@ -35,7 +36,7 @@ class ModelWeights:
     variables: Params
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class Functional:
     """A model, split into its structure and its arrays.
 
@@ -76,6 +77,8 @@ class Functional:
         Raises:
             ConfigError: If a module has arrays outside variables, or belongs to a library other than flax.nnx.
         """
+
+        prepare_backends()
 
         def build(key: jax.Array) -> Any:
             # Parameters have a separate stream. Their values therefore do not depend on other random numbers that modules draw.
@@ -129,6 +132,9 @@ class Functional:
             arrays["params"], axes["params"], arrays["variables"], axes["variables"], tuple(learned),
             arrays["totals"], arrays["streams"], reasons, tuple(unnamed), build, training, inference, template,
         )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"Functional({self.num_parameters:,} parameters in {len(self.abstract)} arrays)"
 
     @property
     def specs(self) -> ModelWeights:

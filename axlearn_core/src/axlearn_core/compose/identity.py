@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding
 from axlearn_core.compose.functions import Function, Part
 from axlearn_core.compose.layout import Layout
 from axlearn_core.config import Node, flatten, walk
+from axlearn_core.config.display import exact_repr
 from axlearn_core.config.flat import is_named, qualified_name
 from axlearn_core.contracts.arrays import is_array
 from axlearn_core.contracts.mesh import Mesh
@@ -158,7 +159,7 @@ def value_text(value: object) -> str | None:
         # A nested function may depend on the arguments of its outer function, and a bound method on any object.
         is_plain = "<" not in qualified_name(value) and not _is_bound(value)
         return qualified_name(value) if is_plain else None
-    text = repr(value)
+    text = exact_repr(value)
     return None if " at 0x" in text or (is_array(value) and value.ndim) else text  # repr truncates long arrays
 
 

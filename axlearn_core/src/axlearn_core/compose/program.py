@@ -19,7 +19,7 @@ from axlearn_core.compose.layout import Layout, make_mesh
 from axlearn_core.compose.objective import ModelAndObjective
 from axlearn_core.config import Node
 from axlearn_core.contracts.capabilities import DeclaresBatches
-from axlearn_core.contracts.experiment import get_input_config
+from axlearn_core.contracts.experiment import get_experiment_name, get_input_config
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import ConfigError
@@ -80,6 +80,13 @@ class Program(Compiler):
         self._puts: dict[Any, Callable[[dict[str, Any]], dict[str, jax.Array]]] = {}
         parts = {Part.STATE: self.state, Part.WEIGHTS: self.weights_spec, Part.TRAINED: self.trained_spec}
         super().__init__(functions, layout, config.mesh, target, parts)
+
+    def __repr__(self) -> str:
+        name, mesh = get_experiment_name(self.config), self.layout.mesh
+        axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
+        devices = f"{mesh.size} {mesh.devices.flat[0].device_kind} device{'s' if mesh.size > 1 else ''}"
+        parameters = f"{self.functional.num_parameters:,} parameters on {devices}"
+        return f"Program({', '.join([*([name] if name else []), parameters, *([axes] if axes else [])])})"
 
     def init(self, seed: int) -> Any:
         """Initialize the sharded training state of step 0."""

@@ -32,7 +32,7 @@ OFFERED = frozenset(
 )
 
 
-@attrs.frozen(kw_only=True, slots=True, cache_hash=True)
+@attrs.frozen(kw_only=True, slots=True, cache_hash=True, repr=False)
 class Configured(Node[Any]):
     """Base class for the nodes that `configure` creates, one subclass per callable."""
 
@@ -198,7 +198,7 @@ def _make_class(function: Callable[..., Any], interface_names: tuple[str, ...]) 
         "__interface__": interface_names,
         "__reduce__": Configured.__reduce__,
     }
-    cls = attrs.frozen(kw_only=True, slots=True, cache_hash=True)(type("Configured", (Configured,), body))
+    cls = attrs.frozen(kw_only=True, slots=True, cache_hash=True, repr=False)(type("Configured", (Configured,), body))
     cls.owner = function
     return cls
 

@@ -6,7 +6,16 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.config.node import Kind, Node, get_fields, hidden_defaults, interface_fields, is_node, marked_kind
+from axlearn_core.config.node import (
+    Kind,
+    Node,
+    get_fields,
+    hidden_defaults,
+    interface_fields,
+    is_node,
+    label_fields,
+    marked_kind,
+)
 from axlearn_core.config.tree import children, join
 
 
@@ -35,7 +44,7 @@ class Leaf:
 def leaves(tree: object, get_name: Callable[[Any], str] = qualified_name) -> Iterator[Leaf]:
     """Yield the leaves of a tree in order.
 
-    Each node also yields `<path>.type`, the name of its class. Interface fields and hidden defaults are omitted. Empty
+    Each node also yields `<path>.type`, the name of its class. Interface fields, labels, and hidden defaults are omitted. Empty
     tuples and mappings are leaves.
     """
     return _leaves(tree, "", "mathematics", get_name)
@@ -44,7 +53,7 @@ def leaves(tree: object, get_name: Callable[[Any], str] = qualified_name) -> Ite
 def _leaves(value: object, path: str, kind: Kind, get_name: Callable[[Any], str]) -> Iterator[Leaf]:
     if isinstance(value, Node):
         yield Leaf(join(path, "type"), get_name(type(value)), kind)
-        hidden = interface_fields(type(value)) | hidden_defaults(value)
+        hidden = interface_fields(type(value)) | label_fields(type(value)) | hidden_defaults(value)
         for name, child in children(value).items():
             if name not in hidden:
                 yield from _leaves(child, join(path, name), field_kind(value, name) or kind, get_name)
@@ -93,6 +102,27 @@ class Change:
             return "added"
         return "removed" if self.new is ABSENT else "changed"
 
+    def __str__(self) -> str:
+        from axlearn_core.config.display import change_text
+
+        return change_text(self)
+
+
+class Changes(tuple[Change, ...]):
+    """The differences between two trees, in order. `print` shows a line for each, and a notebook a table."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        from axlearn_core.config.display import changes_text, is_exact
+
+        return super().__repr__() if is_exact() else changes_text(self)
+
+    def _repr_html_(self) -> str:
+        from axlearn_core.config.display import changes_html
+
+        return changes_html(self)
+
 
 class _Absent:
     def __repr__(self) -> str:
@@ -102,14 +132,14 @@ class _Absent:
 ABSENT = _Absent()
 
 
-def diff(old: object, new: object, get_name: Callable[[Any], str] = qualified_name) -> tuple[Change, ...]:
+def diff(old: object, new: object, get_name: Callable[[Any], str] = qualified_name) -> Changes:
     """Return the differences between two trees, ordered as in the new tree, with removed paths last."""
     if old is new:
-        return ()
+        return Changes()
     before, after = flatten(old, get_name), flatten(new, get_name)
     changes = [
         Change(path, before.get(path, ABSENT), value)
         for path, value in after.items()
         if path not in before or before[path] != value or type(before[path]) is not type(value)
     ]
-    return (*changes, *(Change(path, value, ABSENT) for path, value in before.items() if path not in after))
+    return Changes((*changes, *(Change(path, value, ABSENT) for path, value in before.items() if path not in after)))

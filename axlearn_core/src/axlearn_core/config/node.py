@@ -50,7 +50,7 @@ Kind = Literal["execution", "microbatches", "duration", "training", "precision",
 """The kind of a field. See the table in `axlearn_core.config.kinds`."""
 
 _INTERFACE, _BOUNDS, _KIND, _HIDDEN = "axlearn_interface", "axlearn_bounds", "axlearn_kind", "axlearn_hidden"
-_ASSET = "axlearn_asset"
+_ASSET, _LABEL = "axlearn_asset", "axlearn_label"
 _OPERATORS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "ge": ("at least", lambda a, b: a >= b),
     "gt": ("more than", lambda a, b: a > b),
@@ -65,6 +65,7 @@ def setting(
     kind: Kind | None = None,
     hide_default: bool = False,
     asset: bool = False,
+    label: bool = False,
     siblings: tuple[str, ...] = (),
     ge: object = None,
     gt: object = None,
@@ -81,6 +82,8 @@ def setting(
             class without changing existing configs.
         asset: The value is a path to a file, and every run keeps a copy of that file. The field has type `str | None`.
             See `axlearn_core.config.assets`.
+        label: The value names the config and affects nothing: it is omitted from comparisons, hashes, and diffs. Files contain
+            it unless it has its default value.
         siblings: Names of files in the same folder as the asset. A run copies the ones that exist.
         ge, gt, le, lt: Bounds, checked when the value is a number.
 
@@ -90,8 +93,14 @@ def setting(
     if siblings and not asset:
         raise TypeError("siblings requires asset=True")
     bounds = {k: v for k, v in {"ge": ge, "gt": gt, "le": le, "lt": lt}.items() if v is not None}
-    metadata = {_BOUNDS: bounds, _KIND: kind, _HIDDEN: hide_default, _ASSET: siblings if asset else None}
-    return attrs.field(default=default, metadata=metadata)
+    metadata = {
+        _BOUNDS: bounds,
+        _KIND: kind,
+        _HIDDEN: hide_default or label,
+        _ASSET: siblings if asset else None,
+        _LABEL: label,
+    }
+    return attrs.field(default=default, metadata=metadata, eq=not label)
 
 
 def interface(*, default: object = REQUIRED) -> Any:
@@ -109,7 +118,7 @@ def node(cls: type[C]) -> type[C]:
         TypeError: If a field has no default (use `REQUIRED`), if its name is reserved, or if the class lacks a field
             that one of its roles promises.
     """
-    frozen_cls = attrs.frozen(kw_only=True, slots=True, cache_hash=True)(cls)
+    frozen_cls = attrs.frozen(kw_only=True, slots=True, cache_hash=True, repr=False)(cls)
     for attribute in attrs.fields(frozen_cls):
         if attribute.default is attrs.NOTHING:
             raise TypeError(f"{cls.__qualname__}.{attribute.name} has no default: give it one, or `= REQUIRED`")
@@ -123,7 +132,7 @@ def node(cls: type[C]) -> type[C]:
 RESERVED = frozenset({"type", "build", "owner", "validate", "computes_like"})
 
 
-@attrs.frozen(kw_only=True, slots=True, cache_hash=True)
+@attrs.frozen(kw_only=True, slots=True, cache_hash=True, repr=False)
 class Node(Generic[T_co]):
     """Base class for all config nodes. `build` returns a `T_co`."""
 
@@ -161,6 +170,18 @@ class Node(Generic[T_co]):
             problems += _bound_problems(self, attribute, canonical)
         if problems:
             raise ConfigError(problems)
+
+    def __repr__(self) -> str:
+        """Return the fields that differ from their defaults, on one line if they fit. See `axlearn_core.config.display`."""
+        from axlearn_core.config.display import show_config
+
+        return show_config(self)
+
+    def _repr_html_(self) -> str:
+        """Return all fields as nested lists that fold, for notebooks."""
+        from axlearn_core.config.display import config_html
+
+        return config_html(self)
 
     def validate(self) -> Iterable[Problem]:
         """Return problems that involve several fields, with paths relative to this node.
@@ -287,6 +308,12 @@ def asset_fields(cls: type) -> Mapping[str, tuple[str, ...]]:
     """Map the name of each asset field to the names of its siblings."""
     marks = {a.name: a.metadata.get(_ASSET) for a in attrs.fields(cls)}
     return {name: siblings for name, siblings in marks.items() if siblings is not None}
+
+
+@functools.lru_cache(maxsize=4096)
+def label_fields(cls: type) -> frozenset[str]:
+    """Return the names of the fields that are labels."""
+    return frozenset(a.name for a in attrs.fields(cls) if a.metadata.get(_LABEL))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -46,8 +46,8 @@ def describe(annotation: object) -> str:
 
 def show(value: object) -> str:
     """Format a value and its type for an error message."""
-    text = repr(value)
-    if len(text) > 80:
+    text, newline, _ = repr(value).partition("\n")
+    if newline or len(text) > 80:
         text = text[:77] + "..."
     return f"{text} ({type(value).__name__})"
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
+from axlearn_core.config.node import label_fields
 from axlearn_core.contracts.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -16,6 +19,16 @@ if TYPE_CHECKING:
 
 def _field(node: object, name: str) -> Any:
     return getattr(node, name, None)
+
+
+def get_experiment_name(config: object) -> str:
+    """Return the name of a root config, or an empty string if it has none."""
+    return str(_field(config, "name")) if "name" in label_fields(type(config)) else ""
+
+
+def set_experiment_name(config: Node[Any], name: str) -> Node[Any]:
+    """Return a root config with a name. Return a config without a field for the name unchanged."""
+    return attrs.evolve(config, name=name) if "name" in label_fields(type(config)) else config
 
 
 def get_model_config(config: object) -> Any:

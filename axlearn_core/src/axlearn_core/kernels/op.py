@@ -9,6 +9,7 @@ import jax
 
 from axlearn_core.contracts.arrays import is_array
 from axlearn_core.kernels.selection import choose
+from axlearn_core.plugins.backends import prepare_backends
 
 R = TypeVar("R")
 Shape = tuple[int, ...]
@@ -86,6 +87,7 @@ class Op(Generic[R]):
         Raises:
             RequestError: If the kernel does not exist or does not support this call.
         """
+        prepare_backends()
         return choose(self, kernel)(self)
 
     @property

@@ -8,6 +8,7 @@ random numbers and `nn.variables` for other state. Broadcasting never adds dimen
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -88,6 +89,17 @@ class Layer(Configurable, nnx.Module):
     def __init__(self, cfg: Config[Any], *, precision: Precision):
         self.cfg: Any = cfg
         self.precision = Precision(cfg.param_dtype or precision.params, cfg.dtype or precision.compute)
+
+    def __repr__(self) -> str:
+        """Return one line. In a notebook, `nnx.display` shows the whole layer."""
+        children = [
+            f"{name}: {type(child).__name__}" for name, child in vars(self).items() if isinstance(child, nnx.Module)
+        ]
+        arrays = [variable.get_value() for _, variable in nnx.to_flat_state(nnx.state(self, nnx.Param))]
+        size = sum(math.prod(array.shape) for array in arrays)
+        return f"{type(self).__name__}({', '.join([*children, f'{size:,} parameters'])})"
+
+    __str__ = __repr__
 
     def child(self, cfg: Node[Any], *, rngs: nnx.Rngs, **offered: object) -> Any:
         """Build a child. Offer it this layer's dtypes in addition to the given arguments."""

@@ -15,9 +15,12 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from axlearn_core.config import Names, Node, patch, walk
+from axlearn_core.config.display import exact_repr
 from axlearn_core.config.flat import is_named, qualified_name
 from axlearn_core.errors import ConfigError, PluginError, Problem, RequestError
 from axlearn_core.plugins.decisions import Decision
+from axlearn_core.plugins.registry import registry
+from axlearn_core.plugins.request import write
 
 MARK = "<python code> "
 _VALUES: dict[str, Any] = {}  # values that this process wrote, by name
@@ -66,9 +69,18 @@ class CodeNames:
         return (Decision("not registered", subjects, reason),)
 
 
+def render(config: Node[Any]) -> str:
+    """Return a config as YAML, with every value. `print(config)` shows only what differs from the defaults.
+
+    The text is a config file, which `resolve` and `axlearn` can read. They can read code that is not registered only in this
+    process.
+    """
+    return write(config, CodeNames(registry()))
+
+
 def stable_repr(value: object) -> str:
     """Return `repr(value)` without memory addresses, which differ between processes."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    return re.sub(r" at 0x[0-9a-f]+", "", exact_repr(value))
 
 
 def code_name(cls: type[Node[Any]]) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from axlearn_core.contracts.kernels import KernelImplementation
     from axlearn_core.contracts.mesh import MeshRule
@@ -35,10 +35,14 @@ def axlearn_targets() -> Iterable[Target]:  # type: ignore[empty-body]
 
 
 @hookspec
-def axlearn_before_devices() -> None:
+def axlearn_before_devices(platforms: Sequence[str] | None) -> None:
     """Run before JAX initializes its backends.
 
-    Commands and runs call this hook. For example, a plugin can prevent a hardware library from searching for devices.
+    Every entry point of the framework calls this hook. For example, a plugin can prevent a hardware library from searching
+    for devices.
+
+    Args:
+        platforms: Platforms that the user requested with `JAX_PLATFORMS`. None if JAX tries all installed platforms.
     """
 
 

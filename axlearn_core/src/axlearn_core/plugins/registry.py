@@ -234,8 +234,9 @@ class Registry:
         raise unknown_name_error(_singular(group), group, name, [*self.claims[group]], listing)
 
     def experiment(self, name: str) -> "Node[Any]":
-        """Return the config of an experiment by name."""
+        """Return the config of an experiment by name. A root config with a field for the name gets the name."""
         from axlearn_core.config import Node
+        from axlearn_core.contracts.experiment import set_experiment_name
 
         entry = self.entry("experiments", name)
         function = entry.load()
@@ -247,7 +248,7 @@ class Registry:
             raise entry.wrap_error("failed", error) from error
         if not isinstance(config, Node):
             raise PluginError(f"the {entry} returned {type(config).__name__}, not a config node")
-        return config
+        return set_experiment_name(config, name)
 
     def feature(self, name: str) -> "type[Feature]":
         """Return the class of a feature by name. Its fields are the options."""

@@ -26,6 +26,7 @@ from axlearn_core.config.assets import LocalRun, attach
 from axlearn_core.config.files import read_regular
 from axlearn_core.config.tree import matches
 from axlearn_core.config.types import show
+from axlearn_core.contracts.experiment import get_experiment_name
 from axlearn_core.errors import SHOWN_PROBLEMS, ConfigError, Problem, RequestError, nearest
 from axlearn_core.plugins.migrations import migrate_config
 
@@ -263,7 +264,7 @@ def _parse_resolved_config(data: Mapping[str, Any], document: Document, names: N
         raise ConfigError(Problem(path="resolved", message="must be true", got=show(data["resolved"])))
     config = migrate_config({k: v for k, v in data.items() if k != "resolved"}, names)
     tree = Decoder(names).decode(config, Node)
-    return Request(experiment=tree, title=title, document=document)
+    return Request(experiment=tree, title="" if get_experiment_name(tree) else title, document=document)
 
 
 def _parse_run_file(data: Mapping[str, Any], document: Document) -> Request:

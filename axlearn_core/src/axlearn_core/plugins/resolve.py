@@ -17,14 +17,16 @@ from typing import Any
 import attrs
 
 from axlearn_core.config import ABSENT, Change, Decoder, Node, check, diff, flatten, get, patch
+from axlearn_core.config.display import config_html
 from axlearn_core.config.kinds import change_kinds
 from axlearn_core.config.tree import matches
 from axlearn_core.config.types import show
-from axlearn_core.contracts.experiment import get_mesh, get_model_config
+from axlearn_core.contracts.experiment import get_experiment_name, get_mesh, get_model_config
 from axlearn_core.contracts.mesh import MeshRule, TargetRule
 from axlearn_core.contracts.request_layout import RequestLayout
 from axlearn_core.contracts.target import DetectedMachine, Machine
 from axlearn_core.errors import AxlearnError, ConfigError, PluginError, Problem, RequestError
+from axlearn_core.plugins.backends import prepare_backends
 from axlearn_core.plugins.decisions import Decision, show_changes
 from axlearn_core.plugins.feature import Feature
 from axlearn_core.plugins.mesh_replacement import find_mesh_replacement
@@ -33,6 +35,8 @@ from axlearn_core.plugins.registry import Entry, Registry, registry
 from axlearn_core.plugins.request import FeatureUse, Request, Setting, merge_file, parse_feature, write
 from axlearn_core.plugins.targets import find_config_rule, find_machine, find_rule, load
 
+UNNAMED = "config"
+"""Title of a config without a name. Earlier versions gave it to every config object."""
 NO_TARGET = "none"
 """Target of a request to apply no mesh rule."""
 
@@ -55,7 +59,7 @@ class Step:
     new: Any
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class Resolved:
     """A config with the source of each of its values.
 
@@ -81,7 +85,16 @@ class Resolved:
     notes: tuple[str, ...] = ()
     decisions: tuple[Decision, ...] = ()
     detected: bool = False
-    names: Registry = attrs.field(repr=False)
+    names: Registry
+
+    def __repr__(self) -> str:
+        features = [f"with {name}" for name, _ in self.features]
+        machine = [f"for {self.machine.name}"] if self.machine else []
+        return f"Resolved({', '.join([self.title, *features, *machine])})"
+
+    def _repr_html_(self) -> str:
+        """Return the config as nested lists that fold, for notebooks."""
+        return config_html(self.config)
 
     def check(self) -> "Resolved":
         """Check the config and return `self`. Raise `ConfigError` if values are missing or inconsistent."""
@@ -139,6 +152,7 @@ def resolve(
         RequestError: If a name is unknown, a path does not match, a value is invalid, features conflict, or a feature of the
             mesh rule is not installed.
     """
+    prepare_backends()  # the caller may start JAX with the config before it calls us again
     names = names or registry()
     if not isinstance(request, Request):
         request = Request.from_arguments(request, **options)
@@ -344,7 +358,8 @@ class _Resolution:
             before, tree = tree, patch(tree, {"mesh.shape": replacement.shape}, self.decoder.decode_value)
             self._record(diff(before, tree, self.names.display_name), choice.fallback_rule[0])
             self._add_decision("applied", "mesh", replacement.reason)
-        title = request.title or (request.experiment if isinstance(request.experiment, str) else "config")
+        experiment = request.experiment if isinstance(request.experiment, str) else UNNAMED
+        title = request.title or get_experiment_name(tree) or experiment
         return Resolved(
             config=tree,
             provenance=self.provenance,

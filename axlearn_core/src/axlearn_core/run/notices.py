@@ -2,6 +2,7 @@
 
 import sys
 
+from axlearn_core.compat import process_index
 from axlearn_core.errors import escape_controls
 
 
@@ -12,7 +13,5 @@ def log_message(message: str, *, from_all: bool = False) -> None:
         message: The message.
         from_all: Print on every process.
     """
-    import jax  # delayed, because readers of runs do not need JAX
-
-    if from_all or jax.process_index() == 0:
+    if from_all or process_index() == 0:
         print(escape_controls(message), file=sys.stderr, flush=True)

@@ -14,6 +14,7 @@ from axlearn_core.contracts.parts import Weights
 from axlearn_core.contracts.storage import ForeignCheckpoints, Storage
 from axlearn_core.contracts.text import TextFacts
 from axlearn_core.errors import CheckpointError, ConfigError, MissingFileError, RequestError
+from axlearn_core.plugins.backends import prepare_backends
 from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.registry import registry
 from axlearn_core.run.metric_files import METRICS, parse_records
@@ -41,6 +42,9 @@ class Run:
 
     def __str__(self) -> str:
         return self.uri
+
+    def __repr__(self) -> str:
+        return f"Run({self.uri!r})"
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
@@ -147,6 +151,8 @@ class Run:
         """Open the weights of a checkpoint like `weights`, but return None if this is not a run."""
         from axlearn_core.run.weights import open_run_weights
 
+        prepare_backends()
+
         if step not in self._weights:
             self._weights[step] = open_run_weights(self.uri, self.storage, self.config, step)
         return self._weights[step]
@@ -209,6 +215,7 @@ def open_weights(uri: str | Path, *, step: int | None = None, storage: Storage |
         CheckpointError: If there are no weights, if the step does not exist, or if the tensors do not match the run's model.
         RequestError: If no plugin supports the URI scheme.
     """
+    prepare_backends()
     try:
         run = Run(uri, storage=storage)
         if (opened := run.find_weights(step)) is not None:

@@ -17,7 +17,7 @@ from axlearn_core.contracts.experiment import checkpoint_uri, get_checkpointer_c
 from axlearn_core.errors import CheckpointError, RequestError, StorageError
 from axlearn_core.plugins.code_names import CodeNames, code_name
 from axlearn_core.plugins.request import Request, write
-from axlearn_core.plugins.resolve import Resolved
+from axlearn_core.plugins.resolve import UNNAMED, Resolved
 from axlearn_core.run.asset_copies import align_assets, collect_assets, recover_assets
 from axlearn_core.run.checkpoints import RunCheckpoint, open_checkpoint, open_folder
 from axlearn_core.run.notices import log_message
@@ -193,8 +193,9 @@ def default_run_dir(experiment: str, config: Node[Any]) -> tuple[Path, tuple[str
     path = Path("runs") / f"{experiment}-{short_hash(config)}"
     if path.exists():
         return path, ()
-    pattern = f"{glob.escape(experiment)}-{'[0-9a-f]' * 8}"
-    earlier = [p for p in sorted(path.parent.glob(pattern)) if _has_same_result(p, config)]
+    names = dict.fromkeys((experiment, UNNAMED))
+    runs = [p for name in names for p in sorted(path.parent.glob(f"{glob.escape(name)}-{'[0-9a-f]' * 8}"))]
+    earlier = [p for p in runs if _has_same_result(p, config)]
     if len(earlier) > 1:
         raise RequestError(
             f"several runs from earlier versions match this config: {', '.join(map(str, earlier))}\n"

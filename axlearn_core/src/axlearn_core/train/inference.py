@@ -9,7 +9,7 @@ import jax
 from axlearn_core.compose import Program, compose
 from axlearn_core.compose.devices import configure_devices
 from axlearn_core.config import find, patch
-from axlearn_core.contracts.experiment import end_tokens
+from axlearn_core.contracts.experiment import end_tokens, get_experiment_name
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.plugins.registry import registry
@@ -18,7 +18,7 @@ from axlearn_core.run.notices import log_message
 from axlearn_core.train.trainer import Trainer
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class LoadedModel:
     """A trained model.
 
@@ -35,6 +35,12 @@ class LoadedModel:
     model: Any
     tokenizer: Tokenizer | None
     step: int
+
+    def __repr__(self) -> str:
+        parameters = f"{self.program.functional.num_parameters:,} parameters"
+        tokenizer = "no tokenizer" if self.tokenizer is None else type(self.tokenizer).__name__
+        name = [get_experiment_name(self.config)] if get_experiment_name(self.config) else []
+        return f"LoadedModel({', '.join([*name, f'step {self.step:,}', parameters, tokenizer])})"
 
     def generate(self, prompt: str, *, max_tokens: int = 128, temperature: float | None = None, seed: int = 0) -> str:
         """Generate the text that follows `prompt`.

@@ -2,8 +2,9 @@
 
 import contextlib
 import functools
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +19,7 @@ from axlearn_core.checkpoint.state import agree
 from axlearn_core.compose import Function, Functional, ModelAndObjective, Program, compose
 from axlearn_core.compose.objective import decide_replication
 from axlearn_core.config import REQUIRED, Configurable, Node, check, node, setting
+from axlearn_core.config.types import show
 from axlearn_core.contracts.capabilities import (
     ChecksStart,
     KeepsLocalTier,
@@ -40,7 +42,7 @@ from axlearn_core.contracts.parts import (
 from axlearn_core.contracts.parts import Learner as LearnerProtocol
 from axlearn_core.contracts.target import Machine
 from axlearn_core.contracts.text import TextFacts
-from axlearn_core.errors import AxlearnError, RequestError, WorkError
+from axlearn_core.errors import AxlearnError, Problem, RequestError, WorkError
 from axlearn_core.learn import Learner
 from axlearn_core.nn.module_checks import check_stateless
 from axlearn_core.plugins.decisions import Decision
@@ -69,8 +71,11 @@ from axlearn_core.train.session import Session
 from axlearn_core.train.step import TrainingFunctions
 from axlearn_core.train.trackers import JsonlTracker, LinesTracker
 
+SHOWN_METRICS = 4
+"""Number of metrics in the repr of a result."""
 
-@attrs.frozen
+
+@attrs.frozen(repr=False)
 class Result:
     """The outcome of a run.
 
@@ -93,6 +98,11 @@ class Result:
         """The URI or directory of the run, as other commands expect it."""
         return self.uri or str(self.run_dir)
 
+    def __repr__(self) -> str:
+        values = [f"{name} {value:.4g}" for name, value in [*self.metrics.items()][:SHOWN_METRICS]]
+        stopped = [] if self.stop_signal is None else [f"stopped by signal {self.stop_signal}"]
+        return f"Result({', '.join([self.name, f'step {self.step:,}', *values, *stopped])})"
+
 
 class Trainer(Configurable):
     """Trains a model. Any component in its config can be replaced."""
@@ -105,10 +115,12 @@ class Trainer(Configurable):
         `max_steps` does, because schedules end there; it may still be changed when a run is resumed.
 
         Attributes:
+            name: Name of the experiment, for the run directory and reports.
             objective: Training objective, or None for the model's own loss.
             keep_compiled_step: Cache the compiled step in the run directory, for processes that resume the run.
         """
 
+        name: str = setting(default="", kind="execution", label=True)
         model: Node[Model] = REQUIRED
         objective: Node[Objective] | None = setting(default=None, hide_default=True)
         learner: Node[LearnerProtocol] = Learner.Config()
@@ -128,6 +140,16 @@ class Trainer(Configurable):
         log_every_steps: int = setting(default=10, kind="execution", ge=1)
         keep_compiled_step: bool = setting(default=True, kind="execution", hide_default=True)
         seed: int = setting(default=0, ge=0, le=2**63 - 1)
+
+        def validate(self) -> Iterable[Problem]:
+            """Report a name that cannot be part of the name of a directory."""
+            if self.name and not re.fullmatch(r"\w[\w.+ -]*", self.name):
+                yield Problem(
+                    path="name",
+                    message="cannot be part of the name of a directory",
+                    got=show(self.name),
+                    expected="letters, digits, and . _ + - after the first",
+                )
 
         def functions(self, functional: Functional) -> Mapping[str, Function]:
             """Return the pure functions of this experiment by name. See `axlearn_core.compose`."""

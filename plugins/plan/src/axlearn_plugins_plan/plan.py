@@ -33,7 +33,7 @@ from axlearn_plugins_plan.tags import Tag, tags
 from axlearn_plugins_plan.traffic import hbm_bytes
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class FunctionPlan:
     """The figures for a function call on a machine. Bytes and collectives are per device.
 
@@ -74,6 +74,21 @@ class FunctionPlan:
     accumulate_steps: int
     compiler_options: Mapping[str, Any]
     compile_seconds: float
+
+    def __repr__(self) -> str:
+        verdict = "fits" if self.memory.fits else "does not fit"
+        return f"FunctionPlan({self.function} of {self.title} on {self.machine.name}: {verdict})"
+
+    def __str__(self) -> str:
+        from axlearn_plugins_plan.render import text
+
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        """Return the sections as parts that fold, for notebooks."""
+        from axlearn_plugins_plan.render import html
+
+        return html(self)
 
     def mfu(self, causal: bool = False) -> float | None:
         """Return the model FLOPs utilization at the roofline, or None if the hardware's peak is unknown."""

@@ -4,6 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from axlearn_core.config import get_fields
+from axlearn_core.config.html import fold, fragment
+from axlearn_core.config.html import tag as element
+from axlearn_core.config.html import text as escape
 from axlearn_core.kernels.selection import Choice, installed
 from axlearn_plugins_plan.plan import FunctionPlan
 from axlearn_plugins_plan.remedies import Remedy
@@ -43,12 +46,34 @@ def share(value: float | None) -> str:
 
 def text(plan: FunctionPlan, remedies: Sequence[Remedy] = ()) -> str:
     """Format a plan as text, section by section."""
+    lines = [headline(plan)]
+    for heading, section in sections(plan, remedies):
+        lines += ["", heading, *(f"  {line}" for line in section)]
+    lines += ["", f"compiled in {plan.compile_seconds:.1f} s"]
+    return "\n".join(lines)
+
+
+def html(plan: FunctionPlan) -> str:
+    """Format a plan as HTML for notebooks. The sections fold, and the first is open."""
+    parts = (
+        fold(escape(heading), element("pre", escape("\n".join(section))), is_open=i == 0)
+        for i, (heading, section) in enumerate(sections(plan))
+    )
+    return fragment(element("b", escape(headline(plan))) + "".join(parts))
+
+
+def headline(plan: FunctionPlan) -> str:
+    """Return the subject of a plan in one line."""
     machine = plan.machine
     per = f" of {machine.target.devices_per_chip} devices each" if machine.target.devices_per_chip > 1 else ""
     subject = plan.title if plan.function == "train" else f"{plan.function} of {plan.title}"
+    return f"{subject} on {machine.name}: {machine.chips} chips{per}, {plan.parameters:,} parameters"
+
+
+def sections(plan: FunctionPlan, remedies: Sequence[Remedy] = ()) -> list[tuple[str, list[str]]]:
+    """Return the heading and the lines of each section that is not empty."""
     unit = "step" if plan.function == "train" else "call"
-    lines = [f"{subject} on {machine.name}: {machine.chips} chips{per}, {plan.parameters:,} parameters"]
-    sections = (
+    candidates = (
         ("memory of one device", _memory(plan)),
         ("to make it fit, add one of these to the command (estimates)", _remedies(remedies, plan.memory.capacity)),
         (f"time of one {unit} at the roofline", _roofline(plan)),
@@ -58,12 +83,8 @@ def text(plan: FunctionPlan, remedies: Sequence[Remedy] = ()) -> str:
         ("mesh", _mesh(plan)),
         ("compiler options", (f"{k}={v}" for k, v in sorted(plan.compiler_options.items()))),
     )
-    for heading, section in sections:
-        body = list(section)
-        if body:
-            lines += ["", heading, *(f"  {line}" for line in body)]
-    lines += ["", f"compiled in {plan.compile_seconds:.1f} s"]
-    return "\n".join(lines)
+    listed = ((heading, list(section)) for heading, section in candidates)
+    return [(heading, section) for heading, section in listed if section]
 
 
 def _memory(plan: FunctionPlan) -> Iterator[str]:

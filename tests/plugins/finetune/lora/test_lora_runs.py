@@ -1,6 +1,9 @@
 """Workflows of users: fine-tune a run, merge it, and export its adapters. Trains toy models."""
 
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -121,6 +124,15 @@ def test_merged_exported_and_merged_again(runs, tmp_path):
     train(tmp_path / "onward", 1, {"base": str(base), "adapters": str(tmp_path / "alone")}, **{"learner.rules": STILL})
     for path, value in flat(tuned).items():
         np.testing.assert_array_equal(value, flat(tmp_path / "onward")[path], err_msg=path)
+
+
+@pytest.mark.parametrize("command", ["merge", "export"])
+def test_absent_hardware_is_not_mentioned(command, runs, tmp_path):
+    hidden = ("JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES")
+    env = {name: value for name, value in os.environ.items() if name not in (*hidden, "XLA_FLAGS")}
+    line = [sys.executable, "-m", "axlearn_core", "lora", command, str(runs[1]), str(tmp_path / "out")]
+    process = subprocess.run(line, env=env, capture_output=True, text=True, timeout=240)
+    assert (process.returncode, process.stdout, process.stderr) == (0, f"{tmp_path / 'out'}\n", "")
 
 
 def test_exported_adapters_are_weights(runs, tmp_path):

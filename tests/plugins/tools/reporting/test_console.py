@@ -2,13 +2,17 @@
 
 import io
 import re
+import time
+import types
 
 import pytest
 from rich.console import Console
 
 from axlearn_core.train.trackers import printable
+from axlearn_plugins_tools.reporting import notebook_bar
 from axlearn_plugins_tools.reporting.console import ConsoleTracker
 from axlearn_plugins_tools.reporting.durations import clock
+from axlearn_plugins_tools.reporting.notebook_bar import NotebookBar
 
 INFO = {"experiment": "quickstart", "parameters": 2_600_000, "devices": 1, "max_steps": 400, "start_step": 0}
 VALUES = {"loss": 7.625, "tokens_per_second": 8012.3, "mfu": 0.412, "step_seconds": 0.25, "grad_norm": 1.0}
@@ -67,6 +71,46 @@ def test_on_a_terminal_a_bar_stays_and_results_scroll_above_it():
     assert "sample at step 10" in text
     assert "return [bold]\N{REPLACEMENT CHARACTER}[2J" in text
     assert text.endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_a_notebook_has_one_output_with_a_bar(monkeypatch):
+    display = pytest.importorskip("IPython.display", reason="needs IPython")
+    shown = []
+
+    class Handle:
+        def update(self, data, **_):
+            shown.append(data)
+
+    def record(data, *, raw, display_id):
+        assert (raw, display_id) == (True, True)
+        shown.append(data)
+        return Handle()
+
+    monkeypatch.setattr(display, "display", record)
+    monkeypatch.setattr(notebook_bar, "_SECONDS", 3600.0)
+    console = Console(file=io.StringIO(), force_jupyter=True, width=110)
+    monkeypatch.setattr(console, "print", lambda *_, **__: None)  # would display HTML
+    tracker = ConsoleTracker(ConsoleTracker.Config(), console=console)
+    tracker.start(INFO)
+    tracker.log(10, VALUES)  # too soon after the first
+    tracker.log(400, VALUES)
+    tracker.close()
+    assert [data["text/plain"].split("  ")[0] for data in shown] == ["step 0/400", "step 400/400", "step 400/400"]
+    assert shown[0]["text/plain"] == "step 0/400  compiling"
+    assert '<progress value="400" max="400"' in shown[-1]["text/html"]
+    assert "MFU 41.2%" in shown[-1]["text/html"]
+
+
+def test_a_bar_in_a_notebook_is_updated_and_escapes(monkeypatch):
+    display = pytest.importorskip("IPython.display", reason="needs IPython")
+    shown = []
+    handle = types.SimpleNamespace(update=lambda data, **_: shown.append(data))
+    monkeypatch.setattr(display, "display", lambda *_, **__: handle)
+    monkeypatch.setattr(notebook_bar, "_SECONDS", 0.0)
+    bar = NotebookBar(10, 2)
+    bar.update(3, "loss <b>", time.monotonic() + 61.5)
+    assert shown[0]["text/plain"].startswith("step 3/10  loss <b>  ETA 1:0")
+    assert "loss &lt;b&gt;" in shown[0]["text/html"]
 
 
 def test_a_sample_cannot_steer_the_terminal(capsys):

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_core.train.trackers import JsonlTracker
-from axlearn_plugins_tools.reporting import write_report
+from axlearn_plugins_tools.reporting import Report, write_report
 from axlearn_plugins_tools.reporting.command import report
 from axlearn_plugins_tools.reporting.page import _held_out_losses
 from axlearn_plugins_tools.reporting.run import read_run
@@ -226,3 +226,18 @@ def test_the_command_prints_the_path_alone(tmp_path):
     result = CliRunner().invoke(report, [str(make(tmp_path))])
     assert result.exit_code == 0, result.output
     assert result.stdout == f"{tmp_path / 'report.html'}\n"
+
+
+def test_a_notebook_shows_sections_that_fold_and_keeps_its_own_style(tmp_path):
+    report = Report.read(make(tmp_path))
+    assert repr(report) == "Report(toy, step 40)"
+    shown = report._repr_html_()
+    checked = Checker(shown)
+    assert "section" not in checked.tags
+    assert checked.tags.count("details") > 5
+    assert "def <script>40&" in "".join(checked.words)
+    style = re.search(r"<style>(.*?)</style>", shown, re.S)[1]
+    assert style.startswith(".axlearn-report {")
+    assert ":root" not in style
+    assert not re.search(r"\bbody\b", style)
+    assert report.page == write_report(tmp_path).read_text("utf-8")

@@ -8,9 +8,8 @@ from typing import Any
 import attrs
 
 from axlearn_core.compose import Functional
-from axlearn_core.contracts.experiment import sequence_length
+from axlearn_core.contracts.experiment import sequence_length, set_experiment_name
 from axlearn_core.errors import CheckpointError, ConfigError, Problem
-from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import Resolved, resolve
 from axlearn_plugins_models.huggingface import files, stream
 from axlearn_plugins_models.huggingface.family import Family, Json, Settings, families, family
@@ -104,9 +103,7 @@ def open_model(
     trainer: Any = base.config
     if length and (sequence_length(trainer) or 0) > length:
         base, unread = _resolve(model_family, directory, data, {**settings, "input.sequence_length": length})
-    resolved = resolve(
-        attrs.evolve(Request.from_arguments(base.config, with_=with_, set=set), title=model_family.model_type)
-    )
+    resolved = resolve(set_experiment_name(base.config, model_family.model_type), with_=with_, set=set)
     model = Functional.from_config(resolved.config.model)  # type: ignore[attr-defined]
     tensors, stored = layout(model, model_family.table(model)), all_tensors
     if model_family.prefix and not any(n.startswith(model_family.prefix) for n in stored):

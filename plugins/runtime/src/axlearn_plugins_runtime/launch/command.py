@@ -1,5 +1,6 @@
 """`axlearn launch`."""
 
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 import click
 
 from axlearn_core.cli.common import REQUEST_OPTIONS, experiment_argument, no_devices
+from axlearn_core.compat import assign_environment
 
 
 def _request(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,7 +51,7 @@ def launch(
     Under Ray the run is supervised: a failed process is replaced, and training
     resumes from the newest checkpoint. Other launchers submit to a scheduler.
     """
-    environment = _Environment("JAX_PLATFORMS")
+    original_environment = dict(os.environ)
     no_devices()
     from axlearn_core.plugins.registry import registry
     from axlearn_plugins_runtime.launch.check import make_job
@@ -71,7 +73,7 @@ def launch(
     )
     if not dry_run:
         instance.check()
-    environment.restore()  # child processes inherit this environment
+    assign_environment(original_environment, only=True)  # child processes inherit it, and may run on other machines
     sys.exit(instance.launch(job, dry_run=dry_run))
 
 
@@ -88,21 +90,6 @@ def pairs(option: str, texts: Sequence[str]) -> dict[str, str]:
             raise RequestError(f"{option} {name} is given twice: {values[name]!r} and {value!r}")
         values[name] = value
     return values
-
-
-class _Environment:
-    """The initial value of an environment variable, to restore later."""
-
-    def __init__(self, name: str):
-        import os
-
-        self.name, self.value, self.environ = name, os.environ.get(name), os.environ
-
-    def restore(self) -> None:
-        if self.value is None:
-            self.environ.pop(self.name, None)
-        else:
-            self.environ[self.name] = self.value
 
 
 def _options_class(launcher: object) -> type:

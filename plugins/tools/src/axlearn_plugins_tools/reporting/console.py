@@ -1,4 +1,4 @@
-"""Progress on standard error: a live bar on a terminal, plain lines elsewhere."""
+"""Progress on standard error: a live bar on a terminal or in a notebook, plain lines elsewhere."""
 
 import collections
 import sys
@@ -15,6 +15,7 @@ from rich.text import Text
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.train.trackers import printable
 from axlearn_plugins_tools.reporting.durations import clock
+from axlearn_plugins_tools.reporting.notebook_bar import NotebookBar
 
 _WINDOW = 20  # number of logged steps for the estimate of the remaining time
 
@@ -22,8 +23,9 @@ _WINDOW = 20  # number of logged steps for the estimate of the remaining time
 class ConsoleTracker(Configurable):
     """Shows the step, loss, tokens/s, model FLOPs utilization and remaining time.
 
-    On a terminal, it updates one bar. Elsewhere, it prints one line per logged step. It always prints evaluation
-    results and samples. It does not write to standard output. `mfu` is a fraction and is only shown if it is logged.
+    On a terminal or in a notebook, it updates one bar. Elsewhere, it prints one line per logged step. It always prints
+    evaluation results and samples. It does not write to standard output. `mfu` is a fraction and is only shown if it is
+    logged.
     """
 
     @node
@@ -39,7 +41,7 @@ class ConsoleTracker(Configurable):
     def __init__(self, cfg: Config, *, console: Console | None = None):
         self._every_seconds = cfg.every_seconds
         self._console = console or Console(stderr=True, highlight=False)
-        self._progress: Progress | None = None
+        self._bar: _TerminalBar | NotebookBar | None = None
         self._max_steps = 0
         self._seen: collections.deque[tuple[float, int]] = collections.deque(maxlen=_WINDOW)
         self._printed = float("-inf")
@@ -55,23 +57,10 @@ class ConsoleTracker(Configurable):
             facts.append(_devices(info["devices"]))
         facts.append(f"resumes at step {first:,} of {self._max_steps:,}" if first else f"{self._max_steps:,} steps")
         self._print(Text(printable(" · ".join(facts)), style="bold"))
-        if self._console.is_terminal:
-            columns = (
-                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[status]}"),
-                _Remaining(table_column=Column(no_wrap=True)),
-            )
-            # Print the output of other code above the bar. Redirect standard output only if it is a terminal.
-            self._progress = Progress(
-                *columns,
-                console=self._console,
-                refresh_per_second=4,
-                expand=True,
-                redirect_stdout=sys.stdout.isatty(),
-            )
-            self._progress.start()
-            self._progress.add_task("", total=self._max_steps, completed=first, status="compiling", ends_at=None)
+        if self._console.is_jupyter:
+            self._bar = NotebookBar(self._max_steps, first)
+        elif self._console.is_terminal:
+            self._bar = _TerminalBar(self._console, self._max_steps, first)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Update the bar or print a line.
@@ -85,10 +74,8 @@ class ConsoleTracker(Configurable):
             return
         now = time.monotonic()
         self._seen.append((now, step))
-        if self._progress is not None:
-            self._progress.update(
-                self._progress.task_ids[0], completed=step, status=_status(values), ends_at=self._ends_at(values)
-            )
+        if self._bar is not None:
+            self._bar.update(step, _status(values), self._ends_at(values))
         elif now - self._printed >= self._every_seconds or step >= self._max_steps:
             self._printed = now
             ends_at = self._ends_at(values)
@@ -105,9 +92,9 @@ class ConsoleTracker(Configurable):
 
     def close(self) -> None:
         """Stop the bar and restore the terminal."""
-        progress, self._progress = self._progress, None
-        if progress is not None:
-            progress.stop()
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.close()
 
     def _print(self, text: Text) -> None:
         self._console.print(text, soft_wrap=True)
@@ -123,6 +110,32 @@ class ConsoleTracker(Configurable):
         (then, first), (now, last) = self._seen[0], self._seen[-1]
         per_step = (now - then) / (last - first) if last > first else values.get("step_seconds")
         return None if per_step is None else now + per_step * (self._max_steps - last)
+
+
+class _TerminalBar:
+    """A bar at the bottom of a terminal."""
+
+    def __init__(self, console: Console, total: int, completed: int):
+        columns = (
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[status]}"),
+            _Remaining(table_column=Column(no_wrap=True)),
+        )
+        # Print the output of other code above the bar. Redirect standard output only if it is a terminal.
+        self._progress = Progress(
+            *columns, console=console, refresh_per_second=4, expand=True, redirect_stdout=sys.stdout.isatty()
+        )
+        self._progress.start()
+        self._task = self._progress.add_task("", total=total, completed=completed, status="compiling", ends_at=None)
+
+    def update(self, step: int, status: str, ends_at: float | None) -> None:
+        """Show a logged step. `ends_at` is the estimated end on the monotonic clock."""
+        self._progress.update(self._task, completed=step, status=status, ends_at=ends_at)
+
+    def close(self) -> None:
+        """Stop the bar and restore the terminal."""
+        self._progress.stop()
 
 
 class _Remaining(ProgressColumn):

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import numpy as np
 
+from axlearn_core.config.html import fold
 from axlearn_core.run.record import write_whole
 from axlearn_core.train.trackers import writing
 from axlearn_plugins_tools.reporting.charts import Series, histogram, line_chart, short, smooth, text
@@ -19,6 +20,50 @@ from axlearn_plugins_tools.reporting.run import Run, names, number, points, read
 _CHARTED = ("loss", "step_seconds", "tokens_per_second")
 _PERCENTILES = (5, 50, 90, 95, 99)
 _SAMPLES = 50
+
+
+@attrs.frozen(repr=False)
+class Report:
+    """The report of a run. A notebook shows its sections as parts that fold.
+
+    Attributes:
+        run: Data of the run.
+    """
+
+    run: Run
+
+    @classmethod
+    def read(cls, run_dir: str | Path, *, name: str | None = None) -> "Report":
+        """Read a run directory.
+
+        Args:
+            run_dir: A run directory.
+            name: Name of the run to display.
+
+        Raises:
+            RequestError: If the directory does not contain a run.
+        """
+        return cls(attrs.evolve(read_run(Path(run_dir)), path=Path(name or run_dir)))
+
+    @property
+    def page(self) -> str:
+        """The report as an HTML page."""
+        return render(self.run)
+
+    def __repr__(self) -> str:
+        return f"Report({_title(self.run)}, step {self.run.last_step:,})"
+
+    def _repr_html_(self) -> str:
+        """Return the summary and the sections, which fold."""
+        parts = (
+            fold(name, content, is_open=i == 0, kind="card") for i, (name, content) in enumerate(_sections(self.run))
+        )
+        # Nested rules apply only inside the output of this cell.
+        style = _style().replace(":root", "&").replace("body", "&")
+        return (
+            f'<div class="axlearn-report"><style>.axlearn-report {{ {style} }}</style>'
+            f"<h2>{text(_title(self.run))}</h2>{_notes(self.run)}{_facts(self.run)}{''.join(parts)}</div>"
+        )
 
 
 def write_report(run_dir: Path, *, name: str | None = None) -> Path:
@@ -32,17 +77,28 @@ def write_report(run_dir: Path, *, name: str | None = None) -> Path:
         RequestError: If the directory does not contain a run.
         WorkError: If the page cannot be written.
     """
-    page = render(attrs.evolve(read_run(run_dir), path=Path(name) if name else run_dir))
+    page = Report.read(run_dir, name=name).page
     path = run_dir / "report.html"
     with writing(path):
         write_whole(path, page)
     return path
 
 
-def render(run: Run) -> str:
-    """Return the HTML page."""
-    title = text(run.lock.get("experiment") or run.path.resolve().name)
+def _title(run: Run) -> str:
+    return str(run.lock.get("experiment") or run.path.resolve().name)
+
+
+def _style() -> str:
+    return files("axlearn_plugins_tools.reporting").joinpath("style.css").read_text()
+
+
+def _notes(run: Run) -> str:
     notes = "".join(f"<li>{text(n)}</li>" for n in run.notes)
+    return f'<ul class="notes">{notes}</ul>' if notes else ""
+
+
+def _sections(run: Run) -> list[tuple[str, str]]:
+    """Return the name and the HTML of each section that is not empty."""
     sections = [
         ("Loss", _losses(run)),
         ("Throughput", _throughput(run)),
@@ -53,15 +109,19 @@ def render(run: Run) -> str:
         ("Config", _config(run)),
         ("Environment", _environment(run)),
     ]
-    body = "".join(f"<section><h2>{name}</h2>{content}</section>" for name, content in sections if content)
-    style = files("axlearn_plugins_tools.reporting").joinpath("style.css").read_text()
+    return [(name, content) for name, content in sections if content]
+
+
+def render(run: Run) -> str:
+    """Return the HTML page."""
+    title = text(_title(run))
+    body = "".join(f"<section><h2>{name}</h2>{content}</section>" for name, content in _sections(run))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{style}</style></head><body><main>"
+        f"<title>{title}</title><style>{_style()}</style></head><body><main>"
         f'<header><h1>{title}</h1><p class="path">{text(run.path.resolve())}</p></header>'
-        + (f'<ul class="notes">{notes}</ul>' if notes else "")
-        + f"{_facts(run)}{body}</main></body></html>\n"
+        f"{_notes(run)}{_facts(run)}{body}</main></body></html>\n"
     )
 
 

@@ -1,0 +1,14 @@
+"""Prepare this process for JAX's search for devices. Does not import JAX."""
+
+from axlearn_core.compat import has_jax_started, requested_platforms
+from axlearn_core.plugins.manager import host
+
+
+def prepare_backends() -> None:
+    """Call the hook `axlearn_before_devices`, unless JAX has already started.
+
+    Every entry point that may be the first to start JAX calls this. Without it, the compilers that plugins install for absent
+    hardware print errors when JAX starts.
+    """
+    if not has_jax_started():
+        host().hook.axlearn_before_devices(platforms=requested_platforms())
