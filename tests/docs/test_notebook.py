@@ -76,10 +76,10 @@ def test_objects_progress_and_errors_in_a_notebook(tmp_path, monkeypatch):
     nbclient.NotebookClient(notebook, allow_errors=True, **options).execute()
     outputs = dict(zip(CELLS, (cell.outputs for cell in notebook.cells), strict=True))
     plain = {
-        name: "\n".join(o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in found)
-        for name, found in outputs.items()
+        name: "\n".join(o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in cell)
+        for name, cell in outputs.items()
     }
-    html = {name: "".join(o.get("data", {}).get("text/html", "") for o in found) for name, found in outputs.items()}
+    html = {name: "".join(o.get("data", {}).get("text/html", "") for o in cell) for name, cell in outputs.items()}
     for name in ("config", "diff", "report", "plan"):
         assert html[name].count("<details") >= 1, name
     assert plain["config"].startswith("Trainer.Config\n  name: 'quickstart'\n")
@@ -93,5 +93,5 @@ def test_objects_progress_and_errors_in_a_notebook(tmp_path, monkeypatch):
     assert error.traceback[0] == "RequestError: unknown experiment 'quikstart'"
     assert "resolve.py" not in "".join(error.traceback)
     assert "resolve.py" in "".join(traceback.traceback)
-    messages = "".join(o.text for found in outputs.values() for o in found if o.get("name") == "stderr")
+    messages = "".join(o.text for cell in outputs.values() for o in cell if o.get("name") == "stderr")
     assert not re.search("CUDA|TPU_|Traceback", messages), messages
