@@ -172,7 +172,7 @@ NOISE = re.compile(
     re.M,
 )
 """Messages of JAX and its plugins about hardware that is not there."""
-PYTHON = [p for p in PAGES if any(b.kind == "python" and b.mark not in ("skip", "slow") for b in blocks.read(p))]
+PYTHON = [p for p in PAGES if any(b.kind == "python" and b.mark not in ("skip", "slow") for b in code_blocks.read(p))]
 
 
 @pytest.mark.slow
