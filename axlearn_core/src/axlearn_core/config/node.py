@@ -19,6 +19,7 @@ A field can declare what it affects: `setting(default=None, kind="execution")`. 
 import enum
 import functools
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -51,6 +52,7 @@ Kind = Literal["execution", "microbatches", "duration", "training", "precision",
 
 _INTERFACE, _BOUNDS, _KIND, _HIDDEN = "axlearn_interface", "axlearn_bounds", "axlearn_kind", "axlearn_hidden"
 _ASSET, _LABEL = "axlearn_asset", "axlearn_label"
+_LABEL_PATTERN = re.compile(r"\w[\w.+ -]*")
 _OPERATORS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "ge": ("at least", lambda a, b: a >= b),
     "gt": ("more than", lambda a, b: a > b),
@@ -83,7 +85,7 @@ def setting(
         asset: The value is a path to a file, and every run keeps a copy of that file. The field has type `str | None`.
             See `axlearn_core.config.assets`.
         label: The value names the config and affects nothing: it is omitted from comparisons, hashes, and diffs. Files contain
-            it unless it has its default value.
+            it unless it has its default value. It must be usable in the name of a directory.
         siblings: Names of files in the same folder as the asset. A run copies the ones that exist.
         ge, gt, le, lt: Bounds, checked when the value is a number.
 
@@ -168,6 +170,7 @@ class Node(Generic[T_co]):
             if canonical is not value:
                 object.__setattr__(self, attribute.name, canonical)
             problems += _bound_problems(self, attribute, canonical)
+            problems += _label_problems(attribute, canonical)
         if problems:
             raise ConfigError(problems)
 
@@ -349,6 +352,16 @@ def _bound_problems(owner: object, attribute: Any, value: object) -> Iterable[Pr
             message=f"out of range for {type(owner).__qualname__}",
             got=show(value),
             expected=expected,
+        )
+
+
+def _label_problems(attribute: Any, value: object) -> Iterable[Problem]:
+    if attribute.metadata.get(_LABEL) and isinstance(value, str) and value and not _LABEL_PATTERN.fullmatch(value):
+        yield Problem(
+            path=attribute.name,
+            message="cannot be part of the name of a directory",
+            got=show(value),
+            expected="letters, digits, spaces, and . _ + - after the first character",
         )
 
 

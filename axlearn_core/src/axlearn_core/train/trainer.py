@@ -2,9 +2,8 @@
 
 import contextlib
 import functools
-import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +18,6 @@ from axlearn_core.checkpoint.state import agree
 from axlearn_core.compose import Function, Functional, ModelAndObjective, Program, compose
 from axlearn_core.compose.objective import decide_replication
 from axlearn_core.config import REQUIRED, Configurable, Node, check, node, setting
-from axlearn_core.config.types import show
 from axlearn_core.contracts.capabilities import (
     ChecksStart,
     KeepsLocalTier,
@@ -42,7 +40,7 @@ from axlearn_core.contracts.parts import (
 from axlearn_core.contracts.parts import Learner as LearnerProtocol
 from axlearn_core.contracts.target import Machine
 from axlearn_core.contracts.text import TextFacts
-from axlearn_core.errors import AxlearnError, Problem, RequestError, WorkError
+from axlearn_core.errors import AxlearnError, RequestError, WorkError
 from axlearn_core.learn import Learner
 from axlearn_core.nn.module_checks import check_stateless
 from axlearn_core.plugins.decisions import Decision
@@ -140,16 +138,6 @@ class Trainer(Configurable):
         log_every_steps: int = setting(default=10, kind="execution", ge=1)
         keep_compiled_step: bool = setting(default=True, kind="execution", hide_default=True)
         seed: int = setting(default=0, ge=0, le=2**63 - 1)
-
-        def validate(self) -> Iterable[Problem]:
-            """Report a name that cannot be part of the name of a directory."""
-            if self.name and not re.fullmatch(r"\w[\w.+ -]*", self.name):
-                yield Problem(
-                    path="name",
-                    message="cannot be part of the name of a directory",
-                    got=show(self.name),
-                    expected="letters, digits, and . _ + - after the first",
-                )
 
         def functions(self, functional: Functional) -> Mapping[str, Function]:
             """Return the pure functions of this experiment by name. See `axlearn_core.compose`."""
