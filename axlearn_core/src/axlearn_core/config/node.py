@@ -52,7 +52,7 @@ Kind = Literal["execution", "microbatches", "duration", "training", "precision",
 
 _INTERFACE, _BOUNDS, _KIND, _HIDDEN = "axlearn_interface", "axlearn_bounds", "axlearn_kind", "axlearn_hidden"
 _ASSET, _LABEL = "axlearn_asset", "axlearn_label"
-_LABEL_PATTERN = re.compile(r"\w[\w.+ -]*")
+_LABEL_PATTERN = re.compile(r"\w[^/\\\x00-\x1f\x7f]*")
 _OPERATORS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "ge": ("at least", lambda a, b: a >= b),
     "gt": ("more than", lambda a, b: a > b),
@@ -361,7 +361,7 @@ def _label_problems(attribute: Any, value: object) -> Iterable[Problem]:
             path=attribute.name,
             message="cannot be part of the name of a directory",
             got=show(value),
-            expected="letters, digits, spaces, and . _ + - after the first character",
+            expected="a letter or digit first, and no slashes or control characters",
         )
 
 
