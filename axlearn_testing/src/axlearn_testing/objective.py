@@ -39,7 +39,7 @@ class ObjectiveSuite:
     options: Mapping[str, Any] | None = None
 
     def batch(self) -> dict[str, np.ndarray]:
-        """Return eight rows, like the input of such a model."""
+        """Return a batch of eight rows, as the model's input would."""
         rng = np.random.default_rng(1)
         x = rng.standard_normal((8, 4), np.float32)
         return {"x": x, "y": x[:, :2] - x[:, 2:]}

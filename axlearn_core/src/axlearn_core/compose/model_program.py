@@ -65,7 +65,7 @@ def model_program(model: object) -> tuple[ModelProgram, ModelWeights]:
 
 
 def with_program(model: object, program: Program | ModelProgram | None) -> tuple[Program | ModelProgram, ModelWeights]:
-    """Return `program`, or a new program for the model if it is None, and the model's weights."""
+    """Return `program` (if None, a new program for the model) and the model's weights."""
     return model_program(model) if program is None else (program, program.functional.extract_weights(model))
 
 

@@ -280,7 +280,10 @@ class StopsEarly(Protocol):
         ...
 
     def next_batch(self) -> Any:
-        """Return the next of the session's `batches`, or None to stop without it. Propagate errors from the input."""
+        """Return the next batch from the session's `batches`, or None to stop without another batch.
+
+        Propagate errors from the input.
+        """
         ...
 
     def should_stop(self) -> bool:

@@ -11,7 +11,10 @@ import attrs
 from axlearn_core.errors import RequestError
 
 MAX_DEVICES = 1 << 20
-"""Maximum size of a machine. Larger sizes are typos, and compilers for described hardware fail on them in various ways."""
+"""Maximum size of a machine.
+
+Larger sizes are almost certainly typos, and compilers that target hardware from a description fail on them in various ways.
+"""
 
 
 @attrs.frozen(kw_only=True)

@@ -31,7 +31,7 @@ class UnfitPart(ConfigError):
 
 
 def find_library(value: object) -> tuple[str, str] | None:
-    """Return the library of a module and the component that wraps it, or None for other values."""
+    """Return a module's library, and the name of the component that wraps such modules, or None for other values."""
     for cls in type(value).__mro__:
         for module, library in LIBRARIES.items():
             if cls.__name__ == "Module" and (cls.__module__ == module or cls.__module__.startswith(f"{module}.")):

@@ -119,7 +119,7 @@ class RunWeights:
         missing = [f"missing: {p}" for s in sources.values() for p in s.paths if p not in arrays]
         if missing:
             raise CheckpointError(
-                f"{self.checkpoint} lacks arrays that the learner evaluates with\n"
+                f"{self.checkpoint} lacks arrays that the learner needs for evaluation\n"
                 + "\n".join(f"    {m}" for m in missing[:12])
                 + "\n    fix: use the config that the run was trained with"
             )

@@ -165,7 +165,8 @@ def _backward(target: str, activation: Activation, residuals: Any, gradient: jax
 _gated_unit.defvjp(_forward, _backward)
 
 
-# Mosaic's kernel does not return the matmul results. tokamax would compute them with XLA and not run the kernel at all.
+# Mosaic's kernel does not return the matmul results. With tokamax's own differentiation, they would be computed with XLA, and
+# the kernel would not run at all.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _pipelined_unit(x: jax.Array, gate: jax.Array, up: jax.Array, target: str, activation: Activation) -> jax.Array:
     kernels, blocks = tokamax.module("ops.gated_linear_unit.pallas_mosaic_gpu"), _pipelines()[CHIPS[target].capability]

@@ -21,7 +21,7 @@ class _Megablox:
     """Megablox kernel. A tile spans groups only at their boundaries, so work is proportional to the number of rows."""
 
     def supports(self, op: "GroupedMatmulOp", context: KernelContext) -> str | None:
-        """Support matrices with both dimensions at least a lane wide, in bfloat16 or float32."""
+        """Support bfloat16 or float32 matrices whose dimensions are both at least `LANES`."""
         inner, outer = op.rhs.shape[1:]
         dtypes = set(op.dtypes.values())
         if min(inner, outer) < LANES:

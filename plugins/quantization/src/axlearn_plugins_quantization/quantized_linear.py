@@ -112,7 +112,7 @@ class QuantizedLinear(Linear):
         return jnp.where(largest > 0, largest, newest)
 
     def grouped(self, x: jax.Array, product: Any) -> jax.Array:
-        """See `Linear.grouped`. For rows in groups of any size, the weights of all groups share one scale per output.
+        """See `Linear.grouped`. When group sizes vary, the weights of all groups share one scale per output.
 
         Raises:
             RequestError: The config does not support quantized grouped matmuls.

@@ -81,7 +81,7 @@ class BlockPool:
 
     @property
     def used(self) -> int:
-        """The number of held blocks."""
+        """The number of blocks in use."""
         return self.num_blocks - self.available
 
     def match(self, keys: Iterable[Key]) -> list[int]:

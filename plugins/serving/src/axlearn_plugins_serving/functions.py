@@ -32,7 +32,7 @@ from axlearn_plugins_transformer.layer_roles import OutputHeadRole
 from axlearn_plugins_transformer.transformer import Cache
 
 HEAD = "head"
-"""Key of the output layer, if the model ties it to its embedding. It is transposed once, so that its rows are contiguous."""
+"""Key of the output layer in models that tie it to the embedding. It is transposed once, so that its rows are contiguous."""
 
 
 @attrs.frozen(kw_only=True)

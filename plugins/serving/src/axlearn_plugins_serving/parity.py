@@ -112,7 +112,7 @@ def check_parity(
     if find(model.cfg, ExpertsRole):
         reasons.append("it has experts, whose number of rows depends on the tokens that choose them")
     if has_latents(model.cfg):
-        reasons.append("it has latent attention, which only steps compute in the latent space")
+        reasons.append("it has latent attention, which the engine's steps compute in the latent space, unlike training")
     if reasons:
         raise RequestError(
             f"the mode parity cannot serve this model: {reasons[0]}\n"

@@ -6,7 +6,7 @@ Here, parameters include the model's other variables, such as the bias of a sigm
 
 The left side of the pattern has the axes in the file, the right side the axes of the parameter, without its stacked axis
 `layers`. Axes in parentheses are one axis in the file. If the file lacks a leading axis of the parameter (the experts),
-that axis is a placeholder in the tensor name. If several parameters are one tensor in the file, the rule names them all,
+that axis is a placeholder in the tensor name. If several parameters are stored as one tensor, the rule names them all,
 and a star marks the axis along which they are concatenated: `"d (n* h) -> d n h"` for the fused queries, keys and values of
 GPT-2.
 """

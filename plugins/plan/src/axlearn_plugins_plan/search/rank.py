@@ -141,7 +141,7 @@ class Space:
 
     @cached_property
     def layers(self) -> set[int]:
-        """Number of layers in each stack, without duplicates."""
+        """The distinct layer counts of the stacks."""
         return layer_counts(self.program)
 
     @cached_property

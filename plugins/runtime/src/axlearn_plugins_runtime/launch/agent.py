@@ -301,7 +301,7 @@ class _Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def output(self) -> str:
-        """Return the output before the process had a rank."""
+        """Return what the process printed before it was assigned a rank."""
         return _tail(self.first_log)
 
     def new_output(self) -> str:

@@ -32,7 +32,7 @@ def _request(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--option", "option", multiple=True, metavar="NAME=VALUE", help="Set an option of the launcher.")
 @_request
 @click.option("--allow-drift", is_flag=True, help="Resume even if the run's config or data changed.")
-@click.option("--dry-run", is_flag=True, help="Print the commands; start nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the commands without starting anything.")
 def launch(
     experiment: str,
     launcher: str,

@@ -103,7 +103,8 @@ class Launcher(Protocol):
 
         Args:
             job: The job. Its `options` are an instance of this launcher's `Options`.
-            dry_run: Print the commands or manifests to standard output and start nothing. Must work without installed programs.
+            dry_run: Print the commands or manifests to standard output without starting anything. Must work even if the
+                programs are not installed.
 
         Returns:
             The exit code of `axlearn launch`: 0 if the run finished or was submitted.

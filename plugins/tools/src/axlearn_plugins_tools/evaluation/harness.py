@@ -124,7 +124,7 @@ class AxlearnLM(LM):
         )
 
     def _serving_engine(self, generations: Sequence["_Generation"]) -> Any:
-        """Return an engine that generates for all requests together.
+        """Return an engine that generates the text of all requests together.
 
         Returns None if axlearn-plugins-serving is not installed or does not support the model.
         """

@@ -51,7 +51,7 @@ class GrowingFile:
         self._offset = 0
 
     def read(self) -> None:
-        """Process new complete lines. Lines that are not objects are skipped."""
+        """Process new complete lines. Lines that are not JSON objects are skipped."""
         try:
             if self.path.stat().st_size < self._offset:
                 self._offset = 0

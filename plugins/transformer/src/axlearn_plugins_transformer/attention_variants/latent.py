@@ -102,7 +102,7 @@ class LatentAttention(Layer):
         def project(cfg_map: Node[Projection], source: tuple[int, ...], out: tuple[int, ...], *axes: str | None) -> Any:
             return self.child(cfg_map, rngs=rngs, input_dims=source, output_dims=out, axes=axes)
 
-        # Default rules do not shard ranks as outputs. As inputs, ranks have the axis `embed`.
+        # The default rules do not shard the `rank` axis of an output. If the rank is an input, its axis is named `embed`.
         head_axes = ("embed", "heads", "head_dim")
         source = (width,)
         if cfg.query_rank is not None:

@@ -1,7 +1,7 @@
 """An implementation of `paged_attention` for calls with a static number of new tokens.
 
-Legend: R requests of at most M pages of S slots, C tokens of a request, N query heads, G key-value heads, n = N / G, H head
-size, V size of a value, W pages per iteration, with W S keys.
+Legend: R requests of at most M pages of S slots, C tokens per request, N query heads, G key-value heads, n = N / G, H head
+size, V size of a value, W pages (W S keys) per iteration.
 
 Requests with a single token are processed together. Their pages form one list, which a loop reads W pages at a time, so the
 time of a step grows with the total number of keys. Requests with a chunk of tokens are processed one by one. Softmaxes are
