@@ -1,5 +1,7 @@
 """Every installed feature passes its suite, on every installed experiment and with every other feature."""
 
+import pytest
+
 from axlearn_core.plugins.registry import registry
 from axlearn_testing import FeatureSuite
 from support import toy_models
@@ -10,4 +12,6 @@ _names = [e.name for e in registry().entries("features")]
 for _i, _feature in enumerate(_names):
     _name = f"Test{_feature.title().replace('-', '')}"
     _later = tuple(_names[_i + 1 :])  # each pair once, because the suite tries both orders
-    globals()[_name] = type(_name, (FeatureSuite,), {"name": _feature, "others": _later, "experiments": _experiments})
+    _suite = type(_name, (FeatureSuite,), {"name": _feature, "others": _later, "experiments": _experiments})
+    # tests/e2e/test_feature_pairs.py tests the pairs, too.
+    globals()[_name] = pytest.mark.slow_cases("test_order_of_features_does_not_matter")(_suite)
