@@ -54,10 +54,7 @@ class Startup:
         if isinstance(error, StoppedStart):
             self._stopped.wait(self._grace)  # the thread prints why, and ends the process if it does not end by itself
             return
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        if self._handlers:
-            signal.set_wakeup_fd(self._old_descriptor)
+        self._restore_signals()
         self._close()
 
     def report(self, phase: str) -> None:
@@ -66,10 +63,23 @@ class Startup:
         _print(phase)
 
     def finish(self) -> None:
-        """End the start after the server has installed its own signal handlers."""
+        """End the start. Handlers that the server has installed since then stay."""
+        if all(signal.getsignal(number) is _stop for number in self._handlers):
+            self._restore_signals()
         self._handlers = {}
         self._close()
         _print(f"ready after {time.monotonic() - self._began:.1f} s")
+
+    def _restore_signals(self) -> None:
+        if not self._handlers:
+            return
+        for number, handler in self._handlers.items():
+            # None is a handler that a C library installed, which Python cannot restore.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        try:
+            signal.set_wakeup_fd(self._old_descriptor)
+        except (OSError, ValueError):  # its owner closed it
+            signal.set_wakeup_fd(-1)
 
     def _close(self) -> None:
         if self._descriptors is not None:
