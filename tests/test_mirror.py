@@ -32,6 +32,7 @@ LARGE = 150
 
 TESTED_BY = {
     "axlearn_core.checkpoint.manifest": "core/checkpoint/test_base.py",
+    "axlearn_core.cli.config": "core/cli/test_commands.py",
     "axlearn_core.compose.functional": "core/nn/test_module_checks.py",
     "axlearn_core.compose.objective": "core/train/test_objective.py",
     "axlearn_core.run.checkpoints": "core/run/test_run.py",
@@ -44,7 +45,6 @@ TESTED_BY = {
     "axlearn_plugins_plan.search.estimate": "plugins/plan/search/test_search_layouts.py",
     "axlearn_plugins_plan.search.rank": "plugins/plan/search/test_search_layouts.py",
     "axlearn_plugins_plan.search.report": "plugins/plan/search/test_search_layouts.py",
-    "axlearn_plugins_plan.search.space": "plugins/plan/search/test_search_layouts.py",
     "axlearn_plugins_plan.search.trace": "plugins/plan/search/test_stages.py",
     "axlearn_plugins_quantization.library": "plugins/quantization/test_quantization.py",
     "axlearn_plugins_runtime.launch.pods": "plugins/runtime/launch/test_kubernetes.py",

@@ -50,13 +50,13 @@ def test_a_run_goes_on_with_another_execution_and_keeps_its_name(feature, tmp_pa
 )
 def test_a_run_that_only_has_weights_may_be_trained_in_any_way(settings, tmp_path):
     assert check(tmp_path, config(**settings), untrained=True).resumes
-    with pytest.raises(CheckpointError, match="with another config"):
+    with pytest.raises(CheckpointError, match="with a different config"):
         check(tmp_path, config(**settings))
 
 
 @pytest.mark.parametrize("settings", [{"model.decoder.num_layers": 2}, {"input.tokenizer": {"type": "byte-tokenizer"}}])
 def test_what_gives_weights_their_meaning_stays(settings, tmp_path):
-    with pytest.raises(CheckpointError, match="with another config"):
+    with pytest.raises(CheckpointError, match="with a different config"):
         check(tmp_path, config(**settings), untrained=True)
 
 
