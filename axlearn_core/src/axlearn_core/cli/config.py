@@ -21,9 +21,8 @@ from axlearn_core.config import ABSENT, diff, find_missing, flatten, get_fields
 from axlearn_core.config.assets import match_asset_paths
 from axlearn_core.contracts.capabilities import DeclaresFunctions
 from axlearn_core.errors import ConfigError, RequestError
-from axlearn_core.plugins.decisions import Decision
 from axlearn_core.plugins.request import Request
-from axlearn_core.plugins.resolve import Resolved, resolve
+from axlearn_core.plugins.resolve import resolve
 
 
 @click.group(cls=Group)
@@ -143,7 +142,9 @@ def check(request: Request, no_data: bool, as_json: bool) -> None:
         decisions = [d for d in resolved.decisions if d.kind in ("unchanged", "replaced")]
         facts: Mapping[str, str] = {}
         if isinstance(resolved.config, DeclaresFunctions):
-            replication, facts = _check_experiment(resolved, opens_data=not no_data)
+            from axlearn_core.train.dry_run import check_experiment  # imports JAX
+
+            replication, facts = check_experiment(resolved.config, resolved.machine, opens_data=not no_data)
             decisions += replication
     except ConfigError as error:
         if not as_json:
@@ -159,25 +160,6 @@ def check(request: Request, no_data: bool, as_json: bool) -> None:
         echo(f"{name}: {fact}")
     count = len(flatten(resolved.config))
     echo(f"{resolved.title}: all {count} values are set and consistent")
-
-
-def _check_experiment(resolved: Resolved, *, opens_data: bool) -> tuple[tuple[Decision, ...], Mapping[str, str]]:
-    """Check the program of an experiment, and the data if it is trained.
-
-    Returns:
-        Decisions, and facts for the user by name.
-    """
-    experiment: Any = resolved.config
-    from axlearn_core.checkpoint.storage import check_uri
-    from axlearn_core.compose.objective import decide_replication  # imports JAX
-    from axlearn_core.compose.program import check_program
-    from axlearn_core.train.dry_run import check_parts
-    from axlearn_core.train.trainer import Trainer
-
-    check_uri(experiment)
-    trained = check_program(experiment, resolved.machine)
-    opens_data = opens_data and isinstance(experiment, Trainer.Config)
-    return decide_replication(trained), check_parts(experiment, trained, new=False) if opens_data else {}
 
 
 def _problem_fields(problem: object) -> dict[str, Any]:

@@ -9,10 +9,15 @@ from typing import Any
 import attrs
 import jax
 
+from axlearn_core.checkpoint.storage import check_uri
 from axlearn_core.compose import ModelAndObjective, compose
+from axlearn_core.compose.objective import decide_replication
+from axlearn_core.compose.program import check_program
 from axlearn_core.contracts.capabilities import ChecksStart, DeclaresBatches, SummarizesData
 from axlearn_core.contracts.experiment import checkpoint_uri, save_interval
+from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import StorageError, counted
+from axlearn_core.plugins.decisions import Decision
 from axlearn_core.plugins.request import Request
 from axlearn_core.run.record import RunDir
 from axlearn_core.train.api import prepare
@@ -77,6 +82,20 @@ def dry_run(
         place = checkpoint_uri(config) or checked.checkpoints
         facts.append(Fact("checkpoints", f"every {counted(every, 'step')} and at the end, in {place}"))
     return [*facts, *(Fact("note", note) for note in checked.notes)]
+
+
+def check_experiment(
+    config: Any, machine: Machine | None, *, opens_data: bool
+) -> tuple[tuple[Decision, ...], Mapping[str, str]]:
+    """Check the program of an experiment, and the data if it is trained.
+
+    Returns:
+        Decisions, and facts for the user by name.
+    """
+    check_uri(config)
+    trained = check_program(config, machine)
+    opens_data = opens_data and isinstance(config, Trainer.Config)
+    return decide_replication(trained), check_parts(config, trained, new=False) if opens_data else {}
 
 
 def check_parts(config: Trainer.Config, trained: ModelAndObjective, *, new: bool) -> Mapping[str, str]:
