@@ -44,7 +44,6 @@ TESTED_BY = {
     "axlearn_plugins_plan.search.estimate": "plugins/plan/search/test_search_layouts.py",
     "axlearn_plugins_plan.search.rank": "plugins/plan/search/test_search_layouts.py",
     "axlearn_plugins_plan.search.report": "plugins/plan/search/test_search_layouts.py",
-    "axlearn_plugins_plan.search.space": "plugins/plan/search/test_search_layouts.py",
     "axlearn_plugins_plan.search.trace": "plugins/plan/search/test_stages.py",
     "axlearn_plugins_quantization.library": "plugins/quantization/test_quantization.py",
     "axlearn_plugins_runtime.launch.pods": "plugins/runtime/launch/test_kubernetes.py",

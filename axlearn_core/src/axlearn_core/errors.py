@@ -106,7 +106,7 @@ class ConfigError(RequestError):
         more = len(self.problems) - SHOWN_PROBLEMS
         lines = [str(p) for p in self.problems[:SHOWN_PROBLEMS]]
         return "\n".join(
-            [*lines, *([f"and {more:,} more problems ({len(self.problems):,} in all)"] if more > 0 else [])]
+            [*lines, *([f"and {counted(more, 'more problem')} ({len(self.problems):,} in all)"] if more > 0 else [])]
         )
 
 
@@ -137,3 +137,8 @@ def unknown(kind: str, name: str, candidates: Iterable[str], *, listing: str | N
     if listing:
         lines.append(f"    fix: `{listing}` lists them")
     return RequestError("\n".join(lines))
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun: "1 file", "2 files", "1,204 files"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -59,6 +59,13 @@ class SubAttention(Attention):
     pass
 
 
+class Gated(Attention):
+    @node
+    class Config(Attention.Config):
+        gate: Node[Any] = Rotary.Config()
+        cap: float = 2.0
+
+
 class Other(Configurable):
     @node
     class Config(Configurable.Config["Other"]):
@@ -183,6 +190,15 @@ def test_replace_refuses_to_lose_what_was_set():
     with pytest.raises(ConfigError, match=r"layers.0.num_heads: would be lost[\s\S]*drop="):
         replace_config(TREE, Attention, Other.Config())
     assert get(replace_config(TREE, Attention, Other.Config(), drop=("num_heads",)), "layers.0") == Other.Config()
+
+
+def test_replace_refuses_to_lose_the_components_of_a_subclass():
+    tree = patch(TREE, {"first": Gated.Config()})
+    with pytest.raises(ConfigError, match=r"first.gate: would be lost: Latent.Config has no such field") as raised:
+        replace_config(tree, Attention, Latent.Config())
+    assert [p.path for p in raised.value.problems] == ["first.gate"]
+    assert get(replace_config(tree, Attention, Latent.Config(), drop=("gate",)), "first") == Latent.Config()
+    assert get(replace_config(tree, Gated, Latent.Config()), "first") == Latent.Config()
 
 
 def test_replace_twice_is_replace_once():

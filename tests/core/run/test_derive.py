@@ -3,7 +3,7 @@
 import pytest
 
 import axlearn_core as ax
-from axlearn_core.errors import RequestError
+from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.run import Run
 from axlearn_core.run.derive import new_directory
 from axlearn_core.run.record import lock_drift
@@ -18,12 +18,16 @@ def test_a_derived_run_keeps_its_origin_after_more_training(tmp_path, capfd):
     origin = {"made_from": str(tmp_path / "base"), "step": 1, "note": "as it was"}
     assert Run(tmp_path / "made").lock == origin
     capfd.readouterr()
-    ax.train(base.config, steps=2, run_dir=tmp_path / "made")
+    rate = {"learner.optimizer.learning_rate.peak": 0.001}  # nothing was trained with another rate
+    ax.train(base.config, set=rate, steps=2, run_dir=tmp_path / "made")
     assert "was not installed" not in capfd.readouterr().err
+    with pytest.raises(CheckpointError, match=r"learning_rate\.peak"):
+        ax.train(base.config, steps=2, run_dir=tmp_path / "made")
     lock = Run(tmp_path / "made").lock
     assert origin.items() <= lock.items()
     assert lock["versions"].keys() >= {"axlearn-core", "jax"}
-    ax.train(base.config, steps=1, run_dir=tmp_path / "made", restart=True)
+    assert lock["trained_parameters"] == lock["parameters"] > 0
+    ax.train(base.config, set=rate, steps=1, run_dir=tmp_path / "made", restart=True)
     assert "made_from" not in Run(tmp_path / "made").lock, "its weights are new"
 
 

@@ -44,6 +44,35 @@ def test_a_run_goes_on_with_another_execution_and_keeps_its_name(feature, tmp_pa
     assert short_hash(config(feature)) == short_hash(config())
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"input.batch_size": 16}, {"learner.optimizer.learning_rate.peak": 0.001}, {"input.source.chunk_bytes": 9}],
+)
+def test_a_run_that_only_has_weights_may_be_trained_in_any_way(settings, tmp_path):
+    assert check(tmp_path, config(**settings), untrained=True).resumes
+    with pytest.raises(CheckpointError, match="with a different config"):
+        check(tmp_path, config(**settings))
+
+
+@pytest.mark.parametrize("settings", [{"model.decoder.num_layers": 2}, {"input.tokenizer": {"type": "byte-tokenizer"}}])
+def test_what_gives_weights_their_meaning_stays(settings, tmp_path):
+    with pytest.raises(CheckpointError, match="with a different config"):
+        check(tmp_path, config(**settings), untrained=True)
+
+
+@pytest.mark.parametrize(
+    ("lock", "untrained"),
+    [
+        ({"made_from": "a"}, True),
+        ({"imported_from": "a"}, True),
+        ({"made_from": "a", "versions": {}}, False),
+        ({}, False),
+    ],
+)
+def test_the_lock_tells_whether_a_run_was_trained(lock, untrained):
+    assert record.is_untrained(lock) is untrained
+
+
 @pytest.mark.parametrize("feature", ["gradient-accumulation:steps=2", "pipeline:microbatches=2"])
 def test_microbatches_are_free_where_nothing_draws(feature, tmp_path):
     assert check(tmp_path, config(feature)).resumes

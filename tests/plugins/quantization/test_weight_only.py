@@ -108,6 +108,13 @@ def test_only_what_the_target_fits_is_stored(toy):
         weight_only_config(toy(), "int8", tile_size=None, target="model.**.gat")
 
 
+def test_training_integer_weights_is_refused_before_anything_is_written(tmp_path):
+    config = weight_only_config(ax.resolve("quickstart").config, "int8", tile_size=None, target="model.**")
+    with pytest.raises(RequestError, match="its weights are stored as integers"):
+        ax.train(config, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 def test_a_stored_run_generates_and_refuses_to_train(tmp_path):
     settings = {
@@ -135,8 +142,10 @@ def test_a_stored_run_generates_and_refuses_to_train(tmp_path):
             assert isinstance(loaded.generate("def ", max_tokens=3), str)
             arrays = manifest.inspect(tmp_path / storage / "checkpoints", 2).arrays
             assert arrays["params.decoder.layer.feed_forward.up.weight"].dtype == storage
+        files = {path: path.read_bytes() for path in (tmp_path / "int8").rglob("*") if path.is_file()}
         with pytest.raises(RequestError, match="its weights are stored as integers"):
             ax.train(tmp_path / "int8" / "config.yaml", steps=3, run_dir=tmp_path / "int8")
+        assert {path: path.read_bytes() for path in (tmp_path / "int8").rglob("*") if path.is_file()} == files
     with pytest.raises(RequestError, match="already exists"):
         quantize_run(tmp_path / "run", tmp_path / "int8", storage="int8")
     with pytest.raises(CheckpointError, match="not a run directory"):

@@ -127,24 +127,25 @@ def explain(request: Request, path: str, as_json: bool) -> None:
 @config.command()
 @experiment_argument
 @request_options
+@click.option(
+    "--no-data", is_flag=True, help="Do not open the data and the tokenizer, such as on a machine without them."
+)
 @json_option
-def check(request: Request, as_json: bool) -> None:
-    """Check a config without allocating arrays.
+def check(request: Request, no_data: bool, as_json: bool) -> None:
+    """Check a config and its data without allocating arrays.
 
-    Checks that all values are set and consistent, that they fit the mesh, and that the model can be built and traced. The
-    exit code is 2 if a check fails.
+    Checks that all values are set and consistent, that they fit the mesh, that the model can be built and traced, and
+    that training could open the data and the tokenizer. The exit code is 2 if a check fails.
     """
     try:
         resolved = resolve(request).check()
-        decisions = tuple(decision for decision in resolved.decisions if decision.kind == "unchanged")
+        decisions = [d for d in resolved.decisions if d.kind in ("unchanged", "replaced")]
+        facts: Mapping[str, str] = {}
         if isinstance(resolved.config, DeclaresFunctions):
-            experiment: Any = resolved.config
-            from axlearn_core.checkpoint.storage import check_uri
-            from axlearn_core.compose.objective import decide_replication  # imports JAX
-            from axlearn_core.compose.program import check_program
+            from axlearn_core.train.dry_run import check_experiment  # imports JAX
 
-            check_uri(experiment)
-            decisions += decide_replication(check_program(experiment, resolved.machine))
+            replication, facts = check_experiment(resolved.config, resolved.machine, opens_data=not no_data)
+            decisions += replication
     except ConfigError as error:
         if not as_json:
             raise
@@ -152,11 +153,13 @@ def check(request: Request, as_json: bool) -> None:
         raise SystemExit(error.exit_code) from None
     if as_json:
         print_json([])
-    else:
-        for decision in decisions:
-            echo(str(decision), err=True)
-        count = len(flatten(resolved.config))
-        echo(f"{resolved.title}: all {count} values are set and consistent")
+        return
+    for decision in decisions:
+        echo(str(decision), err=True)
+    for name, fact in facts.items():
+        echo(f"{name}: {fact}")
+    count = len(flatten(resolved.config))
+    echo(f"{resolved.title}: all {count} values are set and consistent")
 
 
 def _problem_fields(problem: object) -> dict[str, Any]:

@@ -63,25 +63,9 @@ def run_training(
         echo(f"saved step {result.step} in {result.name}\nto resume: axlearn {shlex.join(words)}", err=True)
         sys.exit(128 + result.stop_signal)
     finished = ", ".join(f"{k} {v:.4g}" for k, v in result.metrics.items())
-    echo(f"\nfinished {result.step} steps: {finished}", err=True)
-    echo("\n  ".join(["try next:", *suggestions(request.experiment, result.name)]), err=True)
+    from axlearn_core.cli.next_steps import after_training, print_next_steps
+    from axlearn_core.errors import counted
+
+    echo(f"\nfinished {counted(result.step, 'step')}: {finished}", err=True)
+    print_next_steps(after_training(result.name, request))
     echo(result.name)
-
-
-def suggestions(experiment: str, run_dir: Any) -> list[str]:
-    """Return commands to run next. They include `generate` only if the model generates tokens."""
-    from axlearn_core.config.flat import flatten
-    from axlearn_core.contracts.capabilities import GeneratesTokens
-    from axlearn_core.contracts.experiment import get_model_config
-    from axlearn_core.run import Run
-
-    config: Any = Run(run_dir).config
-    layers = [f"{path.partition('.layer.')[0]}.layer" for path in flatten(config) if ".layer." in path]
-    model = get_model_config(config)
-    generates = model is not None and isinstance(model.owner, type) and issubclass(model.owner, GeneratesTokens)
-    run = shlex.quote(str(run_dir))
-    return [
-        *([f"axlearn generate {run} --prompt 'def '"] if generates else []),
-        f"axlearn report {run}",
-        f"axlearn config explain {shlex.quote(str(experiment))} {[*layers, 'model'][0]}",
-    ]

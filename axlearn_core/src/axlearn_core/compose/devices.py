@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from axlearn_core import compat
 from axlearn_core.contracts.capabilities import HasProcessGroup
 from axlearn_core.contracts.target import DetectedMachine, Machine, Target
-from axlearn_core.errors import RequestError
+from axlearn_core.errors import RequestError, counted
 from axlearn_core.plugins.backends import prepare_backends
 from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.request import Request
@@ -128,7 +128,7 @@ def _count_domains(target: Target, devices: Sequence[Any]) -> int:
 def _check_count(machine: Machine, devices: Sequence[Any]) -> Sequence[Any]:
     if len(devices) != machine.devices:
         raise RequestError(
-            f"the target {machine.name!r} has {machine.devices} devices, but JAX sees {len(devices)}\n"
+            f"the target {machine.name!r} has {counted(machine.devices, 'device')}, but JAX sees {len(devices)}\n"
             "    fix: use the target of these devices, or start a process on every host"
         )
     return devices

@@ -10,7 +10,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from axlearn_core.contracts.mesh import DEFAULT_RULES, MESH_AXES, Mesh
-from axlearn_core.errors import ConfigError, Problem, nearest
+from axlearn_core.errors import ConfigError, Problem, counted, nearest
 
 _KEYS = (jax.tree_util.DictKey, jax.tree_util.FlattenedIndexKey)
 
@@ -68,7 +68,9 @@ class Layout:
             if size > 1 and not any(axis in axes for axes in self.rules.values()):
                 message = "no mesh rule uses this axis, so all its devices would do the same work"
                 fix = "remove the axis, or add a feature that uses it (`--with pipeline:microbatches=8`)"
-                raise ConfigError(Problem(path=f"mesh.shape.{axis}", message=message, got=f"{size} devices", fix=fix))
+                raise ConfigError(
+                    Problem(path=f"mesh.shape.{axis}", message=message, got=counted(size, "device"), fix=fix)
+                )
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int], path: str) -> PartitionSpec:
         """Return the partition of an array. A mesh axis only shards the first dimension that requests it.
@@ -95,7 +97,7 @@ class Layout:
                     Problem(
                         path=path,
                         message=f"dimension {dim} ({axis}) is not divisible by the mesh axes {', '.join(mesh_axes)}",
-                        got=f"{shape[dim]} over {count} devices",
+                        got=f"{shape[dim]} over {counted(count, 'device')}",
                         fix=f"change mesh.shape, or use --set mesh.rules.{axis}=[] to leave this axis unsharded",
                     )
                 )

@@ -232,7 +232,8 @@ def _set(tree: object, parts: list[str], value: object, parent: str) -> Any:
 def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str, ...] = ()) -> Any:
     """Replace every `target` node with `new` and keep the fields that both have.
 
-    A field of the old node, including its children, is kept if `new` has the field and leaves it at its default.
+    A field of the old node, including its children, is kept if `new` has the field and leaves it at its default. Values that
+    were set, and components that a subclass of the target adds, must not be lost.
     Replacement does not descend into the new nodes and does not match them again, so it is idempotent.
 
     Args:
@@ -242,11 +243,12 @@ def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str
         drop: Names of fields that may be discarded.
 
     Raises:
-        ConfigError: If nothing matches, or if a field that was set would be lost and is not in `drop`.
+        ConfigError: If nothing matches, or if such a value or component would be lost and is not in `drop`.
     """
     kind = config_class(target)
     defaults = {a.name: a.default for a in attrs.fields(type(new))}
     untouched = get_fields(new)
+    target_fields = {a.name for a in attrs.fields(kind)} if issubclass(kind, Node) else None
     problems: list[Problem] = []
     count = 0
 
@@ -261,13 +263,16 @@ def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str
         fields, old = attrs.fields(type(value)), get_fields(value)
         changed = [a.name for a in fields if old[a.name] != a.default]
         interfaces = interface_fields(type(value))
-        lost = [n for n in changed if n not in defaults and n not in drop and n not in interfaces]
+        added = [n for n, field in old.items() if target_fields and n not in target_fields and isinstance(field, Node)]
+        lost = [
+            n for n in dict.fromkeys((*changed, *added)) if n not in defaults and n not in drop and n not in interfaces
+        ]
         problems.extend(
             Problem(
                 path=join(path, name),
                 message=f"would be lost: {type(new).__qualname__} has no such field",
                 got=show(old[name]),
-                fix=f"add {name!r} to drop= to discard it",
+                fix=f"leave out this replacement, or the component or setting; a feature can discard it with drop={name!r}",
             )
             for name in lost
         )
@@ -294,6 +299,25 @@ def find_slots(tree: object, protocol: type) -> dict[str, Any]:
     """Return the value of every slot annotated `Node[protocol]` by path. An empty slot has the value None."""
     nodes = find(tree, Node).items()
     return {join(path, n): children(node)[n] for path, node in nodes for n in list_slots(type(node), protocol)}
+
+
+def replaced_nodes(before: object, after: object, pattern: str) -> dict[str, tuple[Node[Any], Any]]:
+    """Return the nodes at a pattern that were replaced by plain values other than None: path -> (node, value)."""
+
+    def values(tree: object) -> dict[str, Any]:
+        if "*" in pattern:
+            return find(tree, pattern)
+        try:
+            return {pattern: get(tree, pattern, hint=False)}
+        except ConfigError:  # a new key of a mapping, or a path inside a replaced node
+            return {}
+
+    old, new = values(before), values(after)
+    return {
+        path: (old[path], value)
+        for path, value in new.items()
+        if isinstance(old.get(path), Node) and not isinstance(value, Node) and value is not None
+    }
 
 
 Edit = Callable[[str, Any], Any]

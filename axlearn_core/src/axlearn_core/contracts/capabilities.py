@@ -90,6 +90,15 @@ class DeclaresBatches(Protocol):
 
 
 @runtime_checkable
+class SummarizesData(Protocol):
+    """An input that can summarize its data for the user."""
+
+    def summarize(self) -> Mapping[str, str]:
+        """Return a few words for each part, such as `{"data": "3 files, 1,204 bytes"}`. Checks before a run print them."""
+        ...
+
+
+@runtime_checkable
 class DescribesPosition(Protocol):
     """A batch iterator that can describe its position in the data."""
 
@@ -137,13 +146,26 @@ class PlacesState(Protocol):
 
 @runtime_checkable
 class FreezesVariables(Protocol):
-    """A learner that can freeze variables."""
+    """A learner that can freeze parameters and variables."""
 
     def frozen_variables(self, paths: Iterable[str]) -> Collection[str]:
-        """Return the frozen variables among those that training updates without gradients (`LearnedVariable`).
+        """Return the frozen ones among parameters or variables that training updates without gradients (`LearnedVariable`).
 
         Args:
-            paths: Dotted paths of these variables.
+            paths: Dotted paths of the parameters or variables.
+        """
+        ...
+
+
+@runtime_checkable
+class ChecksTraining(Protocol):
+    """A learner that may be unable to train, such as the one of a model with integer weights."""
+
+    def check_training(self) -> None:
+        """Check that training is possible. Called before anything is written.
+
+        Raises:
+            RequestError: If it is not.
         """
         ...
 

@@ -14,6 +14,8 @@ from axlearn_core.config.node import label_fields
 from axlearn_core.contracts.mesh import Mesh
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from axlearn_core.config import Node
 
 
@@ -34,6 +36,11 @@ def set_experiment_name(config: Node[Any], name: str) -> Node[Any]:
 def get_model_config(config: object) -> Any:
     """Return the config of the model."""
     return _field(config, "model")
+
+
+def belongs_to_weights(path: str) -> bool:
+    """Return True if a config path belongs to the model or its tokenizer, which define the meaning of the weights."""
+    return path.startswith(("model.", "input.tokenizer."))
 
 
 def get_objective_config(config: object) -> Any:
@@ -66,6 +73,11 @@ def get_text_facts(config: object) -> Any:
     return _field(config, "text")
 
 
+def get_evaluator_configs(config: object) -> Mapping[str, Node[Any]]:
+    """Return the configs of the evaluators by name."""
+    return _field(config, "evaluators") or {}
+
+
 def get_tracker_configs(config: object) -> tuple[Node[Any], ...]:
     """Return the configs of the trackers."""
     return _field(config, "trackers") or ()
@@ -80,6 +92,11 @@ def get_mesh(config: object) -> Mesh | None:
 def get_tokenizer_config(config: object) -> Any:
     """Return the config of the input's tokenizer, or None if the input does not read text."""
     return _field(get_input_config(config), "tokenizer")
+
+
+def get_chat_template_config(config: object) -> Any:
+    """Return the config of the chat template that the input renders conversations with, or None."""
+    return _field(get_input_config(config), "template")
 
 
 def build_tokenizer(config: object) -> Any:

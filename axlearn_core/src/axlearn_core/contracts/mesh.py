@@ -7,7 +7,7 @@ import attrs
 
 from axlearn_core.config.node import Node, node
 from axlearn_core.contracts.target import Machine
-from axlearn_core.errors import ConfigError, Problem, nearest
+from axlearn_core.errors import ConfigError, Problem, counted, nearest
 
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "seq", "tensor")
 """Axes of every mesh, outermost first. The default size is 1."""
@@ -144,7 +144,7 @@ class Mesh(Node[None]):
                     path="mesh.shape",
                     message="its product is not the number of devices",
                     got=f"{dict(self.shape)} ({product})",
-                    expected=f"{devices} devices",
+                    expected=counted(devices, "device"),
                     fix="change one axis, or set it to -1 to use the remaining devices",
                 )
             )

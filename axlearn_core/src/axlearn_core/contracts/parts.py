@@ -235,7 +235,10 @@ class Tracker(Protocol):
     """Receives logged values."""
 
     def start(self, info: Mapping[str, Any]) -> None:
-        """Start a run with these facts: experiment, parameters, devices, max_steps, start_step. Called once."""
+        """Start a run with these facts: experiment, parameters, trained_parameters, devices, max_steps, start_step.
+
+        Called once.
+        """
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -185,7 +185,7 @@ class Learner(Configurable):
         return unflatten(params, new), new_state, summaries
 
     def frozen_variables(self, paths: Iterable[str]) -> list[str]:
-        """Return the variables that a rule freezes; see `axlearn_core.contracts.capabilities.FreezesVariables`."""
+        """Return the paths that a rule freezes; see `axlearn_core.contracts.capabilities.FreezesVariables`."""
         paths = list(paths)
         frozen = {p for rule in self.cfg.rules if rule.freeze for p in match_paths(rule.pattern, paths)}
         return [path for path in paths if path in frozen]

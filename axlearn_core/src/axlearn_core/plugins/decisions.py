@@ -17,6 +17,7 @@ class Decision:
             `machine` and `mesh rule`: the chosen machine and mesh rule.
             `applied` and `left out`: parts of the mesh rule that were applied or skipped.
             `unchanged`: a requested feature that changed nothing.
+            `replaced`: a component that a setting replaced by a plain value.
             `replicated`: parameters without axis names.
             `not registered`: code that the config file cannot refer to.
             `kernel`: a function that cannot use the kernel that the config names.
@@ -24,7 +25,17 @@ class Decision:
         reason: The reason or the changes, and how to override the decision.
     """
 
-    kind: Literal["machine", "mesh rule", "applied", "left out", "unchanged", "replicated", "not registered", "kernel"]
+    kind: Literal[
+        "machine",
+        "mesh rule",
+        "applied",
+        "left out",
+        "unchanged",
+        "replaced",
+        "replicated",
+        "not registered",
+        "kernel",
+    ]
     subject: str
     reason: str = ""
 

@@ -14,6 +14,7 @@ A file with `resolved: true` at the top level contains a complete config. `axlea
 """
 
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class FeatureUse:
     @property
     def text(self) -> str:
         """Feature and options in the syntax of `--with`."""
-        options = ",".join(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in self.options.items())
+        options = ",".join(f"{k}={format_value(v)}" for k, v in self.options.items())
         return f"{self.name}:{options}" if options else self.name
 
 
@@ -131,6 +132,16 @@ class Request:
             layout=layout,
         )
 
+    @property
+    def words(self) -> list[str]:
+        """Arguments of the command line that make the same request."""
+        words = [str(self.experiment)]
+        words += [word for use in self.features for word in ("--with", use.text)]
+        words += [word for name in self.without for word in ("--without", name)]
+        words += [word for s in self.settings for word in ("--set", f"{s.path}={format_value(s.value)}")]
+        words += [] if self.target is None else ["--target", self.target]
+        return words if self.layout is None else [*words, "--layout", str(self.layout)]
+
     def remove_rule(self) -> "Request":
         """Return the request without its target and without the features to remove from the mesh rule."""
         names = {use.name for use in self.features}
@@ -148,6 +159,21 @@ class Request:
             fits = (s for s in settings if s.path.startswith(f"{path}.") or any(matches(s.path, p) for p in existing))
             if selection := tuple(fits):
                 yield selection
+
+
+_PLAIN = re.compile(r"[\w./~*-]+")
+"""Strings that need no quotes in YAML, unless YAML reads them as another type."""
+
+
+def format_value(value: Any) -> str:
+    """Format a value for `--set`, which parses it back to the same value."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k}: {format_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(format_value, value))}]"
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value[0] != "*" and parse_value(value, "") == value:
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def parse_feature(text: str) -> FeatureUse:

@@ -19,7 +19,7 @@ import attrs
 from axlearn_core.config import ABSENT, Change, Decoder, Node, check, diff, flatten, get, patch
 from axlearn_core.config.display import config_html
 from axlearn_core.config.kinds import change_kinds
-from axlearn_core.config.tree import matches
+from axlearn_core.config.tree import matches, replaced_nodes
 from axlearn_core.config.types import show
 from axlearn_core.contracts.experiment import get_experiment_name, get_mesh, get_model_config
 from axlearn_core.contracts.mesh import MeshRule, TargetRule
@@ -32,6 +32,7 @@ from axlearn_core.plugins.feature import Feature
 from axlearn_core.plugins.mesh_replacement import find_mesh_replacement
 from axlearn_core.plugins.order import Order
 from axlearn_core.plugins.registry import Entry, Registry, registry
+from axlearn_core.plugins.replaced_nodes import describe_replaced
 from axlearn_core.plugins.request import FeatureUse, Request, Setting, merge_file, parse_feature, write
 from axlearn_core.plugins.targets import find_config_rule, find_machine, find_rule, load
 
@@ -509,6 +510,12 @@ class _Resolution:
         after, changes = _set_values(tree, settings, self.names, self.decoder)
         for change in changes:
             self._record([change], _find_source(change.path, settings))
+        by_path = {setting.path: setting for setting in settings}
+        for path, setting in by_path.items():
+            if any(path.startswith(f"{other}.") for other in by_path):
+                continue  # inside a component that another setting names
+            if replaced := replaced_nodes(tree, after, path):
+                self.decisions.append(describe_replaced(setting, replaced, self.names.display_name))
         return after
 
 

@@ -33,10 +33,20 @@ def make_lock(
     facts: Mapping[str, Any],
     *,
     experiment: str,
+    trained_parameters: int,
     provenance: Mapping[str, Any] | None,
     decisions: Sequence[Decision] = (),
 ) -> dict[str, Any]:
-    """Return the lock without facts that require compilation (kernels, fingerprint). `facts` describes the data."""
+    """Return the lock without facts that require compilation (kernels, fingerprint).
+
+    Args:
+        program: Program of the run.
+        facts: Facts about the data.
+        experiment: Name of the experiment.
+        trained_parameters: Number of the model's parameters that training updates.
+        provenance: Source of each config value.
+        decisions: Decisions made for the user.
+    """
     devices = program.layout.mesh.devices
     return {
         "experiment": experiment,
@@ -48,6 +58,7 @@ def make_lock(
         "mesh": {k: v for k, v in program.layout.mesh.shape.items() if v > 1},
         "flags": {**{k: os.environ[k] for k in FLAGS if os.environ.get(k)}, **program.compiler_options},
         "parameters": program.functional.num_parameters,
+        "trained_parameters": trained_parameters,
         "data": dict(facts),
         "decisions": [attrs.asdict(decision) for decision in decisions],
         "provenance": dict(provenance or {}),

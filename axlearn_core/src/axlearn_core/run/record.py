@@ -23,6 +23,7 @@ from axlearn_core.config import Change, Node, diff
 from axlearn_core.config.files import read_regular
 from axlearn_core.config.kinds import DECISIVE, change_kinds, mathematics, microbatches
 from axlearn_core.config.types import show
+from axlearn_core.contracts.experiment import belongs_to_weights
 from axlearn_core.errors import CheckpointError, RequestError, StorageError, WorkError
 from axlearn_core.plugins.code_names import code_name, stable_repr
 from axlearn_core.plugins.decisions import Decision
@@ -110,6 +111,7 @@ class RunDir:
         allow_drift: bool,
         find_source: SourceLookup = {}.get,
         uri: str | None = None,
+        untrained: bool = False,
     ) -> "RunDir":
         """Decide whether to start a new run or to resume one. This does not write anything.
 
@@ -120,6 +122,7 @@ class RunDir:
             allow_drift: Resume even if the mathematics changed.
             find_source: Returns the source of a setting by config path, or None. Used in error messages.
             uri: URI of the run, if the directory is a working copy.
+            untrained: See `check_config`.
 
         Raises:
             RequestError: If the directory contains something other than a run.
@@ -148,9 +151,8 @@ class RunDir:
                     "    fix: use another --run-dir; nothing was written"
                 )
             return cls(path, resumes=False, allow_drift=allow_drift, uri=uri)
-        changes = check_config(
-            f"{uri or path} contains a run", old, config, allow_drift=allow_drift, find_source=find_source
-        )
+        options: Any = {"allow_drift": allow_drift, "find_source": find_source, "untrained": untrained}
+        changes = check_config(f"{uri or path} contains a run", old, config, **options)
         notes = tuple(f"changed since the run started: {show_change(c)}" for c in changes)
         return cls(path, resumes=True, notes=notes, allow_drift=allow_drift, uri=uri)
 
@@ -219,9 +221,23 @@ def _damaged_lock(name: str, problem: str) -> CheckpointError:
 
 
 def check_config(
-    subject: str, old: Node[Any], config: Node[Any], *, allow_drift: bool, find_source: SourceLookup = {}.get
+    subject: str,
+    old: Node[Any],
+    config: Node[Any],
+    *,
+    allow_drift: bool,
+    find_source: SourceLookup = {}.get,
+    untrained: bool = False,
 ) -> tuple[Change, ...]:
     """Return the changes between the config of a run and a new config.
+
+    Args:
+        subject: Name of the run, for the error.
+        old: Config of the run.
+        config: New config.
+        allow_drift: Accept changes of the mathematics.
+        find_source: Returns the source of a setting by config path, or None.
+        untrained: The run only has weights, which no training step has used. Only its model and tokenizer must stay.
 
     Raises:
         CheckpointError: If they change the mathematics. The message starts with `subject`.
@@ -229,6 +245,8 @@ def check_config(
     old = align_assets(old, config)
     changes = diff(old, config, code_name)
     refused = find_refused_changes(changes, old, config)
+    if untrained:
+        refused = [refusal for refusal in refused if belongs_to_weights(refusal.change.path)]
 
     def line(refusal: RefusedChange) -> str:
         remarks = "; ".join(r for r in (refusal.reason, find_source(refusal.change.path)) if r)
@@ -265,6 +283,17 @@ def lock_drift(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         if key in old and old[key] != new.get(key):
             notes.append(f"{key}: was {old[key]}, is {new.get(key)}")
     return notes
+
+
+def is_untrained(lock: Mapping[str, Any]) -> bool:
+    """Return True for the lock of a derived run that no process has trained yet. Training records versions in the lock."""
+    return get_origin(lock) is not None and "versions" not in lock
+
+
+def get_origin(lock: Mapping[str, Any]) -> str | None:
+    """Return the run or model that a run was derived from, or None if it was trained from the start."""
+    origin = lock.get("made_from") or lock.get("imported_from")
+    return str(origin) if origin else None
 
 
 def write_whole(path: Path, text: str) -> None:

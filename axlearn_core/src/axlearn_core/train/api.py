@@ -21,7 +21,7 @@ from axlearn_core.plugins.resolve import UNNAMED, Resolved
 from axlearn_core.run.asset_copies import align_assets, collect_assets, recover_assets
 from axlearn_core.run.checkpoints import RunCheckpoint, open_checkpoint, open_folder
 from axlearn_core.run.notices import log_message
-from axlearn_core.run.record import RunDir, check_config, find_refused_changes, short_hash
+from axlearn_core.run.record import RunDir, check_config, find_refused_changes, is_untrained, short_hash
 from axlearn_core.run.run import Run
 from axlearn_core.run.working_copy import is_remote, working_copy
 from axlearn_core.train.session import RollBack
@@ -95,12 +95,14 @@ class Destination:
         path: Local directory.
         uri: URI of the run if the directory is a working copy, else None.
         old: Config of the run to resume, or None for a new run.
+        untrained: True if the run to resume only has the weights of another run or model.
         notes: Notes for the user.
     """
 
     path: Path
     uri: str | None
     old: Node[Any] | None
+    untrained: bool
     notes: tuple[str, ...]
 
     def check(self, resolved: Resolved, *, allow_drift: bool) -> RunDir:
@@ -111,7 +113,7 @@ class Destination:
         options: Any = {"allow_drift": allow_drift, "find_source": resolved.setter}
         config: Any = resolved.config
         stored = None if self.old else find_stored_checkpoint(checkpoint_uri(config))
-        run_dir = RunDir.check(self.path, config, self.old, uri=self.uri, **options)
+        run_dir = RunDir.check(self.path, config, self.old, uri=self.uri, untrained=self.untrained, **options)
         if stored is not None:
             check_config(f"{stored.uri} has checkpoints of a run", stored.config, config, **options)
         return attrs.evolve(run_dir, notes=(*self.notes, *run_dir.notes))
@@ -134,8 +136,9 @@ def prepare(request: Request, run_dir: str | Path | None, restore_step: int | No
         raise RequestError(f"{resolved.title} is a {type(config).__qualname__}; expected a Trainer.Config")
     path, uri, notes = locate_run(run_dir, resolved.title, config)
     old = read_resumed_config(uri or path, restore_step)
+    untrained = old is not None and is_untrained(Run(uri or path).lock)
     config, recovered = recover_assets(config, old)
-    return attrs.evolve(resolved, config=config), Destination(path, uri, old, (*notes, *recovered))
+    return attrs.evolve(resolved, config=config), Destination(path, uri, old, untrained, (*notes, *recovered))
 
 
 def locate_run(run_dir: str | Path | None, experiment: str, config: Any) -> tuple[Path, str | None, tuple[str, ...]]:

@@ -39,6 +39,13 @@ def printable(text: str) -> str:
     )
 
 
+def show_parameters(info: Mapping[str, Any], unit: str = "") -> str:
+    """Format the number of parameters of a run, and of the trained ones if training updates only some of them."""
+    total = info["parameters"]
+    trained = info.get("trained_parameters", total)
+    return f"{total:,}{unit}" + ("" if trained == total else f", of which {trained:,} are trained")
+
+
 class JsonlTracker(Configurable):
     """Appends scalars to `metrics.jsonl` and samples to `samples.jsonl` in the run directory.
 
@@ -117,7 +124,9 @@ class JsonlTracker(Configurable):
 
 
 class LinesTracker(Configurable):
-    """Prints one line with every value per call to standard error. Part of the default trackers.
+    """Prints the number of parameters, and one line with every value per call, to standard error.
+
+    Part of the default trackers.
 
     The `console` tracker of axlearn-plugins-tools adds a progress bar and the remaining time.
     """
@@ -130,8 +139,10 @@ class LinesTracker(Configurable):
         self._max_steps = 0
 
     def start(self, info: Mapping[str, Any]) -> None:
-        """Store the number of steps of the run."""
+        """Print the number of parameters. Store the number of steps of the run."""
         self._max_steps = int(info.get("max_steps", 0))
+        if "parameters" in info:
+            print(f"parameters: {show_parameters(info)}", file=sys.stderr, flush=True)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Print the values with four significant digits."""

@@ -20,6 +20,8 @@ from axlearn_core.compose.objective import decide_replication
 from axlearn_core.config import REQUIRED, Configurable, Node, check, node, setting
 from axlearn_core.contracts.capabilities import (
     ChecksStart,
+    ChecksTraining,
+    FreezesVariables,
     KeepsLocalTier,
     OwnsCheckpoints,
     ReportsSaves,
@@ -28,6 +30,7 @@ from axlearn_core.contracts.capabilities import (
 from axlearn_core.contracts.experiment import checkpoint_uri
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.parts import (
+    BatchIterator,
     Checkpointer,
     Input,
     Model,
@@ -102,6 +105,31 @@ class Result:
         return f"Result({', '.join([self.name, f'step {self.step:,}', *values, *stopped])})"
 
 
+def _build_learner(learner: Node[LearnerProtocol], max_steps: int, trained: ModelAndObjective) -> LearnerProtocol:
+    return check_stateless(learner.build(max_steps=max_steps, axes=trained.axes), "learner")
+
+
+@attrs.frozen(kw_only=True)
+class OpenParts:
+    """The parts of a run that read data, and what they found.
+
+    Attributes:
+        input: The input.
+        batches: Its training data stream.
+        facts: Facts about the data from `Input.describe`.
+        evaluators: The evaluators by name.
+        loop: The training loop.
+        trained_parameters: Number of the model's parameters that training updates.
+    """
+
+    input: Input
+    batches: BatchIterator
+    facts: Mapping[str, Any]
+    evaluators: Mapping[str, Evaluator]
+    loop: Loop
+    trained_parameters: int
+
+
 class Trainer(Configurable):
     """Trains a model. Any component in its config can be replaced."""
 
@@ -142,7 +170,7 @@ class Trainer(Configurable):
         def functions(self, functional: Functional) -> Mapping[str, Function]:
             """Return the pure functions of this experiment by name. See `axlearn_core.compose`."""
             trained = ModelAndObjective.from_config(self, functional)
-            learner = check_stateless(self.learner.build(max_steps=self.max_steps, axes=trained.axes), "learner")
+            learner = _build_learner(self.learner, self.max_steps, trained)
             return TrainingFunctions(functional, learner, trained).declare()
 
         def build_input(self, input_config: Node[Input], vocab_size: int | None) -> Input:
@@ -155,6 +183,41 @@ class Trainer(Configurable):
                 **tokens,
             )
             return check_stateless(source, "input")
+
+        def open_parts(self, trained: ModelAndObjective, closing: ExitStack) -> "OpenParts":
+            """Build the parts that can reject a run. Training and the checks before it open them here.
+
+            Args:
+                trained: The model and its objective.
+                closing: Closes the data stream.
+
+            Raises:
+                RequestError: If the data, the tokenizer, the learner or another part of the config is invalid.
+            """
+            learner = _build_learner(self.learner, self.max_steps, trained)
+            sizes = {path: spec.size for path, spec in trained.model.abstract.items()}
+            if isinstance(learner, ChecksTraining):
+                learner.check_training()
+            frozen = learner.frozen_variables(sizes) if isinstance(learner, FreezesVariables) else ()
+            vocab_size = vocabulary_size(trained.model.describe())
+            source = self.build_input(self.input, vocab_size)
+            batches = source.train()
+            closing.callback(batches.close)
+            facts = plain_facts(source.describe())
+            log_context(self)
+            check_same_data(facts)
+            offered = {"input": source, "build_input": lambda other: self.build_input(other, vocab_size)}
+            evaluators = {name: e.build(name=name, **offered) for name, e in self.evaluators.items()}
+            for name, evaluator in evaluators.items():
+                check_stateless(evaluator, f"evaluators.{name}")
+            return OpenParts(
+                input=source,
+                batches=batches,
+                facts=facts,
+                evaluators=evaluators,
+                loop=check_stateless(self.loop.build(**offered), "loop"),
+                trained_parameters=sum(sizes.values()) - sum(sizes[path] for path in frozen),
+            )
 
     def __init__(self, cfg: Config):
         self.config = check(cfg)
@@ -191,16 +254,21 @@ class Trainer(Configurable):
         check_same_config(self.config)
         program = compose(self.config, machine=machine)
         with ExitStack() as closing:
-            session, loop = self._open(program, run_dir, closing, experiment)
+            session, parts = self._open(program, run_dir, closing, experiment)
             self._restore(session, restore_step, restart=restart)
             if session.state is None and not restart:
                 check_metrics(run_dir, session.lock)
             decisions = (*decisions, *decide_replication(program.trained))
             lock = make_lock(
-                program, session.data_facts, experiment=experiment, provenance=provenance, decisions=decisions
+                program,
+                session.data_facts,
+                experiment=experiment,
+                trained_parameters=parts.trained_parameters,
+                provenance=provenance,
+                decisions=decisions,
             )
-            if session.step == 0 and isinstance(loop, ChecksStart):
-                loop.check_start()
+            if session.step == 0 and isinstance(parts.loop, ChecksStart):
+                parts.loop.check_start()
             frozen = FrozenWeights.open(program) if session.has_new_state else None
             lock |= {"run": session.run_id, SAVED: was_saved(session, restart=restart)}
             self._write(session, lock, config_text, assets, decisions)
@@ -211,39 +279,30 @@ class Trainer(Configurable):
                 session.state = _initialize_state(session)
             if frozen:
                 session.state = frozen.load(session.state)
-            self._run_loop(loop, session)
+            self._run_loop(parts.loop, session)
             session.finish()
         return Result(run_dir.path, session.step, dict(session.metrics), session.stop_signal, run_dir.uri)
 
-    def _open(self, program: Program, run_dir: RunDir, closing: ExitStack, experiment: str) -> tuple[Session, Loop]:
+    def _open(
+        self, program: Program, run_dir: RunDir, closing: ExitStack, experiment: str
+    ) -> tuple[Session, OpenParts]:
         """Build the parts, claim the checkpoints and register the listeners. Write nothing."""
         cfg, start_time = self.config, time.monotonic()
-        vocab_size = vocabulary_size(program.functional.describe())
-        source = cfg.build_input(cfg.input, vocab_size)
-        batches = source.train()
-        closing.callback(batches.close)
-        facts = plain_facts(source.describe())
-        log_context(cfg)
-        check_same_data(facts)
-        offered = {"input": source, "build_input": lambda input_config: cfg.build_input(input_config, vocab_size)}
-        evaluators = {name: e.build(name=name, **offered) for name, e in cfg.evaluators.items()}
-        for name, evaluator in evaluators.items():
-            check_stateless(evaluator, f"evaluators.{name}")
-        loop = check_stateless(cfg.loop.build(**offered), "loop")
+        parts = cfg.open_parts(program.trained, closing)
         checkpointer: Any = cfg.checkpointer.build(directory=run_dir.checkpoints)
         session = Session(
             program=program,
             max_steps=cfg.max_steps,
             log_every_steps=cfg.log_every_steps,
             seed=cfg.seed,
-            input=source,
-            batches=batches,
-            evaluators=evaluators,
+            input=parts.input,
+            batches=parts.batches,
+            evaluators=parts.evaluators,
             checkpointer=checkpointer,
             run_dir=run_dir,
             lock=Run(run_dir.uri or run_dir.path).lock if run_dir.resumes else {},
             peak_flops=peak_flops(program),
-            data_facts=facts,
+            data_facts=parts.facts,
             start_time=start_time,
         )
         listeners: list[tuple[RunListener, Entry | None]] = []
@@ -256,7 +315,7 @@ class Trainer(Configurable):
                 if listener.position != "last":
                     self._listen(session, listener, closing, plugin)
         closing.callback(checkpointer.close)
-        for listener in self._listeners(program, run_dir, experiment):
+        for listener in self._listeners(program, run_dir, experiment, parts.trained_parameters):
             self._listen(session, listener, closing)
         for listener, plugin in listeners:
             if listener.position == "last":
@@ -264,7 +323,7 @@ class Trainer(Configurable):
         if isinstance(checkpointer, ReportsSaves):
             checkpointer.on_result = session.events.notify_saved
         session.start_phase("restore")
-        return session, loop
+        return session, parts
 
     @staticmethod
     def _listen(session: Session, listener: RunListener, closing: ExitStack, plugin: Entry | None = None) -> None:
@@ -272,7 +331,9 @@ class Trainer(Configurable):
         session.events.add(listener, plugin)
         name_failures(listener.opened, plugin)(session)
 
-    def _listeners(self, program: Program, run_dir: RunDir, experiment: str) -> Iterator[RunListener]:
+    def _listeners(
+        self, program: Program, run_dir: RunDir, experiment: str, trained_parameters: int
+    ) -> Iterator[RunListener]:
         """Yield the listeners that the config defines."""
         cfg = self.config
         if cfg.watchdog:
@@ -280,6 +341,7 @@ class Trainer(Configurable):
         info = {
             "experiment": experiment,
             "parameters": program.functional.num_parameters,
+            "trained_parameters": trained_parameters,
             "devices": program.layout.mesh.size,
             "max_steps": cfg.max_steps,
         }

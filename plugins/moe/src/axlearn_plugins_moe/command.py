@@ -1,6 +1,5 @@
 """The `axlearn upcycle` command."""
 
-import shlex
 from collections.abc import Sequence
 
 import click
@@ -22,9 +21,9 @@ def upcycle(run_dir: str, new_run_dir: str, with_: Sequence[str], set_: Sequence
     Every expert starts as a copy of the feed-forward layer that it replaces. The new run, in NEW_RUN_DIR, begins at
     step 0 with a fresh optimizer and resumes the training data at the position where RUN_DIR stopped.
     """
+    from axlearn_core.cli.next_steps import after_import, print_next_steps
     from axlearn_plugins_finetune.conversion.convert import convert_run
 
     convert_run(run_dir, new_run_dir, with_=with_ or ("moe",), set=set_, step=step)
-    run = shlex.quote(new_run_dir)
-    echo(f"to train it: axlearn train {run}/config.yaml --run-dir {run}", err=True)
+    print_next_steps(after_import(new_run_dir))
     echo(str(new_run_dir))

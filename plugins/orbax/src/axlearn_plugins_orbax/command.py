@@ -1,11 +1,11 @@
 """`axlearn checkpoint export-orbax` and `import-orbax`."""
 
-import shlex
 from collections.abc import Sequence
 
 import click
 
 from axlearn_core.cli.terminal import echo
+from axlearn_core.errors import counted
 
 LAYOUTS = ("maxtext", "tunix", "plain")
 
@@ -62,14 +62,15 @@ def import_orbax(
 
     The run starts at step 0 with a new optimizer state.
     """
+    from axlearn_core.cli.next_steps import after_import, print_next_steps
     from axlearn_plugins_orbax.transfer import import_checkpoint
 
     weights = import_checkpoint(directory, out, config, step=step, layout=layout, item=item, with_=with_, set=set_)
-    run = shlex.quote(out)
-    ignored = f"; ignored {len(weights.ignored)} other arrays, such as {weights.ignored[0]}" if weights.ignored else ""
+    arrays = counted(len(weights.ignored), "other array")
+    ignored = f"; ignored {arrays}, such as {weights.ignored[0]}" if weights.ignored else ""
     echo(
-        f"{weights.layout.name}: {weights.functional.num_parameters:,} parameters from {weights.trees.path}{ignored}\n"
-        f"try next:\n  axlearn train {run}/config.yaml --run-dir {run}",
+        f"{weights.layout.name}: {weights.functional.num_parameters:,} parameters from {weights.trees.path}{ignored}",
         err=True,
     )
+    print_next_steps(after_import(out))
     echo(out)

@@ -99,6 +99,10 @@ class NoLearner(Configurable):
     def __init__(self, cfg: Config):
         self.cfg = cfg
 
+    def check_training(self) -> None:
+        """Raise `RequestError`; see `axlearn_core.contracts.capabilities.ChecksTraining`."""
+        raise self._error()
+
     def init(self, params: Any) -> Any:
         """Return an empty state."""
         return {}

@@ -13,7 +13,7 @@ from jax import lax
 
 from axlearn_core.checkpoint.barrier import gather_objects
 from axlearn_core.config import Configurable, node, setting
-from axlearn_core.errors import WorkError
+from axlearn_core.errors import WorkError, counted
 from axlearn_core.learn.paths import flatten
 
 _MULTIPLIER = 2654435761
@@ -126,8 +126,13 @@ def _compare_reruns(first: Sequence[Row], second: Sequence[Row]) -> list[str]:
     for (path, _, device, one), (*_, two) in zip(first, second, strict=True):
         if one != two:
             paths_by_device[device].append(path)
+    more = {
+        device: f" and {counted(len(paths) - 1, 'more array')}"
+        for device, paths in paths_by_device.items()
+        if paths[1:]
+    }
     return [
-        f"device {device}: {paths[0]}{f' and {len(paths) - 1} more arrays' if paths[1:] else ''} differed in the second run"
+        f"device {device}: {paths[0]}{more.get(device, '')} differed in the second run"
         for device, paths in paths_by_device.items()
     ]
 

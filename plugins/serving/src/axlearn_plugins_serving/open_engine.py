@@ -51,6 +51,14 @@ class OpenedEngine(NamedTuple):
         return self.text.template if self.text is not None and self.text.has_template else None
 
 
+Report = Callable[[str], None]
+"""Function that is called with the name of each phase of a long operation, such as "reading the weights"."""
+
+
+def ignore_phase(_phase: str) -> None:
+    """Ignore the name of a phase; see `Report`."""
+
+
 def open_engine(
     uri: str | Path,
     *,
@@ -58,6 +66,7 @@ def open_engine(
     step: int | None = None,
     warm_up: bool = True,
     programs: Path | None = None,
+    report: Report = ignore_phase,
 ) -> OpenedEngine:
     """Open the weights at a path or URI and build an engine for them.
 
@@ -67,6 +76,7 @@ def open_engine(
         step: Checkpoint of a run to open; the default is the newest.
         warm_up: Whether to compile all functions first. Otherwise, each is compiled on first use.
         programs: Directory with exported programs to load instead of compiling. Exported programs are code.
+        report: Called when a phase begins.
 
     Raises:
         CheckpointError: If there are no weights or no such checkpoint, or the checkpoint is damaged.
@@ -74,6 +84,7 @@ def open_engine(
     """
     from axlearn_core.train import Trainer
 
+    report(f"opening {uri}")
     configure_devices(None)
     weights: Any = open_weights(uri, step=step)
     experiment = weights.experiment
@@ -97,23 +108,29 @@ def open_engine(
             warm_up=warm_up,
             programs=programs,
             weights=reading.result,
+            report=report,
         )
     warn_about_end_token(uri, experiment.input, weights.tokenizer)
     return OpenedEngine(engine, text, model_name(uri))
 
 
 def open_with_programs(
-    uri: str | Path, programs: Path | None, *, config: ServingEngine.Config | None = None, step: int | None = None
+    uri: str | Path,
+    programs: Path | None,
+    *,
+    config: ServingEngine.Config | None = None,
+    step: int | None = None,
+    report: Report = ignore_phase,
 ) -> OpenedEngine:
     """Call `open_engine` with programs that the user did not name.
 
     If they do not fit, log a warning and compile.
     """
     try:
-        return open_engine(uri, config=config, step=step, programs=programs)
+        return open_engine(uri, config=config, step=step, programs=programs, report=report)
     except ProgramsError as error:
         log_message(f"warning: compiling: {error}")
-        return open_engine(uri, config=config, step=step)
+        return open_engine(uri, config=config, step=step, report=report)
 
 
 def model_name(uri: str | Path) -> str:
@@ -130,6 +147,7 @@ def build_engine(
     warm_up: bool = True,
     programs: Path | None = None,
     weights: Callable[[], ModelWeights] | None = None,
+    report: Report = ignore_phase,
 ) -> ServingEngine:
     """Build an engine for a model.
 
@@ -141,6 +159,7 @@ def build_engine(
         warm_up: Whether to compile all functions first. Otherwise, each is compiled on first use.
         programs: Directory with exported programs to load instead of compiling. Exported programs are code.
         weights: Returns the weights of a model with abstract arrays. It is called last.
+        report: Called when a phase begins.
 
     Raises:
         RequestError: If the programs are not for this model, the model does not generate tokens, or the config does not fit it.
@@ -160,8 +179,10 @@ def build_engine(
             f"the model is on {devices} devices, but tensor_parallel is {config.tensor_parallel}\n"
             "    fix: leave tensor_parallel out, serve the model by its path, or pass a program with as many devices"
         )
+    report("reading the weights")
     runner = config.runner.build(model=model, program=program, programs=programs, weights=weights)
     if warm_up:
+        report("compiling the programs" if programs is None else f"loading the programs in {programs}")
         runner.warm_up()
     return config.build(runner=runner, end_tokens=frozenset() if text is None else text.end_tokens)
 

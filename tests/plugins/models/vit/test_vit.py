@@ -13,11 +13,12 @@ from safetensors.numpy import load_file
 
 import axlearn_core as ax
 from axlearn_core import resolve
-from axlearn_core.cli.train import suggestions
+from axlearn_core.cli.next_steps import after_training
 from axlearn_core.compose import Functional, compose
 from axlearn_core.config import get
 from axlearn_core.errors import InputError, RequestError
 from axlearn_core.learn import AdamW, Learner
+from axlearn_core.plugins.request import Request
 from axlearn_plugins_models.huggingface.family import find_family
 from axlearn_plugins_models.huggingface.files import stored_tensors
 from axlearn_plugins_models.huggingface.import_export import export_run, import_run
@@ -196,7 +197,7 @@ def test_what_is_suggested_after_a_run_can_be_done_with_it(tmp_path):
         run = tmp_path / "my run"
         run.mkdir(exist_ok=True)
         (run / "config.yaml").write_text(resolve(experiment).to_yaml())
-        lines = suggestions(experiment, run)
+        lines = after_training(str(run), Request.from_arguments(experiment))
         assert all(str(run) in shlex.split(line) for line in lines[:-1])  # the shell parses the path as one word
         assert [line.split()[1] for line in lines] == commands
         get(resolve(experiment).config, lines[-1].split()[-1])  # it exists

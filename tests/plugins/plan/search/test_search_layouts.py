@@ -16,7 +16,7 @@ from axlearn_plugins_plan.search.compile_layouts import Cache, plan_words, resol
 from axlearn_plugins_plan.search.estimate import HOST_BANDWIDTH, Host, with_host
 from axlearn_plugins_plan.search.layout_file import read_layout
 from axlearn_plugins_plan.search.machines import machine_names
-from axlearn_plugins_plan.search.space import Choice, MeshChoice, format_value, microbatches
+from axlearn_plugins_plan.search.space import Choice, MeshChoice, microbatches
 from axlearn_testing import CommandSuite
 from support.needs import require
 
@@ -141,7 +141,7 @@ def test_microbatches_leave_a_row_for_every_device():
 
 
 def test_values_are_written_as_settings_are_read():
-    from axlearn_core.plugins.request import parse_setting
+    from axlearn_core.plugins.request import format_value, parse_setting
 
     value = {"fsdp": 4, "tensor": 2}
     assert parse_setting(f"mesh.shape={format_value(value)}").value == value

@@ -8,7 +8,7 @@ import types
 import pytest
 from rich.console import Console
 
-from axlearn_core.train.trackers import printable
+from axlearn_core.train.trackers import LinesTracker, printable
 from axlearn_plugins_tools.reporting import notebook_bar
 from axlearn_plugins_tools.reporting.console import ConsoleTracker
 from axlearn_plugins_tools.reporting.durations import clock
@@ -32,6 +32,20 @@ def test_lines_go_to_standard_error_and_align(capsys):
     assert first == "step  10/400  loss  7.6250      8,012 tokens/s  MFU 41.2%  ETA 1:38"
     assert second.startswith("step 100/400  loss 12.5000    123,456 tokens/s  MFU 41.2%  ETA ")
     assert evaluated == "step 100/400  eval_loss 1.3812"
+
+
+@pytest.mark.parametrize("kind", [ConsoleTracker, LinesTracker])
+def test_the_trained_parameters_of_a_tuning_are_shown(kind, capsys):
+    tracker = kind.Config().build()
+    tracker.start({**INFO, "trained_parameters": 1_024})
+    tracker.close()
+    tracker.start({**INFO, "trained_parameters": INFO["parameters"]})
+    tracker.close()
+    tuned, whole = capsys.readouterr().err.splitlines()
+    assert "2,600,000" in tuned
+    assert ", of which 1,024 are trained" in tuned
+    assert "2,600,000" in whole
+    assert "trained" not in whole
 
 
 def test_without_a_known_peak_there_is_no_mfu_and_a_nan_is_shown(capsys):

@@ -99,6 +99,6 @@ def test_incidents_are_escaped_and_damaged_lines_are_reported(tmp_path):
     run = read_run(tmp_path / "run")
     page = render(run)
     assert "&lt;b&gt;no progress" in page
-    assert "watchdog.jsonl: ignored 1 damaged lines" in page
+    assert "watchdog.jsonl: ignored 1 damaged line" in page
     (tmp_path / "run" / PHASES).write_text('{"attempt": 3}\n')
     assert any(PHASES in note for note in read_run(tmp_path / "run").notes)

@@ -89,3 +89,18 @@ def test_a_folder_without_runs(tmp_path, monkeypatch):
     result = CliRunner().invoke(cli, ["runs"])
     assert result.exit_code == 0
     assert "there are no runs" in result.stderr
+
+
+@pytest.mark.parametrize("lock", [{"made_from": "runs/base", "step": 7}, {"imported_from": "models/base"}])
+def test_a_run_that_was_not_trained_has_a_source_and_no_problem(lock, runs):
+    derived = runs / "derived"
+    (derived / "checkpoints/7").mkdir(parents=True)
+    (derived / "config.yaml").write_text("resolved: true\ntype: trainer\nmax_steps: 40\n")
+    (derived / "run.lock.json").write_text(json.dumps(lock))
+    rows = {row["name"]: row for row in json.loads(axlearn("--json"))}
+    assert rows["derived"]["problem"] == ""
+    assert rows["derived"]["from"] == lock.get("made_from", lock.get("imported_from"))
+    assert rows["new"]["from"] == ""
+    (derived / "run.lock.json").write_text("{}")
+    rows = {row["name"]: row for row in json.loads(axlearn("--json"))}
+    assert "metrics.jsonl is missing" in rows["derived"]["problem"]

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from axlearn_core.config import Decoder, diff, encode, get, patch
+from axlearn_core.config import Decoder, Node, diff, encode, get, node, patch, replace_config
 from axlearn_core.errors import ConfigError, RequestError
+from axlearn_core.nn.linear import Linear, Projection
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_rope.feature import Rope
 from axlearn_plugins_rope.rotary import RotaryEmbedding
 from axlearn_plugins_transformer.alternate import Alternate, layer_configs
-from axlearn_plugins_transformer.attention import window_of
+from axlearn_plugins_transformer.attention import Attention, window_of
 from axlearn_plugins_transformer.attention_variants.alibi import Alibi
 from axlearn_plugins_transformer.attention_variants.alibi_feature import UseAlibi
 from axlearn_plugins_transformer.attention_variants.interleave import Interleave, Window
@@ -193,3 +194,17 @@ def test_a_model_generates_what_it_would_without_a_cache(tiny, features):
         expected.append(int(jnp.argmax(logits(model, row)[0, len(expected) - 1])))
     assert list(generate(model, tokens, 10)) == expected[4:]
     assert len(set(expected)) > 4
+
+
+class GatedAttention(Attention):
+    """An attention with another projection."""
+
+    @node
+    class Config(Attention.Config):
+        gate: Node[Projection] = Linear.Config()
+
+
+def test_mla_does_not_drop_what_a_variant_of_attention_adds():
+    before = replace_config(resolve("quickstart").config, Attention, GatedAttention.Config())
+    with pytest.raises(ConfigError, match=rf"{ATTENTION}.gate: would be lost"):
+        UseLatentAttention().apply(before)

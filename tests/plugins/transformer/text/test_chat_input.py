@@ -190,6 +190,21 @@ def test_what_is_too_long_is_cut_or_left_out(file):
     assert {t for row in learnt(some, first(some)) for t in row} == {"4$"}
 
 
+def test_all_conversations_that_are_too_long_are_counted(file):
+    def long(size):
+        return {"messages": [ASK, {"role": "assistant", "content": "x" * size}]}
+
+    path = file(GOOD, long(99), GOOD, long(300), long(120))
+    with pytest.raises(InputError) as raised:
+        config(path).build()
+    lines = str(raised.value).splitlines()
+    assert lines[0].endswith("chat.jsonl, line 2: the conversation is longer than a row")
+    longest = 328  # 300 bytes of answer in the plain template
+    assert lines[3] == f"    too long: 3 of 5 conversations; the longest has {longest} tokens ({path}, line 4)"
+    assert f"raise input.sequence_length to at least {longest - 1}" in lines[4]
+    config(path, sequence_length=longest - 1).build()
+
+
 def test_text_mixed_with_conversations_is_learned_as_a_whole(file, tmp_path):
     (tmp_path / "text.txt").write_text("plain text. " * 3)
     parts = {"chat": ChatFiles.Config(paths=file(GOOD)), "text": Files.Config(paths=str(tmp_path / "text.txt"))}

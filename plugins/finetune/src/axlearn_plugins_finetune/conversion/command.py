@@ -1,6 +1,5 @@
 """`axlearn convert`."""
 
-import shlex
 from collections.abc import Sequence
 
 import click
@@ -21,9 +20,9 @@ def convert(run_dir: str, new_run_dir: str, with_: Sequence[str], set_: Sequence
     the others. NEW_RUN_DIR starts at step 0 with a new optimizer state, and continues
     the training data of RUN_DIR.
     """
+    from axlearn_core.cli.next_steps import after_import, print_next_steps
     from axlearn_plugins_finetune.conversion.convert import convert_run
 
     convert_run(run_dir, new_run_dir, with_=with_, set=set_, step=step)
-    run = shlex.quote(new_run_dir)
-    echo(f"to train it: axlearn train {run}/config.yaml --run-dir {run}", err=True)
+    print_next_steps(after_import(new_run_dir))
     echo(str(new_run_dir))

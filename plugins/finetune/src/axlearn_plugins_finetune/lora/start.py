@@ -12,7 +12,7 @@ from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.contracts.experiment import get_tokenizer_config
 from axlearn_core.contracts.parts import Weights
 from axlearn_core.contracts.text import HasDigest
-from axlearn_core.errors import CheckpointError, InputError, RequestError
+from axlearn_core.errors import CheckpointError, InputError, RequestError, counted
 from axlearn_core.run import Run, open_weights
 from axlearn_core.run.notices import log_message
 from axlearn_core.train import TrainLoop
@@ -93,7 +93,7 @@ class StartFromRun(Configurable):
         if self.cfg.run_dir is not None:
             new_tensors = _read_weights(self.cfg.run_dir, tensors, program, self.cfg.step)
             log_message(
-                f"starting from the parameters of {self.cfg.run_dir}: {len(new_tensors)} of {len(tensors)} arrays"
+                f"starting from the parameters of {self.cfg.run_dir}: {len(new_tensors)} of {counted(len(tensors), 'array')}"
             )
             tensors |= new_tensors
         if self.cfg.adapters is not None:

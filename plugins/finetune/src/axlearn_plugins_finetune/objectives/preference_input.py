@@ -10,14 +10,15 @@ import numpy as np
 
 from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
 from axlearn_core.contracts.parts import Tokenizer
-from axlearn_core.errors import ConfigError, InputError, Problem
+from axlearn_core.errors import ConfigError, InputError, Problem, counted
 from axlearn_plugins_finetune.objectives.preferences import PreferenceRecords
 from axlearn_plugins_transformer.text.cycle import Cycle, Permutations
 from axlearn_plugins_transformer.text.language_model import describe_encoding
+from axlearn_plugins_transformer.text.long_texts import long_text_error
 from axlearn_plugins_transformer.text.positions import OLD_ORDER, ORDER, is_current
-from axlearn_plugins_transformer.text.protocols import bos_id_of, first_token
+from axlearn_plugins_transformer.text.protocols import bos_id_of, first_token, summarize_tokenizer
 from axlearn_plugins_transformer.text.small_data import print_note
-from axlearn_plugins_transformer.text.sources import Source, Split, describe
+from axlearn_plugins_transformer.text.sources import Source, Split, describe, summarize
 from axlearn_plugins_transformer.text.tokenizers import check_ids, special_tokens_problems, vocabulary_problems
 
 Rows = dict[str, np.ndarray]
@@ -77,7 +78,7 @@ class PreferenceInput(Configurable):
             problems.append(
                 Problem(
                     path="input.batch_size",
-                    message=f"{cfg.batch_size} pairs cannot be split evenly over {process_count} processes",
+                    message=f"{counted(cfg.batch_size, 'pair')} cannot be split evenly over {process_count} processes",
                     expected=f"a multiple of {process_count}",
                 )
             )
@@ -108,7 +109,8 @@ class PreferenceInput(Configurable):
         rows, cfg = self._usable("train"), self.config
         if len(rows) < cfg.batch_size and self.rows.start == 0:
             print_note(
-                f"the training data has {len(rows)} pairs for batches of {cfg.batch_size}, so every batch repeats pairs\n"
+                f"the training data has {counted(len(rows), 'pair')} for batches of {cfg.batch_size}, "
+                f"so every batch repeats pairs\n"
                 f"    fix: add data, or set input.batch_size={len(rows)}"
             )
         permutation = Permutations(len(rows), self.seed) if cfg.shuffle else None
@@ -133,6 +135,10 @@ class PreferenceInput(Configurable):
             "tokenizer": describe_encoding(self),
             "pairs": {s: len(self.pairs[s]) for s in SPLITS},
         }
+
+    def summarize(self) -> Mapping[str, str]:
+        """See `axlearn_core.contracts.capabilities.SummarizesData`."""
+        return {"data": summarize(describe(self.source)), "tokenizer": summarize_tokenizer(self.tokenizer)}
 
     def pair(self, split: Split, index: int) -> Rows:
         """Return the six arrays of one pair, each [S]."""
@@ -172,17 +178,18 @@ class PreferenceInput(Configurable):
         records, limit = self.records[split], self.config.sequence_length
         if records is None:
             return np.zeros(0, np.int64)
-        fits = np.ones(len(records), bool)
-        for i in np.flatnonzero(records.sizes > limit // 2).tolist():
-            length = self._length(split, i)
-            fits[i] = length <= limit
-            if not fits[i] and self.config.too_long == "error":
-                raise InputError(
-                    f"{records.name(i)}: the pair is longer than a row\n    got: {length} tokens\n"
-                    f"    expected: at most {limit} (input.sequence_length)\n"
-                    "    fix: increase input.sequence_length, or set input.too_long to 'drop'"
-                )
-        return np.flatnonzero(fits)
+        lengths = {i: self._length(split, i) for i in np.flatnonzero(records.sizes > limit // 2).tolist()}
+        too_long = {i: length for i, length in lengths.items() if length > limit}
+        if too_long and self.config.too_long == "error":
+            raise long_text_error(
+                "pair",
+                [(records.name(i), length) for i, length in too_long.items()],
+                total=len(records),
+                limit=limit,
+                sequence_length=limit,
+                fix="set input.too_long to 'drop'",
+            )
+        return np.array([i for i in range(len(records)) if i not in too_long], np.int64)
 
     def _usable(self, split: Split) -> np.ndarray:
         if len(self.pairs[split]):

@@ -1,12 +1,12 @@
 """The commands `axlearn checkpoint import-hf` and `export-hf`."""
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from axlearn_core.cli.terminal import echo
+from axlearn_core.errors import counted
 
 
 @click.command()
@@ -20,16 +20,16 @@ def import_hf(directory: Path, run_dir: Path, with_: Sequence[str], set_: Sequen
     The run starts at step 0 with these weights and a new optimizer state. Use --set to choose its training data and
     other settings: `--set input.source.paths=[...]`.
     """
+    from axlearn_core.cli.next_steps import after_import, print_next_steps
     from axlearn_plugins_models.huggingface.import_export import import_run
 
-    run = shlex.quote(str(run_dir))
     source = import_run(directory, run_dir, with_=with_, set=set_)
     echo(
-        f"{source.family.model_type}: {source.model.num_parameters:,} parameters from {len(source.stored)} tensors\n"
-        f"try next:\n  axlearn generate {run} --prompt 'Once upon a time'\n"
-        f"  axlearn train {run}/config.yaml --run-dir {run}",
+        f"{source.family.model_type}: {source.model.num_parameters:,} parameters from "
+        f"{counted(len(source.stored), 'tensor')}",
         err=True,
     )
+    print_next_steps(after_import(str(run_dir)))
     echo(str(run_dir))
 
 

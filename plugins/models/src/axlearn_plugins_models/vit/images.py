@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from axlearn_core.config import REQUIRED, Configurable, interface, node, setting
-from axlearn_core.errors import ConfigError, InputError, Problem
+from axlearn_core.errors import ConfigError, InputError, Problem, counted
 from axlearn_plugins_transformer.text.cycle import Cycle, Permutations
 from axlearn_plugins_transformer.text.positions import OLD_ORDER, ORDER, is_current
 from axlearn_plugins_transformer.text.small_data import print_note
@@ -207,7 +207,7 @@ class ImageArrays(Images):
         order = Cycle(count, size, seed, permutation)
         if count < size and self._mine.start == 0:
             print_note(
-                f"the training data has {count} images, but a batch has {size}: every batch repeats some images\n"
+                f"the training data has {counted(count, 'image')}, but a batch has {size}: every batch repeats some images\n"
                 f"    fix: add data, or set input.batch_size={count}"
             )
 

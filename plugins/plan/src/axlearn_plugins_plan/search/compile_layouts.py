@@ -21,7 +21,6 @@ from axlearn_plugins_plan.roofline import Roofline
 from axlearn_plugins_plan.scratch import scratch_directory
 from axlearn_plugins_plan.search.estimate import Host, with_host
 from axlearn_plugins_plan.search.rank import RankedLayout, step_seconds
-from axlearn_plugins_plan.search.space import format_value
 
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "axlearn-core", "axlearn-plugins-plan")
 """Distributions whose versions are part of the cache key, in addition to all installed axlearn plugins."""
@@ -57,14 +56,7 @@ class CompiledLayout:
 
 def request_words(request: Request) -> list[str]:
     """Convert a request to command-line arguments, without its target."""
-    words = [str(request.experiment)]
-    for use in request.features:
-        words += ["--with", use.text]
-    for name in request.without:
-        words += ["--without", name]
-    for setting in request.settings:
-        words += ["--set", f"{setting.path}={format_value(setting.value)}"]
-    return words
+    return attrs.evolve(request, target=None, layout=None).words
 
 
 def plan_words(request: Request, row: RankedLayout) -> list[str]:

@@ -1,7 +1,6 @@
 """Enumerate the legal layouts on a machine: meshes, rematerialization, microbatches and offloading."""
 
 import itertools
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from axlearn_core.config import patch
 from axlearn_core.contracts.mesh import MESH_AXES, Mesh
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import ConfigError
+from axlearn_core.plugins.request import format_value
 from axlearn_plugins_plan.search.pipelines import Pipeline
 from axlearn_plugins_plan.tags import Tag
 
@@ -100,15 +100,6 @@ class Choice:
         with_ = [w for text in self.features for w in ("--with", text)]
         set_ = [w for path, value in self.settings.items() for w in ("--set", f"{path}={format_value(value)}")]
         return (*with_, *set_)
-
-
-def format_value(value: Any) -> str:
-    """Format a value for `--set`."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{k}: {format_value(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(format_value, value))}]"
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def meshes(program: Program, config: Any, machine: Machine, free: Sequence[str]) -> list[MeshChoice]:

@@ -8,7 +8,7 @@ from axlearn_core.run import open_weights
 from axlearn_plugins_serving.disaggregated.engine_worker import Settings
 from axlearn_plugins_serving.disaggregated.router import RouterEngine
 from axlearn_plugins_serving.engine import ServingEngine
-from axlearn_plugins_serving.open_engine import OpenedEngine, check_decoder, model_name
+from axlearn_plugins_serving.open_engine import OpenedEngine, Report, check_decoder, ignore_phase, model_name
 from axlearn_plugins_serving.programs import find_run_programs
 from axlearn_plugins_transformer.text.processor import text_processor
 
@@ -21,6 +21,7 @@ def open_router(
     programs: str | Path | None = None,
     prefill: int = 1,
     decode: int = 1,
+    report: Report = ignore_phase,
 ) -> OpenedEngine:
     """Start a model's workers and return when all of them accept requests.
 
@@ -31,12 +32,14 @@ def open_router(
         programs: Directory with exported programs; the default is the one in the run directory, if it exists.
         prefill: Number of processes that compute prompts.
         decode: Number of processes that generate outputs.
+        report: Called when a phase begins.
 
     Raises:
         CheckpointError: If there are no weights or no such checkpoint, or the checkpoint is damaged.
         RequestError: If the model does not generate tokens or has no tokenizer, or the config does not fit it.
         WorkError: If a worker cannot start.
     """
+    report(f"opening {uri}")
     weights: Any = open_weights(uri, step=step)
     check_decoder(weights.experiment.model)
     text = text_processor(weights.experiment, weights.tokenizer)
@@ -49,5 +52,6 @@ def open_router(
         uri=str(uri), config=config or ServingEngine.Config(), step=step, programs=folder, folder="",
         needs_programs=programs is not None,
     )  # fmt: skip
+    report(f"starting {prefill} prefill and {decode} decode processes")
     engine: Any = RouterEngine(settings, prefill=prefill, decode=decode)
     return OpenedEngine(engine, text, model_name(uri))

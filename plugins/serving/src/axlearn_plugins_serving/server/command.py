@@ -99,6 +99,7 @@ def serve(
     from axlearn_core.errors import RequestError
     from axlearn_plugins_serving.server.limits import ServerLimits, allowed_hosts, is_loopback
     from axlearn_plugins_serving.server.server_runner import bind
+    from axlearn_plugins_serving.server.startup import Startup
 
     key = _key(api_key_env)
     if key is None and not is_loopback(host):
@@ -125,10 +126,11 @@ def serve(
             engine_options = uri, served_model_name, chat_template, config, step, programs, workers
             listener.close()  # free the port for Ray Serve
             sys.exit(_run_replicas(engine_options, limits, replicas, host, port))
-        with _disable_gc():
-            service = _open(uri, served_model_name, chat_template, config, step, programs, workers)
-        code = _run(service, limits, listener, host, grace, log_requests)
-    except (RequestError, KeyboardInterrupt):
+        with Startup() as startup:
+            with _disable_gc():
+                service = _open(uri, served_model_name, chat_template, config, step, programs, workers, startup)
+            code = _run(service, limits, listener, host, grace, log_requests, startup)
+    except (RequestError, KeyboardInterrupt, SystemExit):
         listener.close()
         raise
     sys.exit(code)
@@ -215,24 +217,30 @@ def _open(
     step: int | None,
     programs: str | None,
     workers: tuple[int, int] | None,
+    startup: Any = None,
 ) -> Any:
     import attrs
 
     from axlearn_core.errors import RequestError
     from axlearn_plugins_serving.compile_count import CompileCount
-    from axlearn_plugins_serving.open_engine import model_name
+    from axlearn_plugins_serving.open_engine import ignore_phase, model_name
     from axlearn_plugins_serving.server.engine_thread import EngineThread
     from axlearn_plugins_serving.server.service import Service
     from axlearn_plugins_transformer.text.chat_template import ChatTemplate
 
-    count = CompileCount()
+    count, report = CompileCount(), ignore_phase
+    if startup is not None:
+        report, startup.detail = startup.report, lambda: f", {count.total} programs so far"
     _check_names(name or model_name(uri), config)
     if workers is None:
-        opened = _open_engine(uri, config, step, programs)
+        opened = _open_engine(uri, config, step, programs, report)
     else:
         from axlearn_plugins_serving.disaggregated.open_router import open_router
 
-        opened = open_router(uri, config=config, step=step, programs=programs, prefill=workers[0], decode=workers[1])
+        prefill, decode = workers
+        opened = open_router(
+            uri, config=config, step=step, programs=programs, prefill=prefill, decode=decode, report=report
+        )
     if opened.text is None:
         opened.engine.close()
         raise RequestError(
@@ -267,7 +275,7 @@ def _check_names(name: str, config: Any) -> None:
         )
 
 
-def _open_engine(uri: str, config: Any, step: int | None, programs: str | None) -> Any:
+def _open_engine(uri: str, config: Any, step: int | None, programs: str | None, report: Callable[[str], None]) -> Any:
     from pathlib import Path
 
     from axlearn_plugins_serving.engine_devices import set_up_devices
@@ -276,7 +284,8 @@ def _open_engine(uri: str, config: Any, step: int | None, programs: str | None) 
 
     folder = find_run_programs(uri) if programs is None else Path(programs)
     set_up_devices(config, owns_cores=folder is not None)
-    return (open_with_programs if programs is None else open_engine)(uri, config=config, step=step, programs=folder)
+    open_ = open_with_programs if programs is None else open_engine
+    return open_(uri, config=config, step=step, programs=folder, report=report)
 
 
 def _run_replicas(engine_options: tuple[Any, ...], limits: Any, replicas: int, host: str, port: int) -> int:
@@ -300,7 +309,7 @@ def _run_replicas(engine_options: tuple[Any, ...], limits: Any, replicas: int, h
     )
 
 
-def _run(service: Any, limits: Any, listener: Any, host: str, grace: float, log_requests: bool) -> int:
+def _run(service: Any, limits: Any, listener: Any, host: str, grace: float, log_requests: bool, startup: Any) -> int:
     import asyncio
 
     from axlearn_plugins_serving.server.server_runner import ServerRunner
@@ -312,6 +321,11 @@ def _run(service: Any, limits: Any, listener: Any, host: str, grace: float, log_
         runner = ServerRunner(service, limits, grace=grace, log_requests=log_requests)
         host_text = f"[{host}]" if ":" in host else host
         address = f"http://{host_text}:{listener.getsockname()[1]}"
-        return await runner.run(listener, lambda: echo(f"{service.name} at {address}"))
+
+        def ready() -> None:
+            startup.finish()
+            echo(f"{service.name} at {address}")
+
+        return await runner.run(listener, ready)
 
     return asyncio.run(run())

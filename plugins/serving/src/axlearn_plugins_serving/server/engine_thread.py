@@ -17,7 +17,14 @@ _log = logging.getLogger("axlearn.serving")
 
 
 class EngineFailedError(Exception):
-    """Raised if the engine has failed or is stopping."""
+    """Raised if the engine has failed."""
+
+
+class EngineStoppingError(EngineFailedError):
+    """Raised if the engine is stopping with the server."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is stopping")
 
 
 class SlowReaderError(Exception):
@@ -42,7 +49,8 @@ class Outputs:
         """Wait for at least one output, and return all outputs since the last call.
 
         Raises:
-            EngineFailedError: If the engine has failed or is stopping.
+            EngineFailedError: If the engine has failed.
+            EngineStoppingError: If it is stopping with the server.
             SlowReaderError: If too many tokens were waiting for this call.
         """
         await self._event.wait()
@@ -110,7 +118,7 @@ class EngineThread:
             self._wake.notify()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
-        self._fail_all(EngineFailedError("the server is stopping"))
+        self._fail_all(EngineStoppingError())
 
     async def add(self, requests: Sequence[Request], *, bounded: bool = True) -> Outputs:
         """Add all requests, or none.
@@ -122,10 +130,13 @@ class EngineThread:
         Raises:
             RequestError: If the engine rejects a request.
             QueueFullError: If the queue is full.
-            EngineFailedError: If the engine has failed or is stopping.
+            EngineFailedError: If the engine has failed.
+            EngineStoppingError: If it is stopping with the server.
         """
-        if self.failure is not None or self._stopping:
-            raise EngineFailedError("the engine has failed" if self.failure else "the server is stopping")
+        if self.failure is not None:
+            raise EngineFailedError("the engine has failed")
+        if self._stopping:
+            raise EngineStoppingError
         if len(self._commands) >= self._max_commands:
             raise QueueFullError(f"{self._max_commands} requests are waiting to be queued", 1.0)
         assert self._loop is not None

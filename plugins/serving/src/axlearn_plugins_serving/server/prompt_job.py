@@ -8,7 +8,12 @@ import attrs
 
 from axlearn_plugins_serving.contracts import Output, Request, TokenLogprobs
 from axlearn_plugins_serving.server.api_errors import ApiError
-from axlearn_plugins_serving.server.engine_thread import EngineFailedError, EngineThread, SlowReaderError
+from axlearn_plugins_serving.server.engine_thread import (
+    EngineFailedError,
+    EngineStoppingError,
+    EngineThread,
+    SlowReaderError,
+)
 from axlearn_plugins_serving.server.server_metrics import Metrics
 from axlearn_plugins_transformer.text.decoding import OutputText
 
@@ -161,8 +166,8 @@ class Job:
             try:
                 outputs = await self._outputs.get()
             except EngineFailedError as error:
-                stops = "stopping" in str(error)
-                raise ApiError(503 if stops else 500, str(error), code="engine_error") from None
+                status = 503 if isinstance(error, EngineStoppingError) else 500
+                raise ApiError(status, str(error), code="engine_error") from None
             except SlowReaderError as error:
                 raise ApiError(408, f"the client reads too slowly: {error}", code="slow_reader") from None
             if self._first is None and any(output.tokens for output in outputs):

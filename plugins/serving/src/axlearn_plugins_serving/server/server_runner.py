@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
-from axlearn_core.errors import RequestError
+from axlearn_core.errors import RequestError, counted
 from axlearn_plugins_serving.server.app import create_app
-from axlearn_plugins_serving.server.engine_thread import EngineFailedError
+from axlearn_plugins_serving.server.engine_thread import EngineStoppingError
 from axlearn_plugins_serving.server.limits import ServerLimits, uvicorn_config
 from axlearn_plugins_serving.server.service import Service
 
@@ -113,8 +113,8 @@ class ServerRunner:
             await asyncio.sleep(0.02)
         self._aborted = self.service.thread.active
         if self._aborted:
-            print(f"aborted {self._aborted} requests that were still running after the grace period", file=sys.stderr)
-            self.service.thread.abort_all(EngineFailedError("the server is stopping"))
+            print(f"aborted {counted(self._aborted, 'request')} still running after the grace period", file=sys.stderr)
+            self.service.thread.abort_all(EngineStoppingError())
         deadline = loop.time() + _ERROR_READ_SECONDS
         while self._server.server_state.tasks and loop.time() < deadline:
             await asyncio.sleep(0.02)

@@ -9,7 +9,7 @@ import click
 
 from axlearn_core.cli.common import json_option, no_devices, print_json, print_table
 from axlearn_core.cli.terminal import echo
-from axlearn_core.errors import CheckpointError
+from axlearn_core.errors import CheckpointError, counted
 from axlearn_core.run import Run
 
 if TYPE_CHECKING:
@@ -79,8 +79,12 @@ def inspect(run_dir: str, step: int | None, verify: bool, as_json: bool) -> None
         print_json(rows)
         return
     verified = "; all files match their hashes" if verify else ""
-    files = f", {_size(manifest.bytes)} in {len(manifest.files)} files" if manifest.files else "; without a manifest"
-    echo(f"step {manifest.step}: {len(rows)} arrays{files}{verified}", err=True)
+    files = (
+        f", {_size(manifest.bytes)} in {counted(len(manifest.files), 'file')}"
+        if manifest.files
+        else "; without a manifest"
+    )
+    echo(f"step {manifest.step}: {counted(len(rows), 'array')}{files}{verified}", err=True)
     print_table([{**r, "shape": " x ".join(map(str, r["shape"])) or "()"} for r in rows], ("name", "shape", "dtype"))
 
 

@@ -13,7 +13,8 @@ from rich.table import Column
 from rich.text import Text
 
 from axlearn_core.config import Configurable, node, setting
-from axlearn_core.train.trackers import printable
+from axlearn_core.errors import counted
+from axlearn_core.train.trackers import printable, show_parameters
 from axlearn_plugins_tools.reporting.durations import clock
 from axlearn_plugins_tools.reporting.notebook_bar import NotebookBar
 
@@ -52,10 +53,10 @@ class ConsoleTracker(Configurable):
         first = int(info.get("start_step", 0))
         facts = [str(info.get("experiment", "")) or "run"]
         if "parameters" in info:
-            facts.append(f"{info['parameters']:,} parameters")
+            facts.append(show_parameters(info, " parameters"))
         if "devices" in info:
             facts.append(_devices(info["devices"]))
-        facts.append(f"resumes at step {first:,} of {self._max_steps:,}" if first else f"{self._max_steps:,} steps")
+        facts.append(f"resumes at step {first:,} of {self._max_steps:,}" if first else counted(self._max_steps, "step"))
         self._print(Text(printable(" · ".join(facts)), style="bold"))
         if self._console.is_jupyter:
             self._bar = NotebookBar(self._max_steps, first)
@@ -162,4 +163,4 @@ def _status(values: Mapping[str, float]) -> str:
 
 
 def _devices(devices: Any) -> str:
-    return f"{devices} device{'' if devices == 1 else 's'}" if isinstance(devices, int) else str(devices)
+    return counted(devices, "device") if isinstance(devices, int) else str(devices)

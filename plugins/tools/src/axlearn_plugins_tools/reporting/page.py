@@ -161,18 +161,18 @@ def _facts(run: Run) -> str:
     ):
         if values := points(run.train, name):
             facts.append((label, f"{short(scale * statistics.median(v for _, v in values))}{unit}", "median"))
-    facts += [
-        (k.capitalize(), _with_separators(lock[k]), str(lock.get(n, ""))) for k, n in _LOCKED if lock.get(k) is not None
-    ]
+    if lock.get("parameters") is not None:
+        total, trained = lock["parameters"], lock.get("trained_parameters")
+        sub = "" if trained in (None, total) else f"{_with_separators(trained)} trained"
+        facts.append(("Parameters", _with_separators(total), sub))
+    if lock.get("devices") is not None:
+        facts.append(("Devices", _with_separators(lock["devices"]), str(lock.get("platform", ""))))
     cards = "".join(
         f'<div class="card"><div class="label">{text(label)}</div><div class="value">{text(value)}</div>'
         f'<div class="sub">{text(sub)}</div></div>'
         for label, value, sub in facts
     )
     return f'<div class="cards">{cards}</div>'
-
-
-_LOCKED = (("parameters", ""), ("devices", "platform"))
 
 
 def _held_out_losses(run: Run) -> list[str]:
@@ -334,7 +334,7 @@ def _chain(run: Run, path: str) -> str:
 
 def _environment(run: Run) -> str:
     """Return the remaining values of the lock."""
-    skipped = {"provenance", "versions", "experiment", "parameters", "devices"}
+    skipped = {"provenance", "versions", "experiment", "parameters", "trained_parameters", "devices"}
     rows = [(k, v) for k, v in run.lock.items() if k not in skipped and v not in (None, {}, [], "")]
     versions = run.lock.get("versions")
     parts = [_table([(k, _flat(v)) for k, v in rows])]

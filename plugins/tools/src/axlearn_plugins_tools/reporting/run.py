@@ -9,9 +9,9 @@ from typing import Any
 import attrs
 
 from axlearn_core.config import parse
-from axlearn_core.errors import ConfigError, RequestError
+from axlearn_core.errors import ConfigError, RequestError, counted
 from axlearn_core.run.metric_files import METRICS, PHASES, SAMPLES, read_jsonl
-from axlearn_core.run.record import CONFIG, LOCK
+from axlearn_core.run.record import CONFIG, LOCK, get_origin
 from axlearn_plugins_tools.reporting.goodput import Attempt, read_attempts
 from axlearn_plugins_tools.reporting.processes import PROCESSES, process_incidents
 
@@ -49,6 +49,11 @@ class Run:
     def last_step(self) -> int:
         """Last logged step, or 0."""
         return max((r["step"] for r in (*self.train, *self.evaluations)), default=0)
+
+    @property
+    def origin(self) -> str | None:
+        """Run or model that a merged, converted or imported run was derived from, or None."""
+        return get_origin(self.lock)
 
     @property
     def seconds(self) -> float | None:
@@ -107,7 +112,9 @@ def read_run(path: Path) -> Run:
         listing = ", ".join(sorted(p.name for p in path.iterdir())[:5]) or "an empty directory"
         raise RequestError(f"{path} is not a run: it has no {CONFIG}, {LOCK} or {METRICS}\n    got: {listing}{_FIX}")
     notes: list[str] = []
-    metrics, remarks = _read(path / METRICS, read_jsonl, ([], []), notes)
+    lock = _read(path / LOCK, lambda p: _mapping(json.loads(_text(p))), {}, notes)
+    untrained = get_origin(lock) is not None  # such a run has no metrics until it is trained further
+    metrics, remarks = _read(path / METRICS, read_jsonl, ([], []), notes, optional=untrained)
     samples, more = _read(path / SAMPLES, read_jsonl, ([], []), notes, optional=True)
     notes += [*remarks, *more]
     attempts, bad_phases = _read(path / PHASES, _attempts, ([], []), notes, optional=True)
@@ -119,14 +126,14 @@ def read_run(path: Path) -> Run:
     train = [r for r in metrics if "loss" in r]
     bad = [r["step"] for r in train if number(r["loss"]) is None]
     if bad:
-        notes.append(f"the loss was not finite at {len(bad)} logged steps, first at step {bad[0]}")
+        notes.append(f"the loss was not finite at {counted(len(bad), 'logged step')}, first at step {bad[0]}")
     return Run(
         path=path,
         train=train,
         evaluations=[r for r in metrics if "loss" not in r],
         samples=[s for s in samples if isinstance(s.get("text"), str)],
         config=_read(path / CONFIG, lambda p: _mapping(parse(_text(p), p.name).data), {}, notes),
-        lock=_read(path / LOCK, lambda p: _mapping(json.loads(_text(p))), {}, notes),
+        lock=lock,
         attempts=attempts,
         incidents=sorted(incidents, key=lambda i: str(i.get("time", ""))),
         notes=notes,
@@ -142,7 +149,7 @@ def _lines(path: Path) -> tuple[list[Mapping[str, Any]], list[str]]:
             objects.append(_mapping(json.loads(line)))
         except ValueError:  # the last line from a killed process may be incomplete
             damaged += 1
-    return objects, [f"{path.name}: ignored {damaged} damaged lines"] if damaged else []
+    return objects, [f"{path.name}: ignored {counted(damaged, 'damaged line')}"] if damaged else []
 
 
 def _attempts(path: Path) -> tuple[list[Attempt], list[str]]:

@@ -10,6 +10,7 @@ import click
 from axlearn_core.cli.common import json_option, print_json, print_table
 from axlearn_core.cli.terminal import echo
 from axlearn_core.errors import RequestError
+from axlearn_core.run import Run as CoreRun
 from axlearn_plugins_tools.reporting.run import Run, number, read_run
 
 FILES = ("config.yaml", "run.lock.json", "metrics.jsonl")
@@ -21,7 +22,8 @@ FILES = ("config.yaml", "run.lock.json", "metrics.jsonl")
 def runs(paths: tuple[Path, ...], as_json: bool) -> None:
     """List the runs in a folder, or compare two runs.
 
-    The list shows each run's last metrics. The default folder is `runs`. Runs that cannot be read are marked.
+    The list shows each run's last metrics, and the source of a merged, converted or imported run. The default folder is
+    `runs`. Runs that cannot be read are marked.
     """
     if len(paths) > 2:
         raise RequestError(f"{len(paths)} paths\n    expected: a folder of runs, or two runs to compare")
@@ -30,7 +32,7 @@ def runs(paths: tuple[Path, ...], as_json: bool) -> None:
         columns = ("name", "first", "second")
     else:
         rows = list_runs(paths[0] if paths else Path("runs"))
-        columns = ("name", "step", "of", "loss", "evaluation", "minutes", "changed", "problem")
+        columns = ("name", "step", "of", "loss", "evaluation", "minutes", "changed", "from", "problem")
     if as_json:
         print_json(rows)
         return
@@ -52,7 +54,7 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
         except (RequestError, OSError) as error:
             problem = str(error).partition("\n")[0]
             rows.append({"name": path.name, **dict.fromkeys(("step", "of", "loss", "evaluation"), ""), "minutes": "",
-                         "changed": "", "problem": problem})  # fmt: skip
+                         "changed": "", "from": "", "problem": problem})  # fmt: skip
     return rows
 
 
@@ -77,14 +79,21 @@ def _row(path: Path, run: Run) -> dict[str, Any]:
     seconds = run.seconds
     return {
         "name": path.name,
-        "step": run.last_step,
+        "step": run.last_step or _checkpoint_step(run),
         "of": _text(run.config.get("max_steps", "?")),
         "loss": _text(last.get("loss", "")),
         "evaluation": evaluation,
         "minutes": "" if seconds is None else f"{seconds / 60:.1f}",
         "changed": time.strftime("%Y-%m-%d %H:%M", time.localtime(_change_time(path))),
+        "from": run.origin or "",
         "problem": run.notes[0][:60] if run.notes else "",
     }
+
+
+def _checkpoint_step(run: Run) -> int:
+    """Return the step of the newest checkpoint of a derived run, which has no metrics yet."""
+    steps = CoreRun(run.path).checkpoints.steps() if run.origin else ()
+    return max(steps, default=0)
 
 
 def _last(run: Run) -> dict[str, float]:

@@ -3,7 +3,7 @@
 Rows are packed, and only the assistant's answers count.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -15,6 +15,7 @@ from axlearn_plugins_transformer.text.chat_template import ChatTemplate
 from axlearn_plugins_transformer.text.conversations import Conversation, ConversationRecords
 from axlearn_plugins_transformer.text.examples import Example, example
 from axlearn_plugins_transformer.text.language_model import LanguageModelInput
+from axlearn_plugins_transformer.text.long_texts import long_text_error
 from axlearn_plugins_transformer.text.records import Document, HasRecordSizes
 from axlearn_plugins_transformer.text.sources import Part, Split
 from axlearn_plugins_transformer.text.tokenizers import check_ids
@@ -61,19 +62,22 @@ class ChatInput(LanguageModelInput):
         """
         if not isinstance(document, Conversation):
             return super().example(document)
-        row = document.row
-        last = self.config.answers == "last"
+        ids, marks = self._encode_conversation(document)
+        if len(ids) > self._limit and not self._any_length:
+            if self.config.too_long == "error":
+                raise self._too_long([(document.location, len(ids))], None)
+            ids, marks = ([], []) if self.config.too_long == "drop" else (ids[: self._limit], marks[: self._limit])
+        return example(ids[:-1], ids[1:], marks[1:]) if any(marks[1:]) else None
+
+    def _encode_conversation(self, document: Conversation) -> tuple[list[int], list[bool]]:
+        """Return the tokens of a conversation, and whether each is in an answer to train on."""
+        row, last = document.row, self.config.answers == "last"
         rendered = self.template.render_answers(
             row["messages"], last=last, tools=row.get("tools"), location=document.location
         )
         ids, marks = self.template.encode(rendered)
         check_ids(self.tokenizer, ids, self.vocab_size, document.location)
-        limit = self.config.sequence_length + 1  # the first token is only an input, the last only a target
-        if len(ids) > limit and not self._any_length:
-            if self.config.too_long == "error":
-                raise _too_long(document.location, len(ids), limit)
-            ids, marks = ([], []) if self.config.too_long == "drop" else (ids[:limit], marks[:limit])
-        return example(ids[:-1], ids[1:], marks[1:]) if any(marks[1:]) else None
+        return ids, marks
 
     def describe(self) -> Mapping[str, Any]:
         """Return the base class's facts and a hash of the template."""
@@ -106,12 +110,30 @@ class ChatInput(LanguageModelInput):
         """Check conversations that may be too long before training.
 
         Rows with few bytes have few tokens.
+
+        Raises:
+            InputError: Some are too long. The error counts them and names the longest.
         """
-        for split in SPLITS:
-            for part in self.source.parts(split):
-                for i in self._long_rows(part.records):
-                    for document in part.records[i]:
-                        self.example(document)
+        parts = [part for split in SPLITS for part in self.source.parts(split)]
+        records = [part.records for part in parts if isinstance(part.records, ConversationRecords)]
+        documents = (d for r in records for i in self._long_rows(r) for d in r[i] if isinstance(d, Conversation))
+        lengths = ((document.location, len(self._encode_conversation(document)[0])) for document in documents)
+        if too_long := [(location, count) for location, count in lengths if count > self._limit]:
+            raise self._too_long(too_long, sum(map(len, records)))
+
+    def _too_long(self, lengths: Sequence[tuple[str, int]], total: int | None) -> InputError:
+        return long_text_error(
+            "conversation",
+            lengths,
+            total=total,
+            limit=self._limit,
+            sequence_length=self.config.sequence_length,
+            fix="set input.too_long to 'truncate' or 'drop'",
+        )
+
+    @property
+    def _limit(self) -> int:
+        return self.config.sequence_length + 1  # the first token is only an input, the last only a target
 
     def _long_rows(self, records: Any) -> list[int]:
         sizes = np.asarray(records.sizes if isinstance(records, HasRecordSizes) else (), np.int64)
@@ -120,11 +142,3 @@ class ChatInput(LanguageModelInput):
     @property
     def _any_length(self) -> bool:
         return self.config.packing == "concat"
-
-
-def _too_long(location: str, count: int, limit: int) -> InputError:
-    return InputError(
-        f"{location}: the conversation is longer than a row\n    got: {count} tokens\n"
-        f"    expected: at most {limit}, as input.sequence_length is {limit - 1}\n"
-        "    fix: raise input.sequence_length, or set input.too_long to 'truncate' or 'drop'"
-    )

@@ -19,15 +19,21 @@ from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
 from axlearn_core.config.tree import children
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.contracts.text import get_digest
-from axlearn_core.errors import ConfigError, InputError, Problem
+from axlearn_core.errors import ConfigError, InputError, Problem, counted
 from axlearn_plugins_transformer.text.batch_iterator import Batches, Places
 from axlearn_plugins_transformer.text.examples import Example, example
 from axlearn_plugins_transformer.text.positions import OLD_ORDER, check_position
-from axlearn_plugins_transformer.text.protocols import bos_id_of, bos_token_of, encodes_batches, first_token
+from axlearn_plugins_transformer.text.protocols import (
+    bos_id_of,
+    bos_token_of,
+    encodes_batches,
+    first_token,
+    summarize_tokenizer,
+)
 from axlearn_plugins_transformer.text.records import Document, FileRecords
 from axlearn_plugins_transformer.text.shares import Shares
 from axlearn_plugins_transformer.text.small_data import SmallData, is_small, print_note
-from axlearn_plugins_transformer.text.sources import Part, Source, Split, describe
+from axlearn_plugins_transformer.text.sources import Part, Source, Split, describe, summarize
 from axlearn_plugins_transformer.text.tokenizers import (
     check_ids,
     special_tokens_problems,
@@ -115,7 +121,7 @@ class LanguageModelInput(Configurable):
             problems.append(
                 Problem(
                     path="input.num_shards" if cfg.num_shards else "input.batch_size",
-                    message=f"{self.num_shards} data shards cannot be split evenly over {process_count} processes",
+                    message=f"{counted(self.num_shards, 'data shard')} cannot be split evenly over {process_count} processes",
                     expected=f"a multiple of {process_count}",
                 )
             )
@@ -293,6 +299,10 @@ class LanguageModelInput(Configurable):
         They are the files, bytes, a hash of names and sizes, the tokenizer hash and the number of shards.
         """
         return {**describe(self.source), "tokenizer": describe_encoding(self), "num_shards": self.num_shards}
+
+    def summarize(self) -> Mapping[str, str]:
+        """See `axlearn_core.contracts.capabilities.SummarizesData`."""
+        return {"data": summarize(describe(self.source)), "tokenizer": summarize_tokenizer(self.tokenizer)}
 
     def _parts(self, split: Split) -> tuple[Part, ...]:
         parts = self.source.parts(split)

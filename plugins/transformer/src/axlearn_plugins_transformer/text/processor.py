@@ -9,8 +9,7 @@ from typing import Any
 import attrs
 
 from axlearn_core.config import Configurable, Node, node, setting
-from axlearn_core.config.tree import children
-from axlearn_core.contracts.experiment import build_tokenizer, get_input_config, get_text_facts
+from axlearn_core.contracts.experiment import build_tokenizer, get_chat_template_config, get_text_facts
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.contracts.text import EncodesSpecialTokens
 from axlearn_core.errors import Problem, nearest
@@ -201,7 +200,7 @@ def text_processor(experiment: Any, tokenizer: Tokenizer | None = None) -> TextP
         return None
     cfg = get_text_facts(experiment)
     cfg = cfg if isinstance(cfg, TextProcessor.Config) else TextProcessor.Config()
-    trained = children(get_input_config(experiment)).get("template")
+    trained = get_chat_template_config(experiment)
     if cfg.template is None and isinstance(trained, ChatTemplate.Config):
         cfg = attrs.evolve(cfg, template=trained)
     return cfg.build(tokenizer=tokenizer)

@@ -65,6 +65,17 @@ class SpellsEos(Protocol):
 
 
 @runtime_checkable
+class HasName(Protocol):
+    """A tokenizer with a name for messages.
+
+    Attributes:
+        name: Path of its file, or the name of a built-in tokenizer.
+    """
+
+    name: str
+
+
+@runtime_checkable
 class HasFolder(Protocol):
     """A tokenizer that was read from a file, whose folder may contain related files.
 
@@ -115,6 +126,15 @@ def bos_token_of(tokenizer: object) -> str | None:
 def folder_of(tokenizer: object) -> str | None:
     """Return the folder that a tokenizer was read from, or None if it is part of a package or unknown."""
     return tokenizer.folder if isinstance(tokenizer, HasFolder) else None
+
+
+def summarize_tokenizer(tokenizer: Tokenizer) -> str:
+    """Return the name, the size and the end-of-document token of a tokenizer, for the user."""
+    name = tokenizer.name if isinstance(tokenizer, HasName) else type(tokenizer).__name__
+    end = f"{tokenizer.eos_token!r}" if isinstance(tokenizer, SpellsEos) else f"token {tokenizer.eos_id}"
+    bos = bos_token_of(tokenizer)
+    begin = "" if bos is None else f"begin with {bos!r} and "
+    return f"{name}: {tokenizer.vocab_size:,} tokens, documents {begin}end with {end}"
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import attrs
 
 from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
-from axlearn_core.errors import InputError, Problem
+from axlearn_core.errors import InputError, Problem, counted
 from axlearn_plugins_transformer.text.data_files import is_url, list_files
 from axlearn_plugins_transformer.text.fingerprint import DataFile, fingerprint_files
 from axlearn_plugins_transformer.text.records import LINE_BYTES, FileRecords, Records, check_head, find_format
@@ -257,6 +257,11 @@ def describe(source: Source) -> dict[str, Any]:
     if len(files) <= DIGESTS:
         facts["digests"] = {name: file.digest for name, file in sorted(files.items())}
     return facts
+
+
+def summarize(facts: Mapping[str, Any]) -> str:
+    """Return the number and the size of the files in the facts of `describe`, for the user."""
+    return f"{counted(facts['files'], 'file')}, {counted(facts['bytes'], 'byte')}"
 
 
 def _hash(facts: Any) -> str:

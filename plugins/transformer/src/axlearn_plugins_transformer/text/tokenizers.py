@@ -24,6 +24,7 @@ from axlearn_plugins_transformer.text.token_lengths import most_characters
 class ByteTokenizer(Configurable):
     """UTF-8 bytes as ids 0 to 255. Id 256 ends a document."""
 
+    name = "bytes"
     vocab_size = 257
     eos_id = 256
     digest = "utf-8 bytes"
@@ -122,6 +123,7 @@ class TokenizerJson(Configurable):
             name = os.path.expanduser(cfg.path or "")
             with open_file(name) as handle:
                 raw = handle.read()
+        self.name = name
         self.folder = None if cfg.path is None else os.path.dirname(name)
         self.digest = hashlib.sha256(raw).hexdigest()[:16]
         try:
