@@ -4,7 +4,7 @@ import pytest
 
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_plan.flops import model_flops
-from axlearn_plugins_plan.plan import prepared
+from axlearn_plugins_plan.plan import compose_program
 
 LAYERS, WIDTH, HIDDEN, VOCAB, ROWS, LENGTH = 2, 128, 384, 2048, 8, 64
 SMALL = (f"model.decoder.num_layers={LAYERS}", f"input.batch_size={ROWS}", f"input.sequence_length={LENGTH}")
@@ -16,7 +16,7 @@ PAIRS = LAYERS * 2 * WIDTH * LENGTH
 
 def counted(experiment, *features):
     """Return the model FLOPs of a step, which the plan and the trainer must count alike."""
-    program, batch = prepared(resolve(experiment, set=SMALL, target="cpu-8", with_=list(features)))
+    program, batch = compose_program(resolve(experiment, set=SMALL, target="cpu-8", with_=list(features)))
     flops = model_flops(program, "train", batch).full
     assert flops == program.model_flops(batch)
     return flops

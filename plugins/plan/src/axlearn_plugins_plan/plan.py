@@ -1,5 +1,6 @@
 """Compile a function of an experiment for a machine, and collect figures such as memory and time in a plan."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +12,10 @@ import jax
 from axlearn_core.compose import Program, compose
 from axlearn_core.compose.devices import configure_devices, topology_devices
 from axlearn_core.compose.objective import decide_replication
-from axlearn_core.config import Node, find, find_missing, flatten, get
+from axlearn_core.config import Node, find, find_missing, flatten, get, patch
 from axlearn_core.config.roles import StackRole
 from axlearn_core.contracts.capabilities import DeclaresBatches, DeclaresFunctions, vocabulary_size
-from axlearn_core.contracts.experiment import accumulate_steps, get_input_config
+from axlearn_core.contracts.experiment import accumulate_steps, batch_size, get_input_config, get_model_config, num_shards
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.kernels.selection import Choice
@@ -26,6 +27,7 @@ from axlearn_plugins_plan.compilation import compile_function
 from axlearn_plugins_plan.flops import ModelFlops, executed_flops, model_flops
 from axlearn_plugins_plan.groups import Places, find_domains
 from axlearn_plugins_plan.hlo import parse
+from axlearn_plugins_plan.largest_batch import MAX_COMPILES, LargestBatch, find_largest_batch
 from axlearn_plugins_plan.memory import Memory, shard_bytes
 from axlearn_plugins_plan.predict import Prediction, predict
 from axlearn_plugins_plan.roofline import Roofline, roofline, utilisation
@@ -33,7 +35,7 @@ from axlearn_plugins_plan.tags import Tag, tags
 from axlearn_plugins_plan.traffic import hbm_bytes
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class FunctionPlan:
     """The figures for a function call on a machine. Bytes and collectives are per device.
 
@@ -46,6 +48,14 @@ class FunctionPlan:
         collectives: Collectives of the program. None if the compiler stopped.
         rows: Number of rows in the batch.
         tokens: Number of tokens in the batch. None if the function takes no tokens.
+        batch_shards: Number of devices or groups of devices that a batch is sharded over.
+        batch_unit: Divisor of the rows of every batch that the mesh, the microbatches and the input allow.
+        batch: Who set the size of the batch. None if the function does not take a batch of the experiment.
+        trained: Number of parameters that a training step updates.
+        frozen_bytes: Bytes per device of the float32 parameters that a training step does not update.
+        compute_dtype: Dtype in which the model computes. None if the model does not say.
+        features: Names of the applied features.
+        largest_batch: The largest batch that fits, if it was searched.
         tags: Activation tags of a training step. Empty if the model has no tags.
         gradient_bytes: Bytes of the gradients. 0 if the function does not differentiate.
         compiler_options: XLA options from the target, the kernels and the config.
@@ -60,7 +70,14 @@ class FunctionPlan:
     mesh: Mapping[str, int]
     rows: int
     tokens: int | None
+    batch_shards: int
+    batch_unit: int
+    batch: str | None
     parameters: int
+    trained: int
+    frozen_bytes: int
+    compute_dtype: str | None
+    features: frozenset[str]
     remat: tuple[str, ...]
     memory: Memory
     flops: ModelFlops
@@ -74,11 +91,23 @@ class FunctionPlan:
     accumulate_steps: int
     compiler_options: Mapping[str, Any]
     compile_seconds: float
+    largest_batch: LargestBatch | None = None
 
     def mfu(self, causal: bool = False) -> float | None:
         """Return the model FLOPs utilization at the roofline, or None if the hardware's peak is unknown."""
         flops = self.flops.causal if causal else self.flops.full
         return utilisation(flops, self.roofline.step, self.machine.target, self.machine.devices)
+
+    def __repr__(self) -> str:
+        from axlearn_plugins_plan.render import size, title
+
+        fits = "fits" if self.memory.fits else "does not fit"
+        return f"<{title(self)}; {fits}: {size(self.memory.total)} of {size(self.memory.capacity)}>"
+
+    def _repr_html_(self) -> str:
+        from axlearn_plugins_plan.page import as_html
+
+        return as_html(self)
 
     @property
     def mfu_note(self) -> str | None:
@@ -178,6 +207,7 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
         activations = tags(program, batch) if trains else []
         (compiled, memory), seconds = compiling.result()
     moved = traffic = None
+    frozen = set(program.function(function).frozen)
     unchanged = [str(decision) for decision in resolved.decisions if decision.kind == "unchanged"]
     notes = [*resolved.notes, *unchanged, *map(str, decide_replication(program.trained))]
     if machine.target.stand_in:
@@ -202,7 +232,16 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
         mesh={a: n for a, n in program.layout.mesh.shape.items() if n > 1},
         rows=max((s.shape[0] for s in batch.values() if s.shape), default=0),
         tokens=int(batch["tokens"].size) if is_batch and "tokens" in batch else None,
+        batch_shards=_batch_shards(program),
+        batch_unit=_batch_unit(program, resolved.config),
+        batch=_batch_source(resolved) if is_batch else None,
         parameters=program.functional.num_parameters,
+        trained=sum(s.size for p, s in program.functional.abstract.items() if p not in frozen),
+        frozen_bytes=shard_bytes(
+            [s for p, s in program.trained_spec.params.items() if p in frozen and s.dtype == "float32"]
+        ),
+        compute_dtype=_compute_dtype(resolved.config),
+        features=frozenset(name for name, _ in resolved.features),
         remat=_remat(resolved.config) if trains else (),
         memory=memory,
         flops=flops,
@@ -217,6 +256,57 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
         compiler_options=program.options(function),
         compile_seconds=seconds,
     )
+
+
+def add_largest_batch(plan: FunctionPlan, resolved: Resolved, progress: Callable[[str], None]) -> FunctionPlan:
+    """Search for the largest batch of a training step that fits, and add it to the plan.
+
+    Args:
+        plan: FunctionPlan of the request's training step.
+        resolved: The resolved request.
+        progress: Called with a message before each compilation.
+
+    Returns:
+        The new plan, or `plan` if the capacity is unknown or the config does not set the size of the batch.
+    """
+    if plan.memory.capacity is None or plan.function != "train" or batch_size(resolved.config) is None:
+        return plan
+    compiles = 0
+
+    def measure(rows: int) -> Memory:
+        nonlocal compiles
+        compiles += 1
+        progress(
+            f"searching the largest batch that fits: compiling {rows:,} rows ({compiles} of at most {MAX_COMPILES})"
+        )
+        config = patch(resolved.config, {"input.batch_size": rows})
+        program, batch = compose_program(attrs.evolve(resolved, config=config))
+        bucket = program.function(plan.function).bucket_of(batch)
+        return compile_function(program, plan.function, bucket, machine_of(resolved))[1]
+
+    found = find_largest_batch(plan.rows, plan.batch_unit, plan.memory, measure)
+    return attrs.evolve(plan, largest_batch=found)
+
+
+def _batch_shards(program: Program) -> int:
+    layout = program.layout
+    return math.prod(layout.mesh.shape[axis] for axis in layout.rules.get("batch", ()))
+
+
+def _batch_unit(program: Program, config: Node[Any]) -> int:
+    return math.lcm(_batch_shards(program) * accumulate_steps(config), num_shards(config) or 1)
+
+
+def _batch_source(resolved: Resolved) -> str:
+    """Describe who set the size of the batch."""
+    if batch_size(resolved.config) is None:
+        return "the batches of the input"
+    return f"input.batch_size, {resolved.setter('input.batch_size') or 'the value of the experiment'}"
+
+
+def _compute_dtype(config: Node[Any]) -> str | None:
+    fields = flatten(get_model_config(config)) if isinstance(get_model_config(config), Node) else {}
+    return fields.get("dtype")
 
 
 def _run_timed(started: float, function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
