@@ -35,7 +35,7 @@ def refused(*words: str) -> str:
         (
             "cpu-8",
             "input.batch_size=2",
-            ["input (tokens)", "2 over 8 devices", "a multiple of 8", "context-parallel", "{seq: 4, fsdp: -1}"],
+            ["input (weights)", "2 over 8 devices", "a multiple of 8", "context-parallel", "{seq: 4, fsdp: -1}"],
         ),
         ("cpu-8", "mesh.shape={tensor: 8}", ["attention.key.weight", "(kv) is not divisible", "4 over 8 devices"]),
         (

@@ -128,7 +128,8 @@ def _largest_batch(plan: FunctionPlan, found: LargestBatch) -> Iterator[str]:
         return _count_noun(rows, "row") + (f" ({rows * per_row:,} tokens)" if per_row else "")
 
     if found.rows is None:
-        yield f"not even the smallest batch fits: {rows_of(found.too_large)} need {size(found.too_large_bytes)}"
+        smallest = rows_of(found.too_large or plan.batch_unit)
+        yield f"not even the smallest batch fits: {smallest} need {size(found.too_large_bytes)}"
         return
     bound = f"{rows_of(found.too_large)} do not fit" if found.too_large else "larger batches were not tried"
     yield f"largest batch that fits: {rows_of(found.rows)}, {size(found.bytes)}; {bound}"
@@ -179,7 +180,7 @@ def _roofline(plan: FunctionPlan) -> Iterator[str]:
 
 
 def _tokens_per_second(plan: FunctionPlan, step: float) -> str:
-    return f", {count(plan.tokens / step)}tokens/s" if plan.tokens else ""
+    return f", {plan.tokens / step:,.0f} tokens/s" if plan.tokens else ""
 
 
 def _count_noun(number: int, noun: str) -> str:
