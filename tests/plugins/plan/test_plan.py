@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from axlearn_core.cli.main import cli
 from axlearn_core.contracts.target import Machine, Target
+from axlearn_core.errors import RequestError
 from axlearn_core.kernels.selection import use
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_plan.batches import abstract_batch
@@ -171,6 +172,13 @@ def test_the_search_compiles_batches_that_the_mesh_divides(plan, monkeypatch):
     assert all(count % 16 == 0 for count in rows)
     assert len(messages) == len(rows) == found.compiles
     assert "compiling 16 rows (1 of at most 6)" in messages[0]
+
+    def refuse(*_):
+        raise RequestError("the pipeline does not divide the batch\n    fix: another batch")
+
+    monkeypatch.setattr(module, "compile_function", refuse)
+    noted = add_largest_batch(attrs.evolve(tight, rows=1600, batch_unit=16), resolved, messages.append)
+    assert noted.notes[-1] == "the largest batch is unknown: the pipeline does not divide the batch"
     unknown = attrs.evolve(plan, memory=attrs.evolve(plan.memory, capacity=None))
     assert add_largest_batch(unknown, resolved, messages.append) is unknown
 

@@ -153,8 +153,8 @@ class TrainingFunctions:
         return new, {"loss": value, **get_scalars(summaries), **reported}
 
     def _frozen_params(self) -> Collection[str]:
-        freezes = isinstance(self.learner, FreezesParameters)
-        return self.learner.frozen_params(self.trained.abstract) if freezes else ()
+        learner = self.learner
+        return learner.frozen_params(self.trained.abstract) if isinstance(learner, FreezesParameters) else ()
 
     def _frozen_variables(self) -> Collection[str]:
         learned = self.trained.learned

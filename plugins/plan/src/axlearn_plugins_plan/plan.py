@@ -17,7 +17,7 @@ from axlearn_core.config.roles import StackRole
 from axlearn_core.contracts.capabilities import DeclaresBatches, DeclaresFunctions, vocabulary_size
 from axlearn_core.contracts.experiment import accumulate_steps, batch_size, get_input_config, get_model_config, num_shards
 from axlearn_core.contracts.target import Machine
-from axlearn_core.errors import ConfigError, RequestError
+from axlearn_core.errors import AxlearnError, ConfigError, RequestError
 from axlearn_core.kernels.selection import Choice
 from axlearn_core.plugins.resolve import Resolved
 from axlearn_core.plugins.targets import targets
@@ -57,7 +57,7 @@ class FunctionPlan:
         features: Names of the applied features.
         largest_batch: The largest batch that fits, if it was searched.
         tags: Activation tags of a training step. Empty if the model has no tags.
-        gradient_bytes: Bytes of the gradients. 0 if the function does not differentiate.
+        gradient_bytes: Bytes of the gradients of the trained parameters. 0 if the function does not differentiate.
         compiler_options: XLA options from the target, the kernels and the config.
         compile_seconds: Time to trace, lower and compile.
     """
@@ -251,7 +251,7 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
         roofline=roofline(machine.target, machine.devices, executed, moved, traffic),
         kernels=tuple(program.choices(function)),
         tags=tuple(activations),
-        gradient_bytes=shard_bytes(program.state.params) if trains else 0,
+        gradient_bytes=shard_bytes([s for p, s in program.state.params.items() if p not in frozen]) if trains else 0,
         accumulate_steps=accumulate_steps(resolved.config),
         compiler_options=program.options(function),
         compile_seconds=seconds,
@@ -267,7 +267,8 @@ def add_largest_batch(plan: FunctionPlan, resolved: Resolved, progress: Callable
         progress: Called with a message before each compilation.
 
     Returns:
-        The new plan, or `plan` if the capacity is unknown or the config does not set the size of the batch.
+        The new plan, or `plan` if the capacity is unknown or the config does not set the size of the batch. If a batch cannot
+        be compiled, the plan gets a note with the reason.
     """
     if plan.memory.capacity is None or plan.function != "train" or batch_size(resolved.config) is None:
         return plan
@@ -284,7 +285,11 @@ def add_largest_batch(plan: FunctionPlan, resolved: Resolved, progress: Callable
         bucket = program.function(plan.function).bucket_of(batch)
         return compile_function(program, plan.function, bucket, machine_of(resolved))[1]
 
-    found = find_largest_batch(plan.rows, plan.batch_unit, plan.memory, measure)
+    try:
+        found = find_largest_batch(plan.rows, plan.batch_unit, plan.memory, measure)
+    except AxlearnError as error:  # a part of the model, such as a pipeline, refuses this number of rows
+        reason = str(error).partition("\n")[0]
+        return attrs.evolve(plan, notes=(*plan.notes, f"the largest batch is unknown: {reason}"))
     return attrs.evolve(plan, largest_batch=found)
 
 

@@ -97,8 +97,8 @@ def _accumulation(plan: FunctionPlan) -> Iterator[Remedy]:
             total=total,
             seconds=_links(plan) * (factor - 1),
             chips=1,
-            why=f"keeps the batch, but computes it in {steps * factor:,} microbatches of {_rows(plan, steps * factor)}, "
-            "which gathers weights more often",
+            why=f"keeps the batch, but computes it in {steps * factor:,} microbatches of {_rows(plan, steps * factor)}"
+            + (", which gathers weights more often" if _links(plan) else ""),
         )
         if plan.memory.capacity is not None and total <= plan.memory.capacity:
             break

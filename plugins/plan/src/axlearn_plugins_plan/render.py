@@ -141,6 +141,8 @@ def _remedies(remedies: Sequence[Remedy], capacity: int | None) -> Iterator[str]
     for remedy in remedies:
         suffix = " (not enough alone)" if capacity is not None and remedy.total > capacity else ""
         cost = "unknown cost" if remedy.seconds is None else f"+{seconds(remedy.seconds)} per step"
+        if remedy.seconds == 0:
+            cost = "no added time"
         if remedy.chips > 1:
             cost = f"{remedy.chips} times the chips"
         yield remedy.words
