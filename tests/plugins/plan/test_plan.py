@@ -152,6 +152,21 @@ def test_the_largest_batch_is_shown(plan):
     assert as_json(plan)["largest_batch"] is None
 
 
+def test_microbatches_are_as_large_as_the_largest_batch_that_fits(plan):
+    memory = attrs.evolve(plan.memory, arguments=1000, temporaries=64_000, code=0, capacity=9_500)
+    found = LargestBatch(rows=40, bytes=9_000, too_large=48, too_large_bytes=10_600, compiles=3)
+    tight = attrs.evolve(plan, rows=320, memory=memory, gradient_bytes=100, largest_batch=found)
+
+    def words(plan):
+        return [r.words for r in remedies(plan, frozenset({"gradient-accumulation"})) if "steps=" in r.words]
+
+    assert words(tight) == ["--with gradient-accumulation:steps=8"]
+    # The buffer of the gradients takes the room of 8 rows, and 24 or 32 rows have to divide the batch.
+    assert words(attrs.evolve(tight, gradient_bytes=1000)) == ["--with gradient-accumulation:steps=10"]
+    in_two = attrs.evolve(tight, accumulate_steps=2, largest_batch=attrs.evolve(found, rows=80))
+    assert words(in_two) == ["--with gradient-accumulation:steps=8"]
+
+
 def test_the_search_compiles_batches_that_the_mesh_divides(plan, monkeypatch):
     """The memory of a compiled batch grows with its rows, and the plan gets the result."""
     import axlearn_plugins_plan.plan as module

@@ -85,6 +85,9 @@ def _narrow_frozen(plan: FunctionPlan) -> Iterator[Remedy]:
 
 def _accumulation(plan: FunctionPlan) -> Iterator[Remedy]:
     """Suggest more microbatches. They shrink the temporaries but need a buffer for the summed gradients."""
+    if (measured := _measured_accumulation(plan)) is not None:
+        yield measured
+        return
     steps, best = plan.accumulate_steps, None
     rows = plan.rows // steps // plan.batch_shards
     # Double buffering unrolls the loop by two, so two microbatches need as much memory as one.
@@ -92,19 +95,37 @@ def _accumulation(plan: FunctionPlan) -> Iterator[Remedy]:
     factor = 4 if steps == 1 and doubled else 2
     while rows >= factor and rows % factor == 0:
         total = plan.memory.total - plan.memory.temporaries * (1 - 1 / factor) + plan.gradient_bytes
-        best = Remedy(
-            words=f"--with gradient-accumulation:steps={steps * factor}",
-            total=total,
-            seconds=_links(plan) * (factor - 1),
-            chips=1,
-            why=f"keeps the batch, but computes it in {steps * factor:,} microbatches of {_rows(plan, steps * factor)}"
-            + (", which gathers weights more often" if _links(plan) else ""),
-        )
+        best = _microbatches(plan, steps * factor, total)
         if plan.memory.capacity is not None and total <= plan.memory.capacity:
             break
         factor *= 2
     if best is not None:
         yield best
+
+
+def _measured_accumulation(plan: FunctionPlan) -> Remedy | None:
+    """Suggest microbatches that are as large as the largest batch that was compiled and fits, or None if there is none."""
+    largest, capacity = plan.largest_batch, plan.memory.capacity or 0
+    if largest is None or largest.rows is None or largest.bytes is None or largest.rows >= plan.rows:
+        return None
+    measured = largest.rows // plan.accumulate_steps
+    temporaries = largest.bytes - plan.memory.arguments
+    for rows in range(measured, 0, -1):
+        total = plan.memory.arguments + temporaries * rows / measured + plan.gradient_bytes
+        if plan.rows % rows == 0 and rows % plan.batch_shards == 0 and total <= capacity:
+            return _microbatches(plan, plan.rows // rows, total)
+    return None
+
+
+def _microbatches(plan: FunctionPlan, steps: int, total: float) -> Remedy:
+    return Remedy(
+        words=f"--with gradient-accumulation:steps={steps}",
+        total=total,
+        seconds=_links(plan) * (steps // plan.accumulate_steps - 1),
+        chips=1,
+        why=f"keeps the batch, but computes it in {steps:,} microbatches of {_rows(plan, steps)}"
+        + (", which gathers weights more often" if _links(plan) else ""),
+    )
 
 
 def _rows(plan: FunctionPlan, microbatches: int) -> str:
