@@ -161,7 +161,7 @@ def test_microbatches_are_as_large_as_the_largest_batch_that_fits(plan):
         return [r.words for r in remedies(plan, frozenset({"gradient-accumulation"})) if "steps=" in r.words]
 
     assert words(tight) == ["--with gradient-accumulation:steps=8"]
-    # The buffer of the gradients takes the room of 8 rows, and 24 or 32 rows have to divide the batch.
+    # The buffer of the gradients leaves room for 37 rows, of which 32 divide the batch and the mesh.
     assert words(attrs.evolve(tight, gradient_bytes=1000)) == ["--with gradient-accumulation:steps=10"]
     in_two = attrs.evolve(tight, accumulate_steps=2, largest_batch=attrs.evolve(found, rows=80))
     assert words(in_two) == ["--with gradient-accumulation:steps=8"]

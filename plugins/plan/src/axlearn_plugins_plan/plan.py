@@ -283,7 +283,7 @@ def add_largest_batch(plan: FunctionPlan, resolved: Resolved, progress: Callable
         config = patch(resolved.config, {"input.batch_size": rows})
         program, batch = compose_program(attrs.evolve(resolved, config=config))
         bucket = program.function(plan.function).bucket_of(batch)
-        return compile_function(program, plan.function, bucket, machine_of(resolved))[1]
+        return compile_function(program, plan.function, bucket, require_machine(resolved))[1]
 
     try:
         found = find_largest_batch(plan.rows, plan.batch_unit, plan.memory, measure)
