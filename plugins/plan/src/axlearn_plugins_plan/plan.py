@@ -15,7 +15,13 @@ from axlearn_core.compose.objective import decide_replication
 from axlearn_core.config import Node, find, find_missing, flatten, get, patch
 from axlearn_core.config.roles import StackRole
 from axlearn_core.contracts.capabilities import DeclaresBatches, DeclaresFunctions, vocabulary_size
-from axlearn_core.contracts.experiment import accumulate_steps, batch_size, get_input_config, get_model_config, num_shards
+from axlearn_core.contracts.experiment import (
+    accumulate_steps,
+    batch_size,
+    get_input_config,
+    get_model_config,
+    num_shards,
+)
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import AxlearnError, ConfigError, RequestError
 from axlearn_core.kernels.selection import Choice

@@ -12,7 +12,7 @@ import attrs
 from axlearn_core.config import Node, find, map, patch
 from axlearn_core.config.roles import FullPrecisionRole
 from axlearn_core.config.tree import children, with_children
-from axlearn_core.contracts.experiment import model_of
+from axlearn_core.contracts.experiment import get_model_config
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_plugins_finetune.lora.lora_linear import LoraLinear
 
@@ -29,7 +29,7 @@ def store_base(cfg: Tree, dtype: str) -> Tree:
     Raises:
         ConfigError: The model has no field `param_dtype`.
     """
-    model = model_of(cfg)
+    model = get_model_config(cfg)
     before = getattr(model, "param_dtype", None)
     if before is None:
         raise ConfigError(
@@ -64,7 +64,7 @@ def restore_base(cfg: Tree) -> Tree:
     Call it before the adapters are removed. A dense model is trained in this dtype, and its weights are sums with adapters.
     """
     dtype = adapter_dtype(cfg)
-    if dtype is None or getattr(model_of(cfg), "param_dtype", dtype) == dtype:
+    if dtype is None or getattr(get_model_config(cfg), "param_dtype", dtype) == dtype:
         return cfg
 
     def inherit(part: Node[Any]) -> Node[Any]:
