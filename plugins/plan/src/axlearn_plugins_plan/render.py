@@ -163,14 +163,13 @@ def _roofline(plan: FunctionPlan) -> Iterator[str]:
     if line.step is None:
         yield "step             ?  this target's peak FLOP/s is unknown"
     else:
-        speed = _tokens_per_second(plan, line.step)
+        speed = _tokens_per_second(plan, line.step, ", ", "")
         yield f"step     {seconds(line.step):>9}  bound by {line.bound}{speed}; {seconds(line.serial)} without overlap"
     if (prediction := plan.prediction) is not None:
-        within = (
-            f"{seconds(prediction.low)} to {seconds(prediction.high)}{_tokens_per_second(plan, prediction.seconds)}"
-        )
+        speed = _tokens_per_second(plan, prediction.seconds, "", "; ")
+        within = f"{seconds(prediction.low)} to {seconds(prediction.high)}"
         many = f"{_count_noun(prediction.steps, 'known step')} of {_count_noun(prediction.trainings, 'workload')}"
-        yield f"predicted{seconds(prediction.seconds):>9}  {within}, from {many} on {plan.machine.target.name}:"
+        yield f"predicted{seconds(prediction.seconds):>9}  {speed}{within}, from {many} on {plan.machine.target.name}:"
         yield from (f"           {source}" for source in prediction.sources)
     full, causal = plan.flops.full, plan.flops.causal
     yield f"MFU      {share(plan.mfu(causal=True)):>9}  of {count(causal)}FLOP, with visible pairs of positions only"
@@ -181,8 +180,8 @@ def _roofline(plan: FunctionPlan) -> Iterator[str]:
         yield f"                    {reason}"
 
 
-def _tokens_per_second(plan: FunctionPlan, step: float) -> str:
-    return f", {plan.tokens / step:,.0f} tokens/s" if plan.tokens else ""
+def _tokens_per_second(plan: FunctionPlan, step: float, before: str, after: str) -> str:
+    return f"{before}{plan.tokens / step:,.0f} tokens/s{after}" if plan.tokens else ""
 
 
 def _count_noun(number: int, noun: str) -> str:
