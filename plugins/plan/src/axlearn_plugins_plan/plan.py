@@ -213,7 +213,6 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
         activations = tags(program, batch) if trains else []
         (compiled, memory), seconds = compiling.result()
     moved = traffic = None
-    frozen = set(program.function(function).frozen)
     unchanged = [str(decision) for decision in resolved.decisions if decision.kind == "unchanged"]
     notes = [*resolved.notes, *unchanged, *map(str, decide_replication(program.trained))]
     if machine.target.stand_in:
@@ -228,7 +227,6 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
             notes.append(f"memory traffic counts only {how}")
     else:
         notes.append("the compiler ran out of memory, so traffic and collectives are unknown")
-    is_batch = isinstance(bucket, Mapping)
     return FunctionPlan(
         title=resolved.title,
         function=function,
@@ -236,16 +234,8 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
         rule=resolved.rule,
         notes=tuple(notes),
         mesh={a: n for a, n in program.layout.mesh.shape.items() if n > 1},
-        rows=max((s.shape[0] for s in batch.values() if s.shape), default=0),
-        tokens=int(batch["tokens"].size) if is_batch and "tokens" in batch else None,
-        batch_shards=_batch_shards(program),
-        batch_unit=_batch_unit(program, resolved.config),
-        batch=_batch_source(resolved) if is_batch else None,
-        parameters=program.functional.num_parameters,
-        trained=sum(s.size for p, s in program.functional.abstract.items() if p not in frozen),
-        frozen_bytes=shard_bytes(
-            [s for p, s in program.trained_spec.params.items() if p in frozen and s.dtype == "float32"]
-        ),
+        **_describe_batch(resolved, program, batch, bucket),
+        **_describe_parameters(program, function),
         compute_dtype=_compute_dtype(resolved.config),
         features=frozenset(name for name, _ in resolved.features),
         remat=_remat(resolved.config) if trains else (),
@@ -257,18 +247,47 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
         roofline=roofline(machine.target, machine.devices, executed, moved, traffic),
         kernels=tuple(program.choices(function)),
         tags=tuple(activations),
-        gradient_bytes=shard_bytes([s for p, s in program.state.params.items() if p not in frozen]) if trains else 0,
         accumulate_steps=accumulate_steps(resolved.config),
         compiler_options=program.options(function),
         compile_seconds=seconds,
     )
 
 
+def _describe_batch(resolved: Resolved, program: Program, batch: Mapping[str, Any], bucket: Any) -> dict[str, Any]:
+    """Return the fields of a plan about the batch of the experiment."""
+    is_batch = isinstance(bucket, Mapping)
+    layout, config = program.layout, resolved.config
+    shards = math.prod(layout.mesh.shape[axis] for axis in layout.rules.get("batch", ()))
+    source = resolved.setter("input.batch_size") or "the value of the experiment"
+    size = "the batches of the input" if batch_size(config) is None else f"input.batch_size, {source}"
+    return {
+        "rows": max((s.shape[0] for s in batch.values() if s.shape), default=0),
+        "tokens": int(batch["tokens"].size) if is_batch and "tokens" in batch else None,
+        "batch": size if is_batch else None,
+        "batch_shards": shards,
+        "batch_unit": math.lcm(shards * accumulate_steps(config), num_shards(config) or 1),
+    }
+
+
+def _describe_parameters(program: Program, function: str) -> dict[str, Any]:
+    """Return the fields of a plan about trained and frozen parameters."""
+    declared = program.function(function)
+    frozen, specs = set(declared.frozen), program.trained_spec.params
+    wide = [s for p, s in specs.items() if p in frozen and s.dtype == "float32"]
+    trained = [s for p, s in specs.items() if p not in frozen]
+    return {
+        "parameters": program.functional.num_parameters,
+        "trained": sum(s.size for p, s in program.functional.abstract.items() if p not in frozen),
+        "frozen_bytes": shard_bytes(wide),
+        "gradient_bytes": shard_bytes(trained) if declared.differentiates else 0,
+    }
+
+
 def add_largest_batch(plan: FunctionPlan, resolved: Resolved, progress: Callable[[str], None]) -> FunctionPlan:
     """Search for the largest batch of a training step that fits, and add it to the plan.
 
     Args:
-        plan: FunctionPlan of the request's training step.
+        plan: Plan of the request's training step.
         resolved: The resolved request.
         progress: Called with a message before each compilation.
 
@@ -297,22 +316,6 @@ def add_largest_batch(plan: FunctionPlan, resolved: Resolved, progress: Callable
         reason = str(error).partition("\n")[0]
         return attrs.evolve(plan, notes=(*plan.notes, f"the largest batch is unknown: {reason}"))
     return attrs.evolve(plan, largest_batch=found)
-
-
-def _batch_shards(program: Program) -> int:
-    layout = program.layout
-    return math.prod(layout.mesh.shape[axis] for axis in layout.rules.get("batch", ()))
-
-
-def _batch_unit(program: Program, config: Node[Any]) -> int:
-    return math.lcm(_batch_shards(program) * accumulate_steps(config), num_shards(config) or 1)
-
-
-def _batch_source(resolved: Resolved) -> str:
-    """Describe who set the size of the batch."""
-    if batch_size(resolved.config) is None:
-        return "the batches of the input"
-    return f"input.batch_size, {resolved.setter('input.batch_size') or 'the value of the experiment'}"
 
 
 def _compute_dtype(config: Node[Any]) -> str | None:

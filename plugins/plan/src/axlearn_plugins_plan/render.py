@@ -303,16 +303,17 @@ def as_json(plan: FunctionPlan, remedies: Sequence[Remedy] = ()) -> dict[str, An
         "compiler_options": dict(plan.compiler_options),
         "notes": list(plan.notes),
         "compile_seconds": plan.compile_seconds,
-        "remedies": [
-            {
-                "words": r.words,
-                "estimated_bytes": r.total * per_chip,
-                "estimated_extra_seconds": r.seconds,
-                "times_the_chips": r.chips,
-                "why": r.why,
-            }
-            for r in remedies
-        ],
+        "remedies": [_remedy_fields(remedy, per_chip) for remedy in remedies],
+    }
+
+
+def _remedy_fields(remedy: Remedy, per_chip: int) -> dict[str, Any]:
+    return {
+        "words": remedy.words,
+        "estimated_bytes": remedy.total * per_chip,
+        "estimated_extra_seconds": remedy.seconds,
+        "times_the_chips": remedy.chips,
+        "why": remedy.why,
     }
 
 
