@@ -33,42 +33,42 @@ def search(rows, memory_of, unit=1, **options):
     ],
 )
 def test_the_result_fits_and_is_close_to_the_largest(rows, name, memory_of):
-    found, measured = search(rows, memory_of)
-    assert found.compiles == len(measured) <= MAX_COMPILES
+    result, measured = search(rows, memory_of)
+    assert result.compiles == len(measured) <= MAX_COMPILES
     assert len(set(measured)) == len(measured)
-    assert found.rows is not None
-    assert memory_of(found.rows) <= CAPACITY
-    assert found.bytes == int(memory_of(found.rows))
-    if found.too_large is None:
+    assert result.rows is not None
+    assert memory_of(result.rows) <= CAPACITY
+    assert result.bytes == int(memory_of(result.rows))
+    if result.too_large is None:
         assert name == "fits always"
     else:
-        assert memory_of(found.too_large) > CAPACITY
-        assert found.too_large - found.rows <= max(1, found.rows // 16)
+        assert memory_of(result.too_large) > CAPACITY
+        assert result.too_large - result.rows <= max(1, result.rows // 16)
 
 
 def test_linear_memory_takes_few_compilations():
-    found, measured = search(1024, lambda rows: 30_000 + 9_000 * rows)
-    assert (found.rows, found.too_large) == (5, 6)
+    result, measured = search(1024, lambda rows: 30_000 + 9_000 * rows)
+    assert (result.rows, result.too_large) == (5, 6)
     assert measured == [1, 5, 6]
 
 
 def test_only_batches_that_the_mesh_divides_are_tried():
-    found, measured = search(1024, lambda rows: 30_000 + 900 * rows, unit=16)
-    assert found.rows == 48
+    result, measured = search(1024, lambda rows: 30_000 + 900 * rows, unit=16)
+    assert result.rows == 48
     assert all(count % 16 == 0 for count in measured)
 
 
 def test_nothing_fits():
-    found, measured = search(64, lambda rows: 90_000 + rows, unit=8)
-    assert (found.rows, found.bytes, found.too_large) == (None, None, 8)
+    result, measured = search(64, lambda rows: 90_000 + rows, unit=8)
+    assert (result.rows, result.bytes, result.too_large) == (None, None, 8)
     assert measured == [8]
-    found, measured = search(8, lambda rows: 90_000 + rows, unit=8)
-    assert (found.rows, found.too_large, measured) == (None, 8, [])
+    result, measured = search(8, lambda rows: 90_000 + rows, unit=8)
+    assert (result.rows, result.too_large, measured) == (None, 8, [])
 
 
 def test_the_number_of_compilations_is_bounded():
     steps = {count: 70_000 + count for count in range(1, 600)}  # jumps far above the line
-    found, measured = search(1024, lambda rows: steps.get(rows, 10**9), max_compiles=4)
+    result, measured = search(1024, lambda rows: steps.get(rows, 10**9), max_compiles=4)
     assert len(measured) == 4
-    assert found.rows in steps
-    assert found.too_large not in steps
+    assert result.rows in steps
+    assert result.too_large not in steps

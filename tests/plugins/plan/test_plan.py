@@ -101,7 +101,7 @@ def test_it_is_printed(plan):
 def test_the_head_shows_the_batch_and_who_set_it(plan):
     first, second, empty = text(plan).splitlines()[:3]
     assert first == "quickstart on cpu-8: 8 chips, 950,912 parameters"
-    assert second == "16 rows of 256 tokens (4,096 tokens) per step: input.batch_size, set by --set"
+    assert second == "16 rows of 256 tokens (4,096 tokens) per step: input.batch_size, set by --set input.batch_size=16"
     assert empty == ""
     micro = text(attrs.evolve(plan, accumulate_steps=2, batch="input.batch_size, the value of the experiment"))
     assert micro.splitlines()[1].endswith("per step in 2 microbatches: input.batch_size, the value of the experiment")
@@ -142,20 +142,20 @@ def test_speed_is_shown_beside_both_times(plan):
 
 
 def test_the_largest_batch_is_shown(plan):
-    found = LargestBatch(rows=8, bytes=2**30, too_large=16, too_large_bytes=2**31, compiles=3)
-    report = text(attrs.evolve(plan, largest_batch=found))
+    largest = LargestBatch(rows=8, bytes=2**30, too_large=16, too_large_bytes=2**31, compiles=3)
+    report = text(attrs.evolve(plan, largest_batch=largest))
     assert "largest batch that fits: 8 rows (2,048 tokens), 1 GiB; 16 rows (4,096 tokens) do not fit" in report
     assert "--set input.batch_size=8" in report
-    none = attrs.evolve(found, rows=None, bytes=None)
+    none = attrs.evolve(largest, rows=None, bytes=None)
     assert "not even the smallest batch fits: 16 rows" in text(attrs.evolve(plan, largest_batch=none))
-    assert as_json(attrs.evolve(plan, largest_batch=found))["largest_batch"]["rows"] == 8
+    assert as_json(attrs.evolve(plan, largest_batch=largest))["largest_batch"]["rows"] == 8
     assert as_json(plan)["largest_batch"] is None
 
 
 def test_microbatches_are_as_large_as_the_largest_batch_that_fits(plan):
     memory = attrs.evolve(plan.memory, arguments=1000, temporaries=64_000, code=0, capacity=9_500)
-    found = LargestBatch(rows=40, bytes=9_000, too_large=48, too_large_bytes=10_600, compiles=3)
-    tight = attrs.evolve(plan, rows=320, memory=memory, gradient_bytes=100, largest_batch=found)
+    largest = LargestBatch(rows=40, bytes=9_000, too_large=48, too_large_bytes=10_600, compiles=3)
+    tight = attrs.evolve(plan, rows=320, memory=memory, gradient_bytes=100, largest_batch=largest)
 
     def words(plan):
         return [r.words for r in remedies(plan, frozenset({"gradient-accumulation"})) if "steps=" in r.words]
@@ -163,7 +163,7 @@ def test_microbatches_are_as_large_as_the_largest_batch_that_fits(plan):
     assert words(tight) == ["--with gradient-accumulation:steps=8"]
     # The buffer of the gradients leaves room for 37 rows, of which 32 divide the batch and the mesh.
     assert words(attrs.evolve(tight, gradient_bytes=1000)) == ["--with gradient-accumulation:steps=10"]
-    in_two = attrs.evolve(tight, accumulate_steps=2, largest_batch=attrs.evolve(found, rows=80))
+    in_two = attrs.evolve(tight, accumulate_steps=2, largest_batch=attrs.evolve(largest, rows=80))
     assert words(in_two) == ["--with gradient-accumulation:steps=8"]
 
 
@@ -181,11 +181,11 @@ def test_the_search_compiles_batches_that_the_mesh_divides(plan, monkeypatch):
     tight = attrs.evolve(plan, memory=attrs.evolve(plan.memory, arguments=0, temporaries=10**6, code=0, capacity=400))
     messages = []
     resolved = resolve("quickstart", set=SMALL, target="cpu-8", with_=["gradient-accumulation:steps=2"])
-    found = add_largest_batch(attrs.evolve(tight, rows=1600, batch_unit=16), resolved, messages.append).largest_batch
-    assert found is not None
-    assert (found.rows, found.too_large) == (32, 48)
+    largest = add_largest_batch(attrs.evolve(tight, rows=1600, batch_unit=16), resolved, messages.append).largest_batch
+    assert largest is not None
+    assert (largest.rows, largest.too_large) == (32, 48)
     assert all(count % 16 == 0 for count in rows)
-    assert len(messages) == len(rows) == found.compiles
+    assert len(messages) == len(rows) == largest.compiles
     assert "compiling 16 rows (1 of at most 6)" in messages[0]
 
     def refuse(*_):

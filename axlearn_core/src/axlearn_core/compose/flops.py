@@ -6,9 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from axlearn_core.contracts.arrays import is_array
+
+Variable = Var | Literal
+"""An operand or a result of an equation."""
 
 
 def count_flops(function: Callable[..., Any], *args: object, trained: object = False) -> int:
@@ -33,7 +36,7 @@ def mark_leaves(marks: object, args: tuple[object, ...]) -> list[bool]:
     return jax.tree.leaves(jax.tree.map(lambda mark, part: jax.tree.map(lambda _: mark, part), marks, args))
 
 
-def equation_flops(eqn: Any) -> int:
+def equation_flops(eqn: JaxprEqn) -> int:
     """Return the FLOPs of one equation of a jaxpr, excluding jaxprs that it calls."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
@@ -52,7 +55,7 @@ def equation_flops(eqn: Any) -> int:
     return 0
 
 
-def inner_jaxprs(eqn: Any) -> list[Any]:
+def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """Return the jaxprs whose results become the results of an equation: branches, the body of a loop, or what it calls."""
     name, params = eqn.primitive.name, eqn.params
     if name == "cond":
@@ -63,7 +66,7 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
     return [] if inner is None else [inner]
 
 
-def called(params: Mapping[str, Any]) -> Any:
+def called(params: Mapping[str, Any]) -> Jaxpr | None:
     """Return the jaxpr that an equation calls once (jit, remat, custom derivatives, or batching), or None."""
     values = (params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"))
     return next((jaxpr for value in values if (jaxpr := get_jaxpr(value)) is not None), None)
@@ -99,7 +102,7 @@ class Gradients:
         needed: Variables that the loss depends on.
     """
 
-    def __init__(self, jaxpr: Any, inputs: Sequence[bool], outputs: Sequence[bool]):
+    def __init__(self, jaxpr: Jaxpr, inputs: Sequence[bool], outputs: Sequence[bool]):
         """Follow the values of a jaxpr.
 
         Args:
@@ -110,13 +113,13 @@ class Gradients:
         self.dependent = _follow(jaxpr, inputs)
         self.needed = _trace_back(jaxpr, outputs) if self.dependent else set()
 
-    def products(self, eqn: Any) -> int:
+    def products(self, eqn: JaxprEqn) -> int:
         """Return how often a product counts: once forward, and once for each operand that needs a gradient."""
         if not any(_marks(eqn.outvars, self.needed)):
             return 1
         return 1 + sum(_marks(eqn.invars[:2], self.dependent))
 
-    def inside(self, eqn: Any, jaxpr: Any) -> "Gradients":
+    def inside(self, eqn: JaxprEqn, jaxpr: Jaxpr) -> "Gradients":
         """Return the same for a jaxpr that an equation calls."""
         inputs, outputs = _marks(eqn.invars, self.dependent), _marks(eqn.outvars, self.needed)
         if not _matches(eqn, jaxpr):
@@ -124,26 +127,26 @@ class Gradients:
         return Gradients(jaxpr, _loop_inputs(eqn, jaxpr, inputs), _loop_outputs(eqn, jaxpr, outputs))
 
 
-def gradients_of_loss(jaxpr: Any, trained: Sequence[bool]) -> Gradients:
+def gradients_of_loss(jaxpr: Jaxpr, trained: Sequence[bool]) -> Gradients:
     """Return the gradients of the first result of a jaxpr by its trained inputs."""
     return Gradients(jaxpr, trained, [True] + [False] * (len(jaxpr.outvars) - 1))
 
 
-def _marks(variables: Sequence[Any], marked: Collection[Any]) -> list[bool]:
+def _marks(variables: Sequence[Variable], marked: Collection[Variable]) -> list[bool]:
     return [not isinstance(v, Literal) and v in marked for v in variables]
 
 
-def _marked(variables: Sequence[Any], marks: Sequence[bool]) -> set[Any]:
+def _marked(variables: Sequence[Variable], marks: Sequence[bool]) -> set[Variable]:
     """Return the marked variables that can have a gradient."""
     pairs = zip(variables, marks, strict=True)
     return {v for v, mark in pairs if mark and not isinstance(v, Literal) and is_array(v.aval) and _is_float(v.aval)}
 
 
-def _is_float(aval: Any) -> bool:
+def _is_float(aval: jax.core.AbstractValue) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-def _follow(jaxpr: Any, inputs: Sequence[bool]) -> set[Any]:
+def _follow(jaxpr: Jaxpr, inputs: Sequence[bool]) -> set[Variable]:
     """Return the variables that depend on the marked inputs."""
     marked = _marked(jaxpr.invars, inputs)
     for eqn in jaxpr.eqns if marked else ():
@@ -158,7 +161,7 @@ def _follow(jaxpr: Any, inputs: Sequence[bool]) -> set[Any]:
     return marked
 
 
-def _trace_back(jaxpr: Any, outputs: Sequence[bool]) -> set[Any]:
+def _trace_back(jaxpr: Jaxpr, outputs: Sequence[bool]) -> set[Variable]:
     """Return the variables that the marked outputs depend on."""
     marked = _marked(jaxpr.outvars, outputs)
     for eqn in reversed(jaxpr.eqns) if marked else ():
@@ -174,18 +177,18 @@ def _trace_back(jaxpr: Any, outputs: Sequence[bool]) -> set[Any]:
     return marked
 
 
-def _matches(eqn: Any, jaxpr: Any) -> bool:
+def _matches(eqn: JaxprEqn, jaxpr: Jaxpr) -> bool:
     """Return whether the operands and results of an equation are the inputs and outputs of a jaxpr that it calls."""
     inputs = len(eqn.invars) - _skipped(eqn)
     return len(jaxpr.invars) == inputs and len(jaxpr.outvars) == len(eqn.outvars)
 
 
-def _skipped(eqn: Any) -> int:
+def _skipped(eqn: JaxprEqn) -> int:
     """Return the number of leading operands that are not inputs of the called jaxprs."""
     return {"cond": 1, "while": eqn.params.get("cond_nconsts", 0)}.get(eqn.primitive.name, 0)
 
 
-def _carry(eqn: Any) -> tuple[int, int]:
+def _carried_range(eqn: JaxprEqn) -> tuple[int, int]:
     """Return (index of the first input of a loop's body that is carried, number of carried values)."""
     name, params = eqn.primitive.name, eqn.params
     if name == "while":
@@ -193,9 +196,9 @@ def _carry(eqn: Any) -> tuple[int, int]:
     return (params["num_consts"], params["num_carry"]) if name == "scan" else (0, 0)
 
 
-def _loop_inputs(eqn: Any, jaxpr: Any, operands: Sequence[bool]) -> list[bool]:
+def _loop_inputs(eqn: JaxprEqn, jaxpr: Jaxpr, operands: Sequence[bool]) -> list[bool]:
     """Return the marks of a called jaxpr's inputs. For a loop, repeat until the carried values do not change."""
-    inputs, (first, count) = list(operands[_skipped(eqn) :]), _carry(eqn)
+    inputs, (first, count) = list(operands[_skipped(eqn) :]), _carried_range(eqn)
     while count:
         carried = _marks(jaxpr.outvars[:count], _follow(jaxpr, inputs))
         merged = [a or b for a, b in zip(inputs[first : first + count], carried, strict=True)]
@@ -205,9 +208,9 @@ def _loop_inputs(eqn: Any, jaxpr: Any, operands: Sequence[bool]) -> list[bool]:
     return inputs
 
 
-def _loop_outputs(eqn: Any, jaxpr: Any, results: Sequence[bool]) -> list[bool]:
+def _loop_outputs(eqn: JaxprEqn, jaxpr: Jaxpr, results: Sequence[bool]) -> list[bool]:
     """Return the marks of a called jaxpr's outputs. For a loop, repeat until the carried values do not change."""
-    outputs, (first, count) = list(results), _carry(eqn)
+    outputs, (first, count) = list(results), _carried_range(eqn)
     while count:
         carried = _marks(jaxpr.invars[first : first + count], _trace_back(jaxpr, outputs))
         merged = [a or b for a, b in zip(outputs[:count], carried, strict=True)]
@@ -217,7 +220,7 @@ def _loop_outputs(eqn: Any, jaxpr: Any, results: Sequence[bool]) -> list[bool]:
     return outputs
 
 
-def _count(jaxpr: Any, gradients: Gradients) -> int:
+def _count(jaxpr: Jaxpr, gradients: Gradients) -> int:
     total = 0
     for eqn in jaxpr.eqns:
         total += equation_flops(eqn) * gradients.products(eqn)

@@ -111,7 +111,7 @@ class FunctionPlan:
         return f"<{title(self)}; {fits}: {size(self.memory.total)} of {size(self.memory.capacity)}>"
 
     def _repr_html_(self) -> str:
-        from axlearn_plugins_plan.page import as_html
+        from axlearn_plugins_plan.plan_html import as_html
 
         return as_html(self)
 
@@ -213,8 +213,8 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
         activations = tags(program, batch) if trains else []
         (compiled, memory), seconds = compiling.result()
     moved = traffic = None
-    unchanged = [str(decision) for decision in resolved.decisions if decision.kind == "unchanged"]
-    notes = [*resolved.notes, *unchanged, *map(str, decide_replication(program.trained))]
+    decisions = [*(d for d in resolved.decisions if d.kind == "unchanged"), *decide_replication(program.trained)]
+    notes = [*resolved.notes, *map(str, decisions)]
     if machine.target.stand_in:
         notes.append(f"this is not the program that runs on the target: {machine.target.stand_in}")
     if compiled is not None:
@@ -307,15 +307,15 @@ def add_largest_batch(plan: FunctionPlan, resolved: Resolved, progress: Callable
         )
         config = patch(resolved.config, {"input.batch_size": rows})
         program, batch = compose_program(attrs.evolve(resolved, config=config))
-        bucket = program.function(plan.function).bucket_of(batch)
+        bucket = program.function(plan.function).get_bucket(batch)
         return compile_function(program, plan.function, bucket, require_machine(resolved))[1]
 
     try:
-        found = find_largest_batch(plan.rows, plan.batch_unit, plan.memory, measure)
+        largest = find_largest_batch(plan.rows, plan.batch_unit, plan.memory, measure)
     except AxlearnError as error:  # a part of the model, such as a pipeline, refuses this number of rows
         reason = str(error).partition("\n")[0]
         return attrs.evolve(plan, notes=(*plan.notes, f"the largest batch is unknown: {reason}"))
-    return attrs.evolve(plan, largest_batch=found)
+    return attrs.evolve(plan, largest_batch=largest)
 
 
 def _compute_dtype(config: Node[Any]) -> str | None:

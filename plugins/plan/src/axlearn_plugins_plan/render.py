@@ -120,21 +120,21 @@ def _memory(plan: FunctionPlan) -> Iterator[str]:
         yield from _largest_batch(plan, plan.largest_batch)
 
 
-def _largest_batch(plan: FunctionPlan, found: LargestBatch) -> Iterator[str]:
+def _largest_batch(plan: FunctionPlan, largest: LargestBatch) -> Iterator[str]:
     """Format the result of the search for the largest batch."""
     per_row = plan.tokens // max(plan.rows, 1) if plan.tokens else None
 
     def rows_of(rows: int) -> str:
         return _count_noun(rows, "row") + (f" ({rows * per_row:,} tokens)" if per_row else "")
 
-    if found.rows is None:
-        smallest = rows_of(found.too_large or plan.batch_unit)
-        yield f"not even the smallest batch fits: {smallest} need {size(found.too_large_bytes)}"
+    if largest.rows is None:
+        smallest = rows_of(largest.too_large or plan.batch_unit)
+        yield f"not even the smallest batch fits: {smallest} need {size(largest.too_large_bytes)}"
         return
-    bound = f"{rows_of(found.too_large)} do not fit" if found.too_large else "larger batches were not tried"
-    yield f"largest batch that fits: {rows_of(found.rows)}, {size(found.bytes)}; {bound}"
-    if found.rows != plan.rows:
-        yield f"    --set input.batch_size={found.rows} uses it; each update then averages over {rows_of(found.rows)}"
+    bound = f"{rows_of(largest.too_large)} do not fit" if largest.too_large else "larger batches were not tried"
+    yield f"largest batch that fits: {rows_of(largest.rows)}, {size(largest.bytes)}; {bound}"
+    if largest.rows != plan.rows:
+        yield f"    --set input.batch_size={largest.rows} uses it; each update then averages over {rows_of(largest.rows)}"
 
 
 def _remedies(remedies: Sequence[Remedy], capacity: int | None) -> Iterator[str]:
@@ -317,15 +317,15 @@ def _remedy_fields(remedy: Remedy, per_chip: int) -> dict[str, Any]:
     }
 
 
-def _largest_batch_fields(found: LargestBatch | None, per_chip: int) -> dict[str, Any] | None:
-    if found is None:
+def _largest_batch_fields(largest: LargestBatch | None, per_chip: int) -> dict[str, Any] | None:
+    if largest is None:
         return None
     return {
-        "rows": found.rows,
-        "bytes": None if found.bytes is None else found.bytes * per_chip,
-        "too_large_rows": found.too_large,
-        "too_large_bytes": None if found.too_large_bytes is None else found.too_large_bytes * per_chip,
-        "compiles": found.compiles,
+        "rows": largest.rows,
+        "bytes": None if largest.bytes is None else largest.bytes * per_chip,
+        "too_large_rows": largest.too_large,
+        "too_large_bytes": None if largest.too_large_bytes is None else largest.too_large_bytes * per_chip,
+        "compiles": largest.compiles,
     }
 
 

@@ -68,7 +68,7 @@ def restore_base(cfg: Tree) -> Tree:
         return cfg
 
     def inherit(part: Node[Any]) -> Node[Any]:
-        kept = isinstance(part, _KEEPS) and getattr(part, "param_dtype", None) == dtype
-        return attrs.evolve(part, param_dtype=None) if kept else part
+        keeps = isinstance(part, _KEEPS) and getattr(part, "param_dtype", None) == dtype
+        return attrs.evolve(part, param_dtype=None) if keeps else part
 
     return patch(map(cfg, inherit), {"model.param_dtype": dtype})
