@@ -139,11 +139,11 @@ def _marks(variables: Sequence[Variable], marked: Collection[Variable]) -> list[
 def _marked(variables: Sequence[Variable], marks: Sequence[bool]) -> set[Variable]:
     """Return the marked variables that can have a gradient."""
     pairs = zip(variables, marks, strict=True)
-    return {v for v, mark in pairs if mark and not isinstance(v, Literal) and is_array(v.aval) and _is_float(v.aval)}
+    return {v for v, mark in pairs if mark and not isinstance(v, Literal) and _is_float(v.aval)}
 
 
-def _is_float(aval: jax.core.AbstractValue) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
+def _is_float(aval: object) -> bool:
+    return is_array(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def _follow(jaxpr: Jaxpr, inputs: Sequence[bool]) -> set[Variable]:
