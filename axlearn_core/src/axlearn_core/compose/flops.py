@@ -36,7 +36,7 @@ def mark_leaves(marks: object, args: tuple[object, ...]) -> list[bool]:
     return jax.tree.leaves(jax.tree.map(lambda mark, part: jax.tree.map(lambda _: mark, part), marks, args))
 
 
-def equation_flops(eqn: JaxprEqn) -> int:
+def equation_flops(eqn: Any) -> int:
     """Return the FLOPs of one equation of a jaxpr, excluding jaxprs that it calls."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
