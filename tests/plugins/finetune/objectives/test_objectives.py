@@ -320,7 +320,7 @@ def test_a_reference_counts_as_one_forward_pass(features):
     """Its gradient is stopped, also if it is the policy itself with disabled adapters."""
 
     def counts(trainer):
-        batch = toy.batch_for(trainer.config)
+        batch = toy_models.batch_for(trainer.config)
         specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch.items()}
         return trainer.model_flops(batch), count_flops(trainer.function("loss").call, trainer.trained.specs, specs)
 
