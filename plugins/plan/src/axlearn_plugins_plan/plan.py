@@ -235,8 +235,7 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
         notes=tuple(notes),
         mesh={a: n for a, n in program.layout.mesh.shape.items() if n > 1},
         **_describe_batch(resolved, program, batch, bucket),
-        **_describe_parameters(program, function),
-        compute_dtype=_compute_dtype(resolved.config),
+        **_describe_parameters(resolved.config, program, function),
         features=frozenset(name for name, _ in resolved.features),
         remat=_remat(resolved.config) if trains else (),
         memory=memory,
@@ -269,8 +268,9 @@ def _describe_batch(resolved: Resolved, program: Program, batch: Mapping[str, An
     }
 
 
-def _describe_parameters(program: Program, function: str) -> dict[str, Any]:
+def _describe_parameters(config: Node[Any], program: Program, function: str) -> dict[str, Any]:
     """Return the fields of a plan about trained and frozen parameters."""
+    model = get_model_config(config)
     declared = program.function(function)
     frozen, specs = set(declared.frozen), program.trained_spec.params
     wide = [s for p, s in specs.items() if p in frozen and s.dtype == "float32"]
@@ -280,6 +280,7 @@ def _describe_parameters(program: Program, function: str) -> dict[str, Any]:
         "trained": sum(s.size for p, s in program.functional.abstract.items() if p not in frozen),
         "frozen_bytes": shard_bytes(wide),
         "gradient_bytes": shard_bytes(trained) if declared.differentiates else 0,
+        "compute_dtype": flatten(model).get("dtype") if isinstance(model, Node) else None,
     }
 
 
@@ -316,11 +317,6 @@ def add_largest_batch(plan: FunctionPlan, resolved: Resolved, progress: Callable
         reason = str(error).partition("\n")[0]
         return attrs.evolve(plan, notes=(*plan.notes, f"the largest batch is unknown: {reason}"))
     return attrs.evolve(plan, largest_batch=largest)
-
-
-def _compute_dtype(config: Node[Any]) -> str | None:
-    fields = flatten(get_model_config(config)) if isinstance(get_model_config(config), Node) else {}
-    return fields.get("dtype")
 
 
 def _run_timed(started: float, function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
