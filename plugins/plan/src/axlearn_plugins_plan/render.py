@@ -214,8 +214,15 @@ def kernel_lines(choices: Sequence[Choice], *, verbose: bool = True) -> Iterator
     for choice in choices:
         yield choice.call
         yield f"    {choice.name}"
-        for name, reason in (rejection_reasons(choice) if verbose else dict(choice.rejected)).items():
+        for name, reason in (rejection_reasons(choice) if verbose else _refusals(choice)).items():
             yield f"    not {name}: {reason}"
+
+
+def _refusals(choice: Choice) -> dict[str, str]:
+    """Return name -> reason for each kernel of this platform that refused the call."""
+    platform = choice.context.platform
+    elsewhere = {k.name for k in installed(type(choice.op)) if k.platforms and platform not in k.platforms}
+    return {name: reason for name, reason in dict(choice.rejected).items() if name not in elsewhere}
 
 
 def rejection_reasons(choice: Choice) -> dict[str, str]:
