@@ -123,5 +123,5 @@ def test_exported_adapters_fit_the_base_before_it_was_rounded(tmp_path):
     assert exported.dtype == "bfloat16"
     exported.check(stored)
     exported.check(base)
-    with pytest.raises(RequestError, match="the same shapes but other values"):
+    with pytest.raises(RequestError, match="the same shapes but different values"):
         exported.check({"x.weight": base["x.weight"] * 2})

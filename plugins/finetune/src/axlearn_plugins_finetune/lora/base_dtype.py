@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from axlearn_core.config import Node, find, map, patch
+from axlearn_core.config import Node, fields_of, find, map, patch
 from axlearn_core.config.roles import FullPrecisionRole
 from axlearn_core.config.tree import children, with_children
 from axlearn_core.contracts.experiment import get_model_config
@@ -30,7 +30,7 @@ def store_base(cfg: Tree, dtype: str) -> Tree:
         ConfigError: The model has no field `param_dtype`.
     """
     model = get_model_config(cfg)
-    before = getattr(model, "param_dtype", None)
+    before = _param_dtype(model)
     if before is None:
         raise ConfigError(
             Problem(
@@ -45,9 +45,14 @@ def store_base(cfg: Tree, dtype: str) -> Tree:
     return patch(cfg, {"model": attrs.evolve(_keep_dtypes(model, before), param_dtype=dtype)})
 
 
+def _param_dtype(part: object) -> str | None:
+    """Return the dtype that a part of a config sets, or None if it inherits it or stores no parameters."""
+    return fields_of(part).get("param_dtype") if isinstance(part, Node) else None
+
+
 def _keep_dtypes(value: Any, inherited: str) -> Any:
     """Set the dtype that nodes inherit on the nodes that must keep it."""
-    dtype = getattr(value, "param_dtype", None) or inherited
+    dtype = _param_dtype(value) or inherited
     value = with_children(value, {name: _keep_dtypes(child, dtype) for name, child in children(value).items()})
     return attrs.evolve(value, param_dtype=dtype) if isinstance(value, _KEEPS) else value
 
@@ -64,11 +69,11 @@ def restore_base(cfg: Tree) -> Tree:
     Call it before the adapters are removed. A dense model is trained in this dtype, and its weights are sums with adapters.
     """
     dtype = adapter_dtype(cfg)
-    if dtype is None or getattr(get_model_config(cfg), "param_dtype", dtype) == dtype:
+    if dtype is None or _param_dtype(get_model_config(cfg)) in (None, dtype):
         return cfg
 
     def inherit(part: Node[Any]) -> Node[Any]:
-        keeps = isinstance(part, _KEEPS) and getattr(part, "param_dtype", None) == dtype
+        keeps = isinstance(part, _KEEPS) and _param_dtype(part) == dtype
         return attrs.evolve(part, param_dtype=None) if keeps else part
 
     return patch(map(cfg, inherit), {"model.param_dtype": dtype})
