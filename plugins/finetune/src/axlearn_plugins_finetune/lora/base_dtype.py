@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from axlearn_core.config import Node, fields_of, find, map, patch
+from axlearn_core.config import Node, find, get_fields, map, patch
 from axlearn_core.config.roles import FullPrecisionRole
 from axlearn_core.config.tree import children, with_children
 from axlearn_core.contracts.experiment import get_model_config
@@ -47,7 +47,7 @@ def store_base(cfg: Tree, dtype: str) -> Tree:
 
 def _param_dtype(part: object) -> str | None:
     """Return the dtype that a part of a config sets, or None if it inherits it or stores no parameters."""
-    return fields_of(part).get("param_dtype") if isinstance(part, Node) else None
+    return get_fields(part).get("param_dtype") if isinstance(part, Node) else None
 
 
 def _keep_dtypes(value: Any, inherited: str) -> Any:
