@@ -56,3 +56,58 @@ def test_axes_that_a_shard_map_leaves_to_the_compiler_count_once():
     expected = count_flops(lambda x: x @ x, x)
     assert count_flops(on({"stages"}, whole), x) == expected
     assert count_flops(on({"stages", "rows"}, rows), x) == expected
+
+
+def loop_of_products(x, w, v):
+    def body(carry, _):
+        return jnp.tanh(carry @ w) @ v, None
+
+    return jax.lax.scan(jax.checkpoint(body), x, None, length=3)[0].sum()
+
+
+@pytest.mark.parametrize(
+    ("trained", "products"),
+    [
+        (False, 6),  # the forward pass
+        (True, 18),  # and the gradients of both operands of each product
+        ((False, True, False), 15),  # v is frozen, so its three gradients are not needed
+        ((False, False, True), 15),
+        ((True, False, False), 12),  # all weights are frozen
+    ],
+)
+def test_training_counts_only_the_gradients_that_it_needs(trained, products):
+    square = jax.ShapeDtypeStruct((K, K), jnp.float32)
+    assert count_flops(loop_of_products, X, square, square, trained=trained) == products * 2 * M * K * K
+
+
+def test_what_precedes_every_trained_array_has_no_backward_pass():
+    def model(x, first, second):
+        return (x @ first @ second).sum()
+
+    weights = (jax.ShapeDtypeStruct((K, N), jnp.float32), jax.ShapeDtypeStruct((N, K), jnp.float32))
+    assert count_flops(model, X, *weights, trained=(False, False, True)) == 3 * PRODUCT  # 1 + 2
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["inline", "jit", "checkpoint"])
+def test_products_that_the_loss_does_not_depend_on_have_no_gradient(wrap):
+    def stopped(x, w):
+        target = wrap(lambda x, w: x @ w)(x, w)
+        return ((x @ w) * jax.lax.stop_gradient(target)).sum()
+
+    def reported(x, w):
+        return (x @ w).sum(), wrap(lambda x, w: x @ w)(x, w).sum()
+
+    for function in (stopped, reported):
+        assert count_flops(function, X, W, trained=(False, True)) == 3 * PRODUCT  # 2 + 1
+
+
+@pytest.mark.parametrize(("trained", "products"), [((True, False), 3), ((False, True), 4), (True, 5), (False, 2)])
+def test_gradients_of_branches_and_of_loops_of_unknown_length(trained, products):
+    square = jax.ShapeDtypeStruct((K, K), jnp.float32)
+
+    def model(x, w):
+        _, y = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, x))
+        y = jax.lax.cond(y.sum() > 0, lambda y: y @ w, lambda y: y, y)
+        return (jax.lax.stop_gradient(x) @ w).sum() + y.sum()
+
+    assert count_flops(model, square, square, trained=trained) == products * 2 * K**3

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from axlearn_core.compose.flops import inner_jaxprs
 from axlearn_core.compose.layout import Layout, make_mesh
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.errors import RequestError
@@ -94,6 +95,48 @@ def test_queries_in_several_tiles(monkeypatch):
     monkeypatch.setattr(context, "TILE", 3)
     agree("ring", "packed", {"seq": 2})
     agree("context-all-gather", "window", {"seq": 2})
+
+
+def largest_loop_result(kernel, case, length=256):
+    """Return the size of the largest array that a loop of the training step of two layers produces, over that of the queries."""
+    mask, options = CASES[case]
+    if case == "packed":
+        ids = jnp.ones((2, length), jnp.int32)
+        mask = Segments(ids, ids)
+    query, key, value = operands(2, length)
+    config = Mesh(shape={"seq": 4})
+    layout = Layout(make_mesh(config, jax.devices()[:4]), config)
+
+    @jax.checkpoint
+    def layer(x, scale):
+        return x * scale + jnp.mean(AttentionOp(x, key, value, mask=mask, scale=0.3, **options).run(kernel)), None
+
+    def loss(scales, query):
+        return jnp.sum(jax.lax.scan(layer, query, scales)[0])
+
+    with sharding.logical_rules(layout.mesh, layout.rules), selection.use(selection.Selection()):
+        jaxpr = jax.make_jaxpr(jax.grad(loss))(jnp.ones(2), query).jaxpr
+
+    def sizes(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "scan":
+                yield from (v.aval.size for v in eqn.outvars)
+            for inner in inner_jaxprs(eqn):
+                yield from sizes(inner)
+
+    return max(sizes(jaxpr)) / query.size
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_masks_are_not_kept_for_all_pairs_of_tiles(case):
+    """Masks follow from positions, so JAX could compute all of them ahead of the layers. The layers' inputs are the largest."""
+    assert largest_loop_result("ring", case) <= 2
+    assert largest_loop_result("context-all-gather", case) <= 2
+
+
+def test_masks_that_are_kept_would_be_seen(monkeypatch):
+    monkeypatch.setattr(context, "_bind_start", lambda tiles: tiles)
+    assert largest_loop_result("ring", "causal") > 4
 
 
 def test_a_sequence_that_the_axis_does_not_divide_is_rejected():

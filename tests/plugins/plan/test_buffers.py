@@ -121,7 +121,7 @@ def test_an_upper_bound_says_so():
     memory = Memory(
         arguments=2 * GIB, temporaries=3 * GIB, capacity=4 * GIB, is_upper_bound=True, compiler_checks_memory=True
     )
-    lines = [*render._memory(SimpleNamespace(memory=memory))]
+    lines = [*render._memory(SimpleNamespace(memory=memory, largest_batch=None))]
     assert lines[0] == "fits, by the compiler: at most 5 GiB of 4 GiB"
     assert "at most 3 GiB" in lines[2]
 

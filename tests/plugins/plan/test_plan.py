@@ -10,13 +10,15 @@ from click.testing import CliRunner
 
 from axlearn_core.cli.main import cli
 from axlearn_core.contracts.target import Machine, Target
+from axlearn_core.errors import RequestError
 from axlearn_core.kernels.selection import use
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_plan.batches import abstract_batch
+from axlearn_plugins_plan.largest_batch import LargestBatch
 from axlearn_plugins_plan.memory import parse_out_of_memory
-from axlearn_plugins_plan.plan import make_plan
+from axlearn_plugins_plan.plan import add_largest_batch, make_plan
 from axlearn_plugins_plan.remedies import remedies
-from axlearn_plugins_plan.render import as_json, text
+from axlearn_plugins_plan.render import as_json, seconds, sections, text
 from axlearn_plugins_plan.roofline import peak, roofline
 from axlearn_plugins_transformer.kernels.masks import Causal, Segments, SlidingWindow, visible_pairs
 from support.needs import require
@@ -94,6 +96,136 @@ def test_it_is_printed(plan):
     attention = next(k for k in fields["kernels"] if k["name"] == "attention")
     assert attention["kernel"] == "xla-blocked"
     assert "priority" in attention["rejected"]["xla"]
+
+
+def test_the_head_shows_the_batch_and_who_set_it(plan):
+    first, second, empty = text(plan).splitlines()[:3]
+    assert first == "quickstart on cpu-8: 8 chips, 950,912 parameters"
+    assert second == "16 rows of 256 tokens (4,096 tokens) per step: input.batch_size, set by --set input.batch_size=16"
+    assert empty == ""
+    micro = text(attrs.evolve(plan, accumulate_steps=2, batch="input.batch_size, the value of the experiment"))
+    assert micro.splitlines()[1].endswith("per step in 2 microbatches: input.batch_size, the value of the experiment")
+    adapted = attrs.evolve(plan, trained=1000)
+    assert text(adapted).splitlines()[0].endswith("950,912 parameters, 1,000 trained")
+    assert "gradients of frozen parameters do not count" in text(at_peak(adapted, 1e9))
+    assert "frozen" not in text(at_peak(plan, 1e9))
+    assert {k: as_json(plan)[k] for k in ("rows_per_step", "tokens_per_step", "trained_parameters")} == {
+        "rows_per_step": 16,
+        "tokens_per_step": 4096,
+        "trained_parameters": 950_912,
+    }
+
+
+def test_kernels_that_were_not_asked_are_only_listed_on_request(plan):
+    for line in ("not xla: not tried", "not cudnn: runs on gpu, not on cpu"):
+        assert line not in text(plan)
+        assert line in text(plan, verbose=True)
+    choice = plan.kernels[0]
+    refused = attrs.evolve(plan, kernels=(attrs.evolve(choice, rejected=(("fast", "the head size is odd"),)),))
+    assert "not fast: the head size is odd" in text(refused)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(0.0123, "12.3 ms"), (1.5, "1.5 s"), (119, "119 s"), (1034, "17.2 min"), (9000, "2.5 h"), (400_000, "4.63 days")],
+)
+def test_durations_have_readable_units(value, expected):
+    assert seconds(value) == expected
+
+
+def test_speed_is_shown_beside_both_times(plan):
+    target = attrs.evolve(plan.machine.target, name="h100", platform="gpu", peak_flops={"bfloat16": 1e12})
+    timed = attrs.evolve(at_peak(plan, 8e12), machine=attrs.evolve(plan.machine, target=target))
+    assert timed.roofline.step == 1.0
+    lines = {line.split()[0].rstrip("0123456789."): line for line in text(timed).splitlines() if line.startswith("  ")}
+    assert ", 4,096 tokens/s" in lines["step"]
+    assert lines["predicted"].count("tokens/s") == 1
+
+
+def test_the_largest_batch_is_shown(plan):
+    largest = LargestBatch(rows=8, bytes=2**30, too_large=16, too_large_bytes=2**31, compiles=3)
+    report = text(attrs.evolve(plan, largest_batch=largest))
+    assert "largest batch that fits: 8 rows (2,048 tokens), 1 GiB; 16 rows (4,096 tokens) do not fit" in report
+    assert "--set input.batch_size=8" in report
+    none = attrs.evolve(largest, rows=None, bytes=None)
+    assert "not even the smallest batch fits: 16 rows" in text(attrs.evolve(plan, largest_batch=none))
+    assert as_json(attrs.evolve(plan, largest_batch=largest))["largest_batch"]["rows"] == 8
+    assert as_json(plan)["largest_batch"] is None
+
+
+def test_microbatches_are_as_large_as_the_largest_batch_that_fits(plan):
+    memory = attrs.evolve(plan.memory, arguments=1000, temporaries=64_000, code=0, capacity=9_500)
+    largest = LargestBatch(rows=40, bytes=9_000, too_large=48, too_large_bytes=10_600, compiles=3)
+    tight = attrs.evolve(plan, rows=320, memory=memory, gradient_bytes=100, largest_batch=largest)
+
+    def words(plan):
+        return [r.words for r in remedies(plan, frozenset({"gradient-accumulation"})) if "steps=" in r.words]
+
+    assert words(tight) == ["--with gradient-accumulation:steps=8"]
+    # The buffer of the gradients leaves room for 37 rows, of which 32 divide the batch and the mesh.
+    assert words(attrs.evolve(tight, gradient_bytes=1000)) == ["--with gradient-accumulation:steps=10"]
+    in_two = attrs.evolve(tight, accumulate_steps=2, largest_batch=attrs.evolve(largest, rows=80))
+    assert words(in_two) == ["--with gradient-accumulation:steps=8"]
+
+
+def test_the_search_compiles_batches_that_the_mesh_divides(plan, monkeypatch):
+    """The memory of a compiled batch grows with its rows, and the plan gets the result."""
+    import axlearn_plugins_plan.plan as module
+
+    rows = []
+
+    def compiled(program, function, bucket, machine):
+        rows.append(bucket["tokens"].shape[0])
+        return None, attrs.evolve(plan.memory, arguments=0, temporaries=rows[-1] * 10, code=0, capacity=400)
+
+    monkeypatch.setattr(module, "compile_function", compiled)
+    tight = attrs.evolve(plan, memory=attrs.evolve(plan.memory, arguments=0, temporaries=10**6, code=0, capacity=400))
+    messages = []
+    resolved = resolve("quickstart", set=SMALL, target="cpu-8", with_=["gradient-accumulation:steps=2"])
+    largest = add_largest_batch(attrs.evolve(tight, rows=1600, batch_unit=16), resolved, messages.append).largest_batch
+    assert largest is not None
+    assert (largest.rows, largest.too_large) == (32, 48)
+    assert all(count % 16 == 0 for count in rows)
+    assert len(messages) == len(rows) == largest.compiles
+    assert "compiling 16 rows (1 of at most 6)" in messages[0]
+
+    def refuse(*_):
+        raise RequestError("the pipeline does not divide the batch\n    fix: another batch")
+
+    monkeypatch.setattr(module, "compile_function", refuse)
+    noted = add_largest_batch(attrs.evolve(tight, rows=1600, batch_unit=16), resolved, messages.append)
+    assert noted.notes[-1] == "the largest batch is unknown: the pipeline does not divide the batch"
+    unknown = attrs.evolve(plan, memory=attrs.evolve(plan.memory, capacity=None))
+    assert add_largest_batch(unknown, resolved, messages.append) is unknown
+
+
+def test_a_notebook_shows_sections_that_fold(plan):
+    page = attrs.evolve(plan, title="<b>own</b>")._repr_html_()
+    assert "&lt;b&gt;own&lt;/b&gt;" in page
+    assert "<b>own" not in page
+    assert page.count("<details") == page.count("</details>") == len(sections(plan))
+    assert "<details open><summary>memory of one device</summary>" in page
+    assert "<details><summary>mesh</summary>" in page
+    assert "http" not in page
+    assert repr(plan).startswith("<quickstart on cpu-8: 8 chips, 950,912 parameters; fits: ")
+    assert len(repr(plan)) < 200
+
+
+def test_a_narrow_base_is_suggested_for_adapters_that_compute_in_bfloat16(plan):
+    tight = attrs.evolve(plan, memory=attrs.evolve(plan.memory, capacity=plan.memory.total - 1000))
+    adapted = attrs.evolve(tight, features=frozenset({"lora"}), frozen_bytes=4000, compute_dtype="bfloat16")
+    words = "--with lora:base_dtype=bfloat16"
+    first = remedies(adapted, frozenset({"lora", "remat"}))[0]
+    assert (first.words, first.total, first.seconds) == (words, plan.memory.total - 2000, 0.0)
+    for other in (
+        attrs.evolve(adapted, compute_dtype="float32"),  # rounding would change the results
+        attrs.evolve(adapted, features=frozenset()),
+        attrs.evolve(adapted, frozen_bytes=0),
+    ):
+        assert words not in [r.words for r in remedies(other, frozenset({"lora", "remat"}))]
+    hopeless = attrs.evolve(adapted, memory=attrs.evolve(adapted.memory, capacity=1))
+    actual = [r.words for r in remedies(hopeless, frozenset({"lora", "remat"}))]
+    assert any(w.startswith(f"{words} --with remat") for w in actual)
 
 
 def at_peak(plan, flops, dtype="bfloat16"):

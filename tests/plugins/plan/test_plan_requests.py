@@ -39,6 +39,11 @@ def refused(*words: str) -> str:
             ["the attention kernel 'cudnn'", "runs on gpu, not on cpu", "fix"],
         ),
         ("cpu-8", f"{LAYER}.attention.kernel=cudn", ["unknown attention kernel 'cudn'", "did you mean: cudnn"]),
+        (
+            "cpu-8",
+            "input.batch_size=2",
+            ["input (weights)", "2 over 8 devices", "a multiple of 8", "context-parallel", "{seq: 4, fsdp: -1}"],
+        ),
     ],
 )
 def test_it_says_what_is_wrong(target, setting, reason):

@@ -1,7 +1,7 @@
 """`Function`: a pure function of a program with its abstract arguments."""
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -48,6 +48,7 @@ class Function:
             decide.
         donate: Positions of the donated arguments.
         differentiates: True if the function computes gradients. Otherwise, kernels without a backward pass are allowed.
+        frozen: Paths of the parameters that the function returns unchanged, so it does not need their gradients.
         required_kernels: Names of the ops that must use the kernel that the config names. This applies to every op if the
             function differentiates. Other ops may fall back to a different kernel, which is reported.
         runs_once: Optimize compile time instead of run time.
@@ -63,6 +64,7 @@ class Function:
     outputs: Callable[[Any], Any] | None = None
     donate: tuple[int, ...] = ()
     differentiates: bool = False
+    frozen: Collection[str] = ()
     required_kernels: tuple[str, ...] = ()
     runs_once: bool = False
     takes_bucket: bool = False

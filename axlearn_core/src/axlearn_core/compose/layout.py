@@ -98,7 +98,7 @@ class Layout:
                         path=path,
                         message=f"dimension {dim} ({axis}) is not divisible by the mesh axes {', '.join(mesh_axes)}",
                         got=f"{shape[dim]} over {counted(count, 'device')}",
-                        fix=f"change mesh.shape, or use --set mesh.rules.{axis}=[] to leave this axis unsharded",
+                        fix=_indivisible_fix(axis, axes, shape[dim], count),
                     )
                 )
             used.update(mesh_axes)
@@ -136,3 +136,12 @@ class Layout:
             return self.replicated
 
         return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def _indivisible_fix(axis: str | None, axes: Sequence[str | None], size: int, count: int) -> str:
+    """Return what to change if `count` devices do not divide an axis of this size."""
+    if axis == "batch" and "sequence" in axes:
+        rows = math.gcd(size, count)
+        split = f"--with context-parallel --set 'mesh.shape={{seq: {count // rows}, fsdp: -1}}'"
+        return f"set input.batch_size to a multiple of {count}, or shard the positions of each row: {split}"
+    return f"change mesh.shape, or use --set mesh.rules.{axis}=[] to leave this axis unsharded"

@@ -154,13 +154,21 @@ class Program(Compiler):
         return self.layout.sharding(batch_axes(shape), shape, f"input ({name})")
 
     def model_flops(self, batch: Mapping[str, Any]) -> int:
-        """Return the model FLOPs of one step: three times the forward pass, with full attention even if it is causal.
+        """Return the model FLOPs of one step, with full attention even if it is causal.
 
-        This follows the convention of model FLOPs utilization (Chowdhery et al., 2022), which excludes recomputation. Frozen
-        models of an objective count as if they were trained.
+        This follows the convention of model FLOPs utilization (Chowdhery et al., 2022), which excludes recomputation. If every
+        parameter is trained, the step counts as three forward passes. Gradients of frozen parameters do not count, and
+        neither does the backward pass of a frozen model. See `axlearn_core.compose.flops.Gradients`.
         """
         specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch.items()}
-        return 3 * count_flops(self.function("loss").call, self.trained.specs, specs)
+        return count_flops(self.function("loss").call, self.trained.specs, specs, trained=self.trained_marks)
+
+    @property
+    def trained_marks(self) -> tuple[ModelWeights, bool]:
+        """Marks for the arguments of `loss`: True for the parameters that a training step updates."""
+        frozen = set(self.function("train").frozen)
+        specs = self.trained.specs
+        return ModelWeights({p: p not in frozen for p in specs.params}, dict.fromkeys(specs.variables, False)), False
 
     def fingerprint(self, batch: Mapping[str, Any]) -> str:
         """Return a hash of the lowered training step. Equal fingerprints mean equal programs."""

@@ -32,6 +32,15 @@ class StackRole(Role, fields=("mode", "remat")):
     __slots__ = ()
 
 
+class FullPrecisionRole(Role, fields=("param_dtype",)):
+    """A layer that computes with its parameters as they are stored, and does not round them to the model's compute dtype.
+
+    Features that store parameters in a narrower dtype leave these layers alone.
+    """
+
+    __slots__ = ()
+
+
 def states_role(node: object, role: type[Role]) -> bool:
     """Return True if the class of a node lists a role among its direct bases.
 

@@ -171,6 +171,19 @@ class ChecksTraining(Protocol):
 
 
 @runtime_checkable
+class FreezesParameters(Protocol):
+    """A learner that can freeze parameters."""
+
+    def frozen_params(self, paths: Iterable[str]) -> Collection[str]:
+        """Return the parameters that no update changes.
+
+        Args:
+            paths: Dotted paths of all parameters.
+        """
+        ...
+
+
+@runtime_checkable
 class ObservesSteps(Protocol):
     """A watchdog that inspects the results of steps."""
 

@@ -23,7 +23,7 @@ DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
     "activation_kv": ("tensor",),
     "activation_vocab": ("tensor",),
     # parameters
-    "embed": ("fsdp",),
+    "embed": ("fsdp", "seq"),
     "mlp": ("tensor",),
     "heads": ("tensor",),
     "kv": ("tensor",),
@@ -34,7 +34,10 @@ DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
     "norm": (),
     "rank": (),  # the low rank of a factored matrix
 }
-"""Fully sharded data parallelism over `fsdp`, tensor parallelism over `tensor`."""
+"""Fully sharded data parallelism over `fsdp`, tensor parallelism over `tensor`.
+
+Devices on `seq` have different positions of the same rows, so they also share parameters: each device gathers them before use.
+"""
 
 
 Size = int | Literal["host", "domain", "domains"]

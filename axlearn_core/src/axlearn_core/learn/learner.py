@@ -184,8 +184,15 @@ class Learner(Configurable):
             summaries["learning_rate"] = jnp.asarray(rate, jnp.float32)
         return unflatten(params, new), new_state, summaries
 
+    def frozen_params(self, paths: Iterable[str]) -> list[str]:
+        """Return the parameters that a rule freezes; see `axlearn_core.contracts.capabilities.FreezesParameters`."""
+        return self._frozen(paths)
+
     def frozen_variables(self, paths: Iterable[str]) -> list[str]:
-        """Return the paths that a rule freezes; see `axlearn_core.contracts.capabilities.FreezesVariables`."""
+        """Return the variables that a rule freezes; see `axlearn_core.contracts.capabilities.FreezesVariables`."""
+        return self._frozen(paths)
+
+    def _frozen(self, paths: Iterable[str]) -> list[str]:
         paths = list(paths)
         frozen = {p for rule in self.cfg.rules if rule.freeze for p in match_paths(rule.pattern, paths)}
         return [path for path in paths if path in frozen]

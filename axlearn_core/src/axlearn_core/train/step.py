@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from axlearn_core.compose import Function, Functional, ModelAndObjective, ModelWeights, Part, TrainState
 from axlearn_core.compose.functions import batch_inputs, model_functions
-from axlearn_core.contracts.capabilities import FreezesVariables, PlacesState
+from axlearn_core.contracts.capabilities import FreezesParameters, FreezesVariables, PlacesState
 from axlearn_core.contracts.parts import Learner
 from axlearn_core.nn.module_checks import convert_seed_error
 from axlearn_core.nn.summaries import Summary, get_scalars, is_summary
@@ -64,6 +64,7 @@ class TrainingFunctions:
                 outputs=lambda _: (Part.STATE, Part.REPLICATED),
                 donate=(0,),
                 differentiates=True,
+                frozen=self._frozen_params(),
                 describe="one training step",
             ),
             "evaluate": Function(
@@ -144,11 +145,18 @@ class TrainingFunctions:
         if skipped is not None:
             variables = jax.tree.map(lambda new, old: jnp.where(skipped, old, new), variables, state.variables)
         # Return the input arrays for frozen variables, not their copies from the loop over microbatches.
-        variables = {**variables, **{path: state.variables[path] for path in (*self.trained.fixed, *self._frozen())}}
+        variables = {
+            **variables,
+            **{path: state.variables[path] for path in (*self.trained.fixed, *self._frozen_variables())},
+        }
         new = state.replace(step=state.step + 1, params=params, variables=variables, learner=learner_state)
         return new, {"loss": value, **get_scalars(summaries), **reported}
 
-    def _frozen(self) -> Collection[str]:
+    def _frozen_params(self) -> Collection[str]:
+        learner = self.learner
+        return learner.frozen_params(self.trained.abstract) if isinstance(learner, FreezesParameters) else ()
+
+    def _frozen_variables(self) -> Collection[str]:
         learned = self.trained.learned
         return self.learner.frozen_variables(learned) if learned and isinstance(self.learner, FreezesVariables) else ()
 

@@ -8,6 +8,7 @@ from flax import nnx
 from jax import lax
 
 from axlearn_core.config import REQUIRED, Node, interface, node, setting
+from axlearn_core.config.roles import FullPrecisionRole
 from axlearn_core.errors import RequestError
 from axlearn_core.nn.initializers import Initializer, VarianceScaling
 from axlearn_core.nn.layer import Layer, Precision
@@ -33,7 +34,7 @@ class LinearRouter(Layer):
     """Base class for the routers: computes one logit per token and expert, always in float32."""
 
     @node
-    class Config(Layer.Config[T_co]):
+    class Config(Layer.Config[T_co], FullPrecisionRole):
         """Settings that all routers share.
 
         Attributes:

@@ -164,7 +164,8 @@ def _pairs(tiles: QueryTiles, chunks: KeyChunks, scores: Scores, rows: tuple[jax
 
     def pair(tile: QueryTiles, chunk: KeyChunks) -> Any:
         queries, keys = _slots(tile.start, sizes[0]), _slots(chunk.start, sizes[1])
-        any_visible = scores.may_see(tile.start, sizes[0], chunk.start, sizes[1])
+        # The condition depends on the tile even if the mask never hides a whole chunk; see `_bind_start` in `context`.
+        any_visible = scores.may_see(tile.start, sizes[0], chunk.start, sizes[1]) & (tile.start >= 0)
         visible = lambda: scores.visible((queries, tile.arrays), (keys, chunk.arrays), rows, sizes)  # noqa: E731
         return any_visible, visible, lambda q, k: scores.raw(q, k, queries, keys)
 

@@ -164,6 +164,8 @@ def _softmax_attention(scores: Scores, visit: Callable[..., Any]) -> Callable[..
         return forward(tiles, block, rows)[0]
 
     def forward(tiles: QueryTiles, block: KeyBlock, rows: Any) -> Any:
+        tiles = _bind_start(tiles)
+
         def step(sums: RunningSoftmax, chunks: KeyChunks) -> RunningSoftmax:
             return add_chunks(tiles, chunks, scores, rows, sums)
 
@@ -187,6 +189,16 @@ def _softmax_attention(scores: Scores, visit: Callable[..., Any]) -> Callable[..
 
     run.defvjp(forward, backward)
     return run
+
+
+def _bind_start(tiles: QueryTiles) -> QueryTiles:
+    """Make the slots of the queries depend on the queries.
+
+    All masks follow from the slots, which are known before the step. JAX would therefore compute the masks of all pairs of tiles
+    and chunks ahead of the layers, and keep them for the backward pass: 80 GiB per device for 32k positions on four devices.
+    """
+    start, _ = lax.optimization_barrier((tiles.start, tiles.query))
+    return tiles._replace(start=start)
 
 
 class _Ring(_BlockwiseKernel):

@@ -14,7 +14,14 @@ import jax
 from jax.extend.core import Literal
 
 from axlearn_core.compose import Program
-from axlearn_core.compose.flops import called, equation_flops, mapped_devices
+from axlearn_core.compose.flops import (
+    Gradients,
+    equation_flops,
+    gradients_of_loss,
+    inner_jaxprs,
+    mapped_devices,
+    mark_leaves,
+)
 from axlearn_core.contracts.arrays import is_array
 from axlearn_core.contracts.kernels import Kernel, KernelContext, tags_result
 from axlearn_core.kernels.op import Op
@@ -37,6 +44,7 @@ class Work:
         visible: Share of position pairs that the enclosing attention op's mask allows.
         kernel: Whether the equation is inside a kernel. Kernels skip masked blocks.
         product: FLOPs of one execution if the op reports them (`Op.kernel_flops`). They replace the count of the kernel's body.
+        products: Factor for the gradients that training needs; see `Gradients.products`.
     """
 
     equation: Any
@@ -44,10 +52,15 @@ class Work:
     visible: float
     kernel: bool
     product: float | None = None
+    products: int = 1
 
     @property
     def flops(self) -> float:
         """FLOPs of all executions, with every pair of positions visible. A multiply-add counts as two."""
+        return self.products * self._forward_flops
+
+    @property
+    def _forward_flops(self) -> float:
         name, params = self.equation.primitive.name, self.equation.params
         if self.product is not None:
             return self.times * self.product
@@ -88,6 +101,7 @@ def works(
     visible: float = 1.0,
     kernel: bool = False,
     op: Op[Any] | None = None,
+    gradients: Gradients | None = None,
 ) -> Iterator[Work]:
     """Yield the live equations in a jaxpr, and in the jaxprs that it calls, that perform floating-point operations.
 
@@ -102,6 +116,7 @@ def works(
         visible: See `Work`.
         kernel: See `Work`.
         op: The op that encloses the jaxpr.
+        gradients: Gradients of the jaxpr that count too. None counts only the jaxpr itself.
     """
     for equation in live_equations(jaxpr):
         name, params = equation.primitive.name, equation.params
@@ -109,17 +124,9 @@ def works(
         scope = scopes[int(match[1])] if match else None
         visible_share = visible if visible != 1.0 or scope is None else scope.visible
         inner_op = op if scope is None else scope.op
-        if name == "cond":
-            arms = [list(works(b.jaxpr, scopes, times, visible_share, kernel, inner_op)) for b in params["branches"]]
-            yield from max(arms, key=lambda arm: sum(w.flops for w in arm))
-        elif name == "scan":
-            yield from works(params["jaxpr"].jaxpr, scopes, times * params["length"], visible_share, kernel, inner_op)
-        elif name == "while":
-            yield from works(params["body_jaxpr"].jaxpr, scopes, times, visible_share, kernel, inner_op)
-        elif name == "shard_map":
-            yield from works(params["jaxpr"], scopes, times * mapped_devices(params), visible_share, kernel, inner_op)
-        elif name in _KERNELS and (product := _kernel_flops(equation, inner_op)) is not None:
-            yield Work(equation, times, visible_share, True, product)
+        products = 1 if gradients is None else gradients.products(equation)
+        if name in _KERNELS and (product := _kernel_flops(equation, inner_op)) is not None:
+            yield Work(equation, times, visible_share, True, product, products=products)
         elif name == "pallas_call":
             grid = params["grid_mapping"].grid
             if all(isinstance(size, int) for size in grid):
@@ -129,9 +136,15 @@ def works(
         elif _CUDNN.match(name):
             yield Work(equation, times, visible_share, True)
         elif equation_flops(equation):
-            yield Work(equation, times, visible_share, kernel)
-        elif (inner := called(params)) is not None:
-            yield from works(inner, scopes, times, visible_share, kernel, inner_op)
+            yield Work(equation, times, visible_share, kernel, products=products)
+        else:
+            more = times * params["length"] if name == "scan" else times
+            more *= mapped_devices(params) if name == "shard_map" else 1
+            arms = []
+            for inner in inner_jaxprs(equation):
+                deeper = None if gradients is None else gradients.inside(equation, inner)
+                arms.append(list(works(inner, scopes, more, visible_share, kernel, inner_op, deeper)))
+            yield from max(arms, key=lambda arm: sum(w.flops for w in arm), default=())
 
 
 def live_equations(jaxpr: Any) -> list[Any]:
@@ -173,18 +186,19 @@ class ModelFlops:
 def model_flops(program: Program, name: str, bucket: Any) -> ModelFlops:
     """Count a function's FLOPs with the reference implementation of each op, independent of any kernel's block sizes.
 
-    A training step counts as three forward passes.
+    A training step counts as its forward pass and the gradients that it needs (`Gradients`), like
+    `axlearn_core.compose.Program.model_flops`.
     """
-    selection = _ReferenceSelection(platform=program.platform, target=program.selection(name).target)
-    passes = 3 if name == "train" else 1
+    selection, gradients = _ReferenceSelection(platform=program.platform, target=program.selection(name).target), None
     with use(selection):
         if name == "train":
-            jaxpr = jax.make_jaxpr(program.function("loss").call)(program.trained.specs, dict(bucket)).jaxpr
+            args = (program.trained.specs, dict(bucket))
+            jaxpr = jax.make_jaxpr(program.function("loss").call)(*args).jaxpr
+            gradients = gradients_of_loss(jaxpr, mark_leaves(program.trained_marks, args))
         else:
             jaxpr = _jaxpr(program, name, bucket)
-    work = list(works(jaxpr, selection.scopes))
-    full, causal = sum(w.flops for w in work), sum(w.flops * w.visible for w in work)
-    return ModelFlops(full=passes * full, causal=passes * causal)
+    work = list(works(jaxpr, selection.scopes, gradients=gradients))
+    return ModelFlops(full=sum(w.flops for w in work), causal=sum(w.flops * w.visible for w in work))
 
 
 def executed_flops(program: Program, name: str, bucket: Any) -> Mapping[str, float]:

@@ -1,5 +1,6 @@
 """Compile a function of an experiment for a machine, and collect figures such as memory and time in a plan."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +12,18 @@ import jax
 from axlearn_core.compose import Program, compose
 from axlearn_core.compose.devices import configure_devices, topology_devices
 from axlearn_core.compose.objective import decide_replication
-from axlearn_core.config import Node, find, find_missing, flatten, get
+from axlearn_core.config import Node, find, find_missing, flatten, get, patch
 from axlearn_core.config.roles import StackRole
 from axlearn_core.contracts.capabilities import DeclaresBatches, DeclaresFunctions, vocabulary_size
-from axlearn_core.contracts.experiment import accumulate_steps, get_input_config
+from axlearn_core.contracts.experiment import (
+    accumulate_steps,
+    batch_size,
+    get_input_config,
+    get_model_config,
+    num_shards,
+)
 from axlearn_core.contracts.target import Machine
-from axlearn_core.errors import ConfigError, RequestError
+from axlearn_core.errors import AxlearnError, ConfigError, RequestError
 from axlearn_core.kernels.selection import Choice
 from axlearn_core.plugins.resolve import Resolved
 from axlearn_core.plugins.targets import targets
@@ -26,6 +33,7 @@ from axlearn_plugins_plan.compilation import compile_function
 from axlearn_plugins_plan.flops import ModelFlops, executed_flops, model_flops
 from axlearn_plugins_plan.groups import Places, find_domains
 from axlearn_plugins_plan.hlo import parse
+from axlearn_plugins_plan.largest_batch import MAX_COMPILES, LargestBatch, find_largest_batch
 from axlearn_plugins_plan.memory import Memory, shard_bytes
 from axlearn_plugins_plan.predict import Prediction, predict
 from axlearn_plugins_plan.roofline import Roofline, roofline, utilisation
@@ -46,8 +54,16 @@ class FunctionPlan:
         collectives: Collectives of the program. None if the compiler stopped.
         rows: Number of rows in the batch.
         tokens: Number of tokens in the batch. None if the function takes no tokens.
+        batch_shards: Number of devices or groups of devices that a batch is sharded over.
+        batch_unit: Divisor of the rows of every batch that the mesh, the microbatches and the input allow.
+        batch: Who set the size of the batch. None if the function does not take a batch of the experiment.
+        trained: Number of parameters that a training step updates.
+        frozen_bytes: Bytes per device of the float32 parameters that a training step does not update.
+        compute_dtype: Dtype in which the model computes. None if the model does not say.
+        features: Names of the applied features.
+        largest_batch: The largest batch that fits, if it was searched.
         tags: Activation tags of a training step. Empty if the model has no tags.
-        gradient_bytes: Bytes of the gradients. 0 if the function does not differentiate.
+        gradient_bytes: Bytes of the gradients of the trained parameters. 0 if the function does not differentiate.
         compiler_options: XLA options from the target, the kernels and the config.
         compile_seconds: Time to trace, lower and compile.
     """
@@ -60,7 +76,14 @@ class FunctionPlan:
     mesh: Mapping[str, int]
     rows: int
     tokens: int | None
+    batch_shards: int
+    batch_unit: int
+    batch: str | None
     parameters: int
+    trained: int
+    frozen_bytes: int
+    compute_dtype: str | None
+    features: frozenset[str]
     remat: tuple[str, ...]
     memory: Memory
     flops: ModelFlops
@@ -74,26 +97,28 @@ class FunctionPlan:
     accumulate_steps: int
     compiler_options: Mapping[str, Any]
     compile_seconds: float
-
-    def __repr__(self) -> str:
-        verdict = "fits" if self.memory.fits else "does not fit"
-        return f"FunctionPlan({self.function} of {self.title} on {self.machine.name}: {verdict})"
+    largest_batch: LargestBatch | None = None
 
     def __str__(self) -> str:
         from axlearn_plugins_plan.render import text
 
         return text(self)
 
-    def _repr_html_(self) -> str:
-        """Return the sections as parts that fold, for notebooks."""
-        from axlearn_plugins_plan.render import html
-
-        return html(self)
-
     def mfu(self, causal: bool = False) -> float | None:
         """Return the model FLOPs utilization at the roofline, or None if the hardware's peak is unknown."""
         flops = self.flops.causal if causal else self.flops.full
         return utilisation(flops, self.roofline.step, self.machine.target, self.machine.devices)
+
+    def __repr__(self) -> str:
+        from axlearn_plugins_plan.render import size, title
+
+        fits = "fits" if self.memory.fits else "does not fit"
+        return f"<{title(self)}; {fits}: {size(self.memory.total)} of {size(self.memory.capacity)}>"
+
+    def _repr_html_(self) -> str:
+        from axlearn_plugins_plan.plan_html import as_html
+
+        return as_html(self)
 
     @property
     def mfu_note(self) -> str | None:
@@ -193,8 +218,8 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
         activations = tags(program, batch) if trains else []
         (compiled, memory), seconds = compiling.result()
     moved = traffic = None
-    unchanged = [str(decision) for decision in resolved.decisions if decision.kind == "unchanged"]
-    notes = [*resolved.notes, *unchanged, *map(str, decide_replication(program.trained))]
+    decisions = [*(d for d in resolved.decisions if d.kind == "unchanged"), *decide_replication(program.trained)]
+    notes = [*resolved.notes, *map(str, decisions)]
     if machine.target.stand_in:
         notes.append(f"this is not the program that runs on the target: {machine.target.stand_in}")
     if compiled is not None:
@@ -207,7 +232,6 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
             notes.append(f"memory traffic counts only {how}")
     else:
         notes.append("the compiler ran out of memory, so traffic and collectives are unknown")
-    is_batch = isinstance(bucket, Mapping)
     return FunctionPlan(
         title=resolved.title,
         function=function,
@@ -215,9 +239,9 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
         rule=resolved.rule,
         notes=tuple(notes),
         mesh={a: n for a, n in program.layout.mesh.shape.items() if n > 1},
-        rows=max((s.shape[0] for s in batch.values() if s.shape), default=0),
-        tokens=int(batch["tokens"].size) if is_batch and "tokens" in batch else None,
-        parameters=program.functional.num_parameters,
+        **_describe_batch(resolved, program, batch, bucket),
+        **_describe_parameters(resolved.config, program, function),
+        features=frozenset(name for name, _ in resolved.features),
         remat=_remat(resolved.config) if trains else (),
         memory=memory,
         flops=flops,
@@ -227,11 +251,77 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
         roofline=roofline(machine.target, machine.devices, executed, moved, traffic),
         kernels=tuple(program.choices(function)),
         tags=tuple(activations),
-        gradient_bytes=shard_bytes(program.state.params) if trains else 0,
         accumulate_steps=accumulate_steps(resolved.config),
         compiler_options=program.options(function),
         compile_seconds=seconds,
     )
+
+
+def _describe_batch(resolved: Resolved, program: Program, batch: Mapping[str, Any], bucket: Any) -> dict[str, Any]:
+    """Return the fields of a plan about the batch of the experiment."""
+    is_batch = isinstance(bucket, Mapping)
+    layout, config = program.layout, resolved.config
+    shards = math.prod(layout.mesh.shape[axis] for axis in layout.rules.get("batch", ()))
+    source = resolved.setter("input.batch_size") or "the value of the experiment"
+    size = "the batches of the input" if batch_size(config) is None else f"input.batch_size, {source}"
+    return {
+        "rows": max((s.shape[0] for s in batch.values() if s.shape), default=0),
+        "tokens": int(batch["tokens"].size) if is_batch and "tokens" in batch else None,
+        "batch": size if is_batch else None,
+        "batch_shards": shards,
+        "batch_unit": math.lcm(shards * accumulate_steps(config), num_shards(config) or 1),
+    }
+
+
+def _describe_parameters(config: Node[Any], program: Program, function: str) -> dict[str, Any]:
+    """Return the fields of a plan about trained and frozen parameters."""
+    model = get_model_config(config)
+    declared = program.function(function)
+    frozen, specs = set(declared.frozen), program.trained_spec.params
+    wide = [s for p, s in specs.items() if p in frozen and s.dtype == "float32"]
+    trained = [s for p, s in specs.items() if p not in frozen]
+    return {
+        "parameters": program.functional.num_parameters,
+        "trained": sum(s.size for p, s in program.functional.abstract.items() if p not in frozen),
+        "frozen_bytes": shard_bytes(wide),
+        "gradient_bytes": shard_bytes(trained) if declared.differentiates else 0,
+        "compute_dtype": flatten(model).get("dtype") if isinstance(model, Node) else None,
+    }
+
+
+def add_largest_batch(plan: FunctionPlan, resolved: Resolved, progress: Callable[[str], None]) -> FunctionPlan:
+    """Search for the largest batch of a training step that fits, and add it to the plan.
+
+    Args:
+        plan: Plan of the request's training step.
+        resolved: The resolved request.
+        progress: Called with a message before each compilation.
+
+    Returns:
+        The new plan, or `plan` if the capacity is unknown or the config does not set the size of the batch. If a batch cannot
+        be compiled, the plan gets a note with the reason.
+    """
+    if plan.memory.capacity is None or plan.function != "train" or batch_size(resolved.config) is None:
+        return plan
+    compiles = 0
+
+    def measure(rows: int) -> Memory:
+        nonlocal compiles
+        compiles += 1
+        progress(
+            f"searching the largest batch that fits: compiling {rows:,} rows ({compiles} of at most {MAX_COMPILES})"
+        )
+        config = patch(resolved.config, {"input.batch_size": rows})
+        program, batch = compose_program(attrs.evolve(resolved, config=config))
+        bucket = program.function(plan.function).get_bucket(batch)
+        return compile_function(program, plan.function, bucket, require_machine(resolved))[1]
+
+    try:
+        largest = find_largest_batch(plan.rows, plan.batch_unit, plan.memory, measure)
+    except AxlearnError as error:  # a part of the model, such as a pipeline, refuses this number of rows
+        reason = str(error).partition("\n")[0]
+        return attrs.evolve(plan, notes=(*plan.notes, f"the largest batch is unknown: {reason}"))
+    return attrs.evolve(plan, largest_batch=largest)
 
 
 def _run_timed(started: float, function: Callable[..., Any], *args: Any) -> tuple[Any, float]:

@@ -1,7 +1,7 @@
 """Suggest changes that make a plan fit, with estimates of their memory and cost."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import attrs
 
@@ -34,7 +34,7 @@ def remedies(plan: FunctionPlan, features: frozenset[str], most: int = 3) -> lis
     """Return the cheapest changes that make a plan fit by estimate, or the closest ones if no change is enough.
 
     Args:
-        plan: Plan that does not fit.
+        plan: FunctionPlan that does not fit.
         features: Names of the installed features. Remedies that need other features are left out.
         most: Maximum number of remedies.
     """
@@ -44,40 +44,93 @@ def remedies(plan: FunctionPlan, features: frozenset[str], most: int = 3) -> lis
     microbatches = [*_accumulation(plan)] if trains and "gradient-accumulation" in features else []
     recomputes = [*_recompute(plan)] if "remat" in features else []
     offloads = [*_offload(plan)] if "remat" in features else []
-    pairs = [_combine(plan, a, b) for a in microbatches for b in recomputes]
-    fixes = [*_shard_copies(plan), *microbatches, *recomputes, *offloads, *_more_chips(plan)]
-    if not any(r.total <= plan.memory.capacity for r in fixes):
-        fixes += pairs
+    narrows = [*_narrow_frozen(plan)] if "lora" in features else []
+    alone = [*_shard_copies(plan), *microbatches, *recomputes, *offloads, *_more_chips(plan)]
+    fixes = [*narrows, *alone]
+    if not _fit(plan, fixes):
+        fixes += [_combine(plan, a, b) for a in microbatches for b in recomputes]
+    if not _fit(plan, fixes):
+        fixes += [_with_narrow(plan, narrow, fix) for narrow in narrows for fix in fixes if fix is not narrow]
     sufficient = [r for r in fixes if r.total <= plan.memory.capacity]
     sufficient.sort(key=lambda r: (r.chips, r.seconds is None, r.seconds or 0.0))
     insufficient = sorted((r for r in fixes if r not in sufficient), key=lambda r: r.total)
-    return [*sufficient, *insufficient][:most]
+    chosen = [*sufficient, *insufficient][:most]
+    # A narrow base costs nothing, so suggest it even if another change is enough.
+    return chosen if not narrows or narrows[0] in chosen else [*chosen[: most - 1], *narrows]
+
+
+def _fit(plan: FunctionPlan, fixes: Sequence[Remedy]) -> bool:
+    return any(fix.total <= (plan.memory.capacity or 0) for fix in fixes)
+
+
+def _with_narrow(plan: FunctionPlan, narrow: Remedy, other: Remedy) -> Remedy:
+    """Combine a narrow base with another remedy. The frozen weights are sharded over the additional chips, too."""
+    saved = (plan.memory.total - narrow.total) / other.chips
+    return attrs.evolve(
+        other, words=f"{narrow.words} {other.words}", total=other.total - saved, why=f"{narrow.why}; {other.why}"
+    )
+
+
+def _narrow_frozen(plan: FunctionPlan) -> Iterator[Remedy]:
+    """Suggest storing the frozen weights of a model with adapters in bfloat16, if it computes in bfloat16 anyway."""
+    if "lora" in plan.features and plan.frozen_bytes and plan.compute_dtype == "bfloat16":
+        yield Remedy(
+            words="--with lora:base_dtype=bfloat16",
+            total=plan.memory.total - plan.frozen_bytes // 2,
+            seconds=0.0,
+            chips=1,
+            why="stores the frozen weights in the dtype that the model computes in, which gives the same losses",
+        )
 
 
 def _accumulation(plan: FunctionPlan) -> Iterator[Remedy]:
     """Suggest more microbatches. They shrink the temporaries but need a buffer for the summed gradients."""
-    shards = 1
-    for axis in ("data", "fsdp", "expert"):
-        shards *= plan.mesh.get(axis, 1)
+    if (measured := _measured_accumulation(plan)) is not None:
+        yield measured
+        return
     steps, best = plan.accumulate_steps, None
-    rows = plan.rows // steps // shards
+    rows = plan.rows // steps // plan.batch_shards
     # Double buffering unrolls the loop by two, so two microbatches need as much memory as one.
     doubled = plan.compiler_options.get("xla_gpu_enable_while_loop_double_buffering")
     factor = 4 if steps == 1 and doubled else 2
     while rows >= factor and rows % factor == 0:
         total = plan.memory.total - plan.memory.temporaries * (1 - 1 / factor) + plan.gradient_bytes
-        best = Remedy(
-            words=f"--with gradient-accumulation:steps={steps * factor}",
-            total=total,
-            seconds=_links(plan) * (factor - 1),
-            chips=1,
-            why=f"uses {factor} times as many microbatches, which have smaller activations but gather weights more often",
-        )
+        best = _microbatches(plan, steps * factor, total)
         if plan.memory.capacity is not None and total <= plan.memory.capacity:
             break
         factor *= 2
     if best is not None:
         yield best
+
+
+def _measured_accumulation(plan: FunctionPlan) -> Remedy | None:
+    """Suggest microbatches that are as large as the largest batch that was compiled and fits, or None if there is none."""
+    largest, capacity = plan.largest_batch, plan.memory.capacity or 0
+    if largest is None or largest.rows is None or largest.bytes is None or largest.rows >= plan.rows:
+        return None
+    measured = largest.rows // plan.accumulate_steps
+    temporaries = largest.bytes - plan.memory.arguments
+    for rows in range(measured, 0, -1):
+        total = plan.memory.arguments + temporaries * rows / measured + plan.gradient_bytes
+        if plan.rows % rows == 0 and rows % plan.batch_shards == 0 and total <= capacity:
+            return _microbatches(plan, plan.rows // rows, total)
+    return None
+
+
+def _microbatches(plan: FunctionPlan, steps: int, total: float) -> Remedy:
+    return Remedy(
+        words=f"--with gradient-accumulation:steps={steps}",
+        total=total,
+        seconds=_links(plan) * (steps // plan.accumulate_steps - 1),
+        chips=1,
+        why=f"keeps the batch, but computes it in {steps:,} microbatches of {_rows(plan, steps)}"
+        + (", which gathers weights more often" if _links(plan) else ""),
+    )
+
+
+def _rows(plan: FunctionPlan, microbatches: int) -> str:
+    rows = plan.rows // microbatches
+    return f"{rows:,} row{'' if rows == 1 else 's'}"
 
 
 def _combine(plan: FunctionPlan, microbatches: Remedy, recompute: Remedy) -> Remedy:

@@ -4,10 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from axlearn_core.config import get_fields
-from axlearn_core.config.html import fold, fragment
-from axlearn_core.config.html import tag as element
-from axlearn_core.config.html import text as escape
 from axlearn_core.kernels.selection import Choice, installed
+from axlearn_plugins_plan.largest_batch import LargestBatch
 from axlearn_plugins_plan.plan import FunctionPlan
 from axlearn_plugins_plan.remedies import Remedy
 
@@ -25,9 +23,12 @@ def size(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Format a duration in seconds."""
+    """Format a duration in seconds, with a unit that fits its length."""
     if value is None:
         return "?"
+    for unit, scale in (("days", 86400), ("h", 3600), ("min", 60)):
+        if value >= 2 * scale:
+            return f"{value / scale:.3g} {unit}"
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
@@ -44,47 +45,64 @@ def share(value: float | None) -> str:
     return "?" if value is None else f"{100 * value:.1f}%"
 
 
-def text(plan: FunctionPlan, remedies: Sequence[Remedy] = ()) -> str:
+Section = tuple[str, list[str]]
+"""Heading and lines of a section."""
+
+
+def text(plan: FunctionPlan, remedies: Sequence[Remedy] = (), *, verbose: bool = False) -> str:
     """Format a plan as text, section by section."""
-    lines = [headline(plan)]
-    for heading, section in sections(plan, remedies):
-        lines += ["", heading, *(f"  {line}" for line in section)]
+    lines = [title(plan), *batch_lines(plan)]
+    for heading, body in sections(plan, remedies, verbose=verbose):
+        lines += ["", heading, *(f"  {line}" for line in body)]
     lines += ["", f"compiled in {plan.compile_seconds:.1f} s"]
     return "\n".join(lines)
 
 
-def html(plan: FunctionPlan) -> str:
-    """Format a plan as HTML for notebooks. The sections fold, and the first is open."""
-    parts = (
-        fold(escape(heading), element("pre", escape("\n".join(section))), is_open=i == 0)
-        for i, (heading, section) in enumerate(sections(plan))
-    )
-    return fragment(element("b", escape(headline(plan))) + "".join(parts))
-
-
-def headline(plan: FunctionPlan) -> str:
-    """Return the subject of a plan in one line."""
+def title(plan: FunctionPlan) -> str:
+    """Return the first line of a plan: what was planned, and for which machine."""
     machine = plan.machine
     per = f" of {machine.target.devices_per_chip} devices each" if machine.target.devices_per_chip > 1 else ""
+    chips = "1 chip" if machine.chips == 1 else f"{machine.chips:,} chips"
     subject = plan.title if plan.function == "train" else f"{plan.function} of {plan.title}"
-    return f"{subject} on {machine.name}: {machine.chips} chips{per}, {plan.parameters:,} parameters"
+    trained = f", {plan.trained:,} trained" if plan.function == "train" and plan.trained < plan.parameters else ""
+    return f"{subject} on {machine.name}: {chips}{per}, {plan.parameters:,} parameters{trained}"
 
 
-def sections(plan: FunctionPlan, remedies: Sequence[Remedy] = ()) -> list[tuple[str, list[str]]]:
-    """Return the heading and the lines of each section that is not empty."""
-    unit = "step" if plan.function == "train" else "call"
+def batch_lines(plan: FunctionPlan) -> Iterator[str]:
+    """Yield the line that describes the batch, if the function takes one."""
+    if plan.batch is None:
+        return
+    rows = _count_noun(plan.rows, "row")
+    tokens = f" of {plan.tokens // max(plan.rows, 1):,} tokens ({plan.tokens:,} tokens)" if plan.tokens else ""
+    micro = (
+        f" in {plan.accumulate_steps:,} microbatches" if plan.function == "train" and plan.accumulate_steps > 1 else ""
+    )
+    yield f"{rows}{tokens} per {_unit(plan)}{micro}: {plan.batch}"
+
+
+def _unit(plan: FunctionPlan) -> str:
+    return "step" if plan.function == "train" else "call"
+
+
+def sections(plan: FunctionPlan, remedies: Sequence[Remedy] = (), *, verbose: bool = False) -> list[Section]:
+    """Return the sections of a plan that have lines.
+
+    Args:
+        plan: The plan.
+        remedies: Changes to suggest.
+        verbose: Include the kernels that were not considered.
+    """
     candidates = (
         ("memory of one device", _memory(plan)),
         ("to make it fit, add one of these to the command (estimates)", _remedies(remedies, plan.memory.capacity)),
-        (f"time of one {unit} at the roofline", _roofline(plan)),
+        (f"time of one {_unit(plan)} at the roofline", _roofline(plan)),
         ("collectives, bytes sent per device", _collectives(plan)),
-        ("kernels", kernel_lines(plan.kernels)),
+        ("kernels", kernel_lines(plan.kernels, verbose=verbose)),
         ("activations, bytes per device to save and FLOPs to recompute (estimates)", _tags(plan)),
         ("mesh", _mesh(plan)),
         ("compiler options", (f"{k}={v}" for k, v in sorted(plan.compiler_options.items()))),
     )
-    listed = ((heading, list(section)) for heading, section in candidates)
-    return [(heading, section) for heading, section in listed if section]
+    return [(heading, body) for heading, lines in candidates if (body := list(lines))]
 
 
 def _memory(plan: FunctionPlan) -> Iterator[str]:
@@ -98,12 +116,33 @@ def _memory(plan: FunctionPlan) -> Iterator[str]:
     yield f"temporaries  {bound}{size(memory.temporaries)}"
     if memory.code:
         yield f"program      {size(memory.code)}"
+    if plan.largest_batch is not None:
+        yield from _largest_batch(plan, plan.largest_batch)
+
+
+def _largest_batch(plan: FunctionPlan, largest: LargestBatch) -> Iterator[str]:
+    """Format the result of the search for the largest batch."""
+    per_row = plan.tokens // max(plan.rows, 1) if plan.tokens else None
+
+    def rows_of(rows: int) -> str:
+        return _count_noun(rows, "row") + (f" ({rows * per_row:,} tokens)" if per_row else "")
+
+    if largest.rows is None:
+        smallest = rows_of(largest.too_large or plan.batch_unit)
+        yield f"not even the smallest batch fits: {smallest} need {size(largest.too_large_bytes)}"
+        return
+    bound = f"{rows_of(largest.too_large)} do not fit" if largest.too_large else "larger batches were not tried"
+    yield f"largest batch that fits: {rows_of(largest.rows)}, {size(largest.bytes)}; {bound}"
+    if largest.rows != plan.rows:
+        yield f"    --set input.batch_size={largest.rows} uses it; each update then averages over {rows_of(largest.rows)}"
 
 
 def _remedies(remedies: Sequence[Remedy], capacity: int | None) -> Iterator[str]:
     for remedy in remedies:
         suffix = " (not enough alone)" if capacity is not None and remedy.total > capacity else ""
         cost = "unknown cost" if remedy.seconds is None else f"+{seconds(remedy.seconds)} per step"
+        if remedy.seconds == 0:
+            cost = "no added time"
         if remedy.chips > 1:
             cost = f"{remedy.chips} times the chips"
         yield remedy.words
@@ -124,22 +163,29 @@ def _roofline(plan: FunctionPlan) -> Iterator[str]:
     if line.step is None:
         yield "step             ?  this target's peak FLOP/s is unknown"
     else:
-        per_second = f", {count(plan.tokens / line.step)}tokens/s" if plan.tokens else ""
-        yield f"step     {seconds(line.step):>9}  bound by {line.bound}{per_second}; {seconds(line.serial)} without overlap"
+        speed = _tokens_per_second(plan, line.step, ", ", "")
+        yield f"step     {seconds(line.step):>9}  bound by {line.bound}{speed}; {seconds(line.serial)} without overlap"
     if (prediction := plan.prediction) is not None:
+        speed = _tokens_per_second(plan, prediction.seconds, "", "; ")
         within = f"{seconds(prediction.low)} to {seconds(prediction.high)}"
         many = f"{_count_noun(prediction.steps, 'known step')} of {_count_noun(prediction.trainings, 'workload')}"
-        yield f"predicted{seconds(prediction.seconds):>9}  {within}, from {many} on {plan.machine.target.name}:"
+        yield f"predicted{seconds(prediction.seconds):>9}  {speed}{within}, from {many} on {plan.machine.target.name}:"
         yield from (f"           {source}" for source in prediction.sources)
     full, causal = plan.flops.full, plan.flops.causal
     yield f"MFU      {share(plan.mfu(causal=True)):>9}  of {count(causal)}FLOP, with visible pairs of positions only"
     yield f"         {share(plan.mfu()):>9}  of {count(full)}FLOP, with full attention as in most publications"
+    if plan.function == "train" and plan.trained < plan.parameters:
+        yield "                    gradients of frozen parameters do not count, because the step does not need them"
     if (reason := plan.mfu_note) is not None:
         yield f"                    {reason}"
 
 
+def _tokens_per_second(plan: FunctionPlan, step: float, before: str, after: str) -> str:
+    return f"{before}{plan.tokens / step:,.0f} tokens/s{after}" if plan.tokens else ""
+
+
 def _count_noun(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number > 1 else ''}"
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _bytes_sent(plan: FunctionPlan, field: str) -> str:
@@ -160,13 +206,23 @@ def _collectives(plan: FunctionPlan) -> Iterator[str]:
         yield f"{axes:12} {kind:18} {size(num_bytes):>9} in {times:.0f}{blocking}"
 
 
-def kernel_lines(choices: Sequence[Choice]) -> Iterator[str]:
-    """Format each call site with its chosen kernel and the reasons why the other kernels were rejected."""
+def kernel_lines(choices: Sequence[Choice], *, verbose: bool = True) -> Iterator[str]:
+    """Format each call site with its chosen kernel and the reasons why other kernels were rejected.
+
+    If not `verbose`, leave out the kernels that were not asked, because they run elsewhere or have a lower priority.
+    """
     for choice in choices:
         yield choice.call
         yield f"    {choice.name}"
-        for name, reason in rejection_reasons(choice).items():
+        for name, reason in (rejection_reasons(choice) if verbose else _refusals(choice)).items():
             yield f"    not {name}: {reason}"
+
+
+def _refusals(choice: Choice) -> dict[str, str]:
+    """Return name -> reason for each kernel of this platform that refused the call."""
+    platform = choice.context.platform
+    elsewhere = {k.name for k in installed(type(choice.op)) if k.platforms and platform not in k.platforms}
+    return {name: reason for name, reason in dict(choice.rejected).items() if name not in elsewhere}
 
 
 def rejection_reasons(choice: Choice) -> dict[str, str]:
@@ -212,6 +268,7 @@ def as_json(plan: FunctionPlan, remedies: Sequence[Remedy] = ()) -> dict[str, An
         "chips": plan.machine.chips,
         "devices": plan.machine.devices,
         "parameters": plan.parameters,
+        "trained_parameters": plan.trained,
         "fits": memory.fits,
         "argument_bytes": memory.arguments * per_chip,
         "temporary_bytes": memory.temporaries * per_chip,
@@ -236,7 +293,10 @@ def as_json(plan: FunctionPlan, remedies: Sequence[Remedy] = ()) -> dict[str, An
         "roofline_mfu": plan.mfu(),
         "roofline_mfu_causal": plan.mfu(causal=True),
         "roofline_mfu_note": plan.mfu_note,
+        "rows_per_step": plan.rows if plan.batch is not None else None,
         "tokens_per_step": plan.tokens,
+        "batch": plan.batch,
+        "largest_batch": _largest_batch_fields(plan.largest_batch, per_chip),
         "collective_bytes": _scale_values(plan.collective_bytes, per_chip),
         "collectives": None if plan.collectives is None else [_collective(c, per_chip) for c in plan.collectives],
         "kernels": kernels_json(plan.kernels),
@@ -250,16 +310,29 @@ def as_json(plan: FunctionPlan, remedies: Sequence[Remedy] = ()) -> dict[str, An
         "compiler_options": dict(plan.compiler_options),
         "notes": list(plan.notes),
         "compile_seconds": plan.compile_seconds,
-        "remedies": [
-            {
-                "words": r.words,
-                "estimated_bytes": r.total * per_chip,
-                "estimated_extra_seconds": r.seconds,
-                "times_the_chips": r.chips,
-                "why": r.why,
-            }
-            for r in remedies
-        ],
+        "remedies": [_remedy_fields(remedy, per_chip) for remedy in remedies],
+    }
+
+
+def _remedy_fields(remedy: Remedy, per_chip: int) -> dict[str, Any]:
+    return {
+        "words": remedy.words,
+        "estimated_bytes": remedy.total * per_chip,
+        "estimated_extra_seconds": remedy.seconds,
+        "times_the_chips": remedy.chips,
+        "why": remedy.why,
+    }
+
+
+def _largest_batch_fields(largest: LargestBatch | None, per_chip: int) -> dict[str, Any] | None:
+    if largest is None:
+        return None
+    return {
+        "rows": largest.rows,
+        "bytes": None if largest.bytes is None else largest.bytes * per_chip,
+        "too_large_rows": largest.too_large,
+        "too_large_bytes": None if largest.too_large_bytes is None else largest.too_large_bytes * per_chip,
+        "compiles": largest.compiles,
     }
 
 

@@ -303,7 +303,7 @@ def test_adapters_alone(toy, trained, tmp_path):
     assert all(np.array_equal(x, params[p]) for p, x in actual.params.items())
     actual.check(params)
     other = {**params, "decoder.layer.attention.key.weight": params["decoder.layer.attention.key.weight"] + 1e-6}
-    with pytest.raises(RequestError, match="other values"):
+    with pytest.raises(RequestError, match="different values"):
         actual.check(other)
     with pytest.raises(RequestError, match=r"no decoder.layer.attention.key.weight"):
         actual.check({p: x for p, x in params.items() if ".key." not in p})

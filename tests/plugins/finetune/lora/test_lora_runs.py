@@ -202,3 +202,19 @@ def test_what_does_not_fit_is_refused(runs, tmp_path):
         read_like(
             open_weights(base), {**params, "decoder.norm.weight": params["decoder.norm.weight"][:31]}, name="the run"
         )
+
+
+def test_a_base_in_bfloat16_merges_into_float32_and_exports(tmp_path):
+    settings = {"model.dtype": "bfloat16"}
+    base = train(tmp_path / "base", 2, **settings)
+    tuned = train(tmp_path / "tuned", 3, {"base": str(base), "base_dtype": "bfloat16"}, **settings)
+    before, after = flat(base), flat(tuned)
+    assert all(np.array_equal(after[p], x.astype("bfloat16")) for p, x in before.items())
+    merge_run(tuned, tmp_path / "merged")
+    merged = flat(tmp_path / "merged")
+    assert {str(x.dtype) for x in merged.values()} == {"float32"}
+    path = "decoder.layer.attention.query.weight"
+    assert not np.array_equal(merged[path], merged[path].astype("bfloat16").astype("float32"))
+    export_run(tuned, tmp_path / "adapters")
+    adapted = flat(str(tmp_path / "adapters"))
+    np.testing.assert_allclose(adapted[path], merged[path], rtol=0, atol=0.01 * float(np.abs(before[path]).max()))

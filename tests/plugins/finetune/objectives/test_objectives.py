@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from axlearn_core.compose import ModelWeights, compose
+from axlearn_core.compose.flops import count_flops
 from axlearn_core.config import patch
 from axlearn_core.errors import ConfigError
 from axlearn_core.learn.paths import flatten
@@ -312,3 +313,16 @@ def test_missing_weights_are_rejected_before_writing(home, monkeypatch):
     )  # fmt: skip
     assert "nowhere" in error_text.stderr
     assert not (home / "none").exists()
+
+
+@pytest.mark.parametrize("features", [(), ("lora:rank=2",)], ids=["all", "adapters"])
+def test_a_reference_counts_as_one_forward_pass(features):
+    """Its gradient is stopped, also if it is the policy itself with disabled adapters."""
+
+    def counts(trainer):
+        batch = toy_models.batch_for(trainer.config)
+        specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch.items()}
+        return trainer.model_flops(batch), count_flops(trainer.function("loss").call, trainer.trained.specs, specs)
+
+    (both, forward), (policy, passes) = counts(program(PAIRS, *features)), counts(program(*features))
+    assert (both - forward / 2) / (forward / 2) == pytest.approx(policy / passes, rel=0.02)

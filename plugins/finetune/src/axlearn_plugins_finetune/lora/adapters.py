@@ -123,6 +123,7 @@ class AdapterExport:
         base: `fingerprint` of the base weights from training.
         run: Run with these weights, as named in training. None if unknown.
         variables: Path -> variable of the model after training. These replace the variables of the base.
+        dtype: Dtype of the base weights in training, if all had the same. None if unknown.
     """
 
     params: dict[str, Any]
@@ -130,6 +131,7 @@ class AdapterExport:
     base: str
     run: str | None = None
     variables: dict[str, Any] = attrs.field(factory=dict)
+    dtype: str | None = None
 
     def check(self, params: Params) -> None:
         """Raise `RequestError` unless `params` are the base that the adapters were trained on."""
@@ -137,8 +139,11 @@ class AdapterExport:
         self.check_values(params)
 
     def check_values(self, params: Params) -> None:
-        """Raise `RequestError` unless the base weights have the same values as in training."""
-        if fingerprint(params, self.scales) != self.base:
+        """Raise `RequestError` unless the base weights have the same values as in training.
+
+        Training may have stored the base in a narrower dtype (`lora:base_dtype`), so round the weights to it.
+        """
+        if fingerprint(params, self.scales, self.dtype) != self.base:
             raise RequestError(
                 "the adapters were trained on a different base: the weights have the same shapes but different values\n"
                 "    fix: use the base that they were trained on"
@@ -167,14 +172,20 @@ class AdapterExport:
             _check_shape(path, params[f"{path}.weight"], a, b)
 
 
-def fingerprint(params: Params, scales: Mapping[str, float]) -> str:
-    """Return a hash of the weights that have adapters."""
+def fingerprint(params: Params, scales: Mapping[str, float], dtype: str | None = None) -> str:
+    """Return a hash of the weights that have adapters. If a dtype is given, round wider weights to it first."""
     digest = hashlib.sha256()
     for path in sorted(scales):
-        weight = np.ascontiguousarray(np.asarray(params[f"{path}.weight"]))
+        weight = np.asarray(params[f"{path}.weight"])
+        narrower = dtype is not None and _is_narrower(dtype, weight.dtype)
+        weight = np.ascontiguousarray(weight.astype(jnp.dtype(dtype)) if narrower else weight)
         digest.update(f"{path} {weight.dtype} {weight.shape}".encode())
         digest.update(weight.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
+
+
+def _is_narrower(dtype: str, than: Any) -> bool:
+    return jnp.issubdtype(than, jnp.floating) and jnp.dtype(dtype).itemsize < than.itemsize
 
 
 def save(
@@ -203,7 +214,14 @@ def save(
     _, adapters = split(params)
     if not adapters:
         raise RequestError("the model has no adapters to write")
-    facts = {"format": _FORMAT, "base": fingerprint(params, scales), "scales": dict(sorted(scales.items())), "run": run}
+    dtypes = {str(params[f"{path}.weight"].dtype) for path in scales}
+    facts = {
+        "format": _FORMAT,
+        "base": fingerprint(params, scales),
+        "dtype": dtypes.pop() if len(dtypes) == 1 else None,
+        "scales": dict(sorted(scales.items())),
+        "run": run,
+    }
     adapters |= {f"{VARIABLES}{p}": params[p] for p in variables}
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -228,7 +246,9 @@ def load(directory: Path) -> AdapterExport:
             raise ValueError(f"format {facts['format']} is not {_FORMAT}")
         tensors = load_file(str(directory / WEIGHTS))
         variables = {p.removeprefix(VARIABLES): tensors.pop(p) for p in list(tensors) if p.startswith(VARIABLES)}
-        exported = AdapterExport(tensors, facts["scales"], facts["base"], facts.get("run"), variables)
+        exported = AdapterExport(
+            tensors, facts["scales"], facts["base"], facts.get("run"), variables, dtype=facts.get("dtype")
+        )
     except OSError as error:
         reason = error.strerror or error
         raise CheckpointError(

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import attrs
 
@@ -15,11 +15,14 @@ from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.learn import ParameterRule
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_finetune.conversion.target_patterns import matching_paths
+from axlearn_plugins_finetune.lora.base_dtype import adapter_dtype, restore_base, store_base
 from axlearn_plugins_finetune.lora.lora_linear import LoraLinear
 from axlearn_plugins_finetune.lora.start import CONTINUES_WITHOUT, StartFromRun
 
 Tree = TypeVar("Tree", bound=Node[Any])
 
+ATTENTION = "model.**.attention.*"
+"""Linear maps that get adapters by default."""
 FROZEN = ParameterRule(pattern="!**.lora_*", freeze=True)
 """Rule that freezes everything but the adapters. Frozen parameters have no optimizer state."""
 
@@ -29,10 +32,13 @@ class Lora(Feature):
     """Low-rank adapters on linear maps, with everything else frozen (Hu et al., 2021).
 
     `target` is a config-path pattern or a list of them. Every matching linear map gets adapters. The default matches the maps
-    of attention, and `model.**` matches all linear maps. If layers alternate between several components (`alternate`), all of
-    them match by the path of their slot. `rank` (16 for a new adapter) is the width of an adapter. Its update is multiplied by
-    `alpha` (16) / rank. `base` is the directory of a run, whose parameters a new run starts from. `adapters` is a directory
-    written by `axlearn lora export`.
+    of attention (`model.**.attention.*`) if the model has no adapters yet, and `model.**` matches all linear maps. If layers
+    alternate between several components (`alternate`), all of them match by the path of their slot. `rank` (16 for a new adapter)
+    is the width of an adapter. Its update is multiplied by `alpha` (16) / rank. `base` is the directory of a run, whose parameters
+    a new run starts from. `adapters` is a directory written by `axlearn lora export`.
+
+    `base_dtype` is the storage dtype of the frozen parameters. `bfloat16` needs half the memory, and does not change the results
+    of a model that computes in bfloat16.
 
     Linear maps that already have adapters are not adapted twice; the given `rank` and `alpha` replace theirs.
     """
@@ -42,9 +48,10 @@ class Lora(Feature):
 
     rank: int | None = setting(default=None, ge=1)
     alpha: float | None = setting(default=None, gt=0)
-    target: str | tuple[str, ...] = "model.**.attention.*"
+    target: str | tuple[str, ...] | None = None
     base: str | None = None
     adapters: str | None = None
+    base_dtype: Literal["float32", "bfloat16", "float16"] | None = None
 
     def validate(self) -> Iterable[Problem]:
         """Report directories without a run or without adapters."""
@@ -64,15 +71,22 @@ class Lora(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Add adapters to the maps that match `target`, freeze everything else, and set a loop that loads `base`."""
-        targets = matching_paths(cfg, self.target, [path for path, _ in projections(cfg)], subject="lora")
-        result = _freeze_base(_place_adapters(cfg, "", targets, self._adapt))
+        maps, dtype = dict(projections(cfg)), adapter_dtype(cfg)
+        adapted = {path for path, part in maps.items() if isinstance(part, LoraLinear.Config)}
+        if self.target is None and adapted:
+            targets = adapted
+        else:
+            targets = matching_paths(cfg, self.target or ATTENTION, list(maps), subject="lora")
+        result = _freeze_base(_place_adapters(cfg, "", targets, lambda part: self._adapt(part, dtype)))
+        if self.base_dtype is not None:
+            result = store_base(result, self.base_dtype)
         return result if self.base is None and self.adapters is None else self._start_from_adapters(result)
 
-    def _adapt(self, part: Node[Any]) -> Node[Any]:
+    def _adapt(self, part: Node[Any], dtype: str | None) -> Node[Any]:
         options: dict[str, Any] = {k: v for k, v in (("rank", self.rank), ("alpha", self.alpha)) if v is not None}
         if isinstance(part, LoraLinear.Config):
             return attrs.evolve(part, **options)
-        return LoraLinear.Config(base=part, **options)
+        return LoraLinear.Config(base=part, param_dtype=dtype, **options)
 
     def _start_from_adapters(self, cfg: Tree) -> Tree:
         options: dict[str, Any] = {
@@ -98,7 +112,7 @@ def without_adapters(cfg: Tree) -> Tree:
             return part.base
         return part.loop if isinstance(part, StartFromRun.Config) else part
 
-    result = map(cfg, undo)
+    result = map(restore_base(cfg), undo)
     rules = get_parameter_rules(result) or ()
     return patch(result, {"learner.rules": tuple(r for r in rules if r != FROZEN)}) if FROZEN in rules else result
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from axlearn_core.compose import Functional
 from axlearn_core.compose.devices import configure_devices
 from axlearn_core.contracts.capabilities import FreezesVariables
 from axlearn_core.contracts.experiment import get_loop_config
@@ -67,15 +68,20 @@ def merge_run(run_dir: str | Path, out: str | Path, *, exported: Path | None = N
     if scales and exported is not None:
         raise RequestError(f"{run_dir} already has adapters\n    fix: use the run of their base, or remove --adapters")
 
+    dense = without_adapters(source.experiment)
+    dtypes = {path: spec.dtype for path, spec in Functional.from_config(dense.model).abstract.items()}
+
     def merge(weights: RunWeights) -> Mapping[str, Any]:
         params = weights.read()
+        # The base may be stored in a narrower dtype than the dense model, which must not round the sums.
+        params |= {path: params[path].astype(dtype) for path, dtype in dtypes.items() if path in params}
         if exported is None:
             return adapters.merge(params, scales)
         adapter_export = adapters.load(exported)
         adapter_export.check(params)
         return adapters.merge({**params, **adapter_export.variables, **adapter_export.params}, adapter_export.scales)
 
-    run.derive(out, without_adapters(source.experiment), merge, step=step)
+    run.derive(out, dense, merge, step=step)
 
 
 def find_base(run: RunWeights) -> str | None:

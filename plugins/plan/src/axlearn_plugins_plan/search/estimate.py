@@ -96,9 +96,9 @@ def communication(
     """
     passes = 3.0 if pipeline is not None and pipeline.recomputes else 2.0
     steps = steps if pipeline is None else pipeline.ticks
-    split = [a for a in figures.rules["batch"] if figures.choice.shape.get(a, 1) > 1]
+    split = [a for a in figures.token_axes if figures.choice.shape.get(a, 1) > 1]
     items: list[Collective | None] = []
-    sharded = [a for a in ("fsdp", "expert") if figures.choice.shape.get(a, 1) > 1]
+    sharded = [a for a in split if a in (*figures.rules["embed"], *figures.rules["experts"])]
     for group, local in figures.gathered_bytes.items():
         axes = sharded if group > 1 else []
         kind = "all-reduce" if coefficients.gathers_by_sums else "all-gather"

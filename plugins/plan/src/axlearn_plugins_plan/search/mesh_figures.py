@@ -105,13 +105,18 @@ class MeshFigures:
         """Number of devices that the rows are sharded over."""
         return self._size(self.rules["batch"])
 
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which the devices have different tokens: other rows, or other positions of the same rows."""
+        return (*self.rules["batch"], *self.rules["sequence"])
+
     @cached_property
     def parameters(self) -> list[Parameter]:
         """Every parameter of the model and its objective.
 
-        A parameter is gathered over the axes that also shard rows. Dimensions that tensor parallelism shards stay sharded.
+        A parameter is gathered over the axes that also shard tokens. Dimensions that tensor parallelism shards stay sharded.
         """
-        split = set(self.rules["batch"])
+        split = set(self.token_axes)
         parameters = []
         for path, spec in self.program.trained.abstract.items():
             sharding = self.shardings[path]

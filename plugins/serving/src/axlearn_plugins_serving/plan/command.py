@@ -18,8 +18,9 @@ from axlearn_core.errors import RequestError
 @experiment_argument
 @request_options
 @click.option("--export", metavar="DIR", help="Write programs for `axlearn serve --programs`.")
+@click.option("--verbose", is_flag=True, help="Also list the kernels that were not considered.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with bytes per device.")
-def plan_serving(request: Any, export: str | None, as_json: bool) -> None:
+def plan_serving(request: Any, export: str | None, verbose: bool, as_json: bool) -> None:
     """Plan a server for an experiment, a run, or a model in Hugging Face format.
 
     `--set serving.PATH=VALUE` sets the engine. --export without --target compiles for the devices of this machine and prints no
@@ -46,7 +47,7 @@ def plan_serving(request: Any, export: str | None, as_json: bool) -> None:
     if as_json:
         echo(json.dumps(to_json_value(render.as_json(plan)), indent=2, ensure_ascii=False))
     else:
-        for line in render.text(plan).splitlines():
+        for line in render.text(plan, verbose=verbose).splitlines():
             echo(style_line(line))
     if export is not None:
         echo(f"exported to {export}", err=True)

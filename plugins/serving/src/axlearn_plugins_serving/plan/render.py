@@ -8,7 +8,7 @@ from axlearn_plugins_serving.plan.serving_plan import ServingPlan
 from axlearn_plugins_serving.plan.steps import StepPlan
 
 
-def text(plan: ServingPlan) -> str:
+def text(plan: ServingPlan, *, verbose: bool = False) -> str:
     """Format a plan as text, section by section."""
     machine = plan.machine
     lines = [f"serving {plan.title} on {machine.name}: {machine.chips} chips, {plan.parameters:,} parameters"]
@@ -17,7 +17,7 @@ def text(plan: ServingPlan) -> str:
         ("to make it fit", _remedies(plan)),
         ("cache", _cache(plan)),
         (f"time at the roofline, {plan.context:,} tokens of context each", _times(plan)),
-        ("kernels", kernel_lines(plan.kernels)),
+        ("kernels", kernel_lines(plan.kernels, verbose=verbose)),
         ("mesh", _mesh(plan)),
     )
     for heading, section in sections:
