@@ -67,7 +67,7 @@ LAYERS = {
     "checkpoint": {"compat", "config", "contracts", "errors", "learn", "plugins"},
     "run": {"checkpoint", "compat", "compose", "config", "contracts", "errors", "learn", "plugins"},
     "train": {"checkpoint", "compat", "compose", "config", "contracts", "errors", "learn", "nn", "plugins", "run"},
-    "cli": {"checkpoint", "compat", "compose", "config", "contracts", "errors", "plugins", "run", "train"},
+    "cli": {"compat", "config", "contracts", "errors", "plugins", "run", "train"},
 }
 """Imports of each layer of the core, including types. import-linter checks the order. This test makes every addition
 explicit."""

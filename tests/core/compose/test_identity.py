@@ -204,7 +204,7 @@ def test_an_export_is_of_its_options_even_if_its_program_is_compared(exported):
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", not before)
     try:
-        with pytest.raises(RequestError, match="another value of jax_disable_most_optimizations"):
+        with pytest.raises(RequestError, match="a different value of jax_disable_most_optimizations"):
             program().load(exported)
     finally:
         jax.config.update("jax_disable_most_optimizations", before)

@@ -14,13 +14,17 @@ from axlearn_core.errors import StorageError, reason
 READERS = {
     name: function
     for name, function in inspect.getmembers(experiment, inspect.isfunction)
-    if function.__module__ == experiment.__name__ and not name.startswith("_")
+    if function.__module__ == experiment.__name__
+    and not name.startswith("_")
+    and list(inspect.signature(function).parameters) == ["config"]
 }
 ABSENT = {
     "accumulate_steps": 1,
     "end_tokens": (),
     "is_pipelined": False,
     "offloads_optimizer": False,
+    "get_evaluator_configs": {},
+    "get_experiment_name": "",
     "get_tracker_configs": (),
 }
 
