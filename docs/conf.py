@@ -34,6 +34,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_extra_path = ["_root"]  # index.html, which leads to docs/index.html
 html_copy_source = False
+html_show_copyright = False  # the license says it
 html_show_sphinx = False
 html_domain_indices = False
 
