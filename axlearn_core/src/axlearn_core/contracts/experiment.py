@@ -25,7 +25,7 @@ def _field(node: object, name: str) -> Any:
 
 def get_experiment_name(config: object) -> str:
     """Return the name of a root config, or an empty string if it has none."""
-    return str(_field(config, "name")) if "name" in label_fields(type(config)) else ""
+    return str(_field(config, "name")) if attrs.has(type(config)) and "name" in label_fields(type(config)) else ""
 
 
 def set_experiment_name(config: Node[Any], name: str) -> Node[Any]:
