@@ -173,19 +173,17 @@ def planted(fault: Fault, tree: Path) -> Iterator[None]:
         path.write_text(content, "utf-8")
 
 
-def first_failure(tree: Path, tests: Iterable[str], selection: str) -> str | None:
-    """Run tests until one fails. Return its ID, or None if all pass."""
-    options = ["-x", "-n", "0", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", "-m", selection]
+def failures(tree: Path, tests: Iterable[str], selection: str, *options: str) -> list[str]:
+    """Run tests and return the IDs of those that fail."""
+    common = ["-n", "0", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", "-m", selection]
     with tempfile.TemporaryFile("w+") as output:
-        code = _run_pytest(tree, [*options, *tests], output.fileno())
+        code = _run_pytest(tree, [*common, *options, *tests], output.fileno())
         output.seek(0)
         text = output.read()
-    if code in (0, 5):  # 5: no test is selected
-        return None
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.+?)?)(?: - .*)?$", text, re.MULTILINE)
-    if failed is None:
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.+?)?)(?: - .*)?$", text, re.MULTILINE)
+    if bool(failed) != (code not in (0, 5)):  # 5: no test is selected
         raise SystemExit(f"pytest exited with code {code}\n{text[-4000:]}")
-    return failed[1]
+    return failed
 
 
 def _run_pytest(tree: Path, arguments: list[str], output: int) -> int:
@@ -219,19 +217,33 @@ def import_libraries(tree: Path) -> None:
 def examine(fault: Fault, tree: Path) -> dict[str, Any]:
     """Return which selection catches a fault, and the first test that fails."""
     with planted(fault, tree):
-        caught = ((name, first_failure(tree, fault.tests, selection)) for name, selection in SELECTIONS.items())
-        by, test = next(((name, test) for name, test in caught if test), ("nothing", None))
-    if test and first_failure(tree, [test], "not exhaustive"):
-        raise SystemExit(f"{test} also fails without the fault {fault.name!r}")
-    return {"by": by, "test": test}
+        for by, selection in SELECTIONS.items():
+            if failed := failures(tree, fault.tests, selection, "-x"):
+                return {"by": by, "test": failed[0]}
+    return {"by": "nothing", "test": None}
 
 
-def record(fault: Fault, result: Mapping[str, Any]) -> None:
-    """Store a result. Several processes may do this at the same time."""
+def confirm(results: Mapping[str, Mapping[str, Any]], tree: Path) -> None:
+    """Check that the tests that caught faults pass without them.
+
+    Raises:
+        SystemExit: If a test fails. The results that name it are removed.
+    """
+    tests = sorted({r["test"] for r in results.values() if r["test"]})
+    if tests and (wrong := failures(tree, tests, "not exhaustive")):
+        for name in (n for n, r in results.items() if r["test"] in wrong):
+            record(name, None)
+        raise SystemExit(f"these tests also fail without a fault: {', '.join(wrong)}")
+
+
+def record(name: str, result: Mapping[str, Any] | None) -> None:
+    """Store the result of a fault, or remove it. Several processes may do this at the same time."""
     with Path(__file__).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         results = read_results()
-        results[fault.name] = {"first": results.get(fault.name, {}).get("first", result["by"]), **result}
+        old = results.pop(name, {})
+        if result is not None:
+            results[name] = {"first": old.get("first", result["by"]), **result}
         RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", "utf-8")
 
 
@@ -251,6 +263,7 @@ def main() -> None:
     chosen = [f for f in faults[part - 1 :: parts] if not options.only or any(w in f.name for w in options.only)]
     end = time.monotonic() + 60 * options.minutes
     chosen = [] if options.report else [f for f in chosen if not (options.missing and f.name in results)]
+    new: dict[str, dict[str, Any]] = {}
     if chosen:
         with copied_tree() as tree:
             check_imports(tree)
@@ -258,9 +271,10 @@ def main() -> None:
             for fault in chosen:
                 if time.monotonic() > end:
                     break
-                result = examine(fault, tree)
-                record(fault, result)
+                result = new[fault.name] = examine(fault, tree)
+                record(fault.name, result)
                 print(f"{fault.name}: {result['by']} {result['test'] or ''}", flush=True)
+            confirm(new, tree)
     results = read_results()
     TABLE.write_text(render_table(faults, results), "utf-8")
     sys.exit(any(results.get(f.name, {}).get("by", "nothing") == "nothing" for f in faults))
