@@ -53,7 +53,7 @@ class Fault:
         file: File below the root of the repository.
         old: Text that occurs in the file exactly once.
         new: The faulty text.
-        tests: Files or folders of the tests that could catch it, best first.
+        tests: Files, folders or IDs of the tests that could catch it, best first.
     """
 
     name: str
