@@ -91,10 +91,11 @@ def render_table(faults: Sequence[Fault], results: Mapping[str, Mapping[str, Any
     return "\n".join(
         [
             "# Planted faults\n",
-            f"{len(faults)} faults in {len({f.distribution for f in faults})} distributions, planted one at a time in a copy of",
-            "the working tree by `python benchmarks/planted_faults.py`. The faults were chosen from the code before anyone",
-            "looked at the tests. Only the tests that `benchmarks/planted_faults.yaml` names for a fault ran, so another test",
-            'may catch it too. "First run" is the result before tests were added for the faults that the default suite missed.\n',
+            f"{len(faults)} faults in {len({f.distribution for f in faults})} distributions, planted one at a time in a copy",
+            "of the working tree by `python benchmarks/planted_faults.py`. They were chosen from the code, without a look at",
+            "the tests. For each fault, only the tests that `benchmarks/planted_faults.yaml` names ran, so other tests may",
+            "catch it too. The column `first run` counts what the tests caught before some were added or made fast for the",
+            "faults that the default suite missed.\n",
             "| caught by | first run | now |",
             "|---|---|---|",
             *counts,

@@ -36,8 +36,8 @@ def test_every_distribution_has_a_fault(planted_faults):
 
 def test_tests_of_faults_exist(planted_faults):
     named = {path.partition("::")[0] for f in planted_faults.read_faults() for path in f.tests}
-    found = {result["test"].partition("::")[0] for result in planted_faults.read_results().values() if result["test"]}
-    assert [path for path in sorted(named | found) if not (ROOT / path).exists()] == []
+    caught_by = {result["test"].partition("::")[0] for result in planted_faults.read_results().values() if result["test"]}
+    assert [path for path in sorted(named | caught_by) if not (ROOT / path).exists()] == []
 
 
 def test_tests_catch_every_fault_and_most_by_default(planted_faults):
