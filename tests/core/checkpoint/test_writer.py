@@ -8,7 +8,7 @@ import pytest
 
 from axlearn_core.checkpoint import LocalStorage, ShardedCheckpointer
 from axlearn_core.checkpoint.writer import RateLimit
-from axlearn_core.errors import WorkError
+from axlearn_core.errors import CheckpointError, WorkError
 from axlearn_testing.chaos import FaultyStorage
 
 
@@ -110,6 +110,20 @@ def test_a_limited_save_is_whole(make):
     one.save(1, state(1))
     one.wait()
     one.place.verify(1)
+
+
+def test_verification_compares_the_hash_of_every_piece(make):
+    one = make()
+    one.save(1, state(1))
+    one.wait()
+    one.place.verify(1)
+    file = next((one.directory / "1").rglob("*.bin"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"\.bin: at byte \d+: got sha256"):
+        one.place.verify(1)
+    one.place.verify(1, pieces=False)  # whoever reads the arrays compares the hashes
 
 
 def test_the_limits_are_checked():

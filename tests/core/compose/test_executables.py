@@ -4,9 +4,10 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
-from axlearn_core.compose import compose
+from axlearn_core.compose import compose, executables
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.resolve import resolve
 from support import cli_runs
@@ -135,3 +136,9 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(program, 
     with pytest.raises(RequestError, match="did you mean: train"):
         program.export(tmp_path / "new", {"trian": [None]})
     assert not (tmp_path / "new").exists()
+
+
+def test_the_export_of_another_program_is_not_loaded(tmp_path):
+    entry = executables.Executable(function="f", bucket="", program="a" * 64, file="f.executable", sha256="")
+    with pytest.raises(RequestError, match=r"the program of f changed\n    got: a{16}\n    expected: b{16}"):
+        executables.load(tmp_path, entry, "b" * 64, np.array([]))

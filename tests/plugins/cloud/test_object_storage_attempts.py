@@ -2,6 +2,7 @@
 
 import pytest
 
+from axlearn_core.contracts.storage import MARKER
 from axlearn_core.errors import MissingFileError, StorageError
 from axlearn_plugins_cloud import object_storage as module
 from axlearn_plugins_cloud.object_storage import ATTEMPTS, ObjectStorage
@@ -142,3 +143,14 @@ def test_a_creation_whose_answer_was_lost_is_this_process_s(pauses):
     assert storage.create("new", b"mine") is True
     assert storage.create("new", b"theirs") is False
     assert len(pauses) == 1
+
+
+def test_a_moved_folder_is_complete_only_after_its_files(monkeypatch):
+    objects = Flaky(0, None)
+    objects.kept = {f"run/1/{name}": b"x" for name in ("a.bin", MARKER, "z.bin")}
+    copied = []
+    copy = objects.copy
+    monkeypatch.setattr(objects, "copy", lambda source, target: (copied.append(target), copy(source, target)))
+    ObjectStorage(objects, "s3://bucket/run", "run").commit("1", "2")
+    assert copied[-1] == f"run/2/{MARKER}"
+    assert sorted(copied) == sorted(objects.kept) == [f"run/2/{name}" for name in ("a.bin", MARKER, "z.bin")]

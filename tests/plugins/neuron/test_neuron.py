@@ -135,8 +135,8 @@ MASKS = {
 }
 
 
-@pytest.mark.fast_cases("full-True")
-@pytest.mark.parametrize(("name", "split"), [("causal", False), *((name, True) for name in MASKS)])
+@pytest.mark.fast_cases("full-True", "segments-False")
+@pytest.mark.parametrize(("name", "split"), [("causal", False), ("segments", False), *((name, True) for name in MASKS)])
 def test_values_and_gradients_match_reference(kernels, name, split):
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (jax.random.normal(s, (2, 512, n, 16)) for s, n in zip(keys, (8, 4, 4), strict=True))

@@ -13,7 +13,7 @@ from axlearn_core.learn import Learner
 from axlearn_core.nn.summaries import get_scalars
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.train.step import TrainingFunctions
-from axlearn_plugins_parallelism.loss_parts import prune
+from axlearn_plugins_parallelism.loss_parts import LossParts, prune
 from axlearn_plugins_parallelism.one_forward_one_backward import interleave_gradients
 from axlearn_plugins_parallelism.placed_learner import PlacedLearner
 from axlearn_plugins_parallelism.schedule import OneForwardOneBackward
@@ -109,6 +109,21 @@ def test_layers_draw_the_numbers_that_they_draw_without_it():
     agree(gpipe, ours)
     plain = gradients(features[1] + "1f1b", **settings)
     assert abs(plain[0] - ours[0]) > 1e-4, "no tokens were dropped"
+
+
+def test_microbatches_draw_numbers_of_their_own_before_the_stack():
+    trainer_program, cfg = program(
+        "dropout:rate=0.5", "pipeline:microbatches=2,schedule=1f1b", shape={"fsdp": 1}, layers=2
+    )
+    learner = cfg.learner.build(max_steps=1, axes=trainer_program.trained.axes)
+    functions = TrainingFunctions(trainer_program.functional, learner, trainer_program.trained)
+    params = toy_models.filled(trainer_program.functional)
+    batch = {name: np.repeat(x[:1], 2, axis=0) for name, x in toy_models.batch().items()}
+    with trainer_program.tracing("train"):
+        parts = LossParts.from_loss(functions.training_loss, params, {}, batch, jax.random.key(3))
+        one, two = (parts.trace(parts.leaves, index)[0].x for index in (0, 1))
+    assert np.count_nonzero(one == 0) > 0, "no activations were dropped"
+    assert not np.array_equal(one == 0, two == 0)
 
 
 def temporaries(schedule, microbatches):

@@ -8,6 +8,7 @@ from axlearn_core.compose import compose
 from axlearn_core.config import patch
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.errors import ConfigError
+from axlearn_core.nn.summaries import get_scalars
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_parallelism.pipelined_stack import PipelinedStack
 from support import toy_models
@@ -65,6 +66,29 @@ def test_parameters_equal_a_plain_stack_and_each_stage_has_its_own():
     assert stacked
     for path in stacked:
         assert instance.state.params[path].sharding.spec[0] == "pipeline", path
+
+
+def loss_and_summaries(shape):
+    """Return the training loss and the summaries of a batch, without gradients."""
+    instance = program("pipeline:microbatches=2", "moe:num_experts=2,top_k=1", shape=shape)
+    functions = instance.functions["train"].call.__self__
+
+    def run(params, batch):
+        with instance.tracing("train"):
+            loss, (report, _) = functions.training_loss(params, {}, batch, None)
+        return loss, get_scalars(report)
+
+    params = toy_models.filled(instance.functional)
+    places = {p: jax.device_put(x, instance.state.params[p].sharding) for p, x in params.items()}
+    compiled = jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
+    return jax.device_get(compiled(places, instance.put(toy_models.batch(rows=4))))
+
+
+def test_stages_report_the_losses_of_microbatches_in_sequence():
+    (loss, report), (loss_there, report_there) = (loss_and_summaries(s) for s in ({"fsdp": 1}, {"pipeline": 2}))
+    assert report["load_balance"] > 0
+    assert report_there == {name: pytest.approx(value, rel=1e-5, abs=1e-6) for name, value in report.items()}
+    assert loss_there == pytest.approx(loss, rel=1e-6)
 
 
 def test_other_features_reach_the_pipelined_stack():

@@ -138,6 +138,36 @@ ENTRY %main (p0: bf16[16,8,128]) -> bf16[16,8,128] {
 SENT = 16 * 8 * 128 * 2
 
 
+LOOPS = """\
+HloModule jit_step, is_scheduled=true
+
+%condition (x: s32[]) -> pred[] {
+  %x = s32[] parameter(0)
+  ROOT %more = pred[] compare(%x, %x), direction=LT
+}
+
+%inner (y: s32[]) -> s32[] {
+  ROOT %y = s32[] parameter(0)
+}
+
+%outer (z: s32[]) -> s32[] {
+  %z = s32[] parameter(0)
+  ROOT %chunks = s32[] while(%z), condition=%condition, body=%inner, backend_config={"known_trip_count":{"n":"3"}}
+}
+
+ENTRY %main (p: s32[]) -> s32[] {
+  %p = s32[] parameter(0)
+  %layers = s32[] while(%p), condition=%condition, body=%outer, backend_config={"known_trip_count":{"n":"4"}}
+  ROOT %once = s32[] while(%layers), condition=%condition, body=%inner, backend_config={"known_trip_count":{"n":"2"}}
+}
+"""
+
+
+def test_a_loop_in_a_loop_counts_for_each_turn_of_the_outer_one():
+    counts = {c.name: n for c, n in hlo.parse(LOOPS).scheduled_computations()}
+    assert counts == {"main": 1, "outer": 4, "inner": 4 * 3 + 2, "condition": 4 + 4 * 3 + 2}
+
+
 @pytest.mark.parametrize(
     ("target", "name", "kind", "axes", "size", "network"),
     [

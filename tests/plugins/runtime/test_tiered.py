@@ -11,9 +11,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import axlearn_core as ax
+from axlearn_core.checkpoint import manifest
 from axlearn_core.checkpoint.manifest import Checkpoints
-from axlearn_core.errors import RequestError
+from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.learn import AdamW
+from axlearn_plugins_runtime.local_tier import LocalParts, Part
 from axlearn_plugins_runtime.tiered import LocalTier, TieredCheckpointer
 from support import api_runs
 
@@ -237,3 +239,17 @@ def test_another_checkpointer_is_refused():
     other = ax.patch(ax.resolve("quickstart").config, {"checkpointer": LocalTier.Config()})
     with pytest.raises(RequestError, match="local-tier requires the core's checkpointer"):
         ax.resolve(other, with_=["local-tier"])
+
+
+def test_damaged_extra_data_of_a_part_is_not_read(tmp_path, monkeypatch):
+    parts = LocalParts(str(tmp_path / "tier"), "run")
+    part = Part(3, "attempt", 0, "timeline")
+    files = {manifest.EXTRA: manifest.describe(b'{"position": 1}')}
+    monkeypatch.setattr(parts, "inspect", lambda part: manifest.Manifest(3, {}, {}, files))
+    file = parts.root / part.folder / manifest.EXTRA
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b'{"position": 1}')
+    assert parts.read_extra(part) == {"position": 1}
+    file.write_bytes(b'{"position": 2}')
+    with pytest.raises(CheckpointError, match="is damaged: its hash does not match"):
+        parts.read_extra(part)

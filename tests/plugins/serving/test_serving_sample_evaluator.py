@@ -1,6 +1,7 @@
 """The sample evaluator on the serving engine, inside a training run."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,3 +49,12 @@ def test_without_the_plugin_the_config_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"axlearn-plugins-serving, which is not installed[\s\S]*fix: install it"):
         sampling.SampleEvaluator.Config(engine=True).build(name="sample")
     sampling.SampleEvaluator.Config().build(name="sample")
+
+
+def test_each_sample_has_its_own_seed(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(sampling, "continue_text", lambda *_, seed, **options: seeds.append(seed) or ["text"])
+    evaluator = sampling.SampleEvaluator(sampling.SampleEvaluator.Config(count=3), name="samples")
+    session = SimpleNamespace(model=lambda: None, seed=7, program=None)
+    assert list(evaluator._write(session, None)) == ["text"] * 3
+    assert seeds == [7, 8, 9]

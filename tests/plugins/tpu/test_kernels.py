@@ -156,6 +156,14 @@ class TestSplash(Interpreted):
     cases = tuple(c for c in op_cases.CASES[AttentionOp] if c.name.startswith(QUICK))
 
 
+@pytest.mark.parametrize(
+    "mask", [Causal(), SlidingWindow(3), Causal() & SlidingWindow(3), Causal() & SlidingWindow(16)]
+)
+def test_masks_of_splash_show_the_keys_of_ours(mask):
+    static = splash.Structure.from_mask(mask).static(16)
+    np.testing.assert_array_equal(static[slice(None), slice(None)], mask.materialize((0, 16), (0, 16))[0])
+
+
 @pytest.mark.slow
 class TestSplashOnTheOtherCases(Interpreted):
     op, name = AttentionOp, "splash"

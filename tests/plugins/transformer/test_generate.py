@@ -120,3 +120,12 @@ def test_a_cache_takes_no_packed_rows(tiny, build, batch):
     model = build(tiny(), 0)
     with pytest.raises(RequestError, match="leave out segment_ids"):
         model(batch["tokens"], segment_ids=jnp.ones((2, 48), jnp.int32), cache=model.init_cache(2, 64))
+
+
+@pytest.mark.parametrize(("eos_id", "ends"), [(None, set()), (7, {5, 7}), ([7, 8], {5, 7, 8})])
+def test_end_tokens_of_the_model_join_those_of_the_call(eos_id, ends, monkeypatch):
+    monkeypatch.setattr(Generator, "__init__", lambda self: None)
+    monkeypatch.setattr(Generator, "_tokens", lambda self, prompt, count, temperature, seed, ends, top_k: ends)
+    generator = Generator()
+    generator.vocab_size, generator.end_tokens = 10, frozenset({5})
+    assert generator([1], max_tokens=1, eos_id=eos_id) == ends

@@ -5,6 +5,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from axlearn_core.config import Configurable, node
 from axlearn_core.learn import AdamW, Learner
@@ -16,10 +17,23 @@ from axlearn_testing.train import Numbers
 from support.mutants.harness import mutants, suite
 
 
-class Iterator(Numbers):
-    """An iterator of random numbers, with wrong ways to restore its state."""
+class Padded(Numbers):
+    """Random numbers, and tokens in rows that end with padding."""
 
     wrong = ""
+
+    def __next__(self):
+        batch = super().__next__()
+        ids = np.ones((8, 4), np.int32)
+        ids[:, -1] = 0
+        weights = np.ones_like(ids) if self.wrong == "weighs" else ids
+        tokens = np.tile(np.arange(4, dtype=np.int32), (8, 1))
+        text = {"tokens": tokens, "targets": tokens + 1, "segment_ids": ids, "weights": weights.astype(np.float32)}
+        return {**batch, **text}
+
+
+class Iterator(Padded):
+    """An iterator with wrong ways to restore its state."""
 
     def __next__(self):
         if self.wrong == "repeats":
@@ -45,7 +59,7 @@ class Input(Configurable):
         return iterator
 
     def evaluation(self):
-        return Numbers(None if self.wrong == "endless" else 2)
+        return Padded(None if self.wrong == "endless" else 2)
 
     def describe(self):
         return {"seed": self.seed} if self.wrong == "describes" else {}
@@ -62,6 +76,7 @@ INPUTS = mutants(
         "resumes one batch too late": (_input("late"), "test_restored_state_continues_exactly"),
         "ignores the seed": (_input("seed"), "test_equal_seeds_give_equal_streams"),
         "repeats one batch": (_input("repeats"), "test_batches_match_declared_arrays"),
+        "gives weight to padding": (_input("weighs"), "test_batches_match_declared_arrays"),
         "never ends the evaluation": (_input("endless"), "test_evaluation_repeats"),
         "describes the seed as part of the data": (_input("describes"), "test_describe_depends_only_on_data"),
     },

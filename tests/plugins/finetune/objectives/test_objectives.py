@@ -111,6 +111,8 @@ def test_dpo_is_its_formula(smoothing):
     np.testing.assert_allclose(report["reward_rejected"], ratios["rejected"].mean(), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(report["reward_accuracy"], (margin > 0).mean())
     assert report["weight"] == toy_models.ROWS
+    held_out = jax.device_get(trainer.eval_step(state, trainer.put(batch)))
+    np.testing.assert_allclose(held_out["loss_sum"] / held_out["weight"], np.log1p(np.exp(-margin)).mean(), rtol=1e-5)
 
 
 @pytest.mark.fast_cases("features2")

@@ -73,11 +73,12 @@ class TestKernel(Interpreted):
     cases = tuple(c for c in op_cases.CASES[PagedAttentionOp] if "finite" in c.name)
 
 
-@pytest.mark.fast_cases("(3, 0, 1, [5, 17, 1])-{}")
+@pytest.mark.fast_cases("(3, 0, 1, [5, 17, 1])-{}", "(1, 1, 3, [9, 7])-{'slots': 4, 'window': 5}")
 @pytest.mark.parametrize(
     ("requests", "options"),
     [
         ((3, 0, 1, [5, 17, 1]), {}),
+        ((1, 1, 3, [9, 7]), {"slots": 4, "window": 5}),
         ((2, 2, 4, [300, 40, 130, 4]), {}),
         ((0, 2, 40, [40, 400]), {"heads": 10, "groups": 2}),
         ((0, 1, 100, [133]), {"heads": 2, "groups": 2}),

@@ -23,7 +23,7 @@ from axlearn_plugins_models.huggingface.family import find_family
 from axlearn_plugins_models.huggingface.files import stored_tensors
 from axlearn_plugins_models.huggingface.import_export import export_run, import_run
 from axlearn_plugins_models.huggingface.source import open_model
-from axlearn_plugins_models.vit.images import SHAPES, DrawnShapes, ImageArrays
+from axlearn_plugins_models.vit.images import SHAPES, DrawnShapes, ImageArrays, ImageBatches
 from support import generated_models
 
 FIXTURE = Path(__file__).parent / "fixtures/vit"
@@ -133,6 +133,15 @@ def test_features_and_meshes_of_decoders_serve_it(mesh, features):
     batch = next(config.input.build(seed=0).train())
     _, summaries = program.train_step(state, program.put(batch))
     assert 0.5 < float(summaries["loss"]) < 4
+
+
+def test_rows_that_fill_the_last_batch_have_no_weight():
+    def rows(numbers):
+        return np.zeros((len(numbers), 2, 2, 3), np.float32), numbers.astype(np.int32)
+
+    batches = list(ImageBatches(rows, [np.array([0, 1]), np.array([2, -1])].__getitem__, slice(None), count=2))
+    assert [batch["weights"].tolist() for batch in batches] == [[1, 1], [1, 0]]
+    assert [batch["labels"].tolist() for batch in batches] == [[0, 1], [2, 0]]
 
 
 def test_drawn_shapes_are_of_all_kinds_and_of_their_number_alone():

@@ -173,3 +173,13 @@ def test_a_choice_is_normalized_by_its_characters_and_not_by_its_bytes():
     fake = SimpleNamespace(scorer=scorer, pair=lambda prompt, choice: (prompt, choice))
     result = choices(fake, Data("choices", (Question("", tuple(scores), 1, ""),), ("",)))
     assert (result["accuracy"], result["accuracy_normalized"]) == (0.0, 1.0)
+
+
+def test_a_text_is_greedy_only_if_all_of_its_rows_are(monkeypatch):
+    monkeypatch.setattr(Scorer, "__init__", lambda self: None)
+    scorer = Scorer()
+    scorer.length, scorer.batch_tokens = 4, 8
+    rows = iter([True, False])
+    monkeypatch.setattr(scorer, "_run", lambda batch, *_: ([-1.0] * len(batch), [next(rows) for _ in batch]))
+    [score] = scorer([(range(9), [True] * 9)])
+    assert (score.log_likelihood, score.tokens, score.greedy) == (-2.0, 8, False)
