@@ -36,7 +36,9 @@ def test_every_distribution_has_a_fault(planted_faults):
 
 def test_tests_of_faults_exist(planted_faults):
     named = {path.partition("::")[0] for f in planted_faults.read_faults() for path in f.tests}
-    caught_by = {result["test"].partition("::")[0] for result in planted_faults.read_results().values() if result["test"]}
+    caught_by = {
+        result["test"].partition("::")[0] for result in planted_faults.read_results().values() if result["test"]
+    }
     assert [path for path in sorted(named | caught_by) if not (ROOT / path).exists()] == []
 
 
