@@ -81,7 +81,7 @@ with p.copied_tree() as tree:
 
 @pytest.mark.slow
 def test_a_fault_in_a_copy_of_the_tree_is_caught():
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", EXAMINE], cwd=ROOT / "benchmarks", check=True, capture_output=True, text=True
     )
-    assert "'by': 'default', 'test': 'tests/core/learn/test_schedules.py::" in done.stdout
+    assert "'by': 'default', 'test': 'tests/core/learn/test_schedules.py::" in process.stdout

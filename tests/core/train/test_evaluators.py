@@ -29,20 +29,20 @@ class Batches:
 
 @pytest.mark.parametrize(("limit", "expected"), [(None, [4, 3, 2, 1, 0]), (2, [4, 3]), (9, [4, 3, 2, 1, 0])])
 def test_the_loss_is_the_mean_over_at_most_max_batches(limit, expected):
-    opened, evaluated = [], []
+    opened, numbers = [], []
 
     def evaluation():
         opened.append(Batches(5))
         return opened[-1]
 
     def step(state, batch):
-        evaluated.append(batch)
+        numbers.append(batch)
         return {"loss_sum": jnp.float32(batch), "weight": jnp.float32(1 if batch else 3)}
 
     cfg = LossEvaluator.Config(max_batches=limit)
     evaluator = LossEvaluator(cfg, name="eval", input=SimpleNamespace(evaluation=evaluation), build_input=None)
     program = SimpleNamespace(eval_step=step, put=lambda batch: batch)
     values = evaluator.run(SimpleNamespace(state=None, program=program))
-    assert evaluated == expected
-    assert values == {"eval_loss": pytest.approx(sum(evaluated) / sum(1 if batch else 3 for batch in evaluated))}
+    assert numbers == expected
+    assert values == {"eval_loss": pytest.approx(sum(numbers) / sum(1 if batch else 3 for batch in numbers))}
     assert all(batches.closed for batches in opened)
