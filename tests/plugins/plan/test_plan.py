@@ -274,7 +274,12 @@ def test_the_command_fails_where_it_does_not_fit(monkeypatch):
 
     monkeypatch.setattr(memory, "capacity", lambda machine: 1000)
     words = [w for s in SMALL for w in ("--set", s)]
-    result = CliRunner().invoke(cli, ["plan", "quickstart", "--target", "cpu-8", "--json", *words])
+    command = ["plan", "quickstart", "--target", "cpu-8", "--no-largest-batch", *words]
+    verbose = CliRunner().invoke(cli, [*command, "--verbose"])
+    assert verbose.exit_code == 1
+    assert "does not fit" in verbose.stdout
+    assert "largest batch" not in verbose.stdout
+    result = CliRunner().invoke(cli, [*command, "--json"])
     assert result.exit_code == 1
     report = json.loads(result.stdout)
     assert report["fits"] is False

@@ -4,11 +4,11 @@ import html
 from collections.abc import Iterable, Sequence
 
 _STYLE = (
-    ".axlearn { font: 13px/1.6 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }"
-    " .axlearn details > :not(summary) { margin-left: 1.4em; } .axlearn summary { cursor: pointer; }"
-    " .axlearn .dim, .axlearn .dim summary { opacity: 0.65; } .axlearn pre { margin: 0; white-space: pre; overflow: auto; }"
-    " .axlearn table { border-collapse: collapse; } .axlearn td, .axlearn th { padding: 1px 12px 1px 0; text-align: left;"
-    " vertical-align: top; overflow-wrap: anywhere; } .axlearn .added { color: #1a9c4b; } .axlearn .removed { color: #d1242f; }"
+    ".axl { font: 13px/1.6 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }"
+    " .axl details > :not(summary) { margin-left: 1.4em; } .axl summary { cursor: pointer; }"
+    " .axl .dim, .axl .dim summary { opacity: 0.65; } .axl pre { margin: 0; white-space: pre; overflow: auto; }"
+    " .axl table { border-collapse: collapse; } .axl td, .axl th { padding: 1px 12px 1px 0; text-align: left;"
+    " vertical-align: top; overflow-wrap: anywhere; } .axl .added { color: #1a9c4b; } .axl .removed { color: #d1242f; }"
 )
 
 
@@ -36,4 +36,4 @@ def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
 
 def fragment(content: str) -> str:
     """Return HTML with its style, for `_repr_html_`."""
-    return f'<div class="axlearn"><style>{_STYLE}</style>{content}</div>'
+    return f'<div class="axl"><style>{_STYLE}</style>{content}</div>'

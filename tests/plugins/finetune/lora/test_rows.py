@@ -65,5 +65,5 @@ def test_other_rows_than_were_chosen_for_are_refused():
 def test_an_adapter_that_moved_variables_is_refused(tmp_path, monkeypatch):
     moved = AdapterExport({}, {}, base="", variables={"norm.mean": jnp.zeros(3)})
     monkeypatch.setattr("axlearn_plugins_finetune.lora.rows.load", lambda directory: moved)
-    with pytest.raises(RequestError, match=r"(?s)adapter one: training also changed variables.*norm\.mean"):
+    with pytest.raises(RequestError, match=r"(?s)adapter one: training also changed the base's variables.*norm\.mean"):
         RowAdapters.read({"one": str(tmp_path)})

@@ -74,7 +74,7 @@ def test_equal_layers_are_not_all_compiled(monkeypatch):
 
 def test_it_does_not_fit():
     blocks = ["--set", "serving.runner.num_blocks=60000000"]
-    result = plan("quickstart", "--serve", "--target", "cpu-8", *SMALL, *HEADS, *blocks)
+    result = plan("serve", "quickstart", "--verbose", "--target", "cpu-8", *SMALL, *HEADS, *blocks)
     assert result.exit_code == 1
     assert "does not fit: " in result.stdout
     assert "--set serving.runner.num_blocks=" in result.stdout
