@@ -233,6 +233,7 @@ def test_preferences_are_measured_without_smoothing_and_auxiliary_losses():
     assert abs(training(functions, state, batch)[0] - loss) > 1e-3
 
 
+@pytest.mark.slow
 def test_labels_of_images_are_not_smoothed():
     sizes = {"model.hidden_dim": 32, "model.encoder.num_layers": 1, "model.encoder.embedding.image_size": 16}
     cfg = resolve("vit-tiny", with_=["moe:num_experts=4"], set={**sizes, "model.label_smoothing": 0.3}).config

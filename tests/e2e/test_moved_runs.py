@@ -133,6 +133,7 @@ def test_checkpoints_kept_elsewhere_bring_the_files(tmp_path, tokenizer):
     assert open_weights(tmp_path / "kept2").tokenizer.encode("def")
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version(tmp_path, tokenizer, caplog):
     """Its config has absolute paths, and its files lie beside it or nowhere."""
     run = tmp_path / "run"

@@ -35,7 +35,7 @@ def test_how_it_runs_changes_nothing(kind, how):
     same(trained(kind, *how.pop("features", ()), **how), trained(kind))
 
 
-@pytest.mark.fast_cases("batch-norm", "dropout")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "router-bias"])
 def test_state_moves_and_is_where_its_layer_is(kind):
     _, variables, state, program = trained(kind)
@@ -121,6 +121,7 @@ def test_a_model_with_variables_is_not_bound_without_them():
         functional.bind(functional.abstract)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["amax", "router-bias"])
 def test_a_skipped_step_keeps_the_variables(kind):
     _, _, state, program = trained(kind)

@@ -216,6 +216,7 @@ def plain(monkeypatch):
     monkeypatch.setenv("AXLEARN_PLUGINS", "-axlearn-plugins-runtime")
 
 
+@pytest.mark.slow
 def test_the_core_trains_without_job_parts_and_names_them(plain, tmp_path, capfd):
     assert train(tmp_path / "run").step == 3
     assert train(tmp_path / "run", steps=4).step == 4

@@ -345,6 +345,7 @@ def test_the_shapes_of_batches_are_those_of_real_ones():
     assert {k: (v.shape, v.dtype) for k, v in abstract_batch(config).items()} == real
 
 
+@pytest.mark.slow
 def test_data_may_be_missing_and_nothing_else():
     words = ["kernels", "explain", "llama2-7b", "--target", "cpu-8", "--set", "model.decoder.num_layers=1"]
     result = CliRunner().invoke(cli, words)

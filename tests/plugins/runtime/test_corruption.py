@@ -74,6 +74,7 @@ def test_a_flip_that_comes_once_is_found_by_computing_twice(tmp_path, monkeypatc
     assert error.value.exit_code == 1
 
 
+@pytest.mark.slow
 def test_a_flip_that_stays_is_found_among_the_replicas(tmp_path, monkeypatch):
     leaves = plant(monkeypatch, call=2)  # two steps before the check
     with pytest.raises(WorkError) as error:

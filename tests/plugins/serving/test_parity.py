@@ -95,6 +95,7 @@ def test_narrow_maps_are_not_divided():
         check_parity_scores(config(), model(), devices=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [{"vocab_size": 1000}, {"decoder.hidden_dim": 640, "decoder.layer.attention.num_heads": 10}],

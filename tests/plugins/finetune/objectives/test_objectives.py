@@ -124,6 +124,7 @@ def test_the_first_loss_of_dpo_is_ln_2(features):
     assert report["reward_margin"] == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_with_adapters_the_reference_is_the_base():
     trainer = program(PAIRS, "lora:rank=2")
     assert not trainer.trained.frozen, "the reference needs no extra memory"

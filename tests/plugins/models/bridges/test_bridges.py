@@ -173,7 +173,7 @@ def test_how_it_runs_changes_nothing(kind, how):
         np.testing.assert_allclose(value, other[1][path], rtol=1e-4, atol=1e-5, err_msg=path)
 
 
-@pytest.mark.fast_cases("equinox")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NODES)
 def test_evaluation_draws_nothing_and_writes_nothing(kind):
     _, _, state, program = trained(kind)

@@ -86,6 +86,7 @@ def test_templates_by_name_come_along(tmp_path):
         assert (tmp_path / "again" / name).read_text() == (directory / name).read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_made_of_an_import_is_described_as_the_import(tmp_path):
     """`lora merge` and training keep what lies beside the tokenizer, and nothing else of a model directory."""
     directory = model_copy("deepseek-v2", tmp_path)

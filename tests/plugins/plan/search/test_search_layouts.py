@@ -77,6 +77,7 @@ def run(*words):
     return CliRunner().invoke(cli, ["plan", "quickstart", *SMALL, "--search", *words])
 
 
+@pytest.mark.slow
 def test_every_layout_is_legal_and_resolves(request_, ranked):
     choices = {r.choice.words: r for r in ranked}
     assert len(choices) == len(ranked) > 100
