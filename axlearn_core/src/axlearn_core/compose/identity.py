@@ -133,7 +133,7 @@ def plugin_packages() -> tuple[str, ...]:
 
 
 def source_hashes() -> Mapping[str, str]:
-    """Hash the source and libraries of each package in `plugin_packages`. Return the first 16 hex digits of each package's SHA-256 hash, by package name."""
+    """Return 16 hex digits of SHA-256 for each package in `plugin_packages`: its source and libraries are hashed."""
     return {name: _hash_package(name) for name in plugin_packages()}
 
 
