@@ -88,7 +88,7 @@ def test_objects_progress_and_errors_in_a_notebook(tmp_path, monkeypatch):
     assert re.search(r"Result\(runs/quickstart-[0-9a-f]{8}, step 20, loss \d", plain["train"])
     assert re.fullmatch(r"LoadedModel\(quickstart, step 20, [\d,]+ parameters, TokenizerJson\)", plain["load"])
     assert "treescope" in html["layer"]
-    assert plain["plan"] == "FunctionPlan(train of quickstart on cpu-1: fits)"
+    assert re.fullmatch(r"<quickstart on cpu-1: 1 chip, [\d,]+ parameters; fits: \S+ MiB of \S+ GiB>", plain["plan"])
     (error,), (traceback,) = outputs["error"], outputs["traceback"]
     assert error.traceback[0] == "RequestError: unknown experiment 'quikstart'"
     assert "resolve.py" not in "".join(error.traceback)
