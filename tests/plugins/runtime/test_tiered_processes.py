@@ -105,7 +105,7 @@ def test_a_spare_machine_gets_the_replica_of_another(tmp_path):
     run(SAVE, tmp_path, ["a", "b"])
     outputs = run(RESTORE, tmp_path, ["a", "spare"])
     assert [out.split()[-1] for out, _ in outputs] == ["4", "4"]
-    assert "process 1 got " in outputs[1][1]
+    assert "process 1 received " in outputs[1][1]
     assert "got " not in outputs[0][1]
     outputs = run(RESTORE, tmp_path, ["spare", "b"])  # in the place of the first process, too
     assert [out.split()[-1] for out, _ in outputs] == ["4", "4"]

@@ -113,7 +113,7 @@ def test_rows_of_products_do_not_depend_on_their_number(inputs):
     """Check the assumptions about XLA on this machine that determine the numbers of rows."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((320, inputs)).astype(np.float32)
-    (kernel,) = (k for k in axlearn_kernels() if k.name == "invariant" and k.op.endswith(":Attention"))
+    (kernel,) = (k for k in axlearn_kernels() if k.name == "invariant" and k.op.endswith(":AttentionOp"))
     options = dict(kernel.compiler_options["cpu"])
     mean = jax.jit(lambda x: jax.lax.rsqrt(jnp.mean(x * x, axis=-1)), compiler_options=options)
     product = jax.jit(jnp.matmul, compiler_options=options)

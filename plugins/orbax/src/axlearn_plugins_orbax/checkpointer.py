@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from axlearn_core.checkpoint.base import WEIGHTS_ONLY, StorageCheckpointer
 from axlearn_core.checkpoint.manifest import NON_WEIGHTS, STATE, WEIGHTS, ArrayInfo, Checkpoints, Manifest
-from axlearn_core.checkpoint.retention import START_MARKER, rank_steps
+from axlearn_core.checkpoint.retention import rank_steps
 from axlearn_core.checkpoint.shards import is_weight
 from axlearn_core.checkpoint.state import agree
 from axlearn_core.config import node, setting
@@ -179,20 +179,18 @@ class OrbaxCheckpointer(StorageCheckpointer):
         return super()._begin(step)
 
     def _discard(self, folder: str) -> None:
-        """Delete the files of a failed save, except the files that name its owner and the error.
+        """Delete the files of a failed save, unless Orbax may still be writing them on some process.
 
-        The remaining files are needed if Orbax is still writing on this process, or on a process that does not know about the
-        failure yet. They are deleted when the step is saved again or the run is opened again.
+        A write into a folder that was deleted waits until the folder exists again. It would then end up in the next save of
+        the step. Such files are deleted when the step is saved again, after Orbax has ended, or when the run is opened again.
         """
-        storage, marks = self.place.storage, {}
         try:
-            if failed := [f.path for f in storage.list(f"{folder}/{HASHES}/") if f.path.endswith(FAILED)]:
-                marks = {path: storage.read(path) for path in (f"{folder}/{START_MARKER}", *failed)}
-            super()._discard(folder)
-            for path, content in marks.items():
-                storage.write(path, [content])
+            files = self.place.storage.list(f"{folder}/{HASHES}/")
         except StorageError as error:
-            log.warning("cannot mark a failed save: %s", error)
+            log.warning("cannot look for other processes of a failed save: %s", error)
+            return
+        if not any(file.path.endswith(FAILED) for file in files):  # see `mark_failure`
+            super()._discard(folder)
 
     def _collect_files(self, folder: str) -> dict[str, dict[str, Any]]:
         files = collect_hashes(self.place.storage, folder, jax.process_count())
