@@ -1,0 +1,1 @@
+"""Check the properties of a shrunk config: `axlearn prove`."""

@@ -1,0 +1,1 @@
+"""Run a step of a run again: `axlearn replay`."""
