@@ -59,7 +59,7 @@ class Report:
             fold(name, content, is_open=i == 0, kind="card") for i, (name, content) in enumerate(_sections(self.run))
         )
         # Nested rules apply only inside the output of this cell.
-        style = _style().replace(":root", "&").replace("body", "&")
+        style = page_style().replace(":root", "&").replace("body", "&")
         return (
             f'<div class="axlearn-report"><style>.axlearn-report {{ {style} }}</style>'
             f"<h2>{text(_title(self.run))}</h2>{_notes(self.run)}{_facts(self.run)}{''.join(parts)}</div>"
@@ -88,7 +88,8 @@ def _title(run: Run) -> str:
     return str(run.lock.get("experiment") or run.path.resolve().name)
 
 
-def _style() -> str:
+def page_style() -> str:
+    """Return the style sheet of report pages."""
     return files("axlearn_plugins_tools.reporting").joinpath("style.css").read_text()
 
 
@@ -119,7 +120,7 @@ def render(run: Run) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{_style()}</style></head><body><main>"
+        f"<title>{title}</title><style>{page_style()}</style></head><body><main>"
         f'<header><h1>{title}</h1><p class="path">{text(run.path.resolve())}</p></header>'
         f"{_notes(run)}{_facts(run)}{body}</main></body></html>\n"
     )
