@@ -111,6 +111,22 @@ class DescribesPosition(Protocol):
 
 
 @runtime_checkable
+class LocatesDocuments(Protocol):
+    """A position (see `DescribesPosition`) that can name the source of a document in its batch."""
+
+    def locate(self, batch: Mapping[str, Any], row: int, start: int, stop: int) -> str:
+        """Return the file of a document and the place in it, or an empty string if it is unknown.
+
+        Args:
+            batch: The batch, as the iterator returned it.
+            row: Row of the document.
+            start: First position of the document in the row.
+            stop: Position after the last.
+        """
+        ...
+
+
+@runtime_checkable
 class StacksMaps(Protocol):
     """A linear layer that can also have a stack of weights, for example one weight per expert."""
 

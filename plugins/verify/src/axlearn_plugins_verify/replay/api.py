@@ -1,5 +1,6 @@
 """`replay`: compute a step of a run again, in one call."""
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_core.config import matches
+from axlearn_core.contracts.capabilities import LocatesDocuments
 from axlearn_core.errors import RequestError, nearest
 from axlearn_core.nn.layer import DTYPES
 from axlearn_plugins_verify.replay import findings
@@ -27,6 +29,9 @@ from axlearn_plugins_verify.replay.history import History
 from axlearn_plugins_verify.replay.probes import Statistics
 from axlearn_plugins_verify.replay.steps import HostBatch, Replayer, Step, change_program
 from axlearn_plugins_verify.replay.workbench import Measure, Workbench
+
+NAMED = 16
+"""Maximum number of documents whose files are looked up, which tokenizes records again."""
 
 Progress = Callable[[str], None]
 
@@ -157,7 +162,7 @@ def replay(
         result = inspection.locate(result, probe)
         if other is not None:
             result = inspection.compare(result, Workbench(other, target.before), str(shadow))
-        return inspection.bisect(result, max_reruns) if bisect else result
+        return inspection.name_sources(inspection.bisect(result, max_reruns) if bisect else result)
 
 
 def _compare(history: History, replayer: Replayer, step: int) -> tuple[Replay, Step, HostBatch | None]:
@@ -189,7 +194,7 @@ def _compare(history: History, replayer: Replayer, step: int) -> tuple[Replay, S
         compared_arrays=number,
         different_scalars=tuple(scalars),
         different_arrays=tuple(arrays),
-        position=target.position,
+        position=str(target.position),
     )
     return result, target, previous
 
@@ -275,6 +280,25 @@ class _Inspection:
             max_reruns=max_reruns,
         )
         return attrs.evolve(result, bisection=bisection)
+
+    def name_sources(self, result: Replay) -> Replay:
+        """Name the files of the documents that the result blames."""
+        position, batch = self.step.position, self.step.batch
+
+        @functools.cache
+        def named(document: Document) -> Document:
+            if not document.number or not isinstance(position, LocatesDocuments):
+                return document
+            return attrs.evolve(document, source=position.locate(batch, document.row, document.start, document.stop))
+
+        def of(part: Any) -> Any:
+            if part is None or len(part.documents) > NAMED:
+                return part
+            return attrs.evolve(part, documents=tuple(map(named, part.documents)))
+
+        return attrs.evolve(
+            result, nonfinite=of(result.nonfinite), grown=of(result.grown), bisection=of(result.bisection)
+        )
 
 
 def shadow_feature(shadow: str) -> str:

@@ -64,7 +64,8 @@ class ArrayDifference:
         if self.bit is not None:
             return f"{place}: bit {self.bit} is flipped: {values}"
         size = int(np.prod(self.shape))
-        return f"{self.path}: {self.count:,} of {size:,} values differ by {self.error:.2g}, the first at {list(self.index)}: {values}"
+        count = f"{self.count:,} of {size:,} values differ by {self.error:.2g}"
+        return f"{self.path}: {count}, the first at {list(self.index)}: {values}"
 
 
 def compare_scalars(step: int, recorded: Mapping[str, float], replayed: Mapping[str, float]) -> list[ScalarDifference]:

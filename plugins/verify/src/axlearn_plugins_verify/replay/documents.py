@@ -1,5 +1,6 @@
 """The documents of a batch, and batches with only some of them."""
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ def list_documents(batch: Mapping[str, Any], microbatches: int = 1) -> list[Docu
             continue
         ids = np.asarray(segments[row])
         edges = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)]
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in itertools.pairwise(edges):
             if ids[start] > 0:
                 number = int(ids[start])
                 documents.append(

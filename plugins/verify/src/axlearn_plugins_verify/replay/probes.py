@@ -83,7 +83,7 @@ class Statistics:
             mean=float(values.mean(dtype=np.float64)) if values.size else 0.0,
             nonfinite=int(array.size - finite.sum()),
             sample=flat[:: -(-flat.size // SAMPLE)].astype(np.float32) if flat.size else flat.astype(np.float32),
-            bad=~finite.all(axis=inner) if has_rows else None,
+            bad=np.asarray(~finite.all(axis=inner)) if has_rows else None,
             peaks=magnitude.max(axis=inner) if magnitude is not None else None,
         )
 

@@ -36,7 +36,7 @@ class Step:
         scalars: Scalars of the step.
         state: State after the step.
         before: State before the step. None unless it was kept.
-        position: Position of the batch in the data, for messages.
+        position: Position of the batch in the data. Its `str` is for messages.
     """
 
     number: int
@@ -44,7 +44,7 @@ class Step:
     scalars: Mapping[str, float]
     state: Any
     before: Any = None
-    position: str = ""
+    position: Any = ""
 
 
 @attrs.frozen(kw_only=True, eq=False, repr=False)
@@ -129,9 +129,9 @@ class Replayer:
             values = {name: float(np.asarray(value)) for name, value in scalars.items()}
             yield Step(number=number, batch=batch, scalars=values, state=state, before=before, position=position)
 
-    def _position(self, number: int) -> str:
+    def _position(self, number: int) -> Any:
         if isinstance(self.batches, DescribesPosition):
-            return str(self.batches.describe_position())
+            return self.batches.describe_position()
         return f"number {number} in the stream"
 
 
