@@ -95,7 +95,7 @@ def test_an_error_of_the_code_ends_the_job(tmp_path):
     with LaunchedRun(tmp_path / "run", hosts=2, steps=20, settings=settings, options=options) as run:
         run.finish(1)
     text = run.errors.read_text()
-    assert "an error in the training code ended the run 2 times; the budget is 1 restarts" in text
+    assert "an error in the training code ended the run 2 times; the budget is 1 restart" in text
     assert "non-finite" in text
     assert {e["attempt"] for e in run.events("started")} == {1, 2}
 
