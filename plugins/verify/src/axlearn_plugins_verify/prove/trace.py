@@ -54,12 +54,12 @@ def record_calls(model: Any, run: Callable[..., Any], *arguments: Any) -> tuple[
         The result of the function and the records.
     """
     calls: list[tuple[str, str, np.ndarray]] = []
-    options = {"xla_backend_optimization_level": 0}
-    with _patched(_Recorder(model, calls, ordered=_one_device(arguments))):
+    options, ordered = {"xla_backend_optimization_level": 0}, _one_device(arguments)
+    with _patched(_Recorder(model, calls, ordered=ordered)):
         result = jax.jit(lambda *args: run(*args), compiler_options=options)(*arguments)
         jax.block_until_ready(result)
         jax.effects_barrier()
-    return result, number_layers(calls)
+    return result, number_layers(calls, ordered=ordered)
 
 
 def _one_device(arguments: Any) -> bool:
@@ -67,14 +67,20 @@ def _one_device(arguments: Any) -> bool:
     return len(devices) <= 1  # JAX supports ordered callbacks only on one device
 
 
-def number_layers(calls: Sequence[tuple[str, str, Any]]) -> list[Record]:
+def number_layers(calls: Sequence[tuple[str, str, Any]], *, ordered: bool = True) -> list[Record]:
     """Replace each `REPEATED` part of the paths with the index of the layer, in the order of the calls.
 
-    The body of a scan is traced once, so its calls have no index when they are traced.
+    The body of a scan is traced once, so its calls have no index when they are traced. If the calls are not ordered, because
+    they ran on several devices, only the calls of the same module are in order. Each of its calls then belongs to the next layer.
     """
     finished: Counter[str] = Counter()
     records: list[Record] = []
     for path, tensor, value in calls:
+        if not ordered and REPEATED in path:
+            index = str(finished[f"{path} {tensor}"])
+            finished[f"{path} {tensor}"] += 1
+            records.append(Record(layer=path.replace(REPEATED, index), tensor=tensor, value=value))
+            continue
         numbered: list[str] = []
         for part in path.split("."):
             numbered.append(str(finished[".".join([*numbered, REPEATED])]) if part == REPEATED else part)
