@@ -111,6 +111,22 @@ class DescribesPosition(Protocol):
 
 
 @runtime_checkable
+class LocatesDocuments(Protocol):
+    """A position (see `DescribesPosition`) that can name the source of a document in its batch."""
+
+    def locate(self, batch: Mapping[str, Any], row: int, start: int, stop: int) -> str:
+        """Return the file of a document and the place in it, or an empty string if it is unknown.
+
+        Args:
+            batch: The batch, as the iterator returned it.
+            row: Row of the document.
+            start: First position of the document in the row.
+            stop: Position after the last.
+        """
+        ...
+
+
+@runtime_checkable
 class StacksMaps(Protocol):
     """A linear layer that can also have a stack of weights, for example one weight per expert."""
 
@@ -146,13 +162,13 @@ class PlacesState(Protocol):
 
 @runtime_checkable
 class FreezesVariables(Protocol):
-    """A learner that can freeze parameters and variables."""
+    """A learner that can freeze variables that training updates without gradients (`LearnedVariable`)."""
 
     def frozen_variables(self, paths: Iterable[str]) -> Collection[str]:
-        """Return the frozen ones among parameters or variables that training updates without gradients (`LearnedVariable`).
+        """Return the variables that no step changes.
 
         Args:
-            paths: Dotted paths of the parameters or variables.
+            paths: Dotted paths of all such variables.
         """
         ...
 

@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 
 from axlearn_core.config.html import fold
+from axlearn_core.errors import counted
 from axlearn_core.run.record import write_whole
 from axlearn_core.train.trackers import writing
 from axlearn_plugins_tools.reporting.charts import Series, histogram, line_chart, short, smooth, text
@@ -59,7 +60,7 @@ class Report:
             fold(name, content, is_open=i == 0, kind="card") for i, (name, content) in enumerate(_sections(self.run))
         )
         # Nested rules apply only inside the output of this cell.
-        style = _style().replace(":root", "&").replace("body", "&")
+        style = page_style().replace(":root", "&").replace("body", "&")
         return (
             f'<div class="axlearn-report"><style>.axlearn-report {{ {style} }}</style>'
             f"<h2>{text(_title(self.run))}</h2>{_notes(self.run)}{_facts(self.run)}{''.join(parts)}</div>"
@@ -88,7 +89,8 @@ def _title(run: Run) -> str:
     return str(run.lock.get("experiment") or run.path.resolve().name)
 
 
-def _style() -> str:
+def page_style() -> str:
+    """Return the style sheet of report pages."""
     return files("axlearn_plugins_tools.reporting").joinpath("style.css").read_text()
 
 
@@ -119,7 +121,7 @@ def render(run: Run) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{_style()}</style></head><body><main>"
+        f"<title>{title}</title><style>{page_style()}</style></head><body><main>"
         f'<header><h1>{title}</h1><p class="path">{text(run.path.resolve())}</p></header>'
         f"{_notes(run)}{_facts(run)}{body}</main></body></html>\n"
     )
@@ -142,8 +144,7 @@ def _facts(run: Run) -> str:
     if run.seconds is not None:
         facts.append(("Time", clock(run.seconds), "excluding downtime"))
     if run.attempts:
-        count = f"{len(run.attempts)} attempt{'s' if len(run.attempts) > 1 else ''}"
-        facts.append(("Goodput", f"{compute_goodput(run.attempts).share:.1%}", count))
+        facts.append(("Goodput", f"{compute_goodput(run.attempts).share:.1%}", counted(len(run.attempts), "attempt")))
     for name in _held_out_losses(run)[:2]:
         values = points(run.evaluations, name)
         if values:

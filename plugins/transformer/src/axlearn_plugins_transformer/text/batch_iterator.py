@@ -15,6 +15,9 @@ Places = dict[str, list[int | list[int]]]
 """Shard -> place in each part of the data: the index of a record in the shard's order, or the records of the last row."""
 
 
+Locate = Callable[[str, list[int | list[int]], np.ndarray], str]
+"""(shard, place in each part, target tokens) -> file and place in it, or an empty string."""
+
 MakeStreams = Callable[[bool], Mapping[tuple[int, ...], Any]]
 
 
@@ -28,6 +31,7 @@ class Position:
     batch: int
     _shards: Mapping[str, Any]
     _identify: Callable[[Places], dict[str, Any]] = attrs.field(eq=False)
+    _locate: Locate = attrs.field(eq=False, default=lambda shard, places, targets: "")
 
     def facts(self) -> dict[str, Any]:
         """Return the number of the batch, from 1, and the records in which its rows begin."""
@@ -35,6 +39,12 @@ class Position:
 
     def __str__(self) -> str:
         return str(self.facts())
+
+    def locate(self, batch: Mapping[str, np.ndarray], row: int, start: int, stop: int) -> str:
+        """See `axlearn_core.contracts.capabilities.LocatesDocuments`."""
+        shards = list(self._shards)
+        shard = shards[row * len(shards) // len(batch["targets"])]
+        return self._locate(shard, _find_places(self._shards[shard]), batch["targets"][row, start:stop])
 
 
 class Batches:
@@ -47,6 +57,7 @@ class Batches:
         streams: Grain's iterators, by the ids of their shards.
         workers: Whether each stream runs in a worker process.
         identify: (places, whether they are in the current order) -> facts about the data there, for messages.
+        locate: Finds the source of some tokens, for positions in the current order.
         remake: Creates the streams for the current order (True) or the order of an older version (False).
         check: Raises InputError if a shard's position, in the current order, does not fit the data.
     """
@@ -57,11 +68,12 @@ class Batches:
         *,
         workers: bool = False,
         identify: Callable[[Places, bool], dict[str, Any]] = lambda places, current: {},
+        locate: Locate = lambda shard, places, targets: "",
         remake: MakeStreams | None = None,
         check: Callable[[Mapping[str, Any]], None] = lambda state: None,
     ):
         self._streams, self._workers, self._identify, self._check = dict(streams), workers, identify, check
-        self._remake, self._current = remake, True
+        self._remake, self._current, self._locate = remake, True, locate
         self._count = 0
         self._shards = self._read()
         # Stop Grain's threads and processes even if nobody calls `close`, and before Python unloads modules.
@@ -126,7 +138,8 @@ class Batches:
     def describe_position(self) -> "Position":
         """Return the origin of the last returned batch."""
         identify, current = self._identify, self._current
-        return Position(self._count, self._shards, lambda places: identify(places, current))
+        locate = {"locate": self._locate} if current else {}
+        return Position(self._count, self._shards, lambda places: identify(places, current), **locate)
 
     def close(self) -> None:
         """Stop worker processes and threads."""

@@ -22,6 +22,7 @@ from axlearn_core.contracts.text import get_digest
 from axlearn_core.errors import ConfigError, InputError, Problem, counted
 from axlearn_plugins_transformer.text.batch_iterator import Batches, Places
 from axlearn_plugins_transformer.text.examples import Example, example
+from axlearn_plugins_transformer.text.locate import find_source
 from axlearn_plugins_transformer.text.positions import OLD_ORDER, check_position
 from axlearn_plugins_transformer.text.protocols import (
     bos_id_of,
@@ -223,6 +224,7 @@ class LanguageModelInput(Configurable):
             streams(True),
             workers=bool(cfg.workers),
             identify=functools.partial(_list_records, train_parts, parts, self.order),
+            locate=functools.partial(find_source, self, train_parts, self.order),
             remake=streams,
             check=functools.partial(check_position, small=small),
         )

@@ -255,7 +255,11 @@ class Reads:
 
     def name(self, index: int) -> str:
         """Return the name of the record at a position, for messages."""
-        return self.records.name(self.order(self._index(index)))
+        return self.records.name(self.number(index))
+
+    def number(self, index: int) -> int:
+        """Return the number of the record at a position."""
+        return self.order(self._index(index))
 
     def _index(self, index: int) -> int:
         return self.shard + index * self.order.window

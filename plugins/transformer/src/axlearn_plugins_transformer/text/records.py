@@ -75,6 +75,21 @@ class HasRecordSizes(Protocol):
     sizes: Sequence[int]
 
 
+@runtime_checkable
+class LocatesText(Protocol):
+    """Records that know where in a file their documents are."""
+
+    def locate(self, index: int, document: Document, skipped: int) -> str:
+        """Return the file and the place in it of a document.
+
+        Args:
+            index: Index of the record.
+            document: A document of the record.
+            skipped: Bytes of its text before the place to name.
+        """
+        ...
+
+
 LINE_BYTES = 1 << 24
 """Default limit on a JSONL line, in bytes. Tokenizing a line takes about a hundred times its size in memory."""
 
@@ -147,20 +162,40 @@ class FileRecords:
         file, kind = self.files[owner], self.formats[owner]
         if kind == "parquet":
             return self._row_group(file, part)
+        start, raw = self._read_chunk(file, part, kind)
+        if kind == "jsonl":
+            return self._json_lines(file, start, raw)
+        return (Document(decode(file, start, raw), ends=start + len(raw) >= file.size),)
+
+    def _read_chunk(self, file: DataFile, part: int, kind: str) -> tuple[int, bytes]:
+        """Return the offset and the bytes of a chunk, which begins and ends with a line if possible."""
         with open_data(file) as handle:
             ends = (part * self.chunk_bytes, (part + 1) * self.chunk_bytes)
             limit = self.line_bytes if kind == "jsonl" else None
             start, stop = (_line_start(handle, offset, file, limit) for offset in ends)
             handle.seek(start)
-            raw = handle.read(stop - start)
-        if kind == "jsonl":
-            return self._json_lines(file, start, raw)
-        return (Document(decode(file, start, raw), ends=stop >= file.size),)
+            return start, handle.read(stop - start)
 
     def name(self, index: int) -> str:
         """Return the file name, with `#part` if the file has several parts."""
         file, part = self.files[int(self.owners[index])], int(self.parts[index])
         return f"{file.name}#{part}" if part or file.size > self.chunk_bytes else file.name
+
+    def locate(self, index: int, document: Document, skipped: int) -> str:
+        """Return the file and the line, the row, or the byte of a document; see `LocatesText`."""
+        owner, part = int(self.owners[index]), int(self.parts[index])
+        file, kind = self.files[owner], self.formats[owner]
+        if kind == "parquet":
+            texts = [d.text for d in self._row_group(file, part)]
+            row = texts.index(document.text) if document.text in texts else 0
+            return f"{file.name}: row {row} of row group {part}"
+        start, raw = self._read_chunk(file, part, kind)
+        if kind == "text":
+            begin = raw.find(document.text.encode())
+            return f"{file.name}: byte {start + max(begin, 0) + skipped}"
+        lines = raw.splitlines(keepends=True)
+        found = [i for i, line in enumerate(lines) if line.strip() and document.text in json.loads(line)[self.text_field]]
+        return f"{file.name}: the line at byte {start + sum(map(len, lines[: found[0] if found else 0]))}"
 
     def with_lines(self) -> "FileRecords":
         """Drop the chunks of JSONL files in which no line begins.

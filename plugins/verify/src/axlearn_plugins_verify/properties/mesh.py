@@ -1,40 +1,46 @@
 """A mesh gives the loss and the gradients of one device."""
 
-import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
 
-from axlearn_core.contracts.experiment import get_mesh
+from axlearn_core.compose import ModelWeights, Program
 from axlearn_plugins_verify.prove.contract import Outcome
 from axlearn_plugins_verify.prove.forward import check_precisely
 from axlearn_plugins_verify.prove.step import Step, compare_steps
 
 
-class MeshEquality:
-    """Compares a step on the mesh of the config to one on a single device."""
+class Meshes:
+    """Compares a step on several devices to one on a single device, for meshes that together have every axis."""
 
-    summary: ClassVar[str] = "the mesh gives the loss and the gradients of one device"
+    summary: ClassVar[str] = "a mesh gives the loss and the gradients of one device"
 
     def skip_reason(self, case: Any) -> str | None:
-        """Skip meshes of one device."""
-        if (count := _size(case.config)) < 2:
-            return "the mesh has one device"
-        return None if count <= jax.device_count() else f"the mesh needs {count} devices"
+        """Skip configs that no mesh of the local devices fits."""
+        return None if case.meshes else "no mesh of several devices divides the parameters and the batch"
 
     def check(self, case: Any) -> Outcome:
-        """Compare the mesh to one device."""
-        return check_precisely(case, lambda config: self._check(case, config))
+        """Compare each mesh. Return the first failure, or the outcome with the largest error."""
+        outcomes = []
+        for shape in case.meshes:
+            outcome = check_precisely(case, lambda config, shape=shape: self._check(case, config, shape))
+            if not outcome.holds:
+                return outcome
+            outcomes.append(outcome)
+        return max(outcomes, key=lambda outcome: outcome.error / outcome.tolerance)
 
-    def _check(self, case: Any, config: Any) -> Outcome:
-        one, other = (
-            Step(program=case.program(config, devices), weights=case.weights(config), batch=case.batch(case.seed))
-            for devices in (1, _size(config))
+    def _check(self, case: Any, config: Any, shape: Mapping[str, int]) -> Outcome:
+        alone, spread = case.program(config), case.program(config, shape)
+        weights, batch = case.weights(config), case.batch(case.seed)
+        axes = ", ".join(f"{axis}={size}" for axis, size in shape.items())
+        return compare_steps(
+            Step(program=alone, weights=weights, batch=batch),
+            Step(program=spread, weights=place(weights, spread), batch=batch),
+            compared=f"loss and gradients on {spread.layout.mesh.size} devices ({axes}) and on one",
         )
-        shape = ", ".join(f"{axis}={size}" for axis, size in config.mesh.shape.items() if size > 1)
-        return compare_steps(one, other, compared=f"{shape} and one device")
 
 
-def _size(config: Any) -> int:
-    mesh = get_mesh(config)
-    return 1 if mesh is None else math.prod(mesh.shape.values())
+def place(weights: ModelWeights, program: Program) -> ModelWeights:
+    """Shard weights as a program does."""
+    return jax.tree.map(lambda x, spec: jax.device_put(x, spec.sharding), weights, program.trained_spec)

@@ -1,37 +1,44 @@
-"""Microbatches give the loss and the gradients of the batch."""
+"""Microbatches give the loss and the gradients of the whole batch."""
 
 from typing import Any, ClassVar
 
+import attrs
+
 from axlearn_core.config import patch
-from axlearn_core.config.tree import children
-from axlearn_core.contracts.experiment import get_learner_config
 from axlearn_plugins_verify.prove.contract import Outcome
 from axlearn_plugins_verify.prove.forward import check_precisely
 from axlearn_plugins_verify.prove.step import Step, compare_steps
 
-STEPS = "accumulate_steps"
+FIELD = "accumulate_steps"
 
 
 class Microbatches:
-    """Compares a step in microbatches to a step with the whole batch."""
+    """Compares a step with gradient accumulation to one without. The weights of the rows differ."""
 
-    summary: ClassVar[str] = "microbatches give the loss and the gradients of the batch"
+    summary: ClassVar[str] = "microbatches give the loss and the gradients of the whole batch"
 
     def skip_reason(self, case: Any) -> str | None:
-        """Skip models whose rows depend on each other, and learners without microbatches."""
-        if STEPS not in children(get_learner_config(case.config)):
-            return f"the learner has no `{STEPS}`"
-        reasons = case.program().trained.batch_dependence
-        return f"the microbatches differ from the batch: {reasons[0]}" if reasons else None
+        """Skip learners without microbatches, and models whose rows depend on each other."""
+        if FIELD not in {field.name for field in attrs.fields(type(case.config.learner))}:
+            return f"learner has no setting {FIELD}"
+        if reasons := case.program().trained.batch_dependence:
+            return f"the loss of a row depends on the other rows: {reasons[0]}"
+        rows = {x.shape[0] for x in case.batch(case.seed).values() if x.ndim}
+        return None if all(n % _count(case.config) == 0 for n in rows) else f"batches of {min(rows)} rows cannot be split"
 
     def check(self, case: Any) -> Outcome:
-        """Compare the microbatches to the batch."""
+        """Compare both computations."""
         return check_precisely(case, lambda config: self._check(case, config))
 
-    def _check(self, case: Any, config: Any) -> Outcome:
-        count = max(2, get_learner_config(config).accumulate_steps)
-        one, other = (
-            Step(program=case.program(c), weights=case.weights(c), batch=case.batch(case.seed))
-            for c in (patch(config, {f"learner.{STEPS}": n}) for n in (1, count))
+    def _check(self, case: Any, base: Any) -> Outcome:
+        count, batch = _count(base), case.batch(case.seed)
+        one, other = (patch(base, {f"learner.{FIELD}": n}) for n in (1, count))
+        return compare_steps(
+            Step(program=case.program(one), weights=case.weights(one), batch=batch),
+            Step(program=case.program(other), weights=case.weights(other), batch=batch),
+            compared=f"loss and gradients of {count} microbatches and of one batch",
         )
-        return compare_steps(one, other, compared=f"{count} microbatches and the batch")
+
+
+def _count(config: Any) -> int:
+    return max(2, getattr(config.learner, FIELD))

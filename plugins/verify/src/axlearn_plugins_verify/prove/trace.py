@@ -55,7 +55,7 @@ def record_calls(model: Any, run: Callable[..., Any], *arguments: Any) -> tuple[
     """
     calls: list[tuple[str, str, np.ndarray]] = []
     options, ordered = {"xla_backend_optimization_level": 0}, _one_device(arguments)
-    with _patched(_Recorder(model, calls, ordered=ordered)):
+    with patched(Recorder(model, calls, ordered=ordered)):
         result = jax.jit(lambda *args: run(*args), compiler_options=options)(*arguments)
         jax.block_until_ready(result)
         jax.effects_barrier()
@@ -86,7 +86,7 @@ def number_layers(calls: Sequence[tuple[str, str, Any]], *, ordered: bool = True
             numbered.append(str(finished[".".join([*numbered, REPEATED])]) if part == REPEATED else part)
         layer = ".".join(numbered)
         records.append(Record(layer=layer, tensor=tensor, value=value))
-        if path.endswith(f".{REPEATED}") and tensor == "output":
+        if path.endswith(f".{REPEATED}") and tensor.endswith("output"):
             finished[".".join([*numbered[:-1], REPEATED])] += 1
     return records
 
@@ -163,7 +163,7 @@ def relative_error(expected: np.ndarray, actual: np.ndarray) -> float:
     return difference / norm if norm else float(difference > 0)
 
 
-class _Recorder:
+class Recorder:
     """Records the calls of modules while a function is traced, through callbacks that run with the compiled function."""
 
     def __init__(self, model: Any, calls: list[tuple[str, str, np.ndarray]], ordered: bool):
@@ -181,20 +181,28 @@ class _Recorder:
         try:
             inputs = [x for x in args if _is_float(x)]
             if inputs:
-                self._record(path, "input", inputs[0])
+                self.record(path, "input", inputs[0])
             result = function(module, *args, **kwargs)
-            outputs = [x for x in jax.tree.leaves(result) if _is_float(x)]
-            for index, value in reversed([*enumerate(outputs)]):  # the first output ends the call
-                self._record(path, f"output {index}" if index else "output", value)
-            return result
+            leaves, tree = jax.tree.flatten(result)
+            outputs = [place for place, x in enumerate(leaves) if _is_float(x)]
+            replaced = False
+            for index, place in reversed([*enumerate(outputs)]):  # the first output ends the call
+                recorded = self.record(path, f"output {index}" if index else "output", leaves[place])
+                replaced, leaves[place] = replaced or recorded is not leaves[place], recorded
+            return jax.tree.unflatten(tree, leaves) if replaced else result
         finally:
             self.stack.pop()
 
-    def _record(self, path: str, tensor: str, value: Any) -> None:
+    def record(self, path: str, tensor: str, value: Any) -> Any:
+        """Record a tensor. Return the tensor with which the model continues."""
+
         def keep(array: Any) -> None:
-            self.calls.append((path, tensor, np.asarray(array.astype(np.float32) if array.dtype.itemsize < 4 else array)))
+            self.calls.append(
+                (path, tensor, np.asarray(array.astype(np.float32) if array.dtype.itemsize < 4 else array))
+            )
 
         jax.debug.callback(keep, value, ordered=self.ordered)
+        return value
 
     def _path(self, module: Any) -> str:
         """Return the path of a module, with `REPEATED` for the index of a layer that its stack rebuilds for each call."""
@@ -224,7 +232,7 @@ def _is_float(x: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _patched(recorder: _Recorder) -> Iterator[None]:
+def patched(recorder: Recorder) -> Iterator[None]:
     """Let the classes of a model report their calls to a recorder."""
     originals: dict[type, Any] = {}
     for cls in recorder.classes:
@@ -241,7 +249,7 @@ def _patched(recorder: _Recorder) -> Iterator[None]:
                 cls.__call__ = original  # type: ignore[attr-defined]
 
 
-def _wrap(function: Callable[..., Any], recorder: _Recorder) -> Callable[..., Any]:
+def _wrap(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(module: Any, *args: Any, **kwargs: Any) -> Any:
         return recorder.call(function, module, args, kwargs)

@@ -1,0 +1,147 @@
+"""Compute the parts of one step: the outputs of its modules, its gradients, and the gradients of some of its documents."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from axlearn_core.compose import Function, ModelWeights, Part, Program
+from axlearn_core.compose.functions import Array, batch_inputs
+from axlearn_core.learn import Learner
+from axlearn_core.learn.learner import global_norm
+from axlearn_core.train.step import TrainingFunctions
+from axlearn_plugins_verify.prove.trace import patched
+from axlearn_plugins_verify.replay.probes import ProbeRecorder, Statistics, What, measure_parameters
+from axlearn_plugins_verify.replay.steps import HostBatch
+
+_LAYERS = "layers"
+
+
+@attrs.frozen(kw_only=True)
+class Measure:
+    """Result of the gradients of a batch.
+
+    Attributes:
+        loss: Mean loss of the targets.
+        norm: Norm of the gradients of the trained parameters.
+        nonfinite: Number of values in them that are not finite.
+    """
+
+    loss: float
+    norm: float
+    nonfinite: int
+
+    @property
+    def finite(self) -> bool:
+        """Whether the loss and all gradients are finite."""
+        return bool(np.isfinite(self.loss)) and not self.nonfinite
+
+
+class Workbench:
+    """The weights and the key before a step, and functions that compute parts of it.
+
+    Args:
+        program: Program of the run, possibly with additional features.
+        state: State before the step.
+    """
+
+    def __init__(self, program: Program, state: Any):
+        self.program = program
+        self.weights = ModelWeights(state.params, state.variables)
+        self.key = jax.random.fold_in(jax.random.wrap_key_data(jax.device_get(state.rng)), jax.device_get(state.step))
+        config: Any = program.config
+        self.microbatches = config.learner.accumulate_steps if isinstance(config.learner, Learner.Config) else 1
+        learner = config.learner.build(max_steps=config.max_steps, axes=program.trained.axes)
+        self._learner, self._training = learner, TrainingFunctions(program.functional, learner, program.trained)
+        self._recorders: dict[What, ProbeRecorder] = {}
+        frozen = set(program.function("train").frozen)
+        self.trained = [path for path in program.trained.abstract if path not in frozen]
+        program.functions["replay-gradients"] = Function(
+            call=self._gradients,
+            inputs=lambda batch: (Part.TRAINED, batch_inputs(batch), Part.KEY),
+            outputs=lambda _: (Part.REPLICATED, Part.TRAINED),
+            differentiates=True,
+            describe="loss and gradients, without an update",
+        )
+        for what in ("outputs", "gradients"):
+            program.functions[f"replay-{what}-of-modules"] = Function(
+                call=self._backward if what == "gradients" else self._forward,
+                inputs=lambda batch: (
+                    Part.TRAINED, batch_inputs(batch), Part.KEY, Array((), jnp.int32, (), "microbatch")
+                ),
+                outputs=lambda _: Part.REPLICATED,
+                differentiates=what == "gradients",
+                describe=f"{what} of modules",
+            )  # fmt: skip
+
+    def measure(self, batch: HostBatch) -> Measure:
+        """Compute the loss and the gradients of a batch, with the weights and the key of the step."""
+        return self._compute_gradients(batch)[0]
+
+    def trace(self, batch: HostBatch, what: What) -> list[Statistics]:
+        """Measure the outputs of all module calls, or the gradients of the loss with respect to them.
+
+        Returns:
+            Statistics in the order of computation, one microbatch after the other.
+        """
+        rows = next((tuple(batch[name].shape[:2]) for name in ("segment_ids", "tokens") if name in batch), None)
+        rows = rows or (len(next(iter(batch.values()))),)
+        rows = (rows[0] // self.microbatches, *rows[1:])
+        name = f"replay-{what}-of-modules"
+        device_batch = self.program.put(batch)
+        if what not in self._recorders:
+            self._recorders[what] = ProbeRecorder(
+                self.program.functional.describe(), rows, what, self.program.layout.mesh
+            )
+        with patched(self._recorders[what]):
+            function = self.program.compile(name, device_batch)
+        measured = []
+        for index in range(self.microbatches):
+            jax.block_until_ready(function(self.weights, device_batch, self.key, np.int32(index)))
+            measured += [attrs.evolve(s, microbatch=index) for s in self._recorders[what].statistics()]
+        return measured
+
+    def trace_parameters(self, batch: HostBatch) -> list[Statistics]:
+        """Measure the gradients of the trained parameters, separately for each layer of a stack."""
+        gradients = self._compute_gradients(batch)[1].params
+        axes = self.program.trained.axes
+        layers = {path: axes[path].index(_LAYERS) for path in self.trained if _LAYERS in axes[path]}
+        return measure_parameters({path: gradients[path] for path in self.trained}, layers)
+
+    def _compute_gradients(self, batch: HostBatch) -> tuple[Measure, ModelWeights]:
+        device_batch = self.program.put(batch)
+        function = self.program.compile("replay-gradients", device_batch)
+        result, gradients = function(self.weights, device_batch, self.key)
+        loss, norm, nonfinite = jax.device_get(result)
+        return Measure(loss=float(loss), norm=float(norm), nonfinite=int(nonfinite)), gradients
+
+    def _gradients(self, weights: ModelWeights, batch: Any, key: jax.Array) -> Any:
+        key_of_step = key if self.program.trained.is_stateful else None
+        variables = self.program.trained.begin_step(weights.variables)
+        (loss, *_), grads = self._learner.value_and_grad(
+            self._training.training_loss, weights.params, variables, batch, key_of_step
+        )
+        trained = {path: grads[path] for path in self.trained}
+        nonfinite = sum(jnp.sum(~jnp.isfinite(g), dtype=jnp.int32) for g in trained.values())
+        return (loss, global_norm(trained), nonfinite), ModelWeights(grads, weights.variables)
+
+    def _forward(self, weights: ModelWeights, batch: Any, key: jax.Array, index: jax.Array) -> jax.Array:
+        return self._loss(weights.params, weights.variables, batch, key, index)
+
+    def _backward(self, weights: ModelWeights, batch: Any, key: jax.Array, index: jax.Array) -> jax.Array:
+        loss, gradients = jax.value_and_grad(self._loss)(weights.params, weights.variables, batch, key, index)
+        return loss + 0 * global_norm(gradients)  # so that nothing is left out
+
+    def _loss(self, params: Any, variables: Any, batch: Mapping[str, Any], key: jax.Array, index: jax.Array) -> Any:
+        parts, key_of_step = self.microbatches, key if self.program.trained.is_stateful else None
+        if parts > 1:
+            batch = {
+                name: jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1)[index]
+                for name, x in batch.items()
+            }
+            key_of_step = None if key_of_step is None else jax.random.fold_in(key_of_step, index)
+        loss, _ = self._training.training_loss(params, self.program.trained.begin_step(variables), batch, key_of_step)
+        return loss
