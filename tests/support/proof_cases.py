@@ -2,6 +2,7 @@
 
 import functools
 import importlib.metadata
+import math
 
 import jax
 
@@ -37,15 +38,15 @@ class ProofCase:
 
     def __init__(self, config, original=None, seed=0):
         self.config, self.original, self.seed = config, original or config, seed
+        self.meshes = (dict(config.mesh.shape),) if math.prod(config.mesh.shape.values()) > 1 else ()
         self._programs, self._weights = {}, {}
 
-    def program(self, config=None, devices=1):
-        config = config or self.config
-        if devices == 1:
-            config = patch(config, {"mesh": Mesh(shape={"fsdp": 1}, rules=config.mesh.rules)})
-        if (config, devices) not in self._programs:
-            self._programs[config, devices] = compose(config, jax.devices()[:devices])
-        return self._programs[config, devices]
+    def program(self, config=None, shape=None):
+        config, shape = config or self.config, shape or {"fsdp": 1}
+        config = patch(config, {"mesh": Mesh(shape=shape, rules=config.mesh.rules)})
+        if config not in self._programs:
+            self._programs[config] = compose(config, jax.devices()[: math.prod(shape.values())])
+        return self._programs[config]
 
     def weights(self, config=None, seed=0):
         config = config or self.config

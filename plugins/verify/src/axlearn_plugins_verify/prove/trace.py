@@ -121,19 +121,20 @@ def first_difference(
         select_other: Selects the comparable values of `other`, in the same order.
 
     Returns:
-        The difference. None if no record that both runs have differs.
+        The difference. If the errors grow so slowly that no record differs by the whole tolerance, the first one that differs by
+        a part of it. None if no record that both runs have differs.
     """
     later = {(r.layer, r.tensor): r for r in reversed(other)}
-    for record in one:
-        match = later.get((record.layer, record.tensor))
-        if match is None:
-            continue
-        expected, actual = select_one(record.value), select_other(match.value)
-        if expected is None or actual is None or expected.shape != actual.shape:
-            continue
-        error = relative_error(expected, actual)
-        if not error <= tolerance:
-            return _describe(record, error, expected, actual, tolerance)
+    pairs = [(r, select_one(r.value), select_other(m.value)) for r in one if (m := later.get((r.layer, r.tensor)))]
+    errors = [
+        (record, vector_error(expected, actual), expected, actual)
+        for record, expected, actual in pairs
+        if expected is not None and actual is not None and expected.shape == actual.shape
+    ]
+    for limit in (tolerance, tolerance / 10):
+        for record, error, expected, actual in errors:
+            if not error <= limit:
+                return _describe(record, error, expected, actual, limit)
     return None
 
 
@@ -141,6 +142,9 @@ def _describe(record: Record, error: float, expected: Any, actual: Any, toleranc
     layer, tensor = record.layer, record.tensor
     if tensor == "input":  # the parent computed it
         layer, _, child = layer.rpartition(".")
+        if child.isdigit():
+            layer, _, name = layer.rpartition(".")
+            child = f"{name}.{child}"
         tensor = f"input of {child}"
     bad = ~np.isfinite(actual)
     if np.any(bad & np.isfinite(expected)):
@@ -151,6 +155,17 @@ def _describe(record: Record, error: float, expected: Any, actual: Any, toleranc
         place = np.unravel_index(int(np.argmax(apart > tolerance * scale)), apart.shape)
         detail = f"first at {list(map(int, place))} of {list(apart.shape)}"
     return Difference(layer=layer, tensor=tensor, error=error, detail=detail)
+
+
+def vector_error(expected: np.ndarray, actual: np.ndarray) -> float:
+    """Return the largest error of a vector along the last axis, relative to the root mean square of all vectors."""
+    expected, actual = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
+    if not (np.isfinite(expected).all() and np.isfinite(actual).all()):
+        return relative_error(expected, actual)
+    differences = np.linalg.norm(actual - expected, axis=-1)
+    scale = float(np.sqrt(np.mean(np.square(np.linalg.norm(expected, axis=-1)))))
+    largest = float(np.max(differences, initial=0.0))
+    return largest / scale if scale else float(largest > 0)
 
 
 def relative_error(expected: np.ndarray, actual: np.ndarray) -> float:
