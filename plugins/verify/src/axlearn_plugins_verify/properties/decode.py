@@ -48,7 +48,7 @@ class CachedDecoding:
 
     def check(self, case: Any) -> Outcome:
         """Compare the logits, then the generated tokens."""
-        return check_precisely(case, lambda program: self._check(case, program))
+        return check_precisely(case, lambda config: self._check(case, case.program(config)))
 
     def _check(self, case: Any, program: Program) -> Outcome:
         weights, tokens = model_weights(case, program), random_rows(case, 4, ROWS)

@@ -15,9 +15,10 @@ from axlearn_core.errors import AxlearnError
 from axlearn_core.kernels import selection
 from axlearn_core.kernels.selection import REFERENCE, Choice, Selection
 from axlearn_plugins_verify.prove.contract import Outcome
+from axlearn_plugins_verify.prove.forward import check_precisely
 from axlearn_plugins_verify.prove.step import Step, compare_steps
 
-LENGTHS = (256, 512)
+LENGTHS = (384, 1024)
 """Row lengths to try if the rows of the shrunk config are too short for the kernels."""
 ROWS = 2
 """Rows of longer batches."""
@@ -34,14 +35,17 @@ class Kernels:
 
     def skip_reason(self, case: Any) -> str | None:
         """Skip configs without a kernel that runs on this machine."""
-        steps, missing = self._steps(case)
+        steps, missing = self._steps(case, case.config)
         if steps:
             return None
         return "; ".join(missing) or "every op of the config computes its reference on this machine"
 
     def check(self, case: Any) -> Outcome:
         """Compare each step that has kernels to the references."""
-        steps, missing = self._steps(case)
+        return check_precisely(case, lambda config: self._check(case, config))
+
+    def _check(self, case: Any, config: Any) -> Outcome:
+        steps, missing = self._steps(case, config)
         outcomes = []
         for step, names in steps:
             reference = attrs.evolve(step, kernels=reference_selection(step.program))
@@ -51,16 +55,16 @@ class Kernels:
         worst = max(outcomes, key=lambda o: o.error / o.tolerance)
         return attrs.evolve(worst, compared="; ".join([*(o.compared for o in outcomes), *missing]))
 
-    def _steps(self, case: Any) -> tuple[list[tuple[Step, list[tuple[str, str]]]], list[str]]:
+    def _steps(self, case: Any, config: Any) -> tuple[list[tuple[Step, list[tuple[str, str]]]], list[str]]:
         """Return the steps to compare, each with its ops and kernels, and the reasons why other kernels are not compared."""
-        program = case.program()
+        program = case.program(config)
         names = original_kernels(case.original, program.platform)
         steps: list[tuple[Step, list[tuple[str, str]]]] = []
         seen: set[tuple[str, str]] = set()
         batch = case.batch(case.seed)
         for length in (None, *LENGTHS):
             rows = batch if length is None else lengthened(batch, length)
-            step = Step(program=program, weights=case.weights(), batch=rows)
+            step = Step(program=program, weights=case.weights(config), batch=rows)
             try:
                 used = {(c.op.name, c.name) for c in step_choices(step) if c.name != REFERENCE} - seen
             except AxlearnError:

@@ -36,7 +36,7 @@ class PackedDocuments:
 
     def check(self, case: Any) -> Outcome:
         """Compare packed and separate documents."""
-        return check_precisely(case, lambda program: self._check(case, program))
+        return check_precisely(case, lambda config: self._check(case, case.program(config)))
 
     def _check(self, case: Any, program: Program) -> Outcome:
         weights = model_weights(case, program)

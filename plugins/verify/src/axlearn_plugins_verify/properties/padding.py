@@ -6,7 +6,7 @@ import attrs
 import numpy as np
 
 from axlearn_plugins_verify.prove.contract import Outcome
-from axlearn_plugins_verify.prove.forward import competing_tokens
+from axlearn_plugins_verify.prove.forward import check_precisely, competing_tokens
 from axlearn_plugins_verify.prove.step import Step, compare_steps
 
 WEIGHTS, SEGMENTS, POSITIONS = "weights", "segment_ids", "positions"
@@ -28,7 +28,10 @@ class Padding:
 
     def check(self, case: Any) -> Outcome:
         """Compare other padding, then no padding."""
-        program, weights = case.program(), case.weights()
+        return check_precisely(case, lambda config: self._check(case, config))
+
+    def _check(self, case: Any, config: Any) -> Outcome:
+        program, weights = case.program(config), case.weights(config)
         batch, others = case.batch(case.seed), case.batch(case.seed + 1)
         length = next(x.shape[1] for name, x in batch.items() if name.endswith(WEIGHTS))
         size = length // 2

@@ -112,16 +112,21 @@ def compute_dtype(config: Any) -> str:
     return fields["dtype"] if fields.get("dtype") in EPSILON else "float32"
 
 
-def check_precisely(case: Any, check: Callable[[Program], Outcome]) -> Outcome:
-    """Check a property in the dtype of the config. If that is a 16-bit dtype and the property holds, check it in float32 too.
+def precise_config(config: Any) -> Any:
+    """Return the config with float32 instead of a 16-bit dtype."""
+    return patch(config, {"model.dtype": "float32"}) if compute_dtype(config) in ("bfloat16", "float16") else config
+
+
+def check_precisely(case: Any, check: Callable[[Any], Outcome]) -> Outcome:
+    """Check a property of a config in its dtype. If that is a 16-bit dtype and the property holds, check it in float32 too.
 
     Rounding hides small faults in a 16-bit dtype.
     """
-    outcome = check(case.program())
-    if not outcome.holds or compute_dtype(case.config) not in ("bfloat16", "float16"):
+    outcome, precise = check(case.config), precise_config(case.config)
+    if not outcome.holds or precise is case.config:
         return outcome
-    precise = check(case.program(patch(case.config, {"model.dtype": "float32"})))
-    return attrs.evolve(precise, compared=f"{precise.compared}; also in float32")
+    outcome = check(precise)
+    return attrs.evolve(outcome, compared=f"{outcome.compared}; also in float32")
 
 
 def logits_tolerance(case: Any, program: Program, rows: Rows) -> float:

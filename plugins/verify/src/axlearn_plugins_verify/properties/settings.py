@@ -1,0 +1,109 @@
+"""Every setting of the model has an effect."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import attrs
+import jax
+
+from axlearn_core.compose import ModelAndObjective
+from axlearn_core.config import Node, get, patch
+from axlearn_core.config.flat import leaves
+from axlearn_core.contracts.capabilities import DeclaresBatches
+from axlearn_core.contracts.experiment import get_input_config
+from axlearn_core.errors import AxlearnError
+from axlearn_core.kernels import selection
+from axlearn_plugins_verify.prove.contract import Difference, Outcome
+
+PARTS = ("model.", "objective.")
+KINDS = ("mathematics", "training")
+
+
+class Settings:
+    """Changes each number and flag of the model that differs from its default, and compares the programs.
+
+    A program that does not change ignores the setting: for example an attention layer that does not pass its soft cap on, or a
+    feature whose effect another feature drops.
+    """
+
+    summary: ClassVar[str] = "every setting of the model that differs from its default has an effect"
+
+    def skip_reason(self, case: Any) -> str | None:
+        """Skip models that only have defaults."""
+        return None if any(changed_settings(case.config)) else "all settings of the model have their defaults"
+
+    def check(self, case: Any) -> Outcome:
+        """Compare the program of each changed setting to that of the config."""
+        count, ignored = 0, []
+        for path, config in changed_settings(case.config):
+            count += 1
+            if not (_differs(case.config, config) or _differs_before_shrinking(case.original, path)):
+                ignored.append(path)
+        difference = None
+        if ignored:
+            layer, _, name = ignored[0].removeprefix("model.").rpartition(".")
+            more = f"; also {', '.join(ignored[1:])}" if len(ignored) > 1 else ""
+            detail = f"{ignored[0]}={get(case.config, ignored[0])!r} has no effect{more}"
+            difference = Difference(layer=layer, tensor=name, error=1.0, detail=detail)
+        return Outcome(
+            error=float(bool(ignored)),
+            tolerance=0.0,
+            compared=f"programs with {count} changed settings",
+            difference=difference,
+        )
+
+
+def changed_settings(config: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the path of each number and flag that differs from its default, and the config with another value."""
+    for leaf in leaves(config):
+        if not leaf.path.startswith(PARTS) or leaf.kind not in KINDS or _is_default(config, leaf.path):
+            continue
+        for value in _other_values(leaf.value):
+            try:
+                yield leaf.path, patch(config, {leaf.path: value})
+            except AxlearnError:
+                continue
+            break
+
+
+def _other_values(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, bool):
+        return (not value,)
+    if isinstance(value, int):
+        return (2 * value, value + 1, value - 1)
+    return (value * 1.25, value * 0.75) if isinstance(value, float) and value else ()
+
+
+def _is_default(config: Any, path: str) -> bool:
+    parent, _, name = path.rpartition(".")
+    node = get(config, parent)
+    fields = {f.name: f for f in attrs.fields(type(node))} if isinstance(node, Node) else {}
+    return name not in fields or fields[name].default == get(config, path)
+
+
+def _differs_before_shrinking(config: Any, path: str) -> bool:
+    """Return whether a setting has an effect before the config is shrunk. The sizes of the shrunk config may hide it."""
+    changed = next((c for p, c in changed_settings(config) if p == path), None)
+    return changed is None or _differs(config, changed)
+
+
+def _differs(config: Any, other: Any) -> bool:
+    """Return whether two configs have different losses or initial weights."""
+    try:
+        return any(text(config) != text(other) for text in (_loss_text, _init_text))
+    except (AxlearnError, ValueError, TypeError):
+        return True  # the part refuses the value, so it reads the setting
+
+
+def _loss_text(config: Any) -> str:
+    source = get_input_config(config)
+    shapes = source.batch_shapes() if isinstance(source, DeclaresBatches) else {}
+    trained = ModelAndObjective.from_config(config)
+    batch = {name: jax.ShapeDtypeStruct(*spec) for name, spec in shapes.items()}
+    with selection.use(selection.Selection()):
+        return jax.jit(config.functions(trained.model)["loss"].call).lower(trained.specs, batch).as_text()
+
+
+def _init_text(config: Any) -> str:
+    model = ModelAndObjective.from_config(config).model
+    return jax.jit(model.init_arrays).lower(jax.random.key(0)).as_text()
