@@ -64,7 +64,7 @@ def minimize(
 
 def _check(request: Request, still_fails: Callable[[Any], Any]) -> Any:
     try:
-        return still_fails(resolve(request).check().config)
+        return still_fails(resolve(request).config)
     except AxlearnError:
         return None  # the rest needs the part, or cannot be shrunk without it
 

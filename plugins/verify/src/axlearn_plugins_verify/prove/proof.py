@@ -174,7 +174,7 @@ def resolve_trainer(request: Request) -> Resolved:
     Raises:
         RequestError: If the request is invalid, or if it is not for an experiment that trains.
     """
-    resolved = resolve(request).check()
+    resolved = resolve(request)
     if not isinstance(resolved.config, Trainer.Config):
         raise RequestError(f"{resolved.title} is a {type(resolved.config).__qualname__}; expected a Trainer.Config")
     return resolved
