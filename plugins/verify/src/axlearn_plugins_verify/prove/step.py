@@ -129,11 +129,11 @@ def compare_steps(one: Step, other: Step, *, compared: str, gradients: bool = Tr
     (scalars, records), (other_scalars, other_records) = one.trace(), other.trace()
     difference = trace.first_difference(records, other_records, tolerance, one.select_record, other.select_record)
     if difference is None and scalar > loss_tolerance:
-        difference = _first_scalar(scalars, other_scalars, loss_tolerance)
-    if difference is None and wrong:
-        difference = last_gradient(one.program, expected, actual, wrong, tolerance, [r.layer for r in records])
+        difference = _first_scalar(scalars, other_scalars, loss_tolerance) or Difference(
+            layer="", tensor="loss", error=scalar
+        )
     if difference is None:
-        difference = Difference(layer="", tensor="loss", error=scalar)
+        difference = last_gradient(one.program, expected, actual, wrong, tolerance, [r.layer for r in records])
     facts = f"loss {actual.loss:.6g}, expected {expected.loss:.6g}"
     difference = attrs.evolve(difference, detail="; ".join(filter(None, [difference.detail, facts])))
     if scalar > loss_tolerance:
