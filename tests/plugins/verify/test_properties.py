@@ -204,7 +204,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.fast_cases("causality*", "updates*", "settings*", "moving-average*", "resume*")
+@pytest.mark.fast_cases("causality*", "resume*")
 @pytest.mark.parametrize(
     ("name", "plant", "features", "settings", "place"), FAULTS, ids=[f"{f[0]}-{f[1].__name__}" for f in FAULTS]
 )

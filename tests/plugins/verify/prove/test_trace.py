@@ -31,7 +31,7 @@ class Model(nnx.Module):
 
     def __init__(self, scan):
         self.scan, self.norm = scan, Half(0.5)
-        self.layer = nnx.vmap(Layer, in_axes=0)(nnx.Rngs(0).fork(split=2))
+        self.layer = nnx.split_rngs(splits=2)(nnx.vmap(Layer, in_axes=0))(nnx.Rngs(0))
 
     def __call__(self, x):
         graph, state = nnx.split(self.layer)
