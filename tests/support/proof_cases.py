@@ -7,7 +7,7 @@ import math
 import jax
 
 from axlearn_core.compose import ModelWeights, compose
-from axlearn_core.config import find, patch
+from axlearn_core.config import Node, find, patch
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.plugins.resolve import resolve
 from support import toy_models
@@ -67,9 +67,7 @@ def tiny(experiment, with_=(), set_=()):
     edits = {}
     for pattern, value in SIZES.items():
         for path, old in find(cfg, pattern).items():
-            if isinstance(old, int) and not isinstance(old, bool):
-                edits[path] = value
-            elif path.endswith("hidden_dim") and old is not None:
+            if isinstance(old, (int, Node)) and not isinstance(old, bool):
                 edits[path] = value
     return resolve(patch(cfg, edits), with_=list(with_), set=list(set_)).config
 

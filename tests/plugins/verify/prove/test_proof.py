@@ -67,7 +67,9 @@ def test_each_property_is_checked_on_each_seed(installed):
     assert result.minimal is None
 
 
-@pytest.mark.parametrize("error", [ValueError("shapes differ\nby far"), RequestError("the kernel needs a GPU")], ids=str)
+@pytest.mark.parametrize(
+    "error", [ValueError("shapes differ\nby far"), RequestError("the kernel needs a GPU")], ids=str
+)
 def test_an_error_of_a_check_is_a_failure(installed, error):
     installed["one"] = Fake(error)
     result = proof.prove("quickstart", seeds=1)

@@ -139,7 +139,9 @@ def export_run(
         _write(partial, data, tensors, outputs, params)
 
 
-def write_model(directory: Path, model_family: Family, data: Json, model: Functional, params: Mapping[str, Any]) -> None:
+def write_model(
+    directory: Path, model_family: Family, data: Json, model: Functional, params: Mapping[str, Any]
+) -> None:
     """Write `config.json` and the tensors of a model to an existing directory, without a tokenizer.
 
     Args:
@@ -150,7 +152,13 @@ def write_model(directory: Path, model_family: Family, data: Json, model: Functi
         params: Parameters and variables by path.
     """
     tensors = layout(model, model_family.table(model))
-    _write(directory, data, tensors, _outputs(model, tensors, None, str(next(iter(model.abstract.values())).dtype), {}), params)
+    _write(
+        directory,
+        data,
+        tensors,
+        _outputs(model, tensors, None, str(next(iter(model.abstract.values())).dtype), {}),
+        params,
+    )
 
 
 def _outputs(

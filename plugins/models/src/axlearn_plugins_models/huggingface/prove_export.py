@@ -53,7 +53,13 @@ class ExportImport:
         weights = model_weights(case, program)
         with tempfile.TemporaryDirectory(prefix="axlearn-prove-") as name:
             directory = Path(name)
-            write_model(directory, model_family, {**data, "dtype": "float32"}, program.functional, {**weights.params, **weights.variables})
+            write_model(
+                directory,
+                model_family,
+                {**data, "dtype": "float32"},
+                program.functional,
+                {**weights.params, **weights.variables},
+            )
             if model_family.text:
                 write_tokenizer(directory, program.functional.describe().vocab_size)
             source = open_model(directory)

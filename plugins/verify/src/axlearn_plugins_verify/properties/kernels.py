@@ -79,15 +79,15 @@ class Kernels:
 
 
 def lengthened(batch: Any, length: int) -> dict[str, np.ndarray]:
-    """Return a batch with fewer and longer rows: the positions of each row are repeated as one document."""
+    """Return a batch with fewer and longer rows, each of one document: random positions of the given rows."""
     size = max(x.shape[1] for x in batch.values() if x.ndim >= 2)
+    places = np.random.default_rng(length).integers(0, size, length)
     result = {}
     for name, x in batch.items():
         if x.ndim < 2 or x.shape[1] != size:
             result[name] = x[:ROWS]
             continue
-        repeats = -(-length // size)
-        rows = np.tile(x[:ROWS], (1, repeats, *(1,) * (x.ndim - 2)))[:, :length]
+        rows = x[:ROWS, places]
         if name.endswith("positions"):
             rows = np.broadcast_to(np.arange(length, dtype=x.dtype), rows.shape).copy()
         result[name] = np.ones_like(rows) if name.endswith("segment_ids") else rows

@@ -24,7 +24,9 @@ class Microbatches:
         if reasons := case.program().trained.batch_dependence:
             return f"the loss of a row depends on the other rows: {reasons[0]}"
         rows = {x.shape[0] for x in case.batch(case.seed).values() if x.ndim}
-        return None if all(n % _count(case.config) == 0 for n in rows) else f"batches of {min(rows)} rows cannot be split"
+        return (
+            None if all(n % _count(case.config) == 0 for n in rows) else f"batches of {min(rows)} rows cannot be split"
+        )
 
     def check(self, case: Any) -> Outcome:
         """Compare both computations."""

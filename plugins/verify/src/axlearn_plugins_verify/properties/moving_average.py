@@ -48,7 +48,9 @@ class MovingAverage:
             worst = max(worst, error)
             if not error <= allowed and difference is None:
                 layer, _, name = path.rpartition(".")
-                difference = Difference(layer=layer, tensor=f"average of {path}", error=error, detail=f"parameter {name}")
+                difference = Difference(
+                    layer=layer, tensor=f"average of {path}", error=error, detail=f"parameter {name}"
+                )
         return Outcome(error=worst, tolerance=TOLERANCE, compared=compared, difference=difference)
 
 

@@ -30,8 +30,10 @@ class PackedDocuments:
         source = get_input_config(case.config)
         shapes = source.batch_shapes() if isinstance(source, DeclaresBatches) else {}
         packs = any(name.endswith("segment_ids") for name in shapes)
-        return missing_logits(case) or (None if packs else "the input does not pack: its batches have no `segment_ids`") or (
-            competing_tokens(case)
+        return (
+            missing_logits(case)
+            or (None if packs else "the input does not pack: its batches have no `segment_ids`")
+            or (competing_tokens(case))
         )
 
     def check(self, case: Any) -> Outcome:

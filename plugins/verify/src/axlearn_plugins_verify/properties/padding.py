@@ -45,8 +45,10 @@ class Padding:
         cut = {n: x[:, :size] if x.ndim >= 2 and x.shape[1] == length else x for n, x in batch.items()}
         short = attrs.evolve(one, batch=cut, select=lambda x: x)
         shorter = compare_steps(short, one, compared=f"{compared}, and rows of {size} tokens without padding")
-        return shorter if not shorter.holds or shorter.error >= outcome.error else attrs.evolve(
-            outcome, compared=shorter.compared
+        return (
+            shorter
+            if not shorter.holds or shorter.error >= outcome.error
+            else attrs.evolve(outcome, compared=shorter.compared)
         )
 
 

@@ -37,5 +37,7 @@ class Updates:
             more = f"; {len(wrong)} parameters are wrong" if len(wrong) > 1 else ""
             layer = wrong[0].rpartition(".")[0]
             difference = Difference(layer=layer, tensor=wrong[0], error=1.0, detail=f"{detail}{more}")
-        compared = f"{len(before) - len(frozen)} trained and {len(frozen)} frozen parameters before and after {STEPS} steps"
+        compared = (
+            f"{len(before) - len(frozen)} trained and {len(frozen)} frozen parameters before and after {STEPS} steps"
+        )
         return Outcome(error=float(bool(wrong)), tolerance=0.0, compared=compared, difference=difference)

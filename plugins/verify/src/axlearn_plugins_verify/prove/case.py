@@ -79,7 +79,9 @@ class Case:
         return synthetic_batch(self.config if config is None else config, self.seed * 1000 + (seed or 0))
 
     def _fill(self, path: str, spec: jax.ShapeDtypeStruct) -> jax.Array:
-        rng = np.random.default_rng(int.from_bytes(hashlib.sha256(f"{self.seed} {path}".encode()).digest()[:8], "little"))
+        rng = np.random.default_rng(
+            int.from_bytes(hashlib.sha256(f"{self.seed} {path}".encode()).digest()[:8], "little")
+        )
         if jnp.issubdtype(spec.dtype, jnp.floating):
             mean = 1.0 if path.endswith("scale") else 0.0
             return jnp.asarray(rng.normal(mean, _SPREAD, spec.shape), spec.dtype)

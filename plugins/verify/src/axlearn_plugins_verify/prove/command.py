@@ -31,7 +31,8 @@ def prove(
     code 1 if a property does not hold, and names the smallest request that still fails.
     """
     from axlearn_core.train.trackers import writing
-    from axlearn_plugins_verify.prove import proof, report as reports
+    from axlearn_plugins_verify.prove import proof
+    from axlearn_plugins_verify.prove import report as reports
 
     width = max(len(name) for name in proof.select(only))
     result = proof.prove(

@@ -44,7 +44,9 @@ def missing_logits(case: Any) -> str | None:
 def competing_tokens(case: Any) -> str | None:
     """Return which part of the model lets the tokens of a row compete, or None."""
     nodes = find(case.config.model, CompetingTokensRole)
-    return next((f"model.{path}: {type(n).owner.__name__} lets the tokens of a row compete" for path, n in nodes.items()), None)
+    return next(
+        (f"model.{path}: {type(n).owner.__name__} lets the tokens of a row compete" for path, n in nodes.items()), None
+    )
 
 
 def random_rows(case: Any, seed: int, rows: int | None = None, length: int | None = None) -> np.ndarray:
@@ -191,4 +193,6 @@ def compare_logits(one: Run, other: Run, *, tolerance: float, compared: str) -> 
     ) or Difference(layer="", tensor="logits", error=error)
     place = np.unravel_index(int(np.argmax(errors > tolerance)), errors.shape)
     detail = "; ".join(filter(None, [difference.detail, f"first token with other logits: {list(map(int, place))}"]))
-    return Outcome(error=error, tolerance=tolerance, compared=compared, difference=attrs.evolve(difference, detail=detail))
+    return Outcome(
+        error=error, tolerance=tolerance, compared=compared, difference=attrs.evolve(difference, detail=detail)
+    )

@@ -216,7 +216,9 @@ def _held(checks: Iterable[Check], name: str) -> bool:
 def _still_fails(config: Any, failed: Check, part: Property) -> Check | None:
     """Return the check of another config if the property fails there, too."""
     shrunk = shrink(config, len(jax.devices()))
-    check = check_property(failed.name, part, Case(shrunk.config, original=config, meshes=shrunk.meshes, seed=failed.seed))
+    check = check_property(
+        failed.name, part, Case(shrunk.config, original=config, meshes=shrunk.meshes, seed=failed.seed)
+    )
     # Another error is another problem.
     same = (check.outcome is None) == (failed.outcome is None)
     return check if check.status == FAILS and same else None

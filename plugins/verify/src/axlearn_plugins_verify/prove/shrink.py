@@ -315,9 +315,7 @@ def _vocabulary(config: Any) -> int:
     return next((value for path, value in walk(config.model) if path.rpartition(".")[2] == "vocab_size"), 2)
 
 
-def _rows(
-    rng: np.random.Generator, prefix: str, shapes: Mapping[str, Any], vocabulary: int
-) -> dict[str, np.ndarray]:
+def _rows(rng: np.random.Generator, prefix: str, shapes: Mapping[str, Any], vocabulary: int) -> dict[str, np.ndarray]:
     """Return tokens, what follows them, and the documents of each row."""
     names = {suffix: f"{prefix}{suffix}" for suffix in ROWS if f"{prefix}{suffix}" in shapes}
     shape, _ = shapes[next(iter(names.values()))]

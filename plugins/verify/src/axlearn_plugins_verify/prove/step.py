@@ -1,12 +1,11 @@
 """Compute the loss and the gradients of one training step, and compare two such computations."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from axlearn_core.compose import ModelWeights, Program
@@ -129,11 +128,11 @@ def compare_steps(one: Step, other: Step, *, compared: str, gradients: bool = Tr
     (scalars, records), (other_scalars, other_records) = one.trace(), other.trace()
     difference = trace.first_difference(records, other_records, tolerance, one.select_record, other.select_record)
     if difference is None and scalar > loss_tolerance:
-        difference = _first_scalar(scalars, other_scalars, loss_tolerance)
-    if difference is None and wrong:
-        difference = last_gradient(one.program, expected, actual, wrong, tolerance, [r.layer for r in records])
+        difference = _first_scalar(scalars, other_scalars, loss_tolerance) or Difference(
+            layer="", tensor="loss", error=scalar
+        )
     if difference is None:
-        difference = Difference(layer="", tensor="loss", error=scalar)
+        difference = last_gradient(one.program, expected, actual, wrong, tolerance, [r.layer for r in records])
     facts = f"loss {actual.loss:.6g}, expected {expected.loss:.6g}"
     difference = attrs.evolve(difference, detail="; ".join(filter(None, [difference.detail, facts])))
     if scalar > loss_tolerance:
@@ -142,13 +141,15 @@ def compare_steps(one: Step, other: Step, *, compared: str, gradients: bool = Tr
 
 
 def _first_scalar(expected: Mapping[str, float], actual: Mapping[str, float], tolerance: float) -> Difference | None:
-    """Return the first part of the loss, or other scalar that the model reports, that differs."""
-    for name, value in expected.items():
-        error = loss_error(value, actual.get(name, 0.0))
-        if error > tolerance and name != "weight":
-            detail = f"{actual[name]:.6g}, expected {value:.6g}" if name in actual else "missing"
-            return Difference(layer="", tensor=name, error=error, detail=detail)
-    return None
+    """Return the scalar that the model reports, such as a part of its loss, whose relative error is the largest."""
+    errors = {n: loss_error(v, actual.get(n, 0.0)) for n, v in expected.items() if n != "weight"}
+    wrong = {name: error for name, error in errors.items() if error > tolerance}
+    if not wrong:
+        return None
+    missing = [name for name in wrong if name not in actual]
+    name = max(wrong, key=lambda n: (n != "cross_entropy", wrong[n]))  # the model reports it if there are other parts
+    detail = f"missing: {', '.join(missing)}" if missing else f"{actual[name]:.6g}, expected {expected[name]:.6g}"
+    return Difference(layer="", tensor=name, error=wrong[name], detail=detail)
 
 
 def loss_error(expected: float, actual: float) -> float:
