@@ -1,6 +1,7 @@
 """`axlearn prove`."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 

@@ -7,11 +7,12 @@ from typing import Any
 import attrs
 import jax
 
-from axlearn_core.compose import devices as machines
+from axlearn_core.compose.devices import configure_devices
 from axlearn_core.errors import AxlearnError, RequestError, counted, unknown
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import Resolved, resolve
+from axlearn_core.plugins.targets import find_machine
 from axlearn_core.train.trainer import Trainer
 from axlearn_plugins_verify.prove import minimize
 from axlearn_plugins_verify.prove.case import Case
@@ -136,7 +137,7 @@ def prove(
     elif options:
         raise TypeError(f"a Request accepts no additional options: {', '.join(options)}")
     chosen = select(only)
-    machines.virtual(DEVICES)
+    configure_devices(find_machine(f"cpu-{DEVICES}"))
     resolved = resolve_trainer(request)
     shrunk = shrink(resolved.config, len(jax.devices()))
     first = Case(shrunk.config, original=resolved.config, meshes=shrunk.meshes, seed=seed)

@@ -241,7 +241,7 @@ def _without_indices(path: str) -> str:
 
 def _meshes(config: Any, devices: int) -> Iterator[Mapping[str, int]]:
     """Yield shapes of meshes that have each axis once, as far as they divide the arrays."""
-    groups = [("data", "fsdp", "tensor"), ("expert", "seq"), ("fsdp", "seq", "tensor")]
+    groups = [("data", "fsdp", "tensor"), ("expert", "seq", "tensor")]
     if any("pipeline" in axes for axes in config.mesh.rules.values()) or config.mesh.shape.get("pipeline", 1) > 1:
         groups.append(("pipeline", "fsdp"))
     seen: set[frozenset[str]] = set()
