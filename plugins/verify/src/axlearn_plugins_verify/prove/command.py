@@ -31,6 +31,7 @@ def prove(
     device, packed documents equal separate ones, and a later token never changes an earlier logit. Reads no data. Exits with
     code 1 if a property does not hold, and names the smallest request that still fails.
     """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides XLA's warnings about meshes that nobody trains on
     from axlearn_core.train.trackers import writing
     from axlearn_plugins_verify.prove import proof
     from axlearn_plugins_verify.prove import report as reports
