@@ -16,6 +16,7 @@ Exit codes: 0 if all faults are found, and the right layers are named, 1 if not.
 
 import argparse
 import fcntl
+import importlib
 import json
 import os
 import sys
@@ -43,7 +44,7 @@ class Fault:
         file: File below the root of the repository.
         old: Text that occurs in the file exactly once.
         new: The faulty text.
-        property: Name of the property that must fail.
+        checked: Name of the property that must fail.
         layer: Part of the layer or tensor that the property must name.
         experiment: Experiment of the config.
         features: Features of the config.
@@ -54,7 +55,7 @@ class Fault:
     file: str
     old: str
     new: str
-    property: str
+    checked: str
     layer: str
     experiment: str = "quickstart"
     features: tuple[str, ...] = attrs.field(default=(), converter=tuple)
@@ -69,8 +70,8 @@ class Fault:
 def read_faults() -> list[Fault]:
     """Read the list of faults."""
     entries = YAML(typ="safe").load(FAULTS.read_text("utf-8"))
-    names = {"with": "features", "set": "settings"}
-    return [Fault(**{names.get(k, k): v for k, v in entry.items()}) for entry in entries]
+    names = {"with": "features", "set": "settings", "property": "checked"}
+    return [Fault(**{names.get(str(k), str(k)): v for k, v in entry.items()}) for entry in entries]
 
 
 def read_results() -> dict[str, dict[str, Any]]:
@@ -84,9 +85,9 @@ def render_table(faults: Sequence[Fault], results: Mapping[str, Mapping[str, Any
     named = [f for f in found if results[f.name]["named"]]
     clean = [f for f in faults if results.get(f.name, {}).get("clean")]
     rows = [
-        f"| {fault.name} | {fault.property} | {_code(result.get('layer'))} | {_code(result.get('tensor'))} "
+        f"| {fault.name} | {fault.checked} | {_code(result.get('layer'))} | {_code(result.get('tensor'))} "
         f"| {result.get('error', '')} | {result.get('seconds', 'not run')} |"
-        for fault in sorted(faults, key=lambda f: (f.property, f.name))
+        for fault in sorted(faults, key=lambda f: (f.checked, f.name))
         for result in [results.get(fault.name, {})]
     ]
     return "\n".join(
@@ -138,11 +139,11 @@ def _check_here(fault: Fault, tree: Path) -> dict[str, Any]:
     os.chdir(tree)
     os.environ.update(environment(tree))
     sys.path[:0] = [*os.environ["PYTHONPATH"].split(os.pathsep), str(tree / "tests")]
-    from support import proof_cases  # of the copied tree
+    proof_cases = importlib.import_module("support.proof_cases")  # of the copied tree
 
     started = time.monotonic()
     case = proof_cases.case(*fault.request)
-    checked = proof_cases.load_property(fault.property)
+    checked = proof_cases.load_property(fault.checked)
     if (reason := checked.skip_reason(case)) is not None:
         return {"skipped": reason}
     outcome = checked.check(case)
@@ -154,7 +155,7 @@ def _check_here(fault: Fault, tree: Path) -> dict[str, Any]:
 
 def examine(fault: Fault, tree: Path, clean: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     """Return whether the property fails with a fault and holds without it, and what it names."""
-    key = (fault.property, fault.request)
+    key = (fault.checked, fault.request)
     if key not in clean:
         clean[key] = check(fault, tree)
     with planted(fault, tree):

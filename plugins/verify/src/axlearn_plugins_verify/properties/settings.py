@@ -1,5 +1,6 @@
 """Every setting of the model has an effect."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -87,6 +88,7 @@ def _differs_before_shrinking(config: Any, path: str) -> bool:
     return changed is None or _differs(config, changed)
 
 
+@functools.lru_cache(maxsize=512)  # the result does not depend on the seed
 def _differs(config: Any, other: Any) -> bool:
     """Return whether two configs have different losses or initial weights."""
     try:

@@ -29,7 +29,7 @@ EPSILON = {"float64": 2.0**-50, "float32": 2.0**-22, "bfloat16": 2.0**-8, "float
 FLOOR = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 2e-2, "float16": 5e-3}
 """Error that rounding alone causes even if `EPSILON` moves nothing, relative to the norm of a token's logits."""
 
-Rows = Mapping[str, np.ndarray]
+Rows = Mapping[str, Any]
 """Arrays of a batch: `tokens`, and optionally `positions` and `segment_ids`, int32 [B, S]."""
 Select = Callable[[np.ndarray], np.ndarray | None]
 
