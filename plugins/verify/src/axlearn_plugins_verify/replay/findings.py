@@ -48,10 +48,10 @@ class Finding:
         }
 
 
-def name_tensor(statistics: Statistics) -> str:
+def name_tensor(statistics: "Statistics | Divergence") -> str:
     """Name a tensor. The parent of a module computes its input, so the input is named after the parent."""
     if statistics.tensor != "input" or not statistics.layer:
-        return statistics.name
+        return f"{statistics.layer or 'model'} {statistics.tensor}"
     parent, _, child = statistics.layer.rpartition(".")
     return f"{parent or 'model'}, input of {child}"
 

@@ -5,7 +5,7 @@ Callbacks in the compiled program send each tensor to the host, which keeps its 
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import attrs
@@ -86,11 +86,6 @@ class Statistics:
             bad=np.asarray(~finite.all(axis=inner)) if has_rows else None,
             peaks=magnitude.max(axis=inner) if magnitude is not None else None,
         )
-
-    @property
-    def name(self) -> str:
-        """Layer and tensor."""
-        return f"{self.layer or 'model'} {self.tensor}"
 
     @property
     def magnitude(self) -> float:
@@ -230,8 +225,3 @@ def relative_error(one: Statistics, other: Statistics) -> float:
     if not np.isfinite(distance):
         return 0.0 if np.array_equal(a, b, equal_nan=True) else float("inf")
     return distance / norm if norm else distance
-
-
-def select(statistics: Sequence[Statistics], pattern: str, matches: Callable[[str, str], bool]) -> list[Statistics]:
-    """Return the statistics of the modules and parameters whose path matches a pattern."""
-    return [s for s in statistics if matches(pattern, s.layer.partition("[")[0])]

@@ -153,13 +153,11 @@ def _shadow(result: Replay) -> list[str]:
     first = result.divergence
     if overflow is not None:
         lines.append(
-            f"first overflow: {overflow.layer or 'model'} {overflow.tensor} is finite with {result.shadow}, "
+            f"first overflow: {name_tensor(overflow)} is finite with {result.shadow}, "
             f"but {overflow.nonfinite:,} of its values are not in the run"
         )
     if first is not None and first is not overflow:
-        lines.append(
-            f"first divergence from {result.shadow}: {first.layer or 'model'} {first.tensor}, {first.error:.2g} of its norm"
-        )
+        lines.append(f"first divergence from {result.shadow}: {name_tensor(first)}, {first.error:.2g} of its norm")
     rows = [d for d in result.divergences if d.tensor == "output"]
     width = max((len(d.layer) for d in rows), default=0)
     return [
