@@ -41,6 +41,16 @@ class FullPrecisionRole(Role, fields=("param_dtype",)):
     __slots__ = ()
 
 
+class CompetingTokensRole(Role):
+    """A part in which the tokens of a row compete, for example for the capacity of an expert.
+
+    The result of a token depends on later tokens of its row, on padding, and on other documents in the row, even if attention
+    does not show them to the token.
+    """
+
+    __slots__ = ()
+
+
 def states_role(node: object, role: type[Role]) -> bool:
     """Return True if the class of a node lists a role among its direct bases.
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_core.config import Configurable, node, setting
+from axlearn_core.config.roles import CompetingTokensRole
 from axlearn_core.nn import padding
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain, is_sharded
@@ -175,7 +176,7 @@ class CapacityDispatch(Configurable):
     """
 
     @node
-    class Config(Configurable.Config["CapacityDispatch"]):
+    class Config(Configurable.Config["CapacityDispatch"], CompetingTokensRole):
         """Settings for the capacity.
 
         Attributes:

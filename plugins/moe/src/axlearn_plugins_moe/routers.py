@@ -8,7 +8,7 @@ from flax import nnx
 from jax import lax
 
 from axlearn_core.config import REQUIRED, Node, interface, node, setting
-from axlearn_core.config.roles import FullPrecisionRole
+from axlearn_core.config.roles import CompetingTokensRole, FullPrecisionRole
 from axlearn_core.errors import RequestError
 from axlearn_core.nn.initializers import Initializer, VarianceScaling
 from axlearn_core.nn.layer import Layer, Precision
@@ -215,7 +215,7 @@ class ExpertChoiceRouter(LinearRouter):
     """
 
     @node
-    class Config(LinearRouter.Config["ExpertChoiceRouter"]):
+    class Config(LinearRouter.Config["ExpertChoiceRouter"], CompetingTokensRole):
         """Settings for the router. It needs no load-balance loss."""
 
     def __call__(self, x: jax.Array) -> Routing:

@@ -176,11 +176,14 @@ class Recorder:
             inputs = [x for x in args if _is_float(x)]
             if inputs:
                 self.record(path, "input", inputs[0])
-            leaves, tree = jax.tree.flatten(function(module, *args, **kwargs))
+            result = function(module, *args, **kwargs)
+            leaves, tree = jax.tree.flatten(result)
             outputs = [place for place, x in enumerate(leaves) if _is_float(x)]
+            replaced = False
             for index, place in reversed([*enumerate(outputs)]):  # the first output ends the call
-                leaves[place] = self.record(path, f"output {index}" if index else "output", leaves[place])
-            return jax.tree.unflatten(tree, leaves)
+                recorded = self.record(path, f"output {index}" if index else "output", leaves[place])
+                replaced, leaves[place] = replaced or recorded is not leaves[place], recorded
+            return jax.tree.unflatten(tree, leaves) if replaced else result
         finally:
             self.stack.pop()
 

@@ -1,0 +1,1 @@
+"""Properties that `axlearn prove` checks; see `axlearn_plugins_verify.prove.contract`."""

@@ -1,0 +1,124 @@
+"""Kernels compute what their references compute."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import attrs
+import jax
+import numpy as np
+
+from axlearn_core.compose import ModelAndObjective, Program
+from axlearn_core.contracts.capabilities import DeclaresBatches
+from axlearn_core.contracts.experiment import get_input_config
+from axlearn_core.errors import AxlearnError
+from axlearn_core.kernels import selection
+from axlearn_core.kernels.selection import REFERENCE, Choice, Selection
+from axlearn_plugins_verify.prove.contract import Outcome
+from axlearn_plugins_verify.prove.step import Step, compare_steps
+
+LENGTHS = (256, 512)
+"""Row lengths to try if the rows of the shrunk config are too short for the kernels."""
+ROWS = 2
+"""Rows of longer batches."""
+
+
+class Kernels:
+    """Compares a step with the config's kernels to one in which every op computes its reference.
+
+    The kernels are those that the config selects before it is shrunk. If the rows of the shrunk config are too short for one
+    of them, longer rows are compared.
+    """
+
+    summary: ClassVar[str] = "kernels give the loss and the gradients of their references"
+
+    def skip_reason(self, case: Any) -> str | None:
+        """Skip configs without a kernel that runs on this machine."""
+        steps, missing = self._steps(case)
+        if steps:
+            return None
+        return "; ".join(missing) or "every op of the config computes its reference on this machine"
+
+    def check(self, case: Any) -> Outcome:
+        """Compare each step that has kernels to the references."""
+        steps, missing = self._steps(case)
+        outcomes = []
+        for step, names in steps:
+            reference = attrs.evolve(step, kernels=reference_selection(step.program))
+            outcomes.append(compare_steps(reference, step, compared=", ".join([f"{k} of {op}" for op, k in names])))
+            if not outcomes[-1].holds:
+                return outcomes[-1]
+        worst = max(outcomes, key=lambda o: o.error / o.tolerance)
+        return attrs.evolve(worst, compared="; ".join([*(o.compared for o in outcomes), *missing]))
+
+    def _steps(self, case: Any) -> tuple[list[tuple[Step, list[tuple[str, str]]]], list[str]]:
+        """Return the steps to compare, each with its ops and kernels, and the reasons why other kernels are not compared."""
+        program = case.program()
+        names = original_kernels(case.original, program.platform)
+        steps: list[tuple[Step, list[tuple[str, str]]]] = []
+        seen: set[tuple[str, str]] = set()
+        batch = case.batch(case.seed)
+        for length in (None, *LENGTHS):
+            rows = batch if length is None else lengthened(batch, length)
+            step = Step(program=program, weights=case.weights(), batch=rows)
+            try:
+                used = {(c.op.name, c.name) for c in step_choices(step) if c.name != REFERENCE} - seen
+            except AxlearnError:
+                continue  # the model does not accept rows of this length
+            if used and (length is None or used & set(names)):
+                steps.append((step, sorted(used)))
+                seen |= used
+            if not set(names) - seen:
+                break
+        missing = [f"{k} of {op} does not support the shrunk config" for op, k in names if (op, k) not in seen]
+        return steps, missing
+
+
+def lengthened(batch: Any, length: int) -> dict[str, np.ndarray]:
+    """Return a batch with fewer and longer rows: the positions of each row are repeated as one document."""
+    size = max(x.shape[1] for x in batch.values() if x.ndim >= 2)
+    result = {}
+    for name, x in batch.items():
+        if x.ndim < 2 or x.shape[1] != size:
+            result[name] = x[:ROWS]
+            continue
+        repeats = -(-length // size)
+        rows = np.tile(x[:ROWS], (1, repeats, *(1,) * (x.ndim - 2)))[:, :length]
+        if name.endswith("positions"):
+            rows = np.broadcast_to(np.arange(length, dtype=x.dtype), rows.shape).copy()
+        result[name] = np.ones_like(rows) if name.endswith("segment_ids") else rows
+    return result
+
+
+def step_choices(step: Step) -> Sequence[Choice]:
+    """Return the kernels that a step selects."""
+    kernels = Selection(platform=step.program.platform)
+    traced = attrs.evolve(step, kernels=kernels)
+    batch = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in step.batch.items()}
+    jax.eval_shape(traced.compute, step.program.trained.abstract, step.program.trained.variables, batch)
+    return kernels.choices
+
+
+@functools.lru_cache(maxsize=64)
+def original_kernels(config: Any, platform: str) -> list[tuple[str, str]]:
+    """Return the ops that do not compute their references before the config is shrunk, each with its kernel."""
+    source = get_input_config(config)
+    shapes = source.batch_shapes() if isinstance(source, DeclaresBatches) else {}
+    if not shapes:
+        return []
+    trained, kernels = ModelAndObjective.from_config(config), Selection(platform=platform)
+    batch = {name: jax.ShapeDtypeStruct(*spec) for name, spec in shapes.items()}
+    with selection.use(kernels):
+        jax.eval_shape(config.functions(trained.model)["loss"].call, trained.specs, batch)
+    pairs = [(choice.op.name, choice.name) for choice in kernels.choices if choice.name != REFERENCE]
+    return list(dict.fromkeys(pairs))
+
+
+def reference_selection(program: Program) -> Selection:
+    """Return a selection in which every op computes its reference, even if the config names a kernel."""
+    return Selection(
+        platform=program.platform,
+        target=program.target.name if program.target else "",
+        declared=lambda op: [selection.reference(op)],
+        required=(),
+    )

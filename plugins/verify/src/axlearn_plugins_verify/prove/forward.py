@@ -1,0 +1,189 @@
+"""Logits of language models for every token, and how much rounding alone moves them."""
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import jax
+import numpy as np
+
+from axlearn_core.compose import ModelWeights, Program
+from axlearn_core.config import find, patch
+from axlearn_core.config.roles import CompetingTokensRole
+from axlearn_core.config.tree import children
+from axlearn_core.contracts.capabilities import DeclaresBatches, HasVocabulary
+from axlearn_core.contracts.experiment import get_input_config
+from axlearn_core.nn.layer import Context
+from axlearn_plugins_transformer.causal_lm import LanguageModel
+from axlearn_plugins_verify.prove import trace
+from axlearn_plugins_verify.prove.contract import Difference, Outcome
+
+QUICK = {"xla_backend_optimization_level": 0}
+"""Compiler options for functions that run a few times, because compiling takes most of the time."""
+EPSILON = {"float64": 2.0**-50, "float32": 2.0**-22, "bfloat16": 2.0**-8, "float16": 2.0**-10}
+"""Relative change of a parameter that stands for the rounding of a dtype."""
+FLOOR = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 2e-2, "float16": 5e-3}
+"""Error that rounding alone causes even if `EPSILON` moves nothing, relative to the norm of a token's logits."""
+
+Rows = Mapping[str, np.ndarray]
+"""Arrays of a batch: `tokens`, and optionally `positions` and `segment_ids`, int32 [B, S]."""
+Select = Callable[[np.ndarray], np.ndarray | None]
+
+_compiled: "weakref.WeakKeyDictionary[Program, Any]" = weakref.WeakKeyDictionary()
+
+
+def missing_logits(case: Any) -> str | None:
+    """Return why a model has no logits per token, or None if it has."""
+    model = case.program().functional.describe()
+    if isinstance(model, LanguageModel) and isinstance(model, HasVocabulary):
+        return None
+    return "the model is not a language model: it has no `decoder` and `logits`"
+
+
+def competing_tokens(case: Any) -> str | None:
+    """Return which part of the model lets the tokens of a row compete, or None."""
+    nodes = find(case.config.model, CompetingTokensRole)
+    return next((f"model.{path}: {type(n).owner.__name__} lets the tokens of a row compete" for path, n in nodes.items()), None)
+
+
+def random_rows(case: Any, seed: int, rows: int | None = None, length: int | None = None) -> np.ndarray:
+    """Return random tokens, int32 [B, S], of the size of the input's batches unless given."""
+    shape = rows_shape(case)
+    vocabulary = case.program().functional.describe().vocab_size
+    rng = np.random.default_rng((case.seed, seed))
+    return rng.integers(0, vocabulary, (rows or shape[0], length or shape[1]), dtype=np.int32)
+
+
+def rows_shape(case: Any) -> tuple[int, int]:
+    """Return the number of rows and of positions in a batch of tokens."""
+    source = get_input_config(case.config)
+    shapes = source.batch_shapes() if isinstance(source, DeclaresBatches) else {}
+    sizes = [shape for shape, _ in shapes.values() if len(shape) >= 2]
+    return (int(sizes[0][0]), int(sizes[0][1])) if sizes else (4, 16)
+
+
+def model_weights(case: Any, program: Program) -> ModelWeights:
+    """Return the weights of the model, without those of an objective."""
+    weights, functional = case.weights(program.config), program.functional
+    return ModelWeights(
+        {p: weights.params[p] for p in functional.abstract}, {p: weights.variables[p] for p in functional.variables}
+    )
+
+
+def perturbed(params: Mapping[str, Any], amount: float, seed: int = 0) -> dict[str, Any]:
+    """Move each parameter by a random part of `amount` of its size."""
+    if not amount:
+        return dict(params)
+    rng = np.random.default_rng(seed)
+
+    def move(x: Any) -> Any:
+        values = np.asarray(x)
+        moves = amount * np.abs(values.astype(np.float64)) * rng.normal(size=values.shape)
+        return jax.device_put((values + moves).astype(values.dtype), x.sharding)
+
+    return {path: move(x) for path, x in params.items()}
+
+
+def forward(program: Program) -> Callable[[ModelWeights, Rows], jax.Array]:
+    """Return the traceable function from weights and rows to logits [B, S, V], in evaluation mode."""
+
+    def run(weights: ModelWeights, rows: Rows) -> jax.Array:
+        with program.tracing("train"):
+            model = program.functional.bind(weights.params, weights.variables)
+            context = Context(positions=rows.get("positions"), segment_ids=rows.get("segment_ids"))
+            hidden, _ = model.decoder(rows["tokens"], context)
+            return model.logits(hidden)
+
+    return run
+
+
+def compute_logits(program: Program, weights: ModelWeights, rows: Rows) -> np.ndarray:
+    """Return the logits of rows, float64 [B, S, V]."""
+    run = _compiled.get(program)
+    if run is None:
+        run = _compiled[program] = jax.jit(forward(program), compiler_options=QUICK)
+    return np.asarray(run(weights, dict(rows)), np.float64)
+
+
+def compute_dtype(config: Any) -> str:
+    """Return the dtype that a model computes in."""
+    fields = children(config.model)
+    return fields["dtype"] if fields.get("dtype") in EPSILON else "float32"
+
+
+def check_precisely(case: Any, check: Callable[[Program], Outcome]) -> Outcome:
+    """Check a property in the dtype of the config. If that is a 16-bit dtype and the property holds, check it in float32 too.
+
+    Rounding hides small faults in a 16-bit dtype.
+    """
+    outcome = check(case.program())
+    if not outcome.holds or compute_dtype(case.config) not in ("bfloat16", "float16"):
+        return outcome
+    precise = check(case.program(patch(case.config, {"model.dtype": "float32"})))
+    return attrs.evolve(precise, compared=f"{precise.compared}; also in float32")
+
+
+def logits_tolerance(case: Any, program: Program, rows: Rows) -> float:
+    """Return the largest relative error of a token's logits that rounding explains."""
+    dtype = compute_dtype(program.config)
+    weights = model_weights(case, program)
+    exact = compute_logits(program, weights, rows)
+    moved = compute_logits(program, ModelWeights(perturbed(weights.params, EPSILON[dtype]), weights.variables), rows)
+    return max(FLOOR[dtype], 4 * float(token_errors(exact, moved).max()))
+
+
+def token_errors(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
+    """Return the error of each token's logits, [B, S, V] -> [B, S], relative to the root mean square over all tokens."""
+    norms = np.linalg.norm(expected, axis=-1)
+    scale = float(np.sqrt(np.mean(np.square(norms)))) or 1.0
+    errors = np.linalg.norm(actual - expected, axis=-1) / scale
+    return np.where(np.isfinite(errors), errors, np.inf)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Run:
+    """One of two computations of the same logits.
+
+    Attributes:
+        program: Program of the config.
+        weights: Weights of the model.
+        rows: Rows to compute.
+        select: Selects the comparable part of an array [B, S, ...].
+    """
+
+    program: Program
+    weights: ModelWeights
+    rows: Rows
+    select: Select = lambda x: x
+
+    def logits(self) -> np.ndarray:
+        """Return the comparable logits, [..., V]."""
+        logits = self.select(compute_logits(self.program, self.weights, self.rows))
+        assert logits is not None
+        return logits
+
+    def records(self) -> list[trace.Record]:
+        """Run again and record the calls of modules."""
+        model = self.program.functional.describe()
+        _, records = trace.record_calls(model, forward(self.program), self.weights, dict(self.rows))
+        return records
+
+    def select_record(self, value: np.ndarray) -> np.ndarray | None:
+        """Select the comparable part of a recorded array, or None if it has no rows and positions."""
+        return self.select(value) if value.shape[:2] == self.rows["tokens"].shape else None
+
+
+def compare_logits(one: Run, other: Run, *, tolerance: float, compared: str) -> Outcome:
+    """Compare two computations of the same logits, and name the first layer that differs if they do."""
+    expected, actual = one.logits(), other.logits()
+    errors = token_errors(expected, actual)
+    error = float(errors.max())
+    if error <= tolerance:
+        return Outcome(error=error, tolerance=tolerance, compared=compared)
+    difference = trace.first_difference(
+        one.records(), other.records(), tolerance, one.select_record, other.select_record
+    ) or Difference(layer="", tensor="logits", error=error)
+    place = np.unravel_index(int(np.argmax(errors > tolerance)), errors.shape)
+    detail = "; ".join(filter(None, [difference.detail, f"first token with other logits: {list(map(int, place))}"]))
+    return Outcome(error=error, tolerance=tolerance, compared=compared, difference=attrs.evolve(difference, detail=detail))
