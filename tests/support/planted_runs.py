@@ -5,6 +5,7 @@ import hashlib
 import json
 import random
 
+import jax
 import jax.numpy as jnp
 
 from axlearn_plugins_transformer.embedding import Embedding
@@ -25,12 +26,12 @@ SETTINGS = {
 }
 
 
-def write_corpus(folder, *, bad=None, count=150):
-    """Write `count` documents as JSONL. Document number `bad` contains `BAD`."""
+def write_corpus(folder, *, bad=None, letter=BAD, count=150):
+    """Write `count` documents as JSONL. Document number `bad` contains a letter."""
     draw = random.Random(0)
     documents = [" ".join(draw.choices(WORDS, k=draw.randint(3, 9))) for _ in range(count)]
     if bad is not None:
-        documents[bad] = f"a document with {BAD} inside"
+        documents[bad] = f"a document with {letter} inside"
     file = folder / "data.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     return file
@@ -61,6 +62,20 @@ def planted_token(ids, value):
     def call(self, tokens):
         bad = jnp.isin(tokens, jnp.asarray(ids))[..., None]
         return original(self, tokens) + jnp.where(bad, value, 0.0).astype(self.precision.compute)
+
+    with _replaced(Embedding, call):
+        yield
+
+
+@contextlib.contextmanager
+def steep_token(ids, factor):
+    """Multiply the gradients of the embeddings of tokens by a factor."""
+    original = Embedding.__call__
+
+    def call(self, tokens):
+        rows = original(self, tokens)
+        extra = jnp.where(jnp.isin(tokens, jnp.asarray(ids))[..., None], (factor - 1) * rows, 0)
+        return rows + extra - jax.lax.stop_gradient(extra)
 
     with _replaced(Embedding, call):
         yield

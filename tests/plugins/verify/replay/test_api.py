@@ -40,13 +40,41 @@ def copied(planted, tmp_path):
     return shutil.copytree(planted, tmp_path / "run")
 
 
-def test_step_is_bit_identical_and_the_run_unchanged(planted):
+@pytest.fixture(scope="module")
+def bad(planted):
+    """The replay of the step with the bad document, and the files of the run before and after it."""
+    step = next(s for s in planted_runs.bad_steps(planted) if s % 2 == 0)
     before = planted_runs.contents(planted)
-    result = replay(planted, step=4)
+    result = replay(planted, step=step, bisect=True, probe="decoder.**.attention")
+    return result, before, planted_runs.contents(planted)
+
+
+def test_step_is_bit_identical_and_the_run_unchanged(bad):
+    result, before, after = bad
     assert result.identical is True
-    assert (result.start, result.compared_steps, result.compared_scalars) == (2, (3, 4), 10)
+    assert (result.start, result.compared_steps) == (result.step - 2, (result.step - 1, result.step))
+    assert result.compared_scalars == 10
     assert result.compared_arrays > 30
-    assert planted_runs.contents(planted) == before
+    assert before == after
+
+
+def test_bad_document_is_named(bad, corpus):
+    result = bad[0]
+    offset = corpus.read_bytes().index(b'{"text": "a document with')
+    for part in (result.nonfinite, result.bisection):
+        (document,) = part.documents
+        assert document.source == f"{corpus}: the line at byte {offset}"
+    assert (result.nonfinite.statistics.layer, result.nonfinite.statistics.tensor) == ("decoder.embedding", "output")
+    assert result.bisection.reruns <= 12
+    assert result.bisection.rest.finite
+    assert result.weights == []
+
+
+def test_probes_are_in_the_order_of_computation(bad):
+    names = [(s.layer, s.tensor) for s in bad[0].probes]
+    layers = [f"decoder.layer.{i}.attention" for i in (0, 1)]
+    assert names == [*((n, "output") for n in layers), *((n, "gradient of output") for n in layers[::-1])]
+    assert all(s.nonfinite > 0 and s.smallest < s.mean < s.largest for s in bad[0].probes)
 
 
 @pytest.mark.slow
@@ -85,20 +113,6 @@ def test_flipped_bit_is_found(corpus, tmp_path, monkeypatch):
     assert replay(run, step=6).identical is True
 
 
-def test_bad_document_is_named(planted, corpus):
-    step = planted_runs.bad_steps(planted)[0]
-    result = replay(planted, step=step, bisect=True)
-    assert result.identical is True
-    offset = corpus.read_bytes().index(b'{"text": "a document with')
-    for part in (result.nonfinite, result.bisection):
-        (document,) = part.documents
-        assert document.source == f"{corpus}: the line at byte {offset}"
-    assert (result.nonfinite.statistics.layer, result.nonfinite.statistics.tensor) == ("decoder.embedding", "output")
-    assert result.bisection.reruns <= 12
-    assert result.bisection.rest.finite
-    assert result.weights == []
-
-
 @pytest.mark.slow
 def test_overflow_is_named(tmp_path):
     """The activations of float16 overflow in the feed-forward layer, and those of float32 do not."""
@@ -117,12 +131,37 @@ def test_overflow_is_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_probes_measure_outputs_and_gradients(planted):
-    result = replay(planted, step=3, probe="decoder.**.attention")
-    names = [(s.layer, s.tensor) for s in result.probes]
-    layers = [f"decoder.layer.{i}.attention" for i in (0, 1)]
-    assert names == [*((n, "output") for n in layers), *((n, "gradient of output") for n in layers[::-1])]
-    assert all(s.nonfinite == 0 and s.smallest < s.mean < s.largest for s in result.probes)
+@pytest.mark.parametrize("packing", ["first-fit", "concat"])
+def test_bad_document_of_a_microbatch_is_named(corpus, tmp_path, packing):
+    run = tmp_path / "run"
+    settings = {"input.packing": packing, "input.source.chunk_bytes": 500, "input.batch_size": 16}
+    planted_runs.train(run, corpus, "gradient-accumulation:steps=2", steps=STEPS, **settings)
+    step = planted_runs.bad_steps(run)[0]
+    result = replay(run, step=step, bisect=True)
+    offset = corpus.read_bytes().index(b'{"text": "a document with')
+    blamed = {d.source for d in result.bisection.documents}
+    assert result.identical is True
+    assert blamed == {d.source for d in result.nonfinite.documents} == {f"{corpus}: the line at byte {offset}"}
+    assert all(d.microbatch == d.row % 2 for d in result.bisection.documents)
+
+
+@pytest.mark.slow
+def test_spike_is_bisected(corpus, tmp_path):
+    """A document with a large gradient, whose loss and outputs are as usual."""
+    run, own = tmp_path / "run", planted_runs.write_corpus(tmp_path, bad=BAD_DOCUMENT, letter="q")
+    token = ax.resolve("quickstart").config.input.tokenizer.build().encode(" inside")
+    with planted_runs.steep_token(token, 1e3):
+        planted_runs.train(run, own, steps=STEPS)
+        norms = {line["step"]: line["grad_norm"] for line in api_runs.lines(run) if line["step"] > 1}
+        step = max(norms, key=norms.__getitem__)
+        result = replay(run, step=step, bisect=True)
+    assert norms[step] > 4 * min(norms.values())
+    (document,) = result.bisection.documents
+    offset = own.read_bytes().index(b'{"text": "a document with')
+    assert document.source == f"{own}: the line at byte {offset}"
+    assert result.bisection.reruns <= 12
+    assert result.bisection.rest.norm < 4 * result.bisection.usual
+    assert (result.grown.statistics.layer, result.grown.statistics.tensor) == ("decoder.embedding.weight", "gradient")
 
 
 @pytest.mark.slow

@@ -13,6 +13,8 @@ from axlearn_plugins_verify.replay.findings import GREW, name_tensor
 
 SHOWN = 12
 """Number of differences to print. For the others, only the count is printed."""
+SHOWN_DOCUMENTS = 6
+"""Number of documents to print."""
 
 
 def text(result: Replay) -> str:
@@ -141,8 +143,9 @@ def _located(result: Replay) -> list[str]:
 
 
 def _documents(documents: Sequence[Document]) -> list[str]:
-    more = [f"  and {counted(len(documents) - SHOWN, 'more document')}"] if len(documents) > SHOWN else []
-    return [*(f"  in {document}" for document in documents[:SHOWN]), *more]
+    rest = len(documents) - SHOWN_DOCUMENTS
+    more = [f"  and {counted(rest, 'more document')}"] if rest > 0 else []
+    return [*(f"  in {document}" for document in documents[:SHOWN_DOCUMENTS]), *more]
 
 
 def _shadow(result: Replay) -> list[str]:
