@@ -71,8 +71,8 @@ def test_pieces_are_found_in_their_files(kind, packing, large, texts, tmp_path, 
         assert isinstance(position, LocatesDocuments)
         for row, start, stop, text in pieces(batch):
             if len(text) > 6:  # a shorter piece may be in several documents
-                found = located(file, kind, position.locate(batch, row, start, stop))
-                assert text in found if kind == "jsonl" else found.startswith(text)
+                content = located(file, kind, position.locate(batch, row, start, stop))
+                assert text in content if kind == "jsonl" else content.startswith(text)
                 count += 1
     batches.close()
     assert count >= 9

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from axlearn_core.cli.main import cli
-from axlearn_plugins_verify.replay import Replay, api
+from axlearn_plugins_verify.replay import Replay, step_replay
 from axlearn_plugins_verify.replay.differences import ScalarDifference
 
 DIFFERENT = ScalarDifference(step=4, name="loss", recorded=1.0, replayed=float("nan"))
@@ -27,7 +27,7 @@ def calls(monkeypatch):
             different_scalars=different,
         )  # fmt: skip
 
-    monkeypatch.setattr(api, "replay", replay)
+    monkeypatch.setattr(step_replay, "replay", replay)
     return calls
 
 
@@ -59,9 +59,9 @@ def test_defaults_only_compare(calls):
 def test_difference_exits_with_1(calls):
     invoke("runs/a", "--step", "4", code=0)
     result = invoke("runs/a", "--step", "4", "--json", code=1)
-    found = json.loads(result.stdout)
-    assert found["identical"] is False
-    assert found["different_scalars"] == [{"step": 4, "name": "loss", "recorded": 1.0, "replayed": "nan"}]
+    printed = json.loads(result.stdout)
+    assert printed["identical"] is False
+    assert printed["different_scalars"] == [{"step": 4, "name": "loss", "recorded": 1.0, "replayed": "nan"}]
 
 
 def test_page_is_written(calls, tmp_path):

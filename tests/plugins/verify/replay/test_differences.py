@@ -14,9 +14,9 @@ def test_same_scalars_include_nan():
 
 @pytest.mark.parametrize("other", [float("nan"), float("-inf"), float(np.nextafter(np.float32(1.5), np.float32(2)))])
 def test_scalar_that_differs_is_named(other):
-    (found,) = compare_scalars(7, {"loss": 1.5, "weight": 2.0}, {"loss": other, "weight": 2.0})
-    assert (found.step, found.name, found.recorded) == (7, "loss", 1.5)
-    assert "loss of step 7: 1.5 recorded" in str(found)
+    (difference,) = compare_scalars(7, {"loss": 1.5, "weight": 2.0}, {"loss": other, "weight": 2.0})
+    assert (difference.step, difference.name, difference.recorded) == (7, "loss", 1.5)
+    assert "loss of step 7: 1.5 recorded" in str(difference)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8"])
@@ -27,21 +27,27 @@ def test_flipped_bit_is_named(dtype, bit):
     bits = flipped.view(f"uint{8 * flipped.dtype.itemsize}")
     bits[1, 2] ^= 1 << bit
     state = {"a": jnp.ones(2), "b": {"c": jnp.asarray(array)}}
-    (found,) = compare_states(state, {**state, "b": {"c": jnp.asarray(flipped)}})
-    assert (found.path, found.index, found.bit, found.count, found.bits) == ("b.c", (1, 2), bit, 1, 1)
-    assert f"b.c[1, 2]: bit {bit} is flipped" in str(found)
+    (difference,) = compare_states(state, {**state, "b": {"c": jnp.asarray(flipped)}})
+    assert (difference.path, difference.index, difference.bit, difference.count, difference.bits) == (
+        "b.c",
+        (1, 2),
+        bit,
+        1,
+        1,
+    )
+    assert f"b.c[1, 2]: bit {bit} is flipped" in str(difference)
 
 
 def test_sign_of_zero_and_nan_payload_count():
     one = {"x": jnp.array([0.0, jnp.nan], jnp.float32)}
     assert compare_states(one, {"x": jnp.array([0.0, jnp.nan], jnp.float32)}) == []
-    (found,) = compare_states(one, {"x": jnp.array([-0.0, jnp.nan], jnp.float32)})
-    assert found.bit == 31
+    (difference,) = compare_states(one, {"x": jnp.array([-0.0, jnp.nan], jnp.float32)})
+    assert difference.bit == 31
 
 
 def test_many_values_are_counted_and_measured():
     one, other = {"x": jnp.ones((4, 5))}, {"x": jnp.ones((4, 5)).at[1:, 2].set(1.5)}
-    (found,) = compare_states(one, other)
-    assert (found.count, found.index, found.bit) == (3, (1, 2), None)
-    assert found.error == pytest.approx((3 * 0.25) ** 0.5 / 20**0.5)
-    assert "x: 3 of 20 values differ" in str(found)
+    (difference,) = compare_states(one, other)
+    assert (difference.count, difference.index, difference.bit) == (3, (1, 2), None)
+    assert difference.error == pytest.approx((3 * 0.25) ** 0.5 / 20**0.5)
+    assert "x: 3 of 20 values differ" in str(difference)

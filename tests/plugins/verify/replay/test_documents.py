@@ -38,32 +38,32 @@ def test_documents_are_ordered_by_microbatch():
 
 def test_removed_documents_become_padding():
     batch = make_batch()
-    kept = keep_documents(batch, [Document(row=0, number=2, start=2, stop=5)])
-    assert kept["tokens"].tolist()[0] == [0, 0, 3, 4, 5, 0]
-    assert not kept["tokens"][1:].any()
-    assert kept["segment_ids"].tolist()[0] == [0, 0, 2, 2, 2, 0]
-    assert kept["weights"].sum() == 3
-    assert kept["prefix"].tolist() == [1, 2, 3, 4]
-    assert {k: v.dtype for k, v in kept.items()} == {k: v.dtype for k, v in batch.items()}
+    part = keep_documents(batch, [Document(row=0, number=2, start=2, stop=5)])
+    assert part["tokens"].tolist()[0] == [0, 0, 3, 4, 5, 0]
+    assert not part["tokens"][1:].any()
+    assert part["segment_ids"].tolist()[0] == [0, 0, 2, 2, 2, 0]
+    assert part["weights"].sum() == 3
+    assert part["prefix"].tolist() == [1, 2, 3, 4]
+    assert {k: v.dtype for k, v in part.items()} == {k: v.dtype for k, v in batch.items()}
     assert batch["tokens"][1].all()
-    assert share_of_targets(batch, kept) == 3 / 20
+    assert share_of_targets(batch, part) == 3 / 20
 
 
 def test_keeping_all_documents_changes_nothing():
     batch = make_batch()
-    kept = keep_documents(batch, list_documents(batch))
+    part = keep_documents(batch, list_documents(batch))
     inside = SEGMENTS > 0
-    assert all((kept[name][inside] == batch[name][inside]).all() for name in ("tokens", "weights", "segment_ids"))
+    assert all((part[name][inside] == batch[name][inside]).all() for name in ("tokens", "weights", "segment_ids"))
 
 
 def test_rows_without_documents_are_replaced_by_copies():
     batch = {"images": np.arange(12, dtype=np.float32).reshape(4, 3), "labels": np.arange(4)}
     rows = list_documents(batch)
     assert [(d.row, d.number) for d in rows] == [(0, 0), (1, 0), (2, 0), (3, 0)]
-    kept = keep_documents(batch, rows[1:3])
-    assert kept["labels"].tolist() == [1, 1, 2, 1]
-    assert (kept["images"] == batch["images"][[1, 1, 2, 1]]).all()
-    assert share_of_targets(batch, kept) == 1.0
+    part = keep_documents(batch, rows[1:3])
+    assert part["labels"].tolist() == [1, 1, 2, 1]
+    assert (part["images"] == batch["images"][[1, 1, 2, 1]]).all()
+    assert share_of_targets(batch, part) == 1.0
     assert find_document(rows, 2, 0) == rows[2]
 
 

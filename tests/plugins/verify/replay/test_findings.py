@@ -29,15 +29,15 @@ def test_first_nonfinite_tensor_and_its_documents():
         measure("b.c", "input", tensor(at021=np.nan, at030=np.inf)),
         measure("b.c", "output", tensor() * np.nan),
     ]
-    found = findings.first_nonfinite(statistics, list_documents(BATCH))
-    assert str(found) == "b, input of c: 2 of 24 values are not finite"
-    assert [(d.row, d.number) for d in found.documents] == [(0, 2)]
+    finding = findings.first_nonfinite(statistics, list_documents(BATCH))
+    assert str(finding) == "b, input of c: 2 of 24 values are not finite"
+    assert [(d.row, d.number) for d in finding.documents] == [(0, 2)]
 
 
 def test_rows_of_a_microbatch_are_rows_of_the_batch():
     statistics = [measure("a", "output", tensor(at100=np.nan), microbatch=1)]
-    found = findings.first_nonfinite(statistics, list_documents(BATCH, 2), 2)
-    assert [(d.row, d.number, d.microbatch) for d in found.documents] == [(3, 1, 1)]
+    finding = findings.first_nonfinite(statistics, list_documents(BATCH, 2), 2)
+    assert [(d.row, d.number, d.microbatch) for d in finding.documents] == [(3, 1, 1)]
 
 
 def test_padding_belongs_to_no_document():
@@ -52,9 +52,9 @@ def test_growth_is_relative_to_another_batch():
         measure("b", "output", tensor(at102=-33.0)),
         measure("new", "output", tensor()),
     ]
-    found = findings.first_grown(statistics, usual, list_documents(BATCH))
-    assert str(found) == "b output: magnitude 33, usually 4"
-    assert [(d.row, d.number) for d in found.documents] == [(1, 1)]
+    finding = findings.first_grown(statistics, usual, list_documents(BATCH))
+    assert str(finding) == "b output: magnitude 33, usually 4"
+    assert [(d.row, d.number) for d in finding.documents] == [(1, 1)]
     assert findings.first_grown(statistics[:1], usual, []) is None
 
 

@@ -34,8 +34,6 @@ class Statistics:
         largest: Maximum.
         mean: Mean.
         nonfinite: Number of values that are not finite.
-        position: First position [row, place] with a value that is not finite, or else of the largest magnitude. None if the
-            tensor has no rows and positions.
         bad: bool [B, S], True if a position has a value that is not finite. None if the tensor has no rows and positions.
         peaks: float [B, S], the largest magnitude at each position. None if the tensor has no rows and positions.
         sample: At most `SAMPLE` of the values, float32.
@@ -162,9 +160,10 @@ class ProbeRecorder(Recorder):
                     index = iteration if self.what == "outputs" else count - 1 - iteration
                     calls.append((*self.sites[site], self.arrivals[site][index]))
         self.arrivals.clear()
-        records = [
-            attrs.evolve(record.value, layer=record.layer, tensor=record.tensor) for record in number_layers(calls)
-        ]
+        records = []
+        for record in number_layers(calls):
+            statistics: Any = record.value
+            records.append(attrs.evolve(statistics, layer=record.layer, tensor=record.tensor))
         return records if self.what == "outputs" else records[::-1]
 
     def _loops(self) -> Iterator[list[int]]:

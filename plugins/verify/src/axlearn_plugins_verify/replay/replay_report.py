@@ -7,9 +7,9 @@ from typing import Any
 import attrs
 
 from axlearn_core.errors import counted
-from axlearn_plugins_verify.replay.api import Replay
 from axlearn_plugins_verify.replay.documents import Document
 from axlearn_plugins_verify.replay.findings import GREW, name_tensor
+from axlearn_plugins_verify.replay.step_replay import Replay
 
 SHOWN = 12
 """Number of differences to print. For the others, only the count is printed."""

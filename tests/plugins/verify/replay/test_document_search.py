@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from axlearn_plugins_verify.replay.bisect import MAX_RERUNS, bisect_documents
+from axlearn_plugins_verify.replay.document_search import MAX_RERUNS, bisect_documents
 from axlearn_plugins_verify.replay.documents import list_documents
 from axlearn_plugins_verify.replay.workbench import Measure
 
@@ -42,8 +42,8 @@ def search(bad, **options):
 @pytest.mark.parametrize("norm", [float("nan"), 20.0], ids=["nan", "spike"])
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_one_of_512_documents_is_found(token, norm, microbatches):
-    result, found = search({token: norm}, microbatches=microbatches)
-    assert found == [token]
+    result, tokens = search({token: norm}, microbatches=microbatches)
+    assert tokens == [token]
     assert result.reruns <= MAX_RERUNS
     assert result.rest is not None
     assert result.rest.finite
@@ -53,34 +53,34 @@ def test_one_of_512_documents_is_found(token, norm, microbatches):
 def test_suspect_is_checked_first():
     batch = make_batch()
     suspect = [d for d in list_documents(batch) if batch["tokens"][d.row, d.start] == 77]
-    result, found = search({77: float("nan")}, suspects=suspect)
-    assert (found, result.reruns) == ([77], 2)
+    result, tokens = search({77: float("nan")}, suspects=suspect)
+    assert (tokens, result.reruns) == ([77], 2)
 
 
 def test_wrong_suspect_costs_one_rerun():
     right, _ = search({77: float("nan")})
-    wrong, found = search({77: float("nan")}, suspects=list_documents(make_batch())[:1])
-    assert found == [77]
+    wrong, tokens = search({77: float("nan")}, suspects=list_documents(make_batch())[:1])
+    assert tokens == [77]
     assert wrong.reruns == right.reruns + 1
 
 
 def test_all_bad_documents_are_found():
-    result, found = search({3: float("nan"), 500: float("nan")}, max_reruns=40)
-    assert sorted(found) == [3, 500]
+    result, tokens = search({3: float("nan"), 500: float("nan")}, max_reruns=40)
+    assert sorted(tokens) == [3, 500]
     assert result.ended == "the step is normal without them"
 
 
 def test_limit_leaves_the_smallest_group():
-    result, found = search({77: float("nan")}, max_reruns=4)
+    result, tokens = search({77: float("nan")}, max_reruns=4)
     assert result.reruns == 4
-    assert 77 in found
-    assert len(found) == ROWS * PER_ROW / 2**4
+    assert 77 in tokens
+    assert len(tokens) == ROWS * PER_ROW / 2**4
     assert "limit of 4 re-runs" in result.ended
 
 
 def test_normal_step_is_not_searched():
-    result, found = search({})
-    assert (found, result.reruns, result.ended) == ([], 0, "the step is normal")
+    result, tokens = search({})
+    assert (tokens, result.reruns, result.ended) == ([], 0, "the step is normal")
 
 
 def test_documents_that_only_fail_together_are_not_blamed():

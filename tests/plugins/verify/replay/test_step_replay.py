@@ -106,8 +106,8 @@ def test_flipped_bit_is_found(corpus, tmp_path, monkeypatch):
     result = replay(run, step=4)
     assert result.identical is False
     assert result.different_scalars == ()
-    (found,) = result.different_arrays
-    assert (found.path, found.index, found.bit) == (f"params.{path}", index, bit)
+    (difference,) = result.different_arrays
+    assert (difference.path, difference.index, difference.bit) == (f"params.{path}", index, bit)
     later = replay(run, step=6, from_start=True)
     assert later.different_scalars[0].step == 5
     assert replay(run, step=6).identical is True

@@ -5,12 +5,12 @@ import json
 import numpy as np
 
 from axlearn_plugins_verify.replay import Replay
-from axlearn_plugins_verify.replay.bisect import Bisection
 from axlearn_plugins_verify.replay.differences import ScalarDifference
+from axlearn_plugins_verify.replay.document_search import Bisection
 from axlearn_plugins_verify.replay.documents import Document
 from axlearn_plugins_verify.replay.findings import Divergence, Finding
 from axlearn_plugins_verify.replay.probes import Statistics
-from axlearn_plugins_verify.replay.report import SHOWN, as_json, page, text
+from axlearn_plugins_verify.replay.replay_report import SHOWN, as_json, page, text
 from axlearn_plugins_verify.replay.workbench import Measure
 
 DOCUMENT = Document(row=2, number=3, start=22, stop=31, source="data.jsonl: the line at byte 1522")
