@@ -65,6 +65,8 @@ def record(seed: int, minutes: float) -> dict[str, Any]:
     line: dict[str, Any] = {"seed": seed, "command": " ".join(request.words)}
     try:
         proof = prove(request, minutes=minutes, seed=seed, seeds=1)
+    except PluginError:
+        raise
     except RequestError as error:
         return {**line, "error": str(error)}
     counts: dict[str, int] = {}
