@@ -26,7 +26,7 @@ from axlearn_plugins_verify.prove.forward import (
     precise_config,
     random_rows,
 )
-from axlearn_plugins_verify.prove.step import Step, compare_steps
+from axlearn_plugins_verify.prove.training_step import Step, compare_steps
 
 
 class ExportImport:
