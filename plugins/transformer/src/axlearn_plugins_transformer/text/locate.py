@@ -11,6 +11,7 @@ import numpy as np
 
 from axlearn_plugins_transformer.text.records import Document, LocatesText, Records
 from axlearn_plugins_transformer.text.sources import Part
+from axlearn_plugins_transformer.text.tokenizers import token_bytes
 
 LOOK_BACK = 32
 """Number of earlier records to search. First-fit packing holds documents back until a row is full."""
@@ -67,6 +68,5 @@ def _describe(source: Any, records: Records, record: int, document: Document, of
     name = records.name(record)
     if not isinstance(records, LocatesText):
         return name
-    tokens = source.example(document)[:offset, 1].tolist()
-    skipped = len(source.tokenizer.decode(tokens).encode()) if tokens else 0
-    return records.locate(record, document, skipped)
+    sizes = token_bytes(source.tokenizer)[source.example(document)[:offset, 1]]
+    return records.locate(record, document, int(np.sum(sizes, dtype=np.float64)))

@@ -233,11 +233,13 @@ class Recorder:
         if name is not None:
             return f"{parent_path}.{name}" if parent_path else name
         prefix = tuple(p for p in parent_path.split(".") if p and p != REPEATED)
-        below = [
-            path[len(prefix) :]
+        candidates = [
+            (path[len(prefix) :], other)
             for path, other in self.modules
             if path[: len(prefix)] == prefix and len(path) > len(prefix) and type(other) is type(module)
         ]
+        stacks = [(path, other) for path, other in candidates if _is_stack_of(other, module)]
+        below = [path for path, _ in stacks or candidates]
         if not below:
             return f"{parent_path}.{type(module).__name__}" if parent_path else type(module).__name__
         nearest = min(below, key=len)
@@ -245,6 +247,12 @@ class Recorder:
             return nearest[0]
         parts = [p for p in nearest if not p.isdigit()] or [nearest[0]]
         return ".".join([*([parent_path] if parent_path else []), *parts, REPEATED])
+
+
+def _is_stack_of(stack: Any, module: Any) -> bool:
+    """Return True if the arrays of a module have one more axis than those of another."""
+    ranks = ([len(x.shape) for x in jax.tree.leaves(nnx.state(m))] for m in (stack, module))
+    return any(one == other + 1 for one, other in zip(*ranks, strict=False))
 
 
 def _is_float(x: Any) -> bool:

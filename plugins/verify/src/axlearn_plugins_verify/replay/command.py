@@ -46,8 +46,8 @@ def replay(
     the documents that caused it. The run directory does not change. Exits with code 1 if the step is not bit-identical.
     """
     from axlearn_core.train.trackers import writing
-    from axlearn_plugins_verify.replay import report as reports
-    from axlearn_plugins_verify.replay.api import replay as compute
+    from axlearn_plugins_verify.replay import replay_report as reports
+    from axlearn_plugins_verify.replay.step_replay import replay as compute
 
     result = compute(
         run,

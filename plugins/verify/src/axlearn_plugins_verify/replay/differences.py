@@ -78,10 +78,11 @@ def compare_scalars(step: int, recorded: Mapping[str, float], replayed: Mapping[
 
 
 def compare_states(recorded: Any, replayed: Any) -> list[ArrayDifference]:
-    """Return the arrays of two training states that differ in at least one bit, in the order of the state."""
+    """Return the arrays of two training states that differ in at least one bit: weights first, then by size of the error."""
     expected, actual = flatten(recorded), flatten(replayed)
-    differences = (_compare_arrays(path, expected[path], actual[path]) for path in expected)
-    return [difference for difference in differences if difference is not None]
+    differences = [_compare_arrays(path, expected[path], actual[path]) for path in expected]
+    changed = [difference for difference in differences if difference is not None]
+    return sorted(changed, key=lambda d: (not d.path.startswith(("params.", "variables.")), -d.error))
 
 
 def _compare_arrays(path: str, recorded: Any, replayed: Any) -> ArrayDifference | None:

@@ -69,10 +69,10 @@ def keep_documents(batch: Mapping[str, Any], documents: Collection[Document]) ->
     """
     arrays = {name: np.array(value) for name, value in batch.items()}
     if SEGMENTS not in batch:
-        kept = sorted({d.row for d in documents})
+        remaining = sorted({d.row for d in documents})
         for value in arrays.values():
-            removed = [row for row in range(len(value)) if row not in kept]
-            value[removed] = value[kept[0]]
+            removed = [row for row in range(len(value)) if row not in remaining]
+            value[removed] = value[remaining[0]]
         return arrays
     shape = arrays[SEGMENTS].shape
     keep = np.zeros(shape, bool)

@@ -31,13 +31,12 @@ class Finding:
     documents: tuple[Document, ...] = ()
 
     def __str__(self) -> str:
-        tensor = name_tensor(self.statistics)
-        found = self.statistics
+        statistics = self.statistics
         if self.usual is None:
-            what = f"{found.nonfinite:,} of {found.size:,} values are not finite"
+            problem = f"{statistics.nonfinite:,} of {statistics.size:,} values are not finite"
         else:
-            what = f"magnitude {found.magnitude:.4g}, usually {self.usual:.4g}"
-        return f"{tensor}: {what}"
+            problem = f"magnitude {statistics.magnitude:.4g}, usually {self.usual:.4g}"
+        return f"{name_tensor(statistics)}: {problem}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the finding as a JSON object."""
@@ -48,10 +47,10 @@ class Finding:
         }
 
 
-def name_tensor(statistics: Statistics) -> str:
+def name_tensor(statistics: "Statistics | Divergence") -> str:
     """Name a tensor. The parent of a module computes its input, so the input is named after the parent."""
     if statistics.tensor != "input" or not statistics.layer:
-        return statistics.name
+        return f"{statistics.layer or 'model'} {statistics.tensor}"
     parent, _, child = statistics.layer.rpartition(".")
     return f"{parent or 'model'}, input of {child}"
 
@@ -66,10 +65,10 @@ def first_nonfinite(
         documents: Documents of the batch.
         microbatches: Number of microbatches.
     """
-    for found in statistics:
-        if found.nonfinite:
-            marks = found.bad
-            return Finding(statistics=found, documents=_at(found, marks, documents, microbatches))
+    for tensor in statistics:
+        if tensor.nonfinite:
+            marks = tensor.bad
+            return Finding(statistics=tensor, documents=_at(tensor, marks, documents, microbatches))
     return None
 
 
@@ -89,11 +88,13 @@ def first_grown(
         microbatches: Number of microbatches.
         factor: Smallest ratio to report.
     """
-    for found in statistics:
-        limit = factor * usual.get((found.layer, found.tensor), 0.0)
-        if 0 < limit < found.magnitude:
-            marks = None if found.peaks is None else found.peaks > limit
-            return Finding(statistics=found, usual=limit / factor, documents=_at(found, marks, documents, microbatches))
+    for tensor in statistics:
+        limit = factor * usual.get((tensor.layer, tensor.tensor), 0.0)
+        if 0 < limit < tensor.magnitude:
+            marks = None if tensor.peaks is None else tensor.peaks > limit
+            return Finding(
+                statistics=tensor, usual=limit / factor, documents=_at(tensor, marks, documents, microbatches)
+            )
     return None
 
 
@@ -164,11 +165,11 @@ def _is_finite(array: Any) -> bool:
 
 
 def _at(
-    found: Statistics, marks: np.ndarray | None, documents: Sequence[Document], microbatches: int
+    tensor: Statistics, marks: np.ndarray | None, documents: Sequence[Document], microbatches: int
 ) -> tuple[Document, ...]:
     if marks is None:
         return ()
-    return tuple(dict.fromkeys(_documents_at(found.microbatch, marks, documents, microbatches)))
+    return tuple(dict.fromkeys(_documents_at(tensor.microbatch, marks, documents, microbatches)))
 
 
 def _documents_at(

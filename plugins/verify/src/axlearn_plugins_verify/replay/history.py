@@ -15,7 +15,7 @@ from axlearn_core.contracts.capabilities import LoadsInitialWeights
 from axlearn_core.errors import CheckpointError, RequestError, counted
 from axlearn_core.run import Run
 from axlearn_core.run.checkpoints import open_checkpoint
-from axlearn_core.run.record import LOCK, parse_lock
+from axlearn_core.run.record import LOCK, get_origin, parse_lock
 from axlearn_core.run.stored_config import CHECKPOINTS
 from axlearn_core.train.loop import TrainLoop
 from axlearn_core.train.trainer import Trainer
@@ -102,13 +102,13 @@ class History:
         earlier = [s for s in self.steps if s < step]
         if earlier and not from_start:
             return earlier[-1]
-        loads = isinstance(self.config.loop, LoadsInitialWeights)
         gone = [s for s in range(1, step) if self.checkpointer.due(s)] if self.last_step else []
-        if loads or (gone and not from_start) or self.run.lock.get("imported_from") or self.run.lock.get("made_from"):
-            raise self._gone(step, gone, loads=loads)
+        has_initial_state = get_origin(self.run.lock) is None and not isinstance(self.config.loop, LoadsInitialWeights)
+        if not has_initial_state or (gone and not from_start):
+            raise self._missing_checkpoint(step, gone, has_initial_state)
         return 0
 
-    def _gone(self, step: int, gone: list[int], *, loads: bool) -> RequestError:
+    def _missing_checkpoint(self, step: int, gone: list[int], has_initial_state: bool) -> CheckpointError:
         listed = ", ".join(map(str, self.steps)) or "none"
         head = f"{self.run} has no checkpoint before step {step:,}"
         if gone:
@@ -117,7 +117,7 @@ class History:
         if self.steps:
             nearest = self.steps[0] + 1
             fixes.append(f"--step {nearest}, the nearest step that can be replayed")
-        if not loads and not self.run.lock.get("made_from") and not self.run.lock.get("imported_from"):
+        if has_initial_state:
             fixes.append(f"--from-start computes {counted(step, 'step')} from the initial state")
         return CheckpointError(
             f"{head}\n    checkpoints: {listed}\n    fix: {'; or '.join(fixes) or 'there is nothing to start from'}"

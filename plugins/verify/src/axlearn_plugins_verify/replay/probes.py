@@ -5,7 +5,7 @@ Callbacks in the compiled program send each tensor to the host, which keeps its 
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import attrs
@@ -34,8 +34,6 @@ class Statistics:
         largest: Maximum.
         mean: Mean.
         nonfinite: Number of values that are not finite.
-        position: First position [row, place] with a value that is not finite, or else of the largest magnitude. None if the
-            tensor has no rows and positions.
         bad: bool [B, S], True if a position has a value that is not finite. None if the tensor has no rows and positions.
         peaks: float [B, S], the largest magnitude at each position. None if the tensor has no rows and positions.
         sample: At most `SAMPLE` of the values, float32.
@@ -86,11 +84,6 @@ class Statistics:
             bad=np.asarray(~finite.all(axis=inner)) if has_rows else None,
             peaks=magnitude.max(axis=inner) if magnitude is not None else None,
         )
-
-    @property
-    def name(self) -> str:
-        """Layer and tensor."""
-        return f"{self.layer or 'model'} {self.tensor}"
 
     @property
     def magnitude(self) -> float:
@@ -167,9 +160,10 @@ class ProbeRecorder(Recorder):
                     index = iteration if self.what == "outputs" else count - 1 - iteration
                     calls.append((*self.sites[site], self.arrivals[site][index]))
         self.arrivals.clear()
-        records = [
-            attrs.evolve(record.value, layer=record.layer, tensor=record.tensor) for record in number_layers(calls)
-        ]
+        records = []
+        for record in number_layers(calls):
+            statistics: Any = record.value
+            records.append(attrs.evolve(statistics, layer=record.layer, tensor=record.tensor))
         return records if self.what == "outputs" else records[::-1]
 
     def _loops(self) -> Iterator[list[int]]:
@@ -230,8 +224,3 @@ def relative_error(one: Statistics, other: Statistics) -> float:
     if not np.isfinite(distance):
         return 0.0 if np.array_equal(a, b, equal_nan=True) else float("inf")
     return distance / norm if norm else distance
-
-
-def select(statistics: Sequence[Statistics], pattern: str, matches: Callable[[str, str], bool]) -> list[Statistics]:
-    """Return the statistics of the modules and parameters whose path matches a pattern."""
-    return [s for s in statistics if matches(pattern, s.layer.partition("[")[0])]

@@ -1,6 +1,7 @@
 """Compute the parts of one step: the outputs of its modules, its gradients, and the gradients of some of its documents."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -8,14 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axlearn_core.compose import Function, ModelWeights, Part, Program
+from axlearn_core.compose import Function, ModelWeights, Part, Program, compose
 from axlearn_core.compose.functions import Array, batch_inputs
+from axlearn_core.config import patch
+from axlearn_core.config.node import get_fields
+from axlearn_core.config.roles import StackRole
+from axlearn_core.config.tree import walk
 from axlearn_core.learn import Learner
 from axlearn_core.learn.learner import global_norm
 from axlearn_core.train.step import TrainingFunctions
 from axlearn_plugins_verify.prove.module_calls import patched
 from axlearn_plugins_verify.replay.probes import ProbeRecorder, Statistics, What, measure_parameters
-from axlearn_plugins_verify.replay.steps import HostBatch
+from axlearn_plugins_verify.replay.replayer import HostBatch
 
 _LAYERS = "layers"
 
@@ -54,9 +59,7 @@ class Workbench:
         self.key = jax.random.fold_in(jax.random.wrap_key_data(jax.device_get(state.rng)), jax.device_get(state.step))
         config: Any = program.config
         self.microbatches = config.learner.accumulate_steps if isinstance(config.learner, Learner.Config) else 1
-        learner = config.learner.build(max_steps=config.max_steps, axes=program.trained.axes)
-        self._learner, self._training = learner, TrainingFunctions(program.functional, learner, program.trained)
-        self._recorders: dict[What, ProbeRecorder] = {}
+        self._learner, self._training = _training_functions(program)
         frozen = set(program.function("train").frozen)
         self.trained = [path for path in program.trained.abstract if path not in frozen]
         program.functions["replay-gradients"] = Function(
@@ -66,16 +69,10 @@ class Workbench:
             differentiates=True,
             describe="loss and gradients, without an update",
         )
-        for what in ("outputs", "gradients"):
-            program.functions[f"replay-{what}-of-modules"] = Function(
-                call=self._backward if what == "gradients" else self._forward,
-                inputs=lambda batch: (
-                    Part.TRAINED, batch_inputs(batch), Part.KEY, Array((), jnp.int32, (), "microbatch")
-                ),
-                outputs=lambda _: Part.REPLICATED,
-                differentiates=what == "gradients",
-                describe=f"{what} of modules",
-            )  # fmt: skip
+
+    @cached_property
+    def _tracer(self) -> "_Tracer":
+        return _Tracer(without_stages(self.program), self.weights, self.key, self.microbatches)
 
     def measure(self, batch: HostBatch) -> Measure:
         """Compute the loss and the gradients of a batch, with the weights and the key of the step."""
@@ -87,22 +84,7 @@ class Workbench:
         Returns:
             Statistics in the order of computation, one microbatch after the other.
         """
-        rows = next((tuple(batch[name].shape[:2]) for name in ("segment_ids", "tokens") if name in batch), None)
-        rows = rows or (len(next(iter(batch.values()))),)
-        rows = (rows[0] // self.microbatches, *rows[1:])
-        name = f"replay-{what}-of-modules"
-        device_batch = self.program.put(batch)
-        if what not in self._recorders:
-            self._recorders[what] = ProbeRecorder(
-                self.program.functional.describe(), rows, what, self.program.layout.mesh
-            )
-        with patched(self._recorders[what]):
-            function = self.program.compile(name, device_batch)
-        measured = []
-        for index in range(self.microbatches):
-            jax.block_until_ready(function(self.weights, device_batch, self.key, np.int32(index)))
-            measured += [attrs.evolve(s, microbatch=index) for s in self._recorders[what].statistics()]
-        return measured
+        return self._tracer.trace(batch, what)
 
     def trace_parameters(self, batch: HostBatch) -> list[Statistics]:
         """Measure the gradients of the trained parameters, separately for each layer of a stack."""
@@ -128,14 +110,51 @@ class Workbench:
         nonfinite = sum(jnp.sum(~jnp.isfinite(g), dtype=jnp.int32) for g in trained.values())
         return (loss, global_norm(trained), nonfinite), ModelWeights(grads, weights.variables)
 
-    def _forward(self, weights: ModelWeights, batch: Any, key: jax.Array, index: jax.Array) -> jax.Array:
-        return self._loss(weights.params, weights.variables, batch, key, index)
+
+class _Tracer:
+    """Measures the outputs of modules, or the gradients with respect to them, one microbatch at a time."""
+
+    def __init__(self, program: Program, weights: ModelWeights, key: jax.Array, microbatches: int):
+        self.program, self.key, self.microbatches = program, key, microbatches
+        self.weights = jax.tree.map(lambda x, spec: jax.device_put(x, spec.sharding), weights, program.trained_spec)
+        self._training = _training_functions(program)[1]
+        self._recorders: dict[What, ProbeRecorder] = {}
+        calls: dict[What, Any] = {"outputs": self._loss, "gradients": self._backward}
+        for what, call in calls.items():
+            program.functions[f"replay-{what}-of-modules"] = Function(
+                call=call,
+                inputs=lambda batch: (
+                    Part.TRAINED, batch_inputs(batch), Part.KEY, Array((), jnp.int32, (), "microbatch")
+                ),
+                outputs=lambda _: Part.REPLICATED,
+                differentiates=what == "gradients",
+                describe=f"{what} of modules",
+            )  # fmt: skip
+
+    def trace(self, batch: HostBatch, what: What) -> list[Statistics]:
+        rows = next((tuple(batch[name].shape[:2]) for name in ("segment_ids", "tokens") if name in batch), None)
+        rows = rows or (len(next(iter(batch.values()))),)
+        rows = (rows[0] // self.microbatches, *rows[1:])
+        program, device_batch = self.program, self.program.put(batch)
+        if what not in self._recorders:
+            self._recorders[what] = ProbeRecorder(program.functional.describe(), rows, what, program.layout.mesh)
+        recorder = self._recorders[what]
+        with patched(recorder):
+            function = program.compile(f"replay-{what}-of-modules", device_batch)
+        measured = []
+        for index in range(self.microbatches):
+            jax.block_until_ready(function(self.weights, device_batch, self.key, np.int32(index)))
+            measured += [attrs.evolve(s, microbatch=index) for s in recorder.statistics()]
+        return measured
 
     def _backward(self, weights: ModelWeights, batch: Any, key: jax.Array, index: jax.Array) -> jax.Array:
-        loss, gradients = jax.value_and_grad(self._loss)(weights.params, weights.variables, batch, key, index)
-        return loss + 0 * global_norm(gradients)  # so that nothing is left out
+        def loss(params: Any) -> jax.Array:
+            return self._loss(ModelWeights(params, weights.variables), batch, key, index)
 
-    def _loss(self, params: Any, variables: Any, batch: Mapping[str, Any], key: jax.Array, index: jax.Array) -> Any:
+        value, gradients = jax.value_and_grad(loss)(weights.params)
+        return value + 0 * global_norm(gradients)  # so that nothing is left out
+
+    def _loss(self, weights: ModelWeights, batch: Mapping[str, Any], key: jax.Array, index: jax.Array) -> jax.Array:
         parts, key_of_step = self.microbatches, key if self.program.trained.is_stateful else None
         if parts > 1:
             batch = {
@@ -143,5 +162,37 @@ class Workbench:
                 for name, x in batch.items()
             }
             key_of_step = None if key_of_step is None else jax.random.fold_in(key_of_step, index)
-        loss, _ = self._training.training_loss(params, self.program.trained.begin_step(variables), batch, key_of_step)
-        return loss
+        variables = self.program.trained.begin_step(weights.variables)
+        return self._training.training_loss(weights.params, variables, batch, key_of_step)[0]
+
+
+def without_stages(program: Program) -> Program:
+    """Return the program without pipeline stages. The layers of a stage run with others at the same time, so they have no order.
+
+    The devices of the stages move to the `fsdp` axis. A stack in stages is replaced with the plain stack that it computes like.
+    """
+    config: Any = program.config
+    plain = {
+        path: _as_base(value, base)
+        for path, value in walk(config)
+        if isinstance(value, StackRole) and (base := getattr(type(value), "computes_like", None)) is not None
+    }
+    shape = {axis: size for axis, size in program.layout.mesh.shape.items() if size > 1}
+    stages = shape.pop("pipeline", 1)
+    if not plain and stages == 1:
+        return program
+    shape["fsdp"] = shape.get("fsdp", 1) * stages
+    changed: Any = patch(config, {**plain, "mesh.shape": shape})
+    return compose(changed, list(program.layout.mesh.devices.flat))
+
+
+def _as_base(value: Any, base: Any) -> Any:
+    return base(
+        **{field: child for field, child in get_fields(value).items() if field in {a.name for a in attrs.fields(base)}}
+    )
+
+
+def _training_functions(program: Program) -> tuple[Any, TrainingFunctions]:
+    config: Any = program.config
+    learner = config.learner.build(max_steps=config.max_steps, axes=program.trained.axes)
+    return learner, TrainingFunctions(program.functional, learner, program.trained)

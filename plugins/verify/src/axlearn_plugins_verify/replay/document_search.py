@@ -70,10 +70,10 @@ class _Search:
         """Return True if these documents alone are not finite, or contribute a larger gradient than usual."""
         if not documents:
             return False
-        found = self.compute(documents)
+        measured = self.compute(documents)
         # A mean over fewer targets has larger gradients, so compare what the documents contribute to the whole batch.
         share = share_of_targets(self.batch, keep_documents(self.batch, documents))
-        return is_abnormal(found, self.limit, share)
+        return is_abnormal(measured, self.limit, share)
 
 
 def is_abnormal(measure: Measure, limit: float | None, share: float = 1.0) -> bool:

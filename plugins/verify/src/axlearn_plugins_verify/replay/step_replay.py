@@ -16,18 +16,18 @@ from axlearn_core.contracts.capabilities import LocatesDocuments
 from axlearn_core.errors import RequestError, nearest
 from axlearn_core.nn.layer import DTYPES
 from axlearn_plugins_verify.replay import findings
-from axlearn_plugins_verify.replay.bisect import MAX_RERUNS, Bisection, bisect_documents
 from axlearn_plugins_verify.replay.differences import (
     ArrayDifference,
     ScalarDifference,
     compare_scalars,
     compare_states,
 )
+from axlearn_plugins_verify.replay.document_search import MAX_RERUNS, Bisection, bisect_documents
 from axlearn_plugins_verify.replay.documents import Document, list_documents
 from axlearn_plugins_verify.replay.findings import Divergence, Finding
 from axlearn_plugins_verify.replay.history import History
 from axlearn_plugins_verify.replay.probes import Statistics
-from axlearn_plugins_verify.replay.steps import HostBatch, Replayer, Step, change_program
+from axlearn_plugins_verify.replay.replayer import HostBatch, Replayer, Step, change_program
 from axlearn_plugins_verify.replay.workbench import Measure, Workbench
 
 NAMED = 16
@@ -97,7 +97,7 @@ class Replay:
         return findings.first_divergence(self.divergences)
 
     def __str__(self) -> str:
-        from axlearn_plugins_verify.replay.report import text
+        from axlearn_plugins_verify.replay.replay_report import text
 
         return text(self)
 
@@ -263,7 +263,7 @@ class _Inspection:
         if not whole.finite and not usual.finite:
             ended = "another batch is not finite with these weights either, so no document is to blame"
             return attrs.evolve(result, bisection=Bisection(whole=whole, ended=ended))
-        found = result.nonfinite or result.grown
+        finding = result.nonfinite or result.grown
         documents = self.documents
         self.progress(f"searching {len(documents)} documents")
 
@@ -276,7 +276,7 @@ class _Inspection:
             measure,
             whole=whole,
             usual=usual.norm if usual.finite else None,
-            suspects=found.documents if found else (),
+            suspects=finding.documents if finding else (),
             max_reruns=max_reruns,
         )
         return attrs.evolve(result, bisection=bisection)

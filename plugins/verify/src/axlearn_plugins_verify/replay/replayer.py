@@ -156,11 +156,11 @@ def change_program(program: Program, features: Sequence[str], option: str) -> Pr
     if expected == actual:
         return changed
     path = next(p for p in {**expected, **actual} if expected.get(p) != actual.get(p))
-    got, wanted = (f"{s[path][1]} {list(s[path][0])}" if path in s else "absent" for s in (actual, expected))
+    got, required = (f"{s[path][1]} {list(s[path][0])}" if path in s else "absent" for s in (actual, expected))
     close = nearest(path, expected, limit=1) if path not in expected else ()
     raise RequestError(
         f"{option}: the feature changes the training state, so the step cannot start from the state of the run\n"
-        f"    got: {path} {got}{f' (nearest in the run: {close[0]})' if close else ''}\n    expected: {wanted}, as in the run\n"
+        f"    got: {path} {got}{f' (nearest in the run: {close[0]})' if close else ''}\n    expected: {required}, as in the run\n"
         "    fix: use a feature that only changes how the step is computed, such as precision:dtype=float32"
     )
 

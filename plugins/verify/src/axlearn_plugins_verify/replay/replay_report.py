@@ -7,12 +7,14 @@ from typing import Any
 import attrs
 
 from axlearn_core.errors import counted
-from axlearn_plugins_verify.replay.api import Replay
 from axlearn_plugins_verify.replay.documents import Document
 from axlearn_plugins_verify.replay.findings import GREW, name_tensor
+from axlearn_plugins_verify.replay.step_replay import Replay
 
 SHOWN = 12
 """Number of differences to print. For the others, only the count is printed."""
+SHOWN_DOCUMENTS = 6
+"""Number of documents to print."""
 
 
 def text(result: Replay) -> str:
@@ -141,8 +143,9 @@ def _located(result: Replay) -> list[str]:
 
 
 def _documents(documents: Sequence[Document]) -> list[str]:
-    more = [f"  and {counted(len(documents) - SHOWN, 'more document')}"] if len(documents) > SHOWN else []
-    return [*(f"  in {document}" for document in documents[:SHOWN]), *more]
+    rest = len(documents) - SHOWN_DOCUMENTS
+    more = [f"  and {counted(rest, 'more document')}"] if rest > 0 else []
+    return [*(f"  in {document}" for document in documents[:SHOWN_DOCUMENTS]), *more]
 
 
 def _shadow(result: Replay) -> list[str]:
@@ -153,13 +156,11 @@ def _shadow(result: Replay) -> list[str]:
     first = result.divergence
     if overflow is not None:
         lines.append(
-            f"first overflow: {overflow.layer or 'model'} {overflow.tensor} is finite with {result.shadow}, "
+            f"first overflow: {name_tensor(overflow)} is finite with {result.shadow}, "
             f"but {overflow.nonfinite:,} of its values are not in the run"
         )
     if first is not None and first is not overflow:
-        lines.append(
-            f"first divergence from {result.shadow}: {first.layer or 'model'} {first.tensor}, {first.error:.2g} of its norm"
-        )
+        lines.append(f"first divergence from {result.shadow}: {name_tensor(first)}, {first.error:.2g} of its norm")
     rows = [d for d in result.divergences if d.tensor == "output"]
     width = max((len(d.layer) for d in rows), default=0)
     return [
