@@ -81,8 +81,8 @@ def read_results() -> dict[str, dict[str, Any]]:
 
 def render_table(faults: Sequence[Fault], results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the page of results."""
-    found = [f for f in faults if results.get(f.name, {}).get("found")]
-    named = [f for f in found if results[f.name]["named"]]
+    failed = [f for f in faults if results.get(f.name, {}).get("found")]
+    named = [f for f in failed if results[f.name]["named"]]
     clean = [f for f in faults if results.get(f.name, {}).get("clean")]
     rows = [
         f"| {fault.name} | {fault.checked} | {_code(result.get('layer'))} | {_code(result.get('tensor'))} "
@@ -98,7 +98,7 @@ def render_table(faults: Sequence[Fault], results: Mapping[str, Mapping[str, Any
             "it, on a tiny config that uses the faulty code.\n",
             "| | faults |",
             "|---|---|",
-            f"| found | {len(found)} of {len(faults)} |",
+            f"| found | {len(failed)} of {len(faults)} |",
             f"| right layer or tensor named | {len(named)} of {len(faults)} |",
             f"| property holds without the fault | {len(clean)} of {len(faults)} |",
             "",
@@ -161,12 +161,12 @@ def examine(fault: Fault, tree: Path, clean: dict[Any, dict[str, Any]]) -> dict[
     with planted(fault, tree):
         result = check(fault, tree)
     place = f"{result.get('layer', '')} {result.get('tensor', '')}"
-    found = result.get("holds") is False
+    fails = result.get("holds") is False
     without = clean[key]
     return {
         **{k: v for k, v in result.items() if k != "holds"},
-        "found": found,
-        "named": found and fault.layer in place,
+        "found": fails,
+        "named": fails and fault.layer in place,
         "clean": without.get("holds") is True,
         **({} if without.get("holds") else {"without": without}),
     }

@@ -38,8 +38,8 @@ def test_the_stored_results_cover_the_list(planted_compositions):
     faults, results = planted_compositions.read_faults(), planted_compositions.read_results()
     assert {f.name for f in faults} == set(results)
     assert planted_compositions.TABLE.read_text("utf-8") == planted_compositions.render_table(faults, results)
-    found = [name for name, result in results.items() if result["found"] and result["named"] and result["clean"]]
-    assert len(found) >= 0.95 * len(faults)
+    names = [name for name, result in results.items() if result["found"] and result["named"] and result["clean"]]
+    assert len(names) >= 0.95 * len(faults)
 
 
 def test_a_fault_is_planted_and_examined(planted_compositions, tmp_path, monkeypatch):

@@ -5,16 +5,14 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import attrs
-import jax
 import numpy as np
 
 from axlearn_core.compose import ModelWeights, Program
 from axlearn_core.contracts.capabilities import GeneratesTokens
 from axlearn_plugins_verify.properties.causality import bidirectional
-from axlearn_plugins_verify.prove import trace
+from axlearn_plugins_verify.prove import module_calls
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
 from axlearn_plugins_verify.prove.forward import (
-    QUICK,
     Run,
     check_precisely,
     competing_tokens,
@@ -63,7 +61,7 @@ class CachedDecoding:
             position = int(np.argmax((errors > tolerance).any(axis=0)))
             part = "in the prompt" if position < prompt else "after the prompt"
             whole = Run(program=program, weights=weights, rows={"tokens": tokens})
-            difference = trace.first_difference(
+            difference = module_calls.first_difference(
                 whole.records(), decoding.records(), tolerance, whole.select_record, whole.select_record
             ) or Difference(layer="", tensor="logits", error=error)
             detail = f"first at position {position}, {part}; {difference.detail}".removesuffix("; ")
@@ -97,24 +95,24 @@ class Decoding:
 
     def logits(self) -> np.ndarray:
         """Return the logits, float64 [B, S, V]."""
-        chunk = jax.jit(self._decode_chunk, compiler_options=QUICK)
+        chunk = self._compile()
         parts = self._run(lambda cache, tokens: chunk(self.weights, cache, tokens))
         return np.asarray(np.concatenate(parts, axis=1), np.float64)
 
-    def records(self) -> list[trace.Record]:
+    def records(self) -> list[module_calls.Record]:
         """Record the calls of modules, with the positions of all chunks joined."""
         model, chunks = self.program.functional.describe(), []
 
         def record(cache: Any, tokens: np.ndarray) -> Any:
-            result, records = trace.record_calls(model, self._decode_chunk, self.weights, cache, tokens)
+            result, records = module_calls.record_calls(model, self._compile(), self.weights, cache, tokens)
             chunks.append([r for r in records if r.value.shape[:2] == tokens.shape])
             return result
 
         self._run(record)
-        return trace.join_chunks(chunks)
+        return module_calls.join_chunks(chunks)
 
     def _run(self, decode: Callable[[Any, np.ndarray], Any]) -> list[np.ndarray]:
-        cache, parts = jax.jit(self._init_cache)(self.weights), []
+        cache, parts = self.program.compile_trial(self._init_cache)(self.weights), []
         edges = [0, *range(self.prompt, self.tokens.shape[1] + 1)]
         for start, stop in itertools.pairwise(edges):
             logits, cache = decode(cache, self.tokens[:, start:stop])
@@ -127,9 +125,9 @@ class Decoding:
     def _init_cache(self, weights: ModelWeights) -> Any:
         return self._bind(weights).init_cache(*self.tokens.shape)
 
-    def _decode_chunk(self, weights: ModelWeights, cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        with self.program.tracing("decode" if "decode" in self.program.functions else "train"):
-            return self._bind(weights)(tokens, cache=cache)
+    def _compile(self) -> Any:
+        name = "decode" if "decode" in self.program.functions else "train"
+        return self.program.compile_trial(lambda weights, cache, tokens: self._bind(weights)(tokens, cache=cache), name)
 
 
 def _generate(

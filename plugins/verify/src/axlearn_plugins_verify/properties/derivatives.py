@@ -10,7 +10,7 @@ import numpy as np
 from axlearn_core.compose import ModelWeights
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
 from axlearn_plugins_verify.prove.forward import precise_config
-from axlearn_plugins_verify.prove.step import STACKED, Step, find_module
+from axlearn_plugins_verify.prove.training_step import STACKED, Step, find_module
 
 STEPS = (2.0**-5, 2.0**-7, 2.0**-9)
 """Relative changes of the parameters for a difference."""

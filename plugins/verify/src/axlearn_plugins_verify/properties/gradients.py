@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
-from axlearn_plugins_verify.prove.step import Step, split_layers
+from axlearn_plugins_verify.prove.training_step import Step, split_layers
 
 
 class Gradients:

@@ -16,7 +16,7 @@ from axlearn_core.kernels import selection
 from axlearn_core.kernels.selection import REFERENCE, Choice, Selection
 from axlearn_plugins_verify.prove.contract import Outcome
 from axlearn_plugins_verify.prove.forward import check_precisely
-from axlearn_plugins_verify.prove.step import Step, compare_steps
+from axlearn_plugins_verify.prove.training_step import Step, compare_steps
 
 LENGTHS = (384, 1024)
 """Row lengths to try if the rows of the shrunk config are too short for the kernels."""
@@ -60,21 +60,21 @@ class Kernels:
         program = case.program(config)
         names = original_kernels(case.original, program.platform)
         steps: list[tuple[Step, list[tuple[str, str]]]] = []
-        seen: set[tuple[str, str]] = set()
+        compared: set[tuple[str, str]] = set()
         batch = case.batch(case.seed)
         for length in (None, *LENGTHS):
             rows = batch if length is None else lengthened(batch, length)
             step = Step(program=program, weights=case.weights(config), batch=rows)
             try:
-                used = {(c.op.name, c.name) for c in step_choices(step) if c.name != REFERENCE} - seen
+                used = {(c.op.name, c.name) for c in step_choices(step) if c.name != REFERENCE} - compared
             except AxlearnError:
                 continue  # the model does not accept rows of this length
             if used and (length is None or used & set(names)):
                 steps.append((step, sorted(used)))
-                seen |= used
-            if not set(names) - seen:
+                compared |= used
+            if not set(names) - compared:
                 break
-        missing = [f"{k} of {op} does not support the shrunk config" for op, k in names if (op, k) not in seen]
+        missing = [f"{k} of {op} does not support the shrunk config" for op, k in names if (op, k) not in compared]
         return steps, missing
 
 
@@ -97,9 +97,9 @@ def lengthened(batch: Any, length: int) -> dict[str, np.ndarray]:
 def step_choices(step: Step) -> Sequence[Choice]:
     """Return the kernels that a step selects."""
     kernels = Selection(platform=step.program.platform)
-    traced = attrs.evolve(step, kernels=kernels)
     batch = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in step.batch.items()}
-    jax.eval_shape(traced.compute, step.program.trained.abstract, step.program.trained.variables, batch)
+    with step.program.tracing("train", kernels):
+        jax.eval_shape(step.compute, step.program.trained.abstract, step.program.trained.variables, batch)
     return kernels.choices
 
 

@@ -8,7 +8,7 @@ import jax
 from axlearn_core.compose import ModelWeights, Program
 from axlearn_plugins_verify.prove.contract import Outcome
 from axlearn_plugins_verify.prove.forward import check_precisely, precise_config
-from axlearn_plugins_verify.prove.step import Step, compare_steps
+from axlearn_plugins_verify.prove.training_step import Step, compare_steps
 
 
 class Meshes:

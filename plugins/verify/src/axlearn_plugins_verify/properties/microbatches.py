@@ -7,7 +7,7 @@ import attrs
 from axlearn_core.config import patch
 from axlearn_plugins_verify.prove.contract import Outcome
 from axlearn_plugins_verify.prove.forward import check_precisely
-from axlearn_plugins_verify.prove.step import Step, compare_steps
+from axlearn_plugins_verify.prove.training_step import Step, compare_steps
 
 FIELD = "accumulate_steps"
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from axlearn_plugins_verify.prove.contract import Outcome
 from axlearn_plugins_verify.prove.forward import check_precisely, competing_tokens
-from axlearn_plugins_verify.prove.step import Step, compare_steps
+from axlearn_plugins_verify.prove.training_step import Step, compare_steps
 
 WEIGHTS, SEGMENTS, POSITIONS = "weights", "segment_ids", "positions"
 

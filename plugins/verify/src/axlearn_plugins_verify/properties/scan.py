@@ -6,7 +6,7 @@ from axlearn_core.config import find, patch
 from axlearn_core.config.roles import StackRole
 from axlearn_plugins_verify.prove.contract import Outcome
 from axlearn_plugins_verify.prove.forward import check_precisely
-from axlearn_plugins_verify.prove.step import Step, compare_steps
+from axlearn_plugins_verify.prove.training_step import Step, compare_steps
 
 OTHER = {"scan": "unrolled", "unrolled": "scan"}
 

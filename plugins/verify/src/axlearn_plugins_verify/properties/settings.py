@@ -1,23 +1,25 @@
 """Every setting of the model has an effect."""
 
-import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import attrs
 import jax
 
-from axlearn_core.compose import ModelAndObjective
+from axlearn_core.compose import Program
 from axlearn_core.config import Node, get, patch
 from axlearn_core.config.flat import leaves
 from axlearn_core.contracts.capabilities import DeclaresBatches
 from axlearn_core.contracts.experiment import get_input_config
 from axlearn_core.errors import AxlearnError
-from axlearn_core.kernels import selection
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
 
 PARTS = ("model.", "objective.")
 KINDS = ("mathematics", "training")
+
+_texts: "weakref.WeakKeyDictionary[Program, dict[str, str]]" = weakref.WeakKeyDictionary()
+"""Lowered functions by name. They do not depend on the seed."""
 
 
 class Settings:
@@ -38,7 +40,7 @@ class Settings:
         count, ignored = 0, []
         for path, config in changed_settings(case.config):
             count += 1
-            if not (_differs(case.config, config) or _differs_before_shrinking(case.original, path)):
+            if not _differs(case, case.config, config) and not self._differs_before_shrinking(case, path):
                 ignored.append(path)
         difference = None
         if ignored:
@@ -52,6 +54,11 @@ class Settings:
             compared=f"programs with {count} changed settings",
             difference=difference,
         )
+
+    def _differs_before_shrinking(self, case: Any, path: str) -> bool:
+        """Return whether a setting has an effect before the config is shrunk. The sizes of the shrunk config may hide it."""
+        changed = next((config for other, config in changed_settings(case.original) if other == path), None)
+        return changed is None or _differs(case, case.original, changed)
 
 
 def changed_settings(config: Any) -> Iterator[tuple[str, Any]]:
@@ -82,30 +89,20 @@ def _is_default(config: Any, path: str) -> bool:
     return name not in fields or fields[name].default == get(config, path)
 
 
-def _differs_before_shrinking(config: Any, path: str) -> bool:
-    """Return whether a setting has an effect before the config is shrunk. The sizes of the shrunk config may hide it."""
-    changed = next((c for p, c in changed_settings(config) if p == path), None)
-    return changed is None or _differs(config, changed)
-
-
-@functools.lru_cache(maxsize=512)  # the result does not depend on the seed
-def _differs(config: Any, other: Any) -> bool:
+def _differs(case: Any, config: Any, other: Any) -> bool:
     """Return whether two configs have different losses or initial weights."""
     try:
-        return any(text(config) != text(other) for text in (_loss_text, _init_text))
+        return any(_text(case, config, name) != _text(case, other, name) for name in ("loss", "init"))
     except (AxlearnError, ValueError, TypeError):
         return True  # the part refuses the value, so it reads the setting
 
 
-def _loss_text(config: Any) -> str:
-    source = get_input_config(config)
-    shapes = source.batch_shapes() if isinstance(source, DeclaresBatches) else {}
-    trained = ModelAndObjective.from_config(config)
-    batch = {name: jax.ShapeDtypeStruct(*spec) for name, spec in shapes.items()}
-    with selection.use(selection.Selection()):
-        return jax.jit(config.functions(trained.model)["loss"].call).lower(trained.specs, batch).as_text()
-
-
-def _init_text(config: Any) -> str:
-    model = ModelAndObjective.from_config(config).model
-    return jax.jit(model.init_arrays).lower(jax.random.key(0)).as_text()
+def _text(case: Any, config: Any, function: str) -> str:
+    program = case.program(config)
+    texts = _texts.setdefault(program, {})
+    if function not in texts:
+        source = get_input_config(config)
+        shapes = source.batch_shapes() if isinstance(source, DeclaresBatches) else {}
+        batch = {name: jax.ShapeDtypeStruct(*spec) for name, spec in shapes.items()}
+        texts[function] = program.lower(function, batch if function == "loss" else None).as_text()
+    return texts[function]

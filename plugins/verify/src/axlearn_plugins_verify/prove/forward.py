@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from typing import Any
 
 import attrs
@@ -17,12 +16,10 @@ from axlearn_core.contracts.capabilities import DeclaresBatches, HasVocabulary
 from axlearn_core.contracts.experiment import get_input_config
 from axlearn_core.nn.layer import Context
 from axlearn_plugins_transformer.causal_lm import LanguageModel
-from axlearn_plugins_verify.prove import trace
+from axlearn_plugins_verify.prove import module_calls
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
 
 QUICK = {"xla_backend_optimization_level": 0}
-if version("jaxlib").startswith("0.10."):  # later versions have no such option
-    QUICK["xla_cpu_use_fusion_emitters"] = False  # they take a third of the time
 """Compiler options for functions that run a few times, because compiling takes most of the time."""
 EPSILON = {"float64": 2.0**-50, "float32": 2.0**-22, "bfloat16": 2.0**-8, "float16": 2.0**-10}
 """Relative change of a parameter that stands for the rounding of a dtype."""
@@ -94,11 +91,10 @@ def forward(program: Program) -> Callable[[ModelWeights, Rows], jax.Array]:
     """Return the traceable function from weights and rows to logits [B, S, V], in evaluation mode."""
 
     def run(weights: ModelWeights, rows: Rows) -> jax.Array:
-        with program.tracing("train"):
-            model = program.functional.bind(weights.params, weights.variables)
-            context = Context(positions=rows.get("positions"), segment_ids=rows.get("segment_ids"))
-            hidden, _ = model.decoder(rows["tokens"], context)
-            return model.logits(hidden)
+        model = program.functional.bind(weights.params, weights.variables)
+        context = Context(positions=rows.get("positions"), segment_ids=rows.get("segment_ids"))
+        hidden, _ = model.decoder(rows["tokens"], context)
+        return model.logits(hidden)
 
     return run
 
@@ -107,7 +103,7 @@ def compute_logits(program: Program, weights: ModelWeights, rows: Rows) -> np.nd
     """Return the logits of rows, float64 [B, S, V]."""
     run = _compiled.get(program)
     if run is None:
-        run = _compiled[program] = jax.jit(forward(program), compiler_options=QUICK)
+        run = _compiled[program] = program.compile_trial(forward(program))
     return np.asarray(run(weights, dict(rows)), np.float64)
 
 
@@ -173,10 +169,11 @@ class Run:
         assert logits is not None
         return logits
 
-    def records(self) -> list[trace.Record]:
+    def records(self) -> list[module_calls.Record]:
         """Run again and record the calls of modules."""
         model = self.program.functional.describe()
-        _, records = trace.record_calls(model, forward(self.program), self.weights, dict(self.rows))
+        run = self.program.compile_trial(forward(self.program))
+        _, records = module_calls.record_calls(model, run, self.weights, dict(self.rows))
         return records
 
     def select_record(self, value: np.ndarray) -> np.ndarray | None:
@@ -191,7 +188,7 @@ def compare_logits(one: Run, other: Run, *, tolerance: float, compared: str) -> 
     error = float(errors.max())
     if error <= tolerance:
         return Outcome(error=error, tolerance=tolerance, compared=compared)
-    difference = trace.first_difference(
+    difference = module_calls.first_difference(
         one.records(), other.records(), tolerance, one.select_record, other.select_record
     ) or Difference(layer="", tensor="logits", error=error)
     place = np.unravel_index(int(np.argmax(errors > tolerance)), errors.shape)

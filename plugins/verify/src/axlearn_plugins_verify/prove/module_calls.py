@@ -44,20 +44,20 @@ class Record:
 
 
 def record_calls(model: Any, run: Callable[..., Any], *arguments: Any) -> tuple[Any, list[Record]]:
-    """Compile and run a function, and record the module calls in it.
+    """Run a function, and record the module calls in it.
 
     Args:
         model: The model, possibly with abstract arrays. It defines the classes and paths of the modules.
-        run: Function that calls the model. It is traced once.
+        run: Compiled function that calls the model. It must not have been traced before.
         arguments: Arrays, or pytrees of arrays.
 
     Returns:
         The result of the function and the records.
     """
     calls: list[tuple[str, str, np.ndarray]] = []
-    options, ordered = {"xla_backend_optimization_level": 0}, _one_device(arguments)
+    ordered = _one_device(arguments)
     with patched(Recorder(model, calls, ordered=ordered)):
-        result = jax.jit(lambda *args: run(*args), compiler_options=options)(*arguments)
+        result = run(*arguments)
         jax.block_until_ready(result)
         jax.effects_barrier()
     return result, number_layers(calls, ordered=ordered)
@@ -264,7 +264,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
     """Let the classes of a model report their calls to a recorder."""
     originals: dict[type, Any] = {}
     for cls in recorder.classes:
-        if callable(getattr(cls, "__call__", None)):  # noqa: B004 - the function itself is wrapped
+        if any("__call__" in vars(base) for base in cls.__mro__):
             originals[cls] = vars(cls).get("__call__")
             cls.__call__ = _wrap(cls.__call__, recorder)  # type: ignore[attr-defined]
     try:

@@ -11,9 +11,9 @@ import numpy as np
 from axlearn_core.compose import ModelWeights, Program
 from axlearn_core.kernels.selection import Selection
 from axlearn_core.learn import without_state
-from axlearn_plugins_verify.prove import trace
+from axlearn_plugins_verify.prove import module_calls
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
-from axlearn_plugins_verify.prove.forward import EPSILON, QUICK, Select, compute_dtype, perturbed
+from axlearn_plugins_verify.prove.forward import EPSILON, Select, compute_dtype, perturbed
 
 FLOOR = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 1e-2, "float16": 5e-3}
 """Error of a gradient that rounding alone causes, relative to its norm."""
@@ -64,7 +64,7 @@ class Step:
         """Return the loss and the gradients, with parameters that are moved by a random part of `perturb` of their size."""
         functions = _compiled.setdefault(self.program, {})
         if self.kernels not in functions:
-            functions[self.kernels] = jax.jit(self.compute, compiler_options=QUICK)
+            functions[self.kernels] = self.program.compile_trial(self.compute, kernels=self.kernels)
         weights = self._placed(ModelWeights(perturbed(self.weights.params, perturb, seed), self.weights.variables))
         loss, gradients = jax.device_get(
             functions[self.kernels](weights.params, weights.variables, self.program.put(self.batch))
@@ -78,21 +78,18 @@ class Step:
         """Return the loss and the gradients. Traceable."""
         config: Any = self.program.config
         learner = config.learner.build(max_steps=config.max_steps, axes=self.program.trained.axes)
-        with self.program.tracing("train", self.kernels):
-            call = self.program.function("loss").call
-            loss = without_state(lambda p, b: call(ModelWeights(p, variables), b))
-            (loss, *_), gradients = learner.value_and_grad(loss, params, {}, batch, None)
+        call = self.program.function("loss").call
+        loss = without_state(lambda p, b: call(ModelWeights(p, variables), b))
+        (loss, *_), gradients = learner.value_and_grad(loss, params, {}, batch, None)
         return loss, gradients
 
-    def trace(self) -> tuple[dict[str, float], list[trace.Record]]:
+    def trace(self) -> tuple[dict[str, float], list[module_calls.Record]]:
         """Compute the loss again. Return the scalars that it reports, and the calls of modules."""
-
-        def run(weights: ModelWeights, batch: Any) -> Any:
-            with self.program.tracing("train", self.kernels):
-                return self.program.function("loss").call(weights, batch)
-
+        run = self.program.compile_trial(self.program.function("loss").call, kernels=self.kernels)
         model = self.program.functional.describe()
-        (_, scalars), records = trace.record_calls(model, run, self._placed(self.weights), self.program.put(self.batch))
+        (_, scalars), records = module_calls.record_calls(
+            model, run, self._placed(self.weights), self.program.put(self.batch)
+        )
         return {name: float(value) for name, value in scalars.items()}, records
 
     def select_record(self, value: np.ndarray) -> np.ndarray | None:
@@ -126,7 +123,9 @@ def compare_steps(one: Step, other: Step, *, compared: str, gradients: bool = Tr
             error=scalar if near else worst, tolerance=loss_tolerance if near else tolerance, compared=compared
         )
     (scalars, records), (other_scalars, other_records) = one.trace(), other.trace()
-    difference = trace.first_difference(records, other_records, tolerance, one.select_record, other.select_record)
+    difference = module_calls.first_difference(
+        records, other_records, tolerance, one.select_record, other.select_record
+    )
     if difference is None and scalar > loss_tolerance:
         difference = _first_scalar(scalars, other_scalars, loss_tolerance) or Difference(
             layer="", tensor="loss", error=scalar

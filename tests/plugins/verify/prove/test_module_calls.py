@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from axlearn_plugins_verify.prove import trace
+from axlearn_plugins_verify.prove import module_calls
 
 
 class Half(nnx.Module):
@@ -56,7 +56,7 @@ PATHS = [
 @pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
 def test_calls_are_recorded_with_the_index_of_their_layer(scan):
     model, x = Model(scan), jnp.ones((2, 3))
-    result, records = trace.record_calls(model, lambda x: model(x), x)
+    result, records = module_calls.record_calls(model, jax.jit(lambda x: model(x)), x)
     assert np.asarray(result).tolist() == (18 * np.ones((2, 3))).tolist()
     assert [(r.layer, r.tensor) for r in records[: len(PATHS)]] == PATHS
     assert [(r.layer, r.tensor) for r in records[-3:]] == [("norm", "input"), ("norm", "output"), ("", "output")]
@@ -69,46 +69,46 @@ def test_calls_are_recorded_with_the_index_of_their_layer(scan):
 
 def test_calls_on_several_devices_belong_to_the_next_layer():
     calls = [("layer.#.a", "output", 1), ("layer.#", "output", 2), ("layer.#", "output", 3), ("layer.#.a", "output", 4)]
-    records = trace.number_layers(calls, ordered=False)
+    records = module_calls.number_layers(calls, ordered=False)
     assert [(r.layer, r.value) for r in records] == [("layer.0.a", 1), ("layer.0", 2), ("layer.1", 3), ("layer.1.a", 4)]
 
 
 def record(layer, tensor, *values):
-    return trace.Record(layer=layer, tensor=tensor, value=np.asarray(values, np.float64))
+    return module_calls.Record(layer=layer, tensor=tensor, value=np.asarray(values, np.float64))
 
 
 def test_the_first_difference_is_named():
     one = [record("a", "output", [1.0, 0.0]), record("b.c", "input", [1.0, 1.0]), record("b", "output", [2.0, 2.0])]
     other = [one[0], record("b.c", "input", [1.0, 2.0]), record("b", "output", [9.0, 9.0])]
-    difference = trace.first_difference(one, other, 0.1)
+    difference = module_calls.first_difference(one, other, 0.1)
     assert (difference.layer, difference.tensor) == ("b", "input of c"), "the parent computed the input"
     assert difference.error == pytest.approx(0.5**0.5)
-    assert trace.first_difference(one, one, 0.1) is None
+    assert module_calls.first_difference(one, one, 0.1) is None
 
 
 def test_the_input_of_a_layer_belongs_to_the_parent_of_the_stack():
     one, other = ([record("decoder.layer.0", "input", [x])] for x in (1.0, 2.0))
-    difference = trace.first_difference(one, other, 0.1)
+    difference = module_calls.first_difference(one, other, 0.1)
     assert (difference.layer, difference.tensor) == ("decoder", "input of layer.0")
 
 
 def test_values_that_cannot_be_compared_are_left_out():
     one, other = [record("a", "output", [1.0, 2.0])], [record("a", "output", [1.0, 2.0, 3.0])]
-    assert trace.first_difference(one, other, 0.1) is None
-    assert trace.first_difference(one, other, 0.1, lambda x: x[..., :1], lambda x: x[..., :1] + 1) is not None
-    assert trace.first_difference(one, [record("b", "output", [5.0])], 0.1) is None
+    assert module_calls.first_difference(one, other, 0.1) is None
+    assert module_calls.first_difference(one, other, 0.1, lambda x: x[..., :1], lambda x: x[..., :1] + 1) is not None
+    assert module_calls.first_difference(one, [record("b", "output", [5.0])], 0.1) is None
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_value_that_is_not_finite_differs(bad):
     one, other = [record("a", "output", [1.0, 2.0])], [record("a", "output", [1.0, bad])]
-    difference = trace.first_difference(one, other, 0.1)
+    difference = module_calls.first_difference(one, other, 0.1)
     assert "1 of 2 values are not finite" in difference.detail
-    assert trace.first_difference(other, other, 0.1) is None
+    assert module_calls.first_difference(other, other, 0.1) is None
 
 
 def test_chunks_are_joined_by_module():
     first = [record("a", "output", [[1.0], [2.0]]), record("b", "output", [[1.0]])]
     second = [record("a", "output", [[3.0]])]
-    (joined,) = trace.join_chunks([first, second])
+    (joined,) = module_calls.join_chunks([first, second])
     assert joined.value.tolist() == [[[1.0], [2.0], [3.0]]]
