@@ -5,10 +5,14 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import attrs
+import jax.numpy as jnp
 import numpy as np
 
 from axlearn_core.compose import ModelWeights, Program
+from axlearn_core.config import patch
+from axlearn_core.config.tree import find_slots
 from axlearn_core.contracts.capabilities import GeneratesTokens
+from axlearn_plugins_transformer.kv_cache import KVCache
 from axlearn_plugins_verify.properties.causality import bidirectional
 from axlearn_plugins_verify.prove import module_calls
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
@@ -20,12 +24,15 @@ from axlearn_plugins_verify.prove.forward import (
     logits_tolerance,
     missing_logits,
     model_weights,
+    precise_config,
     random_rows,
     token_errors,
 )
 
 ROWS = 2
 """Rows that are decoded together."""
+STORES = 4
+"""Error of the logits that rounding of keys and values explains, in units of that rounding."""
 
 
 class CachedDecoding:
@@ -45,13 +52,18 @@ class CachedDecoding:
         return reason
 
     def check(self, case: Any) -> Outcome:
-        """Compare the logits, then the generated tokens."""
-        return check_precisely(case, lambda config: self._check(case, case.program(config)))
+        """Compare the logits, then the generated tokens. A cache in 8 bits is also checked in the dtype of the model."""
+        exact, rounding = exact_caches(case.config)
+        base = case.config
+        outcome = check_precisely(case, lambda config: self._check(case, case.program(patch(config, exact))))
+        if not outcome.holds or not exact:
+            return outcome
+        return self._check(case, case.program(precise_config(base)), rounding)
 
-    def _check(self, case: Any, program: Program) -> Outcome:
+    def _check(self, case: Any, program: Program, rounding: float = 0.0) -> Outcome:
         weights, tokens = model_weights(case, program), random_rows(case, 4, ROWS)
         expected = compute_logits(program, weights, {"tokens": tokens})
-        tolerance = logits_tolerance(case, program, {"tokens": tokens})
+        tolerance = max(logits_tolerance(case, program, {"tokens": tokens}), rounding)
         prompt = max(1, tokens.shape[1] // 2)
         compared = f"logits of a prompt of {prompt} tokens and of {tokens.shape[1] - prompt} tokens after it"
         decoding = Decoding(program, weights, tokens, prompt)
@@ -75,6 +87,22 @@ class CachedDecoding:
             compared=f"{compared}, and the tokens that it generates",
             difference=difference,
         )
+
+
+def exact_caches(config: Any) -> tuple[dict[str, None], float]:
+    """Return the settings that store all keys and values in the dtype of the model, and the error that they avoid.
+
+    Returns:
+        (settings by path, error of the logits that rounding in the present caches explains).
+    """
+    settings: dict[str, None] = {}
+    rounding = 0.0
+    for path, cache in find_slots(config.model, KVCache).items():
+        store = getattr(cache, "store", None)
+        if store is not None:
+            settings[f"model.{path}.store"] = None
+            rounding = max(rounding, STORES * (1 / 127 if store == "int8" else float(jnp.finfo(store).eps)))
+    return settings, rounding
 
 
 @attrs.frozen(eq=False)
