@@ -19,6 +19,8 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import jax
+
 from axlearn_core.errors import PluginError, RequestError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request
@@ -93,12 +95,13 @@ def main() -> None:
     arguments = parser.parse_args()
     first, _, last = arguments.seeds.partition("..")
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    known = {json.loads(line)["seed"] for line in lines}
+    recorded = {json.loads(line)["seed"] for line in lines}
     failed = False
     for seed in range(int(first), int(last)):
-        if seed in known:
+        if seed in recorded:
             continue
         line = record(seed, arguments.minutes)
+        jax.clear_caches()  # or the programs of many configs exceed the process's limit of memory mappings
         failed |= bool(line.get("failures") or line.get("error"))
         with RESULTS.open("a") as file:
             file.write(json.dumps(line) + "\n")

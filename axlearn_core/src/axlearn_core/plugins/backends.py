@@ -1,6 +1,7 @@
 """Prepare this process for JAX's search for devices. Does not import JAX."""
 
 from axlearn_core.compat import has_jax_started, requested_platforms
+from axlearn_core.errors import PluginError
 from axlearn_core.plugins.manager import host
 
 
@@ -10,5 +11,10 @@ def prepare_backends() -> None:
     Every entry point that may be the first to start JAX calls this. Without it, the compilers that plugins install for absent
     hardware print errors when JAX starts.
     """
-    if not has_jax_started():
-        host().hook.axlearn_before_devices(platforms=requested_platforms())
+    if has_jax_started():
+        return
+    try:
+        plugins = host()
+    except PluginError:
+        return  # the first code that needs a hook raises it; others work without the broken plugin
+    plugins.hook.axlearn_before_devices(platforms=requested_platforms())

@@ -27,8 +27,10 @@ def write(folder, kind, texts):
     elif kind == "txt":
         file.write_text("\n".join(texts))
     else:
-        parquet = pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(pytest.importorskip("pyarrow").table({"text": texts}), file, row_group_size=20)
+        parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
+        parquet.write_table(
+            pytest.importorskip("pyarrow", reason="needs pyarrow").table({"text": texts}), file, row_group_size=20
+        )
     return file
 
 

@@ -104,7 +104,7 @@ def test_checks_after_the_time_limit_are_reported(installed, monkeypatch):
 
 def test_an_unknown_property_names_the_nearest(installed):
     installed.update(causality=Fake(PASSED), padding=Fake(PASSED))
-    with pytest.raises(RequestError, match=r"unknown property 'causalty'[\s\S]*nearest: causality"):
+    with pytest.raises(RequestError, match=r"unknown property 'causalty'[\s\S]*did you mean: causality"):
         proof.prove("quickstart", only=["causalty"])
 
 
@@ -130,9 +130,10 @@ def test_the_command_prints_the_failure_and_exits_with_1(installed, tmp_path):
 
 def test_the_command_prints_json(installed):
     installed.update(one=Fake(PASSED), two=Fake(failed(Difference(layer="", tensor="loss", error=float("nan")))))
-    result = CliRunner().invoke(cli, ["prove", "quickstart", "--seeds", "1", "--json"])
+    result = CliRunner().invoke(cli, ["prove", "quickstart", "--seed", "3", "--seeds", "1", "--json"])
     assert result.exit_code == 1
     values = json.loads(result.output)
+    assert {check["seed"] for check in values["checks"]} == {3}
     assert [check["status"] for check in values["checks"]] == ["holds", "FAILS"]
     assert values["minimal"]["check"]["difference"]["error"] == "nan"
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from axlearn_plugins_verify.prove.trace import patched
+from axlearn_plugins_verify.prove.module_calls import patched
 from axlearn_plugins_verify.replay.probes import SAMPLE, ProbeRecorder, Statistics, measure_parameters, relative_error
 
 

@@ -194,7 +194,9 @@ class FileRecords:
             begin = raw.find(document.text.encode())
             return f"{file.name}: byte {start + max(begin, 0) + skipped}"
         lines = raw.splitlines(keepends=True)
-        matching = [i for i, line in enumerate(lines) if line.strip() and document.text in json.loads(line)[self.text_field]]
+        matching = [
+            i for i, line in enumerate(lines) if line.strip() and document.text in json.loads(line)[self.text_field]
+        ]
         return f"{file.name}: the line at byte {start + sum(map(len, lines[: matching[0] if matching else 0]))}"
 
     def with_lines(self) -> "FileRecords":

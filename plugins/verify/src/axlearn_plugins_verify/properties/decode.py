@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_core.compose import ModelWeights, Program
-from axlearn_core.config import patch
-from axlearn_core.config.tree import find_slots
+from axlearn_core.config import Node, patch
+from axlearn_core.config.tree import children, find_slots
 from axlearn_core.contracts.capabilities import GeneratesTokens
 from axlearn_plugins_transformer.kv_cache import KVCache
 from axlearn_plugins_verify.properties.causality import bidirectional
@@ -98,7 +98,7 @@ def exact_caches(config: Any) -> tuple[dict[str, None], float]:
     settings: dict[str, None] = {}
     rounding = 0.0
     for path, cache in find_slots(config.model, KVCache).items():
-        store = getattr(cache, "store", None)
+        store = children(cache).get("store") if isinstance(cache, Node) else None
         if store is not None:
             settings[f"model.{path}.store"] = None
             rounding = max(rounding, STORES * (1 / 127 if store == "int8" else float(jnp.finfo(store).eps)))

@@ -21,13 +21,13 @@ class Gradients:
         """List the parameters without a gradient in several batches."""
         program, weights = case.program(), case.weights()
         frozen = set(program.function("train").frozen)
-        seen: dict[tuple[str, str], bool] = {}
+        has_gradient: dict[tuple[str, str], bool] = {}
         for index in range(2):  # a batch may miss a part, such as an expert
             gradients = Step(program=program, weights=weights, batch=case.batch(index)).evaluate().gradients
             for path in gradients.keys() - frozen:
                 for layer, value in split_layers(program, path, gradients[path]).items():
-                    seen[path, layer] = seen.get((path, layer), False) or bool(np.any(value != 0))
-        missing = sorted(key for key, has_gradient in seen.items() if not has_gradient)
+                    has_gradient[path, layer] = has_gradient.get((path, layer), False) or bool(np.any(value != 0))
+        missing = sorted(key for key, nonzero in has_gradient.items() if not nonzero)
         difference = None
         if missing:
             path, index = missing[0]
@@ -39,6 +39,6 @@ class Gradients:
         return Outcome(
             error=1.0 if missing else 0.0,
             tolerance=0.0,
-            compared=f"gradients of {len({path for path, _ in seen})} trained parameters with zero",
+            compared=f"gradients of {len({path for path, _ in has_gradient})} trained parameters with zero",
             difference=difference,
         )

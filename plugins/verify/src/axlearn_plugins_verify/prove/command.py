@@ -1,7 +1,6 @@
 """`axlearn prove`."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import click
 
 from axlearn_core.cli.common import experiment_argument, request_options
 from axlearn_core.cli.terminal import echo
+from axlearn_plugins_verify.compat import hide_partitioner_warnings
 
 
 @click.command()
@@ -31,10 +31,10 @@ def prove(
     device, packed documents equal separate ones, and a later token never changes an earlier logit. Reads no data. Exits with
     code 1 if a property does not hold, and names the smallest request that still fails.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides XLA's warnings about meshes that nobody trains on
+    hide_partitioner_warnings()
     from axlearn_core.train.trackers import writing
     from axlearn_plugins_verify.prove import proof
-    from axlearn_plugins_verify.prove import report as reports
+    from axlearn_plugins_verify.prove import proof_report as reports
 
     width = max(len(name) for name in proof.select(only))
     result = proof.prove(

@@ -78,8 +78,8 @@ class Proof:
         return not self.failures
 
     def __repr__(self) -> str:
-        held = sum(check.status == HOLDS for check in self.checks)
-        return f"Proof({self.title}, {counted(held, 'check')} passed, {len(self.failures)} failed)"
+        passed = sum(check.status == HOLDS for check in self.checks)
+        return f"Proof({self.title}, {counted(passed, 'check')} passed, {len(self.failures)} failed)"
 
 
 def properties() -> dict[str, Property]:
@@ -145,7 +145,7 @@ def prove(
     checks: list[Check] = []
     for case in (first if n == 0 else first.with_seed(seed + n) for n in range(seeds)):
         for name, part in chosen.items():
-            if case is not first and not _held(checks, name):
+            if case is not first and not _holds_so_far(checks, name):
                 continue  # the first seed says why
             check = (
                 check_property(name, part, case)
@@ -210,7 +210,7 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "")
 
 
-def _held(checks: Iterable[Check], name: str) -> bool:
+def _holds_so_far(checks: Iterable[Check], name: str) -> bool:
     return all(check.status == HOLDS for check in checks if check.name == name)
 
 

@@ -173,8 +173,8 @@ def _attempts(config: Any, values: Mapping[str, int]) -> Iterator[dict[str, int]
 
 
 def _raised(config: Any, values: Mapping[str, int], names: Mapping[str, int]) -> dict[str, int]:
-    found = ((path, path.rpartition(".")[2]) for path in values)
-    return {path: min(names[name], get(config, path)) for path, name in found if name in names}
+    sizes = ((path, path.rpartition(".")[2]) for path in values)
+    return {path: min(names[name], get(config, path)) for path, name in sizes if name in names}
 
 
 def _first_valid(config: Any, attempts: Iterable[Mapping[str, int]], structure: Any) -> Any:
@@ -244,11 +244,11 @@ def _meshes(config: Any, devices: int) -> Iterator[Mapping[str, int]]:
     groups = [("data", "fsdp", "tensor"), ("expert", "seq", "tensor")]
     if any("pipeline" in axes for axes in config.mesh.rules.values()) or config.mesh.shape.get("pipeline", 1) > 1:
         groups.append(("pipeline", "fsdp"))
-    seen: set[frozenset[str]] = set()
+    yielded: set[frozenset[str]] = set()
     for group in groups:
         axes = _fitting_axes(config, group, devices)
-        if axes and frozenset(axes) not in seen:
-            seen.add(frozenset(axes))
+        if axes and frozenset(axes) not in yielded:
+            yielded.add(frozenset(axes))
             yield dict.fromkeys(axes, 2)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from axlearn_core.compose import Function, ModelWeights, Part, Program, compose
 from axlearn_core.compose.functions import Array, batch_inputs
-from axlearn_core.config import patch
+from axlearn_core.config import Node, patch
 from axlearn_core.config.node import get_fields
 from axlearn_core.config.roles import StackRole
 from axlearn_core.config.tree import walk
@@ -175,7 +175,7 @@ def without_stages(program: Program) -> Program:
     plain = {
         path: _as_base(value, base)
         for path, value in walk(config)
-        if isinstance(value, StackRole) and (base := getattr(type(value), "computes_like", None)) is not None
+        if isinstance(value, StackRole) and isinstance(value, Node) and (base := value.computes_like) is not None
     }
     shape = {axis: size for axis, size in program.layout.mesh.shape.items() if size > 1}
     stages = shape.pop("pipeline", 1)

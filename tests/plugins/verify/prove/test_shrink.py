@@ -1,0 +1,129 @@
+"""Shrinking configs: what stays, what fits, and what cannot be shrunk."""
+
+import attrs
+import numpy as np
+import pytest
+
+import axlearn_core as ax
+from axlearn_core.compose.program import check_program
+from axlearn_core.config import Configurable, find, get, node, patch, walk
+from axlearn_core.errors import RequestError
+from axlearn_core.plugins.registry import registry
+from axlearn_plugins_transformer.layer_roles import AttentionKernelRole
+from axlearn_plugins_verify.prove import shrink as shrinking
+from axlearn_plugins_verify.prove.shrink import shrink, synthetic_batch
+from support import toy_models
+
+
+def small(experiment, *features, **settings):
+    return shrink(ax.resolve(experiment, with_=features, set=settings).config)
+
+
+def parameters(config):
+    return sum(spec.size for spec in check_program(config).abstract.values())
+
+
+def classes(config):
+    return {type(value).__qualname__ for _, value in walk(config.model)}
+
+
+def test_a_large_model_becomes_small_and_keeps_its_layers():
+    config = ax.resolve("llama3-8b").config
+    shrunk = shrink(config)
+    assert parameters(shrunk.config) < 50_000
+    assert classes(shrunk.config) == classes(config)
+    attention = get(shrunk.config, "model.decoder.layer.attention")
+    assert 1 < attention.num_kv_heads < attention.num_heads
+    assert shrunk.config.model.dtype == config.model.dtype
+    assert shrunk.changes["model.decoder.num_layers"] == (32, 2)
+    assert all(get(shrunk.config, path) == new for path, (_, new) in shrunk.changes.items())
+
+
+def test_one_period_of_alternating_layers_is_left():
+    assert small("gemma3-4b").config.model.decoder.num_layers == 6  # five sliding windows, and a global layer
+    assert small("gemma2-2b").config.model.decoder.num_layers == 2
+    assert small("deepseek-v3").config.model.decoder.num_layers == 4  # three dense layers, and one with experts
+
+
+def test_experts_compete_in_groups_as_before():
+    layer = get(small("deepseek-v3").config, "model.decoder.layer.feed_forward.children.0")
+    assert (layer.num_experts, layer.top_k) == (4, 2)
+    assert (layer.router.num_groups, layer.router.top_groups) == (2, 1)
+
+
+def test_windows_are_shorter_than_the_rows():
+    config = small("mistral-7b").config
+    assert get(config, "model.decoder.layer.attention.window") < config.input.sequence_length
+
+
+def test_microbatches_stay():
+    assert small("quickstart", "gradient-accumulation:steps=8").config.learner.accumulate_steps == 2
+
+
+def test_the_meshes_have_every_axis():
+    meshes = small("quickstart").meshes
+    assert {axis for shape in meshes for axis in shape} == {"data", "fsdp", "expert", "seq", "tensor"}
+    assert all(np.prod(list(shape.values())) <= 8 for shape in meshes)
+    assert small("quickstart", "pipeline:microbatches=2").meshes[-1]["pipeline"] == 2
+
+
+def test_a_batch_has_several_documents_and_the_tokens_that_follow():
+    config = small("quickstart").config
+    batch = synthetic_batch(config, 1)
+    assert {name: (x.shape, str(x.dtype)) for name, x in batch.items()} == config.input.batch_shapes()
+    np.testing.assert_array_equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
+    assert (batch["segment_ids"].max(axis=1) > 1).any()
+    starts = np.diff(batch["segment_ids"], axis=1, prepend=0) > 0
+    np.testing.assert_array_equal(batch["positions"] == 0, starts)
+    assert set(np.unique(batch["weights"])) == {0, 1}
+    assert not np.array_equal(batch["tokens"], synthetic_batch(config, 2)["tokens"])
+
+
+def test_pairs_and_images_have_batches():
+    pairs = synthetic_batch(small("quickstart", "dpo:data=pairs.jsonl").config, 0)
+    assert {"chosen_tokens", "rejected_tokens"} <= set(pairs)
+    assert not np.array_equal(pairs["chosen_tokens"], pairs["rejected_tokens"])
+    images = synthetic_batch(small("vit-tiny").config, 0)
+    assert images["labels"].max() < 4
+    assert images["images"].shape[1:] == (8, 8, 3)
+
+
+class Stubborn(Configurable):
+    """An input that does not say what it reads."""
+
+    @node
+    class Config(Configurable.Config["Stubborn"]):
+        batch_size: int = 8
+
+
+def test_an_input_that_declares_nothing_is_refused():
+    config = attrs.evolve(ax.resolve("quickstart").config, input=Stubborn.Config())
+    with pytest.raises(RequestError, match=r"input: does not declare its batches[\s\S]*got: Stubborn"):
+        shrink(config)
+
+
+def test_a_size_that_cannot_be_shrunk_is_named(monkeypatch):
+    """The structure of the model depends on its width, so a smaller one would be another model."""
+    actual = shrinking._structure
+    monkeypatch.setattr(shrinking, "_structure", lambda config: (actual(config), config.model.decoder.hidden_dim))
+    with pytest.raises(RequestError, match=r"model\.decoder\.hidden_dim: cannot be shrunk[\s\S]*got: 4096[\s\S]*fix: "):
+        small("llama2-7b")
+
+
+def test_sizes_that_do_not_fit_together_are_raised():
+    config = patch(ax.resolve("quickstart").config, {"model.decoder.layer.attention.head_dim": None})
+    assert parameters(shrink(config).config) < 50_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", [entry.name for entry in registry().entries("experiments")])
+def test_every_experiment_with_every_feature_is_shrunk(experiment):
+    for name in [None, *toy_models.features()]:
+        try:
+            config = ax.resolve(experiment, with_=toy_models.use(name) if name else ()).config
+        except RequestError:
+            continue  # the feature does not fit
+        shrunk = shrink(config).config
+        assert parameters(shrunk) < 300_000, name
+        assert synthetic_batch(shrunk, 0)
+        assert len(find(shrunk.model, AttentionKernelRole)) == len(find(config.model, AttentionKernelRole)), name
