@@ -30,7 +30,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import pytest
@@ -42,6 +42,30 @@ RESULTS = ROOT / "benchmarks/results/planted-faults.json"
 TABLE = ROOT / "benchmarks/results/2026-11-27-planted-faults.md"
 SELECTIONS = {"default": "not slow and not exhaustive", "slow": "slow and not exhaustive"}
 """Selections of tests by name, cheapest first."""
+
+
+class Edit(Protocol):
+    """An edit of a file. See `Fault` for the attributes."""
+
+    @property
+    def name(self) -> str:
+        """What goes wrong."""
+        ...
+
+    @property
+    def file(self) -> str:
+        """File below the root of the repository."""
+        ...
+
+    @property
+    def old(self) -> str:
+        """Text that occurs in the file exactly once."""
+        ...
+
+    @property
+    def new(self) -> str:
+        """The faulty text."""
+        ...
 
 
 @attrs.frozen(kw_only=True)
@@ -157,7 +181,7 @@ def check_imports(tree: Path) -> None:
 
 
 @contextmanager
-def planted(fault: Fault, tree: Path) -> Iterator[None]:
+def planted(fault: Edit, tree: Path) -> Iterator[None]:
     """Plant a fault in a tree, and remove it afterwards.
 
     Raises:

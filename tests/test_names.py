@@ -86,6 +86,7 @@ NAMED_AFTER = {
     "contracts": "the part that keeps the contract",
     "features": "a feature",
     "kernels": "an op, for which every backend may have kernels",
+    "properties": "the part whose property it checks",
     "axlearn_testing": "the part that a suite tests",
     "testing": "the part that a suite of a plugin tests",
 }

@@ -307,6 +307,7 @@ def test_importing_the_plugins_changes_no_environment():
     assert result.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.slow
 def test_a_run_tells_the_libraries_of_hardware_that_is_not_here():
     variables = ("TPU_WORKER_HOSTNAMES", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
     code = (

@@ -113,7 +113,8 @@ class Objective(ObjectiveSuite):
 for _name, _config in installed_parts.implementations(parts.Objective).items():
     _own = type(_config).__module__.startswith("axlearn_core.")
     # The programs of plugins' objectives have several models and take seconds to compile.
-    _slow = () if _own else ("test_every_option_*", "test_microbatches_*", "test_sharded_*", "test_the_loss_*")
+    _long = ("every_option", "frozen_arrays", "microbatches", "sharded", "step_changes", "the_loss")
+    _slow = () if _own else tuple(f"test_{name}_*" for name in _long)
     globals().update(
         installed_parts.make_suites(Objective, {_name: _config}, pytestmark=[pytest.mark.slow_cases(*_slow)])
     )

@@ -44,8 +44,9 @@ _profilers = {
     n: installed_parts.toy_config(type(c), **({"start_step": 1} if n == "profiler" else {}))
     for n, c in installed_parts.implementations(parts.Profiler).items()
 }
-globals().update(installed_parts.make_suites(ProfilerSuite, _profilers))
-globals().update(installed_parts.make_suites(WatchdogSuite, installed_parts.implementations(parts.Watchdog)))
+_runs = {"pytestmark": pytest.mark.slow_cases("test_failed_run_*", "test_resumed_run_*")}
+globals().update(installed_parts.make_suites(ProfilerSuite, _profilers, **_runs))
+globals().update(installed_parts.make_suites(WatchdogSuite, installed_parts.implementations(parts.Watchdog), **_runs))
 _long = {
     "pytestmark": pytest.mark.slow_cases(
         "test_chunks_are_the_whole[prefill]", "test_chunks_are_the_whole[tokens]", "test_what_it_*[softcap]"

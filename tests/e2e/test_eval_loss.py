@@ -190,6 +190,7 @@ def test_it_is_the_cross_entropy_that_numpy_computes(case):
         assert abs(loss - first) > 1e-4, "the case regularises nothing"
 
 
+@pytest.mark.slow
 def test_auxiliary_losses_of_held_out_data_have_names_of_their_own():
     cfg = resolve(patch(toy_models.small("quickstart"), ONE_LAYER), with_=["moe:num_experts=4,top_k=2"]).config
     functions, state = trained(cfg)
@@ -203,6 +204,7 @@ def test_auxiliary_losses_of_held_out_data_have_names_of_their_own():
     assert evaluated(functions, state, more) == pytest.approx(values, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_it_is_that_of_the_moving_average():
     cfg = patch(toy_models.small("quickstart"), {**ONE_LAYER, "learner": Learner.Config(ema_decay=0.5)})
     functions, state = trained(cfg)

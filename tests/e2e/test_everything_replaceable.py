@@ -60,6 +60,7 @@ def metrics_text(run_dir):
     return lines, {line["step"]: line for line in lines if "step" in line}
 
 
+@pytest.mark.slow
 def test_all_at_once_train_stop_and_go_on(installed, tmp_path):
     file = run_file(tmp_path, *PARTS, settings="  model.vocab_size: 32\n")
     whole, run = tmp_path / "whole", tmp_path / "run"

@@ -56,7 +56,7 @@ def test_an_input_that_fails_in_one_process_saves_first(tmp_path, monkeypatch):
     assert [process.returncode for process in processes] == [1, 1], errors
     for text in errors:
         assert "the input of process 1 failed: ValueError: row 17 is no text" in text
-        assert "is saved" in text
+        assert "saved step " in text
     (saved,) = [int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit()]
     assert 5 <= saved <= 8  # of the eight batches before the bad one
     together(cli_runs.arguments(run, steps=12, settings=settings))  # with better data

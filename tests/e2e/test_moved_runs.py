@@ -190,7 +190,7 @@ MADE = {
 }
 
 
-@pytest.mark.fast_cases("converted")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MADE)
 def test_a_run_made_of_another_does_not_need_it(kind, imported, tmp_path):
     base, directory = imported

@@ -17,7 +17,7 @@ KINDS = ("dropout", "batch-norm", "amax")
 UNROLLED, SHARDED = {"features": ("remat:save=[]",), "mode": "unrolled"}, {"mesh": (("fsdp", 8),)}
 
 
-@pytest.mark.fast_cases("batch-norm-{'features': ('remat:save=[]',), 'mode': 'unrolled'}")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "how"),
     [

@@ -57,7 +57,7 @@ class StorageError(WorkError):
 
 
 class MissingFileError(StorageError):
-    """The file does not exist in the storage."""
+    """The file does not exist in storage."""
 
 
 def reason(error: BaseException) -> str:

@@ -190,6 +190,7 @@ def exported(tmp_path_factory):
     return directory
 
 
+@pytest.mark.fast_cases("NEURON_CC_FLAGS")
 @pytest.mark.slow_cases("XLA_FLAGS")
 @pytest.mark.parametrize("variable", ["XLA_FLAGS", "LIBTPU_INIT_ARGS", "NEURON_CC_FLAGS"])
 def test_an_export_is_of_its_flags_even_if_its_program_is_compared(exported, monkeypatch, variable):
@@ -211,6 +212,7 @@ def test_an_export_is_of_its_options_even_if_its_program_is_compared(exported):
     assert "jax_disable_most_optimizations" in read_compile_settings()
 
 
+@pytest.mark.slow
 def test_further_options_of_the_compiler_compile_anew(exported, monkeypatch):
     composed = program()
     composed.load(exported, parts(composed))

@@ -54,6 +54,7 @@ def small():
     }
 
 
+@pytest.mark.slow
 def test_it_trains_says_so_and_goes_on(tmp_path, capsys):
     settings = small()
     with toy_models.quick_to_compile():

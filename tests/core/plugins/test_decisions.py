@@ -239,48 +239,6 @@ def test_a_feature_that_changes_nothing_is_named(rule):
     assert decided(resolve(plain.config, target="h100-8x1"), "unchanged") == []
 
 
-RATE = "learner.optimizer.learning_rate"
-
-
-def test_a_setting_that_replaces_a_component_is_named():
-    resolved = resolve("quickstart", set=[f"{RATE}=0.001"])
-    assert decided(resolved, "replaced") == [(
-        RATE,
-        "wsd-schedule(peak=0.012, warmup_steps=20, decay_steps=0.6, end_ratio=0.0) -> 0.001, "
-        f"by --set {RATE}=0.001; to change one field: --set {RATE}.peak=0.001",
-    )]  # fmt: skip
-    ((path, _),) = decided(resolve("quickstart", set=["**.optimizer.learning_rate=0.001"]), "replaced")
-    assert path == RATE
-    changed = resolve("quickstart", set=[f"{RATE}.peak=0.001"])
-    assert decided(changed, "replaced") == []
-    assert changed.config.learner.optimizer.learning_rate.peak == 0.001
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "learner.optimizer={type: adamw, learning_rate: 0.001}",  # names another component
-        "model.decoder.layer.attention.position=null",  # removes one
-        "evaluators={}",
-        "max_steps=3",
-    ],
-)
-def test_a_setting_that_says_what_it_does_needs_no_note(setting):
-    assert decided(resolve("quickstart", set=[setting]), "replaced") == []
-
-
-def test_a_value_inside_a_named_component_needs_no_note():
-    optimizer = "learner.optimizer={type: adamw, learning_rate: {type: cosine-schedule}}"
-    assert decided(resolve("quickstart", set=[optimizer, f"{RATE}=0.1"]), "replaced") == []
-
-
-def test_the_same_number_again_replaces_nothing(tmp_path):
-    (tmp_path / "file.yaml").write_text(f"experiment: quickstart\nset: {{{RATE}: 0.001}}\n")
-    resolved = resolve(tmp_path / "file.yaml", set=[f"{RATE}=0.002"])
-    ((_, reason),) = decided(resolved, "replaced")
-    assert "file.yaml:2" in reason
-
-
 def on_cpus(count, **settings):
     machine = find_machine(f"cpu-{count}")
     detect = lambda config: DetectedMachine(description=f"{count} x cpu", machine=machine)  # noqa: E731

@@ -1,4 +1,4 @@
-"""From a request to a config: settings, errors of a request, and files."""
+"""From a request to a config: removed features, unset values, explanations, and files."""
 
 import pytest
 
@@ -21,46 +21,6 @@ def test_without():
         RequestError, match=r"--without toy-wide: this feature is not requested\n    requested: toy-rope"
     ):
         resolve("toy", with_=["toy-rope"], without=["toy-wide"])
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (
-            "model.num_layer=4",
-            ["--set model.num_layer=4: model.num_layer: no 'num_layer'", "did you mean: model.num_layers"],
-        ),
-        ("**.nothing=4", ["--set **.nothing=4", "matches nothing"]),
-        ("model.num_layers=four", ["--set model.num_layers=four: model.num_layers: wrong type", "'four' (str)", "int"]),
-        ("model.num_layers=true", ["wrong type", "True (bool)"]),
-        ("model.attention.num_heads=0", ["--set model.attention.num_heads=0", "out of range", "at least 1"]),
-        ("model.attention.dim=4", ["passed by the parent"]),
-        ("model.attention={type: toy-atention}", ["unknown component 'toy-atention'", "toy-attention"]),
-        ("model.attention={num_head: 3}", ["model.attention.num_head: unknown key", "num_heads"]),
-    ],
-)
-def test_settings_that_do_not_fit(text, expected):
-    with pytest.raises(ConfigError) as caught:
-        resolve("toy", set=[text])
-    for part in expected:
-        assert part in str(caught.value)
-
-
-def test_all_problems_at_once_with_their_lines(tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text("experiment: toy\nset:\n  max_stepz: 4\n\n  model.*.num_heads: x\n")
-    with pytest.raises(ConfigError) as caught:
-        resolve(file)
-    assert f"{file}:3: max_stepz" in str(caught.value)
-    assert f"{file}:5: model.attention.num_heads: wrong type" in str(caught.value)
-
-
-def test_one_path_set_to_two_values():
-    with pytest.raises(
-        ConfigError, match=r"max_steps: is set to two different values[\s\S]*--set max_steps=3[\s\S]*--steps 4"
-    ):
-        resolve("toy", set=["max_steps=3"], steps=4)
-    assert resolve("toy", set=["max_steps=4"], steps=4).config.max_steps == 4
 
 
 def test_missing_and_invalid_values():

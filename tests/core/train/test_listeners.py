@@ -152,6 +152,7 @@ def test_an_error_at_the_end_does_not_hide_the_one_that_ended_the_run(listening,
     assert "boom at closed" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_save_that_ended_stays_saved_if_a_listener_fails_then(listening, tmp_path, monkeypatch, capfd):
     """The commit had been counted as a save that failed, and the reason reported to the listeners again."""
     monkeypatch.setattr(listening, "FAIL", "saved")

@@ -33,6 +33,13 @@ def losses(storage):
     return [json.loads(line)["loss"] for line in storage.read("metrics.jsonl").decode().splitlines()]
 
 
+@pytest.mark.parametrize("uri", ["s3://", "s3:///", "gs://"])
+def test_a_run_directory_without_a_bucket_is_refused(uri):
+    with pytest.raises(RequestError, match="names no bucket"):
+        ax.train("quickstart", run_dir=uri)
+    assert not list(Path().iterdir())
+
+
 @pytest.mark.slow
 def test_a_run_in_a_bucket_goes_on_on_another_machine(s3, tmp_path, capsys):
     uri = f"{s3[0]}/runs/toy"

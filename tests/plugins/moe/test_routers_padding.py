@@ -164,7 +164,7 @@ def filled_up():
     return batch, {**batch, "tokens": np.where(real, batch["tokens"], (batch["tokens"] + 7) % toy_models.VOCABULARY)}
 
 
-@pytest.mark.fast_cases("rematerialised")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scan", "unrolled", "rematerialised", "pipeline"])
 def test_statistics_know_the_tokens_however_layers_run(name):
     loss = loss_of(functions(*FEATURES[name]))
@@ -188,6 +188,7 @@ def differentiated(program, state, batch):
     return grad(state.params, program.trained.begin_step(state.variables), batch, jax.random.key(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["unrolled", pytest.param("scan", marks=pytest.mark.slow)])
 def test_segment_ids_without_padding_change_no_bit_of_a_loss_or_a_load(name, monkeypatch):
     batch = toy_models.batch(rows=4)

@@ -164,6 +164,7 @@ def test_layouts_by_size_of_the_model():
         assert dict(mesh(large).shape) == {"fsdp": -1, "tensor": 4}
 
 
+@pytest.mark.slow
 def test_more_devices_than_xla_gives_to_a_process_are_partitioned_over():
     machine = find_machine("trn2-16x64")
     actual = topology_devices(machine)

@@ -30,6 +30,7 @@ def make(gs):
         one.close()
 
 
+@pytest.mark.slow
 def test_steps_are_saved_pruned_verified_and_read(make):
     one = make(keep_last=2)
     for step in (1, 2, 3):

@@ -45,6 +45,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(whole, tmp_path):
         assert (resumed[path] == value).all(), path
 
 
+@pytest.mark.slow
 def test_the_checkpointer_changes_no_number(whole, tmp_path):
     train(tmp_path / "run", 6, checkpointer=ax.checkpoint.ShardedCheckpointer.Config(every_steps=2))
     assert cli_runs.losses(tmp_path / "run") == cli_runs.losses(whole)

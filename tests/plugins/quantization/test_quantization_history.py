@@ -105,6 +105,7 @@ def test_it_needs_one_scale_for_each_operand(settings, problem):
         check(QuantizedLinear.Config(**settings, history=4))
 
 
+@pytest.mark.slow
 def test_experts_have_no_history(batch):
     config = ax.resolve("quickstart", with_=["moe:num_experts=4", "quantization:format=fp8,history=8"]).config
     model = Functional.from_config(config.model)

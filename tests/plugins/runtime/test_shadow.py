@@ -54,6 +54,7 @@ def test_distances_are_relative_by_parameter_and_layer():
     assert comparison.as_json()["gradients"]["a"] == [0.5, 0.0]
 
 
+@pytest.mark.slow
 def test_another_model_is_refused(tmp_path):
     with pytest.raises(RequestError, match="the feature changes the model's parameters"):
         train(tmp_path, 'shadow:feature="moe:num_experts=4"')

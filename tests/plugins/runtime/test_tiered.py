@@ -92,6 +92,7 @@ def test_a_run_goes_on_from_the_newest_local_state(whole, tmp_path, capsys):
         assert place.verify(step).step == step  # an ordinary checkpoint
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_set_aside_and_the_next_state_taken(whole, tmp_path, capsys, caplog):
     run = tmp_path / "run"
     interrupted(run, tmp_path, at=12)

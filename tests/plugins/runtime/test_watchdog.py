@@ -20,6 +20,7 @@ from axlearn_plugins_runtime.watchdog_rules import Hang, LossSpike
 from axlearn_testing import WatchdogSuite
 
 
+@pytest.mark.slow_cases("test_failed_run_releases_resources")
 class TestWatchdog(WatchdogSuite):
     config = RuleWatchdog.Config(rules={"hang": Hang.Config(seconds=1.0, start_seconds=1.0)})
     seconds = 1.0

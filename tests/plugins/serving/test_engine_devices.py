@@ -125,6 +125,7 @@ def test_seeded_samples_and_prompt_scores_match_one_device():
         np.testing.assert_allclose(*values, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_devices_keep_their_pages_to_themselves():
     built, cfg = model().build(rngs=nnx.Rngs(0)), config(**{"tensor_parallel": 2, "runner.num_blocks": 400})
     with ax.serve(built, program=serving_program(model(), Mesh(), cfg), config=cfg) as engine:

@@ -130,6 +130,7 @@ def test_weights_are_updated_while_requests_run():
             engine.update_weights(dict(list(flat.items())[1:]))
 
 
+@pytest.mark.slow
 def test_weights_may_be_donated_after_an_update():
     with serve(model(), set=SIZES, warm_up=False) as engine:
         flat = {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(nnx.state(model(seed=1), nnx.Param))}

@@ -115,7 +115,7 @@ def test_programs_of_another_model(run_dir, tmp_path):
     ax.train("quickstart", run_dir=tmp_path / "other", steps=1, set=settings)
     nothing, errors, code = served(tmp_path / "other", "--programs", run_dir / "programs")
     assert (nothing, code) == (None, 2)
-    assert "something else: model.decoder.num_layers" in errors
+    assert "a different identity: model.decoder.num_layers" in errors
 
 
 def refused(run_dir, tmp_path, **changes):
@@ -148,7 +148,7 @@ def refused(run_dir, tmp_path, **changes):
         ({"jax": "0.1"}, "exported with a different version of JAX"),
         ({"cpu": "x86_64 0123"}, "exported with a different kind of CPU"),
         ({"devices": [["tpu", "TPU v6e", 0, []]]}, "exported with a different machine"),
-        ({"identity": lambda i: i | {"code of axlearn_core": "0"}}, "something else: code of axlearn_core"),
+        ({"identity": lambda i: i | {"code of axlearn_core": "0"}}, "a different identity: code of axlearn_core"),
         ({"functions": lambda f: [e for e in f if "rows=2" not in e["bucket"]]}, "has no program serve of the shape"),
         ({"functions": lambda f: [e | {"sha256": "0"} for e in f]}, "is damaged"),
         ({"functions": lambda f: [e | {"kernels": [[ATTENTION, "fast"]]} for e in f]}, "uses the kernel 'fast'"),

@@ -129,6 +129,7 @@ def test_paged_attention_splits_heads_that_can_be_split():
         assert "2 key-value heads cannot be split over 4 devices" in RAGGED_PAGED.supports(*paged_call(groups=2))
 
 
+@pytest.mark.slow
 def test_devices_read_the_pages_of_their_own_heads(simulated, monkeypatch):
     case = op_cases.paged("mixed", new=[3, 1], lengths=[20, 9], heads=8, groups=4, size=128)
     declared = [attrs.evolve(k, platforms=()) for k in KERNELS if k.op == PagedAttentionOp.path()]

@@ -124,6 +124,7 @@ def test_a_tag_that_no_layer_has_is_an_error(tiny, batch, grads):
     assert "context, key, mlp_gate" in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_tag_of_a_kernel_of_another_machine_keeps_nothing_here(tiny, batch, grads, monkeypatch):
     with_tag = tiny({"decoder.stack.remat": Remat.Config(save=("query", "my_kernel_.*"))})
     with pytest.raises(RequestError, match=r"unknown activation tag in remat 'my_kernel_"):
@@ -321,6 +322,7 @@ def test_bfloat16_keeps_float32_parameters_and_loss(tiny, build, batch, grads, m
     assert jax.eval_shape(half, batch["tokens"]).dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_equal_shapes_compile_once(tiny, build, batch):
     graph, state = nnx.split(build(tiny()))
     step = jax.jit(lambda s, b: nnx.merge(graph, s).loss(b)[0], compiler_options=QUICK)

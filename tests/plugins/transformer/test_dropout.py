@@ -53,6 +53,7 @@ def close(one, other, tolerance=1e-5):
         assert np.linalg.norm(gradient - other[1][path]) < tolerance * scale, path
 
 
+@pytest.mark.slow
 def test_parameters_begin_as_they_do_without_dropout():
     plain = Functional.from_config(toy_models.small("llama2-7b").model).init(KEY)
     dropped = Functional.from_config(config().model).init(KEY)
@@ -100,7 +101,7 @@ def test_masks_differ_by_microbatch_and_step():
     assert accumulated != value_and_grad(functions.training_loss, params, {}, toy_models.batch(), KEY)[0][0]
 
 
-@pytest.mark.fast_cases("scan-more1")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "more"), [("unrolled", ()), ("scan", ("remat:save=[]",)), ("unrolled", ("remat:save=[]",))]
 )

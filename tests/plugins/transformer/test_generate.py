@@ -89,6 +89,7 @@ def test_sampling_draws_from_the_distribution():
     np.testing.assert_allclose(share, [0.625, 0.375, 0, 0], atol=0.06)
 
 
+@pytest.mark.slow
 def test_lengths_within_a_bucket_compile_once(tiny, build):
     generator = Generator(build(tiny({"vocab_size": 65}), 0))
     for length in range(1, 17, 3):

@@ -134,6 +134,7 @@ def test_attention_parts():
     np.testing.assert_allclose(layer(x, Context())[0], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_cases("settings1-post")
 @pytest.mark.slow_cases("settings0-pre")
 @pytest.mark.parametrize(
     ("settings", "expected"),

@@ -55,7 +55,7 @@ class NegatedDecoder(Decoder):
         return -x, cache
 
 
-@pytest.mark.fast_cases("decoder")
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", ["layer", "stack", "decoder"])
 def test_what_a_subclass_computes_is_not_taken_apart(tiny, changed):
     def of_class(kind, part):

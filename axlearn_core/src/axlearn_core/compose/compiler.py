@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 from jax.experimental.compilation_cache import compilation_cache
 
 from axlearn_core.compose import executables
@@ -110,6 +111,24 @@ class Compiler:
         stack.enter_context(nn_sharding.logical_rules(self.layout.mesh, self.layout.rules))
         stack.enter_context(use(kernels or self.selection(name)))
         return stack
+
+    def compile_trial(self, call: Callable[..., Any], name: str = "train", kernels: Selection | None = None) -> Any:
+        """Compile a function of the model that is not one of the program's, for a few calls, without most optimizations.
+
+        Args:
+            call: Function of arrays. It is traced once per call of this method and shape of its arguments.
+            name: Function of the program whose mesh rules and kernels it uses.
+            kernels: Kernel selection to use instead.
+        """
+
+        def run(*args: object) -> Any:
+            with self.tracing(name, kernels):
+                return call(*args)
+
+        options: dict[str, Any] = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else {}
+        if options and jaxlib.__version__.startswith("0.10."):  # later versions have no such option
+            options["xla_cpu_use_fusion_emitters"] = False  # they take a third of the time
+        return jax.jit(run, compiler_options=options or None)
 
     def arguments(self, name: str, bucket: object = None) -> tuple[Any, ...]:
         """Return a function's abstract arguments for a bucket, with shardings."""

@@ -148,7 +148,7 @@ def _hash_package(package: str) -> str:
 
 
 def value_text(value: object) -> str | None:
-    """Return a text that identifies a config value, or None if there is none."""
+    """Return text that identifies a config value, or None if there is none."""
     if isinstance(value, functools.partial):
         text = value_text((value.func, *value.args, *value.keywords.values()))
         return text and f"partial{text} of {[*value.keywords]}"

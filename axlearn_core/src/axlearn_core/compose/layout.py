@@ -1,7 +1,7 @@
 """Device meshes, and shardings from logical axes."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -91,14 +91,14 @@ class Layout:
                     )
                 )
             mesh_axes = [a for a in self.rules.get(axis or "", ()) if a not in used and self.mesh.shape[a] > 1]
-            count = math.prod(self.mesh.shape[a] for a in mesh_axes)
+            count = self._count_devices(mesh_axes)
             if shape[dim] % count:
                 raise ConfigError(
                     Problem(
                         path=path,
                         message=f"dimension {dim} ({axis}) is not divisible by the mesh axes {', '.join(mesh_axes)}",
                         got=f"{shape[dim]} over {counted(count, 'device')}",
-                        fix=_indivisible_fix(axis, axes, shape[dim], count),
+                        fix=self._indivisible_fix(axis, axes, shape[dim], used),
                     )
                 )
             used.update(mesh_axes)
@@ -106,6 +106,29 @@ class Layout:
         while parts and parts[-1] is None:
             parts.pop()
         return PartitionSpec(*parts)
+
+    def _count_devices(self, mesh_axes: Iterable[str]) -> int:
+        return math.prod(self.mesh.shape[a] for a in mesh_axes)
+
+    def _indivisible_fix(self, axis: str | None, axes: Sequence[str | None], size: int, used: Collection[str]) -> str:
+        """Return what to change if the mesh does not divide a dimension.
+
+        Args:
+            axis: Logical axis of the dimension.
+            axes: Logical axes of the array.
+            size: Size of the dimension.
+            used: Mesh axes that shard an earlier dimension of the array.
+        """
+        rule = self.rules.get(axis or "", ())
+        prefixes = [rule[:length] for length in range(len(rule), -1, -1)]
+        counts = [self._count_devices(a for a in prefix if a not in used) for prefix in prefixes]
+        if axis == "batch" and "sequence" in axes:
+            positions = counts[0] // math.gcd(size, counts[0])
+            split = f"--with context-parallel --set 'mesh.shape={{seq: {positions}, fsdp: -1}}'"
+            return f"set input.batch_size to a multiple of {counts[0]}, or shard the positions of each row: {split}"
+        shorter_rule = next(prefix for prefix, count in zip(prefixes, counts, strict=True) if size % count == 0)
+        effect = "shard this axis over fewer devices" if shorter_rule else "leave this axis unsharded"
+        return f"change mesh.shape, or use --set mesh.rules.{axis}=[{','.join(shorter_rule)}] to {effect}"
 
     def sharding(self, axes: Sequence[str | None], shape: Sequence[int], path: str) -> NamedSharding:
         """Return the sharding of an array; see `spec`."""
@@ -136,12 +159,3 @@ class Layout:
             return self.replicated
 
         return jax.tree_util.tree_map_with_path(place, tree)
-
-
-def _indivisible_fix(axis: str | None, axes: Sequence[str | None], size: int, count: int) -> str:
-    """Return what to change if `count` devices do not divide an axis of this size."""
-    if axis == "batch" and "sequence" in axes:
-        rows = math.gcd(size, count)
-        split = f"--with context-parallel --set 'mesh.shape={{seq: {count // rows}, fsdp: -1}}'"
-        return f"set input.batch_size to a multiple of {count}, or shard the positions of each row: {split}"
-    return f"change mesh.shape, or use --set mesh.rules.{axis}=[] to leave this axis unsharded"

@@ -22,7 +22,7 @@ from axlearn_core.contracts.capabilities import DeclaresBatches
 from axlearn_core.contracts.experiment import get_experiment_name, get_input_config
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Machine
-from axlearn_core.errors import ConfigError
+from axlearn_core.errors import ConfigError, counted
 from axlearn_core.plugins.manager import host
 
 SMALL_BATCH = 2**20
@@ -84,7 +84,7 @@ class Program(Compiler):
     def __repr__(self) -> str:
         name, mesh = get_experiment_name(self.config), self.layout.mesh
         axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
-        devices = f"{mesh.size} {mesh.devices.flat[0].device_kind} device{'s' if mesh.size > 1 else ''}"
+        devices = counted(mesh.size, f"{mesh.devices.flat[0].device_kind} device")
         parameters = f"{self.functional.num_parameters:,} parameters on {devices}"
         return f"Program({', '.join([*([name] if name else []), parameters, *([axes] if axes else [])])})"
 

@@ -13,6 +13,7 @@ from axlearn_core.config.flat import ABSENT, Change, is_named, qualified_name
 from axlearn_core.config.html import fold, fragment, table, tag, text
 from axlearn_core.config.node import REQUIRED, Node, get_fields, interface_fields
 from axlearn_core.config.types import freeze
+from axlearn_core.errors import counted
 
 WIDTH = 88
 """Maximum width, in characters, of a node on one line."""
@@ -112,7 +113,7 @@ def _html(value: object, name: str, *, is_open: bool = False) -> str:
     defaults = {k: v for k, v in get_fields(value).items() if k not in hidden}
     content = "".join(_html(child, k) for k, child in changed.items())
     if defaults:
-        title = f"{len(defaults)} default{'s' if len(defaults) > 1 else ''}"
+        title = counted(len(defaults), "default")
         content += fold(title, "".join(_html(child, k) for k, child in defaults.items()), kind="dim")
     summary = f"{label}{tag('b', text(_title(value)))}"
     return fold(summary, content, is_open=is_open) if content else tag("div", summary)
@@ -145,5 +146,5 @@ def changes_html(changes: Sequence[Change]) -> str:
         ]
         for change in changes
     )
-    title = f"{len(changes)} change{'' if len(changes) == 1 else 's'}"
+    title = counted(len(changes), "change")
     return fragment(fold(title, table(rows, ("", "path", "old", "new")), is_open=len(changes) <= SHOWN_CHANGES))

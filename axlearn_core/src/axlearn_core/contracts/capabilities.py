@@ -162,13 +162,13 @@ class PlacesState(Protocol):
 
 @runtime_checkable
 class FreezesVariables(Protocol):
-    """A learner that can freeze parameters and variables."""
+    """A learner that can freeze variables that training updates without gradients (`LearnedVariable`)."""
 
     def frozen_variables(self, paths: Iterable[str]) -> Collection[str]:
-        """Return the frozen ones among parameters or variables that training updates without gradients (`LearnedVariable`).
+        """Return the variables that no step changes.
 
         Args:
-            paths: Dotted paths of the parameters or variables.
+            paths: Dotted paths of all such variables.
         """
         ...
 

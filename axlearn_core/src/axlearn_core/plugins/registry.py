@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 CORE = "axlearn-core"
 BLOCK = "AXLEARN_PLUGINS"
-Group = Literal["plugins", "components", "features", "experiments", "commands", "options", "functions", "launchers"]
+Group = Literal[
+    "plugins", "components", "features", "experiments", "commands", "options", "functions", "launchers", "properties"
+]
 GROUPS: tuple[Group, ...] = get_args(Group)
 
 
@@ -229,6 +231,7 @@ class Registry:
             "functions": "axlearn plugins list",
             "launchers": "axlearn plugins list",
             "options": "axlearn plugins list",
+            "properties": "axlearn plugins list",
             "commands": "axlearn --help",
         }.get(group, f"axlearn {group} list")
         raise unknown_name_error(_singular(group), group, name, [*self.claims[group]], listing)
@@ -328,7 +331,7 @@ def _top_package(name: str) -> str:
 
 
 def _singular(group: str) -> str:
-    return group.removesuffix("s")
+    return group.removesuffix("ies") + "y" if group.endswith("ies") else group.removesuffix("s")
 
 
 def _parse_blocks(text: str) -> frozenset[str]:

@@ -19,20 +19,19 @@ import attrs
 from axlearn_core.config import ABSENT, Change, Decoder, Node, check, diff, flatten, get, patch
 from axlearn_core.config.display import config_html
 from axlearn_core.config.kinds import change_kinds
-from axlearn_core.config.tree import matches, replaced_nodes
 from axlearn_core.config.types import show
 from axlearn_core.contracts.experiment import get_experiment_name, get_mesh, get_model_config
 from axlearn_core.contracts.mesh import MeshRule, TargetRule
 from axlearn_core.contracts.request_layout import RequestLayout
 from axlearn_core.contracts.target import DetectedMachine, Machine
 from axlearn_core.errors import AxlearnError, ConfigError, PluginError, Problem, RequestError
+from axlearn_core.plugins.apply_settings import apply_settings, describe_replaced, find_source
 from axlearn_core.plugins.backends import prepare_backends
 from axlearn_core.plugins.decisions import Decision, show_changes
 from axlearn_core.plugins.feature import Feature
 from axlearn_core.plugins.mesh_replacement import find_mesh_replacement
 from axlearn_core.plugins.order import Order
 from axlearn_core.plugins.registry import Entry, Registry, registry
-from axlearn_core.plugins.replaced_nodes import describe_replaced
 from axlearn_core.plugins.request import FeatureUse, Request, Setting, merge_file, parse_feature, write
 from axlearn_core.plugins.targets import find_config_rule, find_machine, find_rule, load
 
@@ -306,7 +305,7 @@ class _RuleChooser:
         leaves = [p.split(".") for p in flatten(tree, self.names.display_name) if p.startswith("mesh.targets")]
         existing = {".".join(parts[: i + 1]) for parts in leaves for i in range(len(parts))}
         for settings in self.request.select_settings("mesh.targets", existing):
-            tree = _set_values(tree, settings, self.names, Decoder(self.names))[0]
+            tree = apply_settings(tree, settings, self.names, Decoder(self.names))[0]
         mesh = get_mesh(tree)
         return {} if mesh is None else mesh.targets
 
@@ -507,70 +506,11 @@ class _Resolution:
         return tree
 
     def _apply_settings(self, tree: Node[Any], settings: Sequence[Setting]) -> Node[Any]:
-        after, changes = _set_values(tree, settings, self.names, self.decoder)
+        after, changes = apply_settings(tree, settings, self.names, self.decoder)
         for change in changes:
-            self._record([change], _find_source(change.path, settings))
-        by_path = {setting.path: setting for setting in settings}
-        for path, setting in by_path.items():
-            if any(path.startswith(f"{other}.") for other in by_path):
-                continue  # inside a component that another setting names
-            if replaced := replaced_nodes(tree, after, path):
-                self.decisions.append(describe_replaced(setting, replaced, self.names.display_name))
+            self._record([change], find_source(change.path, settings))
+        self.decisions.extend(describe_replaced(tree, after, settings, self.names.display_name))
         return after
-
-
-def _set_values(
-    tree: Node[Any], settings: Sequence[Setting], names: Registry, decoder: Decoder
-) -> tuple[Node[Any], list[Change]]:
-    """Apply settings to a tree.
-
-    Returns:
-        The tree and the changes. Setting a path to its current value also counts as a change, because it is explicit.
-
-    Raises:
-        ConfigError: If a path is set to two values or does not exist, or if a value is invalid.
-    """
-    edits: dict[str, Setting] = {}
-    for setting in settings:
-        first = edits.setdefault(setting.path, setting)
-        if first.value != setting.value or type(first.value) is not type(setting.value):
-            raise ConfigError(
-                Problem(
-                    path=setting.path,
-                    message="is set to two different values",
-                    got=f"{show(first.value)} by {first.location} and {show(setting.value)} by {setting.location}",
-                )
-            )
-    try:
-        after = patch(tree, {path: s.value for path, s in edits.items()}, decoder.decode_value)
-    except ConfigError as error:
-        paths = {s.path: s for s in reversed(settings)}
-        raise ConfigError(_locate_problem(p, settings, paths) for p in error.problems) from None
-    changes = {c.path: c for c in diff(tree, after, names.display_name)}
-    flat = flatten(after, names.display_name)
-    for pattern in edits:
-        for path in flat:
-            if path not in changes and matches(pattern, path):
-                changes[path] = Change(path, flat[path], flat[path])
-    return after, list(changes.values())
-
-
-def _find_setting(path: str, settings: Sequence[Setting]) -> Setting | None:
-    """Return the innermost setting that matches the path or one of its parents, or None."""
-    parts = path.split(".")
-    prefixes = [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
-    matching = [s for p in prefixes for s in settings if matches(s.path, p)]
-    return matching[0] if matching else None
-
-
-def _find_source(path: str, settings: Sequence[Setting]) -> str:
-    setting = _find_setting(path, settings)
-    return setting.location if setting else settings[0].location
-
-
-def _locate_problem(problem: Problem, settings: Sequence[Setting], paths: Mapping[str, Setting]) -> Problem:
-    source = paths.get(problem.path) or _find_setting(problem.path, settings)
-    return attrs.evolve(problem, location=source.location) if source and not problem.location else problem
 
 
 def _merge_uses(first: FeatureUse, second: FeatureUse) -> FeatureUse:

@@ -18,6 +18,12 @@ def is_remote(run_dir: str | Path) -> bool:
     return "://" in str(run_dir) and urlsplit(str(run_dir)).scheme != "file"
 
 
+def strip_slashes(uri: str) -> str:
+    """Remove slashes at the end of a URI, but not those after its scheme."""
+    scheme, separator, rest = uri.partition("://")
+    return scheme + separator + rest.rstrip("/")
+
+
 def working_copy(uri: str) -> Path:
     """Return the local folder for the files of a run at a URI: `runs/s3/bucket/run`."""
     scheme, _, rest = uri.partition("://")

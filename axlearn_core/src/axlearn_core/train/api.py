@@ -23,7 +23,7 @@ from axlearn_core.run.checkpoints import RunCheckpoint, open_checkpoint, open_fo
 from axlearn_core.run.notices import log_message
 from axlearn_core.run.record import RunDir, check_config, find_refused_changes, is_untrained, short_hash
 from axlearn_core.run.run import Run
-from axlearn_core.run.working_copy import is_remote, working_copy
+from axlearn_core.run.working_copy import is_remote, strip_slashes, working_copy
 from axlearn_core.train.session import RollBack
 from axlearn_core.train.trainer import Result, Trainer
 
@@ -148,7 +148,7 @@ def locate_run(run_dir: str | Path | None, experiment: str, config: Any) -> tupl
         RequestError: The URI cannot be read, the run cannot be stored at a URI, or several earlier runs match the config.
     """
     if run_dir and is_remote(run_dir):
-        uri = str(run_dir).rstrip("/")
+        uri = strip_slashes(str(run_dir))
         _check_remote(uri, config)
         return working_copy(uri), uri, (f"{working_copy(uri)} is the working copy of {uri}",)
     path, notes = (Path(run_dir), ()) if run_dir else default_run_dir(experiment, config)

@@ -102,7 +102,7 @@ class TrainLoop(Configurable):
                 record.flush()
                 session.save(force=True)
                 session.checkpointer.wait()
-                log_message(f"the input failed; step {session.step} is saved")
+                log_message(f"the input failed; saved step {session.step}")
             raise
 
     @staticmethod

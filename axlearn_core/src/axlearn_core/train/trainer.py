@@ -21,7 +21,7 @@ from axlearn_core.config import REQUIRED, Configurable, Node, check, node, setti
 from axlearn_core.contracts.capabilities import (
     ChecksStart,
     ChecksTraining,
-    FreezesVariables,
+    FreezesParameters,
     KeepsLocalTier,
     OwnsCheckpoints,
     ReportsSaves,
@@ -198,7 +198,7 @@ class Trainer(Configurable):
             sizes = {path: spec.size for path, spec in trained.model.abstract.items()}
             if isinstance(learner, ChecksTraining):
                 learner.check_training()
-            frozen = learner.frozen_variables(sizes) if isinstance(learner, FreezesVariables) else ()
+            frozen = learner.frozen_params(sizes) if isinstance(learner, FreezesParameters) else ()
             vocab_size = vocabulary_size(trained.model.describe())
             source = self.build_input(self.input, vocab_size)
             batches = source.train()

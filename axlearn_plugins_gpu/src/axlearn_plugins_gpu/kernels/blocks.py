@@ -90,7 +90,9 @@ GROUPED_MOSAIC: dict[tuple[int, int], PipelinedBlocks] = {
 GATED_MOSAIC: dict[tuple[int, int], PipelinedBlocks] = {
     (10, 0): PipelinedBlocks(m=128, n=64, k=64, stages=4, matrices=2),
 }
-"""Block sizes of `gated_linear_unit` in Mosaic GPU. tokamax's Hopper kernel reshapes a transposed array, which JAX cannot lower."""
+"""Block sizes of `gated_linear_unit` in Mosaic GPU.
+
+Hopper has no entry, because JAX cannot lower tokamax's Hopper kernel, which reshapes a transposed array."""
 
 GATED_MOSAIC_LATER: dict[tuple[int, int], PipelinedBlocks] = {
     **GATED_MOSAIC,

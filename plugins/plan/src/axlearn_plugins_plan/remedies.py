@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
-from axlearn_core.errors import RequestError
+from axlearn_core.errors import RequestError, counted
 from axlearn_core.plugins.targets import find_machine
 from axlearn_plugins_plan.plan import FunctionPlan
 from axlearn_plugins_plan.roofline import peak
@@ -123,14 +123,9 @@ def _microbatches(plan: FunctionPlan, steps: int, total: float) -> Remedy:
         total=total,
         seconds=_links(plan) * (steps // plan.accumulate_steps - 1),
         chips=1,
-        why=f"keeps the batch, but computes it in {steps:,} microbatches of {_rows(plan, steps)}"
+        why=f"keeps the batch, but computes it in {steps:,} microbatches of {counted(plan.rows // steps, 'row')}"
         + (", which gathers weights more often" if _links(plan) else ""),
     )
-
-
-def _rows(plan: FunctionPlan, microbatches: int) -> str:
-    rows = plan.rows // microbatches
-    return f"{rows:,} row{'' if rows == 1 else 's'}"
 
 
 def _combine(plan: FunctionPlan, microbatches: Remedy, recompute: Remedy) -> Remedy:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from axlearn_core.config import get_fields
+from axlearn_core.errors import counted
 from axlearn_core.kernels.selection import Choice, installed
 from axlearn_plugins_plan.largest_batch import LargestBatch
 from axlearn_plugins_plan.plan import FunctionPlan
@@ -62,7 +63,7 @@ def title(plan: FunctionPlan) -> str:
     """Return the first line of a plan: what was planned, and for which machine."""
     machine = plan.machine
     per = f" of {machine.target.devices_per_chip} devices each" if machine.target.devices_per_chip > 1 else ""
-    chips = "1 chip" if machine.chips == 1 else f"{machine.chips:,} chips"
+    chips = counted(machine.chips, "chip")
     subject = plan.title if plan.function == "train" else f"{plan.function} of {plan.title}"
     trained = f", {plan.trained:,} trained" if plan.function == "train" and plan.trained < plan.parameters else ""
     return f"{subject} on {machine.name}: {chips}{per}, {plan.parameters:,} parameters{trained}"
@@ -72,7 +73,7 @@ def batch_lines(plan: FunctionPlan) -> Iterator[str]:
     """Yield the line that describes the batch, if the function takes one."""
     if plan.batch is None:
         return
-    rows = _count_noun(plan.rows, "row")
+    rows = counted(plan.rows, "row")
     tokens = f" of {plan.tokens // max(plan.rows, 1):,} tokens ({plan.tokens:,} tokens)" if plan.tokens else ""
     micro = (
         f" in {plan.accumulate_steps:,} microbatches" if plan.function == "train" and plan.accumulate_steps > 1 else ""
@@ -125,7 +126,7 @@ def _largest_batch(plan: FunctionPlan, largest: LargestBatch) -> Iterator[str]:
     per_row = plan.tokens // max(plan.rows, 1) if plan.tokens else None
 
     def rows_of(rows: int) -> str:
-        return _count_noun(rows, "row") + (f" ({rows * per_row:,} tokens)" if per_row else "")
+        return counted(rows, "row") + (f" ({rows * per_row:,} tokens)" if per_row else "")
 
     if largest.rows is None:
         smallest = rows_of(largest.too_large or plan.batch_unit)
@@ -168,7 +169,7 @@ def _roofline(plan: FunctionPlan) -> Iterator[str]:
     if (prediction := plan.prediction) is not None:
         speed = _tokens_per_second(plan, prediction.seconds, "", "; ")
         within = f"{seconds(prediction.low)} to {seconds(prediction.high)}"
-        many = f"{_count_noun(prediction.steps, 'known step')} of {_count_noun(prediction.trainings, 'workload')}"
+        many = f"{counted(prediction.steps, 'known step')} of {counted(prediction.trainings, 'workload')}"
         yield f"predicted{seconds(prediction.seconds):>9}  {speed}{within}, from {many} on {plan.machine.target.name}:"
         yield from (f"           {source}" for source in prediction.sources)
     full, causal = plan.flops.full, plan.flops.causal
@@ -182,10 +183,6 @@ def _roofline(plan: FunctionPlan) -> Iterator[str]:
 
 def _tokens_per_second(plan: FunctionPlan, step: float, before: str, after: str) -> str:
     return f"{before}{plan.tokens / step:,.0f} tokens/s{after}" if plan.tokens else ""
-
-
-def _count_noun(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _bytes_sent(plan: FunctionPlan, field: str) -> str:

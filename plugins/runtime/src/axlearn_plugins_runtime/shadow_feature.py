@@ -40,8 +40,9 @@ class ShadowFeature(Feature):
             check = type(children(loop).get("check")).__qualname__
             got = f"loop {type(loop).__qualname__}, check {check}"
             raise RequestError(
-                f"shadow requires the core's training loop without another check\n    got: {got}\n"
-                "    expected: train-loop without a check, such as that of sdc-check\n    fix: remove one of them"
+                f"shadow adds a check to the core's training loop, which can have only one\n    got: {got}\n"
+                "    expected: train-loop without a check\n"
+                "    fix: remove shadow, or the feature that adds the other check, such as sdc-check"
             )
         resolve(cfg, with_=[self.feature])  # raises before the run starts if the feature is unknown
         return patch(cfg, {"loop.check": ShadowCheck.Config(feature=self.feature, every_steps=self.every_steps)})

@@ -16,7 +16,7 @@ OUTSIDE_STEPS = ("restore", "compile", "evaluate", "save")
 _LIMIT_FACTOR = 1.6
 """Maximum factor on a configured limit while phases usually end within the limit.
 
-With the interval between two checks, a hang is reported within twice the configured time."""
+The interval between two checks adds up to an eighth, so a hang is reported within twice the configured time."""
 
 
 class Rule(Protocol):

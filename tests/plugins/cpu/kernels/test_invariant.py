@@ -149,7 +149,7 @@ def test_devices_have_the_bits_of_one():
 NAMES = "query", "key", "value"
 
 
-@pytest.mark.fast_cases("{'window': 40}")
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"window": 40}, {"softcap": 3.0}, {"size": 16}], ids=str)
 def test_values_and_gradients_are_those_of_xla(options):
     dense = rows(**options)

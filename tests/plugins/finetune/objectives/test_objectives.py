@@ -153,6 +153,7 @@ def test_distillation_is_its_formula():
     np.testing.assert_allclose(value, 0.7 * 4 * divergence + 0.3 * entropy, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_its_own_teacher_has_no_divergence():
     trainer = program("distill:temperature=3.0,alpha=1.0")
     (value, report), _ = loss(trainer, trainer.init(0))

@@ -40,6 +40,7 @@ def test_every_kind_of_a_target_is_known():
     assert mosaic.compute_capability("NVIDIA GeForce RTX 4090") is None
 
 
+@pytest.mark.fast_cases("b200")
 @pytest.mark.slow_cases("h100")
 @pytest.mark.parametrize("target", ["h100", "h200", "b200"])
 def test_a_kernel_is_lowered_for_the_target_with_a_mesh_and_without(target, jax_module, first_kernel):

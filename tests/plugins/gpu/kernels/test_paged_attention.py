@@ -177,7 +177,7 @@ def test_a_jax_without_the_kernel(monkeypatch, modules):
     assert f"JAX {jax.__version__} does not have the kernel in {compat.PAGED_ATTENTION}" in answer
 
 
-@pytest.mark.fast_cases("1-None")
+@pytest.mark.slow
 @pytest.mark.parametrize(("slots", "window"), [(8, None), (1, None), (4, 5), (8, 8)])
 def test_a_block_has_as_many_keys_as_an_instruction_of_tensor_cores(slots, window):
     """With fewer keys, Triton fills the instruction with copies of registers, and adds each product several times."""
@@ -303,6 +303,7 @@ def test_no_page_is_copied():
     assert "[3000,32,8,128]" not in text, "keys and values must not be copied separately"
 
 
+@pytest.mark.slow
 def test_devices_that_are_not_here_send_nothing():
     run = functools.partial(serve, split=(16, 32))
     text, chosen = compiled(run, "h100-8x1", *shapes(), tensor=8)

@@ -185,6 +185,7 @@ def test_devices_compute_their_own_rows_and_columns(interpreted):
         assert np.linalg.norm(a - b) <= 3e-2 * np.linalg.norm(b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_norms_and_gated_units_compile_forward_and_backward(library, target):
     def run(x, weight, gate, up):

@@ -96,6 +96,7 @@ MORE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "target", "size", "mask", "softcap"),
     [*COMPILED, *(pytest.param(*m, marks=pytest.mark.slow) for m in MORE)],
@@ -169,6 +170,7 @@ def cases():
         yield Case(name=name, run=called, operands=(*operands, mask), tolerance=3e-2)
 
 
+@pytest.mark.slow_cases("test_values_and_gradients_match_reference")
 class TestTriton(Interpreted):
     op = AttentionOp
     cases = tuple(c for c in cases() if c.name == "packed")

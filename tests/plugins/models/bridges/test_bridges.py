@@ -265,6 +265,7 @@ def test_what_is_refused(node, message):
         layer(node)
 
 
+@pytest.mark.slow
 def test_a_slot_that_says_no_shape():
     node = LinenLayer.Config(module=configure(linen.Dense, features=3))
     with pytest.raises(ConfigError, match="input_shape: Linen modules need a sample input"):

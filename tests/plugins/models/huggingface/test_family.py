@@ -50,6 +50,12 @@ def test_every_tensor_comes_back_and_the_config_too(name, monkeypatch):
     assert source.family.differences(source.family.config_json(source.config), source.config) == []
 
 
+def test_a_relative_hidden_size_is_written_as_a_number():
+    config = resolve("vit-tiny").config
+    _, data = find_family(config)
+    assert json.loads(json.dumps(data))["intermediate_size"] == 4 * config.model.hidden_dim
+
+
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "vit"])
 def test_a_config_json_has_the_types_of_its_keys(name):
     """`transformers` does not load a Gemma whose `query_pre_attn_scalar` is 24.0."""

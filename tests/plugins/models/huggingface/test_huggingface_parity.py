@@ -110,6 +110,7 @@ def three_steps(name):
     return losses, expected["losses"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(MODELS, {"llama2"}))
 def test_three_steps_of_adamw(name):
     losses, expected = three_steps(name)

@@ -35,6 +35,7 @@ def staged(ranked):
     return [r for r in ranked if r.choice.pipeline is not None]
 
 
+@pytest.mark.slow
 def test_every_schedule_is_proposed(staged):
     assert {(r.choice.pipeline.schedule, r.choice.pipeline.stages) for r in staged} == {
         ("gpipe", 2), ("gpipe", 4), ("1f1b", 2), ("1f1b", 4), ("interleaved", 2),

@@ -169,7 +169,7 @@ ASKED = [
 ]
 
 
-@pytest.mark.fast_cases("options4-remat")
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "part"), ASKED)
 def test_what_the_request_sets_is_kept_and_every_layout_stays_legal(options, part):
     base = Request.from_arguments("quickstart", target="h100-8x1", **options)
@@ -358,6 +358,7 @@ def test_activations_of_stages_stay_on_the_device(on_tpus, monkeypatch):
     assert not any(r.choice.pipeline for r in kept_on_host)
 
 
+@pytest.mark.slow
 def test_memory_on_tpus_is_that_of_phases(on_tpus):
     rows = on_tpus.rank_layouts()
     assert {r.choice.pipeline.schedule for r in rows if r.choice.pipeline} == {"gpipe", "interleaved", "1f1b"}

@@ -39,6 +39,7 @@ def slower_than_the_best(layout, rows):
     return own[0]["seconds"] / min(r["seconds"] for r in rows if r["fits"])
 
 
+@pytest.mark.slow_cases("llama2-70b-tpu-v5p-1024")
 @pytest.mark.slow_cases("llama2-70b-h100-8x64")
 @pytest.mark.parametrize(("model", "target"), TRAININGS)
 def test_what_ships_is_as_good_as_what_a_search_compiled(layout_search, model, target):

@@ -96,6 +96,7 @@ def test_logits_are_tokens_times_vocabulary():
     assert sizes.logits == pytest.approx(1024 * 4096 / 2 / 4 * 32000 / 2 * 2)
 
 
+@pytest.mark.slow
 def test_experts_have_their_own_rows():
     require("axlearn_plugins_moe")
     settings = {"model.decoder.num_layers": 2, "input.batch_size": 64}

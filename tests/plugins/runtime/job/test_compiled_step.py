@@ -18,7 +18,7 @@ from axlearn_plugins_runtime.job import compiled_step
 from axlearn_plugins_runtime.job.compiled_step import _seals, check_seal, identity
 from support import cli_runs
 
-LOADED = "note: the compiled step is loaded from "
+LOADED = "note: loaded the compiled step from "
 
 
 @pytest.fixture(autouse=True)

@@ -36,6 +36,7 @@ def test_a_second_trainer_is_refused_with_who_is_there(tmp_path):
     Holder(LocalStorage(tmp_path), "the run", "id").release()
 
 
+@pytest.mark.slow
 def test_a_holder_that_was_killed_gives_way_at_once(tmp_path):
     code = (
         "import sys, time; from axlearn_core.checkpoint import LocalStorage\n"

@@ -210,7 +210,9 @@ def test_what_comes_back_is_used_again(tmp_path):
 
 def test_an_error_of_the_code_is_not_tried_beyond_its_budget(tmp_path):
     pool = FakePool(3, {n: [killed(0, "user", "ValueError: no")] for n in range(1, 9)})
-    with pytest.raises(WorkError, match=r"error in the training code ended the run 3 times; the budget is 2") as error:
+    with pytest.raises(
+        WorkError, match=r"error in the training code ended the run 3 times; the budget is 2 restarts"
+    ) as error:
         supervisor(tmp_path, pool, 2, budgets={"user": 2}).run()
     assert "ValueError: no" in str(error.value)
     assert len(pool.starts) == 3

@@ -113,7 +113,7 @@ def test_without_vllm_the_error_says_what_to_install(monkeypatch):
         external.find_vllm()
 
 
-@pytest.mark.fast_cases("arguments2-unexpected arguments: --max-model-len 64")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -92,6 +92,7 @@ def test_prompts_are_scored_with_the_adapter_of_their_request(directories):
     assert not np.allclose(actual["small"], actual["large"], atol=1e-2)
 
 
+@pytest.mark.slow
 def test_weights_may_change_next_to_adapters(directories):
     with serve(base(), set={**SIZES, "runner.adapters": directories}, warm_up=False) as engine:
         (one,) = engine.generate([[5, 6, 7]], adapter="small", max_tokens=6, temperature=0)

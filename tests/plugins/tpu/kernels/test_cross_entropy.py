@@ -123,6 +123,7 @@ def test_a_vocabulary_that_is_split_is_refused():
         assert MOSAIC.supports(*call()) == "the vocabulary is split over 4 devices"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_on_several_devices_it_is_the_same_also_where_it_is_taken_away():
     case = loss(128, 128, 256)

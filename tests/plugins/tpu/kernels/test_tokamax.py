@@ -127,6 +127,7 @@ def test_unless_it_is_named_megablox_is_before_it():
     assert [c.name for c in kernel_selection.choices] == ["megablox", NAME]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generation", not_only("tpu-v5e-4", SUPPORTED))
 def test_it_compiles_forward_and_backward(generation):
     lhs, rhs, sizes = ((300, 256), "bfloat16"), ((3, 256, 512), "bfloat16"), ((3,), "int32")

@@ -128,6 +128,7 @@ def test_with_a_cache_is_without(layer, run, name, normal):
     np.testing.assert_allclose(jnp.concatenate(parts, 1), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rows_of_different_length_share_a_cache(layer, run, normal):
     module = layer(PAPER)
     x = normal(2, 6, 24, seed=1)

@@ -197,6 +197,7 @@ class Family(Configurable):
 
     def config_json(self, config: Any) -> Json:
         """Return the `config.json` of a config tree. `differences` checks whether it describes the whole tree."""
+        config = attrs.evolve(config, model=_with_hidden_sizes(config.model))
         keys = {n: Key(k) if isinstance(k, str) else k for n, k in self.keys.items()}
         written = {name.partition("|")[0]: key.theirs(config) for name, key in keys.items()}
         data = {
@@ -225,10 +226,24 @@ def _with_derived_heads(written: Json) -> Json:
     return {**written, **sizes}
 
 
+def _width(model: Any) -> int:
+    return model.hidden_dim if "hidden_dim" in children(model) else model.decoder.hidden_dim
+
+
+def _with_hidden_sizes(model: Node[Any]) -> Node[Any]:
+    """Replace hidden sizes that are relative to the width with numbers."""
+    width = _width(model)
+
+    def derive(part: Node[Any]) -> Node[Any]:
+        hidden = children(part).get("hidden_dim")
+        return attrs.evolve(part, hidden_dim=size_of(hidden, width)) if isinstance(hidden, Node) else part
+
+    return map(model, derive)
+
+
 def _with_derived_sizes(model: Node[Any]) -> Node[Any]:
     """Set the derived sizes in the config of a model."""
-    config: Any = model
-    width = config.hidden_dim if "hidden_dim" in children(config) else config.decoder.hidden_dim
+    width = _width(model)
 
     def derive(part: Node[Any]) -> Node[Any]:
         fields: Json = children(part)
@@ -239,11 +254,9 @@ def _with_derived_sizes(model: Node[Any]) -> Node[Any]:
             sizes["num_kv_heads"] = fields["num_heads"]
         if {"scale", "num_heads"} <= fields.keys() and fields["scale"] is None and "rope_head_dim" not in fields:
             sizes["scale"] = (fields["head_dim"] or sizes["head_dim"]) ** -0.5
-        if isinstance(fields.get("hidden_dim"), Node):
-            sizes["hidden_dim"] = size_of(fields["hidden_dim"], width)
         return attrs.evolve(part, **sizes)
 
-    return map(model, derive)
+    return map(_with_hidden_sizes(model), derive)
 
 
 def family(model_type: str) -> Family:

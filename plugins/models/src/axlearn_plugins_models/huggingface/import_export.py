@@ -4,7 +4,7 @@ import contextlib
 import functools
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +125,7 @@ def export_run(
     model = Functional.from_config(config.model)
     tensors = layout(model, model_family.table(model))
     dtypes: dict[str, list[str]] = json.loads(run_files.pop(TENSORS, b"{}"))
-    default_code = files.CODES[dtype or str(config.model.param_dtype)]
-    outputs = [
-        (n, _code(model, t) or (default_code if dtype or n not in dtypes else dtypes[n][0]), t.shape)
-        for n, t in sorted(tensors.items(), key=lambda item: dtypes.get(item[0], ["", ""])[1])
-    ]
+    outputs = _outputs(model, tensors, dtype, str(config.model.param_dtype), dtypes)
     files.check_space(directory, outputs)
     params = source.read()
     if dtype or not dtypes:
@@ -137,12 +133,62 @@ def export_run(
     if text is not None and model_family.text:
         complete_text_files(text, data, run_files)
     with create_directory(directory) as partial:
-        shards = files.shards(outputs)
-        files.write(partial, shards, stream.values(tensors, params, shards))
         for name, content in run_files.items():
             (partial / name).parent.mkdir(exist_ok=True)
             (partial / name).write_bytes(content)
-        (partial / CONFIG).write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", "utf-8")
+        _write(partial, data, tensors, outputs, params)
+
+
+def write_model(
+    directory: Path, model_family: Family, data: Json, model: Functional, params: Mapping[str, Any]
+) -> None:
+    """Write `config.json` and the tensors of a model to an existing directory, without a tokenizer.
+
+    Args:
+        directory: The directory.
+        model_family: Family of the model.
+        data: Content of `config.json`.
+        model: The model as pure functions.
+        params: Parameters and variables by path.
+    """
+    tensors = layout(model, model_family.table(model))
+    _write(
+        directory,
+        data,
+        tensors,
+        _outputs(model, tensors, None, str(next(iter(model.abstract.values())).dtype), {}),
+        params,
+    )
+
+
+def _outputs(
+    model: Functional,
+    tensors: Mapping[str, Tensor],
+    dtype: str | None,
+    param_dtype: str,
+    imported: Mapping[str, list[str]],
+) -> list[files.OutputTensor]:
+    """Return the tensors to write, with their dtypes; see `export_run`.
+
+    `imported` maps the names of imported tensors to their dtype code and file.
+    """
+    default = files.CODES[dtype or param_dtype]
+    return [
+        (n, _code(model, t) or (default if dtype or n not in imported else imported[n][0]), t.shape)
+        for n, t in sorted(tensors.items(), key=lambda item: imported.get(item[0], ["", ""])[1])
+    ]
+
+
+def _write(
+    directory: Path,
+    data: Json,
+    tensors: Mapping[str, Tensor],
+    outputs: Sequence[files.OutputTensor],
+    params: Mapping[str, Any],
+) -> None:
+    shards = files.shards(outputs)
+    files.write(directory, shards, stream.values(tensors, params, shards))
+    (directory / CONFIG).write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
 def _code(model: Functional, tensor: Tensor) -> str | None:

@@ -101,7 +101,7 @@ class CompiledStep(RunListener):
             self.program.discard("train", batch)
             self.facts = {}
         elif jax.process_index() == 0:
-            _log_note(f"the compiled step is loaded from {self._folder}")
+            _log_note(f"loaded the compiled step from {self._folder}")
         return self._loaded
 
     def _load_files(self, folder: Path, batch: Mapping[str, Any]) -> None:

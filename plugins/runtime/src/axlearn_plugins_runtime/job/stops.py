@@ -77,7 +77,7 @@ class EarlyStop(RunListener):
         if self._agreement is None or not self._agreement.reason:
             return
         self.session.checkpointer.wait()
-        raise InputError(f"{self._agreement.reason}\n    step {self.session.step} is saved")
+        raise InputError(f"{self._agreement.reason}\n    saved step {self.session.step}")
 
     def _stop_all(self, error: Exception) -> None:
         if self._agreement is not None:

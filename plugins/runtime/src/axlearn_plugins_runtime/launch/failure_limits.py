@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import attrs
 
+from axlearn_core.errors import counted
 from axlearn_plugins_runtime.launch.exits import DEFAULT_BUDGETS, Death
 
 
@@ -73,7 +74,8 @@ class Tally:
         self.counts[kind] = self.counts.get(kind, 0) + 1
         budget = self.limits.budgets.get(kind, 0)
         if self.counts[kind] > budget:
-            return f"{_DESCRIPTIONS[kind]} ended the run {self.counts[kind]} times; the budget is {budget} restarts"
+            times = counted(self.counts[kind], "time")
+            return f"{_DESCRIPTIONS[kind]} ended the run {times}; the budget is {counted(budget, 'restart')}"
         if start_step is not None and (self._start is None or start_step > self._start):
             self._start, self._fruitless = start_step, 0
         self._fruitless += 1

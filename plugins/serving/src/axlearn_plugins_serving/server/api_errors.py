@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from axlearn_core.errors import nearest
+from axlearn_core.errors import counted, nearest
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -97,7 +97,7 @@ def _describe(error: ValidationError, model: type[BaseModel]) -> ApiError:
             message += f"; got {_truncate_json(first.get('input'))}"
     other_fields = len({p["loc"][:1] for p in problems} - {field})
     if other_fields:
-        message += f" (and {other_fields} more wrong field{'s' if other_fields > 1 else ''})"
+        message += f" (and {counted(other_fields, 'more wrong field')})"
     return ApiError(400, message, param=param or None, code=first["type"])
 
 

@@ -37,6 +37,7 @@ def examine(names: Registry) -> Iterator[Finding]:
         "options": check_option,
         "functions": lambda entry: entry.load(),
         "launchers": lambda entry: entry.load(),
+        "properties": lambda entry: entry.load(),
         "features": lambda entry: names.feature(entry.name),
         "experiments": lambda entry: names.experiment(entry.name),
         "components": lambda entry: names.component(entry.name),

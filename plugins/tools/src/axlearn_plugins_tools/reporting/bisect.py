@@ -26,7 +26,7 @@ from axlearn_core.train.trainer import Trainer
 CLEAR = 4.0
 """Minimum difference between two runs, in standard errors, to start a search."""
 _IGNORED_FIELDS = ("evaluators", "checkpointer", "distributed", "trackers", "profiler", "watchdog", "log_every_steps")
-"""Config fields that measure or save a run. Short training runs do not use them."""
+"""Config fields that only affect how a run is started, watched, measured or saved. Short training runs do not use them."""
 
 
 @attrs.frozen
@@ -97,7 +97,7 @@ class Result:
 
 
 class OutOfTrainings(Exception):
-    """The limit on training runs is reached."""
+    """Raised when another training run would exceed the limit."""
 
 
 def is_clear(first: Score, second: Score) -> bool:

@@ -25,9 +25,9 @@ def report(run_dir: str) -> None:
         echo(write_report(Path(run_dir)))
         return
     from axlearn_core.checkpoint import open_storage
-    from axlearn_core.run.working_copy import fetch_files, working_copy
+    from axlearn_core.run.working_copy import fetch_files, strip_slashes, working_copy
 
-    uri = run_dir.rstrip("/")
+    uri = strip_slashes(run_dir)
     with tempfile.TemporaryDirectory() as folder:  # a local trainer may be using the working copy
         fetch_files(open_storage(uri), uri, Path(folder))
         page = write_report(Path(folder), name=uri)

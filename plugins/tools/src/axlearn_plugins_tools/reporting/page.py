@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 
 from axlearn_core.config.html import fold
+from axlearn_core.errors import counted
 from axlearn_core.run.record import write_whole
 from axlearn_core.train.trackers import writing
 from axlearn_plugins_tools.reporting.charts import Series, histogram, line_chart, short, smooth, text
@@ -143,8 +144,7 @@ def _facts(run: Run) -> str:
     if run.seconds is not None:
         facts.append(("Time", clock(run.seconds), "excluding downtime"))
     if run.attempts:
-        count = f"{len(run.attempts)} attempt{'s' if len(run.attempts) > 1 else ''}"
-        facts.append(("Goodput", f"{compute_goodput(run.attempts).share:.1%}", count))
+        facts.append(("Goodput", f"{compute_goodput(run.attempts).share:.1%}", counted(len(run.attempts), "attempt")))
     for name in _held_out_losses(run)[:2]:
         values = points(run.evaluations, name)
         if values:

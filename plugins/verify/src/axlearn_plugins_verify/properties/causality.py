@@ -30,7 +30,7 @@ class Causality:
 
     def check(self, case: Any) -> Outcome:
         """Compare the logits of rows that differ only in later tokens."""
-        return check_precisely(case, lambda program: self._check(case, program))
+        return check_precisely(case, lambda config: self._check(case, case.program(config)))
 
     def _check(self, case: Any, program: Program) -> Outcome:
         tokens, others = random_rows(case, 1), random_rows(case, 2)

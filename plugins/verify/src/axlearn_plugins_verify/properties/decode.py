@@ -5,29 +5,34 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import attrs
-import jax
+import jax.numpy as jnp
 import numpy as np
 
 from axlearn_core.compose import ModelWeights, Program
+from axlearn_core.config import patch
+from axlearn_core.config.tree import find_slots
 from axlearn_core.contracts.capabilities import GeneratesTokens
+from axlearn_plugins_transformer.kv_cache import KVCache
 from axlearn_plugins_verify.properties.causality import bidirectional
-from axlearn_plugins_verify.prove import trace
+from axlearn_plugins_verify.prove import module_calls
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
 from axlearn_plugins_verify.prove.forward import (
-    QUICK,
     Run,
     check_precisely,
-    compute_logits,
     competing_tokens,
+    compute_logits,
     logits_tolerance,
     missing_logits,
     model_weights,
+    precise_config,
     random_rows,
     token_errors,
 )
 
 ROWS = 2
 """Rows that are decoded together."""
+STORES = 4
+"""Error of the logits that rounding of keys and values explains, in units of that rounding."""
 
 
 class CachedDecoding:
@@ -47,13 +52,18 @@ class CachedDecoding:
         return reason
 
     def check(self, case: Any) -> Outcome:
-        """Compare the logits, then the generated tokens."""
-        return check_precisely(case, lambda program: self._check(case, program))
+        """Compare the logits, then the generated tokens. A cache in 8 bits is also checked in the dtype of the model."""
+        exact, rounding = exact_caches(case.config)
+        base = case.config
+        outcome = check_precisely(case, lambda config: self._check(case, case.program(patch(config, exact))))
+        if not outcome.holds or not exact:
+            return outcome
+        return self._check(case, case.program(precise_config(base)), rounding)
 
-    def _check(self, case: Any, program: Program) -> Outcome:
+    def _check(self, case: Any, program: Program, rounding: float = 0.0) -> Outcome:
         weights, tokens = model_weights(case, program), random_rows(case, 4, ROWS)
         expected = compute_logits(program, weights, {"tokens": tokens})
-        tolerance = logits_tolerance(case, program, {"tokens": tokens})
+        tolerance = max(logits_tolerance(case, program, {"tokens": tokens}), rounding)
         prompt = max(1, tokens.shape[1] // 2)
         compared = f"logits of a prompt of {prompt} tokens and of {tokens.shape[1] - prompt} tokens after it"
         decoding = Decoding(program, weights, tokens, prompt)
@@ -63,7 +73,7 @@ class CachedDecoding:
             position = int(np.argmax((errors > tolerance).any(axis=0)))
             part = "in the prompt" if position < prompt else "after the prompt"
             whole = Run(program=program, weights=weights, rows={"tokens": tokens})
-            difference = trace.first_difference(
+            difference = module_calls.first_difference(
                 whole.records(), decoding.records(), tolerance, whole.select_record, whole.select_record
             ) or Difference(layer="", tensor="logits", error=error)
             detail = f"first at position {position}, {part}; {difference.detail}".removesuffix("; ")
@@ -77,6 +87,22 @@ class CachedDecoding:
             compared=f"{compared}, and the tokens that it generates",
             difference=difference,
         )
+
+
+def exact_caches(config: Any) -> tuple[dict[str, None], float]:
+    """Return the settings that store all keys and values in the dtype of the model, and the error that they avoid.
+
+    Returns:
+        (settings by path, error of the logits that rounding in the present caches explains).
+    """
+    settings: dict[str, None] = {}
+    rounding = 0.0
+    for path, cache in find_slots(config.model, KVCache).items():
+        store = getattr(cache, "store", None)
+        if store is not None:
+            settings[f"model.{path}.store"] = None
+            rounding = max(rounding, STORES * (1 / 127 if store == "int8" else float(jnp.finfo(store).eps)))
+    return settings, rounding
 
 
 @attrs.frozen(eq=False)
@@ -97,24 +123,24 @@ class Decoding:
 
     def logits(self) -> np.ndarray:
         """Return the logits, float64 [B, S, V]."""
-        chunk = jax.jit(self._decode_chunk, compiler_options=QUICK)
+        chunk = self._compile()
         parts = self._run(lambda cache, tokens: chunk(self.weights, cache, tokens))
         return np.asarray(np.concatenate(parts, axis=1), np.float64)
 
-    def records(self) -> list[trace.Record]:
+    def records(self) -> list[module_calls.Record]:
         """Record the calls of modules, with the positions of all chunks joined."""
         model, chunks = self.program.functional.describe(), []
 
         def record(cache: Any, tokens: np.ndarray) -> Any:
-            result, records = trace.record_calls(model, self._decode_chunk, self.weights, cache, tokens)
+            result, records = module_calls.record_calls(model, self._compile(), self.weights, cache, tokens)
             chunks.append([r for r in records if r.value.shape[:2] == tokens.shape])
             return result
 
         self._run(record)
-        return trace.join_chunks(chunks)
+        return module_calls.join_chunks(chunks)
 
     def _run(self, decode: Callable[[Any, np.ndarray], Any]) -> list[np.ndarray]:
-        cache, parts = jax.jit(self._init_cache)(self.weights), []
+        cache, parts = self.program.compile_trial(self._init_cache)(self.weights), []
         edges = [0, *range(self.prompt, self.tokens.shape[1] + 1)]
         for start, stop in itertools.pairwise(edges):
             logits, cache = decode(cache, self.tokens[:, start:stop])
@@ -127,9 +153,9 @@ class Decoding:
     def _init_cache(self, weights: ModelWeights) -> Any:
         return self._bind(weights).init_cache(*self.tokens.shape)
 
-    def _decode_chunk(self, weights: ModelWeights, cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        with self.program.tracing("decode" if "decode" in self.program.functions else "train"):
-            return self._bind(weights)(tokens, cache=cache)
+    def _compile(self) -> Any:
+        name = "decode" if "decode" in self.program.functions else "train"
+        return self.program.compile_trial(lambda weights, cache, tokens: self._bind(weights)(tokens, cache=cache), name)
 
 
 def _generate(

@@ -15,9 +15,10 @@ from axlearn_core.errors import AxlearnError
 from axlearn_core.kernels import selection
 from axlearn_core.kernels.selection import REFERENCE, Choice, Selection
 from axlearn_plugins_verify.prove.contract import Outcome
-from axlearn_plugins_verify.prove.step import Step, compare_steps
+from axlearn_plugins_verify.prove.forward import check_precisely
+from axlearn_plugins_verify.prove.training_step import Step, compare_steps
 
-LENGTHS = (256, 512)
+LENGTHS = (384, 1024)
 """Row lengths to try if the rows of the shrunk config are too short for the kernels."""
 ROWS = 2
 """Rows of longer batches."""
@@ -34,14 +35,17 @@ class Kernels:
 
     def skip_reason(self, case: Any) -> str | None:
         """Skip configs without a kernel that runs on this machine."""
-        steps, missing = self._steps(case)
+        steps, missing = self._steps(case, case.config)
         if steps:
             return None
         return "; ".join(missing) or "every op of the config computes its reference on this machine"
 
     def check(self, case: Any) -> Outcome:
         """Compare each step that has kernels to the references."""
-        steps, missing = self._steps(case)
+        return check_precisely(case, lambda config: self._check(case, config))
+
+    def _check(self, case: Any, config: Any) -> Outcome:
+        steps, missing = self._steps(case, config)
         outcomes = []
         for step, names in steps:
             reference = attrs.evolve(step, kernels=reference_selection(step.program))
@@ -51,39 +55,39 @@ class Kernels:
         worst = max(outcomes, key=lambda o: o.error / o.tolerance)
         return attrs.evolve(worst, compared="; ".join([*(o.compared for o in outcomes), *missing]))
 
-    def _steps(self, case: Any) -> tuple[list[tuple[Step, list[tuple[str, str]]]], list[str]]:
+    def _steps(self, case: Any, config: Any) -> tuple[list[tuple[Step, list[tuple[str, str]]]], list[str]]:
         """Return the steps to compare, each with its ops and kernels, and the reasons why other kernels are not compared."""
-        program = case.program()
+        program = case.program(config)
         names = original_kernels(case.original, program.platform)
         steps: list[tuple[Step, list[tuple[str, str]]]] = []
-        seen: set[tuple[str, str]] = set()
+        compared: set[tuple[str, str]] = set()
         batch = case.batch(case.seed)
         for length in (None, *LENGTHS):
             rows = batch if length is None else lengthened(batch, length)
-            step = Step(program=program, weights=case.weights(), batch=rows)
+            step = Step(program=program, weights=case.weights(config), batch=rows)
             try:
-                used = {(c.op.name, c.name) for c in step_choices(step) if c.name != REFERENCE} - seen
+                used = {(c.op.name, c.name) for c in step_choices(step) if c.name != REFERENCE} - compared
             except AxlearnError:
                 continue  # the model does not accept rows of this length
             if used and (length is None or used & set(names)):
                 steps.append((step, sorted(used)))
-                seen |= used
-            if not set(names) - seen:
+                compared |= used
+            if not set(names) - compared:
                 break
-        missing = [f"{k} of {op} does not support the shrunk config" for op, k in names if (op, k) not in seen]
+        missing = [f"{k} of {op} does not support the shrunk config" for op, k in names if (op, k) not in compared]
         return steps, missing
 
 
 def lengthened(batch: Any, length: int) -> dict[str, np.ndarray]:
-    """Return a batch with fewer and longer rows: the positions of each row are repeated as one document."""
+    """Return a batch with fewer and longer rows, each of one document: random positions of the given rows."""
     size = max(x.shape[1] for x in batch.values() if x.ndim >= 2)
+    places = np.random.default_rng(length).integers(0, size, length)
     result = {}
     for name, x in batch.items():
         if x.ndim < 2 or x.shape[1] != size:
             result[name] = x[:ROWS]
             continue
-        repeats = -(-length // size)
-        rows = np.tile(x[:ROWS], (1, repeats, *(1,) * (x.ndim - 2)))[:, :length]
+        rows = x[:ROWS, places]
         if name.endswith("positions"):
             rows = np.broadcast_to(np.arange(length, dtype=x.dtype), rows.shape).copy()
         result[name] = np.ones_like(rows) if name.endswith("segment_ids") else rows
@@ -93,9 +97,9 @@ def lengthened(batch: Any, length: int) -> dict[str, np.ndarray]:
 def step_choices(step: Step) -> Sequence[Choice]:
     """Return the kernels that a step selects."""
     kernels = Selection(platform=step.program.platform)
-    traced = attrs.evolve(step, kernels=kernels)
     batch = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in step.batch.items()}
-    jax.eval_shape(traced.compute, step.program.trained.abstract, step.program.trained.variables, batch)
+    with step.program.tracing("train", kernels):
+        jax.eval_shape(step.compute, step.program.trained.abstract, step.program.trained.variables, batch)
     return kernels.choices
 
 

@@ -30,13 +30,15 @@ class PackedDocuments:
         source = get_input_config(case.config)
         shapes = source.batch_shapes() if isinstance(source, DeclaresBatches) else {}
         packs = any(name.endswith("segment_ids") for name in shapes)
-        return missing_logits(case) or (None if packs else "the input does not pack: its batches have no `segment_ids`") or (
-            competing_tokens(case)
+        return (
+            missing_logits(case)
+            or (None if packs else "the input does not pack: its batches have no `segment_ids`")
+            or (competing_tokens(case))
         )
 
     def check(self, case: Any) -> Outcome:
         """Compare packed and separate documents."""
-        return check_precisely(case, lambda program: self._check(case, program))
+        return check_precisely(case, lambda config: self._check(case, case.program(config)))
 
     def _check(self, case: Any, program: Program) -> Outcome:
         weights = model_weights(case, program)

@@ -6,8 +6,8 @@ import attrs
 import numpy as np
 
 from axlearn_plugins_verify.prove.contract import Outcome
-from axlearn_plugins_verify.prove.forward import competing_tokens
-from axlearn_plugins_verify.prove.step import Step, compare_steps
+from axlearn_plugins_verify.prove.forward import check_precisely, competing_tokens
+from axlearn_plugins_verify.prove.training_step import Step, compare_steps
 
 WEIGHTS, SEGMENTS, POSITIONS = "weights", "segment_ids", "positions"
 
@@ -28,7 +28,10 @@ class Padding:
 
     def check(self, case: Any) -> Outcome:
         """Compare other padding, then no padding."""
-        program, weights = case.program(), case.weights()
+        return check_precisely(case, lambda config: self._check(case, config))
+
+    def _check(self, case: Any, config: Any) -> Outcome:
+        program, weights = case.program(config), case.weights(config)
         batch, others = case.batch(case.seed), case.batch(case.seed + 1)
         length = next(x.shape[1] for name, x in batch.items() if name.endswith(WEIGHTS))
         size = length // 2
@@ -42,8 +45,10 @@ class Padding:
         cut = {n: x[:, :size] if x.ndim >= 2 and x.shape[1] == length else x for n, x in batch.items()}
         short = attrs.evolve(one, batch=cut, select=lambda x: x)
         shorter = compare_steps(short, one, compared=f"{compared}, and rows of {size} tokens without padding")
-        return shorter if not shorter.holds or shorter.error >= outcome.error else attrs.evolve(
-            outcome, compared=shorter.compared
+        return (
+            shorter
+            if not shorter.holds or shorter.error >= outcome.error
+            else attrs.evolve(outcome, compared=shorter.compared)
         )
 
 

@@ -6,7 +6,8 @@ from axlearn_core.config import find, patch
 from axlearn_core.config.roles import StackRole
 from axlearn_core.nn.remat import Remat
 from axlearn_plugins_verify.prove.contract import Outcome
-from axlearn_plugins_verify.prove.step import Step, compare_steps
+from axlearn_plugins_verify.prove.forward import check_precisely
+from axlearn_plugins_verify.prove.training_step import Step, compare_steps
 
 
 class Rematerialization:
@@ -20,13 +21,16 @@ class Rematerialization:
 
     def check(self, case: Any) -> Outcome:
         """Compare with and without rematerialization."""
-        stacks = find(case.config.model, StackRole)
-        without = patch(case.config, {f"model.{path}.remat": None for path in stacks})
+        return check_precisely(case, lambda config: self._check(case, config))
+
+    def _check(self, case: Any, base: Any) -> Outcome:
+        stacks = find(base.model, StackRole)
+        without = patch(base, {f"model.{path}.remat": None for path in stacks})
         used = any(stack.remat is not None for stack in stacks.values())
-        full = patch(case.config, {f"model.{path}.remat": Remat.Config() for path in stacks})
+        full = patch(base, {f"model.{path}.remat": Remat.Config() for path in stacks})
         one, other = (
             Step(program=case.program(config), weights=case.weights(config), batch=case.batch(case.seed))
-            for config in (without, case.config if used else full)
+            for config in (without, base if used else full)
         )
         kind = "the config's policy" if used else "full rematerialization, which the config does not use,"
         return compare_steps(one, other, compared=f"{kind} and none")

@@ -53,7 +53,9 @@ class Resume:
             finally:
                 checkpointer.close()
         return Outcome(
-            error=0.0 if (difference := first_array(expected, actual, program.trained.axes)) is None else difference.error,
+            error=0.0
+            if (difference := first_array(expected, actual, program.trained.axes)) is None
+            else difference.error,
             tolerance=0.0,
             compared=f"the training state after {BEFORE + AFTER} steps, with and without a checkpoint after {BEFORE}",
             difference=difference,
@@ -88,6 +90,9 @@ def first_array(
         count = int(np.count_nonzero(apart))
         module = next((p for p in sorted(axes, key=len, reverse=True) if path.endswith(p)), "").rpartition(".")[0]
         return Difference(
-            layer=module, tensor=path, error=error or np.finfo(np.float64).tiny, detail=f"{count} of {value.size} values"
+            layer=module,
+            tensor=path,
+            error=error or np.finfo(np.float64).tiny,
+            detail=f"{count} of {value.size} values",
         )
     return None

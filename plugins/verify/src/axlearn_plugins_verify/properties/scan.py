@@ -5,7 +5,8 @@ from typing import Any, ClassVar
 from axlearn_core.config import find, patch
 from axlearn_core.config.roles import StackRole
 from axlearn_plugins_verify.prove.contract import Outcome
-from axlearn_plugins_verify.prove.step import Step, compare_steps
+from axlearn_plugins_verify.prove.forward import check_precisely
+from axlearn_plugins_verify.prove.training_step import Step, compare_steps
 
 OTHER = {"scan": "unrolled", "unrolled": "scan"}
 
@@ -21,11 +22,14 @@ class Scan:
 
     def check(self, case: Any) -> Outcome:
         """Compare both modes."""
-        stacks = find(case.config.model, StackRole)
-        other = patch(case.config, {f"model.{path}.mode": OTHER[stack.mode] for path, stack in stacks.items()})
+        return check_precisely(case, lambda config: self._check(case, config))
+
+    def _check(self, case: Any, base: Any) -> Outcome:
+        stacks = find(base.model, StackRole)
+        other = patch(base, {f"model.{path}.mode": OTHER[stack.mode] for path, stack in stacks.items()})
         steps = [
             Step(program=case.program(config), weights=case.weights(config), batch=case.batch(case.seed))
-            for config in (case.config, other)
+            for config in (base, other)
         ]
         if any(stack.mode == "scan" for stack in stacks.values()):
             steps.reverse()  # unrolled layers are correct by assumption

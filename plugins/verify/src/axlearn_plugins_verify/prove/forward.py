@@ -16,7 +16,7 @@ from axlearn_core.contracts.capabilities import DeclaresBatches, HasVocabulary
 from axlearn_core.contracts.experiment import get_input_config
 from axlearn_core.nn.layer import Context
 from axlearn_plugins_transformer.causal_lm import LanguageModel
-from axlearn_plugins_verify.prove import trace
+from axlearn_plugins_verify.prove import module_calls
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
 
 QUICK = {"xla_backend_optimization_level": 0}
@@ -26,7 +26,7 @@ EPSILON = {"float64": 2.0**-50, "float32": 2.0**-22, "bfloat16": 2.0**-8, "float
 FLOOR = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 2e-2, "float16": 5e-3}
 """Error that rounding alone causes even if `EPSILON` moves nothing, relative to the norm of a token's logits."""
 
-Rows = Mapping[str, np.ndarray]
+Rows = Mapping[str, Any]
 """Arrays of a batch: `tokens`, and optionally `positions` and `segment_ids`, int32 [B, S]."""
 Select = Callable[[np.ndarray], np.ndarray | None]
 
@@ -44,7 +44,9 @@ def missing_logits(case: Any) -> str | None:
 def competing_tokens(case: Any) -> str | None:
     """Return which part of the model lets the tokens of a row compete, or None."""
     nodes = find(case.config.model, CompetingTokensRole)
-    return next((f"model.{path}: {type(n).owner.__name__} lets the tokens of a row compete" for path, n in nodes.items()), None)
+    return next(
+        (f"model.{path}: {type(n).owner.__name__} lets the tokens of a row compete" for path, n in nodes.items()), None
+    )
 
 
 def random_rows(case: Any, seed: int, rows: int | None = None, length: int | None = None) -> np.ndarray:
@@ -89,11 +91,10 @@ def forward(program: Program) -> Callable[[ModelWeights, Rows], jax.Array]:
     """Return the traceable function from weights and rows to logits [B, S, V], in evaluation mode."""
 
     def run(weights: ModelWeights, rows: Rows) -> jax.Array:
-        with program.tracing("train"):
-            model = program.functional.bind(weights.params, weights.variables)
-            context = Context(positions=rows.get("positions"), segment_ids=rows.get("segment_ids"))
-            hidden, _ = model.decoder(rows["tokens"], context)
-            return model.logits(hidden)
+        model = program.functional.bind(weights.params, weights.variables)
+        context = Context(positions=rows.get("positions"), segment_ids=rows.get("segment_ids"))
+        hidden, _ = model.decoder(rows["tokens"], context)
+        return model.logits(hidden)
 
     return run
 
@@ -102,7 +103,7 @@ def compute_logits(program: Program, weights: ModelWeights, rows: Rows) -> np.nd
     """Return the logits of rows, float64 [B, S, V]."""
     run = _compiled.get(program)
     if run is None:
-        run = _compiled[program] = jax.jit(forward(program), compiler_options=QUICK)
+        run = _compiled[program] = program.compile_trial(forward(program))
     return np.asarray(run(weights, dict(rows)), np.float64)
 
 
@@ -112,16 +113,21 @@ def compute_dtype(config: Any) -> str:
     return fields["dtype"] if fields.get("dtype") in EPSILON else "float32"
 
 
-def check_precisely(case: Any, check: Callable[[Program], Outcome]) -> Outcome:
-    """Check a property in the dtype of the config. If that is a 16-bit dtype and the property holds, check it in float32 too.
+def precise_config(config: Any) -> Any:
+    """Return the config with float32 instead of a 16-bit dtype."""
+    return patch(config, {"model.dtype": "float32"}) if compute_dtype(config) in ("bfloat16", "float16") else config
+
+
+def check_precisely(case: Any, check: Callable[[Any], Outcome]) -> Outcome:
+    """Check a property of a config in its dtype. If that is a 16-bit dtype and the property holds, check it in float32 too.
 
     Rounding hides small faults in a 16-bit dtype.
     """
-    outcome = check(case.program())
-    if not outcome.holds or compute_dtype(case.config) not in ("bfloat16", "float16"):
+    outcome, precise = check(case.config), precise_config(case.config)
+    if not outcome.holds or precise is case.config:
         return outcome
-    precise = check(case.program(patch(case.config, {"model.dtype": "float32"})))
-    return attrs.evolve(precise, compared=f"{precise.compared}; also in float32")
+    outcome = check(precise)
+    return attrs.evolve(outcome, compared=f"{outcome.compared}; also in float32")
 
 
 def logits_tolerance(case: Any, program: Program, rows: Rows) -> float:
@@ -163,10 +169,11 @@ class Run:
         assert logits is not None
         return logits
 
-    def records(self) -> list[trace.Record]:
+    def records(self) -> list[module_calls.Record]:
         """Run again and record the calls of modules."""
         model = self.program.functional.describe()
-        _, records = trace.record_calls(model, forward(self.program), self.weights, dict(self.rows))
+        run = self.program.compile_trial(forward(self.program))
+        _, records = module_calls.record_calls(model, run, self.weights, dict(self.rows))
         return records
 
     def select_record(self, value: np.ndarray) -> np.ndarray | None:
@@ -181,9 +188,11 @@ def compare_logits(one: Run, other: Run, *, tolerance: float, compared: str) -> 
     error = float(errors.max())
     if error <= tolerance:
         return Outcome(error=error, tolerance=tolerance, compared=compared)
-    difference = trace.first_difference(
+    difference = module_calls.first_difference(
         one.records(), other.records(), tolerance, one.select_record, other.select_record
     ) or Difference(layer="", tensor="logits", error=error)
     place = np.unravel_index(int(np.argmax(errors > tolerance)), errors.shape)
     detail = "; ".join(filter(None, [difference.detail, f"first token with other logits: {list(map(int, place))}"]))
-    return Outcome(error=error, tolerance=tolerance, compared=compared, difference=attrs.evolve(difference, detail=detail))
+    return Outcome(
+        error=error, tolerance=tolerance, compared=compared, difference=attrs.evolve(difference, detail=detail)
+    )

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from axlearn_plugins_verify.prove.trace import REPEATED, Recorder, number_layers
+from axlearn_plugins_verify.prove.module_calls import REPEATED, Recorder, number_layers
 
 SAMPLE = 1 << 16
 """Maximum number of values of a tensor to keep, for comparisons with another execution."""

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import AxisType
 
 from axlearn_core.contracts.arrays import is_array
 from axlearn_plugins_verify.prove.contract import Difference
@@ -43,23 +44,23 @@ class Record:
 
 
 def record_calls(model: Any, run: Callable[..., Any], *arguments: Any) -> tuple[Any, list[Record]]:
-    """Compile and run a function, and record the module calls in it.
+    """Run a function, and record the module calls in it.
 
     Args:
         model: The model, possibly with abstract arrays. It defines the classes and paths of the modules.
-        run: Function that calls the model. It is traced once.
+        run: Compiled function that calls the model. It must not have been traced before.
         arguments: Arrays, or pytrees of arrays.
 
     Returns:
         The result of the function and the records.
     """
     calls: list[tuple[str, str, np.ndarray]] = []
-    options = {"xla_backend_optimization_level": 0}
-    with patched(Recorder(model, calls, ordered=_one_device(arguments))):
-        result = jax.jit(lambda *args: run(*args), compiler_options=options)(*arguments)
+    ordered = _one_device(arguments)
+    with patched(Recorder(model, calls, ordered=ordered)):
+        result = run(*arguments)
         jax.block_until_ready(result)
         jax.effects_barrier()
-    return result, number_layers(calls)
+    return result, number_layers(calls, ordered=ordered)
 
 
 def _one_device(arguments: Any) -> bool:
@@ -67,14 +68,20 @@ def _one_device(arguments: Any) -> bool:
     return len(devices) <= 1  # JAX supports ordered callbacks only on one device
 
 
-def number_layers(calls: Sequence[tuple[str, str, Any]]) -> list[Record]:
+def number_layers(calls: Sequence[tuple[str, str, Any]], *, ordered: bool = True) -> list[Record]:
     """Replace each `REPEATED` part of the paths with the index of the layer, in the order of the calls.
 
-    The body of a scan is traced once, so its calls have no index when they are traced.
+    The body of a scan is traced once, so its calls have no index when they are traced. If the calls are not ordered, because
+    they ran on several devices, only the calls of the same module are in order. Each of its calls then belongs to the next layer.
     """
     finished: Counter[str] = Counter()
     records: list[Record] = []
     for path, tensor, value in calls:
+        if not ordered and REPEATED in path:
+            index = str(finished[f"{path} {tensor}"])
+            finished[f"{path} {tensor}"] += 1
+            records.append(Record(layer=path.replace(REPEATED, index), tensor=tensor, value=value))
+            continue
         numbered: list[str] = []
         for part in path.split("."):
             numbered.append(str(finished[".".join([*numbered, REPEATED])]) if part == REPEATED else part)
@@ -115,19 +122,20 @@ def first_difference(
         select_other: Selects the comparable values of `other`, in the same order.
 
     Returns:
-        The difference. None if no record that both runs have differs.
+        The difference. If the errors grow so slowly that no record differs by the whole tolerance, the first one that differs by
+        a part of it. None if no record that both runs have differs.
     """
     later = {(r.layer, r.tensor): r for r in reversed(other)}
-    for record in one:
-        match = later.get((record.layer, record.tensor))
-        if match is None:
-            continue
-        expected, actual = select_one(record.value), select_other(match.value)
-        if expected is None or actual is None or expected.shape != actual.shape:
-            continue
-        error = relative_error(expected, actual)
-        if not error <= tolerance:
-            return _describe(record, error, expected, actual, tolerance)
+    pairs = [(r, select_one(r.value), select_other(m.value)) for r in one if (m := later.get((r.layer, r.tensor)))]
+    errors = [
+        (record, vector_error(expected, actual), expected, actual)
+        for record, expected, actual in pairs
+        if expected is not None and actual is not None and expected.shape == actual.shape
+    ]
+    for limit in (tolerance, tolerance / 10):
+        for record, error, expected, actual in errors:
+            if not error <= limit:
+                return _describe(record, error, expected, actual, limit)
     return None
 
 
@@ -135,6 +143,9 @@ def _describe(record: Record, error: float, expected: Any, actual: Any, toleranc
     layer, tensor = record.layer, record.tensor
     if tensor == "input":  # the parent computed it
         layer, _, child = layer.rpartition(".")
+        if child.isdigit():
+            layer, _, name = layer.rpartition(".")
+            child = f"{name}.{child}"
         tensor = f"input of {child}"
     bad = ~np.isfinite(actual)
     if np.any(bad & np.isfinite(expected)):
@@ -147,13 +158,23 @@ def _describe(record: Record, error: float, expected: Any, actual: Any, toleranc
     return Difference(layer=layer, tensor=tensor, error=error, detail=detail)
 
 
+def vector_error(expected: np.ndarray, actual: np.ndarray) -> float:
+    """Return the largest error of a vector along the last axis, relative to the root mean square of all vectors."""
+    expected, actual = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
+    if not (np.isfinite(expected).all() and np.isfinite(actual).all()):
+        return relative_error(expected, actual)
+    differences = np.linalg.norm(actual - expected, axis=-1)
+    scale = float(np.sqrt(np.mean(np.square(np.linalg.norm(expected, axis=-1)))))
+    largest = float(np.max(differences, initial=0.0))
+    return largest / scale if scale else float(largest > 0)
+
+
 def relative_error(expected: np.ndarray, actual: np.ndarray) -> float:
     """Return the norm of the difference, relative to the norm of the expected values. Infinite if one is not finite."""
     expected, actual = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
+    if not (np.isfinite(expected).all() and np.isfinite(actual).all()):
+        return 0.0 if np.array_equal(expected, actual, equal_nan=True) else float("inf")
     difference, norm = float(np.linalg.norm(actual - expected)), float(np.linalg.norm(expected))
-    if not np.isfinite(difference):
-        both_infinite = np.array_equal(expected, actual, equal_nan=True)
-        return 0.0 if both_infinite else float("inf")
     return difference / norm if norm else float(difference > 0)
 
 
@@ -188,7 +209,12 @@ class Recorder:
             self.stack.pop()
 
     def record(self, path: str, tensor: str, value: Any) -> Any:
-        """Record a tensor. Return the tensor with which the model continues."""
+        """Record a tensor. Return the tensor with which the model continues.
+
+        Skips the parts of a model that run on each device separately, because their tensors are not those of the whole model.
+        """
+        if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+            return value
 
         def keep(array: Any) -> None:
             self.calls.append(
@@ -238,7 +264,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
     """Let the classes of a model report their calls to a recorder."""
     originals: dict[type, Any] = {}
     for cls in recorder.classes:
-        if callable(getattr(cls, "__call__", None)):  # noqa: B004 - the function itself is wrapped
+        if any("__call__" in vars(base) for base in cls.__mro__):
             originals[cls] = vars(cls).get("__call__")
             cls.__call__ = _wrap(cls.__call__, recorder)  # type: ignore[attr-defined]
     try:

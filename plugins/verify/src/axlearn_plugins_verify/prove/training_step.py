@@ -1,20 +1,19 @@
 """Compute the loss and the gradients of one training step, and compare two such computations."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from axlearn_core.compose import ModelWeights, Program
 from axlearn_core.kernels.selection import Selection
 from axlearn_core.learn import without_state
-from axlearn_plugins_verify.prove import trace
+from axlearn_plugins_verify.prove import module_calls
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
-from axlearn_plugins_verify.prove.forward import EPSILON, QUICK, Select, compute_dtype, perturbed
+from axlearn_plugins_verify.prove.forward import EPSILON, Select, compute_dtype, perturbed
 
 FLOOR = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 1e-2, "float16": 5e-3}
 """Error of a gradient that rounding alone causes, relative to its norm."""
@@ -65,32 +64,33 @@ class Step:
         """Return the loss and the gradients, with parameters that are moved by a random part of `perturb` of their size."""
         functions = _compiled.setdefault(self.program, {})
         if self.kernels not in functions:
-            functions[self.kernels] = jax.jit(self.compute, compiler_options=QUICK)
-        params = perturbed(self.weights.params, perturb, seed)
+            functions[self.kernels] = self.program.compile_trial(self.compute, kernels=self.kernels)
+        weights = self._placed(ModelWeights(perturbed(self.weights.params, perturb, seed), self.weights.variables))
         loss, gradients = jax.device_get(
-            functions[self.kernels](params, self.weights.variables, self.program.put(self.batch))
+            functions[self.kernels](weights.params, weights.variables, self.program.put(self.batch))
         )
         return Gradient(float(loss), {p: np.asarray(g, np.float64) for p, g in gradients.items()})
+
+    def _placed(self, weights: ModelWeights) -> ModelWeights:
+        return jax.tree.map(lambda x, spec: jax.device_put(x, spec.sharding), weights, self.program.trained_spec)
 
     def compute(self, params: Any, variables: Any, batch: Any) -> tuple[jax.Array, Any]:
         """Return the loss and the gradients. Traceable."""
         config: Any = self.program.config
         learner = config.learner.build(max_steps=config.max_steps, axes=self.program.trained.axes)
-        with self.program.tracing("train", self.kernels):
-            call = self.program.function("loss").call
-            loss = without_state(lambda p, b: call(ModelWeights(p, variables), b))
-            (loss, *_), gradients = learner.value_and_grad(loss, params, {}, batch, None)
+        call = self.program.function("loss").call
+        loss = without_state(lambda p, b: call(ModelWeights(p, variables), b))
+        (loss, *_), gradients = learner.value_and_grad(loss, params, {}, batch, None)
         return loss, gradients
 
-    def records(self) -> list[trace.Record]:
-        """Compute the loss again and record the calls of modules."""
-
-        def run(weights: ModelWeights, batch: Any) -> Any:
-            with self.program.tracing("train", self.kernels):
-                return self.program.function("loss").call(weights, batch)
-
+    def trace(self) -> tuple[dict[str, float], list[module_calls.Record]]:
+        """Compute the loss again. Return the scalars that it reports, and the calls of modules."""
+        run = self.program.compile_trial(self.program.function("loss").call, kernels=self.kernels)
         model = self.program.functional.describe()
-        return trace.record_calls(model, run, self.weights, self.program.put(self.batch))[1]
+        (_, scalars), records = module_calls.record_calls(
+            model, run, self._placed(self.weights), self.program.put(self.batch)
+        )
+        return {name: float(value) for name, value in scalars.items()}, records
 
     def select_record(self, value: np.ndarray) -> np.ndarray | None:
         """Select the comparable part of a recorded array, or None if it has no rows and positions."""
@@ -122,21 +122,33 @@ def compare_steps(one: Step, other: Step, *, compared: str, gradients: bool = Tr
         return Outcome(
             error=scalar if near else worst, tolerance=loss_tolerance if near else tolerance, compared=compared
         )
-    records = one.records()
-    difference = trace.first_difference(records, other.records(), tolerance, one.select_record, other.select_record)
-    facts = f"loss {actual.loss:.6g}, expected {expected.loss:.6g}"
-    if difference is None and wrong:
-        difference = last_gradient(one.program, expected, actual, wrong, tolerance, [r.layer for r in records])
-    if difference is None:
-        difference = Difference(layer="", tensor="loss", error=scalar)
-    detail = "; ".join(filter(None, [difference.detail, facts]))
-    failed = loss_tolerance if scalar > loss_tolerance else tolerance
-    return Outcome(
-        error=scalar if scalar > loss_tolerance else worst,
-        tolerance=failed,
-        compared=compared,
-        difference=attrs.evolve(difference, detail=detail),
+    (scalars, records), (other_scalars, other_records) = one.trace(), other.trace()
+    difference = module_calls.first_difference(
+        records, other_records, tolerance, one.select_record, other.select_record
     )
+    if difference is None and scalar > loss_tolerance:
+        difference = _first_scalar(scalars, other_scalars, loss_tolerance) or Difference(
+            layer="", tensor="loss", error=scalar
+        )
+    if difference is None:
+        difference = last_gradient(one.program, expected, actual, wrong, tolerance, [r.layer for r in records])
+    facts = f"loss {actual.loss:.6g}, expected {expected.loss:.6g}"
+    difference = attrs.evolve(difference, detail="; ".join(filter(None, [difference.detail, facts])))
+    if scalar > loss_tolerance:
+        return Outcome(error=scalar, tolerance=loss_tolerance, compared=compared, difference=difference)
+    return Outcome(error=worst, tolerance=tolerance, compared=compared, difference=difference)
+
+
+def _first_scalar(expected: Mapping[str, float], actual: Mapping[str, float], tolerance: float) -> Difference | None:
+    """Return the scalar that the model reports, such as a part of its loss, whose relative error is the largest."""
+    errors = {n: loss_error(v, actual.get(n, 0.0)) for n, v in expected.items() if n != "weight"}
+    wrong = {name: error for name, error in errors.items() if error > tolerance}
+    if not wrong:
+        return None
+    missing = [name for name in wrong if name not in actual]
+    name = max(wrong, key=lambda n: (n != "cross_entropy", wrong[n]))  # the model reports it if there are other parts
+    detail = f"missing: {', '.join(missing)}" if missing else f"{actual[name]:.6g}, expected {expected[name]:.6g}"
+    return Difference(layer="", tensor=name, error=wrong[name], detail=detail)
 
 
 def loss_error(expected: float, actual: float) -> float:
@@ -175,26 +187,35 @@ def last_gradient(
     total = float(np.sqrt(sum(float(np.sum(np.square(g))) for g in expected.gradients.values()))) or 1.0
     candidates: list[tuple[int, float, str, str]] = []
     for path in wrong:
-        axes = program.trained.axes[path]
-        pairs = [("", expected.gradients[path], actual.gradients[path])]
-        if STACKED in axes:
-            axis = axes.index(STACKED)
-            split = [np.moveaxis(x[path], axis, 0) for x in (expected.gradients, actual.gradients)]
-            pairs = [(str(index), *pair) for index, pair in enumerate(zip(*split, strict=True))]
-        for index, one, other in pairs:
-            error = _error(one, other, SMALL * total / max(1, len(pairs)))
-            if error > tolerance or len(pairs) == 1:
-                layer = _module_of(path, index, calls)
+        ours, theirs = (split_layers(program, path, g.gradients[path]) for g in (expected, actual))
+        for index, one in ours.items():
+            error = _error(one, theirs[index], SMALL * total / len(ours))
+            if error > tolerance or len(ours) == 1:
+                layer = find_module(path, index, calls)
                 candidates.append((calls.get(layer, -1), error, layer, f"gradient of {path}"))
     _, error, layer, tensor = max(candidates)
     return Difference(layer=layer, tensor=tensor, error=error)
 
 
-def _module_of(path: str, index: str, calls: Mapping[str, int]) -> str:
-    """Return the module that was called and owns a parameter: the longest path of a call that fits."""
+def split_layers(program: Program, path: str, value: Any) -> dict[str, np.ndarray]:
+    """Split a stacked array into the arrays of its layers by index. Other arrays have an empty index."""
+    axes, array = program.trained.axes[path], np.asarray(value)
+    if STACKED not in axes:
+        return {"": array}
+    return {str(i): x for i, x in enumerate(np.moveaxis(array, axes.index(STACKED), 0))}
+
+
+def find_module(path: str, index: str, calls: Mapping[str, int]) -> str:
+    """Return the module that was called and owns a parameter: the longest path of a call that fits.
+
+    Args:
+        path: Path of the parameter, without the index of its layer.
+        index: Index of its layer, or an empty string.
+        calls: Paths of the called modules.
+    """
     parts = path.split(".")[:-1]
     for count in range(len(parts), 0, -1):
-        for places in range(count + 1 if index else 1):
+        for places in range(1, count + 1) if index else (0,):
             name = ".".join([*parts[:places], index, *parts[places:count]] if places else parts[:count])
             if name in calls:
                 return name

@@ -1,0 +1,121 @@
+"""Apply settings to a config, and describe what they changed: sources, problems, and replaced nodes."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from axlearn_core.config import Change, Decoder, Node, diff, flatten, get_fields, patch
+from axlearn_core.config.node import hidden_defaults, interface_fields
+from axlearn_core.config.tree import join, matches, replaced_nodes
+from axlearn_core.config.types import show
+from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.plugins.decisions import Decision
+from axlearn_core.plugins.registry import Registry
+from axlearn_core.plugins.request import Setting
+
+NameOf = Callable[[Any], str]
+"""Function from a config class to its name for the user."""
+
+
+def apply_settings(
+    tree: Node[Any], settings: Sequence[Setting], names: Registry, decoder: Decoder
+) -> tuple[Node[Any], list[Change]]:
+    """Apply settings to a tree.
+
+    Returns:
+        The tree and the changes. Setting a path to its current value also counts as a change, because it is explicit.
+
+    Raises:
+        ConfigError: If a path is set to two values or does not exist, or if a value is invalid.
+    """
+    edits: dict[str, Setting] = {}
+    for setting in settings:
+        first = edits.setdefault(setting.path, setting)
+        if first.value != setting.value or type(first.value) is not type(setting.value):
+            raise ConfigError(
+                Problem(
+                    path=setting.path,
+                    message="is set to two different values",
+                    got=f"{show(first.value)} by {first.location} and {show(setting.value)} by {setting.location}",
+                )
+            )
+    try:
+        after = patch(tree, {path: s.value for path, s in edits.items()}, decoder.decode_value)
+    except ConfigError as error:
+        paths = {s.path: s for s in reversed(settings)}
+        raise ConfigError(_locate_problem(p, settings, paths) for p in error.problems) from None
+    changes = {c.path: c for c in diff(tree, after, names.display_name)}
+    flat = flatten(after, names.display_name)
+    for pattern in edits:
+        for path in flat:
+            if path not in changes and matches(pattern, path):
+                changes[path] = Change(path, flat[path], flat[path])
+    return after, list(changes.values())
+
+
+def _find_setting(path: str, settings: Sequence[Setting]) -> Setting | None:
+    """Return the innermost setting that matches the path or one of its parents, or None."""
+    parts = path.split(".")
+    prefixes = [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
+    matching = [s for p in prefixes for s in settings if matches(s.path, p)]
+    return matching[0] if matching else None
+
+
+def find_source(path: str, settings: Sequence[Setting]) -> str:
+    """Return the location of the setting that changed a path."""
+    setting = _find_setting(path, settings)
+    return setting.location if setting else settings[0].location
+
+
+def _locate_problem(problem: Problem, settings: Sequence[Setting], paths: Mapping[str, Setting]) -> Problem:
+    source = paths.get(problem.path) or _find_setting(problem.path, settings)
+    return attrs.evolve(problem, location=source.location) if source and not problem.location else problem
+
+
+def describe_replaced(
+    before: Node[Any], after: Node[Any], settings: Iterable[Setting], name_of: NameOf
+) -> list[Decision]:
+    """Return a decision for each setting that replaces nodes by plain values, such as a schedule by a number.
+
+    The fields of these nodes are lost.
+
+    Args:
+        before: Config without the settings.
+        after: Config with the settings.
+        settings: The settings.
+        name_of: Returns the name of a config class.
+    """
+    by_path = {setting.path: setting for setting in settings}
+    decisions = []
+    for path, setting in by_path.items():
+        if any(path.startswith(f"{other}.") for other in by_path):
+            continue  # inside a component that another setting names
+        if replaced := replaced_nodes(before, after, path):
+            decisions.append(_describe(setting, replaced, name_of))
+    return decisions
+
+
+def _describe(setting: Setting, replaced: Mapping[str, tuple[Node[Any], Any]], name_of: NameOf) -> Decision:
+    (path, (old, new)), *others = replaced.items()
+    more = f" and {len(others)} more" if others else ""
+    hint = f"; to change one field: {example}" if (example := _example(path, old, new)) else ""
+    return Decision("replaced", f"{path}{more}", f"{_show_node(old, name_of)} -> {new!r}, by {setting.location}{hint}")
+
+
+def _show_node(value: Node[Any], name_of: NameOf) -> str:
+    hidden = interface_fields(type(value)) | hidden_defaults(value)
+    fields = {name: field for name, field in get_fields(value).items() if name not in hidden}
+    texts = (
+        f"{name}={name_of(type(field)) if isinstance(field, Node) else repr(field)}" for name, field in fields.items()
+    )
+    return f"{name_of(type(value))}({', '.join(texts)})"
+
+
+def _example(path: str, old: Node[Any], new: object) -> str | None:
+    """Return a setting of the node's first field that accepts the value, or None."""
+    for attribute in attrs.fields(type(old)):
+        field = get_fields(old)[attribute.name]
+        if attribute.name not in interface_fields(type(old)) and type(field) is type(new):
+            return f"--set {join(path, attribute.name)}={new!r}"
+    return None

@@ -1,0 +1,52 @@
+"""A mesh gives the loss and the gradients of one device."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+
+from axlearn_core.compose import ModelWeights, Program
+from axlearn_plugins_verify.prove.contract import Outcome
+from axlearn_plugins_verify.prove.forward import check_precisely, precise_config
+from axlearn_plugins_verify.prove.training_step import Step, compare_steps
+
+
+class Meshes:
+    """Compares a step on several devices to one on a single device, for meshes that together have every axis."""
+
+    summary: ClassVar[str] = "a mesh gives the loss and the gradients of one device"
+
+    def skip_reason(self, case: Any) -> str | None:
+        """Skip configs that no mesh of the local devices fits."""
+        return None if case.meshes else "no mesh of several devices divides the parameters and the batch"
+
+    def check(self, case: Any) -> Outcome:
+        """Compare each mesh. Return the first failure, or the outcome with the largest error.
+
+        A 16-bit dtype is checked on the first mesh only: compiling takes most of the time.
+        """
+        outcomes = []
+        for index, shape in enumerate(case.meshes):
+            if index == 0:
+                outcome = check_precisely(case, lambda config, shape=shape: self._check(case, config, shape))
+            else:
+                outcome = self._check(case, precise_config(case.config), shape)
+            if not outcome.holds:
+                return outcome
+            outcomes.append(outcome)
+        return max(outcomes, key=lambda outcome: outcome.error / outcome.tolerance)
+
+    def _check(self, case: Any, config: Any, shape: Mapping[str, int]) -> Outcome:
+        alone, spread = case.program(config), case.program(config, shape)
+        weights, batch = case.weights(config), case.batch(case.seed)
+        axes = ", ".join(f"{axis}={size}" for axis, size in shape.items())
+        return compare_steps(
+            Step(program=alone, weights=weights, batch=batch),
+            Step(program=spread, weights=place(weights, spread), batch=batch),
+            compared=f"loss and gradients on {spread.layout.mesh.size} devices ({axes}) and on one",
+        )
+
+
+def place(weights: ModelWeights, program: Program) -> ModelWeights:
+    """Shard weights as a program does."""
+    return jax.tree.map(lambda x, spec: jax.device_put(x, spec.sharding), weights, program.trained_spec)

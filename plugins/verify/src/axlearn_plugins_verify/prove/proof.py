@@ -1,0 +1,230 @@
+"""Prove a config: shrink it, check each property, and minimize what fails."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import jax
+
+from axlearn_core.compose.devices import configure_devices
+from axlearn_core.errors import AxlearnError, RequestError, counted, unknown
+from axlearn_core.plugins.registry import registry
+from axlearn_core.plugins.request import Request
+from axlearn_core.plugins.resolve import Resolved, resolve
+from axlearn_core.plugins.targets import find_machine
+from axlearn_core.train.trainer import Trainer
+from axlearn_plugins_verify.prove import minimize
+from axlearn_plugins_verify.prove.case import Case
+from axlearn_plugins_verify.prove.contract import Outcome, Property
+from axlearn_plugins_verify.prove.shrink import Shrunk, shrink
+
+DEVICES = 8
+"""Number of virtual CPU devices."""
+SEEDS = 2
+"""Number of seeds for weights and batches."""
+HOLDS, FAILS, SKIPPED, NOT_RUN = "holds", "FAILS", "skipped", "not run"
+
+
+@attrs.frozen(kw_only=True)
+class Check:
+    """A property that was checked on one seed.
+
+    Attributes:
+        name: Name of the property.
+        summary: What holds, as one sentence.
+        seed: Seed of the weights and batches.
+        status: `holds`, `FAILS`, `skipped` or `not run`.
+        outcome: Result, or None if the check was skipped, not run, or ended with an error.
+        reason: Why the property was skipped or not run, or the error that ended the check.
+        seconds: Time of the check.
+    """
+
+    name: str
+    summary: str
+    seed: int
+    status: str
+    outcome: Outcome | None = None
+    reason: str = ""
+    seconds: float = 0.0
+
+
+@attrs.frozen(kw_only=True)
+class Proof:
+    """Result of a proof.
+
+    Attributes:
+        title: Name of the experiment, with its features.
+        checks: Every property on every seed, in the order of the checks.
+        shrunk: The shrunk config, its meshes, and the sizes that changed.
+        minimal: Smallest request for which the first property that failed still fails, or None.
+        seconds: Time of the proof.
+    """
+
+    title: str
+    checks: tuple[Check, ...]
+    shrunk: Shrunk
+    minimal: minimize.Minimal | None
+    seconds: float
+
+    @property
+    def failures(self) -> tuple[Check, ...]:
+        """Checks that failed."""
+        return tuple(check for check in self.checks if check.status == FAILS)
+
+    @property
+    def holds(self) -> bool:
+        """Whether every property that was checked holds."""
+        return not self.failures
+
+    def __repr__(self) -> str:
+        held = sum(check.status == HOLDS for check in self.checks)
+        return f"Proof({self.title}, {counted(held, 'check')} passed, {len(self.failures)} failed)"
+
+
+def properties() -> dict[str, Property]:
+    """Return the installed properties by name.
+
+    Raises:
+        PluginError: If a property cannot be loaded.
+    """
+    return {entry.name: entry.load()() for entry in registry().entries("properties")}
+
+
+def select(only: Sequence[str]) -> dict[str, Property]:
+    """Return the properties with these names, or all if there are none.
+
+    Raises:
+        RequestError: If a property is not installed.
+    """
+    installed = properties()
+    for name in only:
+        if name not in installed:
+            raise unknown("property", name, installed)
+    return {name: p for name, p in installed.items() if not only or name in only}
+
+
+def prove(
+    request: Request | str | Any,
+    *,
+    only: Sequence[str] = (),
+    minutes: float = 5.0,
+    seed: int = 0,
+    seeds: int = SEEDS,
+    progress: Callable[[Check], None] = lambda check: None,
+    **options: Any,
+) -> Proof:
+    """Check the properties of a config.
+
+    The config is shrunk until a laptop can train it, with random weights and batches in the shapes of its input. Neither its
+    data nor its tokenizer are read.
+
+    Args:
+        request: A request, the name of an experiment, a YAML file, or a config.
+        only: Names of the properties to check (default: all).
+        minutes: Time limit. Checks that would begin later are reported as not run.
+        seed: First seed of the weights and batches.
+        seeds: Number of seeds.
+        progress: Called after each check.
+        options: Arguments of `Request.from_arguments`, if `request` is not a `Request`.
+
+    Raises:
+        RequestError: If the request is invalid, a property is unknown, or the config cannot be shrunk.
+    """
+    begun = time.monotonic()
+    if not isinstance(request, Request):
+        request = Request.from_arguments(request, **options)
+    elif options:
+        raise TypeError(f"a Request accepts no additional options: {', '.join(options)}")
+    chosen = select(only)
+    configure_devices(find_machine(f"cpu-{DEVICES}"))
+    resolved = resolve_trainer(request)
+    shrunk = shrink(resolved.config, len(jax.devices()))
+    first = Case(shrunk.config, original=resolved.config, meshes=shrunk.meshes, seed=seed)
+    deadline = begun + 60 * minutes
+    checks: list[Check] = []
+    for case in (first if n == 0 else first.with_seed(seed + n) for n in range(seeds)):
+        for name, part in chosen.items():
+            if case is not first and not _held(checks, name):
+                continue  # the first seed says why
+            check = (
+                check_property(name, part, case)
+                if time.monotonic() < deadline
+                else Check(
+                    name=name, summary=part.summary, seed=case.seed, status=NOT_RUN, reason="the time limit was reached"
+                )
+            )
+            checks.append(check)
+            progress(check)
+    failed = next((c for c in checks if c.status == FAILS), None)
+    minimal = failed and minimize.minimize(
+        request, resolved, lambda other: _still_fails(other, failed, chosen[failed.name]), deadline=deadline + 60
+    )
+    return Proof(
+        title=" with ".join(filter(None, [resolved.title, ", ".join(name for name, _ in resolved.features)])),
+        checks=tuple(checks),
+        shrunk=shrunk,
+        minimal=minimal,
+        seconds=time.monotonic() - begun,
+    )
+
+
+def resolve_trainer(request: Request) -> Resolved:
+    """Resolve a request for the machine that it names, without looking for hardware.
+
+    Raises:
+        RequestError: If the request is invalid, or if it is not for an experiment that trains.
+    """
+    resolved = resolve(request)
+    if not isinstance(resolved.config, Trainer.Config):
+        raise RequestError(f"{resolved.title} is a {type(resolved.config).__qualname__}; expected a Trainer.Config")
+    return resolved
+
+
+def check_property(name: str, part: Property, case: Case) -> Check:
+    """Check one property. An error of the check counts as a failure, because the config cannot be used in this way."""
+    begun = time.monotonic()
+    status, outcome, reason = SKIPPED, None, ""
+    try:
+        reason = part.skip_reason(case) or ""
+        if not reason:
+            outcome = part.check(case)
+            status = HOLDS if outcome.holds else FAILS
+    except AxlearnError as error:
+        status, reason = FAILS, str(error)
+    except Exception as error:  # JAX raises many kinds of errors for a layer that is wrong
+        status, reason = FAILS, f"{type(error).__name__}: {_first_line(error)}"
+    seconds = time.monotonic() - begun
+    return Check(
+        name=name,
+        summary=part.summary,
+        seed=case.seed,
+        status=status,
+        outcome=outcome,
+        reason=reason,
+        seconds=seconds,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def _held(checks: Iterable[Check], name: str) -> bool:
+    return all(check.status == HOLDS for check in checks if check.name == name)
+
+
+def _still_fails(config: Any, failed: Check, part: Property) -> Check | None:
+    """Return the check of another config if the property fails there, too."""
+    shrunk = shrink(config, len(jax.devices()))
+    check = check_property(
+        failed.name, part, Case(shrunk.config, original=config, meshes=shrunk.meshes, seed=failed.seed)
+    )
+    # Another error is another problem.
+    same = (check.outcome is None) == (failed.outcome is None)
+    return check if check.status == FAILS and same else None
+
+
+def unfinished(proof: Proof) -> Iterator[Check]:
+    """Yield the checks that the time limit left out."""
+    yield from (check for check in proof.checks if check.status == NOT_RUN)

@@ -1,0 +1,159 @@
+"""The result of a proof as text, JSON, and an HTML page."""
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import attrs
+import click
+
+from axlearn_plugins_tools.reporting.page import page_style
+from axlearn_plugins_verify.prove import minimize
+from axlearn_plugins_verify.prove.proof import FAILS, HOLDS, NOT_RUN, SKIPPED, Check, Proof
+
+COLORS = {HOLDS: "green", FAILS: "red", SKIPPED: None, NOT_RUN: "yellow"}
+
+
+def line(check: Check, width: int = 0) -> str:
+    """Return one line for a check, as it is printed while the proof runs.
+
+    Args:
+        check: The check.
+        width: Width of the column with the names.
+    """
+    status = click.style(check.status.ljust(len(SKIPPED)), fg=COLORS[check.status])
+    seed = f"  seed {check.seed}" if check.seed else ""
+    facts = _facts(check) if check.outcome else check.reason.splitlines()[0]
+    return f"{check.name.ljust(width)}  {status}  {check.seconds:5.1f} s  {facts}{seed}".rstrip()
+
+
+def _facts(check: Check) -> str:
+    outcome = check.outcome
+    assert outcome is not None
+    return f"{outcome.compared}: error {outcome.error:.2g}, tolerance {outcome.tolerance:.2g}"
+
+
+def summary(proof: Proof) -> str:
+    """Return what follows the lines of the checks: the failures, the smallest config that fails, and the counts."""
+    parts = [text for check in proof.failures[:1] for text in _failure(proof, check)]
+    counts = {status: sum(c.status == status for c in proof.checks) for status in COLORS}
+    words = {HOLDS: "passed", FAILS: "failed", SKIPPED: "skipped", NOT_RUN: "not run"}
+    total = ", ".join(f"{count} {words[status]}" for status, count in counts.items() if count)
+    parts.append(f"{proof.title}: {total} in {proof.seconds:.0f} s")
+    if counts[NOT_RUN]:
+        parts.append("to run the others, raise --minutes")
+    return "\n".join(parts)
+
+
+def _failure(proof: Proof, check: Check) -> list[str]:
+    minimal = proof.minimal
+    shown = check if minimal is None else minimal.check
+    lines = ["", f"{check.name} does not hold: {check.summary}", *_difference(shown)]
+    if minimal is None:
+        return [*lines, "the smallest config that fails is unknown: a second check of this config passed", ""]
+    lines.append(f"smallest config that fails: {minimize.command(minimal)}")
+    if minimal.removed:
+        lines.append(f"  without effect on the failure: {', '.join(minimal.removed)}")
+    if not minimal.complete:
+        lines.append("  the time limit was reached, so more may be without effect")
+    return [*lines, ""]
+
+
+def _difference(check: Check) -> list[str]:
+    if check.outcome is None:
+        return [f"  error: {text}" if n == 0 else f"  {text}" for n, text in enumerate(check.reason.splitlines())]
+    difference = check.outcome.difference
+    if difference is None:
+        return []
+    place = f"{difference.layer or 'model'}: {difference.tensor}"
+    detail = f"\n  {difference.detail}" if difference.detail else ""
+    return [f"  first difference: {place}, error {difference.error:.2g}{detail}"]
+
+
+def as_json(proof: Proof) -> dict[str, Any]:
+    """Return the result as a JSON object."""
+    minimal = proof.minimal
+    return {
+        "title": proof.title,
+        "holds": proof.holds,
+        "seconds": round(proof.seconds, 1),
+        "checks": [_check_json(check) for check in proof.checks],
+        "sizes": {path: [_plain(old), _plain(new)] for path, (old, new) in proof.shrunk.changes.items()},
+        "meshes": [dict(shape) for shape in proof.shrunk.meshes],
+        "minimal": minimal
+        and {
+            "command": minimize.command(minimal),
+            "removed": list(minimal.removed),
+            "complete": minimal.complete,
+            "check": _check_json(minimal.check),
+        },
+    }
+
+
+def _check_json(check: Check) -> dict[str, Any]:
+    values = attrs.asdict(check)
+    outcome = values.pop("outcome")
+    return {
+        **values,
+        "seconds": round(check.seconds, 2),
+        **({k: _plain(v) for k, v in outcome.items()} if outcome else {}),
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(v) for key, v in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def page(proof: Proof) -> str:
+    """Return an HTML page with all checks, and the sizes that changed."""
+    rows = [
+        (
+            c.name,
+            f'<span class="{c.status.replace(" ", "-").lower()}">{c.status}</span>',
+            f"{c.seed}",
+            "" if c.outcome is None else f"{c.outcome.error:.2g}",
+            "" if c.outcome is None else f"{c.outcome.tolerance:.2g}",
+            f"{c.seconds:.1f} s",
+            escape(c.reason or (c.outcome.compared if c.outcome else "")),
+        )
+        for c in proof.checks
+    ]
+    sizes = [
+        (escape(path), escape(str(old)), escape(str(new))) for path, (old, new) in sorted(proof.shrunk.changes.items())
+    ]
+    title = escape(f"Proof of {proof.title}")
+    failure = "".join(
+        f"<section><h2>{escape(c.name)} does not hold</h2><pre>{escape(chr(10).join(_failure(proof, c)).strip())}</pre>"
+        "</section>"
+        for c in proof.failures[:1]
+    )
+    style = (
+        ".fails { color: #c62828; font-weight: 600 } .holds { color: #2e7d32 } .not-run { color: #b26a00 } "
+        ".wide { overflow-x: auto }"
+    )
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{page_style()} {style}</style></head><body><main>"
+        f"<header><h1>{title}</h1><p>{escape(summary(proof).strip().splitlines()[-1])}</p></header>{failure}"
+        "<section><h2>Properties</h2>"
+        f"{_table(('Property', 'Result', 'Seed', 'Error', 'Tolerance', 'Time', 'Details'), rows)}</section>"
+        f"<section><h2>Sizes</h2><p>{escape(_meshes(proof))}</p>{_table(('Setting', 'Config', 'Proof'), sizes)}</section>"
+        "</main></body></html>\n"
+    )
+
+
+def _meshes(proof: Proof) -> str:
+    shapes = [", ".join(f"{axis}={size}" for axis, size in shape.items()) for shape in proof.shrunk.meshes]
+    return f"meshes: {'; '.join(shapes)}" if shapes else "no mesh"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{name}</th>" for name in header)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -1,0 +1,25 @@
+"""`axlearn train --prove`. Does not import JAX."""
+
+import subprocess
+import sys
+
+from axlearn_core.contracts.options import CommandOption
+from axlearn_core.errors import RequestError
+from axlearn_core.plugins.request import Request
+
+MINUTES = 2
+
+
+def _prove(_: bool, request: Request) -> Request:
+    """Prove the request in another process, because this one may use other devices than virtual ones."""
+    command = [sys.executable, "-m", "axlearn_core", "prove", *request.words, "--minutes", str(MINUTES)]
+    result = subprocess.run(command, stdout=sys.stderr, check=False)
+    if result.returncode:
+        raise RequestError(
+            "--prove: the config was not proven, so nothing was trained; see above\n"
+            "    fix: correct the config, or train without --prove"
+        )
+    return request
+
+
+PROVE = CommandOption(help=f"First check the config for {MINUTES} minutes; see `axlearn prove`.", change=_prove)

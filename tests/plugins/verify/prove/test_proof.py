@@ -1,0 +1,143 @@
+"""Checking properties: results, errors, seeds, the time limit, and the exit code of the command."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+import axlearn_core as ax
+from axlearn_core.cli.main import cli
+from axlearn_core.errors import RequestError
+from axlearn_plugins_verify.prove import proof
+from axlearn_plugins_verify.prove.contract import Difference, Outcome
+from axlearn_plugins_verify.prove.shrink import Shrunk
+from support.paths import ROOT
+
+PASSED = Outcome(error=1e-7, tolerance=1e-5, compared="two numbers")
+DIFFERENCE = Difference(layer="decoder.layers.1.attention", tensor="output", error=0.5, detail="first token: [0, 3]")
+
+
+class Fake:
+    """A property with a given result.
+
+    Args:
+        result: An outcome, an error to raise, or the reason to skip it.
+    """
+
+    summary = "one number equals another"
+
+    def __init__(self, result):
+        self.result, self.seeds = result, []
+
+    def skip_reason(self, case):
+        return self.result if isinstance(self.result, str) else None
+
+    def check(self, case):
+        self.seeds.append(case.seed)
+        result = self.result(case.config) if callable(self.result) else self.result
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+def failed(difference=DIFFERENCE):
+    return Outcome(error=0.5, tolerance=1e-5, compared="two numbers", difference=difference)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Replace the installed properties, and keep configs as large as they are."""
+    fakes = {}
+    monkeypatch.setattr(proof, "properties", lambda: fakes)
+    monkeypatch.setattr(proof, "shrink", lambda config, devices: Shrunk(config=config, meshes=(), changes={}))
+    return fakes
+
+
+def statuses(result):
+    return [(check.name, check.seed, check.status) for check in result.checks]
+
+
+def test_each_property_is_checked_on_each_seed(installed):
+    installed.update(one=Fake(PASSED), other=Fake("the model has no logits"))
+    result = proof.prove("quickstart", seed=3)
+    assert statuses(result) == [("one", 3, "holds"), ("other", 3, "skipped"), ("one", 4, "holds")]
+    assert result.checks[1].reason == "the model has no logits"
+    assert installed["one"].seeds == [3, 4]
+    assert result.holds
+    assert result.minimal is None
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("shapes differ\nby far"), RequestError("the kernel needs a GPU")], ids=str
+)
+def test_an_error_of_a_check_is_a_failure(installed, error):
+    installed["one"] = Fake(error)
+    result = proof.prove("quickstart", seeds=1)
+    assert statuses(result) == [("one", 0, "FAILS")]
+    assert str(error).splitlines()[0] in result.failures[0].reason
+
+
+def test_a_failure_names_the_smallest_request(installed):
+    installed["one"] = Fake(lambda config: failed() if config.learner.ema_decay else PASSED)
+    result = proof.prove("quickstart", with_=["ema", "rope"])
+    assert not result.holds
+    assert result.minimal.words == ("quickstart", "--with", "ema")
+    assert result.minimal.check.outcome.difference == DIFFERENCE
+
+
+def test_another_error_does_not_count_as_the_same_failure(installed):
+    def result(config):
+        return failed() if config.learner.ema_decay else ValueError("another problem")
+
+    installed["one"] = Fake(result)
+    assert proof.prove("quickstart", with_=["ema"], seeds=1).minimal.words == ("quickstart", "--with", "ema")
+
+
+def test_checks_after_the_time_limit_are_reported(installed, monkeypatch):
+    installed.update(one=Fake(PASSED), other=Fake(PASSED))
+    times = iter([0.0, 1.0, 2.0, 3.0, 400.0, 401.0])
+    monkeypatch.setattr(proof.time, "monotonic", lambda: next(times, 402.0))
+    result = proof.prove("quickstart", seeds=1, minutes=5)
+    assert statuses(result) == [("one", 0, "holds"), ("other", 0, "not run")]
+    assert result.holds
+
+
+def test_an_unknown_property_names_the_nearest(installed):
+    installed.update(causality=Fake(PASSED), padding=Fake(PASSED))
+    with pytest.raises(RequestError, match=r"unknown property 'causalty'[\s\S]*nearest: causality"):
+        proof.prove("quickstart", only=["causalty"])
+
+
+def test_a_config_that_is_no_experiment_is_refused(installed):
+    model = ax.resolve("quickstart").config.model
+    with pytest.raises(RequestError, match=r"expected a Trainer.Config"):
+        proof.prove(model)
+
+
+def test_the_command_prints_the_failure_and_exits_with_1(installed, tmp_path):
+    installed.update(one=Fake(PASSED), two=Fake(failed()), three=Fake("it does not apply"))
+    page = tmp_path / "proof.html"
+    result = CliRunner().invoke(cli, ["prove", "quickstart", "--with", "ema", "--seeds", "1", "--report", str(page)])
+    assert result.exit_code == 1, result.output
+    assert "two does not hold: one number equals another" in result.output
+    assert "first difference: decoder.layers.1.attention: output, error 0.5" in result.output
+    assert "smallest config that fails: axlearn prove quickstart --only two" in result.output
+    assert "1 passed, 1 failed, 1 skipped" in result.output
+    text = page.read_text()
+    assert "<td>it does not apply</td>" in text
+    assert "two does not hold" in text
+
+
+def test_the_command_prints_json(installed):
+    installed.update(one=Fake(PASSED), two=Fake(failed(Difference(layer="", tensor="loss", error=float("nan")))))
+    result = CliRunner().invoke(cli, ["prove", "quickstart", "--seeds", "1", "--json"])
+    assert result.exit_code == 1
+    values = json.loads(result.output)
+    assert [check["status"] for check in values["checks"]] == ["holds", "FAILS"]
+    assert values["minimal"]["check"]["difference"]["error"] == "nan"
+
+
+def test_every_property_has_a_summary_and_is_documented():
+    page = (ROOT / "docs" / "prove.md").read_text()
+    for name, part in proof.properties().items():
+        assert f"| `{name}` | {part.summary} |" in page, name
