@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from axlearn_plugins_verify.prove.trace import patched
+from axlearn_plugins_verify.prove.module_calls import patched
 from axlearn_plugins_verify.replay.probes import SAMPLE, ProbeRecorder, Statistics, measure_parameters, relative_error
 
 
@@ -94,7 +94,9 @@ def test_second_call_of_a_model_has_its_own_layers(what):
         jax.eval_shape(run, jnp.ones(2))  # this trace never runs
         jax.jit(run if what == "outputs" else jax.grad(run))(jnp.ones(2))
     layers = [
-        (s.layer, s.tensor) for s in recorder.statistics() if s.layer.startswith("layer.") and s.tensor != "input"
+        (s.layer, s.tensor)
+        for s in recorder.statistics()
+        if s.layer.startswith("layer.") and not s.tensor.startswith("input")
     ]
     first = [(f"layer.{i}", "output") for i in range(3)]
     if what == "outputs":
