@@ -147,7 +147,7 @@ def test_bad_document_of_a_microbatch_is_named(corpus, tmp_path, packing):
 
 @pytest.mark.slow
 def test_resumed_run_is_replayed_with_the_settings_of_each_step(corpus, tmp_path):
-    run, optimizer = tmp_path / "run", {"type": "adamw", "learning_rate": {"type": "cosine", "peak": 0.01}}
+    run, optimizer = tmp_path / "run", {"type": "adamw", "learning_rate": {"type": "cosine-schedule", "peak": 0.01}}
     for steps in (4, 8):  # the schedule ends at the last step
         planted_runs.train(run, corpus, steps=steps, **{"learner.optimizer": optimizer})
     early, late = replay(run, step=4), replay(run, step=6)
