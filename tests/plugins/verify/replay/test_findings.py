@@ -34,6 +34,11 @@ def test_first_nonfinite_tensor_and_its_documents():
     assert [(d.row, d.number) for d in finding.documents] == [(0, 2)]
 
 
+def test_input_of_a_second_call_is_named_after_the_parent():
+    assert findings.name_tensor(measure("b.c", "input of call 2", tensor())) == "b, input of c of call 2"
+    assert findings.name_tensor(measure("c", "input", tensor())) == "model, input of c"
+
+
 def test_rows_of_a_microbatch_are_rows_of_the_batch():
     statistics = [measure("a", "output", tensor(at100=np.nan), microbatch=1)]
     finding = findings.first_nonfinite(statistics, list_documents(BATCH, 2), 2)

@@ -82,6 +82,29 @@ def test_calls_in_a_loop_have_an_index(what):
             assert measured == [(layer, "gradient of output", value) for layer, value in gradients]
 
 
+@pytest.mark.parametrize("what", ["outputs", "gradients"])
+def test_second_call_of_a_model_has_its_own_layers(what):
+    model, mesh = Model(), jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    recorder = ProbeRecorder(model, (2,), what, mesh)
+
+    def run(x):
+        return jnp.sum(model(x)) + jnp.sum(jax.lax.stop_gradient(model(-x)))
+
+    with patched(recorder):
+        jax.eval_shape(run, jnp.ones(2))  # this trace never runs
+        jax.jit(run if what == "outputs" else jax.grad(run))(jnp.ones(2))
+    layers = [
+        (s.layer, s.tensor)
+        for s in recorder.statistics()
+        if s.layer.startswith("layer.") and not s.tensor.startswith("input")
+    ]
+    first = [(f"layer.{i}", "output") for i in range(3)]
+    if what == "outputs":
+        assert layers == [*first, *((layer, "output of call 2") for layer, _ in first)]
+    else:
+        assert layers == [(layer, "gradient of output") for layer, _ in first[::-1]]
+
+
 def test_replaced_calls_are_restored():
     before = Block.__call__
     with patched(ProbeRecorder(Model(), (2,), "outputs", jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)))):

@@ -146,6 +146,40 @@ def test_bad_document_of_a_microbatch_is_named(corpus, tmp_path, packing):
 
 
 @pytest.mark.slow
+def test_resumed_run_is_replayed_with_the_settings_of_each_step(corpus, tmp_path):
+    run, optimizer = tmp_path / "run", {"type": "adamw", "learning_rate": {"type": "cosine-schedule", "peak": 0.01}}
+    for steps in (4, 8):  # the schedule ends at the last step
+        planted_runs.train(run, corpus, steps=steps, **{"learner.optimizer": optimizer})
+    early, late = replay(run, step=4), replay(run, step=6)
+    assert (early.identical, early.compared_scalars) == (True, 10)
+    assert (late.identical, late.compared_scalars) == (True, 10)
+
+
+LAYOUTS = {
+    "tensor": ((), {"data": 2, "fsdp": 2, "tensor": 2}),
+    "pipeline": (("pipeline:microbatches=2",), {"pipeline": 2, "data": 4}),
+    "interleaved-steps": (("pipeline:microbatches=2,schedule=1f1b",), {"pipeline": 2, "data": 4}),
+    "experts": (("moe:num_experts=4", "expert-parallel"), {"expert": 2, "data": 4}),
+    "sequence": (("context-parallel",), {"seq": 2, "data": 4}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_are_measured_on_every_mesh(corpus, tmp_path, layout):
+    features, shape = LAYOUTS[layout]
+    run = tmp_path / "run"
+    planted_runs.train(run, corpus, *features, steps=2, **{"mesh.shape": shape})
+    result = replay(run, step=2, probe="decoder.layer.*", bisect=True)
+    assert result.identical is True
+    layers = [(f"decoder.layer.{i}", "output") for i in (0, 1)]
+    gradients = [(layer, f"gradient of {tensor}") for layer, tensor in layers[::-1]]
+    assert [(s.layer, s.tensor) for s in result.probes] == [*layers, *gradients]
+    assert all(s.shape[:2] == (8, 32) for s in result.probes)
+    assert result.bisection.ended == "the step is normal"
+
+
+@pytest.mark.slow
 def test_spike_is_bisected(corpus, tmp_path):
     """A document with a large gradient, whose loss and outputs are as usual."""
     run, own = tmp_path / "run", planted_runs.write_corpus(tmp_path, bad=BAD_DOCUMENT, letter="q")

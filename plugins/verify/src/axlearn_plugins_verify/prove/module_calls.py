@@ -191,7 +191,7 @@ class Recorder:
         """Call a module and record its input and outputs."""
         if self.stack and self.stack[-1][1] is module:  # a class that calls the method of its base class
             return function(module, *args, **kwargs)
-        path = self._path(module)
+        path = self.path(module)
         self.stack.append((path, module))
         try:
             inputs = [x for x in args if _is_float(x)]
@@ -224,7 +224,7 @@ class Recorder:
         jax.debug.callback(keep, value, ordered=self.ordered)
         return value
 
-    def _path(self, module: Any) -> str:
+    def path(self, module: Any) -> str:
         """Return the path of a module, with `REPEATED` for the index of a layer that its stack rebuilds for each call."""
         parent_path, parent = self.stack[-1] if self.stack else ("", None)
         if parent is None and type(module) is type(self.root):

@@ -46,8 +46,12 @@ def data_drift(run_dir: str, recorded: object, facts: Mapping[str, Any]) -> list
 
 
 def version_drift(lock: Mapping[str, Any], program: Any) -> list[str]:
-    """Return the changes of versions, devices and flags since a lock was written."""
+    """Return the changes of versions, devices and flags since a lock was written.
+
+    Distributions that were installed later do not count, because the run did not use them.
+    """
     now = make_lock(program, {}, experiment="", trained_parameters=0, provenance=None)
+    now["versions"] = {name: version for name, version in now["versions"].items() if name in lock.get("versions", {})}
     return lock_drift(_without_device_count(lock), _without_device_count(now))
 
 

@@ -49,10 +49,11 @@ class Finding:
 
 def name_tensor(statistics: "Statistics | Divergence") -> str:
     """Name a tensor. The parent of a module computes its input, so the input is named after the parent."""
-    if statistics.tensor != "input" or not statistics.layer:
+    tensor, _, call = statistics.tensor.partition(" of call ")
+    if tensor != "input" or not statistics.layer:
         return f"{statistics.layer or 'model'} {statistics.tensor}"
     parent, _, child = statistics.layer.rpartition(".")
-    return f"{parent or 'model'}, input of {child}"
+    return f"{parent or 'model'}, input of {child}" + (f" of call {call}" if call else "")
 
 
 def first_nonfinite(

@@ -4,8 +4,8 @@ Callbacks in the compiled program send each tensor to the host, which keeps its 
 """
 
 import functools
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -110,6 +110,23 @@ class Statistics:
         }
 
 
+@attrs.frozen
+class _Site:
+    """A tensor of a module call, as it was traced.
+
+    Attributes:
+        path: Path of the module.
+        tensor: Name of the tensor.
+        root: Path of the outermost module that was running.
+        call: Number of the call of this module, from 1.
+    """
+
+    path: str
+    tensor: str
+    root: str
+    call: int
+
+
 class ProbeRecorder(Recorder):
     """Measures the tensors of module calls.
 
@@ -126,19 +143,28 @@ class ProbeRecorder(Recorder):
     def __init__(self, model: Any, rows: tuple[int, ...], what: What, mesh: jax.sharding.Mesh):
         super().__init__(model, [], ordered=False)
         self.rows, self.what, self.mesh = rows, what, mesh
-        self.sites: list[tuple[str, str]] = []
+        self.sites: list[_Site] = []
+        self.root_calls: Counter[str] = Counter()
+        self.outermost = ""
         self.arrivals: defaultdict[int, list[Statistics]] = defaultdict(list)
+
+    def call(self, function: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
+        """See `Recorder.call`. Counts the calls of outermost modules."""
+        if not self.stack:
+            self.outermost = self.path(module)
+            self.root_calls[self.outermost] += 1
+        return super().call(function, module, args, kwargs)
 
     def record(self, path: str, tensor: str, value: Any) -> Any:
         """Measure a tensor when the compiled program computes it. Return the tensor."""
+        if self.what == "gradients" and tensor == "input":
+            return value
         site = len(self.sites)
+        name = tensor if self.what == "outputs" else f"gradient of {tensor}"
+        self.sites.append(_Site(path, name, self.outermost, self.root_calls[self.outermost]))
         if self.what == "outputs":
-            self.sites.append((path, tensor))
             self._send(site, value)
             return value
-        if tensor == "input":
-            return value
-        self.sites.append((path, f"gradient of {tensor}"))
         return _watch_gradient(functools.partial(self._send, site), value)
 
     def _send(self, site: int, value: jax.Array) -> None:
@@ -152,27 +178,48 @@ class ProbeRecorder(Recorder):
     def statistics(self) -> list[Statistics]:
         """Return what was measured since the last call. Outputs are in the order of the calls, gradients in the opposite order."""
         jax.effects_barrier()
-        calls = []
-        for group in self._loops():
-            count = len(self.arrivals[group[0]])
-            for iteration in range(count):
-                for site in group:
-                    index = iteration if self.what == "outputs" else count - 1 - iteration
-                    calls.append((*self.sites[site], self.arrivals[site][index]))
+        calls = [(site, statistics) for group in self._loops() for site, statistics in self._order(group)]
         self.arrivals.clear()
-        records = []
-        for record in number_layers(calls):
-            statistics: Any = record.value
-            records.append(attrs.evolve(statistics, layer=record.layer, tensor=record.tensor))
-        return records if self.what == "outputs" else records[::-1]
+        # Number the layers of each call of the model separately: an objective may call it several times.
+        numbers = self._number_calls([site for site, _ in calls])
+        layers: dict[int, str] = {}
+        for number in set(numbers):
+            indices = [index for index, other in enumerate(numbers) if other == number]
+            sites = [(calls[i][0].path, calls[i][0].tensor, np.empty(0)) for i in indices]
+            layers |= {i: record.layer for i, record in zip(indices, number_layers(sites), strict=True)}
+        measured = [
+            attrs.evolve(
+                statistics,
+                layer=layers[index],
+                tensor=site.tensor + (f" of call {numbers[index]}" if numbers[index] > 1 else ""),
+            )
+            for index, (site, statistics) in enumerate(calls)
+        ]
+        return measured if self.what == "outputs" else measured[::-1]
+
+    @staticmethod
+    def _number_calls(sites: Sequence[_Site]) -> list[int]:
+        """Return the number of the model's call that each site belongs to. Calls that never ran do not count."""
+        calls: defaultdict[str, set[int]] = defaultdict(set)
+        for site in sites:
+            calls[site.root].add(site.call)
+        numbers = {root: {call: n for n, call in enumerate(sorted(some), 1)} for root, some in calls.items()}
+        return [numbers[site.root][site.call] for site in sites]
+
+    def _order(self, group: Sequence[int]) -> Iterator[tuple[_Site, Statistics]]:
+        """Yield what was measured in a loop, one iteration after the other."""
+        count = len(self.arrivals[group[0]])
+        for iteration in range(count):
+            index = iteration if self.what == "outputs" else count - 1 - iteration
+            yield from ((self.sites[site], self.arrivals[site][index]) for site in group)
 
     def _loops(self) -> Iterator[list[int]]:
         """Yield the calls that belong to the body of one loop, or single calls."""
         group: list[int] = []
         key: Any = None
         for site in sorted(self.arrivals):
-            count, prefix = len(self.arrivals[site]), self.sites[site][0].partition(REPEATED)[0]
-            current = (count, prefix) if count > 1 else None
+            place, count = self.sites[site], len(self.arrivals[site])
+            current = (count, place.path.partition(REPEATED)[0], place.call) if count > 1 else None
             if group and (current is None or current != key):
                 yield group
                 group = []

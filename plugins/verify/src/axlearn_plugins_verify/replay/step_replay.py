@@ -228,7 +228,7 @@ class _Inspection:
         usual = findings.usual_magnitudes(self._measure(self.usual))
         weights = findings.nonfinite_arrays({**bench.weights.params, **bench.weights.variables})
         probes = [] if probe is None else [
-            s for s in measured if s.tensor != "input" and matches(probe, s.layer.partition("[")[0])
+            s for s in measured if not s.tensor.startswith("input") and matches(probe, s.layer.partition("[")[0])
         ]  # fmt: skip
         return attrs.evolve(
             result,
