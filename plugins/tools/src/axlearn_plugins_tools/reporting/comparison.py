@@ -250,7 +250,7 @@ def compare_runs(first: Run, second: Run, *, tolerance: float = TOLERANCE) -> Co
         same_mathematics=hashes[0] == hashes[1] if all(hashes) else None,
         scalars=compare_scalars(first.metrics, second.metrics, tolerance),
         checkpoints=_compare_checkpoint_files(first, second) if has_configs else Checkpoints(steps=()),
-        notes=tuple([*notes, *more_notes]),
+        notes=(*notes, *more_notes),
     )
 
 

@@ -72,10 +72,10 @@ def _scalars(comparison: Comparison) -> str:
 
 
 def _differences(differences: Sequence[Difference]) -> str:
-    rows = [
-        (d.name, *(f"{value} ({source})" if source else str(value) for value, source in zip((d.first, d.second), d.sources, strict=True)))
-        for d in differences
-    ]  # fmt: skip
+    def show(value: object, source: str) -> str:
+        return f"{value} ({source})" if source else str(value)
+
+    rows = [(d.name, show(d.first, d.sources[0]), show(d.second, d.sources[1])) for d in differences]
     return _table(("name", "A", "B"), rows)
 
 

@@ -72,7 +72,7 @@ def _checkpoint_sentences(comparison: Comparison) -> list[str]:
         sentences.append(f"The files of their checkpoints differ at step {found.step}.")
     elif found.differences:
         worst = next((d for d in found.differences if d.relative is not None), None)
-        most = f", the most in {worst.path} ({_number(worst.relative)})" if worst else ""
+        most = f", the most in {worst.path} ({number_text(worst.relative)})" if worst else ""
         sentences.append(f"At checkpoint {found.step}, {len(found.differences)} of {found.arrays} arrays differ{most}.")
     if equal:
         sentences.append(f"The checkpoints are equal at step {_join(list(map(str, equal)))}.")
@@ -84,7 +84,7 @@ def to_text(comparison: Comparison) -> str:
     lines = [f"A  {comparison.runs[0]}", f"B  {comparison.runs[1]}", "", *summarize(comparison)]
     lines += [f"note: {note}" for note in comparison.notes]
     if comparison.timeline and len(comparison.timeline) > 1:
-        lines += ["", "in order:", *_table([_event(*event) for event in comparison.timeline])]
+        lines += ["", "in order:", *format_table([_event(*event) for event in comparison.timeline])]
     for part in PARTS:
         if comparison.parts[part]:
             lines += ["", f"{part}:", *_differences(comparison.parts[part])]
@@ -113,7 +113,7 @@ def _differences(differences: Sequence[Difference]) -> list[str]:
             (run, _value(value), source)
             for run, value, source in zip("AB", (difference.first, difference.second), difference.sources, strict=True)
         ]
-        lines += _table(rows, "    ")
+        lines += format_table(rows, "    ")
     return lines + _more(len(differences), "  ")
 
 
@@ -122,11 +122,11 @@ def _scalar_table(comparison: Comparison) -> list[str]:
     rows = [("scalar", "first step", "A", "B", f"beyond {scalars.tolerance:g}", "largest difference")]
     for d in scalars.differences[:_SHOWN]:
         beyond = "never" if d.beyond is None else f"step {d.beyond.step}"
-        largest = f"{_number(d.largest.relative)} at step {d.largest.step}"
-        first, second = _apart(d.first.first, d.first.second)
+        largest = f"{number_text(d.largest.relative)} at step {d.largest.step}"
+        first, second = pair_texts(d.first.first, d.first.second)
         rows.append((d.name, f"step {d.first.step}", first, second, beyond, largest))
     head = f"scalars at {counted(len(scalars.steps), 'common step')}: {len(scalars.differences)} of {len(scalars.names)} differ"
-    return [head, *_table(rows), *_more(len(scalars.differences), "  ")]
+    return [head, *format_table(rows), *_more(len(scalars.differences), "  ")]
 
 
 def _array_table(comparison: Comparison) -> list[str]:
@@ -137,12 +137,13 @@ def _array_table(comparison: Comparison) -> list[str]:
         if d.relative is None or d.first != d.second:
             rows.append((d.path, f"{d.first} / {d.second}", ""))
         else:
-            rows.append((d.path, _number(d.relative), f"{d.count:,} of {d.size:,}"))
+            rows.append((d.path, number_text(d.relative), f"{d.count:,} of {d.size:,}"))
     head = f"arrays at checkpoint {found.step}: {len(differences)} of {found.arrays} differ"
-    return [head, *_table(rows), *_more(len(differences), "  ")]
+    return [head, *format_table(rows), *_more(len(differences), "  ")]
 
 
-def _table(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
+def format_table(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
+    """Return a line with aligned columns for each row."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [(indent + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))).rstrip() for row in rows]
 
@@ -161,11 +162,12 @@ def _value(value: Any) -> str:
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
 
 
-def _number(value: float | None) -> str:
+def number_text(value: float | None) -> str:
+    """Format a difference with two digits. None becomes an empty text."""
     return "" if value is None else f"{value:.2g}"
 
 
-def _apart(first: float, second: float) -> tuple[str, str]:
+def pair_texts(first: float, second: float) -> tuple[str, str]:
     """Format two numbers with enough digits to tell them apart."""
     for digits in range(5, 17):
         texts = f"{first:.{digits}g}", f"{second:.{digits}g}"
@@ -177,7 +179,7 @@ def _apart(first: float, second: float) -> tuple[str, str]:
 def to_json(comparison: Comparison) -> Mapping[str, Any]:
     """Return the comparison as one JSON object. Infinite differences and values that are not finite become text."""
     scalars, found = comparison.scalars, comparison.checkpoints
-    return _plain(
+    return to_plain(
         {
             "first": comparison.runs[0],
             "second": comparison.runs[1],
@@ -221,9 +223,10 @@ def _difference(difference: Difference) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """Convert tuples to lists, and numbers that are not finite to text, for strict JSON."""
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): to_plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [to_plain(v) for v in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
