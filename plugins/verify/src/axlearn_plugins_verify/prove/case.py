@@ -43,7 +43,7 @@ class Case:
         """Return the case with other weights and batches, and the same programs."""
         return Case(self.config, original=self.original, meshes=self.meshes, seed=seed, programs=self._programs)
 
-    def program(self, config: Any | None = None, shape: Mapping[str, int] | None = None) -> Program:
+    def program(self, config: Any = None, shape: Mapping[str, int] | None = None) -> Program:
         """Compose a config, or return its program if it was composed before.
 
         Args:

@@ -10,7 +10,7 @@ from flax import nnx
 
 from axlearn_core.compose.program import check_program, find_layout_problem
 from axlearn_core.config import Node, get, patch, walk
-from axlearn_core.config.kinds import leaves
+from axlearn_core.config.flat import leaves
 from axlearn_core.config.tree import children
 from axlearn_core.contracts.capabilities import DeclaresBatches, HasVocabulary
 from axlearn_core.contracts.experiment import get_input_config
@@ -241,7 +241,7 @@ def _without_indices(path: str) -> str:
 
 def _meshes(config: Any, devices: int) -> Iterator[Mapping[str, int]]:
     """Yield shapes of meshes that have each axis once, as far as they divide the arrays."""
-    groups = [("data", "fsdp", "tensor"), ("expert", "seq", "tensor")]
+    groups: list[tuple[str, ...]] = [("data", "fsdp", "tensor"), ("expert", "seq", "tensor")]
     if any("pipeline" in axes for axes in config.mesh.rules.values()) or config.mesh.shape.get("pipeline", 1) > 1:
         groups.append(("pipeline", "fsdp"))
     yielded: set[frozenset[str]] = set()

@@ -68,7 +68,7 @@ def as_json(result: Replay) -> dict[str, Any]:
 def page(result: Replay) -> str:
     """Return the result as a self-contained HTML page."""
     from axlearn_plugins_tools.reporting.charts import text as escape
-    from axlearn_plugins_tools.reporting.page import page_style
+    from axlearn_plugins_tools.reporting.page import html_page
 
     sections = [
         ("Result", [*_verdict(result), *result.changes, _scalars("scalars", result.scalars), *_features(result)]),
@@ -76,18 +76,8 @@ def page(result: Replay) -> str:
         (f"Compared with {result.shadow}", _shadow(result)),
         ("Probes", _probes(result)),
     ]
-    body = "".join(
-        f"<section><h2>{escape(name)}</h2><pre>{escape(chr(10).join(lines))}</pre></section>"
-        for name, lines in sections
-        if lines
-    )
-    title = f"Step {result.step:,} of {result.run}"
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{page_style()}</style></head><body><main>"
-        f"<header><h1>{escape(title)}</h1></header>{body}</main></body></html>\n"
-    )
+    pages = [(name, f"<pre>{escape(chr(10).join(lines))}</pre>") for name, lines in sections if lines]
+    return html_page(f"Step {result.step:,} of {result.run}", "", "", pages)
 
 
 def _verdict(result: Replay) -> list[str]:
