@@ -15,6 +15,11 @@ PHASES = "phases.jsonl"
 Lines = list[tuple[bytes, dict[str, Any]]]
 
 
+def is_timing(name: str) -> bool:
+    """Return True for a logged value that measures time, such as `step_seconds`. It differs between equal runs."""
+    return name == "mfu" or name.endswith(("_seconds", "_per_second"))
+
+
 def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Read the records of a file that a `JsonlTracker` writes. Also return a remark for each invalid line.
 

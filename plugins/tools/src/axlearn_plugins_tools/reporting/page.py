@@ -116,14 +116,25 @@ def _sections(run: Run) -> list[tuple[str, str]]:
 
 def render(run: Run) -> str:
     """Return the HTML page."""
-    title = text(_title(run))
-    body = "".join(f"<section><h2>{name}</h2>{content}</section>" for name, content in _sections(run))
+    return html_page(_title(run), str(run.path.resolve()), _notes(run) + _facts(run), _sections(run))
+
+
+def html_page(title: str, path: str, head: str, sections: Sequence[tuple[str, str]]) -> str:
+    """Return a self-contained HTML page.
+
+    Args:
+        title: Title as plain text.
+        path: Place that the page describes, as plain text.
+        head: HTML above the sections.
+        sections: Name and HTML of each section. Empty ones are omitted.
+    """
+    body = "".join(f"<section><h2>{text(name)}</h2>{content}</section>" for name, content in sections if content)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{page_style()}</style></head><body><main>"
-        f'<header><h1>{title}</h1><p class="path">{text(run.path.resolve())}</p></header>'
-        f"{_notes(run)}{_facts(run)}{body}</main></body></html>\n"
+        f"<title>{text(title)}</title><style>{page_style()}</style></head><body><main>"
+        f'<header><h1>{text(title)}</h1><p class="path">{text(path)}</p></header>'
+        f"{head}{body}</main></body></html>\n"
     )
 
 

@@ -1,29 +1,30 @@
 """`axlearn runs`: list runs in a table, or compare two runs."""
 
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from axlearn_core.cli.common import json_option, print_json, print_table
+from axlearn_core.cli.extensible import ExtensibleCommand
 from axlearn_core.cli.terminal import echo
 from axlearn_core.errors import RequestError
 from axlearn_core.run import Run as CoreRun
+from axlearn_plugins_tools.reporting.comparison import flatten_values
 from axlearn_plugins_tools.reporting.run import Run, number, read_run
 
 FILES = ("config.yaml", "run.lock.json", "metrics.jsonl")
 
 
-@click.command()
+@click.command("runs", cls=ExtensibleCommand)
 @click.argument("paths", metavar="[FOLDER | RUN_DIR RUN_DIR]", nargs=-1, type=click.Path(path_type=Path))
 @json_option
 def runs(paths: tuple[Path, ...], as_json: bool) -> None:
     """List the runs in a folder, or compare two runs.
 
     The list shows each run's last metrics, and the source of a merged, converted or imported run. The default folder is
-    `runs`. Runs that cannot be read are marked.
+    `runs`. Runs that cannot be read are marked. `axlearn runs compare` shows where two runs diverge.
     """
     if len(paths) > 2:
         raise RequestError(f"{len(paths)} paths\n    expected: a folder of runs, or two runs to compare")
@@ -62,7 +63,7 @@ def compare(first: Run, second: Run) -> list[dict[str, Any]]:
     """Return the differences between two runs: config values, steps and last metrics."""
     rows = []
     for kind, a, b in (
-        ("config", _flat(first.config), _flat(second.config)),
+        ("config", flatten_values(first.config), flatten_values(second.config)),
         ("last", _last(first), _last(second)),
     ):
         rows += [
@@ -102,16 +103,6 @@ def _last(run: Run) -> dict[str, float]:
     for record in (*run.train, *run.evaluations):
         values |= {n: v for n, x in record.items() if n != "step" and (v := number(x)) is not None}
     return {n: v for n, v in values.items() if n != "elapsed_seconds"}
-
-
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    if isinstance(value, Mapping) and value:
-        items = [(str(name), below) for name, below in value.items()]
-    elif isinstance(value, Sequence) and not isinstance(value, str) and value:
-        items = [(str(i), below) for i, below in enumerate(value)]
-    else:
-        return {path: value}
-    return {p: v for name, below in items for p, v in _flat(below, f"{path}.{name}" if path else name).items()}
 
 
 def _text(value: Any) -> str:

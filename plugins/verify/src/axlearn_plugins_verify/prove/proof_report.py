@@ -8,10 +8,14 @@ from typing import Any
 import attrs
 import click
 
-from axlearn_plugins_tools.reporting.page import page_style
+from axlearn_plugins_tools.reporting.page import html_page
 from axlearn_plugins_verify.prove import minimize
 from axlearn_plugins_verify.prove.proof import FAILS, HOLDS, NOT_RUN, SKIPPED, Check, Proof
 
+STYLE = (
+    ".fails { color: #c62828; font-weight: 600 } .holds { color: #2e7d32 } .not-run { color: #b26a00 } "
+    ".wide { overflow-x: auto }"
+)
 COLORS = {HOLDS: "green", FAILS: "red", SKIPPED: None, NOT_RUN: "yellow"}
 
 
@@ -126,25 +130,20 @@ def page(proof: Proof) -> str:
     sizes = [
         (escape(path), escape(str(old)), escape(str(new))) for path, (old, new) in sorted(proof.shrunk.changes.items())
     ]
-    title = escape(f"Proof of {proof.title}")
-    failure = "".join(
-        f"<section><h2>{escape(c.name)} does not hold</h2><pre>{escape(chr(10).join(_failure(proof, c)).strip())}</pre>"
-        "</section>"
+    failures = [
+        (f"{c.name} does not hold", f"<pre>{escape(chr(10).join(_failure(proof, c)).strip())}</pre>")
         for c in proof.failures[:1]
-    )
-    style = (
-        ".fails { color: #c62828; font-weight: 600 } .holds { color: #2e7d32 } .not-run { color: #b26a00 } "
-        ".wide { overflow-x: auto }"
-    )
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{page_style()} {style}</style></head><body><main>"
-        f"<header><h1>{title}</h1><p>{escape(summary(proof).strip().splitlines()[-1])}</p></header>{failure}"
-        "<section><h2>Properties</h2>"
-        f"{_table(('Property', 'Result', 'Seed', 'Error', 'Tolerance', 'Time', 'Details'), rows)}</section>"
-        f"<section><h2>Sizes</h2><p>{escape(_meshes(proof))}</p>{_table(('Setting', 'Config', 'Proof'), sizes)}</section>"
-        "</main></body></html>\n"
+    ]
+    columns = ("Property", "Result", "Seed", "Error", "Tolerance", "Time", "Details")
+    return html_page(
+        f"Proof of {proof.title}",
+        summary(proof).strip().splitlines()[-1],
+        f"<style>{STYLE}</style>",
+        [
+            *failures,
+            ("Properties", _table(columns, rows)),
+            ("Sizes", f"<p>{escape(_meshes(proof))}</p>{_table(('Setting', 'Config', 'Proof'), sizes)}"),
+        ],
     )
 
 

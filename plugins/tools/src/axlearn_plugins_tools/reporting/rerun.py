@@ -1,0 +1,268 @@
+"""Run some steps of a run again, without writing anything, and record what each step computes."""
+
+import hashlib
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from axlearn_core.checkpoint.state import abstract_arrays, check_same, describe, is_key, rebuild_state
+from axlearn_core.compose import compose
+from axlearn_core.contracts.capabilities import DescribesPosition, LoadsInitialWeights, vocabulary_size
+from axlearn_core.contracts.experiment import get_loop_config
+from axlearn_core.errors import RequestError
+from axlearn_core.learn.paths import flatten, unflatten
+from axlearn_core.run import Run
+from axlearn_core.run.checkpoints import open_checkpoint
+from axlearn_core.run.lock import versions
+from axlearn_core.run.record import lock_drift
+from axlearn_core.train.data_facts import check_facts, plain_facts
+from axlearn_core.train.loop import TrainLoop
+from axlearn_core.train.objective import FrozenWeights
+from axlearn_core.train.trainer import Trainer
+
+_PROJECTIONS = 8
+_WEIGHT_PARTS = ("step", "params", "variables")
+"""Parts of a training state that a checkpoint with weights only has."""
+
+
+class CannotRerun(Exception):
+    """The steps of a run cannot be run again from this start. The message says why."""
+
+
+@attrs.frozen(eq=False)
+class Sketches:
+    """A few numbers about each array of a model. They tell whether arrays differ, without keeping the arrays.
+
+    Attributes:
+        paths: Path of each array.
+        checksums: Checksum of the bits of each array. The checksums differ if one element does.
+        projections: Products of each array with fixed random signs.
+        norms: Euclidean norm of each array.
+    """
+
+    paths: tuple[str, ...]
+    checksums: np.ndarray
+    projections: np.ndarray
+    norms: np.ndarray
+
+    def compare(self, other: "Sketches") -> dict[str, float]:
+        """Return the arrays that differ, in the order of the model, with an estimate of the relative difference.
+
+        The estimate is the norm of the difference divided by the norm of the larger array. It is infinite if an array is not
+        finite or exists on one side only.
+        """
+        rows = {path: row for row, path in enumerate(other.paths)}
+        result = {}
+        for row, path in enumerate(self.paths):
+            at = rows.get(path)
+            if at is None:
+                result[path] = np.inf
+            elif self.checksums[row] != other.checksums[at]:
+                delta = float(np.sqrt(np.mean((self.projections[row] - other.projections[at]) ** 2)))
+                norm = float(max(self.norms[row], other.norms[at]))
+                result[path] = delta / norm if np.isfinite(delta) and np.isfinite(norm) and norm else np.inf
+        return result | dict.fromkeys((path for path in other.paths if path not in self.paths), np.inf)
+
+
+@attrs.frozen(eq=False)
+class StepRecord:
+    """A training step.
+
+    Attributes:
+        step: Number of the step, from 1.
+        scalars: Scalars of the step by name.
+        batch: Hash of the batch.
+        position: Files and offsets of the batch, or its number in the stream.
+        arrays: Parameters and variables after the step.
+    """
+
+    step: int
+    scalars: Mapping[str, float]
+    batch: str
+    position: str
+    arrays: Sketches
+
+
+@attrs.frozen(eq=False)
+class Stretch:
+    """Consecutive steps that were run again.
+
+    Attributes:
+        start: Number of steps before the first one.
+        arrays: Parameters and variables before the first step.
+        steps: The steps.
+        notes: Differences between this machine and the one that trained the run.
+    """
+
+    start: int
+    arrays: Sketches
+    steps: Sequence[StepRecord]
+    notes: tuple[str, ...] = ()
+
+
+def rerun(run: Run, start: int, end: int, perturb: Mapping[str, float] | None = None) -> Stretch:
+    """Run steps `start + 1` to `end` of a run again, on the devices of this process.
+
+    Args:
+        run: The run.
+        start: Step of a checkpoint, or 0 for the initial state.
+        end: Last step.
+        perturb: Relative size of a random change to each parameter of the first state, by path. It is at least one unit of
+            rounding. None changes nothing.
+
+    Raises:
+        CannotRerun: If the loop does more than train, or if the initial weights of the run come from elsewhere.
+        RequestError: If the data changed, or if the devices do not fit the mesh of the run.
+    """
+    config: Any = run.config
+    if not isinstance(config, Trainer.Config):
+        raise RequestError(f"{run} is not a run of a trainer\n    fix: see `axlearn runs`")
+    _check_loop(run, config, start)
+    program = compose(config)
+    state, extra = _restore(run, program, start) if start else (_initialize(program, config.seed), {})
+    if perturb is not None:
+        state = state.replace(params=_perturb(state.params, perturb))
+    source = config.build_input(config.input, vocabulary_size(program.functional.describe()))
+    facts = plain_facts(source.describe())
+    _check_data(run, extra.get("facts") or run.lock.get("data") or {}, facts)
+    stream = source.train()
+    try:
+        if "data" in extra:
+            stream.set_state(extra["data"])
+        arrays, steps = sketch(state), []
+        for number in range(start + 1, end + 1):
+            batch = next(stream)
+            position = str(stream.describe_position()) if isinstance(stream, DescribesPosition) else ""
+            state, scalars = program.train_step(state, program.put(batch))
+            values = {name: float(np.asarray(value)) for name, value in scalars.items()}
+            place = position or f"batch {number} of the stream"
+            steps.append(StepRecord(number, values, hash_batch(batch), place, sketch(state)))
+    finally:
+        stream.close()
+    return Stretch(start, arrays, steps, tuple(_drift(run, program)))
+
+
+def _check_loop(run: Run, config: Any, start: int) -> None:
+    loop = get_loop_config(config)
+    while isinstance(loop, LoadsInitialWeights):
+        if not start:
+            raise CannotRerun(f"{run} starts from the weights of another run, and has no earlier common checkpoint")
+        loop = loop.without_initial_weights()
+    if not isinstance(loop, TrainLoop.Config):
+        raise CannotRerun(f"the loop of {run}, {type(loop).__qualname__}, does more than training steps")
+
+
+def _initialize(program: Any, seed: int) -> Any:
+    return FrozenWeights.open(program).load(program.init(seed))
+
+
+def _restore(run: Run, program: Any, step: int) -> tuple[Any, Mapping[str, Any]]:
+    """Read the state of a checkpoint, with the shardings of the program, and its `extra` data."""
+    checkpoint = open_checkpoint(run.uri, run.storage, run.config, step)
+    expected = describe(program.state)
+    if checkpoint.weights_only:
+        expected = {p: x for p, x in expected.items() if p.partition(".")[0] in _WEIGHT_PARTS}
+        expected = {p: x for p, x in expected.items() if p.split(".")[1:2] != ["objective"]}
+    checkpoint.migrate(expected)
+    check_same(step, expected, checkpoint.arrays, unexpected=True)
+    loaded = checkpoint.read(abstract_arrays(program.state, expected))
+    state = rebuild_state(program.state, list(expected), loaded)
+    if not checkpoint.weights_only:
+        return state, checkpoint.extra
+    state = program.begin(run.config.seed, state)  # type: ignore[union-attr]
+    return FrozenWeights.open(program).load(state), checkpoint.extra
+
+
+def _perturb(params: Any, sizes: Mapping[str, float]) -> Any:
+    """Change each floating-point parameter by a random sign times its size, at least by one unit of rounding."""
+    changed = {}
+    for number, (path, x) in enumerate(flatten(params).items()):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            size = max(float(jnp.finfo(x.dtype).eps), sizes.get(f"params.{path}", 0.0))
+            signs = jax.random.rademacher(jax.random.key(number), x.shape, jnp.float32)
+            changed[path] = jax.device_put((x * (1 + size * signs)).astype(x.dtype), x.sharding)
+    return unflatten(params, changed)
+
+
+def _check_data(run: Run, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    changes = check_facts(Path(run.uri), before, now, allow_drift=True)
+    if changes:
+        lines = "\n".join(f"    {change}" for change in changes[:12])
+        raise RequestError(
+            f"the data of {run} changed, so its steps cannot be run again\n{lines}\n"
+            "    fix: restore the data, or use --max-runs 0 to search the records only"
+        )
+
+
+def _drift(run: Run, program: Any) -> list[str]:
+    devices = program.layout.mesh.devices
+    now = {
+        "versions": versions(),
+        "python": platform.python_version(),
+        "devices": f"{devices.size} x {devices.flat[0].device_kind}",
+    }
+    recorded = {key: run.lock[key] for key in now if key in run.lock}
+    return [f"{run}: {line}" for line in (lock_drift(recorded, now) if recorded else ())]
+
+
+def hash_batch(batch: Mapping[str, Any]) -> str:
+    """Return a hash of the names, shapes, dtypes and values of a batch."""
+    digest = hashlib.sha256()
+    for name, value in sorted(batch.items()):
+        array = np.ascontiguousarray(value)
+        digest.update(f"{name} {array.shape} {array.dtype}\0".encode())
+        digest.update(array.view(np.uint8).data if array.size else b"")
+    return digest.hexdigest()[:16]
+
+
+def sketch(state: Any) -> Sketches:
+    """Return a sketch of the parameters and variables of a training state."""
+    arrays = flatten({"params": state.params, "variables": state.variables})
+    arrays = {p: jax.random.key_data(x) if is_key(x) else x for p, x in arrays.items()}
+    checksums, numbers = jax.device_get(_sketch_arrays(list(arrays.values())))
+    numbers = np.asarray(numbers, np.float64).reshape(len(arrays), _PROJECTIONS + 1)
+    return Sketches(tuple(arrays), np.asarray(checksums), numbers[:, :-1], numbers[:, -1])
+
+
+@jax.jit
+def _sketch_arrays(arrays: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+    sketches = [_sketch_array(x) for x in arrays]
+    return [checksum for checksum, _ in sketches], [numbers for _, numbers in sketches]
+
+
+def _sketch_array(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the checksum, and the projections followed by the norm."""
+    hashes = _hash_positions(x.shape)
+    bits = _to_bits(x)
+    odd = hashes.reshape(x.shape + (1,) * (bits.ndim - x.ndim)) | 1
+    checksum = jnp.sum(bits * odd, dtype=jnp.uint32)
+    values = x.astype(jnp.float32)
+    signs = [1 - 2 * ((hashes >> shift) & 1).astype(jnp.float32) for shift in range(8, 8 + _PROJECTIONS)]
+    return checksum, jnp.stack([*(jnp.sum(values * s) for s in signs), jnp.sqrt(jnp.sum(values**2))])
+
+
+def _hash_positions(shape: Sequence[int]) -> jax.Array:
+    """Return a hash of the position of each element: the finalizer of MurmurHash3."""
+    index = jnp.zeros(shape, jnp.uint32)
+    for axis, size in enumerate(shape):
+        index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        index = (index ^ (index >> shift)) * np.uint32(factor)
+    return index ^ (index >> 16)
+
+
+def _to_bits(x: jax.Array) -> jax.Array:
+    """Return the bits of each element as `uint32`. Elements of 64 bits get one more axis."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    info = jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo
+    if info(x.dtype).bits < 8:
+        x = x.astype(jnp.float32)
+    width = min(x.dtype.itemsize, 4)
+    return jax.lax.bitcast_convert_type(x, f"uint{8 * width}").astype(jnp.uint32)
