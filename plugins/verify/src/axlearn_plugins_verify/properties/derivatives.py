@@ -29,7 +29,8 @@ class Derivatives:
     """Moves each parameter in a random direction, and compares the change of the loss to the gradient.
 
     The step is computed in float32 if the config has a 16-bit dtype, and every token uses all experts, because the loss jumps
-    if a router chooses other experts. A difference counts if two step sizes agree about it. If most have none, as with quantized weights, nothing is compared.
+    if a router chooses other experts. A difference counts if two step sizes agree about it. If most gradients have none, as with
+    quantized weights, nothing is compared.
     """
 
     summary: ClassVar[str] = "gradients are the derivatives of the loss"
