@@ -10,8 +10,8 @@ from axlearn_core.compose import ModelWeights
 from axlearn_core.config import find, patch, walk
 from axlearn_plugins_transformer.layer_roles import ExpertsRole
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
-from axlearn_plugins_verify.prove.forward import precise_config
-from axlearn_plugins_verify.prove.training_step import STACKED, Step, find_module
+from axlearn_plugins_verify.prove.forward import EPSILON, precise_config
+from axlearn_plugins_verify.prove.training_step import STACKED, Step, find_module, gradient_errors
 
 STEPS = (2.0**-5, 2.0**-6, 2.0**-7)
 """Relative changes of the parameters for a difference."""
@@ -21,6 +21,8 @@ ROUNDING = 8 * float(np.finfo(np.float32).eps)
 """Relative error of a loss that rounding explains."""
 LARGEST_NOISE = 0.2
 """Rounding of a difference, relative to the typical derivative, from which the difference says nothing."""
+JUMP = 1e-3
+"""Change of a gradient, when parameters move by their rounding, from which the loss is not smooth."""
 DIRECTIONS = 5
 """Number of directions to try if a derivative differs in the first one. Most must have a difference, and its error counts."""
 
@@ -29,7 +31,7 @@ class Derivatives:
     """Moves each parameter in a random direction, and compares the change of the loss to the gradient.
 
     The step is computed in float32 if the config has a 16-bit dtype, and every token uses all experts, because the loss jumps
-    if a router chooses other experts. A difference counts if two step sizes agree about it. If most gradients have none, as with
+    if a router chooses other experts. A difference counts if two step sizes agree about it. If the loss is not smooth, as with
     quantized weights, nothing is compared.
     """
 
@@ -58,8 +60,9 @@ class Derivatives:
                     error = float(np.median(measured)) if len(measured) > DIRECTIONS // 2 else None
                 skipped += error is None
                 errors[path, layer] = error or 0.0
-        if 2 * skipped > len(errors):  # the loss is not smooth, so differences that agree do so by chance
-            errors = dict.fromkeys(errors, 0.0)
+        moved = gradient_errors(exact.gradients, step.evaluate(EPSILON["float32"]).gradients)
+        if max(moved.values()) > JUMP or 2 * skipped > len(errors):  # differences that agree do so by chance
+            errors, skipped = dict.fromkeys(errors, 0.0), len(errors)
         wrong = {key: error for key, error in errors.items() if error > TOLERANCE}
         more = f"; {skipped} of them are too small or not smooth" if skipped else ""
         return Outcome(
