@@ -8,7 +8,7 @@ import attrs
 import jax
 
 from axlearn_core.compose import Program
-from axlearn_core.config import Node, get, patch
+from axlearn_core.config import Node, Scaled, get, patch
 from axlearn_core.config.flat import leaves
 from axlearn_core.contracts.capabilities import DeclaresBatches
 from axlearn_core.contracts.experiment import get_input_config
@@ -83,8 +83,11 @@ def _other_values(value: Any) -> tuple[Any, ...]:
 
 
 def _is_default(config: Any, path: str) -> bool:
+    """Return whether a setting has its default, or is not a setting of its own."""
     parent, _, name = path.rpartition(".")
     node = get(config, parent)
+    if isinstance(node, Scaled):
+        return True  # rounding may hide a change of a relative size
     fields = {f.name: f for f in attrs.fields(type(node))} if isinstance(node, Node) else {}
     return name not in fields or fields[name].default == get(config, path)
 
