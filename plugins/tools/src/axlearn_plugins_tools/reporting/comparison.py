@@ -191,7 +191,7 @@ class Comparison:
         steps = sorted({d.first.step for d in self.scalars.differences})
         events += [(s, "scalars", [d.name for d in self.scalars.differences if d.first.step == s]) for s in steps]
         found = self.checkpoints
-        if found.differing and found.differing[0] != found.step:
+        if found.differing and (found.differing[0] != found.step or found.differences is None):
             events.append((found.differing[0], "checkpoint", []))
         if found.position and found.step is not None:
             events.append((found.step, "position in the data", [d.name for d in found.position]))
@@ -399,17 +399,12 @@ def diff_positions(first: Run, second: Run, step: int) -> list[Difference]:
 def describe_counts(parts: Mapping[str, Sequence[Difference]]) -> str:
     """Return the number of differences by part: `2 config values, 1 seed`."""
     nouns = {
-        "config": "config value",
-        "seeds": "seed",
-        "data": "fact about the data",
-        "versions": "version",
-        "devices": "fact about the devices",
-        "program": "fact about the program",
+        "config": ("config value", ""),
+        "seeds": ("seed", ""),
+        "data": ("fact", " about the data"),
+        "versions": ("version", ""),
+        "devices": ("fact", " about the devices"),
+        "program": ("fact", " about the program"),
     }
-    counts = [(len(found), nouns[part]) for part, found in parts.items() if found]
-    return ", ".join(
-        counted(count, noun).replace("fact about", "facts about")
-        if count > 1 and "fact" in noun
-        else counted(count, noun)
-        for count, noun in counts
-    )
+    counts = {part: len(found) for part, found in parts.items() if found}
+    return ", ".join(counted(count, nouns[part][0]) + nouns[part][1] for part, count in counts.items())
