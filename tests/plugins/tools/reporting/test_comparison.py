@@ -19,9 +19,9 @@ from support.written_runs import LOCK, record, write_run
 
 
 def compare(tmp_path, **second):
-    first = {"checkpoints": second.get("checkpoints") and {2: {"params.a": np.ones(3, np.float32)}}}
-    folders = write_run(tmp_path / "a", **first), write_run(tmp_path / "b", **second)
-    return compare_runs(*map(open_run, folders))
+    checkpoints = {2: {"params.a": np.ones(3, np.float32)}} if "checkpoints" in second else None
+    first = open_run(write_run(tmp_path / "a", checkpoints=checkpoints))
+    return compare_runs(first, open_run(write_run(tmp_path / "b", **second)))
 
 
 def test_a_copy_is_equal_even_if_its_timings_differ(tmp_path):

@@ -96,10 +96,11 @@ def reads(monkeypatch):
 
 
 def test_checkpoints_bound_the_step_by_binary_search(runs, reads):
-    interval = bound_by_checkpoints(*runs, Interval(3, 8, ("loss",)), lowers_end=True)
+    first, second = runs
+    interval = bound_by_checkpoints(first, second, Interval(3, 8, ("loss",)), lowers_end=True)
     assert interval == Interval(4, 6, ("checkpoint",))
     assert reads == [6], "equal hashes need no reads"
-    rounding = bound_by_checkpoints(*runs, Interval(3, 8, ("loss",)), lowers_end=False)
+    rounding = bound_by_checkpoints(first, second, Interval(3, 8, ("loss",)), lowers_end=False)
     assert rounding == Interval(4, 8, ("loss",))
 
 
