@@ -72,16 +72,16 @@ def test_each_kind_of_difference_is_named(tmp_path, monkeypatch):
         tmp_path / "b", params_same=ones, params_value=ones.at[0, 0].set(2), params_shape=ones[0], learner_mu=3 * ones
     )
     monkeypatch.setattr(checkpoint_arrays, "_open", open_reader)
-    found = {d.path: d for d in iter_differences(first, second, 2)}
-    assert found.keys() == {"params.value", "params.shape", "params.gone", "learner.mu"}
-    assert (found["params.value"].count, found["params.value"].relative) == (1, 0.5)
-    assert (found["params.shape"].first, found["params.shape"].second) == ("float32[2, 2]", "float32[2]")
-    assert found["params.gone"].second == "(absent)"
-    known = compare_checkpoints(first, second, compare_runs(first, second).checkpoints)
-    assert known.differences is not None
-    paths = [d.path for d in known.differences]
+    differences = {d.path: d for d in iter_differences(first, second, 2)}
+    assert differences.keys() == {"params.value", "params.shape", "params.gone", "learner.mu"}
+    assert (differences["params.value"].count, differences["params.value"].relative) == (1, 0.5)
+    assert (differences["params.shape"].first, differences["params.shape"].second) == ("float32[2, 2]", "float32[2]")
+    assert differences["params.gone"].second == "(absent)"
+    common = compare_checkpoints(first, second, compare_runs(first, second).checkpoints)
+    assert common.differences is not None
+    paths = [d.path for d in common.differences]
     assert paths[-1] == "learner.mu", "weights come first"
-    assert known.arrays == 5
+    assert common.arrays == 5
 
 
 class open_reader:
@@ -99,27 +99,30 @@ class open_reader:
 
 
 def test_a_run_is_equal_to_its_copy_without_reading_arrays(copies, monkeypatch):
+    first, second = copies
     monkeypatch.setattr(checkpoint_arrays, "_open", None)
-    known = compare_checkpoints(*copies, compare_runs(*copies).checkpoints, step=10)
-    assert (known.step, known.differences) == (10, ())
+    common = compare_checkpoints(first, second, compare_runs(first, second).checkpoints, step=10)
+    assert (common.step, common.differences) == (10, ())
 
 
 def test_the_arrays_of_a_real_run_are_read_and_equal(copies):
-    assert list(iter_differences(*copies, 20)) == []
+    first, second = copies
+    assert list(iter_differences(first, second, 20)) == []
 
 
 def test_a_step_that_is_not_common_is_refused(copies):
+    first, second = copies
     with pytest.raises(RequestError, match=r"no common checkpoint of step 15\n    expected: 10, 20"):
-        compare_checkpoints(*copies, compare_runs(*copies).checkpoints, step=15)
+        compare_checkpoints(first, second, compare_runs(first, second).checkpoints, step=15)
 
 
 def test_a_damaged_array_is_an_error_with_a_way_out(copies, monkeypatch):
     first, second = copies
     monkeypatch.setattr(checkpoint_arrays, "has_same_arrays", lambda *_: False)
-    known = compare_runs(first, second).checkpoints
+    common = compare_runs(first, second).checkpoints
     file = next((second.storage.root / "checkpoints/10/state/weights").glob("*.bin"))
     data = bytearray(file.read_bytes())
     data[100] ^= 1
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"step 10 cannot be compared: (.|\n)*--no-arrays"):
-        compare_checkpoints(first, second, known, step=10)
+        compare_checkpoints(first, second, common, step=10)

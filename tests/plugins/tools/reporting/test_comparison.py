@@ -48,7 +48,7 @@ def test_each_kind_of_difference_has_its_part(tmp_path, changes, part, name):
     comparison = compare(tmp_path, **changes)
     assert not comparison.equal
     assert name in [d.name for d in comparison.parts[part]]
-    assert [p for p, found in comparison.parts.items() if found] in ([part], ["devices"])
+    assert [p for p, differences in comparison.parts.items() if differences] in ([part], ["devices"])
     assert comparison.timeline[0][:2] == (0, part)
 
 

@@ -47,9 +47,9 @@ BASE = [1.0, 2.0, 3.0, 4.0, 5.0]
     ],
 )
 def test_the_first_cause_in_the_first_step_is_named(second, step, cause):
-    found = find_divergence([stretch(4, BASE), second], None, 0.0)
-    assert found is not None
-    assert (found.step, found.cause) == (step, cause)
+    divergence = find_divergence([stretch(4, BASE), second], None, 0.0)
+    assert divergence is not None
+    assert (divergence.step, divergence.cause) == (step, cause)
 
 
 def test_equal_steps_do_not_diverge():
@@ -59,10 +59,10 @@ def test_equal_steps_do_not_diverge():
 def test_differences_within_the_noise_do_not_count():
     near = stretch(4, BASE, loss={6: 3.0003, 7: 4.4})
     changed = stretch(4, BASE, loss={6: 3.0001})
-    found = find_divergence([stretch(4, BASE), near], "loss", 1e-6, changed)
-    assert found is not None
-    assert found.step == 7
-    [reading] = found.scalars
+    divergence = find_divergence([stretch(4, BASE), near], "loss", 1e-6, changed)
+    assert divergence is not None
+    assert divergence.step == 7
+    [reading] = divergence.scalars
     assert reading.relative > reading.noise >= 1e-6
     without = find_divergence([stretch(4, BASE), near], "loss", 1e-6)
     assert without is not None
