@@ -25,27 +25,27 @@ _CHUNK = 2**20
 """Number of elements that are compared at once."""
 
 
-def compare_checkpoints(first: Run, second: Run, known: Checkpoints, step: int | None = None) -> Checkpoints:
+def compare_checkpoints(first: Run, second: Run, common: Checkpoints, step: int | None = None) -> Checkpoints:
     """Compare the arrays at a common checkpoint. Only one array of each run is in memory at a time.
 
     Args:
         first: The first run.
         second: The second run.
-        known: The common checkpoints.
+        common: The common checkpoints.
         step: Step of the checkpoint (default: the last common one).
 
     Raises:
         RequestError: If the runs have no common checkpoint of `step`.
         CheckpointError: If a file is damaged.
     """
-    if step is not None and step not in known.steps:
+    if step is not None and step not in common.steps:
         raise RequestError(
             f"the runs have no common checkpoint of step {step}\n"
-            f"    expected: {', '.join(map(str, known.steps)) or 'none exists'}\n    fix: omit --step, or use one of these"
+            f"    expected: {', '.join(map(str, common.steps)) or 'none exists'}\n    fix: omit --step, or use one of these"
         )
-    step = known.step if step is None else step
-    if step is None or (step == known.step and known.differences is not None):
-        return known
+    step = common.step if step is None else step
+    if step is None or (step == common.step and common.differences is not None):
+        return common
     same_files = has_same_arrays(first.checkpoints.inspect(step), second.checkpoints.inspect(step))
     try:
         differences = () if same_files else tuple(iter_differences(first, second, step))
@@ -54,10 +54,11 @@ def compare_checkpoints(first: Run, second: Run, known: Checkpoints, step: int |
             f"the arrays of step {step} cannot be compared: {error}\n"
             "    to compare the runs anyway: use another --step, or --no-arrays"
         ) from error
-    differing = known.differing if differences else tuple(s for s in known.differing if s != step)
+    differing = common.differing if differences else tuple(s for s in common.differing if s != step)
     return attrs.evolve(
-        known,
+        common,
         step=step,
+        arrays=len(first.checkpoints.inspect(step).arrays),
         differing=differing,
         differences=tuple(sorted(differences, key=_severity)),
         position=tuple(diff_positions(first, second, step)),

@@ -190,13 +190,13 @@ class Comparison:
         events = [(0, part, [d.name for d in self.parts[part]]) for part in PARTS if self.parts[part]]
         steps = sorted({d.first.step for d in self.scalars.differences})
         events += [(s, "scalars", [d.name for d in self.scalars.differences if d.first.step == s]) for s in steps]
-        found = self.checkpoints
-        if found.differing and found.differing[0] != found.step:
-            events.append((found.differing[0], "checkpoint", []))
-        if found.position and found.step is not None:
-            events.append((found.step, "position in the data", [d.name for d in found.position]))
-        if found.differences and found.step is not None:
-            events.append((found.step, "checkpoint", [d.path for d in found.differences]))
+        common = self.checkpoints
+        if common.differing and (common.differing[0] != common.step or common.differences is None):
+            events.append((common.differing[0], "checkpoint", []))
+        if common.position and common.step is not None:
+            events.append((common.step, "position in the data", [d.name for d in common.position]))
+        if common.differences and common.step is not None:
+            events.append((common.step, "checkpoint", [d.path for d in common.differences]))
         return sorted(events, key=lambda event: event[0])
 
 
@@ -399,17 +399,12 @@ def diff_positions(first: Run, second: Run, step: int) -> list[Difference]:
 def describe_counts(parts: Mapping[str, Sequence[Difference]]) -> str:
     """Return the number of differences by part: `2 config values, 1 seed`."""
     nouns = {
-        "config": "config value",
-        "seeds": "seed",
-        "data": "fact about the data",
-        "versions": "version",
-        "devices": "fact about the devices",
-        "program": "fact about the program",
+        "config": ("config value", ""),
+        "seeds": ("seed", ""),
+        "data": ("fact", " about the data"),
+        "versions": ("version", ""),
+        "devices": ("fact", " about the devices"),
+        "program": ("fact", " about the program"),
     }
-    counts = [(len(found), nouns[part]) for part, found in parts.items() if found]
-    return ", ".join(
-        counted(count, noun).replace("fact about", "facts about")
-        if count > 1 and "fact" in noun
-        else counted(count, noun)
-        for count, noun in counts
-    )
+    counts = {part: len(differences) for part, differences in parts.items() if differences}
+    return ", ".join(counted(count, nouns[part][0]) + nouns[part][1] for part, count in counts.items())

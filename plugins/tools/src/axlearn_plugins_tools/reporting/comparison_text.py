@@ -63,17 +63,19 @@ def _step_sentences(comparison: Comparison) -> list[str]:
 
 
 def _checkpoint_sentences(comparison: Comparison) -> list[str]:
-    found = comparison.checkpoints
-    if found.step is None:
+    common = comparison.checkpoints
+    if common.step is None:
         return ["The runs have no common checkpoint."]
     sentences = []
-    equal = [s for s in found.steps if s not in found.differing]
-    if found.differences is None:
-        sentences.append(f"The files of their checkpoints differ at step {found.step}.")
-    elif found.differences:
-        worst = next((d for d in found.differences if d.relative is not None), None)
+    equal = [s for s in common.steps if s not in common.differing]
+    if common.differences is None:
+        sentences.append(f"The files of their checkpoints differ at step {common.step}.")
+    elif common.differences:
+        worst = next((d for d in common.differences if d.relative is not None), None)
         most = f", the most in {worst.path} ({number_text(worst.relative)})" if worst else ""
-        sentences.append(f"At checkpoint {found.step}, {len(found.differences)} of {found.arrays} arrays differ{most}.")
+        sentences.append(
+            f"At checkpoint {common.step}, {len(common.differences)} of {common.arrays} arrays differ{most}."
+        )
     if equal:
         sentences.append(f"The checkpoints are equal at step {_join(list(map(str, equal)))}.")
     return sentences
@@ -130,15 +132,15 @@ def _scalar_table(comparison: Comparison) -> list[str]:
 
 
 def _array_table(comparison: Comparison) -> list[str]:
-    found = comparison.checkpoints
-    differences = found.differences or ()
+    common = comparison.checkpoints
+    differences = common.differences or ()
     rows = [("array", "largest relative difference", "differing elements")]
     for d in differences[:_SHOWN]:
         if d.relative is None or d.first != d.second:
             rows.append((d.path, f"{d.first} / {d.second}", ""))
         else:
             rows.append((d.path, number_text(d.relative), f"{d.count:,} of {d.size:,}"))
-    head = f"arrays at checkpoint {found.step}: {len(differences)} of {found.arrays} differ"
+    head = f"arrays at checkpoint {common.step}: {len(differences)} of {common.arrays} differ"
     return [head, *format_table(rows), *_more(len(differences), "  ")]
 
 
@@ -178,7 +180,7 @@ def pair_texts(first: float, second: float) -> tuple[str, str]:
 
 def to_json(comparison: Comparison) -> Mapping[str, Any]:
     """Return the comparison as one JSON object. Infinite differences and values that are not finite become text."""
-    scalars, found = comparison.scalars, comparison.checkpoints
+    scalars, common = comparison.scalars, comparison.checkpoints
     return to_plain(
         {
             "first": comparison.runs[0],
@@ -200,12 +202,12 @@ def to_json(comparison: Comparison) -> Mapping[str, Any]:
                 "differences": [attrs.asdict(d) for d in scalars.differences],
             },
             "checkpoints": {
-                "common_steps": found.steps,
-                "differing_steps": found.differing,
-                "step": found.step,
-                "arrays": found.arrays,
-                "position": [_difference(d) for d in found.position],
-                "differences": None if found.differences is None else [attrs.asdict(d) for d in found.differences],
+                "common_steps": common.steps,
+                "differing_steps": common.differing,
+                "step": common.step,
+                "arrays": common.arrays,
+                "position": [_difference(d) for d in common.position],
+                "differences": None if common.differences is None else [attrs.asdict(d) for d in common.differences],
             },
             "notes": comparison.notes,
         }

@@ -2,7 +2,7 @@
 
 import hashlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,20 +129,20 @@ def rerun(run: Run, start: int, end: int, perturb: Mapping[str, float] | None = 
     if perturb is not None:
         state = state.replace(params=_perturb(state.params, perturb))
     source = config.build_input(config.input, vocabulary_size(program.functional.describe()))
-    facts = plain_facts(source.describe())
+    facts, compiled = plain_facts(source.describe()), program.compile_trial(sketch_all)
     _check_data(run, extra.get("facts") or run.lock.get("data") or {}, facts)
     stream = source.train()
     try:
         if "data" in extra:
             stream.set_state(extra["data"])
-        arrays, steps = sketch(state), []
+        arrays, steps = sketch(state, compiled), []
         for number in range(start + 1, end + 1):
             batch = next(stream)
             position = str(stream.describe_position()) if isinstance(stream, DescribesPosition) else ""
             state, scalars = program.train_step(state, program.put(batch))
             values = {name: float(np.asarray(value)) for name, value in scalars.items()}
             place = position or f"batch {number} of the stream"
-            steps.append(StepRecord(number, values, hash_batch(batch), place, sketch(state)))
+            steps.append(StepRecord(number, values, hash_batch(batch), place, sketch(state, compiled)))
     finally:
         stream.close()
     return Stretch(start, arrays, steps, tuple(_drift(run, program)))
@@ -221,17 +221,22 @@ def hash_batch(batch: Mapping[str, Any]) -> str:
     return digest.hexdigest()[:16]
 
 
-def sketch(state: Any) -> Sketches:
-    """Return a sketch of the parameters and variables of a training state."""
+def sketch(state: Any, sketch_arrays: Callable[..., Any] | None = None) -> Sketches:
+    """Return a sketch of the parameters and variables of a training state.
+
+    Args:
+        state: The training state.
+        sketch_arrays: `sketch_all`, compiled (default: not compiled).
+    """
     arrays = flatten({"params": state.params, "variables": state.variables})
     arrays = {p: jax.random.key_data(x) if is_key(x) else x for p, x in arrays.items()}
-    checksums, numbers = jax.device_get(_sketch_arrays(list(arrays.values())))
+    checksums, numbers = jax.device_get((sketch_arrays or sketch_all)(list(arrays.values())))
     numbers = np.asarray(numbers, np.float64).reshape(len(arrays), _PROJECTIONS + 1)
     return Sketches(tuple(arrays), np.asarray(checksums), numbers[:, :-1], numbers[:, -1])
 
 
-@jax.jit
-def _sketch_arrays(arrays: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+def sketch_all(arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Return the checksum of each array, and its projections followed by its norm."""
     sketches = [_sketch_array(x) for x in arrays]
     return [checksum for checksum, _ in sketches], [numbers for _, numbers in sketches]
 

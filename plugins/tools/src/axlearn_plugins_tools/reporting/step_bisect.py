@@ -154,8 +154,7 @@ def find_step(
     exact = is_exact(comparison) if tolerance is None else tolerance == 0
     limit = 0.0 if exact else TOLERANCE if tolerance is None else tolerance
     interval = bound_by_scalars(first, second, metric, limit)
-    if exact and metric is None:
-        interval = bound_by_checkpoints(first, second, interval)
+    interval = bound_by_checkpoints(first, second, interval, lowers_end=exact and metric is None)
     progress(_describe_interval(interval, limit))
     facts: dict[str, Any] = {"interval": interval, "exact": exact}
     if interval.differs is None:
@@ -223,13 +222,20 @@ def bound_by_scalars(first: Run, second: Run, metric: str | None, limit: float) 
     return Interval(equal, differs, tuple(steps[differs]) if differs is not None else ())
 
 
-def bound_by_checkpoints(first: Run, second: Run, interval: Interval) -> Interval:
-    """Narrow an interval by a binary search over the common checkpoints before its end."""
+def bound_by_checkpoints(first: Run, second: Run, interval: Interval, *, lowers_end: bool) -> Interval:
+    """Narrow an interval by a binary search over the common checkpoints before its end.
+
+    Args:
+        first: The first run.
+        second: The second run.
+        interval: Interval to narrow.
+        lowers_end: Whether a checkpoint with any differing bit ends the interval. If False, the difference may be rounding.
+    """
     common = sorted({*first.checkpoints.steps()} & {*second.checkpoints.steps()})
     before = [step for step in common if interval.differs is None or step < interval.differs]
     first_differing = bisect_left(before, True, key=lambda step: differs_at(first, second, step))
     equal = before[first_differing - 1] if first_differing else 0
-    if first_differing < len(before):
+    if lowers_end and first_differing < len(before):
         return Interval(equal, before[first_differing], ("checkpoint",))
     return attrs.evolve(interval, equal=max(equal, interval.equal))
 

@@ -10,34 +10,32 @@ from axlearn_plugins_tools.reporting.step_bisect import Divergence, Reading, Res
 
 _SHOWN = 10
 _CAUSES = {
-    "parameters": "the parameters before it",
-    "data": "its batch",
-    "scalars": "its scalars",
-    "update": "the parameters after it",
+    "parameters": "the parameters before it differ first",
+    "data": "its batch differs first",
+    "scalars": "its scalars differ first",
+    "update": "the parameters after it differ first",
 }
 
 
 def to_text(result: Result) -> str:
     """Return a summary for people."""
-    interval, found = result.interval, result.divergence
+    interval, divergence = result.interval, result.divergence
     if interval.differs is None:
         return result.ended
-    if found is None:
+    if divergence is None:
         lines = [
             f"the runs diverge after step {interval.equal} and at step {interval.differs} at the latest",
             result.ended,
         ]
         return "\n".join([*lines, *_notes(result)])
-    lines = [
-        f"the runs diverge at step {found.step}: {_CAUSES[found.cause]} differ{'s' if found.cause == 'data' else ''} first"
-    ]
-    if found.same_batch:
-        lines.append(f"  data  the same batch: {found.positions[0]}")
+    lines = [f"the runs diverge at step {divergence.step}: {_CAUSES[divergence.cause]}"]
+    if divergence.same_batch:
+        lines.append(f"  data  the same batch: {divergence.positions[0]}")
     else:
-        lines += [f"  data  A  {found.positions[0]}", f"        B  {found.positions[1]}"]
-    lines += _scalars(found)
-    lines += _arrays("before", found.before, found)
-    lines += _arrays("after", found.after, found)
+        lines += [f"  data  A  {divergence.positions[0]}", f"        B  {divergence.positions[1]}"]
+    lines += _scalars(divergence)
+    lines += _arrays("before", divergence.before, divergence)
+    lines += _arrays("after", divergence.after, divergence)
     return "\n".join([*lines, f"{result.reruns} re-runs from step {result.start}", *_notes(result)])
 
 
@@ -45,11 +43,11 @@ def _notes(result: Result) -> list[str]:
     return [f"note: {note}" for note in result.notes]
 
 
-def _scalars(found: Divergence) -> list[str]:
-    if not found.scalars:
+def _scalars(divergence: Divergence) -> list[str]:
+    if not divergence.scalars:
         return ["  scalars  identical"]
     rows = [("scalar", "A", "B", "difference", "noise")]
-    for reading in found.scalars:
+    for reading in divergence.scalars:
         if reading.first is None or reading.second is None:
             texts: Sequence[str] = (str(reading.first), str(reading.second))
         else:
@@ -58,12 +56,12 @@ def _scalars(found: Divergence) -> list[str]:
     return format_table(rows)
 
 
-def _arrays(when: str, readings: Sequence[Reading], found: Divergence) -> list[str]:
+def _arrays(when: str, readings: Sequence[Reading], divergence: Divergence) -> list[str]:
     clear = [r for r in readings if r.is_clear]
     if not clear:
         same = "differ only by rounding" if readings else "identical"
         return [f"  parameters {when} the step: {same}"]
-    lines = [f"  parameters {when} the step: {len(clear)} of {found.arrays} differ, in the order of the model"]
+    lines = [f"  parameters {when} the step: {len(clear)} of {divergence.arrays} differ, in the order of the model"]
     rows = [(r.name, number_text(r.relative), _noise(r)) for r in clear[:_SHOWN]]
     more = [f"    and {len(clear) - _SHOWN} more (see --json)"] if len(clear) > _SHOWN else []
     return [*lines, *format_table([("parameter", "difference", "noise"), *rows], "    "), *more]
@@ -75,15 +73,15 @@ def _noise(reading: Reading) -> str:
 
 def to_json(result: Result) -> Mapping[str, Any]:
     """Return the result as one JSON object."""
-    found = result.divergence
+    divergence = result.divergence
     return to_plain(
         {
-            "step": None if found is None else found.step,
-            "cause": None if found is None else found.cause,
+            "step": None if divergence is None else divergence.step,
+            "cause": None if divergence is None else divergence.cause,
             "equal_step": result.interval.equal,
             "differing_step": result.interval.differs,
             "exact": result.exact,
-            "divergence": None if found is None else attrs.asdict(found),
+            "divergence": None if divergence is None else attrs.asdict(divergence),
             "start": result.start,
             "reruns": result.reruns,
             "ended": result.ended,
