@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from importlib.metadata import version
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 from jax.experimental.compilation_cache import compilation_cache
 
 from axlearn_core.compose import executables
@@ -126,7 +126,7 @@ class Compiler:
                 return call(*args)
 
         options: dict[str, Any] = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else {}
-        if options and jaxlib.__version__.startswith("0.10."):  # later versions have no such option
+        if options and version("jaxlib").startswith("0.10."):  # later versions have no such option
             options["xla_cpu_use_fusion_emitters"] = False  # they take a third of the time
         return jax.jit(run, compiler_options=options or None)
 
