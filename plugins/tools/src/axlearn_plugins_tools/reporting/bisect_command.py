@@ -85,10 +85,12 @@ def _refuse(option: str, value: object, over: str) -> None:
 def _bisect_steps(
     first: str, second: str, metric: str | None, tolerance: float | None, max_runs: int, steps: int, as_json: bool
 ) -> None:
+    from axlearn_core.plugins.backends import prepare_backends
     from axlearn_plugins_tools.reporting import step_bisect as search
     from axlearn_plugins_tools.reporting.comparison import open_run
     from axlearn_plugins_tools.reporting.step_bisect_text import to_json, to_text
 
+    prepare_backends()
     result = search.find_step(
         open_run(first),
         open_run(second),
