@@ -168,6 +168,24 @@ def test_microbatches_are_as_large_as_the_largest_batch_that_fits(plan):
     assert words(in_two) == ["--with gradient-accumulation:steps=8"]
 
 
+def test_microbatches_are_smaller_if_double_buffering_keeps_two_of_them(plan):
+    memory = attrs.evolve(plan.memory, arguments=1000, temporaries=64_000, code=0, capacity=9_500)
+    largest = LargestBatch(rows=40, bytes=9_000, too_large=48, too_large_bytes=10_600, compiles=3)
+    options = {"xla_gpu_enable_while_loop_double_buffering": True}
+    tight = attrs.evolve(
+        plan, rows=320, memory=memory, gradient_bytes=100, largest_batch=largest, compiler_options=options
+    )
+
+    def words(plan):
+        return [r.words for r in remedies(plan, frozenset({"gradient-accumulation"})) if "steps=" in r.words]
+
+    # The measured batch had no loop over microbatches, so its memory is that of one microbatch.
+    assert words(tight) == ["--with gradient-accumulation:steps=20"]
+    # A batch that was measured in microbatches already has both buffers.
+    in_two = attrs.evolve(tight, accumulate_steps=2, largest_batch=attrs.evolve(largest, rows=80))
+    assert words(in_two) == ["--with gradient-accumulation:steps=8"]
+
+
 def test_the_search_compiles_batches_that_the_mesh_divides(plan, monkeypatch):
     """The memory of a compiled batch grows with its rows, and the plan gets the result."""
     import axlearn_plugins_plan.plan as module

@@ -90,9 +90,7 @@ def _accumulation(plan: FunctionPlan) -> Iterator[Remedy]:
         return
     steps, best = plan.accumulate_steps, None
     rows = plan.rows // steps // plan.batch_shards
-    # Double buffering unrolls the loop by two, so two microbatches need as much memory as one.
-    doubled = plan.compiler_options.get("xla_gpu_enable_while_loop_double_buffering")
-    factor = 4 if steps == 1 and doubled else 2
+    factor = 2 * _buffered_microbatches(plan)
     while rows >= factor and rows % factor == 0:
         total = plan.memory.total - plan.memory.temporaries * (1 - 1 / factor) + plan.gradient_bytes
         best = _microbatches(plan, steps * factor, total)
@@ -110,11 +108,21 @@ def _measured_accumulation(plan: FunctionPlan) -> Remedy | None:
         return None
     measured = largest.rows // plan.accumulate_steps
     temporaries = largest.bytes - plan.memory.arguments
+    buffered = _buffered_microbatches(plan)
     for rows in range(measured, 0, -1):
-        total = plan.memory.arguments + temporaries * rows / measured + plan.gradient_bytes
+        total = plan.memory.arguments + temporaries * buffered * rows / measured + plan.gradient_bytes
         if plan.rows % rows == 0 and rows % plan.batch_shards == 0 and total <= capacity:
             return _microbatches(plan, plan.rows // rows, total)
     return None
+
+
+def _buffered_microbatches(plan: FunctionPlan) -> int:
+    """Return how many microbatches are in memory at once, in units of the plan's own.
+
+    Double buffering unrolls the loop over microbatches by two. Without microbatches, the plan has no such loop yet.
+    """
+    doubled = plan.compiler_options.get("xla_gpu_enable_while_loop_double_buffering")
+    return 2 if plan.accumulate_steps == 1 and doubled else 1
 
 
 def _microbatches(plan: FunctionPlan, steps: int, total: float) -> Remedy:
