@@ -398,7 +398,7 @@ class StorageCheckpointer(Configurable):
         try:
             intact_steps = ", ".join(map(str, self.steps())) or "none"
         except StorageError:
-            intact_steps = "unknown, cannot list the storage"
+            intact_steps = "unknown (the storage cannot be listed)"
         why = reason(error)
         self.on_result(step, why)
         return WorkError(

@@ -359,7 +359,7 @@ def _label_problems(attribute: Any, value: object) -> Iterable[Problem]:
     if attribute.metadata.get(_LABEL) and isinstance(value, str) and value and not _LABEL_PATTERN.fullmatch(value):
         yield Problem(
             path=attribute.name,
-            message="cannot be part of the name of a directory",
+            message="cannot be part of a directory name",
             got=show(value),
             expected="a letter or digit first, and no slashes or control characters",
         )

@@ -44,7 +44,10 @@ class Host:
         return sorted(results, key=lambda pair: pair[0].name)
 
     def call(self, hook: str, **arguments: object) -> list[tuple[str, Any]]:
-        """Call a hook like `call_with_entries`, but return titles: the name, distribution, and version of each plugin."""
+        """Call a hook as `call_with_entries` does, but return (title, result) pairs.
+
+        A title has the plugin's name, distribution and version.
+        """
         pairs = self.call_with_entries(hook, **arguments)
         return [(f"{entry.name} of {entry.origin}", result) for entry, result in pairs]
 

@@ -277,7 +277,7 @@ class Session:
         return lambda: str(position) or f"number {step} in the stream"
 
     def raise_failure(self) -> None:
-        """Raise the error that stopped the run on all processes, if any."""
+        """On every process, raise the error that stopped the run, if any."""
         if self._early_stop is not None:
             self._early_stop.raise_failure()
 

@@ -77,6 +77,7 @@ def _next(points: Mapping[int, Memory], low: int, high: int | None) -> int:
     slope = (points[other].total - points[low].total) / (other - low)
     room = (points[low].capacity or 0) - points[low].total
     guess = low + int(room / slope) if slope > 0 else 2 * low
-    # A guess that is too low would be repeated for each row, so move by at least a sixteenth.
+    # If guesses are too low, the search could advance only one row per compilation, so increase the count by at least
+    # a sixteenth.
     guess = max(guess, low + max(1, low // _PRECISION))
     return min(guess, 8 * low) if high is None else min(guess, high - 1)

@@ -255,7 +255,7 @@ def shards(tensors: Iterable[OutputTensor], limit: int = SHARD_BYTES) -> list[li
 
 
 def check_space(directory: Path, tensors: Iterable[OutputTensor]) -> None:
-    """Raise `RequestError` if the disk has no room for the tensors of a directory that does not exist yet."""
+    """Raise `RequestError` if the disk has no room for the tensors. The directory does not have to exist yet."""
     existing = next(p for p in (directory.parent, *directory.absolute().parents) if p.exists())
     need, free = sum(map(_bytes, tensors)), shutil.disk_usage(existing).free
     if need > free:

@@ -121,7 +121,9 @@ SHAPES: Mapping[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 
 class DrawnShapes(Images):
-    """Images with one shape each, at a random place, size and color, on noise. New images are drawn at every step.
+    """Images of one shape each, with a random position, size and color, on a noise background.
+
+    New images are drawn at every step.
 
     The labels are 0 disc, 1 square, 2 ring, 3 cross. An image depends only on the seed and its number. Held-out images are
     the same for all seeds.

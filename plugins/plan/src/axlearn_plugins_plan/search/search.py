@@ -103,7 +103,7 @@ def search(
     layouts = [r for space in spaces for r in space.rank_layouts(progress)]
     shipped = [r for r in layouts if r.choice.shipped]
     fitted = {space.machine.name: space.fitted for space in spaces}
-    progress(f"{len(layouts):,} layouts ranked; compiling the best, up to {clock.budget / 60:.3g} minutes")
+    progress(f"{len(layouts):,} layouts ranked; compiling the best ones for up to {clock.budget / 60:.3g} minutes")
     results: dict[int, CompiledLayout] = {}
     _compile(request, shipped, cache, clock, progress, results)
     shipped_results = [results[id(r)] for r in shipped]

@@ -82,7 +82,7 @@ class Agent:
         self._starter.submit(self._prepare)
 
     def coordinator(self, address: str) -> str:
-        """Return an address with a free port of this host for the coordinator of one attempt."""
+        """Return an address with a free port on this host, for the coordinator of one attempt."""
         with socket.socket() as free:
             free.bind((address, 0))
             return f"{address}:{free.getsockname()[1]}"
@@ -98,7 +98,7 @@ class Agent:
         self._starter.submit(self._start, attempt, dict(ranks), tuple(words))
 
     def signal(self, number: int) -> None:
-        """Send a signal to every trainer, such as SIGTERM for a preemption."""
+        """Send every trainer a signal, such as SIGTERM for a preemption."""
         for worker in list(self.running.values()):
             worker.signal(number)
 

@@ -26,7 +26,7 @@ class ReplicaApp:
         self._service: Any = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request. For the lifespan protocol, open and close the model."""
+        """Answer a request. Handle lifespan events by opening and closing the model."""
         if scope["type"] != "lifespan":
             await self._app(scope, receive, send)
             return

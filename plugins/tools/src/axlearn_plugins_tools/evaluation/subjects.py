@@ -23,7 +23,7 @@ def make_subject(loaded: Any, *, length: int | None = None) -> Subject:
     if text is None:
         raise RequestError("this run's input has no tokenizer, so its model cannot be evaluated on text")
     source: Any = loaded.config.input
-    # Imported models define a context length. In their training, no text followed the end of a previous text.
+    # Imported models define a context length. They were not trained on texts that follow the end of another text.
     always = text.context_length is None
     return subject(loaded.model, text, length=length or source.sequence_length, program=loaded.program, always=always)
 

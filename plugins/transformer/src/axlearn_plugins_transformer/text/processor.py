@@ -121,7 +121,7 @@ class TextProcessor(Configurable):
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, prompt: bool = True
     ) -> list[int]:
-        """Encode a conversation as `apply_chat_template(tokenize=True)` of `transformers` does.
+        """Encode a conversation like `apply_chat_template(tokenize=True)` in `transformers`.
 
         Args:
             messages: See `axlearn_plugins_transformer.text.messages`.

@@ -1,4 +1,4 @@
-"""Small data, which is encoded once and distributed by rows.
+"""Small data sets, which are encoded once and split between shards by row.
 
 This module does not import Grain.
 
