@@ -3,6 +3,7 @@
 import functools
 
 import attrs
+import jax
 import numpy as np
 import pytest
 
@@ -10,10 +11,12 @@ import axlearn_core as ax
 from axlearn_core.compose.program import check_program
 from axlearn_core.config import Configurable, find, get, node, patch, walk
 from axlearn_core.errors import RequestError
+from axlearn_core.extend import Constant, interface
 from axlearn_core.plugins.registry import registry
 from axlearn_plugins_transformer.layer_roles import AttentionKernelRole
 from axlearn_plugins_verify.prove import shrink as shrinking
-from axlearn_plugins_verify.prove.shrink import shrink, synthetic_batch
+from axlearn_plugins_verify.prove.shrink import SIZES, shrink, synthetic_batch
+from axlearn_plugins_verify.prove.structure import describe_structure
 from support import toy_models
 
 
@@ -42,10 +45,44 @@ def test_a_large_model_becomes_small_and_keeps_its_layers():
     assert all(get(shrunk.config, path) == new for path, (_, new) in shrunk.changes.items())
 
 
-def test_one_period_of_alternating_layers_is_left():
-    assert small("gemma3-4b").config.model.decoder.num_layers == 6  # five sliding windows, and a global layer
-    assert small("gemma2-2b").config.model.decoder.num_layers == 2
-    assert small("deepseek-v3").config.model.decoder.num_layers == 4  # three dense layers, and one with experts
+@pytest.mark.parametrize(
+    ("experiment", "layers"),
+    [
+        ("gemma2-2b", 4),
+        # Twice five layers with sliding windows and a global one, and one layer after them, since six do not divide 34.
+        pytest.param("gemma3-4b", 13, marks=pytest.mark.slow),
+        # Three dense layers, and four with experts: the scan runs over the longer part.
+        pytest.param("deepseek-v3", 7, marks=pytest.mark.slow),
+    ],
+)
+def test_two_periods_of_alternating_layers_are_left(experiment, layers):
+    assert small(experiment).config.model.decoder.num_layers == layers
+
+
+def test_a_scan_and_a_loss_in_chunks_stay():
+    before, after = (describe_structure(c) for c in (ax.resolve("llama3-8b").config, small("llama3-8b").config))
+    assert not before.lost_operations(after)
+    assert {"scan/remat2/rsqrt", "scan/log"} <= before.operations
+    assert small("llama3-8b").config.model.loss_chunk == 4
+    assert small("llama3-8b").changes["model.loss_chunk"] == (None, 4)
+    pairs = small("quickstart", "dpo:data=pairs.jsonl").config
+    assert pairs.objective.loss_chunk < max(shape[-1] for shape, _ in pairs.input.batch_shapes().values())
+
+
+def test_lost_operations_are_noted():
+    config = ax.resolve("llama3-8b").config
+    without_chunks = {name: value for name, value in SIZES.items() if name != "loss_chunk"}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(shrinking, "SIZES", without_chunks)
+        patched.setattr(shrinking, "OPTIONAL", ())
+        notes = shrink(config).notes
+    assert len(notes) == 1
+    assert "does not compute scan/abs" in notes[0]
+
+
+def test_cached_pages_are_shorter_than_the_rows():
+    config = small("quickstart", "cache-int8").config
+    assert get(config, "model.decoder.layer.attention.kv_cache.page_size") < config.input.sequence_length
 
 
 def test_experts_compete_in_groups_as_before():
@@ -67,7 +104,16 @@ def test_the_meshes_have_every_axis():
     meshes = small("quickstart").meshes
     assert {axis for shape in meshes for axis in shape} == {"data", "fsdp", "expert", "seq", "tensor"}
     assert all(np.prod(list(shape.values())) <= 8 for shape in meshes)
-    assert small("quickstart", "pipeline:microbatches=2").meshes[-1]["pipeline"] == 2
+    pipeline = small("quickstart", "pipeline:microbatches=2")
+    assert pipeline.meshes[-1]["pipeline"] == 2
+    assert not pipeline.notes
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_no_mesh_divides_is_noted():
+    shrunk = small("deepseek-v2-lite", "pipeline:microbatches=2")  # its only dense layer cannot be divided
+    assert not any("pipeline" in shape for shape in shrunk.meshes)
+    assert "no pipeline is checked" in shrunk.notes[0]
 
 
 def test_a_batch_has_several_documents_and_the_tokens_that_follow():
@@ -107,12 +153,44 @@ def test_an_input_that_declares_nothing_is_refused():
 
 def test_a_size_that_cannot_be_shrunk_is_named(monkeypatch):
     """The structure of the model depends on its width, so a smaller one would be another model."""
-    actual = shrinking._structure
-    monkeypatch.setattr(shrinking, "_structure", lambda config: (actual(config), config.model.decoder.hidden_dim))
-    monkeypatch.setattr(shrinking, "_attempts", lambda config, values: iter([dict(values)]))
+
+    def describe(config):
+        actual = describe_structure(config)
+        return attrs.evolve(actual, parts=actual.parts | {(str(config.model.decoder.hidden_dim),)})
+
+    monkeypatch.setattr(shrinking, "describe_structure", describe)
+    monkeypatch.setattr(shrinking, "_attempts", lambda config: iter(()))
     config = ax.resolve("llama2-7b").config
     with pytest.raises(RequestError, match=r"model\.decoder\.hidden_dim: cannot be shrunk[\s\S]*got: 4096[\s\S]*fix: "):
         shrink(config)
+
+
+class WideNetwork(ax.Layer):
+    """A feed-forward layer whose sizes have other names, and go together in its own way."""
+
+    @node
+    class Config(ax.Layer.Config["WideNetwork"]):
+        input_dim: int = interface()
+        d_inner: int = 98_304
+        multiple_of: int = 48
+
+    def __init__(self, cfg, *, rngs, precision):
+        super().__init__(cfg, precision=precision)
+        if cfg.d_inner % cfg.multiple_of:
+            raise ValueError("d_inner is not a multiple of multiple_of")
+        shape = cfg.input_dim, cfg.d_inner
+        self.weight = self.parameter(rngs, Constant(value=0.1), shape, ("embed", "mlp"))
+
+    def __call__(self, x):
+        weight = self.computed(self.weight)
+        return jax.nn.relu(x @ weight) @ weight.T
+
+
+def test_sizes_with_other_names_are_shrunk():
+    config = patch(ax.resolve("quickstart").config, {"model.decoder.layer.feed_forward": WideNetwork.Config()})
+    shrunk = shrink(config)
+    assert get(shrunk.config, "model.decoder.layer.feed_forward.d_inner") == 48
+    assert parameters(shrunk.config) < 50_000
 
 
 def test_sizes_that_do_not_fit_together_are_raised():

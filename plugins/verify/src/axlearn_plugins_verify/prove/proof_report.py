@@ -39,8 +39,9 @@ def _facts(check: Check) -> str:
 
 
 def summary(proof: Proof) -> str:
-    """Return what follows the lines of the checks: the failures, the smallest config that fails, and the counts."""
+    """Return what follows the lines of the checks: the failures, the smallest config that fails, notes, and the counts."""
     parts = [text for check in proof.failures[:1] for text in _failure(proof, check)]
+    parts += [f"note: {note}" for note in proof.shrunk.notes]
     counts = {status: sum(c.status == status for c in proof.checks) for status in COLORS}
     words = {HOLDS: "passed", FAILS: "failed", SKIPPED: "skipped", NOT_RUN: "not run"}
     total = ", ".join(f"{count} {words[status]}" for status, count in counts.items() if count)
@@ -85,6 +86,7 @@ def as_json(proof: Proof) -> dict[str, Any]:
         "checks": [_check_json(check) for check in proof.checks],
         "sizes": {path: [_plain(old), _plain(new)] for path, (old, new) in proof.shrunk.changes.items()},
         "meshes": [dict(shape) for shape in proof.shrunk.meshes],
+        "notes": list(proof.shrunk.notes),
         "minimal": minimal
         and {
             "command": minimize.command(minimal),
@@ -142,7 +144,7 @@ def page(proof: Proof) -> str:
         [
             *failures,
             ("Properties", _table(columns, rows)),
-            ("Sizes", f"<p>{escape(_meshes(proof))}</p>{_table(('Setting', 'Config', 'Proof'), sizes)}"),
+            ("Sizes", f"<p>{escape(_meshes(proof))}</p>{_notes(proof)}{_table(('Setting', 'Config', 'Proof'), sizes)}"),
         ],
     )
 
@@ -150,6 +152,10 @@ def page(proof: Proof) -> str:
 def _meshes(proof: Proof) -> str:
     shapes = [", ".join(f"{axis}={size}" for axis, size in shape.items()) for shape in proof.shrunk.meshes]
     return f"meshes: {'; '.join(shapes)}" if shapes else "no mesh"
+
+
+def _notes(proof: Proof) -> str:
+    return "".join(f"<p>{escape(note)}</p>" for note in proof.shrunk.notes)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,12 +1,10 @@
 """Shrink a config until a laptop can train it, without losing what makes it special."""
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
 import numpy as np
-from flax import nnx
 
 from axlearn_core.compose.program import check_program, find_layout_problem
 from axlearn_core.config import Node, get, patch, walk
@@ -16,6 +14,7 @@ from axlearn_core.contracts.capabilities import DeclaresBatches, HasVocabulary
 from axlearn_core.contracts.experiment import get_input_config
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.errors import AxlearnError, RequestError
+from axlearn_plugins_verify.prove.structure import Structure, describe_structure
 
 LARGE = 2_000_000
 """Number of parameters from which a model is not small enough."""
@@ -34,6 +33,7 @@ SIZES: Mapping[str, int] = {
     "hidden_dim": 32,
     "image_size": 8,
     "kv_rank": 16,
+    "loss_chunk": 4,
     "max_length": 16,
     "num_classes": 4,
     "num_experts": 4,
@@ -41,6 +41,7 @@ SIZES: Mapping[str, int] = {
     "num_heads": 4,
     "num_kv_heads": 2,
     "original_length": 8,
+    "page_size": 4,
     "patch_size": 4,
     "query_rank": 16,
     "rank": 4,
@@ -54,6 +55,14 @@ SIZES: Mapping[str, int] = {
     "warmup_steps": 1,
     "window": 5,
 }
+OPTIONAL = ("loss_chunk",)
+"""Sizes that a small config needs although the large one leaves the choice to the layer."""
+SMALLEST_WIDTH, SMALLEST_COUNT = 32, 4
+"""Smallest sizes of fields whose names are not known: widths, and numbers of layers, heads or experts."""
+REFUSALS = (AxlearnError, ValueError, TypeError, ZeroDivisionError, AssertionError)
+"""Errors of layers whose sizes do not go together."""
+MORE_ATTEMPTS = 6
+"""Number of combinations of sizes to try after the first valid one, to keep more operations."""
 STEPS = 8
 """Value of `max_steps`."""
 ALTERNATIVES: Mapping[str, tuple[int, ...]] = {
@@ -79,18 +88,20 @@ class Shrunk:
         config: The config.
         meshes: Shapes of meshes that together have each axis that the config can use.
         changes: Config paths of the sizes that changed, with the old and the new value.
+        notes: What the small config or its meshes do not have, although the config does.
     """
 
     config: Any
     meshes: tuple[Mapping[str, int], ...]
     changes: Mapping[str, tuple[Any, Any]]
+    notes: tuple[str, ...] = ()
 
 
 def shrink(config: Any, devices: int = 8) -> Shrunk:
     """Shrink the sizes of a `Trainer.Config`.
 
-    Keeps the classes of all layers, one period of alternating layers, features, dtypes, and at least two experts, heads and
-    groups of heads.
+    Keeps the classes of all layers, two periods of alternating layers, features, dtypes, the operations of the loss, and at
+    least two experts, heads and groups of heads.
 
     Args:
         config: The config to shrink.
@@ -100,18 +111,28 @@ def shrink(config: Any, devices: int = 8) -> Shrunk:
         RequestError: If a size cannot be shrunk, or if the input does not declare its batches.
     """
     _check_input(config)
-    values = dict(_small_values(config))
-    small = _first_valid(config, _attempts(config, values), _structure(config))
+    structure = describe_structure(config)
+    small, lost = _first_valid(config, structure)
+    if _count_parameters(small) > LARGE:
+        small = _shrink_one_by_one(small, structure)
     changes = {
         leaf.path: (leaf.value, get(small, leaf.path))
         for leaf in leaves(config)
-        if _is_size(leaf.value) and get(small, leaf.path) != leaf.value
+        if (_is_size(leaf.value) or _is_unset(leaf)) and get(small, leaf.path) != leaf.value
     }
-    return Shrunk(config=small, meshes=tuple(_meshes(small, devices)), changes=changes)
+    meshes = tuple(_meshes(small, devices))
+    notes = [f"the small config does not compute {', '.join(sorted(lost))}"] if lost else []
+    if _has_pipeline(config) and not any("pipeline" in shape for shape in meshes):
+        notes.append("no mesh with an axis `pipeline` divides the small config, so no pipeline is checked")
+    return Shrunk(config=small, meshes=meshes, changes=changes, notes=tuple(notes))
 
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_unset(leaf: Any) -> bool:
+    return leaf.value is None and leaf.path.rpartition(".")[2] in OPTIONAL
 
 
 def _small_values(config: Any) -> Iterator[tuple[str, int]]:
@@ -146,18 +167,21 @@ def _is_inner(config: Any, path: str) -> bool:
 
 
 def _needed_layers(stack: Any) -> int:
-    """Return how many layers show each kind: the layers before the pattern, and one period of it."""
+    """Return how many layers show each kind: the layers before the pattern, and two periods, so that they can be scanned."""
     needed = 2
     for _, node in walk(stack):
         names = children(node) if isinstance(node, Node) else {}
         if isinstance(names.get("children"), tuple) and isinstance(names.get("first"), tuple):
-            needed = max(needed, len(names["first"]) + max(1, len(names["children"])))
+            needed = max(needed, len(names["first"]) + 2 * max(1, len(names["children"])))
     return needed
 
 
-def _attempts(config: Any, values: Mapping[str, int]) -> Iterator[dict[str, int]]:
+def _attempts(config: Any) -> Iterator[dict[str, int]]:
     """Yield combinations of sizes, smallest first."""
-    yield dict(values)
+    values = dict(_small_values(config))
+    yield values
+    values |= {leaf.path: SIZES[leaf.path.rpartition(".")[2]] for leaf in leaves(config) if _is_unset(leaf)}
+    yield values
     layers = [path for path in values if path.endswith("num_layers")]
     for more in range(1, 5):
         yield {**values, **{path: min(values[path] + more, get(config, path)) for path in layers}}
@@ -169,80 +193,105 @@ def _attempts(config: Any, values: Mapping[str, int]) -> Iterator[dict[str, int]
         for value in larger:
             yield {**values, **_raised(config, values, {name: value})}
     for scale in (2, 4, 8):  # a layer may need sizes with a certain ratio
-        yield {path: min(value * scale, get(config, path)) for path, value in values.items()}
+        yield {path: _at_most(value * scale, get(config, path)) for path, value in values.items()}
+
+
+def _at_most(value: int, old: int | None) -> int:
+    return value if old is None else min(value, old)
 
 
 def _raised(config: Any, values: Mapping[str, int], names: Mapping[str, int]) -> dict[str, int]:
     sizes = ((path, path.rpartition(".")[2]) for path in values)
-    return {path: min(names[name], get(config, path)) for path, name in sizes if name in names}
+    return {path: _at_most(names[name], get(config, path)) for path, name in sizes if name in names}
 
 
-def _first_valid(config: Any, attempts: Iterable[Mapping[str, int]], structure: Any) -> Any:
-    problem: Exception | None = None
-    for values in attempts:
-        try:
-            small = patch(config, dict(values))
-            if _structure(small) == structure:
-                return small
-        except (AxlearnError, ValueError, TypeError, ZeroDivisionError, AssertionError) as error:
-            problem = problem or error
-    return _shrink_one_by_one(config, next(iter(attempts), None) or dict(_small_values(config)), structure, problem)
+def _first_valid(config: Any, structure: Structure) -> tuple[Any, frozenset[str]]:
+    """Return the smallest config that loses the fewest operations, and these. Return the config itself if none is valid."""
+    best: tuple[Any, frozenset[str]] | None = None
+    tried = 0
+    for values in _attempts(config):
+        tried += best is not None
+        if tried > MORE_ATTEMPTS:
+            break
+        small, lost = _patched(config, values, structure)
+        if small is None:
+            continue
+        if best is None or len(lost) < len(best[1]):
+            best = small, lost
+        if not lost:
+            break
+    return best or (config, frozenset())
 
 
-def _shrink_one_by_one(config: Any, values: Mapping[str, int], structure: Any, problem: Exception | None) -> Any:
-    """Shrink each size that can be shrunk alone, and raise `RequestError` if the model stays large."""
-    small, refused = config, []
-    for path, value in values.items():
-        try:
-            candidate = patch(small, {path: value})
-            if _structure(candidate) == structure:
-                small = candidate
-                continue
-        except (AxlearnError, ValueError, TypeError, ZeroDivisionError, AssertionError) as error:
-            problem = error
-        refused.append(path)
-    trained = check_program(_with_one_device(small))
-    parameters = sum(spec.size for spec in trained.abstract.values())
+def _patched(config: Any, values: Mapping[str, int], structure: Structure) -> tuple[Any | None, frozenset[str]]:
+    """Return the config with other sizes, or None if it is invalid or has other layers or arrays, and the lost operations."""
+    try:
+        small = patch(config, dict(values))
+        smaller = describe_structure(small)
+    except REFUSALS:
+        return None, frozenset()
+    return small if smaller.parts == structure.parts else None, structure.lost_operations(smaller)
+
+
+def _shrink_one_by_one(config: Any, structure: Structure) -> Any:
+    """Shrink each size that can be shrunk alone, also of fields whose names are not known.
+
+    Raises:
+        RequestError: If the model stays large.
+    """
+    small, refused, parameters = config, [], _count_parameters(config)
+    sizes = dict(_small_values(config))
+    for path, old in sorted(_module_sizes(config), key=lambda size: -size[1]):
+        least = sizes.get(path, 0) if path.rpartition(".")[2] in SIZES else 0
+        options = sorted({sizes.get(path, old), *(n for n in _halved(old) if n > least)})
+        candidates = (_patched(small, {path: value}, structure)[0] for value in options if value < old)
+        candidate = next((c for c in candidates if c is not None), None)
+        if candidate is not None and (count := _count_parameters(candidate)) < parameters:
+            small, parameters = candidate, count
+        elif old > SMALLEST_COUNT:
+            refused.append(path)
     if parameters > LARGE:
         path = refused[0] if refused else "model"
         raise RequestError(
             f"{path}: cannot be shrunk, so the config cannot be proven on this machine\n"
-            f"    got: {get(config, path) if refused else parameters}\n"
-            f"    expected: a model of at most {LARGE:,} parameters with {path}={values.get(path, '...')}\n"
-            f"    cause: {str(problem).splitlines()[0] if problem else 'its layers change with its size'}\n"
-            f"    fix: set smaller sizes that go together with --set, such as --set {path}={values.get(path, 2)}"
+            f"    got: {f'{get(config, path)}, and ' if refused else ''}{parameters:,} parameters\n"
+            f"    expected: a model that has the same layers with at most {LARGE:,} parameters\n"
+            f"    fix: set smaller sizes that go together with --set, such as --set {path}={sizes.get(path, 2)}"
         )
     return small
+
+
+def _module_sizes(config: Any) -> Iterator[tuple[str, int]]:
+    """Yield the path and the value of each size of the model and the objective."""
+    for leaf in leaves(config):
+        if leaf.path.startswith(("model.", "objective.")) and isinstance(leaf.value, int) and _is_size(leaf.value):
+            yield leaf.path, leaf.value
+
+
+def _halved(value: int) -> Iterator[int]:
+    """Yield halves of a size, halves of these, and so on. They keep most of the factors that layers may need."""
+    least = SMALLEST_WIDTH if value > UNKNOWN else SMALLEST_COUNT
+    while value % 2 == 0 and value // 2 >= least:
+        value //= 2
+        yield value
+
+
+def _count_parameters(config: Any) -> int:
+    return sum(spec.size for spec in check_program(_with_one_device(config)).abstract.values())
 
 
 def _with_one_device(config: Any) -> Any:
     return attrs.evolve(config, mesh=attrs.evolve(config.mesh, shape={"fsdp": 1}))
 
 
-def _structure(config: Any) -> Any:
-    """Return the classes of the modules, and the names and dtypes of the arrays, without the numbers of layers."""
-    trained = check_program(_with_one_device(config))
-    parts = [trained.model.describe()] + ([] if trained.objective is None else [trained.objective.describe()])
-    modules = {
-        (number, _without_indices(".".join(map(str, path))), type(module).__qualname__)
-        for number, part in enumerate(parts)
-        for path, module in nnx.iter_modules(part)
-    }
-    arrays = {
-        (_without_indices(path), str(spec.dtype), len(spec.shape))
-        for path, spec in {**trained.abstract, **trained.variables}.items()
-    }
-    return modules, arrays
-
-
-def _without_indices(path: str) -> str:
-    return re.sub(r"\b\d+\b", "#", path)
+def _has_pipeline(config: Any) -> bool:
+    return any("pipeline" in axes for axes in config.mesh.rules.values()) or config.mesh.shape.get("pipeline", 1) > 1
 
 
 def _meshes(config: Any, devices: int) -> Iterator[Mapping[str, int]]:
     """Yield shapes of meshes that have each axis once, as far as they divide the arrays."""
     groups: list[tuple[str, ...]] = [("data", "fsdp", "tensor"), ("expert", "seq", "tensor")]
-    if any("pipeline" in axes for axes in config.mesh.rules.values()) or config.mesh.shape.get("pipeline", 1) > 1:
+    if _has_pipeline(config):
         groups.append(("pipeline", "fsdp"))
     yielded: set[frozenset[str]] = set()
     for group in groups:
