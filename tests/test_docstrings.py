@@ -3,7 +3,11 @@
 import ast
 import re
 
+import pytest
+
 from support.paths import ROOT, python_files
+
+pytestmark = pytest.mark.style
 
 SHIPPED = [p for p in python_files() if "src" in p.relative_to(ROOT).parts]
 

@@ -11,6 +11,8 @@ import pytest
 
 from support.paths import ROOT, TESTS
 
+pytestmark = pytest.mark.style
+
 PACKAGES = {
     "core": ROOT / "axlearn_core/src/axlearn_core",
     "testing": ROOT / "axlearn_testing/src/axlearn_testing",

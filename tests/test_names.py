@@ -7,6 +7,8 @@ import pytest
 
 from support.paths import ROOT, python_files
 
+pytestmark = pytest.mark.style
+
 SOURCES = python_files()
 
 VAGUE = {

@@ -14,6 +14,8 @@ import pytest
 
 from support.paths import ROOT
 
+pytestmark = pytest.mark.style
+
 FOLDERS = (
     "axlearn_core", "axlearn_index", "axlearn_testing", "axlearn_plugins_cpu", "axlearn_plugins_gpu", "axlearn_plugins_neuron",
     "axlearn_plugins_tpu", *(f"plugins/{path.name}" for path in sorted((ROOT / "plugins").iterdir()) if path.is_dir()),

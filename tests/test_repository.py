@@ -14,6 +14,8 @@ import pytest
 
 from support.paths import ROOT, python_files
 
+pytestmark = pytest.mark.style
+
 SOURCES = python_files()
 SHIPPED = [p for p in SOURCES if "src" in p.relative_to(ROOT).parts]
 CORE = ROOT / "axlearn_core/src/axlearn_core"

@@ -8,6 +8,8 @@ import pytest
 from support import needs
 from support.paths import ROOT
 
+pytestmark = pytest.mark.style
+
 SKIPS = {"pytest.skip", "pytest.mark.skip", "pytest.mark.skipif", "pytest.importorskip"}
 HELPERS = {"reason", "needs.reason"}
 """Functions whose result begins with `needs`."""
