@@ -1,4 +1,8 @@
-"""Every shipped experiment, and every feature on the quickstart, computes what it says."""
+"""Every shipped experiment, and every feature and every pair of features on the quickstart, computes what it says.
+
+`feature_sets.txt` has sets of features that together contain every legal pair. To write it anew, after a feature was added, run
+`python -m support.feature_sets` in the folder of the tests.
+"""
 
 import jax
 import pytest
@@ -8,7 +12,7 @@ from axlearn_core.errors import RequestError
 from axlearn_core.plugins.registry import registry
 from axlearn_plugins_verify.prove.proof import prove
 from axlearn_plugins_verify.prove.proof_report import line
-from support import toy_models
+from support import feature_sets, toy_models
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +49,15 @@ def test_a_feature_on_the_quickstart(name):
     except RequestError as error:
         pytest.skip(f"needs another experiment: {error}")
     check("quickstart", *features)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", feature_sets.read(), ids="+".join)
+def test_features_together_on_the_quickstart(features):
+    check("quickstart", *feature_sets.options(features))
+
+
+@pytest.mark.slow
+def test_the_sets_contain_every_legal_pair():
+    contained = {pair for features in feature_sets.read() for pair in feature_sets.pairs(features)}
+    assert feature_sets.legal_pairs() <= contained
