@@ -55,7 +55,9 @@ def test_arrays_are_in_float64_only_while_a_check_is_repeated():
 
 def test_the_result_in_float32_stays_if_float64_is_impossible():
     def check(config):
-        raise ValueError("no kernel for float64\nat all")
+        if config.model.dtype == "float64":
+            raise ValueError("no kernel for float64\nat all")
+        return FAILED
 
     result = repeated(FAILED, check)
     assert not result.holds
@@ -64,7 +66,8 @@ def test_the_result_in_float32_stays_if_float64_is_impossible():
 
 def test_other_kernels_do_not_clear_a_failure():
     failed = attrs.evolve(FAILED, compared="blocked of attention")
-    result = repeated(failed, lambda config: attrs.evolve(CERTAIN, compared="blocked of attention does not support it"))
+    refused = attrs.evolve(CERTAIN, compared="blocked of attention does not support it")
+    result = repeated(failed, lambda config: refused if config.model.dtype == "float64" else failed)
     assert not result.holds
     assert result.compared.endswith("it selects other kernels")
     passed = attrs.evolve(CERTAIN, compared="grouped of matmul; blocked of attention, fused of norm")

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import jax
 
 from axlearn_core.compose import ModelWeights, Program
+from axlearn_plugins_verify.prove import module_calls
 from axlearn_plugins_verify.prove.contract import Outcome
 from axlearn_plugins_verify.prove.double_precision import repeat_if_doubtful
 from axlearn_plugins_verify.prove.forward import check_precisely, precise_config
@@ -34,7 +35,9 @@ class Meshes:
                 outcome = check_precisely(case, check)
             else:
                 precise = precise_config(case.config)
-                outcome = repeat_if_doubtful(case, check(precise), precise, check)
+                with module_calls.without_location():
+                    outcome = check(precise)
+                outcome = repeat_if_doubtful(case, outcome, precise, check)
             if not outcome.holds:
                 return outcome
             outcomes.append(outcome)

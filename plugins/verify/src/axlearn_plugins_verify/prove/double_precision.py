@@ -33,7 +33,7 @@ def repeat_if_doubtful(case: Any, outcome: Outcome, config: Any, check: Callable
 
     Args:
         case: `axlearn_plugins_verify.prove.case.Case`.
-        outcome: Outcome in float32.
+        outcome: Outcome in float32, which need not name a layer.
         config: Config of the outcome.
         check: Checks a config.
 
@@ -45,6 +45,11 @@ def repeat_if_doubtful(case: Any, outcome: Outcome, config: Any, check: Callable
 
 def repeat(case: Any, outcome: Outcome, config: Any, check: Callable[[Any], Outcome]) -> Outcome:
     """Return the outcome of a check in float64, or the given one if that is impossible. See `repeat_if_doubtful`."""
+
+    def keep(reason: str) -> Outcome:
+        shown = outcome if outcome.holds else attrs.evolve(outcome, difference=check(config).difference)
+        return attrs.evolve(shown, compared=f"{outcome.compared}; not repeated in float64: {reason}")
+
     try:
         with double_precision():
             precise = double_config(config)
@@ -52,16 +57,12 @@ def repeat(case: Any, outcome: Outcome, config: Any, check: Callable[[Any], Outc
             rounds = not repeated.holds and computes_in_float32(case.program(precise), case.batch(case.seed))
     except Exception as error:  # any layer or kernel may refuse float64
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        return _keep(outcome, reason)
+        return keep(reason)
     if rounds:
-        return _keep(outcome, "a layer computes in float32")
+        return keep("a layer computes in float32")
     if repeated.holds and not _is_same_comparison(outcome.compared, repeated.compared):
-        return _keep(outcome, "it selects other kernels")
+        return keep("it selects other kernels")
     return attrs.evolve(repeated, compared=f"{repeated.compared}; repeated in float64")
-
-
-def _keep(outcome: Outcome, reason: str) -> Outcome:
-    return attrs.evolve(outcome, compared=f"{outcome.compared}; not repeated in float64: {reason}")
 
 
 @contextlib.contextmanager
@@ -121,4 +122,6 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 def _is_same_comparison(one: str, other: str) -> bool:
     """Return whether a description of a comparison contains all parts of another one."""
     parts, notes = other.split("; "), {ALSO_IN_FLOAT32}
-    return all(any(p == part or p.startswith(f"{part},") for p in parts) for part in one.split("; ") if part not in notes)
+    return all(
+        any(p == part or p.startswith(f"{part},") for p in parts) for part in one.split("; ") if part not in notes
+    )

@@ -123,6 +123,9 @@ def compare_steps(one: Step, other: Step, *, compared: str, gradients: bool = Tr
         return Outcome(
             error=scalar if near else worst, tolerance=loss_tolerance if near else tolerance, compared=compared
         )
+    if not module_calls.is_located():
+        error, limit = (scalar, loss_tolerance) if scalar > loss_tolerance else (worst, tolerance)
+        return Outcome(error=error, tolerance=limit, compared=compared, difference=module_calls.unlocated(error))
     (scalars, records), (other_scalars, other_records) = one.trace(), other.trace()
     difference = module_calls.first_difference(
         records, other_records, tolerance, one.select_record, other.select_record
