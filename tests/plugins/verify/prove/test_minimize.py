@@ -50,9 +50,10 @@ def test_only_the_feature_that_matters_is_left():
     assert minimal.words == ("quickstart", "--with", "moe", *(w for s in settings for w in ("--set", s)))
     assert minimal.features == ("moe",)
     assert set(minimal.removed) == {
-        "--set seed=3", "--with ema", "--with rope:theta=1000", "evaluators eval, sample", "layers of model.decoder.num_layers after 1",
-        f"{losses[0]}=0.01", f"{losses[1]}=0.001",
-    }  # fmt: skip
+        *("--set seed=3", "--with ema", "--with rope:theta=1000"),
+        *("evaluators eval, sample", "layers of model.decoder.num_layers after 1"),
+        *(f"{losses[0]}=0.01", f"{losses[1]}=0.001"),
+    }
     assert minimal.complete
     assert command(minimal).startswith("axlearn prove quickstart --with moe --set 'evaluators={}' --set ")
     assert command(minimal).endswith(" --only causality")
