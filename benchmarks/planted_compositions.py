@@ -1,23 +1,26 @@
-"""Plant faults of composition one at a time, and record whether `axlearn prove` finds them in a config with other features.
+"""Plant faults of composition one at a time, and record whether `axlearn prove` finds them.
 
-    python benchmarks/planted_compositions.py                # all faults; one to six minutes each
-    python benchmarks/planted_compositions.py --only cache   # faults whose name contains a word
-    python benchmarks/planted_compositions.py --missing      # faults without a result
-    python benchmarks/planted_compositions.py --report       # only rewrite the table
+    python benchmarks/planted_compositions.py                    # the property of each fault; about ten seconds each
+    python benchmarks/planted_compositions.py --proofs           # whole proofs with other features; one to six minutes each
+    python benchmarks/planted_compositions.py --only cache       # faults whose name contains a word
+    python benchmarks/planted_compositions.py --missing          # faults without a result
+    python benchmarks/planted_compositions.py --report           # only rewrite the table
 
 `planted_compositions.yaml` lists the faults: a name, a file, a text that occurs in it exactly once, the faulty text, a
 config that uses the faulty code (an experiment with features and settings), the property that should fail, and a part of
 the layer or tensor that a property must name. Each fault is planted in a copy of the working tree; see `planted_faults.py`.
 
-Each config gets two or three more features, chosen from `UNRELATED` by a seed. `axlearn prove` checks all its
-properties on one seed within `PROOF_MINUTES`, and removes features and settings from the first failure. A fault is
+Without options, the property is checked on a tiny copy of the config, with the fault and without. With `--proofs`, the
+config gets two or three more features, chosen from `UNRELATED` by a seed. `axlearn prove` checks all properties of this config
+on one seed within `PROOF_MINUTES`, and removes features and settings from the first failure. A fault is then
 
 - found if a property fails that holds for the same, smallest request without the fault,
 - named if a failure names the right layer or tensor, and
 - minimal if at most three features are left, none of which is one of the additional ones.
 
-Results are stored in `results/planted-compositions.json`, and the table in `results/2026-11-27-planted-compositions.md`.
-Exit codes: 0 if all faults are found, named and minimal, 1 if not.
+Results are stored in `results/planted-compositions.json` and `results/planted-compositions-proofs.json`, and the table in
+`results/2026-11-27-planted-compositions.md`.
+Exit codes: 0 if all faults with a result are found, and the right layers are named, 1 if not.
 """
 
 import argparse
@@ -43,6 +46,7 @@ from ruamel.yaml import YAML
 
 FAULTS = ROOT / "benchmarks/planted_compositions.yaml"
 RESULTS = ROOT / "benchmarks/results/planted-compositions.json"
+PROOFS = ROOT / "benchmarks/results/planted-compositions-proofs.json"
 TABLE = ROOT / "benchmarks/results/2026-11-27-planted-compositions.md"
 
 UNRELATED = (
@@ -53,12 +57,18 @@ UNRELATED = (
 """Features that a config of a fault may get in addition."""
 PROOF_MINUTES = 5.0  # the default of the command
 SEED = 0
-GOALS = {
+CHECKED = {
+    "found": "found",
+    "named": "right layer or tensor named",
+    "clean": "property holds without the fault",
+}
+"""What counts for a property, with its line in the table."""
+PROVEN = {
     "found": "a property fails that holds without the fault",
     "named": "right layer or tensor named",
     "minimal": "at most three features left, and no additional one",
 }
-"""What counts, with its line in the table."""
+"""What counts for a proof, with its line in the table."""
 
 
 @attrs.frozen(kw_only=True)
@@ -87,6 +97,11 @@ class Fault:
     features: tuple[str, ...] = attrs.field(default=(), converter=tuple)
     settings: tuple[str, ...] = attrs.field(default=(), converter=tuple)
 
+    @property
+    def request(self) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+        """Experiment, features and settings of the config."""
+        return self.experiment, self.features, self.settings
+
 
 def read_faults() -> list[Fault]:
     """Read the list of faults."""
@@ -95,42 +110,56 @@ def read_faults() -> list[Fault]:
     return [Fault(**{names.get(str(k), str(k)): v for k, v in entry.items()}) for entry in entries]
 
 
-def read_results() -> dict[str, dict[str, Any]]:
-    """Read the results by name of the fault."""
-    return json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
+def read_results(path: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """Read the results of a file by name of the fault."""
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
-def render_table(faults: Sequence[Fault], results: Mapping[str, Mapping[str, Any]]) -> str:
+def render_table(
+    faults: Sequence[Fault], results: Mapping[str, Mapping[str, Any]], proofs: Mapping[str, Mapping[str, Any]]
+) -> str:
     """Return the page of results."""
-    measured = [results[f.name] for f in faults if f.name in results]
-    counts = {key: sum(bool(r.get(key)) for r in measured) for key in GOALS}
+    measured = [proofs[f.name] for f in faults if f.name in proofs]
+    machines = "; ".join(sorted({r["machine"] for r in measured}))
+    counts = {key: sum(bool(results.get(f.name, {}).get(key)) for f in faults) for key in CHECKED}
     rows = [
-        f"| {fault.name} | {fault.checked} | {', '.join(result.get('failed', ()))} | {_code(result.get('layer'))} "
-        f"| {_code(result.get('tensor'))} | {result.get('error', '')} | {' '.join(map(_code, result.get('added', ())))} "
-        f"| {' '.join(map(_code, result.get('left', ())))} | {result.get('seconds', 'not run')} |"
+        f"| {fault.name} | {fault.checked} | {_code(result.get('layer'))} | {_code(result.get('tensor'))} "
+        f"| {result.get('error', '')} | {result.get('seconds', 'not run')} | {_proof_cells(proofs.get(fault.name))} |"
         for fault in sorted(faults, key=lambda f: (f.checked, f.name))
         for result in [results.get(fault.name, {})]
     ]
-    machines = sorted({r["machine"] for r in measured})
     return "\n".join(
         [
             "# Planted faults of composition\n",
             f"{len(faults)} faults, planted one at a time in a copy of the working tree by",
-            "`python benchmarks/planted_compositions.py`. Each is planted under a config that uses the faulty code and has two or",
-            "three more features. `axlearn prove` checks all properties of the config on one seed, for at most",
-            f"{PROOF_MINUTES:g} minutes, and then removes what the first failure does not need.\n",
-            f"{len(measured)} of {len(faults)} faults were measured, on {'; '.join(machines)}.\n",
+            "`python benchmarks/planted_compositions.py`. Each is checked with the property of `axlearn prove` that should find",
+            "it, on a tiny config that uses the faulty code.\n",
             "| | faults |",
             "|---|---|",
-            *(f"| {meaning} | {counts[key]} of {len(measured)} |" for key, meaning in GOALS.items()),
+            *(f"| {meaning} | {counts[key]} of {len(faults)} |" for key, meaning in CHECKED.items()),
             "",
-            "| fault | expected property | properties that failed | layer | tensor | relative error | added features "
-            "| features left | seconds |",
-            "|---|---|---|---|---|---|---|---|---|",
+            f"{len(measured)} of these faults were also planted by `python benchmarks/planted_compositions.py --proofs` under a",
+            "config with two or three more features. `axlearn prove` checked all properties of the config on one seed, for at",
+            f"most {PROOF_MINUTES:g} minutes, and then removed what the first failure does not need. Machine: {machines}.\n",
+            "| | faults |",
+            "|---|---|",
+            *(f"| {text} | {sum(bool(r.get(k)) for r in measured)} of {len(measured)} |" for k, text in PROVEN.items()),
+            "",
+            "The columns after `seconds` belong to the whole proof.\n",
+            "| fault | property | layer | tensor | relative error | seconds | added features | properties that failed "
+            "| features left | seconds of the proof |",
+            "|---|---|---|---|---|---|---|---|---|---|",
             *rows,
             "",
         ]
     )
+
+
+def _proof_cells(proof: Mapping[str, Any] | None) -> str:
+    if proof is None:
+        return " | | | not run"
+    lists = [" ".join(map(_code, proof.get("added", ()))), ", ".join(proof.get("failed", ())) or "none"]
+    return " | ".join([*lists, " ".join(map(_code, proof.get("left", ()))) or "none", str(proof.get("seconds", ""))])
 
 
 def _code(text: str | None) -> str:
@@ -159,6 +188,46 @@ def run_forked(tree: Path, call: Callable[..., dict[str, Any]], *arguments: Any)
         text = stream.read()
     os.waitpid(child, 0)
     return json.loads(text or '{"crash": "the process ended"}')
+
+
+def check(fault: Fault, tree: Path) -> dict[str, Any]:
+    """Check the property of a fault."""
+    return run_forked(tree, _check_here, fault, tree)
+
+
+def _check_here(fault: Fault, tree: Path) -> dict[str, Any]:
+    sys.path.insert(0, str(tree / "tests"))
+    proof_cases = importlib.import_module("support.proof_cases")  # of the copied tree
+
+    started = time.monotonic()
+    case = proof_cases.case(*fault.request)
+    checked = proof_cases.load_property(fault.checked)
+    if (reason := checked.skip_reason(case)) is not None:
+        return {"skipped": reason}
+    outcome = checked.check(case)
+    facts = {"error": f"{outcome.error:.2g}", "seconds": round(time.monotonic() - started, 1)}
+    if outcome.difference is not None:
+        facts |= {k: getattr(outcome.difference, k) for k in ("layer", "tensor", "detail")}
+    return {**facts, "holds": outcome.holds}
+
+
+def examine(fault: Fault, tree: Path, clean: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    """Return whether the property fails with a fault and holds without it, and what it names."""
+    key = (fault.checked, fault.request)
+    if key not in clean:
+        clean[key] = check(fault, tree)
+    with planted(fault, tree):
+        result = check(fault, tree)
+    place = f"{result.get('layer', '')} {result.get('tensor', '')}"
+    fails = result.get("holds") is False
+    without = clean[key]
+    return {
+        **{k: v for k, v in result.items() if k != "holds"},
+        "found": fails,
+        "named": fails and fault.layer in place,
+        "clean": without.get("holds") is True,
+        **({} if without.get("holds") else {"without": without}),
+    }
 
 
 def add_features(fault: Fault) -> dict[str, Any]:
@@ -201,8 +270,8 @@ def check_clean(arguments: Sequence[str]) -> dict[str, Any]:
     return {"code": result.exit_code, "output": result.output[-2000:]}
 
 
-def examine(fault: Fault, tree: Path) -> dict[str, Any]:
-    """Return what a proof finds of a fault."""
+def examine_proof(fault: Fault, tree: Path) -> dict[str, Any]:
+    """Plant a fault and prove its config with other features. Return the result of the proof."""
     started = time.monotonic()
     choice = run_forked(tree, add_features, fault)
     if "crash" in choice:
@@ -252,12 +321,12 @@ def describe_machine() -> str:
     return f"{os.cpu_count()} cores of {cpu or platform.machine()}, {versions}"
 
 
-def record(name: str, result: Mapping[str, Any]) -> None:
+def record(name: str, result: Mapping[str, Any], path: Path) -> None:
     """Store the result of a fault. Several processes may do this at the same time."""
     with Path(__file__).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        results = {**read_results(), name: dict(result)}
-        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", "utf-8")
+        results = {**read_results(path), name: dict(result)}
+        path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", "utf-8")
 
 
 def main() -> None:
@@ -269,13 +338,16 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true", help="only faults without a result")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="every Nth fault, from the Ith on")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no fault after this time")
+    parser.add_argument("--proofs", action="store_true", help="prove whole configs with other features")
     parser.add_argument("--report", action="store_true", help="run nothing; rewrite the table")
     options = parser.parse_args()
-    faults, results, end = read_faults(), read_results(), time.monotonic() + 60 * options.minutes
+    path, goals = (PROOFS, PROVEN) if options.proofs else (RESULTS, CHECKED)
+    faults, results, end = read_faults(), read_results(path), time.monotonic() + 60 * options.minutes
     part, parts = map(int, options.part.split("/"))
     chosen = [f for f in faults[part - 1 :: parts] if not options.only or any(w in f.name for w in options.only)]
     chosen = [] if options.report else [f for f in chosen if not (options.missing and f.name in results)]
     if chosen:
+        clean: dict[Any, dict[str, Any]] = {}
         with copied_tree() as tree:
             check_imports(tree)
             import_libraries(tree)
@@ -283,14 +355,14 @@ def main() -> None:
             for fault in chosen:
                 if time.monotonic() > end:
                     break
-                result = examine(fault, tree)
-                record(fault.name, result)
-                words = [word for word in GOALS if result.get(word)]
-                place = f"{', '.join(result.get('failed', ()))}: {result.get('layer', '')} {result.get('tensor', '')}"
+                result = examine_proof(fault, tree) if options.proofs else examine(fault, tree, clean)
+                record(fault.name, result, path)
+                words = [word for word in goals if result.get(word)]
+                place = f"{result.get('layer', '')} {result.get('tensor', '')} {result.get('skipped', '')}"
                 print(f"{fault.name}: {' '.join(words) or 'not found'}: {place} {result.get('crash', '')}", flush=True)
-    results = read_results()
-    TABLE.write_text(render_table(faults, results), "utf-8")
-    sys.exit(any(not results.get(f.name, {}).get(key) for f in faults for key in GOALS))
+    results = read_results(path)
+    TABLE.write_text(render_table(faults, read_results(), read_results(PROOFS)), "utf-8")
+    sys.exit(any(not result.get(key) for result in results.values() for key in ("found", "named")))
 
 
 if __name__ == "__main__":

@@ -45,9 +45,7 @@ def test_a_reader_leaves_other_tiers_alone(tmp_path):
     write_run(tmp_path / "a")
     before = sorted(tmp_path.rglob("*"))
     config = ax.resolve("quickstart", set={"checkpointer.every_steps": 3}).config
-    checkpointer = open_checkpoints(
-        Run(tmp_path / "a"), attrs.evolve(config.checkpointer, uri="memory://elsewhere")
-    )
+    checkpointer = open_checkpoints(Run(tmp_path / "a"), attrs.evolve(config.checkpointer, uri="memory://elsewhere"))
     assert type(checkpointer) is ShardedCheckpointer
     assert checkpointer.due(3)
     assert sorted(tmp_path.rglob("*")) == before
