@@ -16,7 +16,7 @@ from axlearn_plugins_transformer.causal_lm import CausalLM
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward
 from axlearn_plugins_transformer.kernels import attention, masks
 from axlearn_plugins_transformer.kv_cache import ContiguousCache
-from axlearn_plugins_verify.properties import adapters, kernels
+from axlearn_plugins_verify.properties import adapters, kernels, scan
 from support import proof_cases
 
 SMALL = ("model.decoder.hidden_dim=16", "input.sequence_length=8", "input.batch_size=4")
@@ -229,6 +229,15 @@ def test_a_property_finds_a_fault(name, plant, features, settings, place, monkey
 )
 def test_a_property_that_does_not_apply_says_why(name, features, settings, reason):
     assert reason in skip_reason(name, case(*features, settings=settings))
+
+
+@pytest.mark.parametrize(("experiment", "layers"), [("gemma2-2b", 4), ("deepseek-v2-lite", 4), ("quickstart", 2)])
+def test_alternating_layers_are_scanned_for_two_periods(experiment, layers):
+    small = proof_cases.case(experiment)
+    assert small.config.model.decoder.num_layers == 2
+    assert scan.with_periods(small.config, small.original).model.decoder.num_layers == layers
+    same = scan.with_periods(small.config, small.config)
+    assert same.model.decoder.num_layers == 2, "the original has no more layers"
 
 
 def test_longer_rows_are_one_document():

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from axlearn_core.config import find, patch
+from axlearn_core.config import find, get, patch, walk
 from axlearn_core.config.roles import StackRole
 from axlearn_plugins_verify.prove.contract import Outcome
 from axlearn_plugins_verify.prove.forward import check_precisely
@@ -12,7 +12,10 @@ OTHER = {"scan": "unrolled", "unrolled": "scan"}
 
 
 class Scan:
-    """Compares a step to one in which scanned stacks are unrolled, and unrolled stacks are scanned."""
+    """Compares a step to one in which scanned stacks are unrolled, and unrolled stacks are scanned.
+
+    If a stack alternates kinds of layers, it gets more layers than the shrunk config has, because one period is not scanned.
+    """
 
     summary: ClassVar[str] = "a scan over the layers gives the loss and the gradients of unrolled layers"
 
@@ -25,6 +28,7 @@ class Scan:
         return check_precisely(case, lambda config: self._check(case, config))
 
     def _check(self, case: Any, base: Any) -> Outcome:
+        base = with_periods(base, case.original)
         stacks = find(base.model, StackRole)
         other = patch(base, {f"model.{path}.mode": OTHER[stack.mode] for path, stack in stacks.items()})
         steps = [
@@ -35,3 +39,15 @@ class Scan:
             steps.reverse()  # unrolled layers are correct by assumption
         modes = ", ".join(f"model.{path} in the modes scan and unrolled" for path in stacks)
         return compare_steps(*steps, compared=modes)
+
+
+def with_periods(config: Any, original: Any) -> Any:
+    """Return the config with two periods of each stack that alternates kinds of layers, if the original has that many layers."""
+    counts: dict[str, int] = {}
+    for path, value in walk(config.model):
+        owner, _, name = path.rpartition(".")
+        if name != "num_layers" or not isinstance(value, int):
+            continue
+        if any(inner.rpartition(".")[2] == "children" for inner, _ in walk(get(config.model, owner))):
+            counts[f"model.{path}"] = max(value, min(2 * value, get(original, f"model.{path}")))
+    return patch(config, counts) if counts else config
