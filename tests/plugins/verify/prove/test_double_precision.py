@@ -8,6 +8,7 @@ import pytest
 
 from axlearn_plugins_transformer import stack
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward
+from axlearn_plugins_verify.properties import derivatives
 from axlearn_plugins_verify.prove import double_precision, training_step
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
 from support import proof_cases
@@ -115,3 +116,14 @@ def test_a_false_alarm_by_rounding_is_cleared(monkeypatch):
     assert outcome.holds
     assert outcome.error < 1e-12
     assert outcome.compared.endswith("repeated in float64")
+
+
+def test_derivatives_that_float32_hides_are_compared_in_float64(monkeypatch):
+    monkeypatch.setattr(derivatives, "ROUNDING", 1e6)
+    sample, checked = case(), proof_cases.load_property("derivatives")
+    _, skipped = checked._check(sample, sample.config)
+    assert skipped > 0.5
+    outcome = checked.check(sample)
+    assert outcome.holds
+    assert 0 < outcome.error < 0.02
+    assert outcome.compared.endswith("with differences of the loss; repeated in float64")
