@@ -62,6 +62,7 @@ class Case:
         """Return random weights for the model and the objective of a config.
 
         The values of an array depend on its path, its shape and the seed, so configs with the same arrays have equal weights.
+        Weights in float64 equal those in float32.
         """
         trained = self.program(config).trained
         return ModelWeights(
@@ -84,5 +85,6 @@ class Case:
         )
         if jnp.issubdtype(spec.dtype, jnp.floating):
             mean = 1.0 if path.endswith("scale") else 0.0
-            return jnp.asarray(rng.normal(mean, _SPREAD, spec.shape), spec.dtype)
+            values = rng.normal(mean, _SPREAD, spec.shape)
+            return jnp.asarray(values.astype(np.float32) if spec.dtype == np.float64 else values, spec.dtype)
         return jnp.zeros(spec.shape, spec.dtype)

@@ -1,20 +1,23 @@
 """Prove a config: shrink it, check each property, and minimize what fails."""
 
+import contextlib
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import jax
 
 from axlearn_core.compose.devices import configure_devices
+from axlearn_core.contracts.mesh import MESH_AXES
 from axlearn_core.errors import AxlearnError, RequestError, counted, unknown
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import Resolved, resolve
 from axlearn_core.plugins.targets import find_machine
 from axlearn_core.train.trainer import Trainer
-from axlearn_plugins_verify.prove import minimize
+from axlearn_plugins_verify.prove import minimize, module_calls
 from axlearn_plugins_verify.prove.case import Case
 from axlearn_plugins_verify.prove.contract import Outcome, Property
 from axlearn_plugins_verify.prove.shrink import Shrunk, shrink
@@ -23,6 +26,8 @@ DEVICES = 8
 """Number of virtual CPU devices."""
 SEEDS = 2
 """Number of seeds for weights and batches."""
+MESH = "mesh"
+"""Name of the property that compares meshes."""
 HOLDS, FAILS, SKIPPED, NOT_RUN = "holds", "FAILS", "skipped", "not run"
 
 
@@ -111,6 +116,7 @@ def prove(
     minutes: float = 5.0,
     seed: int = 0,
     seeds: int = SEEDS,
+    mesh: Mapping[str, int] | None = None,
     progress: Callable[[Check], None] = lambda check: None,
     **options: Any,
 ) -> Proof:
@@ -125,6 +131,7 @@ def prove(
         minutes: Time limit. Checks that would begin later are reported as not run.
         seed: First seed of the weights and batches.
         seeds: Number of seeds.
+        mesh: Shape of the only mesh to check, such as `{"data": 2}` (default: meshes that together have every axis).
         progress: Called after each check.
         options: Arguments of `Request.from_arguments`, if `request` is not a `Request`.
 
@@ -140,6 +147,7 @@ def prove(
     configure_devices(find_machine(f"cpu-{DEVICES}"))
     resolved = resolve_trainer(request)
     shrunk = shrink(resolved.config, len(jax.devices()))
+    shrunk = shrunk if mesh is None else attrs.evolve(shrunk, meshes=(checked_mesh(mesh),))
     first = Case(shrunk.config, original=resolved.config, meshes=shrunk.meshes, seed=seed)
     deadline = begun + 60 * minutes
     checks: list[Check] = []
@@ -157,9 +165,15 @@ def prove(
             checks.append(check)
             progress(check)
     failed = next((c for c in checks if c.status == FAILS), None)
-    minimal = failed and minimize.minimize(
-        request, resolved, lambda other: _still_fails(other, failed, chosen[failed.name]), deadline=deadline + 60
-    )
+    minimal = None
+    if failed is not None:
+
+        def still_fails(other: Any, meshes: minimize.Meshes, located: bool) -> Check | None:
+            with contextlib.nullcontext() if located else module_calls.without_location():
+                return _still_fails(other, meshes or (shrunk.meshes if mesh else ()), failed, chosen[failed.name])
+
+        meshes = shrunk.meshes if failed.name == MESH else ()
+        minimal = minimize.minimize(request, resolved, still_fails, deadline=deadline + 60, meshes=meshes)
     return Proof(
         title=" with ".join(filter(None, [resolved.title, ", ".join(name for name, _ in resolved.features)])),
         checks=tuple(checks),
@@ -214,12 +228,29 @@ def _holds_so_far(checks: Iterable[Check], name: str) -> bool:
     return all(check.status == HOLDS for check in checks if check.name == name)
 
 
-def _still_fails(config: Any, failed: Check, part: Property) -> Check | None:
+def checked_mesh(shape: Mapping[str, int]) -> Mapping[str, int]:
+    """Return the shape of a mesh if the devices are enough.
+
+    Raises:
+        RequestError: If an axis is unknown, or if the mesh is too large.
+    """
+    for axis in shape:
+        if axis not in MESH_AXES:
+            raise unknown("mesh axis", axis, MESH_AXES)
+    if not 1 < math.prod(shape.values()) <= len(jax.devices()):
+        raise RequestError(
+            f"--mesh: a proof has {len(jax.devices())} virtual devices\n"
+            f"    got: {', '.join(f'{axis}={size}' for axis, size in shape.items())}\n"
+            f"    expected: sizes with a product of 2 to {len(jax.devices())}\n    fix: --mesh {next(iter(shape))}=2"
+        )
+    return shape
+
+
+def _still_fails(config: Any, meshes: minimize.Meshes, failed: Check, part: Property) -> Check | None:
     """Return the check of another config if the property fails there, too."""
     shrunk = shrink(config, len(jax.devices()))
-    check = check_property(
-        failed.name, part, Case(shrunk.config, original=config, meshes=shrunk.meshes, seed=failed.seed)
-    )
+    case = Case(shrunk.config, original=config, meshes=meshes or shrunk.meshes, seed=failed.seed)
+    check = check_property(failed.name, part, case)
     # Another error is another problem.
     same = (check.outcome is None) == (failed.outcome is None)
     return check if check.status == FAILS and same else None

@@ -90,6 +90,8 @@ def as_json(proof: Proof) -> dict[str, Any]:
         "minimal": minimal
         and {
             "command": minimize.command(minimal),
+            "features": list(minimal.features),
+            "meshes": [dict(shape) for shape in minimal.meshes],
             "removed": list(minimal.removed),
             "complete": minimal.complete,
             "check": _check_json(minimal.check),
