@@ -88,31 +88,34 @@ def drop_documents(monkeypatch):
 
 
 def round_products(monkeypatch):
-    from axlearn_plugins_tpu.kernels import megablox
+    from axlearn_plugins_gpu.kernels import grouped_matmul
 
-    original = megablox._Megablox.__call__
+    original = grouped_matmul._Triton.__call__
 
     def rounded(self, op):
         return original(self, attrs.evolve(op, lhs=op.lhs.astype(jnp.float8_e4m3fn).astype(op.lhs.dtype)))
 
-    monkeypatch.setattr(megablox._Megablox, "__call__", rounded)
+    monkeypatch.setattr(grouped_matmul._Triton, "__call__", rounded)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("plant", "features", "op"),
-    [(scale_keys, (), "attention"), (drop_documents, (), "attention"), (round_products, ("moe",), "grouped_matmul")],
+    ("plant", "machine", "features", "package", "op"),
+    [
+        (scale_keys, "tpu-v5e-8", (), "libtpu", "attention"),
+        (drop_documents, "tpu-v5e-8", (), "libtpu", "attention"),
+        (round_products, "h100-8x1", ("moe",), "tokamax", "grouped_matmul"),
+    ],
     ids=lambda x: getattr(x, "__name__", None),
 )
-def test_a_wrong_kernel_is_found(plant, features, op, monkeypatch):
-    require("libtpu")
+def test_a_wrong_kernel_is_found(plant, machine, features, package, op, monkeypatch):
+    require(package)
     plant(monkeypatch)
-    settings = ["model.decoder.layer.feed_forward.hidden_dim=128"] if features else []
-    outcome = Kernels().check(case("tpu-v5e-8", *features, settings=settings))
+    outcome = Kernels().check(case(machine, *features))
     assert not outcome.holds, outcome
     assert outcome.difference.layer == op
     assert outcome.difference.tensor == "output"
-    assert "on tpu-v5e" in outcome.difference.detail
+    assert f"on {machine.rpartition('-')[0]}" in outcome.difference.detail
 
 
 @pytest.mark.slow
