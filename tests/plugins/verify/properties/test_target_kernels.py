@@ -75,7 +75,9 @@ def scale_keys(monkeypatch):
     from axlearn_plugins_tpu.kernels import splash
 
     original = splash._Splash.__call__
-    monkeypatch.setattr(splash._Splash, "__call__", lambda self, op: original(self, attrs.evolve(op, key=1.02 * op.key)))
+    monkeypatch.setattr(
+        splash._Splash, "__call__", lambda self, op: original(self, attrs.evolve(op, key=1.02 * op.key))
+    )
 
 
 def drop_documents(monkeypatch):

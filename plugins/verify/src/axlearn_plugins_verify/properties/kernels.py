@@ -40,7 +40,11 @@ class Kernels:
         """Skip configs without a kernel that runs on this machine."""
         if (target := _other_target(case)) is not None:
             calls, missing = _target_calls(case, target)
-            return None if calls else "; ".join(missing) or f"every op of the config computes its reference on {target.name}"
+            return (
+                None
+                if calls
+                else "; ".join(missing) or f"every op of the config computes its reference on {target.name}"
+            )
         steps, missing = self._steps(case, case.config)
         if steps:
             return None
