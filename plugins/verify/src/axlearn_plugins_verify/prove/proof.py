@@ -86,6 +86,12 @@ class Proof:
         passed = sum(check.status == HOLDS for check in self.checks)
         return f"Proof({self.title}, {counted(passed, 'check')} passed, {len(self.failures)} failed)"
 
+    def _repr_html_(self) -> str:
+        """Return the checks and the first failure, for notebooks."""
+        from axlearn_plugins_verify.prove.proof_report import fragment
+
+        return fragment(self)
+
 
 def properties() -> dict[str, Property]:
     """Return the installed properties by name.

@@ -37,7 +37,7 @@ NAMED = 16
 Progress = Callable[[str], None]
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(kw_only=True, eq=False, repr=False)
 class Replay:
     """A step that was computed again.
 
@@ -96,6 +96,16 @@ class Replay:
     def divergence(self) -> Divergence | None:
         """First tensor at which the shadow execution diverges."""
         return findings.first_divergence(self.divergences)
+
+    def __repr__(self) -> str:
+        verdict = {None: "nothing to compare", True: "bit-identical", False: "not bit-identical"}[self.identical]
+        return f"Replay(step {self.step:,} of {self.run}, {verdict})"
+
+    def _repr_html_(self) -> str:
+        """Return the sections of the result, for notebooks."""
+        from axlearn_plugins_verify.replay.replay_report import fragment
+
+        return fragment(self)
 
     def __str__(self) -> str:
         from axlearn_plugins_verify.replay.replay_report import text
