@@ -22,8 +22,10 @@ def search(request, fails, seconds=LATER, meshes=()):
     resolved = resolve(request)
     deadline = time.monotonic() + seconds
 
-    def still_fails(config, shapes, located):
-        return Failure() if fails(config) and (not shapes or any("tensor" in shape for shape in shapes)) else None
+    def still_fails(resolved, shapes, located):
+        return (
+            Failure() if fails(resolved.config) and (not shapes or any("tensor" in shape for shape in shapes)) else None
+        )
 
     return minimize(request, resolved, still_fails, deadline=deadline, meshes=meshes)
 

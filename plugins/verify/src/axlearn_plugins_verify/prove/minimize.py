@@ -20,8 +20,8 @@ MAX_LAYERS = 6
 """Numbers of layers to try, from one layer on."""
 
 Meshes = tuple[Mapping[str, int], ...]
-StillFails = Callable[[Any, Meshes, bool], Any]
-"""Takes a config, the meshes of the proof, and whether to name the layer that differs. Returns the failed check or None."""
+StillFails = Callable[[Resolved, Meshes, bool], Any]
+"""Takes a resolved request, its meshes, and whether to name the layer that differs. Returns the failed check or None."""
 
 
 @attrs.frozen(kw_only=True)
@@ -66,14 +66,14 @@ def minimize(
     Args:
         request: Request that fails.
         resolved: The resolved request.
-        still_fails: Checks a config on meshes.
+        still_fails: Checks a resolved request on meshes.
         deadline: Time of `time.monotonic` to stop at.
         meshes: Shapes of the meshes of the proof if the property depends on them.
 
     Returns:
         The smallest request, or None if the property holds when the unchanged request is checked again.
     """
-    check = still_fails(resolved.config, (), False)
+    check = still_fails(resolved, (), False)
     if check is None:
         return None
     smallest, removed = _Candidate(request, ()), list[str]()
@@ -96,7 +96,7 @@ def minimize(
         meshes=smallest.meshes,
         features=tuple(name for name, _ in resolved.features),
         removed=tuple(removed),
-        check=still_fails(resolved.config, smallest.meshes, True) or check,
+        check=still_fails(resolved, smallest.meshes, True) or check,
         complete=complete,
     )
 
@@ -104,7 +104,7 @@ def minimize(
 def _check(candidate: _Candidate, still_fails: StillFails) -> tuple[Resolved, Any] | None:
     try:
         resolved = resolve(candidate.request)
-        check = still_fails(resolved.config, candidate.meshes, False)
+        check = still_fails(resolved, candidate.meshes, False)
     except AxlearnError:
         return None  # the rest needs the part, or cannot be shrunk without it
     return None if check is None else (resolved, check)

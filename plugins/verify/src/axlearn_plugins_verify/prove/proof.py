@@ -11,6 +11,7 @@ import jax
 
 from axlearn_core.compose.devices import configure_devices
 from axlearn_core.contracts.mesh import MESH_AXES
+from axlearn_core.contracts.target import Target
 from axlearn_core.errors import AxlearnError, RequestError, counted, unknown
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request
@@ -154,7 +155,9 @@ def prove(
     resolved = resolve_trainer(request)
     shrunk = shrink(resolved.config, len(jax.devices()))
     shrunk = shrunk if mesh is None else attrs.evolve(shrunk, meshes=(checked_mesh(mesh),))
-    first = Case(shrunk.config, original=resolved.config, meshes=shrunk.meshes, seed=seed)
+    first = Case(
+        shrunk.config, original=resolved.config, meshes=shrunk.meshes, seed=seed, target=requested_target(resolved)
+    )
     deadline = begun + 60 * minutes
     checks: list[Check] = []
     for case in (first if n == 0 else first.with_seed(seed + n) for n in range(seeds)):
@@ -174,7 +177,7 @@ def prove(
     minimal = None
     if failed is not None:
 
-        def still_fails(other: Any, meshes: minimize.Meshes, located: bool) -> Check | None:
+        def still_fails(other: Resolved, meshes: minimize.Meshes, located: bool) -> Check | None:
             with contextlib.nullcontext() if located else module_calls.without_location():
                 return _still_fails(other, meshes or (shrunk.meshes if mesh else ()), failed, chosen[failed.name])
 
@@ -252,10 +255,21 @@ def checked_mesh(shape: Mapping[str, int]) -> Mapping[str, int]:
     return shape
 
 
-def _still_fails(config: Any, meshes: minimize.Meshes, failed: Check, part: Property) -> Check | None:
-    """Return the check of another config if the property fails there, too."""
-    shrunk = shrink(config, len(jax.devices()))
-    case = Case(shrunk.config, original=config, meshes=meshes or shrunk.meshes, seed=failed.seed)
+def requested_target(resolved: Resolved) -> Target | None:
+    """Return the hardware that a request names, or None."""
+    return resolved.machine.target if resolved.machine else None
+
+
+def _still_fails(other: Resolved, meshes: minimize.Meshes, failed: Check, part: Property) -> Check | None:
+    """Return the check of another request if the property fails there, too."""
+    shrunk = shrink(other.config, len(jax.devices()))
+    case = Case(
+        shrunk.config,
+        original=other.config,
+        meshes=meshes or shrunk.meshes,
+        seed=failed.seed,
+        target=requested_target(other),
+    )
     check = check_property(failed.name, part, case)
     # Another error is another problem.
     same = (check.outcome is None) == (failed.outcome is None)
