@@ -15,7 +15,10 @@ from axlearn_plugins_verify.replay import Replay
 
 
 def test_importing_the_names_imports_no_jax():
-    code = "import sys; from axlearn_plugins_verify import prove, replay; print(callable(prove), callable(replay), 'jax' in sys.modules)"
+    code = (
+        "import sys; from axlearn_plugins_verify import prove, replay; "
+        "print(callable(prove), callable(replay), 'jax' in sys.modules)"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["True", "True", "False"]
 
