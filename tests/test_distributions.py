@@ -80,6 +80,7 @@ EXTRAS = {
     ("axlearn-plugins-serving", "testing"): "axlearn-testing",
     ("axlearn-plugins-transformer", "testing"): "axlearn-testing",
     ("axlearn-plugins-tools", "harness.py"): "lm-eval",
+    ("axlearn-plugins-verify", "testing"): "axlearn-testing",
 }
 """Extra that a folder or file of a distribution may import at module level."""
 BROUGHT = {"axlearn-testing": {"pytest"}}

@@ -117,10 +117,11 @@ class AttentionOp(Op[jax.Array]):
         """Shrink sliding windows with the number of keys, so that they still hide some."""
         op, length = super().resize(sizes), self.key.shape[1]
         scale = op.key.shape[1] / length
-        parts = tuple(
-            SlidingWindow(max(2, round(part.size * scale))) if isinstance(part, SlidingWindow) else part
-            for part in op.mask.parts
-        )
+
+        def shrink(part: Any) -> Mask:
+            return SlidingWindow(max(2, round(part.size * scale))) if isinstance(part, SlidingWindow) else part
+
+        parts = tuple(map(shrink, op.mask.parts))
         return attrs.evolve(op, mask=And(parts)) if parts != tuple(op.mask.parts) else op
 
     def sample(self, rng: np.random.Generator) -> Self:
