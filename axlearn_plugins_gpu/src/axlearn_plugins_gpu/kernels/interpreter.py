@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas
 
-from axlearn_core.compat import override_attribute
 from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.kernels import tokamax
 
@@ -32,12 +31,12 @@ def interpret() -> Iterator[None]:
             def program_id(axis: int) -> Any:
                 return numbers[axis] if axis < len(numbers) else number(axis)
 
-            with override_attribute(pallas, "program_id", program_id):
+            with compat.patch_pallas("program_id", program_id):
                 return kernel(*operands)
 
         return call(hoisted, *args, **{**options, "interpret": True})
 
-    with override_attribute(pallas, "pallas_call", run), _plain_indices(), _interpreted(True):
+    with compat.patch_pallas("pallas_call", run), _plain_indices(), _interpreted(True):
         yield
 
 
@@ -45,11 +44,9 @@ def _plain_indices() -> contextlib.AbstractContextManager[Any]:
     """Let the interpreter index with slices that contain plain integers, as tokamax's kernels do."""
     if tokamax.unavailable_reason():
         return contextlib.nullcontext()
-    indexer: Any = compat.tokamax("pallas.block").BlockRefIndexer
-    get = indexer.__getitem__
 
-    def indexed(self: Any, index: Any) -> Any:
+    def convert(index: Any) -> Any:
         index = index if isinstance(index, tuple) else (index,)
-        return get(self, tuple(jnp.int32(i) if type(i) is int else i for i in index))
+        return tuple(jnp.int32(i) if type(i) is int else i for i in index)
 
-    return override_attribute(indexer, "__getitem__", indexed)
+    return compat.patch_tokamax_indexer(convert)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.experimental import pallas
 
-from axlearn_core.compat import override_attribute
+from axlearn_plugins_tpu import compat
 
 _interpreted: Any = jax.make_user_context(False)
 """Part of the key of JAX's caches, so that functions that were traced for a TPU are traced again."""
@@ -24,5 +24,5 @@ def interpret() -> Iterator[None]:
     def run(kernel: Any, *args: Any, **options: Any) -> Any:
         return call(kernel, *args, **{**options, "interpret": True})
 
-    with override_attribute(pallas, "pallas_call", run), _interpreted(True):
+    with compat.patch_pallas_call(run), _interpreted(True):
         yield

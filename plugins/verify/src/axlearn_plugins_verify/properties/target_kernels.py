@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_core.compose import ModelAndObjective
+from axlearn_core.compose.functions import array_function
 from axlearn_core.contracts.arrays import is_array
 from axlearn_core.contracts.capabilities import DeclaresBatches
 from axlearn_core.contracts.experiment import get_input_config
@@ -201,7 +202,7 @@ def _compare(call: KernelCall, op: Any, seed: int) -> Outcome:
             outputs = {f"output{p}": x for p, x in zip(place, results, strict=True)}
             return {**outputs, **{f"gradient of {names[i]}": g for i, g in gradients.items()}}
 
-        return lambda floats: jax.device_get(jax.jit(compute)(floats))
+        return lambda floats: jax.device_get(array_function()(compute)(floats))
 
     reference = evaluate(lambda op: op.reference())
     with call.activate() as kernel:

@@ -5,18 +5,17 @@ the dtype `jnp.float32`, which means float64 while a check is repeated, so these
 does not count if a layer still computes in float32.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
 from axlearn_core.compose import Program
 from axlearn_core.config import patch, walk
+from axlearn_plugins_verify.compat import double_precision
 from axlearn_plugins_verify.prove.contract import Outcome
 
 DOUBLE = "float64"
@@ -63,22 +62,6 @@ def repeat(case: Any, outcome: Outcome, config: Any, check: Callable[[Any], Outc
     if repeated.holds and not _is_same_comparison(outcome.compared, repeated.compared):
         return keep("it selects other kernels")
     return attrs.evolve(repeated, compared=f"{repeated.compared}; repeated in float64")
-
-
-@contextlib.contextmanager
-def double_precision() -> Iterator[None]:
-    """Compute in float64, also in layers that ask for `jnp.float32`.
-
-    All threads do, because JAX records the calls of modules in other threads than this one.
-    """
-    single, enabled = jnp.float32, jax.config.jax_enable_x64  # type: ignore[attr-defined]
-    jax.config.update("jax_enable_x64", True)
-    jnp.float32 = jnp.float64  # type: ignore[misc, assignment]
-    try:
-        yield
-    finally:
-        jnp.float32 = single  # type: ignore[misc]
-        jax.config.update("jax_enable_x64", enabled)
 
 
 def double_config(config: Any) -> Any:
