@@ -1,6 +1,6 @@
 """Names of JAX and environment variables that this plugin changes, with reasons.
 
-- `jnp.float32` means float64 while a check is repeated in float64, because layers name it for softmax, norms and losses. Remove when
+- `jnp.float32` means float64 while a check is repeated in float64, since layers name it for softmax, norms and losses. Remove when
   these parts follow the precision of the layer.
 - `TF_CPP_MIN_LOG_LEVEL` is set before JAX is imported.
 """
