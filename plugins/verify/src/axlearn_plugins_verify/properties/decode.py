@@ -63,7 +63,10 @@ class CachedDecoding:
     def _check(self, case: Any, program: Program, rounding: float = 0.0) -> Outcome:
         weights, tokens = model_weights(case, program), random_rows(case, 4, ROWS)
         expected = compute_logits(program, weights, {"tokens": tokens})
-        tolerance = max(logits_tolerance(case, program, {"tokens": tokens}), rounding)
+        rows = {"tokens": tokens}
+        tolerance = logits_tolerance(case, program, rows)
+        if rounding:  # routers and quantized layers may jump, so measure what this rounding does
+            tolerance = max(tolerance, rounding, logits_tolerance(case, program, rows, rounding / STORES))
         prompt = max(1, tokens.shape[1] // 2)
         compared = f"logits of a prompt of {prompt} tokens and of {tokens.shape[1] - prompt} tokens after it"
         decoding = Decoding(program, weights, tokens, prompt)

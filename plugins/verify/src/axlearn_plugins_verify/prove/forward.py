@@ -136,12 +136,21 @@ def check_precisely(case: Any, check: Callable[[Any], Outcome]) -> Outcome:
     return repeat_if_doubtful(case, single, precise, check)
 
 
-def logits_tolerance(case: Any, program: Program, rows: Rows) -> float:
-    """Return the largest relative error of a token's logits that rounding explains."""
+def logits_tolerance(case: Any, program: Program, rows: Rows, epsilon: float = 0.0) -> float:
+    """Return the largest relative error of a token's logits that rounding explains.
+
+    Args:
+        case: The case, which has the weights.
+        program: Program of the config.
+        rows: Rows to compute.
+        epsilon: Relative size of the rounding, if it is larger than that of the dtype.
+    """
     dtype = compute_dtype(program.config)
     weights = model_weights(case, program)
     exact = compute_logits(program, weights, rows)
-    moved = compute_logits(program, ModelWeights(perturbed(weights.params, EPSILON[dtype]), weights.variables), rows)
+    moved = compute_logits(
+        program, ModelWeights(perturbed(weights.params, max(epsilon, EPSILON[dtype])), weights.variables), rows
+    )
     return max(FLOOR[dtype], 4 * float(token_errors(exact, moved).max()))
 
 
