@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import attrs
-import jax.numpy as jnp
 import numpy as np
 
 from axlearn_core.compose import ModelWeights, Program
@@ -26,6 +25,7 @@ from axlearn_plugins_verify.prove.forward import (
     model_weights,
     precise_config,
     random_rows,
+    storage_rounding,
     token_errors,
 )
 
@@ -108,7 +108,7 @@ def exact_caches(config: Any) -> tuple[dict[str, None], float]:
         store = children(cache).get("store") if isinstance(cache, Node) else None
         if store is not None:
             settings[f"model.{path}.store"] = None
-            rounding = max(rounding, STORES * (1 / 127 if store == "int8" else float(jnp.finfo(store).eps)))
+            rounding = max(rounding, STORES * storage_rounding(store))
     return settings, rounding
 
 

@@ -1,14 +1,16 @@
 """Logits of language models for every token, and how much rounding alone moves them."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from axlearn_core.compose import ModelWeights, Program
+from axlearn_core.compose.flops import inner_jaxprs
 from axlearn_core.config import find, patch
 from axlearn_core.config.roles import CompetingTokensRole
 from axlearn_core.config.tree import children
@@ -106,6 +108,27 @@ def compute_logits(program: Program, weights: ModelWeights, rows: Rows) -> np.nd
     if run is None:
         run = _compiled[program] = program.compile_trial(forward(program))
     return np.asarray(run(weights, dict(rows)), np.float64)
+
+
+def product_rounding(program: Program, rows: Rows) -> float:
+    """Return the relative rounding of the operands of the forward pass's products in 8 bits, or 0 if there are none."""
+    with program.tracing("train"):
+        traced = jax.make_jaxpr(forward(program))(program.weights_spec, dict(rows))
+    dtypes = {x.aval.dtype for product in _products(traced.jaxpr) for x in product.invars if x.aval.dtype.itemsize == 1}
+    return max((storage_rounding(dtype) for dtype in dtypes), default=0.0)
+
+
+def storage_rounding(dtype: Any) -> float:
+    """Return the relative rounding of numbers that are stored in 8 bits."""
+    return 1 / 127 if dtype == "int8" else float(jnp.finfo(dtype).eps)
+
+
+def _products(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation
+        for inner in inner_jaxprs(equation):
+            yield from _products(inner)
 
 
 def compute_dtype(config: Any) -> str:
