@@ -33,6 +33,7 @@ class KernelImplementation:
             effect if a different kernel is used.
         compiler_options: XLA options by platform, for every program that contains this kernel. A config that sets one of
             them to a different value is an error.
+        extras: Optional operands and results of the op that the kernel supports, such as `sinks`; see `Call.extras`.
     """
 
     name: str
@@ -42,6 +43,7 @@ class KernelImplementation:
     platforms: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     compiler_options: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict, hash=False)
+    extras: tuple[str, ...] = ()
 
 
 @attrs.frozen(kw_only=True)
@@ -70,6 +72,10 @@ class Call(Protocol[R_co]):
 
     def options(self) -> Mapping[str, Any]:
         """Return the hashable options that determine the kernel by name."""
+        ...
+
+    def extras(self) -> tuple[str, ...]:
+        """Return the optional operands and results of this call. Only kernels that declare them are selected."""
         ...
 
     @property

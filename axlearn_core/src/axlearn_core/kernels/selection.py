@@ -214,6 +214,9 @@ def _names(implementations: Sequence[KernelImplementation]) -> str:
 def _consider(implementation: KernelImplementation, op: Call[Any], context: KernelContext) -> tuple[Any, str | None]:
     if implementation.platforms and context.platform not in implementation.platforms:
         return None, f"runs on {', '.join(implementation.platforms)}, not on {context.platform}"
+    missing = [name for name in op.extras() if name not in implementation.extras]
+    if missing and implementation.name != REFERENCE:
+        return None, f"does not support {' and '.join(missing)}"
     kernel = _import(implementation, op.name)
     return kernel, kernel.supports(op, context)
 
