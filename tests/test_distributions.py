@@ -76,9 +76,11 @@ def distributions_of(module):
 EXTRAS = {
     ("axlearn-plugins-models", "prove_export.py"): "axlearn-plugins-verify",
     ("axlearn-plugins-serving", "plan"): "axlearn-plugins-plan",
+    ("axlearn-plugins-serving", "prove_paged.py"): "axlearn-plugins-verify",
     ("axlearn-plugins-serving", "testing"): "axlearn-testing",
     ("axlearn-plugins-transformer", "testing"): "axlearn-testing",
     ("axlearn-plugins-tools", "harness.py"): "lm-eval",
+    ("axlearn-plugins-verify", "testing"): "axlearn-testing",
 }
 """Extra that a folder or file of a distribution may import at module level."""
 BROUGHT = {"axlearn-testing": {"pytest"}}

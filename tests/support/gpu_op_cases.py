@@ -3,19 +3,14 @@
 Used by these tests, and by the benchmark that runs the same calls on a GPU.
 """
 
-import contextlib
 import functools
-import itertools
-from unittest import mock
 
 import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas
 
 from axlearn_core.kernels import selection
-from axlearn_plugins_gpu.kernels import tokamax
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
 from axlearn_plugins_transformer.kernels.paged_attention import Split
@@ -26,44 +21,6 @@ OPS = {op.name: op for op in conformance.CASES}
 """Op name -> class."""
 TOLERANCE = 3e-2
 """Tolerance of 16-bit results, relative to the norm of each array."""
-
-
-@contextlib.contextmanager
-def interpreter():
-    """Run Pallas kernels in the interpreter, on any machine."""
-    call, number = pallas.pallas_call, pallas.program_id
-
-    def run(kernel, *args, **options):
-        def hoisted(*operands):  # the interpreter does not support program ids within a loop or a branch
-            numbers = []
-            with contextlib.suppress(ValueError):  # past the last axis of the grid
-                for axis in itertools.count():
-                    numbers.append(number(axis))
-
-            def axis_size(axis):
-                return numbers[axis] if axis < len(numbers) else number(axis)
-
-            with mock.patch.object(pallas, "program_id", axis_size):
-                return kernel(*operands)
-
-        return call(hoisted, *args, interpret=True, **options)
-
-    with mock.patch.object(pallas, "pallas_call", run), _indexing():
-        yield
-
-
-def _indexing():
-    """Let the interpreter index with slices that contain plain integers, as tokamax's kernels do."""
-    if tokamax.unavailable_reason():
-        return contextlib.nullcontext()
-    references = tokamax.module("pallas.block").BlockRefIndexer
-    at = references.__getitem__
-
-    def indexed(self, index):
-        index = index if isinstance(index, tuple) else (index,)
-        return at(self, tuple(jnp.int32(i) if type(i) is int else i for i in index))
-
-    return mock.patch.object(references, "__getitem__", indexed)
 
 
 def attend(kernel, query, key, value, mask, **options):

@@ -36,7 +36,8 @@ SIZES = {
 class ProofCase:
     """The parts of `axlearn_plugins_verify.prove.case.Case` that properties need, for configs that are tiny already."""
 
-    def __init__(self, config, original=None, seed=0):
+    def __init__(self, config, original=None, seed=0, target=None):
+        self.target = target
         self.config, self.original, self.seed = config, original or config, seed
         self.meshes = (dict(config.mesh.shape),) if math.prod(config.mesh.shape.values()) > 1 else ()
         self._programs, self._weights = {}, {}

@@ -78,6 +78,18 @@ def patch_tokamax(values: Mapping[tuple[str, str], object]) -> Iterator[None]:
         yield
 
 
+def patch_pallas(name: str, value: object) -> contextlib.AbstractContextManager[Any]:
+    """Replace a name of `jax.experimental.pallas` within the context, to run kernels in the interpreter."""
+    return override_attribute(importlib.import_module("jax.experimental.pallas"), name, value)
+
+
+def patch_tokamax_indexer(change: Callable[[Any], Any]) -> contextlib.AbstractContextManager[Any]:
+    """Change the indices of tokamax's block references within the context. The interpreter accepts fewer types than Triton."""
+    indexer: Any = tokamax("pallas.block").BlockRefIndexer
+    get = indexer.__getitem__
+    return override_attribute(indexer, "__getitem__", lambda self, index: get(self, change(index)))
+
+
 def has_platform(name: str) -> bool:
     """Return whether JAX knows a platform, started or not."""
     bridge: Any = importlib.import_module("jax._src.xla_bridge")

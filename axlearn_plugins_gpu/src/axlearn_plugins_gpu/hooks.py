@@ -57,6 +57,12 @@ _KERNELS = (
 )
 """(op class, op name, kernel name, module and name relative to `axlearn_plugins_gpu.kernels`)."""
 
+_INTERPRETER = "axlearn_plugins_gpu.kernels.interpreter:interpret"
+_HARDWARE_ONLY = {
+    "cudnn": "is part of cuDNN, which runs only on NVIDIA GPUs",
+    "tokamax-mosaic": "is a Mosaic GPU kernel, which runs only on NVIDIA GPUs",
+}
+
 
 @hookimpl
 def axlearn_remat_policies() -> list[RematPolicy]:
@@ -75,6 +81,8 @@ def axlearn_kernels() -> list[KernelImplementation]:
             platforms=("gpu",),
             load=f"axlearn_plugins_gpu.kernels.{place}",
             tags=("context",) if op == _ATTENTION else (),
+            interpreter=_INTERPRETER if name.endswith("triton") else None,
+            hardware_only=_HARDWARE_ONLY.get(name, ""),
         )
         for op, op_name, name, place in _KERNELS
     ]

@@ -33,4 +33,13 @@ def axlearn_remat_policies() -> list[RematPolicy]:
 def axlearn_kernels() -> list[KernelImplementation]:
     """Return the flash attention kernel of the Neuron SDK."""
     load = "axlearn_plugins_neuron.flash_attention:NKI_FLASH"
-    return [KernelImplementation(name="nki-flash", op=_ATTENTION, load=load, priority=50, platforms=("neuron",))]
+    return [
+        KernelImplementation(
+            name="nki-flash",
+            op=_ATTENTION,
+            load=load,
+            priority=50,
+            platforms=("neuron",),
+            hardware_only="is a kernel of the Neuron SDK, which runs only on Trainium",
+        )
+    ]

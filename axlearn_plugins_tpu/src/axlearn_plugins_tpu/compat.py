@@ -32,6 +32,11 @@ def use_kernel_cores(pallas: Any, cores: int) -> Iterator[None]:
         yield
 
 
+def patch_pallas_call(run: Any) -> contextlib.AbstractContextManager[Any]:
+    """Replace `jax.experimental.pallas.pallas_call` within the context, to run kernels in the interpreter."""
+    return override_attribute(importlib.import_module("jax.experimental.pallas"), "pallas_call", run)
+
+
 def describe_host(accelerator: str) -> None:
     """Tell libtpu that this host has one accelerator of this type (`v5litepod-4`)."""
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", accelerator)

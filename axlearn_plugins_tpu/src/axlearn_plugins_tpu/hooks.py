@@ -39,6 +39,7 @@ _ATTENTION = "axlearn_plugins_transformer.kernels.attention:AttentionOp"
 _PAGED_ATTENTION = "axlearn_plugins_transformer.kernels.paged_attention:PagedAttentionOp"
 _CROSS_ENTROPY = "axlearn_plugins_transformer.kernels.cross_entropy:CrossEntropyOp"
 _GROUPED_MATMUL = "axlearn_plugins_moe.grouped_matmul:GroupedMatmulOp"
+_INTERPRETER = "axlearn_plugins_tpu.kernels.interpreter:interpret"
 
 KERNELS = (
     KernelImplementation(
@@ -47,6 +48,7 @@ KERNELS = (
         load="axlearn_plugins_tpu.kernels.splash:SPLASH_ATTENTION",
         priority=50,
         platforms=("tpu",),
+        interpreter=_INTERPRETER,
         tags=("attention_residuals",),
     ),
     KernelImplementation(
@@ -55,6 +57,7 @@ KERNELS = (
         load="axlearn_plugins_tpu.kernels.megablox:MEGABLOX",
         priority=50,
         platforms=("tpu",),
+        interpreter=_INTERPRETER,
     ),
     # Below megablox, which needs no extra package. Their speed has not been compared here.
     KernelImplementation(
@@ -63,6 +66,7 @@ KERNELS = (
         load="axlearn_plugins_tpu.kernels.tokamax:MOSAIC",
         priority=40,
         platforms=("tpu",),
+        interpreter=_INTERPRETER,
     ),
     # Below the reference, which uses XLA's own matmuls, until it is measured on a TPU. Configs can select it.
     KernelImplementation(
@@ -71,6 +75,7 @@ KERNELS = (
         load="axlearn_plugins_tpu.kernels.cross_entropy:MOSAIC",
         priority=-1,
         platforms=("tpu",),
+        interpreter=_INTERPRETER,
     ),
     KernelImplementation(
         name="ragged-paged",
@@ -78,6 +83,7 @@ KERNELS = (
         load="axlearn_plugins_tpu.kernels.ragged_paged:RAGGED_PAGED",
         priority=50,
         platforms=("tpu",),
+        interpreter=_INTERPRETER,
     ),
 )
 

@@ -3,7 +3,7 @@ import importlib.util
 import pytest
 
 from axlearn_plugins_gpu.kernels import mosaic, tokamax
-from support import gpu_op_cases
+from axlearn_plugins_gpu.kernels.interpreter import interpret
 from support.needs import reason
 
 
@@ -30,5 +30,5 @@ def first_kernel(monkeypatch):
 @pytest.fixture
 def interpreted(library):
     """Run kernels in Pallas' interpreter."""
-    with gpu_op_cases.interpreter():
+    with interpret():
         yield

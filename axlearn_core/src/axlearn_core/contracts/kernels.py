@@ -33,6 +33,9 @@ class KernelImplementation:
             effect if a different kernel is used.
         compiler_options: XLA options by platform, for every program that contains this kernel. A config that sets one of
             them to a different value is an error.
+        interpreter: `"module:function"` that returns a context manager. Within it, the kernel runs on CPUs, however slowly. None
+            if the kernel does not need it or has none.
+        hardware_only: Why there is no interpreter, as a sentence without its subject: `runs only on NVIDIA GPUs`.
         extras: Optional operands and results of the op that the kernel supports, such as `sinks`; see `Call.extras`.
     """
 
@@ -43,6 +46,8 @@ class KernelImplementation:
     platforms: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     compiler_options: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict, hash=False)
+    interpreter: str | None = None
+    hardware_only: str = ""
     extras: tuple[str, ...] = ()
 
 

@@ -6,6 +6,8 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import attrs
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from axlearn_core.contracts.arrays import is_array
 from axlearn_core.kernels.selection import choose
@@ -86,6 +88,27 @@ class Op(Generic[R]):
         """Replace each array with a `jax.ShapeDtypeStruct`."""
         return attrs.evolve(self, **jax.tree.map(_spec, self._fields()))
 
+    def resize(self, sizes: Mapping[int, int]) -> Self:
+        """Replace each array with an abstract one of other sizes.
+
+        Override it if an option has to shrink together with the arrays.
+
+        Args:
+            sizes: New sizes by their old sizes. Other sizes stay.
+        """
+
+        def resize(x: Any) -> Any:
+            return jax.ShapeDtypeStruct(tuple(sizes.get(n, n) for n in x.shape), x.dtype) if is_array(x) else x
+
+        return attrs.evolve(self, **jax.tree.map(resize, self._fields()))
+
+    def sample(self, rng: np.random.Generator) -> Self:
+        """Replace each array with random values: normal floats, and zeros for other dtypes.
+
+        Override it if the op needs other values, such as indices within bounds.
+        """
+        return attrs.evolve(self, **jax.tree.map(lambda x: _sample(x, rng) if is_array(x) else x, self._fields()))
+
     def run(self, kernel: str | None = None) -> R:
         """Compute the op with a kernel from the active selection, or with the reference if there is none.
 
@@ -127,6 +150,11 @@ class Op(Generic[R]):
     def __str__(self) -> str:
         operands = (f"{name} {x.dtype}{list(x.shape)}" for name, x in self.operands().items())
         return f"{self.name}({', '.join([*operands, *(f'{k}={v}' for k, v in self.options().items())])})"
+
+
+def _sample(x: Any, rng: np.random.Generator) -> jax.Array:
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.asarray(rng.normal(size=x.shape) if floating else np.zeros(x.shape), x.dtype)
 
 
 def _spec(x: Any) -> Any:

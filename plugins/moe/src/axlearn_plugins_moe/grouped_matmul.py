@@ -6,11 +6,12 @@ M rows, G groups, K inner dimension, N outer dimension.
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import attrs
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from axlearn_core.contracts.kernels import KernelContext
@@ -53,6 +54,14 @@ class GroupedMatmulOp(Op[jax.Array]):
         A kernel's grid covers every group for all rows; only the data determine which of them it skips.
         """
         return self.flops()
+
+    def sample(self, rng: np.random.Generator) -> Self:
+        """Sample uneven groups that contain all rows, one of them empty if there are more than two."""
+        count = self.sizes.shape[0]
+        shares = rng.dirichlet(np.ones(count - (count > 2)))
+        sizes = np.zeros(count, int)
+        sizes[count > 2 :] = rng.multinomial(self.lhs.shape[0], shares)
+        return attrs.evolve(super().sample(rng), sizes=jnp.asarray(sizes, self.sizes.dtype))
 
     def reference(self) -> jax.Array:
         """Compute `jax.lax.ragged_dot`.

@@ -1,8 +1,34 @@
-"""Environment variables that a command sets before it imports JAX."""
+"""Names of JAX and environment variables that this plugin changes, with reasons.
 
+- `jnp.float32` means float64 while a check is repeated in float64, since layers name it for softmax, norms and losses. Remove when
+  these parts follow the precision of the layer.
+- `TF_CPP_MIN_LOG_LEVEL` is set before JAX is imported.
+"""
+
+import contextlib
 import os
+from collections.abc import Iterator
 
 
 def hide_partitioner_warnings() -> None:
     """Hide XLA's warnings about inefficient meshes. The meshes of a proof only have to be correct."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+@contextlib.contextmanager
+def double_precision() -> Iterator[None]:
+    """Compute in float64, also in layers that ask for `jnp.float32`.
+
+    All threads do, because JAX records the calls of modules in other threads than this one.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    single, enabled = jnp.float32, jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    jax.config.update("jax_enable_x64", True)
+    jnp.float32 = jnp.float64  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        jnp.float32 = single  # type: ignore[misc]
+        jax.config.update("jax_enable_x64", enabled)

@@ -23,13 +23,13 @@ from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.chips import CHIPS
 from axlearn_plugins_gpu.kernels import paged_parts
 from axlearn_plugins_gpu.kernels.blocks import PAGED, num_table_parts, paged_blocks
+from axlearn_plugins_gpu.kernels.interpreter import interpret
 from axlearn_plugins_gpu.kernels.paged_attention import TRITON
 from axlearn_plugins_serving.local_engine import serve as server
 from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, Split
 from axlearn_plugins_transformer.kernels.paged_split import XLA_SPLIT
 from support import op_cases, serving_models
-from support.gpu_op_cases import interpreter
 from support.gpu_programs import Interpreted, compiled, kernel_calls
 from support.paged_calls import call
 
@@ -55,7 +55,7 @@ def _side_by_side(x):
 
 def computed(op):
     """Run the kernel in Pallas' interpreter."""
-    with interpreter(), selection.use(selection.Selection(target="h100", declared=lambda _: ())):
+    with interpret(), selection.use(selection.Selection(target="h100", declared=lambda _: ())):
         return np.asarray(jax.jit(lambda: TRITON(op))(), np.float32)
 
 
@@ -240,7 +240,7 @@ def test_a_server_generates_the_same(monkeypatch):
 
     def attend(self, op):
         calls.append(op)
-        with interpreter(), selection.use(selection.Selection(target="h100", declared=lambda _: ())):
+        with interpret(), selection.use(selection.Selection(target="h100", declared=lambda _: ())):
             return TRITON(op)
 
     monkeypatch.setattr(type(XLA_SPLIT), "__call__", attend)

@@ -1,14 +1,17 @@
 """Checking properties: results, errors, seeds, the time limit, and the exit code of the command."""
 
 import json
+import shlex
 import types
 
+import attrs
 import pytest
 from click.testing import CliRunner
 
 import axlearn_core as ax
 from axlearn_core.cli.main import cli
 from axlearn_core.errors import RequestError
+from axlearn_plugins_moe.mixture_of_experts import MixtureOfExperts
 from axlearn_plugins_verify.prove import proof
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
 from axlearn_plugins_verify.prove.shrink import Shrunk
@@ -82,7 +85,8 @@ def test_a_failure_names_the_smallest_request(installed):
     installed["one"] = Fake(lambda config: failed() if config.learner.ema_decay else PASSED)
     result = proof.prove("quickstart", with_=["ema", "rope"])
     assert not result.holds
-    assert result.minimal.words == ("quickstart", "--with", "ema")
+    assert result.minimal.words[:4] == ("quickstart", "--with", "ema", "--set")
+    assert result.minimal.features == ("ema",)
     assert result.minimal.check.outcome.difference == DIFFERENCE
 
 
@@ -91,7 +95,43 @@ def test_another_error_does_not_count_as_the_same_failure(installed):
         return failed() if config.learner.ema_decay else ValueError("another problem")
 
     installed["one"] = Fake(result)
-    assert proof.prove("quickstart", with_=["ema"], seeds=1).minimal.words == ("quickstart", "--with", "ema")
+    assert proof.prove("quickstart", with_=["ema"], seeds=1).minimal.features == ("ema",)
+
+
+@pytest.mark.slow
+def test_the_printed_command_repeats_the_failure(monkeypatch):
+    original = MixtureOfExperts.__call__
+    monkeypatch.setattr(MixtureOfExperts, "__call__", lambda self, x: original(self, x.at[:, 1:].add(0.1 * x[:, :-1])))
+    words = ["--with", "ema", "--with", "moe", "--with", "remat", "--only", "packed-documents", "--seeds", "1"]
+    result = CliRunner().invoke(cli, ["prove", "quickstart", *words])
+    assert result.exit_code == 1, result.output
+    (printed,) = [line for line in result.output.splitlines() if line.startswith("smallest config that fails: ")]
+    program, *arguments = shlex.split(printed.partition(": ")[2])
+    assert program == "axlearn"
+    assert [word for word in arguments if word in ("ema", "moe", "remat")] == ["moe"]
+    assert "model.decoder.num_layers=1" in arguments
+    again = CliRunner().invoke(cli, arguments)
+    assert again.exit_code == 1, again.output
+    assert "packed-documents does not hold" in again.output
+    assert "first difference: decoder.layer.0.feed_forward" in again.output
+
+
+def test_only_the_given_mesh_is_checked(installed, monkeypatch):
+    class Meshes(Fake):
+        def check(self, case):
+            return attrs.evolve(PASSED, compared=str([*case.meshes]))
+
+    installed["mesh"] = Meshes(PASSED)
+    arguments = ["prove", "quickstart", "--seeds", "1", "--mesh"]
+    assert "[{'data': 2, 'tensor': 2}]" in CliRunner().invoke(cli, [*arguments, "data=2, tensor=2"]).output
+    for mesh, message in (
+        ("dota=2", "did you mean: data"),
+        ("data=3,tensor=4", "product of 2 to 8"),
+        ("data", "not a mesh"),
+    ):
+        result = CliRunner().invoke(cli, [*arguments, mesh])
+        assert result.exit_code == 2
+        assert message in result.output
 
 
 def test_checks_after_the_time_limit_are_reported(installed, monkeypatch):
@@ -122,7 +162,7 @@ def test_the_command_prints_the_failure_and_exits_with_1(installed, tmp_path):
     assert result.exit_code == 1, result.output
     assert "two does not hold: one number equals another" in result.output
     assert "first difference: decoder.layers.1.attention: output, error 0.5" in result.output
-    assert "smallest config that fails: axlearn prove quickstart --only two" in result.output
+    assert "smallest config that fails: axlearn prove quickstart --set 'evaluators={}' --set " in result.output
     assert "1 passed, 1 failed, 1 skipped" in result.output
     text = page.read_text()
     assert "<td>it does not apply</td>" in text

@@ -4,9 +4,10 @@ import types
 
 import pytest
 
-from axlearn_core.errors import RequestError
+from axlearn_core.errors import RequestError, WorkError
 from axlearn_core.plugins.request import Request
 from axlearn_plugins_verify.prove import train_option
+from support import cli_runs
 
 
 @pytest.fixture
@@ -33,20 +34,72 @@ def test_the_same_request_is_proven(proofs):
     assert words == ["-m", "axlearn_core", "prove", *expected.split()]
 
 
-@pytest.mark.parametrize("code", [1, 2])
-def test_nothing_is_trained_without_a_proof(proofs, code):
+@pytest.mark.parametrize(("code", "error"), [(1, WorkError), (2, RequestError)])
+def test_nothing_is_trained_without_a_proof(proofs, code, error):
     proofs[1].append(code)
-    with pytest.raises(RequestError, match="was not proven, so nothing was trained"):
+    with pytest.raises(error, match="was not proven, so nothing was trained") as raised:
         train_option.PROVE.change(True, REQUEST)
+    assert raised.value.exit_code == code
+
+
+LEAK = '''
+import attrs
+from axlearn_core.config import find, node, patch
+from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_transformer.feed_forward import GatedFeedForward
+
+class Leaky(GatedFeedForward):
+    """Adds the mean over all positions."""
+
+    @node
+    class Config(GatedFeedForward.Config):
+        pass
+
+    def __call__(self, x):
+        return super().__call__(x + x.mean(axis=1, keepdims=True))
+
+@node
+class Leak(Feature):
+    """Puts a leak into every feed-forward network."""
+
+    def apply(self, cfg):
+        return patch(cfg, {p: Leaky.Config(hidden_dim=old.hidden_dim) for p, old in find(cfg, GatedFeedForward.Config).items()})
+'''
+
+
+def install_leak(site, monkeypatch):
+    """Install a feature for the processes that this test starts."""
+    facts = site / "leak-0.1.dist-info"
+    facts.mkdir(parents=True)
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: leak\nVersion: 0.1\n")
+    (facts / "entry_points.txt").write_text("[axlearn.features]\nleak = leak_feature:Leak\n")
+    (site / "leak_feature.py").write_text(LEAK)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+
+
+SETTINGS = ("model.decoder.num_layers=1", "model.decoder.hidden_dim=32", "input.sequence_length=16", "evaluators={}")
+
+
+def words(run_dir, *more):
+    settings = [word for setting in SETTINGS for word in ("--set", setting)]
+    return ["train", "quickstart", "--prove", "--steps", "1", *settings, "--run-dir", str(run_dir), *more]
 
 
 @pytest.mark.slow
 def test_a_config_that_holds_is_trained(tmp_path):
-    from support.cli_runs import run
-
-    small = {"model.decoder.num_layers": 1, "model.decoder.hidden_dim": 32, "input.sequence_length": 16}
-    words = [word for path, value in small.items() for word in ("--set", f"{path}={value}")]
-    result = run("train", "quickstart", "--prove", "--steps", "1", *words, "--run-dir", str(tmp_path / "run"))
-    assert result.returncode == 0, result.stderr
+    result = cli_runs.axlearn(*words(tmp_path / "run"), fresh=True)
     assert "causality" in result.stderr
-    assert (tmp_path / "run" / "metrics.jsonl").exists()
+    assert cli_runs.logged(tmp_path / "run") == [1]
+
+
+@pytest.mark.slow
+def test_a_config_that_fails_is_not_trained(tmp_path, monkeypatch):
+    install_leak(tmp_path / "site", monkeypatch)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "notes.txt").write_text("mine")
+    result = cli_runs.axlearn(*words(run_dir, "--with", "leak"), fresh=True, code=1)
+    assert "causality does not hold" in result.stderr
+    assert "was not proven, so nothing was trained" in result.stderr
+    assert [path.name for path in run_dir.iterdir()] == ["notes.txt"]
+    assert (run_dir / "notes.txt").read_text() == "mine"

@@ -3,6 +3,7 @@
 import hashlib
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axlearn_core.checkpoint.state import abstract_arrays, check_same, describe, is_key, rebuild_state
+from axlearn_core.checkpoint.state import is_key
 from axlearn_core.compose import compose
-from axlearn_core.contracts.capabilities import DescribesPosition, LoadsInitialWeights, vocabulary_size
 from axlearn_core.contracts.experiment import get_loop_config
 from axlearn_core.errors import RequestError
 from axlearn_core.learn.paths import flatten, unflatten
 from axlearn_core.run import Run
-from axlearn_core.run.checkpoints import open_checkpoint
 from axlearn_core.run.lock import versions
 from axlearn_core.run.record import lock_drift
-from axlearn_core.train.data_facts import check_facts, plain_facts
+from axlearn_core.train.data_facts import check_facts
 from axlearn_core.train.loop import TrainLoop
-from axlearn_core.train.objective import FrozenWeights
 from axlearn_core.train.trainer import Trainer
+from axlearn_plugins_tools.reporting.step_runner import StepRunner, open_checkpoints, unwrap_loop
 
 _PROJECTIONS = 8
-_WEIGHT_PARTS = ("step", "params", "variables")
-"""Parts of a training state that a checkpoint with weights only has."""
 
 
 class CannotRerun(Exception):
@@ -125,58 +122,29 @@ def rerun(run: Run, start: int, end: int, perturb: Mapping[str, float] | None = 
         raise RequestError(f"{run} is not a run of a trainer\n    fix: see `axlearn runs`")
     _check_loop(run, config, start)
     program = compose(config)
-    state, extra = _restore(run, program, start) if start else (_initialize(program, config.seed), {})
-    if perturb is not None:
-        state = state.replace(params=_perturb(state.params, perturb))
-    source = config.build_input(config.input, vocabulary_size(program.functional.describe()))
-    facts, compiled = plain_facts(source.describe()), program.compile_trial(sketch_all)
-    _check_data(run, extra.get("facts") or run.lock.get("data") or {}, facts)
-    stream = source.train()
-    try:
-        if "data" in extra:
-            stream.set_state(extra["data"])
-        arrays, steps = sketch(state, compiled), []
-        for number in range(start + 1, end + 1):
-            batch = next(stream)
-            position = str(stream.describe_position()) if isinstance(stream, DescribesPosition) else ""
-            state, scalars = program.train_step(state, program.put(batch))
-            values = {name: float(np.asarray(value)) for name, value in scalars.items()}
-            place = position or f"batch {number} of the stream"
-            steps.append(StepRecord(number, values, hash_batch(batch), place, sketch(state, compiled)))
-    finally:
-        stream.close()
+    with ExitStack() as closing:
+        checkpointer = open_checkpoints(run, config.checkpointer)
+        closing.callback(checkpointer.close)
+        runner = StepRunner.open(program, checkpointer, start, closing)
+        _check_data(run, runner.recorded_facts(run.lock), runner.facts)
+        runner.position_data()
+        if perturb is not None:
+            runner = attrs.evolve(runner, state=runner.state.replace(params=_perturb(runner.state.params, perturb)))
+        compiled = program.compile_trial(sketch_all)
+        arrays, steps = sketch(runner.state, compiled), []
+        for step in runner.run(end):
+            place = f"batch {step.number} of the stream" if step.position is None else str(step.position)
+            arrays_after = sketch(step.state, compiled)
+            steps.append(StepRecord(step.number, step.scalars, hash_batch(step.batch), place, arrays_after))
     return Stretch(start, arrays, steps, tuple(_drift(run, program)))
 
 
 def _check_loop(run: Run, config: Any, start: int) -> None:
-    loop = get_loop_config(config)
-    while isinstance(loop, LoadsInitialWeights):
-        if not start:
-            raise CannotRerun(f"{run} starts from the weights of another run, and has no earlier common checkpoint")
-        loop = loop.without_initial_weights()
+    loop, loads_weights = unwrap_loop(get_loop_config(config))
+    if loads_weights and not start:
+        raise CannotRerun(f"{run} starts from the weights of another run, and has no earlier common checkpoint")
     if not isinstance(loop, TrainLoop.Config):
         raise CannotRerun(f"the loop of {run}, {type(loop).__qualname__}, does more than training steps")
-
-
-def _initialize(program: Any, seed: int) -> Any:
-    return FrozenWeights.open(program).load(program.init(seed))
-
-
-def _restore(run: Run, program: Any, step: int) -> tuple[Any, Mapping[str, Any]]:
-    """Read the state of a checkpoint, with the shardings of the program, and its `extra` data."""
-    checkpoint = open_checkpoint(run.uri, run.storage, run.config, step)
-    expected = describe(program.state)
-    if checkpoint.weights_only:
-        expected = {p: x for p, x in expected.items() if p.partition(".")[0] in _WEIGHT_PARTS}
-        expected = {p: x for p, x in expected.items() if p.split(".")[1:2] != ["objective"]}
-    checkpoint.migrate(expected)
-    check_same(step, expected, checkpoint.arrays, unexpected=True)
-    loaded = checkpoint.read(abstract_arrays(program.state, expected))
-    state = rebuild_state(program.state, list(expected), loaded)
-    if not checkpoint.weights_only:
-        return state, checkpoint.extra
-    state = program.begin(run.config.seed, state)  # type: ignore[union-attr]
-    return FrozenWeights.open(program).load(state), checkpoint.extra
 
 
 def _perturb(params: Any, sizes: Mapping[str, float]) -> Any:

@@ -4,19 +4,21 @@ B batch, Q queries, K keys, N query heads, G key-value heads (N is a multiple of
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import attrs
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from axlearn_core.contracts.arrays import is_array
 from axlearn_core.contracts.kernels import KernelContext, tags_result
 from axlearn_core.kernels.op import Op, Shape
 from axlearn_core.kernels.selection import choose
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.kernels.bias import Bias
-from axlearn_plugins_transformer.kernels.masks import Mask, Range, visible_pairs
+from axlearn_plugins_transformer.kernels.masks import And, Mask, Range, SlidingWindow, visible_pairs
 
 BLOCK = 128
 MAX_BLOCKS = 64
@@ -122,6 +124,34 @@ class AttentionOp(Op[Any]):
         # A forward launch has no gradient operand. Backward launches compute all gradients, the query's, or the other two.
         products = 2 if len(arrays) == 3 else {0: 5, 1: 3, 2: 4}[len(results)]
         return 1.0 * products * batch * length * heads * key[1] * (size + value[3])
+
+    def resize(self, sizes: Mapping[int, int]) -> Self:
+        """Shrink sliding windows with the number of keys, so that they still hide some."""
+        op, length = super().resize(sizes), self.key.shape[1]
+        scale = op.key.shape[1] / length
+
+        def shrink(part: Any) -> Mask:
+            return SlidingWindow(max(2, round(part.size * scale))) if isinstance(part, SlidingWindow) else part
+
+        parts = tuple(map(shrink, op.mask.parts))
+        return attrs.evolve(op, mask=And(parts)) if parts != tuple(op.mask.parts) else op
+
+    def sample(self, rng: np.random.Generator) -> Self:
+        """Sample a mask with a few documents in each row, and prefixes of up to half a row."""
+
+        def ids(x: Any) -> Any:
+            if not is_array(x) or not jnp.issubdtype(x.dtype, jnp.integer):
+                return x
+            if len(x.shape) < 2:
+                return jnp.asarray(rng.integers(1, max(2, self.key.shape[1] // 2), x.shape), x.dtype)
+            starts = np.random.default_rng(0).random(x.shape) < 3 / x.shape[-1]  # the same for queries and keys
+            return jnp.asarray(1 + np.cumsum(starts, axis=-1), x.dtype)
+
+        slots = {
+            name: None if x is None else jnp.broadcast_to(jnp.arange(x.shape[-1], dtype=x.dtype), x.shape)
+            for name, x in (("query_slots", self.query_slots), ("key_slots", self.key_slots))
+        }
+        return attrs.evolve(super().sample(rng), mask=jax.tree.map(ids, self.mask), **slots)
 
     def reference(self) -> Any:
         """Compute all scores at once."""

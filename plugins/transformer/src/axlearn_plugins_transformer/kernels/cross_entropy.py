@@ -8,11 +8,12 @@ B batch, S positions, D width, V vocabulary.
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import attrs
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from axlearn_core.kernels.op import Op, Shape
@@ -86,6 +87,18 @@ class CrossEntropyOp(Op[tuple[jax.Array, jax.Array]]):
         """
         rows, weight = (shape for shape in operands if len(shape) == 2)
         return 2.0 * rows[0] * math.prod(weight) * (3 if len(results[0]) > 1 else 1)
+
+    def sample(self, rng: np.random.Generator) -> Self:
+        """Sample targets from the vocabulary, weights that are not negative, and logits of moderate size."""
+        op, (width, vocabulary) = super().sample(rng), self.weight.shape
+        targets = rng.integers(0, vocabulary, self.targets.shape)
+        weights = rng.random(self.weights.shape) / math.prod(self.weights.shape)
+        return attrs.evolve(
+            op,
+            weight=op.weight * width**-0.5,
+            targets=jnp.asarray(targets, self.targets.dtype),
+            weights=jnp.asarray(weights, self.weights.dtype),
+        )
 
     def reference(self) -> tuple[jax.Array, jax.Array]:
         """Scan over chunks of positions.

@@ -69,6 +69,10 @@ class CachedDecoding:
         decoding = Decoding(program, weights, tokens, prompt)
         errors = token_errors(expected, decoding.logits())
         error = float(errors.max())
+        if error > tolerance and not module_calls.is_located():
+            return Outcome(
+                error=error, tolerance=tolerance, compared=compared, difference=module_calls.unlocated(error)
+            )
         if error > tolerance:
             position = int(np.argmax((errors > tolerance).any(axis=0)))
             part = "in the prompt" if position < prompt else "after the prompt"

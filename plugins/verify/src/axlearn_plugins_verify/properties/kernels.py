@@ -11,9 +11,11 @@ import numpy as np
 from axlearn_core.compose import ModelAndObjective, Program
 from axlearn_core.contracts.capabilities import DeclaresBatches
 from axlearn_core.contracts.experiment import get_input_config
+from axlearn_core.contracts.target import Target
 from axlearn_core.errors import AxlearnError
 from axlearn_core.kernels import selection
 from axlearn_core.kernels.selection import REFERENCE, Choice, Selection
+from axlearn_plugins_verify.properties import target_kernels
 from axlearn_plugins_verify.prove.contract import Outcome
 from axlearn_plugins_verify.prove.forward import check_precisely
 from axlearn_plugins_verify.prove.training_step import Step, compare_steps
@@ -28,13 +30,21 @@ class Kernels:
     """Compares a step with the config's kernels to one in which every op computes its reference.
 
     The kernels are those that the config selects before it is shrunk. If the rows of the shrunk config are too short for one
-    of them, longer rows are compared.
+    of them, longer rows are compared. If the request names other hardware, the kernels of that hardware are compared op by op;
+    see `target_kernels`.
     """
 
     summary: ClassVar[str] = "kernels give the loss and the gradients of their references"
 
     def skip_reason(self, case: Any) -> str | None:
         """Skip configs without a kernel that runs on this machine."""
+        if (target := _other_target(case)) is not None:
+            calls, missing = _target_calls(case, target)
+            return (
+                None
+                if calls
+                else "; ".join(missing) or f"every op of the config computes its reference on {target.name}"
+            )
         steps, missing = self._steps(case, case.config)
         if steps:
             return None
@@ -42,7 +52,19 @@ class Kernels:
 
     def check(self, case: Any) -> Outcome:
         """Compare each step that has kernels to the references."""
+        if (target := _other_target(case)) is not None:
+            return self._check_target(case, target)
         return check_precisely(case, lambda config: self._check(case, config))
+
+    def _check_target(self, case: Any, target: Target) -> Outcome:
+        calls, missing = _target_calls(case, target)
+        outcomes: list[Outcome] = []
+        for call in calls:
+            outcomes.append(target_kernels.compare_call(call, case.seed))
+            if not outcomes[-1].holds:
+                return outcomes[-1]
+        worst = max(outcomes, key=lambda o: o.error / o.tolerance)
+        return attrs.evolve(worst, compared="; ".join([*(o.compared for o in outcomes), *missing]))
 
     def _check(self, case: Any, config: Any) -> Outcome:
         steps, missing = self._steps(case, config)
@@ -76,6 +98,19 @@ class Kernels:
                 break
         missing = [f"{k} of {op} does not support the shrunk config" for op, k in names if (op, k) not in compared]
         return steps, missing
+
+
+def _other_target(case: Any) -> Target | None:
+    """Return the target of a case if its programs do not run on this machine's platform."""
+    return None if case.target is None or case.target.platform == jax.default_backend() else case.target
+
+
+def _target_calls(case: Any, target: Target) -> tuple[list[target_kernels.KernelCall], list[str]]:
+    """Return the kernels on the target that this machine can run, and a line for each one that it cannot."""
+    calls, missing = target_kernels.target_calls(case.original, target)
+    reasons = {call: call.unavailable_reason() for call in calls}
+    lines = [f"{call.name} is not compared: it {reason}" for call, reason in reasons.items() if reason]
+    return [call for call, reason in reasons.items() if reason is None], list(dict.fromkeys([*lines, *missing]))
 
 
 def lengthened(batch: Any, length: int) -> dict[str, np.ndarray]:

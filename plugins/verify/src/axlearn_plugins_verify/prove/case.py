@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_core.compose import ModelWeights, Program, compose
+from axlearn_core.contracts.target import Target
 from axlearn_plugins_verify.prove.shrink import synthetic_batch
 
 _SPREAD = 0.2
@@ -24,6 +25,7 @@ class Case:
         original: The config before shrinking.
         meshes: Shapes of meshes that together have each axis that the config can use.
         seed: Seed of the weights and batches.
+        target: Hardware that the request names, or None.
     """
 
     def __init__(
@@ -34,14 +36,22 @@ class Case:
         meshes: Sequence[Mapping[str, int]] = (),
         seed: int = 0,
         programs: dict[Any, Program] | None = None,
+        target: Target | None = None,
     ):
         self.config, self.original = config, config if original is None else original
-        self.meshes, self.seed = tuple(meshes), seed
+        self.meshes, self.seed, self.target = tuple(meshes), seed, target
         self._programs = {} if programs is None else programs
 
     def with_seed(self, seed: int) -> "Case":
         """Return the case with other weights and batches, and the same programs."""
-        return Case(self.config, original=self.original, meshes=self.meshes, seed=seed, programs=self._programs)
+        return Case(
+            self.config,
+            original=self.original,
+            meshes=self.meshes,
+            seed=seed,
+            programs=self._programs,
+            target=self.target,
+        )
 
     def program(self, config: Any = None, shape: Mapping[str, int] | None = None) -> Program:
         """Compose a config, or return its program if it was composed before.
@@ -62,6 +72,7 @@ class Case:
         """Return random weights for the model and the objective of a config.
 
         The values of an array depend on its path, its shape and the seed, so configs with the same arrays have equal weights.
+        Weights in float64 equal those in float32.
         """
         trained = self.program(config).trained
         return ModelWeights(
@@ -84,5 +95,6 @@ class Case:
         )
         if jnp.issubdtype(spec.dtype, jnp.floating):
             mean = 1.0 if path.endswith("scale") else 0.0
-            return jnp.asarray(rng.normal(mean, _SPREAD, spec.shape), spec.dtype)
+            values = rng.normal(mean, _SPREAD, spec.shape)
+            return jnp.asarray(values.astype(np.float32) if spec.dtype == np.float64 else values, spec.dtype)
         return jnp.zeros(spec.shape, spec.dtype)

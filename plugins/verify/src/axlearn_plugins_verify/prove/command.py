@@ -8,6 +8,7 @@ import click
 
 from axlearn_core.cli.common import experiment_argument, request_options
 from axlearn_core.cli.terminal import echo
+from axlearn_core.errors import RequestError
 from axlearn_plugins_verify.compat import hide_partitioner_warnings
 
 
@@ -20,10 +21,20 @@ from axlearn_plugins_verify.compat import hide_partitioner_warnings
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of weights and batches.")
 @click.option("--seeds", type=click.IntRange(min=1), default=2, show_default=True, help="Number of seeds.")
+@click.option(
+    "--mesh", metavar="AXIS=N,...", help="Check only this mesh (default: meshes that together have every axis)."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--report", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.html", help="Write a page.")
 def prove(
-    request: Any, only: tuple[str, ...], minutes: float, seed: int, seeds: int, as_json: bool, report: Path | None
+    request: Any,
+    only: tuple[str, ...],
+    minutes: float,
+    seed: int,
+    seeds: int,
+    mesh: str | None,
+    as_json: bool,
+    report: Path | None,
 ) -> None:
     """Check that a config computes what it says, on a small copy of it.
 
@@ -43,6 +54,7 @@ def prove(
         minutes=minutes,
         seed=seed,
         seeds=seeds,
+        mesh=None if mesh is None else _parse_mesh(mesh),
         progress=lambda check: None if as_json else echo(reports.line(check, width)),
     )
     if report is not None:
@@ -51,3 +63,13 @@ def prove(
     echo(json.dumps(reports.as_json(result), indent=2) if as_json else reports.summary(result))
     if not result.holds:
         raise SystemExit(1)
+
+
+def _parse_mesh(text: str) -> dict[str, int]:
+    """Parse the sizes of the axes of a mesh."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(axis.strip() and size.strip().isdigit() for axis, _, size in pairs):
+        raise RequestError(
+            f"--mesh: not a mesh\n    got: {text}\n    expected: axes with sizes\n    fix: --mesh data=2,tensor=2"
+        )
+    return {axis.strip(): int(size) for axis, _, size in pairs}

@@ -2,14 +2,26 @@
 
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
 
+from axlearn_core.config import Node, get
+from axlearn_core.config.codec import encode
+from axlearn_core.config.flat import leaves
+from axlearn_core.config.tree import children, walk
 from axlearn_core.errors import AxlearnError
-from axlearn_core.plugins.request import Request
+from axlearn_core.plugins.registry import registry
+from axlearn_core.plugins.request import Request, Setting, format_value
 from axlearn_core.plugins.resolve import Resolved, resolve
+
+MAX_LAYERS = 6
+"""Numbers of layers to try, from one layer on."""
+
+Meshes = tuple[Mapping[str, int], ...]
+StillFails = Callable[[Resolved, Meshes, bool], Any]
+"""Takes a resolved request, its meshes, and whether to name the layer that differs. Returns the failed check or None."""
 
 
 @attrs.frozen(kw_only=True)
@@ -18,55 +30,95 @@ class Minimal:
 
     Attributes:
         words: Its arguments, as for `axlearn prove`.
-        removed: Features and settings that do not matter, in the syntax of the command line.
+        meshes: Shapes of the meshes that the property needs to fail. Empty stands for those of the proof.
+        features: Names of the features that are left.
+        removed: Features, settings, layers and meshes that do not matter, in the syntax of the command line.
         check: The failed check of the smallest request: a `proof.Check`.
         complete: Whether every part was tried before the time limit.
     """
 
     words: tuple[str, ...]
+    meshes: Meshes = ()
+    features: tuple[str, ...] = ()
     removed: tuple[str, ...]
     check: Any
     complete: bool
 
 
+@attrs.frozen
+class _Candidate:
+    """A request that may still fail.
+
+    Attributes:
+        request: The request.
+        meshes: Shapes of the meshes. Empty stands for those of the proof.
+    """
+
+    request: Request
+    meshes: Meshes
+
+
 def minimize(
-    request: Request, resolved: Resolved, still_fails: Callable[[Any], Any], *, deadline: float
+    request: Request, resolved: Resolved, still_fails: StillFails, *, deadline: float, meshes: Meshes = ()
 ) -> Minimal | None:
-    """Remove features and settings, one by one, as long as the property fails without them.
+    """Remove features, settings, layers, losses and mesh axes, one by one, as long as the property fails without them.
 
     Args:
         request: Request that fails.
         resolved: The resolved request.
-        still_fails: Takes a config, and returns its failed check, or None if the property holds.
+        still_fails: Checks a resolved request on meshes.
         deadline: Time of `time.monotonic` to stop at.
+        meshes: Shapes of the meshes of the proof if the property depends on them.
 
     Returns:
         The smallest request, or None if the property holds when the unchanged request is checked again.
     """
-    check = still_fails(resolved.config)
+    check = still_fails(resolved, (), False)
     if check is None:
         return None
-    removed: list[str] = []
+    smallest, removed = _Candidate(request, ()), list[str]()
     complete, changed = True, True
     while changed and complete:
-        changed = False
-        for part, smaller in _smaller_requests(request, resolved):
+        changed, index = False, 0
+        while parts := list(_smaller(smallest, resolved, meshes))[index : index + 1]:
+            part, candidate = parts[0]
             if time.monotonic() > deadline:
                 complete = False
                 break
-            smaller_check = _check(smaller, still_fails)
-            if smaller_check is not None:
-                request, check, changed = smaller, smaller_check, True
-                removed.append(part)
-                break
-    return Minimal(words=tuple(request.words), removed=tuple(removed), check=check, complete=complete)
+            result = _check(candidate, still_fails)
+            if result is None:
+                index += 1  # the part matters
+                continue
+            (resolved, check), smallest, changed = result, candidate, True
+            removed.append(part)
+    return Minimal(
+        words=tuple(smallest.request.words),
+        meshes=smallest.meshes,
+        features=tuple(name for name, _ in resolved.features),
+        removed=tuple(removed),
+        check=still_fails(resolved, smallest.meshes, True) or check,
+        complete=complete,
+    )
 
 
-def _check(request: Request, still_fails: Callable[[Any], Any]) -> Any:
+def _check(candidate: _Candidate, still_fails: StillFails) -> tuple[Resolved, Any] | None:
     try:
-        return still_fails(resolve(request).config)
+        resolved = resolve(candidate.request)
+        check = still_fails(resolved, candidate.meshes, False)
     except AxlearnError:
         return None  # the rest needs the part, or cannot be shrunk without it
+    return None if check is None else (resolved, check)
+
+
+def _smaller(candidate: _Candidate, resolved: Resolved, meshes: Meshes) -> Iterator[tuple[str, _Candidate]]:
+    """Yield the candidates with one part less, and the part."""
+    for part, request in _smaller_requests(candidate.request, resolved):
+        yield part, attrs.evolve(candidate, request=request)
+    for part, setting in _smaller_values(resolved.config):
+        settings = tuple(s for s in candidate.request.settings if s.path != setting.path)
+        yield part, attrs.evolve(candidate, request=attrs.evolve(candidate.request, settings=(*settings, setting)))
+    for part, shapes in _smaller_meshes(candidate.meshes or meshes):
+        yield part, attrs.evolve(candidate, meshes=shapes)
 
 
 def _smaller_requests(request: Request, resolved: Resolved) -> Iterator[tuple[str, Request]]:
@@ -84,10 +136,63 @@ def _smaller_requests(request: Request, resolved: Resolved) -> Iterator[tuple[st
         if name not in requested and name not in request.without:
             yield name, attrs.evolve(request, without=(*request.without, name))
     for index, setting in enumerate(request.settings):
-        rest = (*request.settings[:index], *request.settings[index + 1 :])
-        yield f"--set {setting.path}={setting.value}", attrs.evolve(request, settings=rest)
+        if setting.location != __name__:
+            rest = (*request.settings[:index], *request.settings[index + 1 :])
+            yield f"--set {setting.path}={setting.value}", attrs.evolve(request, settings=rest)
+
+
+def _smaller_values(config: Any) -> Iterator[tuple[str, Setting]]:
+    """Yield settings that remove a part of the config, and the part: evaluators, losses, kinds of layers, and layers."""
+    if config.evaluators:
+        yield f"evaluators {', '.join(config.evaluators)}", _setting("evaluators", {})
+    for leaf in leaves(config):
+        is_number = isinstance(leaf.value, float) and leaf.value and leaf.kind == "training"
+        if is_number and leaf.path.startswith(("model.", "objective.")) and "init" not in leaf.path.split("."):
+            yield f"{leaf.path}={format_value(leaf.value)}", _setting(leaf.path, 0.0)
+    for path, node in walk(config.model):
+        kinds = _kinds(node)
+        for kind in kinds:
+            others = f"{len(kinds) - 1} of {len(kinds)} kinds of model.{path}"
+            yield others, _setting(f"model.{path}", encode(kind, registry()))
+    for path, value in walk(config.model):
+        if path.rpartition(".")[2] == "num_layers" and isinstance(value, int):
+            for count in range(1, min(value, MAX_LAYERS)):
+                yield f"layers of model.{path} after {count}", _setting(f"model.{path}", count)
+    axes = get(config, "mesh.shape")
+    for axis in (a for a, size in axes.items() if size != 1):
+        rest = {a: size for a, size in axes.items() if a != axis}
+        yield f"mesh axis {axis}", _setting("mesh.shape", rest)
+
+
+def _kinds(node: Any) -> list[Any]:
+    """Return the different kinds of layers that a node alternates, or nothing if it does not."""
+    fields = children(node) if isinstance(node, Node) else {}
+    if not isinstance(fields.get("children"), tuple) or not isinstance(fields.get("first"), tuple):
+        return []
+    kinds: list[Any] = []
+    for kind in (*fields["first"], *fields["children"]):
+        if kind not in kinds:
+            kinds.append(kind)
+    return kinds
+
+
+def _setting(path: str, value: Any) -> Setting:
+    return Setting(path=path, value=value, location=__name__)
+
+
+def _smaller_meshes(shapes: Meshes) -> Iterator[tuple[str, Meshes]]:
+    """Yield one mesh of several, or a mesh without one of its axes."""
+    if len(shapes) > 1:
+        for shape in shapes:
+            yield "other meshes", (shape,)
+    for shape in shapes[:1] if len(shapes) == 1 else ():
+        for axis in shape if len(shape) > 1 else ():
+            yield f"--mesh {axis}={shape[axis]}", ({a: size for a, size in shape.items() if a != axis},)
 
 
 def command(minimal: Minimal) -> str:
     """Return the command that repeats the failure."""
-    return f"axlearn prove {shlex.join([*minimal.words, '--only', minimal.check.name])}"
+    words = [*minimal.words, "--only", minimal.check.name]
+    words += ["--mesh", ",".join(f"{a}={size}" for a, size in minimal.meshes[0].items())] if minimal.meshes else []
+    words += ["--seed", str(minimal.check.seed)] if minimal.check.seed else []
+    return f"axlearn prove {shlex.join(words)}"

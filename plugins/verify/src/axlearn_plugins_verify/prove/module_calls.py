@@ -9,6 +9,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import attrs
@@ -26,6 +27,28 @@ REPEATED = "#"
 
 Select = Callable[[np.ndarray], np.ndarray | None]
 """Selects the values of a record that another run also computes. Returns None to leave the record out."""
+
+_located: ContextVar[bool] = ContextVar("located", default=True)
+
+
+@contextlib.contextmanager
+def without_location() -> Iterator[None]:
+    """Let checks only say whether a property holds. To find the first layer that differs takes most of the time of a failure."""
+    token = _located.set(False)
+    try:
+        yield
+    finally:
+        _located.reset(token)
+
+
+def is_located() -> bool:
+    """Return whether a check that fails should name the first layer that differs."""
+    return _located.get()
+
+
+def unlocated(error: float) -> Difference:
+    """Return the difference of a check that does not name a layer."""
+    return Difference(layer="", tensor="result", error=error)
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -1,20 +1,24 @@
 """Prove a config: shrink it, check each property, and minimize what fails."""
 
+import contextlib
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import jax
 
 from axlearn_core.compose.devices import configure_devices
+from axlearn_core.contracts.mesh import MESH_AXES
+from axlearn_core.contracts.target import Target
 from axlearn_core.errors import AxlearnError, RequestError, counted, unknown
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import Resolved, resolve
 from axlearn_core.plugins.targets import find_machine
 from axlearn_core.train.trainer import Trainer
-from axlearn_plugins_verify.prove import minimize
+from axlearn_plugins_verify.prove import minimize, module_calls
 from axlearn_plugins_verify.prove.case import Case
 from axlearn_plugins_verify.prove.contract import Outcome, Property
 from axlearn_plugins_verify.prove.shrink import Shrunk, shrink
@@ -23,6 +27,8 @@ DEVICES = 8
 """Number of virtual CPU devices."""
 SEEDS = 2
 """Number of seeds for weights and batches."""
+MESH = "mesh"
+"""Name of the property that compares meshes."""
 HOLDS, FAILS, SKIPPED, NOT_RUN = "holds", "FAILS", "skipped", "not run"
 
 
@@ -81,6 +87,12 @@ class Proof:
         passed = sum(check.status == HOLDS for check in self.checks)
         return f"Proof({self.title}, {counted(passed, 'check')} passed, {len(self.failures)} failed)"
 
+    def _repr_html_(self) -> str:
+        """Return the checks and the first failure, for notebooks."""
+        from axlearn_plugins_verify.prove.proof_report import fragment
+
+        return fragment(self)
+
 
 def properties() -> dict[str, Property]:
     """Return the installed properties by name.
@@ -111,6 +123,7 @@ def prove(
     minutes: float = 5.0,
     seed: int = 0,
     seeds: int = SEEDS,
+    mesh: Mapping[str, int] | None = None,
     progress: Callable[[Check], None] = lambda check: None,
     **options: Any,
 ) -> Proof:
@@ -125,6 +138,7 @@ def prove(
         minutes: Time limit. Checks that would begin later are reported as not run.
         seed: First seed of the weights and batches.
         seeds: Number of seeds.
+        mesh: Shape of the only mesh to check, such as `{"data": 2}` (default: meshes that together have every axis).
         progress: Called after each check.
         options: Arguments of `Request.from_arguments`, if `request` is not a `Request`.
 
@@ -140,7 +154,10 @@ def prove(
     configure_devices(find_machine(f"cpu-{DEVICES}"))
     resolved = resolve_trainer(request)
     shrunk = shrink(resolved.config, len(jax.devices()))
-    first = Case(shrunk.config, original=resolved.config, meshes=shrunk.meshes, seed=seed)
+    shrunk = shrunk if mesh is None else attrs.evolve(shrunk, meshes=(checked_mesh(mesh),))
+    first = Case(
+        shrunk.config, original=resolved.config, meshes=shrunk.meshes, seed=seed, target=requested_target(resolved)
+    )
     deadline = begun + 60 * minutes
     checks: list[Check] = []
     for case in (first if n == 0 else first.with_seed(seed + n) for n in range(seeds)):
@@ -157,9 +174,15 @@ def prove(
             checks.append(check)
             progress(check)
     failed = next((c for c in checks if c.status == FAILS), None)
-    minimal = failed and minimize.minimize(
-        request, resolved, lambda other: _still_fails(other, failed, chosen[failed.name]), deadline=deadline + 60
-    )
+    minimal = None
+    if failed is not None:
+
+        def still_fails(other: Resolved, meshes: minimize.Meshes, located: bool) -> Check | None:
+            with contextlib.nullcontext() if located else module_calls.without_location():
+                return _still_fails(other, meshes or (shrunk.meshes if mesh else ()), failed, chosen[failed.name])
+
+        meshes = shrunk.meshes if failed.name == MESH else ()
+        minimal = minimize.minimize(request, resolved, still_fails, deadline=deadline + 60, meshes=meshes)
     return Proof(
         title=" with ".join(filter(None, [resolved.title, ", ".join(name for name, _ in resolved.features)])),
         checks=tuple(checks),
@@ -214,12 +237,40 @@ def _holds_so_far(checks: Iterable[Check], name: str) -> bool:
     return all(check.status == HOLDS for check in checks if check.name == name)
 
 
-def _still_fails(config: Any, failed: Check, part: Property) -> Check | None:
-    """Return the check of another config if the property fails there, too."""
-    shrunk = shrink(config, len(jax.devices()))
-    check = check_property(
-        failed.name, part, Case(shrunk.config, original=config, meshes=shrunk.meshes, seed=failed.seed)
+def checked_mesh(shape: Mapping[str, int]) -> Mapping[str, int]:
+    """Return the shape of a mesh if the devices are enough.
+
+    Raises:
+        RequestError: If an axis is unknown, or if the mesh is too large.
+    """
+    for axis in shape:
+        if axis not in MESH_AXES:
+            raise unknown("mesh axis", axis, MESH_AXES)
+    if not 1 < math.prod(shape.values()) <= len(jax.devices()):
+        raise RequestError(
+            f"--mesh: a proof has {len(jax.devices())} virtual devices\n"
+            f"    got: {', '.join(f'{axis}={size}' for axis, size in shape.items())}\n"
+            f"    expected: sizes with a product of 2 to {len(jax.devices())}\n    fix: --mesh {next(iter(shape))}=2"
+        )
+    return shape
+
+
+def requested_target(resolved: Resolved) -> Target | None:
+    """Return the hardware that a request names, or None."""
+    return resolved.machine.target if resolved.machine else None
+
+
+def _still_fails(other: Resolved, meshes: minimize.Meshes, failed: Check, part: Property) -> Check | None:
+    """Return the check of another request if the property fails there, too."""
+    shrunk = shrink(other.config, len(jax.devices()))
+    case = Case(
+        shrunk.config,
+        original=other.config,
+        meshes=meshes or shrunk.meshes,
+        seed=failed.seed,
+        target=requested_target(other),
     )
+    check = check_property(failed.name, part, case)
     # Another error is another problem.
     same = (check.outcome is None) == (failed.outcome is None)
     return check if check.status == FAILS and same else None

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import click
 
+from axlearn_core.config import html
 from axlearn_plugins_tools.reporting.page import html_page
 from axlearn_plugins_verify.prove import minimize
 from axlearn_plugins_verify.prove.proof import FAILS, HOLDS, NOT_RUN, SKIPPED, Check, Proof
@@ -28,8 +29,11 @@ def line(check: Check, width: int = 0) -> str:
     """
     status = click.style(check.status.ljust(len(SKIPPED)), fg=COLORS[check.status])
     seed = f"  seed {check.seed}" if check.seed else ""
-    facts = _facts(check) if check.outcome else check.reason.splitlines()[0]
-    return f"{check.name.ljust(width)}  {status}  {check.seconds:5.1f} s  {facts}{seed}".rstrip()
+    return f"{check.name.ljust(width)}  {status}  {check.seconds:5.1f} s  {_details(check)}{seed}".rstrip()
+
+
+def _details(check: Check) -> str:
+    return _facts(check) if check.outcome else next(iter(check.reason.splitlines()), "")
 
 
 def _facts(check: Check) -> str:
@@ -90,6 +94,8 @@ def as_json(proof: Proof) -> dict[str, Any]:
         "minimal": minimal
         and {
             "command": minimize.command(minimal),
+            "features": list(minimal.features),
+            "meshes": [dict(shape) for shape in minimal.meshes],
             "removed": list(minimal.removed),
             "complete": minimal.complete,
             "check": _check_json(minimal.check),
@@ -113,6 +119,21 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(v) for v in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def fragment(proof: Proof) -> str:
+    """Return the checks and the first failure as HTML for notebooks."""
+    lines = [text for check in proof.failures[:1] for text in _failure(proof, check)]
+    rows = [
+        [html.text(c.name), html.tag("span", c.status, "removed" if c.status == FAILS else ""), html.text(_details(c))]
+        for c in proof.checks
+    ]
+    parts = [
+        html.tag("b", html.text(summary(proof).splitlines()[-1]), "" if proof.holds else "removed"),
+        html.tag("pre", html.text("\n".join(lines).strip())) if lines else "",
+        html.fold("checks", html.table(rows, ("property", "result", "details")), is_open=not lines),
+    ]
+    return html.fragment("".join(parts))
 
 
 def page(proof: Proof) -> str:

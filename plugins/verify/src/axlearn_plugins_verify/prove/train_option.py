@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from axlearn_core.contracts.options import CommandOption
-from axlearn_core.errors import RequestError
+from axlearn_core.errors import RequestError, WorkError
 from axlearn_core.plugins.request import Request
 
 MINUTES = 2
@@ -15,7 +15,9 @@ def _prove(_: bool, request: Request) -> Request:
     command = [sys.executable, "-m", "axlearn_core", "prove", *request.words, "--minutes", str(MINUTES)]
     result = subprocess.run(command, stdout=sys.stderr, check=False)
     if result.returncode:
-        raise RequestError(
+        # A property that does not hold is not a wrong request, so the exit code is that of the proof.
+        error = WorkError if result.returncode == 1 else RequestError
+        raise error(
             "--prove: the config was not proven, so nothing was trained; see above\n"
             "    fix: correct the config, or train without --prove"
         )

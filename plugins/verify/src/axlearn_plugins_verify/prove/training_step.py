@@ -13,6 +13,7 @@ from axlearn_core.kernels.selection import Selection
 from axlearn_core.learn import without_state
 from axlearn_plugins_verify.prove import module_calls
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
+from axlearn_plugins_verify.prove.double_precision import as_double
 from axlearn_plugins_verify.prove.forward import EPSILON, Select, compute_dtype, perturbed
 
 FLOOR = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 1e-2, "float16": 5e-3}
@@ -67,7 +68,7 @@ class Step:
             functions[self.kernels] = self.program.compile_trial(self.compute, kernels=self.kernels)
         weights = self._placed(ModelWeights(perturbed(self.weights.params, perturb, seed), self.weights.variables))
         loss, gradients = jax.device_get(
-            functions[self.kernels](weights.params, weights.variables, self.program.put(self.batch))
+            functions[self.kernels](weights.params, weights.variables, self.program.put(as_double(self.batch)))
         )
         return Gradient(float(loss), {p: np.asarray(g, np.float64) for p, g in gradients.items()})
 
@@ -88,7 +89,7 @@ class Step:
         run = self.program.compile_trial(self.program.function("loss").call, kernels=self.kernels)
         model = self.program.functional.describe()
         (_, scalars), records = module_calls.record_calls(
-            model, run, self._placed(self.weights), self.program.put(self.batch)
+            model, run, self._placed(self.weights), self.program.put(as_double(self.batch))
         )
         return {name: float(value) for name, value in scalars.items()}, records
 
@@ -122,6 +123,9 @@ def compare_steps(one: Step, other: Step, *, compared: str, gradients: bool = Tr
         return Outcome(
             error=scalar if near else worst, tolerance=loss_tolerance if near else tolerance, compared=compared
         )
+    if not module_calls.is_located():
+        error, limit = (scalar, loss_tolerance) if scalar > loss_tolerance else (worst, tolerance)
+        return Outcome(error=error, tolerance=limit, compared=compared, difference=module_calls.unlocated(error))
     (scalars, records), (other_scalars, other_records) = one.trace(), other.trace()
     difference = module_calls.first_difference(
         records, other_records, tolerance, one.select_record, other.select_record

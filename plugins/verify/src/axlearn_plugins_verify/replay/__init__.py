@@ -6,7 +6,7 @@ print(result.identical, result.bisection)
 
 from typing import TYPE_CHECKING
 
-from axlearn_core.compat import lazy_names
+from axlearn_core.compat import lazy_names, make_callable
 
 if TYPE_CHECKING:
     from axlearn_plugins_verify.replay.step_replay import Replay, replay
@@ -15,3 +15,4 @@ __all__ = ["Replay", "replay"]
 
 _MODULES = {"Replay": "step_replay", "replay": "step_replay"}
 __getattr__ = lazy_names(__name__, _MODULES)
+make_callable(__name__)

@@ -8,17 +8,15 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.checkpoint import ShardedCheckpointer
 from axlearn_core.checkpoint.base import StorageCheckpointer
-from axlearn_core.config import Node
 from axlearn_core.contracts.capabilities import LoadsInitialWeights
 from axlearn_core.errors import CheckpointError, RequestError, counted
 from axlearn_core.run import Run
 from axlearn_core.run.checkpoints import open_checkpoint
 from axlearn_core.run.record import LOCK, get_origin, parse_lock
-from axlearn_core.run.stored_config import CHECKPOINTS
 from axlearn_core.train.loop import TrainLoop
 from axlearn_core.train.trainer import Trainer
+from axlearn_plugins_tools.reporting.step_runner import open_checkpoints, read_checkpoint, unwrap_loop
 
 NOT_COMPARED = ("step", "elapsed_seconds", "step_seconds", "tokens_per_second", "mfu", "nonfinite")
 """Values of a record that measure time, or that describe the record."""
@@ -55,7 +53,7 @@ class History:
                 "    expected: a Trainer.Config\n    fix: use the directory that `axlearn train` printed"
             )
         check_loop(config)
-        return cls(run, config, _open_checkpointer(run, config.checkpointer))
+        return cls(run, config, open_checkpoints(run, config.checkpointer))
 
     def close(self) -> None:
         """Release the checkpointer."""
@@ -147,32 +145,18 @@ class History:
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """Read the state and `extra` of a checkpoint, without changing anything in storage."""
-        if isinstance(self.checkpointer, StorageCheckpointer):
-            # A subclass may prepare to continue the run in its own `restore`.
-            return StorageCheckpointer.restore(self.checkpointer, step, like)
-        return self.checkpointer.restore(step, like)
+        return read_checkpoint(self.checkpointer, step, like)
 
 
 def check_loop(config: Any) -> None:
     """Raise `RequestError` if the loop of a run does not take the steps of `TrainLoop`."""
-    loop: Any = config.loop
-    if isinstance(loop, LoadsInitialWeights):
-        loop = loop.without_initial_weights()
+    loop, _ = unwrap_loop(config.loop)
     if not isinstance(loop, TrainLoop.Config):
         raise RequestError(
             "loop: the steps of this loop cannot be replayed\n"
             f"    got: {type(loop).__qualname__}\n    expected: train-loop, which computes each step from the state and one batch\n"
             "    fix: replay a run with the default loop"
         )
-
-
-def _open_checkpointer(run: Run, cfg: Node[Any]) -> Any:
-    """Build a checkpointer that only reads. A tier on local disks is left alone."""
-    if not isinstance(cfg, StorageCheckpointer.Config):
-        return cfg.build(directory=Path(run.uri) / CHECKPOINTS)
-    if isinstance(cfg, ShardedCheckpointer.Config):
-        cfg = ShardedCheckpointer.Config(every_steps=cfg.every_steps)
-    return attrs.evolve(cfg, uri=None).build(directory=run.checkpoints.name)
 
 
 def same_scalar(one: float, other: float) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 
+from axlearn_core.config import html
 from axlearn_core.errors import counted
 from axlearn_plugins_verify.replay.documents import Document
 from axlearn_plugins_verify.replay.findings import GREW, name_tensor
@@ -67,17 +68,30 @@ def as_json(result: Replay) -> dict[str, Any]:
 
 def page(result: Replay) -> str:
     """Return the result as a self-contained HTML page."""
-    from axlearn_plugins_tools.reporting.charts import text as escape
     from axlearn_plugins_tools.reporting.page import html_page
 
+    return html_page(_title(result), "", "", _sections(result))
+
+
+def fragment(result: Replay) -> str:
+    """Return the result for a notebook, with sections that fold."""
+    parts = (html.fold(name, content, is_open=i == 0) for i, (name, content) in enumerate(_sections(result)))
+    return html.fragment(html.tag("b", html.text(_title(result))) + "".join(parts))
+
+
+def _title(result: Replay) -> str:
+    return f"Step {result.step:,} of {result.run}"
+
+
+def _sections(result: Replay) -> list[tuple[str, str]]:
+    """Return the heading and the HTML of each section."""
     sections = [
         ("Result", [*_verdict(result), *result.changes, _scalars("scalars", result.scalars), *_features(result)]),
         ("What went wrong", [*_located(result), *_bisection(result)]),
         (f"Compared with {result.shadow}", _shadow(result)),
         ("Probes", _probes(result)),
     ]
-    pages = [(name, f"<pre>{escape(chr(10).join(lines))}</pre>") for name, lines in sections if lines]
-    return html_page(f"Step {result.step:,} of {result.run}", "", "", pages)
+    return [(name, html.tag("pre", html.text("\n".join(lines)))) for name, lines in sections if lines]
 
 
 def _verdict(result: Replay) -> list[str]:

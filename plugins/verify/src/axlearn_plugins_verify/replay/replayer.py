@@ -6,45 +6,17 @@ from typing import Any
 
 import attrs
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from axlearn_core.checkpoint.base import WEIGHTS_ONLY
 from axlearn_core.compat import has_jax_started
 from axlearn_core.compose import Program, compose
 from axlearn_core.compose.devices import configure_devices, detect
-from axlearn_core.contracts.capabilities import DescribesPosition, vocabulary_size
 from axlearn_core.errors import ConfigError, InputError, RequestError, nearest
 from axlearn_core.learn.paths import flatten
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.plugins.targets import find_machine
-from axlearn_core.train.data_facts import plain_facts
-from axlearn_core.train.objective import FrozenWeights
+from axlearn_plugins_tools.reporting.step_runner import ComputedStep, StepRunner
 from axlearn_plugins_verify.replay import drift
 from axlearn_plugins_verify.replay.history import History
-
-HostBatch = Mapping[str, np.ndarray]
-
-
-@attrs.frozen(kw_only=True, eq=False, repr=False)
-class Step:
-    """A step that was computed again.
-
-    Attributes:
-        number: Number of the step, from 1.
-        batch: Batch on the host.
-        scalars: Scalars of the step.
-        state: State after the step.
-        before: State before the step. None unless it was kept.
-        position: Position of the batch in the data. Its `str` is for messages.
-    """
-
-    number: int
-    batch: HostBatch
-    scalars: Mapping[str, float]
-    state: Any
-    before: Any = None
-    position: Any = ""
 
 
 @attrs.frozen(kw_only=True, eq=False, repr=False)
@@ -53,19 +25,28 @@ class Replayer:
 
     Attributes:
         history: The run.
-        program: The program that computed the step.
-        batches: The data, at the position of `start`.
-        state: State after `start` steps.
-        start: Step of the restored checkpoint, or 0 for the initial state.
+        runner: The program, the state, and the data at the position of the first step.
         changes: What changed since the run computed the step.
     """
 
     history: History
-    program: Program
-    batches: Any
-    state: Any
-    start: int
+    runner: StepRunner
     changes: Sequence[str]
+
+    @property
+    def program(self) -> Program:
+        """The program that computed the step."""
+        return self.runner.program
+
+    @property
+    def batches(self) -> Any:
+        """The data, after the batches of the computed steps."""
+        return self.runner.batches
+
+    @property
+    def start(self) -> int:
+        """Step of the restored checkpoint, or 0 for the initial state."""
+        return self.runner.start
 
     @classmethod
     def open(
@@ -92,47 +73,27 @@ class Replayer:
         program = _compose(config, lock, allow_drift=allow_drift)
         changes += drift.version_drift(lock, program)
         try:
-            source = config.build_input(config.input, vocabulary_size(program.functional.describe()))
+            runner = StepRunner.open(program, history.checkpointer, start, closing)
         except InputError as error:
             raise InputError(
                 f"step {step:,} of {uri} cannot be replayed, because its data cannot be read\n{error}"
             ) from error
-        batches = source.train()
-        closing.callback(batches.close)
-        facts = plain_facts(source.describe())
-        state, extra = _restore(history, program, start, config.seed)
-        recorded = (extra.get("facts") if start else None) or lock.get("data") or {}
-        changes += drift.data_drift(uri, recorded, facts)
+        changes += drift.data_drift(uri, runner.recorded_facts(lock), runner.facts)
         drift.check_drift(uri, step, changes, allow_drift=allow_drift)
-        if "data" in extra:
-            batches.set_state(extra["data"])
+        runner.position_data()
+        batches = runner.batches
         if lock.get("hlo_fingerprint"):
             position = batches.get_state()
             changes += drift.step_drift(lock, program, program.put(next(batches)))
             batches.set_state(position)
             drift.check_drift(uri, step, changes, allow_drift=allow_drift)
-        return cls(history=history, program=program, batches=batches, state=state, start=start, changes=tuple(changes))
+        return cls(history=history, runner=runner, changes=tuple(changes))
 
-    def run(self, last: int, *, keep: bool = False) -> Iterator[Step]:
-        """Compute the steps after `start`, up to and including `last`.
-
-        Args:
-            last: Last step.
-            keep: Keep a copy of the state before the last step. It needs the memory of a second state.
-        """
-        state = self.state
-        for number in range(self.start + 1, last + 1):
-            batch = next(self.batches)
-            position = self._position(number)
-            before = jax.tree.map(jnp.copy, state) if keep and number == last else None
-            state, scalars = self.program.train_step(state, self.program.put(batch))
-            values = {name: float(np.asarray(value)) for name, value in scalars.items()}
-            yield Step(number=number, batch=batch, scalars=values, state=state, before=before, position=position)
-
-    def _position(self, number: int) -> Any:
-        if isinstance(self.batches, DescribesPosition):
-            return self.batches.describe_position()
-        return f"number {number} in the stream"
+    def run(self, last: int, *, keep: bool = False) -> Iterator[ComputedStep]:
+        """Compute the steps after `start`; see `StepRunner.run`."""
+        for step in self.runner.run(last, keep=keep):
+            position = f"number {step.number} in the stream" if step.position is None else step.position
+            yield attrs.evolve(step, position=position)
 
 
 def prepare_devices(lock: Mapping[str, Any]) -> None:
@@ -175,15 +136,3 @@ def _compose(config: Any, lock: Mapping[str, Any], *, allow_drift: bool) -> Prog
         if not allow_drift or lock.get("devices") == f"{len(jax.devices())} x {device}":
             raise
         return compose(attrs.evolve(config, mesh=attrs.evolve(config.mesh, shape={})), machine=machine)
-
-
-def _restore(history: History, program: Program, start: int, seed: int) -> tuple[Any, dict[str, Any]]:
-    """Return the state after `start` steps, and `extra` of its checkpoint."""
-    if not start:
-        frozen = FrozenWeights.open(program)
-        return frozen.load(program.init(seed)), {}
-    state, extra = history.restore(start, program.state)
-    if extra.get(WEIGHTS_ONLY):
-        frozen = FrozenWeights.open(program)
-        state = frozen.load(program.begin(seed, state))
-    return state, extra

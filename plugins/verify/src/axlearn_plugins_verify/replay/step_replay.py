@@ -15,6 +15,7 @@ from axlearn_core.config import matches
 from axlearn_core.contracts.capabilities import LocatesDocuments
 from axlearn_core.errors import RequestError, nearest
 from axlearn_core.nn.layer import DTYPES
+from axlearn_plugins_tools.reporting.step_runner import ComputedStep, HostBatch
 from axlearn_plugins_verify.replay import findings
 from axlearn_plugins_verify.replay.differences import (
     ArrayDifference,
@@ -27,7 +28,7 @@ from axlearn_plugins_verify.replay.documents import Document, list_documents
 from axlearn_plugins_verify.replay.findings import Divergence, Finding
 from axlearn_plugins_verify.replay.history import History
 from axlearn_plugins_verify.replay.probes import Statistics
-from axlearn_plugins_verify.replay.replayer import HostBatch, Replayer, Step, change_program
+from axlearn_plugins_verify.replay.replayer import Replayer, change_program
 from axlearn_plugins_verify.replay.workbench import Measure, Workbench
 
 NAMED = 16
@@ -36,7 +37,7 @@ NAMED = 16
 Progress = Callable[[str], None]
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(kw_only=True, eq=False, repr=False)
 class Replay:
     """A step that was computed again.
 
@@ -95,6 +96,16 @@ class Replay:
     def divergence(self) -> Divergence | None:
         """First tensor at which the shadow execution diverges."""
         return findings.first_divergence(self.divergences)
+
+    def __repr__(self) -> str:
+        verdict = {None: "nothing to compare", True: "bit-identical", False: "not bit-identical"}[self.identical]
+        return f"Replay(step {self.step:,} of {self.run}, {verdict})"
+
+    def _repr_html_(self) -> str:
+        """Return the sections of the result, for notebooks."""
+        from axlearn_plugins_verify.replay.replay_report import fragment
+
+        return fragment(self)
 
     def __str__(self) -> str:
         from axlearn_plugins_verify.replay.replay_report import text
@@ -165,12 +176,12 @@ def replay(
         return inspection.name_sources(inspection.bisect(result, max_reruns) if bisect else result)
 
 
-def _compare(history: History, replayer: Replayer, step: int) -> tuple[Replay, Step, HostBatch | None]:
+def _compare(history: History, replayer: Replayer, step: int) -> tuple[Replay, ComputedStep, HostBatch | None]:
     """Compute the steps up to `step` and compare them. Return the result, the last step, and the batch before its batch."""
     scalars: list[ScalarDifference] = []
     compared: dict[int, int] = {}
     previous: HostBatch | None = None
-    target: Step | None = None
+    target: ComputedStep | None = None
     for current in replayer.run(step, keep=True):
         previous, target = None if target is None else target.batch, current
         recorded = history.scalars.get(current.number, {})
@@ -211,7 +222,7 @@ class _Inspection:
     """
 
     bench: Workbench
-    step: Step
+    step: ComputedStep
     usual: HostBatch
     progress: Progress
 

@@ -18,9 +18,9 @@ from axlearn_core.config.tree import walk
 from axlearn_core.learn import Learner
 from axlearn_core.learn.learner import global_norm
 from axlearn_core.train.step import TrainingFunctions
+from axlearn_plugins_tools.reporting.step_runner import HostBatch
 from axlearn_plugins_verify.prove.module_calls import patched
 from axlearn_plugins_verify.replay.probes import ProbeRecorder, Statistics, What, measure_parameters
-from axlearn_plugins_verify.replay.replayer import HostBatch
 
 _LAYERS = "layers"
 
