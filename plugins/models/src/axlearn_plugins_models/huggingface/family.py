@@ -110,12 +110,16 @@ class Key:
         return self.values[value]
 
     def theirs(self, config: Any) -> Any:
-        """Return the value for `config.json`."""
+        """Return the value for `config.json`. It is None for a node that JSON cannot describe, such as alternating layers."""
         value = get(config, self.places[0])
-        if self.values is None:
-            return None if value is None else self.write(value)
-        keys = {k: v for k, v in self.values.items() if v == value or (isinstance(v, dict) and isinstance(value, Node))}
-        return next(iter(keys), value)
+        if self.values is not None:
+            keys = {
+                k: v for k, v in self.values.items() if v == value or (isinstance(v, dict) and isinstance(value, Node))
+            }
+            value = next(iter(keys), value)
+        elif value is not None:
+            value = self.write(value)
+        return None if isinstance(value, Node) else value
 
 
 class Family(Configurable):

@@ -1,14 +1,16 @@
 """Logits of language models for every token, and how much rounding alone moves them."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from axlearn_core.compose import ModelWeights, Program
+from axlearn_core.compose.flops import inner_jaxprs
 from axlearn_core.config import find, patch
 from axlearn_core.config.roles import CompetingTokensRole
 from axlearn_core.config.tree import children
@@ -108,6 +110,27 @@ def compute_logits(program: Program, weights: ModelWeights, rows: Rows) -> np.nd
     return np.asarray(run(weights, dict(rows)), np.float64)
 
 
+def product_rounding(program: Program, rows: Rows) -> float:
+    """Return the relative rounding of the operands of the forward pass's products in 8 bits, or 0 if there are none."""
+    with program.tracing("train"):
+        traced = jax.make_jaxpr(forward(program))(program.weights_spec, dict(rows))
+    dtypes = {x.aval.dtype for product in _products(traced.jaxpr) for x in product.invars if x.aval.dtype.itemsize == 1}
+    return max((storage_rounding(dtype) for dtype in dtypes), default=0.0)
+
+
+def storage_rounding(dtype: Any) -> float:
+    """Return the relative rounding of numbers that are stored in 8 bits."""
+    return 1 / 127 if dtype == "int8" else float(jnp.finfo(dtype).eps)
+
+
+def _products(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation
+        for inner in inner_jaxprs(equation):
+            yield from _products(inner)
+
+
 def compute_dtype(config: Any) -> str:
     """Return the dtype that a model computes in."""
     fields = children(config.model)
@@ -136,12 +159,21 @@ def check_precisely(case: Any, check: Callable[[Any], Outcome]) -> Outcome:
     return repeat_if_doubtful(case, single, precise, check)
 
 
-def logits_tolerance(case: Any, program: Program, rows: Rows) -> float:
-    """Return the largest relative error of a token's logits that rounding explains."""
+def logits_tolerance(case: Any, program: Program, rows: Rows, epsilon: float = 0.0) -> float:
+    """Return the largest relative error of a token's logits that rounding explains.
+
+    Args:
+        case: The case, which has the weights.
+        program: Program of the config.
+        rows: Rows to compute.
+        epsilon: Relative size of the rounding, if it is larger than that of the dtype.
+    """
     dtype = compute_dtype(program.config)
     weights = model_weights(case, program)
     exact = compute_logits(program, weights, rows)
-    moved = compute_logits(program, ModelWeights(perturbed(weights.params, EPSILON[dtype]), weights.variables), rows)
+    moved = compute_logits(
+        program, ModelWeights(perturbed(weights.params, max(epsilon, EPSILON[dtype])), weights.variables), rows
+    )
     return max(FLOOR[dtype], 4 * float(token_errors(exact, moved).max()))
 
 
