@@ -28,12 +28,16 @@ def normal(*shape, dtype="float32"):
     return jnp.asarray(RNG.standard_normal(shape, np.float32), dtype)
 
 
-def _attend(kernel, query, key, value, mask, op=AttentionOp, **options):
-    return op(query, key, value, mask=mask, scale=0.3, **options).run(kernel)
+def _attend(kernel, query, key, value, mask, sinks=None, op=AttentionOp, **options):
+    return op(query, key, value, mask=mask, sinks=sinks, scale=0.3, **options).run(kernel)
 
 
-def _attention(name, mask, *, q=256, k=256, heads=4, groups=2, size=8, dtype="float32", **options):
+SINKS = jnp.asarray([3.0, -1.0, 0.5, 2.0], jnp.float32)
+
+
+def _attention(name, mask, *, q=256, k=256, heads=4, groups=2, size=8, dtype="float32", sinks=None, **options):
     operands = (normal(2, q, heads, size, dtype=dtype), *(normal(2, k, groups, size, dtype=dtype) for _ in "kv"), mask)
+    operands = (*operands, sinks) if sinks is not None else operands
     return Case(
         name=f"{name}-{q}x{k}-{heads}of{groups}-{dtype}",
         run=functools.partial(_attend, **options),
@@ -57,6 +61,8 @@ def _attentions():
     yield _attention("full", Full(), q=128, k=256)
     slots = {"query_slots": jnp.asarray([[200]]), "key_slots": jnp.arange(256)[None]}
     yield _attention("decoding", Causal(), q=1, **slots)
+    yield _attention("sinks", window, sinks=SINKS)
+    yield _attention("sinks-decoding", Causal(), q=1, sinks=SINKS, **slots)
 
 
 def _invariant_attentions():
@@ -65,6 +71,7 @@ def _invariant_attentions():
         ("causal", Causal(), {"size": 8}),
         ("window", Causal() & SlidingWindow(100), {"size": 32, "softcap": 2.0}),
         ("alibi", Causal(), {"size": 16, "bias": LinearBias((0.5, 0.25, 0.125, 0.0625))}),
+        ("sinks", Causal(), {"size": 16, "sinks": SINKS}),
     ):
         yield _attention(name, mask, op=InvariantAttentionOp, **more)
 
@@ -198,6 +205,8 @@ def _pages():
     yield paged("split-bfloat16", **split, dtype="bfloat16")
     yield paged("split-wide", **split, window=20, softcap=2.0, size=32, heads_first=True)
     yield paged("split-wide", **split, size=32, heads=6, dtype="bfloat16", heads_first=True)
+    yield paged("sinks", new=[1, 12, 1], lengths=[40, 20, 1], window=6, sinks=SINKS)
+    yield paged("split-sinks", **split, sinks=SINKS, size=16, heads_first=True)
     yield paged("split-finite", **split, size=32, finite=True)
     yield paged("split-finite-window", **split, size=16, window=6, softcap=2.0, dtype="bfloat16", finite=True)
     yield paged("split-singles", new=[1, 1, 1], lengths=[70, 1, 8], tokens=1, split=Split(4, 1), value_size=6, groups=1)
@@ -210,6 +219,7 @@ def _invariant_pages():
         ("split", {"size": 16}),
         ("split-window", {"size": 32, "window": 6, "softcap": 2.0}),
         ("split-bias", {"size": 16, "bias": LinearBias((0.5, 0.25, 0.125, 0.0625))}),
+        ("split-sinks", {"size": 16, "sinks": SINKS}),
     ):
         yield paged(name, op=InvariantPagedAttentionOp, **split, **more)
 

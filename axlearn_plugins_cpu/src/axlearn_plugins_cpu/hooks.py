@@ -17,7 +17,12 @@ def axlearn_kernels() -> list[KernelImplementation]:
     """Return the kernels for paged attention and for batch-invariant attention over rows and pages."""
     return [
         KernelImplementation(
-            name="native", op=op, load=f"axlearn_plugins_cpu.kernels.{place}", priority=20, platforms=("cpu",)
+            name="native",
+            op=op,
+            load=f"axlearn_plugins_cpu.kernels.{place}",
+            priority=20,
+            platforms=("cpu",),
+            extras=("sinks",),
         )
         for op, place in _KERNELS.items()
     ]

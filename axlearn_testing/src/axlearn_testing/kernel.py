@@ -20,7 +20,6 @@ from axlearn_core.errors import RequestError
 from axlearn_core.kernels import selection
 from axlearn_core.kernels.op import Op
 from axlearn_core.nn.sharding import logical_rules
-from axlearn_core.plugins.targets import load
 from axlearn_testing.common import assert_close, compile_fast, is_float, leaves_by_path, need_devices
 
 
@@ -181,12 +180,12 @@ class KernelSuite:
 
     def _refusal(self, case: Case, implementation: KernelImplementation) -> str | None:
         """Return why the kernel does not support the case, or None if it does."""
-        kernel: Any = load(implementation.load)
         with self._only(self.find_declaration(self.baseline)) as op_selection:
             jax.eval_shape(lambda *operands: case.run(self.baseline, *operands), *case.operands)
             choices = [c for c in op_selection.choices if type(c.op) is self.op]  # an op may call others
             assert choices, f"{case.name} does not call the op {self.op.name!r}"
-            return next((reason for c in choices if (reason := kernel.supports(c.op, c.context)) is not None), None)
+            reasons = (selection.refusal(implementation, c.op, c.context) for c in choices)
+            return next((reason for reason in reasons if reason is not None), None)
 
     def _measure(self, case: Case, name: str) -> Any:
         """Return the results, and the gradients of a random weighted sum of them with respect to every float operand."""

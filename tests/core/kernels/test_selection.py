@@ -37,6 +37,18 @@ def test_selection_takes_the_highest_priority_and_keeps_the_reasons():
     assert choose(call()) is REFERENCE_KERNEL  # and it is over
 
 
+def test_a_kernel_that_does_not_declare_an_optional_operand_is_rejected():
+    sinks = call(sinks=jnp.zeros((2,)))
+    old = KernelImplementation(name="old", op=PATH, load=f"{XLA_BLOCKED.__module__}:XLA_BLOCKED", priority=99)
+    with use(Selection(platform="cpu", declared=lambda op: [*selection.installed(op), old])) as program:
+        assert choose(call()) is XLA_BLOCKED
+        sinks.run()
+    assert [c.name for c in program.choices] == ["old", "xla-blocked"]
+    assert program.choices[1].rejected["old"] == "does not support sinks"
+    with use(Selection(platform="cpu")), pytest.raises(RequestError, match=r"invariant: does not support log_sum_exp"):
+        choose(call(log_sum_exp=True), "invariant")
+
+
 def test_a_choice_reads_as_in_the_locks_of_earlier_versions():
     with use(Selection(platform="cpu", target="h100", declared=lambda op: [selection.reference(op)])) as program:
         call().run()

@@ -1,126 +1,70 @@
+"""The attention layer in parts: a subclass changes one of them."""
+
+import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from axlearn_core.errors import RequestError
-from axlearn_plugins_transformer.kernels.attention import AttentionOp
-from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
+import axlearn_core as ax
+from axlearn_core.config import patch
+from axlearn_core.extend import Constant, Context, node
+from axlearn_plugins_transformer.attention import Attention
+from axlearn_plugins_transformer.paged_cache import PagedCache
 
-
-def reference(q, k, v, visible, scale, softcap):
-    """By loops over rows and heads, in float64."""
-    q, k, v = (np.asarray(t, np.float64) for t in (q, k, v))
-    group = q.shape[2] // k.shape[2]
-    out = np.zeros(q.shape)
-    for b, n in np.ndindex(q.shape[0], q.shape[2]):
-        s = scale * q[b, :, n] @ k[b, :, n // group].T
-        s = softcap * np.tanh(s / softcap) if softcap else s
-        s = np.where(np.broadcast_to(visible, (q.shape[0], *visible.shape[1:]))[b], s, -np.inf)
-        w = np.exp(s - s.max(-1, keepdims=True))
-        out[b, :, n] = (w / w.sum(-1, keepdims=True)) @ v[b, :, n // group]
-    return out
+SIZES = {"model.decoder.num_layers": 2, "model.decoder.hidden_dim": 32, "model.vocab_size": 64}
 
 
-def operands(length, heads=4, kv_heads=2, size=8, dtype=jnp.float32, batch=2, keys=None):
-    shapes = [(batch, length, heads, size)] + [(batch, keys or length, kv_heads, size)] * 2
-    return [jax.random.normal(jax.random.key(i), s).astype(dtype) for i, s in enumerate(shapes)]
+class SinkAttention(Attention):
+    """Attention with a sink for each head, as in gpt-oss, and an output gate, as in Qwen3-Next."""
+
+    @node
+    class Config(Attention.Config):
+        """The settings of `Attention`."""
+
+    def __init__(self, cfg, *, rngs, precision):
+        super().__init__(cfg, rngs=rngs, precision=precision)
+        self.sinks = self.parameter(rngs, Constant(value=2.0), (cfg.num_heads,), ("heads",))
+        self.gate = self.parameter(rngs, Constant(value=0.1), (cfg.input_dim,), ("embed",))
+
+    def scores(self, query, key, value, context):
+        return attrs.evolve(super().scores(query, key, value, context), sinks=self.computed(self.sinks))
+
+    def finish(self, context_vectors, x):
+        gate = jax.nn.sigmoid(x @ self.computed(self.gate)[:, None])
+        return super().finish(context_vectors, x) * gate
 
 
-IDS = jnp.asarray(np.repeat([[1, 2, 2, 3], [1, 1, 1, 2]], 64, axis=1), jnp.int32)
-MASKS = {
-    "causal": Causal(),
-    "window": Causal() & SlidingWindow(100),
-    "segments": Causal() & Segments(IDS, IDS),
-    "window and segments": Causal() & SlidingWindow(40) & Segments(IDS, IDS),
-    "prefix": (Causal() & SlidingWindow(70)) | Prefix(jnp.asarray([30, 0], jnp.int32)),
-}
+@pytest.fixture(scope="module", params=["contiguous", "paged"])
+def model(request):
+    config = ax.resolve("quickstart", set=SIZES).config.model
+    base = config.decoder.layer.attention
+    fields = {a.name: getattr(base, a.name) for a in attrs.fields(type(base))}
+    attention = SinkAttention.Config(**fields)
+    if request.param == "paged":
+        attention = attrs.evolve(attention, kv_cache=PagedCache.Config(page_size=4))
+    config = patch(config, {"decoder.layer.attention": attention})
+    return config.build(rngs=nnx.Rngs(0))
 
 
-@pytest.mark.fast_cases(
-    "prefix-2-None", "prefix-4-None", "segments-4-None", "window and segments-4-None", "window-2-None"
-)
-@pytest.mark.parametrize(("kv_heads", "softcap"), [(1, 5.0), (2, None), (4, None)])
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_reference_is_softmax_attention(mask, kv_heads, softcap):
-    q, k, v = operands(256, kv_heads=kv_heads)
-    actual = AttentionOp(q, k, v, mask=mask, scale=0.3, softcap=softcap).run("xla")
-    expected = reference(q, k, v, np.asarray(mask.materialize((0, 256), (0, 256))), 0.3, softcap)
-    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
+def test_a_cache_gives_the_logits_of_the_whole_row(model):
+    tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 64)
+    whole, _ = model.decoder(tokens, Context())
+    cache, parts = model.init_cache(2, 12), []
+    for begin, end in ((0, 6), (6, 7), (7, 12)):
+        logits, cache = model(tokens[:, begin:end], cache=cache)
+        parts.append(logits)
+    np.testing.assert_allclose(jnp.concatenate(parts, 1), model.logits(whole), rtol=2e-4, atol=2e-4)
 
 
-BLOCKED = {k: v for k, v in MASKS.items() if k != "prefix"}  # a prefix of unknown length hides no block
-
-
-GRID = [
-    pytest.param(
-        mask,
-        heads,
-        dtype,
-        id=f"{name}-{heads}-{dtype}",
-        marks=() if (heads[1] == 1) == (dtype == "float32") else pytest.mark.slow,
-    )
-    for name, mask in BLOCKED.items()
-    for heads in ((4, 4), (4, 1))
-    for dtype in ("float32", "bfloat16")
-]
-
-
-@pytest.mark.fast_cases("causal-(4, 1)-float32")
-@pytest.mark.parametrize(("mask", "heads", "dtype"), GRID)
-def test_blocked_equals_reference_in_values_and_gradients(mask, heads, dtype):
-    args = operands(256, *heads, dtype=dtype)
-    weigh = jax.random.normal(jax.random.key(9), args[0].shape)
-
-    def total(kernel):
-        def run(q, k, v):
-            out = AttentionOp(q, k, v, mask=mask, scale=0.4, softcap=8.0).run(kernel)
-            return jnp.sum(out.astype(jnp.float32) * weigh), out
-
-        return jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True))
-
-    (_, expected), expected_grads = total("xla")(*args)
-    (_, actual), found_grads = total("xla-blocked")(*args)
-    assert actual.dtype == dtype
-    tolerance = 1e-5 if dtype == "float32" else 2e-2
-    for a, b in zip((actual, *found_grads), (expected, *expected_grads), strict=True):
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
-
-
-def test_blocked_multiplies_only_blocks_that_are_visible():
-    q, k, v = operands(512, batch=1)
-
-    def flops(mask, kernel):
-        run = jax.jit(lambda q, k, v: AttentionOp(q, k, v, mask=mask, scale=1.0).run(kernel))
-        return run.lower(q, k, v).compile().cost_analysis()["flops"]
-
-    full = flops(Causal(), "xla")
-    assert flops(Causal(), "xla-blocked") < 0.66 * full  # 10 of 16 blocks
-    assert flops(Causal() & SlidingWindow(128), "xla-blocked") < 0.48 * full  # 7 of 16
-
-
-@pytest.mark.fast_cases("4")
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_queries_at_given_slots_are_rows_of_the_whole(kv_heads):
-    q, k, v = operands(9, kv_heads=kv_heads)
-    whole = AttentionOp(q, k, v, mask=Causal(), scale=1.0).run()
-    slots = jnp.asarray([[6], [3]], jnp.int32)
-    queries = jnp.take_along_axis(q, slots[:, :, None, None], axis=1)
-    keys = jnp.arange(9, dtype=jnp.int32)[None]
-    one = AttentionOp(queries, k, v, mask=Causal(), scale=1.0, query_slots=slots, key_slots=keys).run()
-    np.testing.assert_allclose(one, jnp.take_along_axis(whole, slots[:, :, None, None], axis=1), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("length", "mask", "reason"),
-    [
-        (130, Causal(), "not a multiple of 128"),
-        (256, Full(), "does not hide any whole block"),
-        (128 * 65, Causal(), "more than 64"),
-    ],
-)
-def test_blocked_says_why_it_cannot(length, mask, reason):
-    q, k, v = (jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32) for _ in range(3))
-    with pytest.raises(RequestError, match=reason):
-        jax.eval_shape(lambda q, k, v: AttentionOp(q, k, v, mask=mask, scale=1.0).run("xla-blocked"), q, k, v)
+def test_sinks_and_the_gate_matter(model):
+    tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 64)
+    before = model.logits(model.decoder(tokens, Context())[0])
+    for part in ("sinks", "gate"):
+        changed = nnx.clone(model)
+        for _, layer in nnx.iter_modules(changed):
+            if isinstance(layer, SinkAttention):
+                getattr(layer, part).set_value(getattr(layer, part).get_value() + 1.0)
+        after = changed.logits(changed.decoder(tokens, Context())[0])
+        assert jnp.abs(after - before).max() > 1e-3, part

@@ -36,6 +36,7 @@ class KernelImplementation:
         interpreter: `"module:function"` that returns a context manager. Within it, the kernel runs on CPUs, however slowly. None
             if the kernel does not need it or has none.
         hardware_only: Why there is no interpreter, as a sentence without its subject: `runs only on NVIDIA GPUs`.
+        extras: Optional operands and results of the op that the kernel supports, such as `sinks`; see `Call.extras`.
     """
 
     name: str
@@ -47,6 +48,7 @@ class KernelImplementation:
     compiler_options: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict, hash=False)
     interpreter: str | None = None
     hardware_only: str = ""
+    extras: tuple[str, ...] = ()
 
 
 @attrs.frozen(kw_only=True)
@@ -75,6 +77,10 @@ class Call(Protocol[R_co]):
 
     def options(self) -> Mapping[str, Any]:
         """Return the hashable options that determine the kernel by name."""
+        ...
+
+    def extras(self) -> tuple[str, ...]:
+        """Return the optional operands and results of this call. Only kernels that declare them are selected."""
         ...
 
     @property

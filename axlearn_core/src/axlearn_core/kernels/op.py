@@ -38,6 +38,14 @@ class Op(Generic[R]):
         """Return the hashable options that determine the kernel, by name. Describe pytrees such as masks."""
         return {}
 
+    def extras(self) -> tuple[str, ...]:
+        """Return the names of the optional operands and results that this call uses.
+
+        The selection rejects kernels that do not declare them, so a kernel that was written before the op had an optional
+        operand never drops it. The reference supports all of them.
+        """
+        return ()
+
     def reference(self) -> R:
         """Compute the op in plain JAX. Tests compare the values and gradients of every kernel with it."""
         raise NotImplementedError

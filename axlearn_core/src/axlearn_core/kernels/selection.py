@@ -167,7 +167,7 @@ class Selection:
             else:
                 rejected[name] = f"not a kernel of {op.name}"
         for implementation in candidates:
-            kernel, reason = _consider(implementation, call, context)
+            reason = refusal(implementation, call, context)
             if reason is None:
                 choice = Choice(
                     op=call,
@@ -179,7 +179,7 @@ class Selection:
                 )
                 if choice not in self.choices:
                     self.choices.append(choice)
-                return kernel
+                return _import(implementation, op.name)
             rejected[implementation.name] = reason
         reasons = "".join(f"\n    {k}: {why}" for k, why in rejected.items()) or " no kernel is installed"
         problem = f"the {op.name} kernel {name!r} cannot do this" if name else f"no {op.name} kernel can do this"
@@ -211,11 +211,18 @@ def _names(implementations: Sequence[KernelImplementation]) -> str:
     return ", ".join(sorted(k.name for k in implementations)) or "none"
 
 
-def _consider(implementation: KernelImplementation, op: Call[Any], context: KernelContext) -> tuple[Any, str | None]:
+def refusal(implementation: KernelImplementation, op: Call[Any], context: KernelContext) -> str | None:
+    """Return why a kernel does not support a call, or None if it does.
+
+    Raises:
+        PluginError: If the kernel cannot be imported.
+    """
     if implementation.platforms and context.platform not in implementation.platforms:
-        return None, f"runs on {', '.join(implementation.platforms)}, not on {context.platform}"
-    kernel = _import(implementation, op.name)
-    return kernel, kernel.supports(op, context)
+        return f"runs on {', '.join(implementation.platforms)}, not on {context.platform}"
+    missing = [name for name in op.extras() if name not in implementation.extras]
+    if missing and implementation.name != REFERENCE:
+        return f"does not support {' and '.join(missing)}"
+    return _import(implementation, op.name).supports(op, context)
 
 
 def _import(implementation: KernelImplementation, op: str) -> Any:

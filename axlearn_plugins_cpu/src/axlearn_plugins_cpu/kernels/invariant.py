@@ -21,6 +21,7 @@ from axlearn_plugins_transformer.kernels.per_device import count_shards, per_dev
 TARGET = "axlearn_attention"
 """Name of the FFI target in exported programs."""
 QUERY, KEY = ("batch", None, "activation_heads", None), ("batch", None, "activation_kv", None)
+SINKS = ("activation_heads",)
 
 
 def _refusal(op: AttentionOp | PagedAttentionOp) -> str | None:
@@ -51,8 +52,9 @@ class _Rows:
         """Return the attention output, [B, Q, N, H]. The backward pass uses XLA's kernel."""
 
         @jax.custom_vjp
-        def run(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            return per_device(lambda *local: attend_rows(op, *local), (QUERY, KEY, KEY), QUERY)(query, key, value)
+        def run(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array) -> jax.Array:
+            axes = QUERY, KEY, KEY, SINKS if op.sinks is not None else (None,)
+            return per_device(lambda *local: attend_rows(op, *local), axes, QUERY)(query, key, value, sinks)
 
         def forward(*operands: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             return run(*operands), operands
@@ -61,22 +63,26 @@ class _Rows:
             return jax.vjp(lambda *x: _replace_operands(op, *x).reference(), *operands)[1](gradient)
 
         run.defvjp(forward, backward)
-        return run(op.query, op.key, op.value)
+        return run(op.query, op.key, op.value, library.sinks(op))
 
 
 def _replace_operands(
-    op: InvariantAttentionOp, query: jax.Array, key: jax.Array, value: jax.Array
+    op: InvariantAttentionOp, query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array
 ) -> InvariantAttentionOp:
-    options = {"mask": op.mask, "scale": op.scale, "softcap": op.softcap}
-    return InvariantAttentionOp(query, key, value, **options)
+    return attrs.evolve(op, query=query, key=key, value=value, sinks=None if op.sinks is None else sinks)
 
 
 def attend_rows(
-    op: InvariantAttentionOp, query: jax.Array, key: jax.Array, value: jax.Array, instructions: int = 0
+    op: InvariantAttentionOp,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    sinks: jax.Array,
+    instructions: int = 0,
 ) -> jax.Array:
     """Return the attention of one device's operands, [B, Q, N, H]; see `paged_attention.attend`."""
     call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(query.shape, jnp.float32), vmap_method="sequential")
-    return call(query, key, value, **library.attributes(op, instructions))
+    return call(query, key, value, sinks, **library.attributes(op, instructions))
 
 
 class _Pages:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from axlearn_core.nn.sharding import placement
@@ -24,6 +25,11 @@ else:
     """Reason why the library is unavailable, or None if it is registered."""
     instructions = _native.instructions()
     """Best instruction set of this processor: 1 for the baseline, 2 for AVX2, 3 for AVX-512; 0 without the library."""
+
+
+def sinks(op: Any) -> jax.Array:
+    """Return the sinks of an op as the handlers expect them: float32 [N], or empty if there are none."""
+    return jnp.zeros((0,), jnp.float32) if op.sinks is None else op.sinks.astype(jnp.float32)
 
 
 def attributes(op: Any, instructions: int = 0) -> dict[str, Any]:

@@ -54,7 +54,8 @@ def attend(op: PagedAttentionOp, instructions: int = 0, *, invariant: bool = Fal
     scales = jnp.zeros((0,), jnp.float32) if op.scales is None else op.scales
     split = {"singles": np.int64(op.split.singles), "chunk": np.int64(op.split.chunk), "invariant": invariant}
     call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(op.query.shape, op.query.dtype), vmap_method="sequential")
-    return call(op.query, op.pages, scales, op.table, op.lengths, **split, **library.attributes(op, instructions))
+    operands = op.query, op.pages, scales, op.table, op.lengths, library.sinks(op)
+    return call(*operands, **split, **library.attributes(op, instructions))
 
 
 NATIVE = _Native()

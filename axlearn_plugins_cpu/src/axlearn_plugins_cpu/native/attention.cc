@@ -24,7 +24,7 @@ constexpr int64_t BYTES_PER_THREAD = 1 << 17, FLOPS_PER_THREAD = 1 << 19;  // 10
 
 // One device's operands of a call; the letters are those of `PagedAttentionOp`. Shapes: queries and the result
 // [T, groups * heads, size], pages [P, 2, groups, page_size, size] (keys, then values), optional scales
-// [P, 2, groups, page_size], the table [R, most_pages], lengths [R]. The first `singles` requests have one token each, the
+// [P, 2, groups, page_size], the table [R, most_pages], lengths [R], optional sinks [groups * heads]. The first `singles` requests have one token each, the
 // others have `chunk` tokens. `invariant` makes single tokens use the code for chunks.
 template <class Q, class T>
 struct Paged {
@@ -32,6 +32,7 @@ struct Paged {
   const T* pages;
   const float* scales;
   const int32_t *table, *lengths;
+  const float* sinks;
   Q* result;
   int64_t groups, heads, size, page_size, most_pages, pages_count, singles, chunks, chunk, window;
   float scale, softcap;
@@ -51,9 +52,9 @@ struct Paged {
 };
 
 // Causal attention over the rows of a batch. Shapes: queries and the result [batch, length, groups * heads, size], keys and
-// values [batch, length, groups, size].
+// values [batch, length, groups, size], optional sinks [groups * heads].
 struct Dense {
-  const float *query, *key, *value;
+  const float *query, *key, *value, *sinks;
   float* result;
   int64_t batch, length, groups, heads, size, window;
   float scale, softcap;
@@ -129,8 +130,8 @@ ffi::Error run(ffi::ThreadPool& pool, const Call& call, int64_t devices, int64_t
 }
 
 ffi::Error paged(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer pages, ffi::Buffer<ffi::F32> scales,
-                 ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths, ffi::Result<ffi::AnyBuffer> result, float scale,
-                 int64_t window, float softcap, int64_t singles, int64_t chunk, bool invariant, int64_t devices,
+                 ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::F32> sinks,
+                 ffi::Result<ffi::AnyBuffer> result, float scale, int64_t window, float softcap, int64_t singles, int64_t chunk, bool invariant, int64_t devices,
                  int64_t instructions) {
   const auto q = query.dimensions(), p = pages.dimensions(), t = table.dimensions();
   const bool ranks = q.size() == 3 && p.size() == 5 && t.size() == 2 && lengths.dimensions().size() == 1;
@@ -139,13 +140,15 @@ ffi::Error paged(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer page
                         q[0] >= singles + (t[0] - singles) * chunk;
   const bool same = result->element_type() == query.element_type() && result->element_count() == query.element_count();
   const bool shapes = requests && same && devices > 0 && p[0] > 0 &&
-                      (scales.element_count() == 0 || scales.element_count() * p[4] == pages.element_count());
+                      (scales.element_count() == 0 || scales.element_count() * p[4] == pages.element_count()) &&
+                      (sinks.element_count() == 0 || sinks.element_count() == q[1]);
   if (!shapes) return ffi::Error::InvalidArgument("axlearn_paged_attention: the shapes of the operands do not match");
   auto with = [&](auto of_queries, auto of_pages) {
     using Q = decltype(of_queries);
     using T = decltype(of_pages);
     const Paged<Q, T> call{static_cast<const Q*>(query.untyped_data()), static_cast<const T*>(pages.untyped_data()),
                            scales.element_count() ? scales.typed_data() : nullptr, table.typed_data(), lengths.typed_data(),
+                           sinks.element_count() ? sinks.typed_data() : nullptr,
                            static_cast<Q*>(result->untyped_data()), p[2], q[1] / p[2], q[2], p[3], t[1], p[0], singles,
                            t[0] - singles, chunk, window, scale, softcap, invariant};
     return run(pool, call, devices, instructions);
@@ -166,16 +169,17 @@ ffi::Error paged(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer page
 }
 
 ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::Buffer<ffi::F32> key, ffi::Buffer<ffi::F32> value,
-                 ffi::Result<ffi::Buffer<ffi::F32>> result, float scale, int64_t window, float softcap, int64_t devices,
-                 int64_t instructions) {
+                 ffi::Buffer<ffi::F32> sinks, ffi::Result<ffi::Buffer<ffi::F32>> result, float scale, int64_t window,
+                 float softcap, int64_t devices, int64_t instructions) {
   const auto q = query.dimensions(), k = key.dimensions();
   const bool sizes = q.size() == 4 && k.size() == 4 && q[0] == k[0] && q[1] == k[1] && q[3] == k[3] && q[3] % 16 == 0 &&
                      k[2] > 0 && q[2] > 0 && q[2] % k[2] == 0;
   const auto v = value.dimensions();
   const bool alike = std::equal(k.begin(), k.end(), v.begin(), v.end()) && result->element_count() == query.element_count();
-  const bool shapes = sizes && alike && devices > 0;
+  const bool shapes = sizes && alike && devices > 0 && (sinks.element_count() == 0 || sinks.element_count() == q[2]);
   if (!shapes) return ffi::Error::InvalidArgument("axlearn_attention: the shapes of the operands do not match");
-  const Dense call{query.typed_data(), key.typed_data(), value.typed_data(), result->typed_data(),
+  const Dense call{query.typed_data(), key.typed_data(), value.typed_data(),
+                   sinks.element_count() ? sinks.typed_data() : nullptr, result->typed_data(),
                    q[0], q[1], k[2], q[2] / k[2], q[3], window, scale, softcap};
   return run(pool, call, devices, instructions);
 }
@@ -198,6 +202,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(attention, dense,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
@@ -213,6 +218,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(paged_attention, paged,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")

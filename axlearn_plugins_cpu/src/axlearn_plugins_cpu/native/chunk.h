@@ -116,8 +116,7 @@ struct Chunk {
         store(query + row * size + h, row < used ? load(call.query + at(row) + h) * call.scale : Vector{});
         store(result + row * size + h, Vector{});
       }
-      peaks[row] = LOW;
-      totals[row] = 0;
+      start(row < used ? call.sinks : nullptr, group * heads + row % heads, peaks[row], totals[row]);
       shrinks[row] = 1;
     }
     const int64_t last = std::min(end, position + tokens);

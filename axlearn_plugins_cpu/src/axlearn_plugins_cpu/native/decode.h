@@ -75,7 +75,7 @@ struct Decode {
       store(result + at, Vector{});
     }
     float peaks[HEADS], totals[HEADS] = {};
-    for (int i = 0; i < HEADS; ++i) peaks[i] = LOW;
+    for (int i = 0; i < HEADS; ++i) start(call.sinks, group * call.heads + head + i, peaks[i], totals[i]);
     for (int64_t begin = visible; begin < length; begin += BLOCK) {
       const int64_t end = std::min<int64_t>(length, begin + BLOCK);
       scores<HEADS>(query, begin, end, weights);

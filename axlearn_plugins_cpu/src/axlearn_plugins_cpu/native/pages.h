@@ -51,6 +51,12 @@ TARGET static inline void cap(float* scores, int64_t count, float softcap) {
   for (int64_t i = 0; i < count; i += LANES) store(scores + i, capped(load(scores + i), softcap));
 }
 
+// Sets the largest score and the sum of weights before the first key. A sink acts as a first key without a value.
+TARGET static inline void start(const float* sinks, int64_t head, float& peak, float& total) {
+  peak = sinks ? sinks[head] : LOW;
+  total = sinks ? 1.0f : 0.0f;
+}
+
 // Turns `count` scores into weights and zero-pads them to a whole vector. Updates `peak`, the largest score so far, and
 // `total`, the sum of weights so far. Returns the factor by which to scale older sums.
 TARGET static inline float softmax(float* scores, int64_t count, float& peak, float& total) {

@@ -1,11 +1,9 @@
 """The `gated-attention` component."""
 
-from typing import Any
-
 import jax
 from flax import nnx
 
-from axlearn_core.extend import Context, Linear, Node, Precision, Projection, node
+from axlearn_core.extend import Linear, Node, Precision, Projection, node
 from axlearn_plugins_transformer.attention import Attention
 
 
@@ -30,13 +28,6 @@ class GatedAttention(Attention):
         width = (cfg.input_dim,)
         self.gate = self.child(cfg.gate, rngs=rngs, input_dims=width, output_dims=width, axes=("embed", "mlp"))
 
-    def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
-        """Return the gated output, [B, S, D], and the new cache.
-
-        Args:
-            x: Input, [B, S, D].
-            context: Positions and segments of the batch.
-            cache: Cache of the attention, or None.
-        """
-        output, cache = super().__call__(x, context, cache)
-        return output * jax.nn.sigmoid(self.gate(x)), cache
+    def finish(self, context_vectors: jax.Array, x: jax.Array) -> jax.Array:
+        """Return the gated output, [B, S, D]."""
+        return super().finish(context_vectors, x) * jax.nn.sigmoid(self.gate(x))

@@ -176,6 +176,12 @@ class Attention(Layer):
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
         """Apply the layer: [B, S, D] and its cache -> ([B, S, D], new cache)."""
+        query, key, value = self.project(x, context)
+        context_vectors, cache = self.attend(self.scores(query, key, value, context), context, cache)
+        return self.finish(context_vectors, x), cache
+
+    def project(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Compute queries [B, S, N, H], keys [B, S, K, H] and values [B, S, K, V] of [B, S, D], with their positions."""
         cfg = self.cfg
         q, k, v = tag(self.query(x), "query"), tag(self.key(x), "key"), tag(self.value(x), "value")
         q = constrain(q, "batch", "sequence", "activation_heads", None)
@@ -188,18 +194,34 @@ class Attention(Layer):
             q, k = self.position(
                 q, k, jnp.arange(x.shape[1], dtype=jnp.int32)[None] if positions is None else positions
             )
-        op = attention.AttentionOp(
-            q,
-            k,
-            v,
+        return q, k, v
+
+    def scores(self, query: jax.Array, key: jax.Array, value: jax.Array, context: Context) -> attention.AttentionOp:
+        """Return the op that attends. A subclass may change it, for example to add sinks."""
+        cfg = self.cfg
+        return attention.AttentionOp(
+            query,
+            key,
+            value,
             mask=self.mask(context),
             scale=cfg.scale or self.head_dim**-0.5,
             softcap=cfg.softcap,
             bias=None if cfg.position is None else bias_of(self.position),
         )
+
+    def attend(self, op: attention.AttentionOp, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
+        """Attend to the keys of the op, or to those of the cache and the op's: -> ([B, S, N, V], new cache)."""
+        cfg = self.cfg
         if cache is None:
-            context_vectors = op.compute_context(cfg.kernel)
-        else:
-            context_vectors, cache = build_cache(cfg.kv_cache).attend(cache, op, cached_slots(context), cfg.kernel)
-            context_vectors = op.tag_context(context_vectors)
-        return tag(self.output(context_vectors), "attention_out"), cache
+            return op.compute_context(cfg.kernel), None
+        context_vectors, cache = build_cache(cfg.kv_cache).attend(cache, op, cached_slots(context), cfg.kernel)
+        return op.tag_context(context_vectors), cache
+
+    def finish(self, context_vectors: jax.Array, x: jax.Array) -> jax.Array:
+        """Project [B, S, N, V] to [B, S, D].
+
+        Args:
+            context_vectors: Weighted sums of the values.
+            x: Input of the layer, for gates.
+        """
+        return tag(self.output(context_vectors), "attention_out")

@@ -178,6 +178,7 @@ class PagedCache(Configurable):
             window=window,
             softcap=op.softcap,
             bias=op.bias,
+            sinks=op.sinks,
             heads_first=heads_first,
             scales=cache.get("scales"),
             finite=True,

@@ -62,7 +62,9 @@ def assert_same_bits(got, expected):
 
 
 def run_rows(op, instructions=0):
-    return jax.jit(functools.partial(attend_rows, op, instructions=instructions))(op.query, op.key, op.value)
+    return jax.jit(functools.partial(attend_rows, op, instructions=instructions))(
+        op.query, op.key, op.value, library.sinks(op)
+    )
 
 
 def run_pages(op, instructions=0):
@@ -204,9 +206,10 @@ def test_refusals_of_both(monkeypatch):
 def test_shapes_that_do_not_belong_together():
     op = rows()
     for operands in (
-        (op.query[:1], op.key, op.value),
-        (op.query, op.key, op.value[:, 1:]),
-        (op.query[:, :, :5], op.key, op.value),
+        (op.query[:1], op.key, op.value, library.sinks(op)),
+        (op.query, op.key, op.value[:, 1:], library.sinks(op)),
+        (op.query[:, :, :5], op.key, op.value, library.sinks(op)),
+        (op.query, op.key, op.value, jnp.zeros((1,), jnp.float32)),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match="the shapes of the operands do not match"):
             jax.block_until_ready(jax.jit(functools.partial(attend_rows, op))(*operands))

@@ -23,8 +23,11 @@ ATTRIBUTES |= {name: np.int64(0) for name in ("window", "instructions")}
 ATTRIBUTES |= {"scale": np.float32(1), "softcap": np.float32(0), "invariant": False}
 
 
+SINKS = jnp.asarray([3.0, -1.0, 0.5, 2.0, 0.0, 8.0])
+
+
 def operands(op):
-    return op.query, op.pages, jnp.zeros((0,), jnp.float32), op.table, op.lengths
+    return op.query, op.pages, jnp.zeros((0,), jnp.float32), op.table, op.lengths, library.sinks(op)
 
 
 def error(op, instructions=0):
@@ -43,7 +46,7 @@ def test_requests(requests, instructions):
     assert error(call(requests), instructions) < 1e-5
 
 
-@pytest.mark.fast_cases("2-heads8-groups1-")
+@pytest.mark.fast_cases("2-heads8-groups1-", "3-sinks-")
 @pytest.mark.parametrize(
     ("shape", "tolerance"),
     [
@@ -59,8 +62,10 @@ def test_requests(requests, instructions):
         ({"softcap": 3.0, "window": 33, "slots": 32}, 1e-5),
         ({"store": "int8"}, 1e-5),
         ({"dtype": "bfloat16", "store": "int8", "heads": 2}, 2e-2),
+        ({"sinks": SINKS}, 1e-5),
+        ({"sinks": SINKS, "softcap": 3.0, "window": 33}, 1e-5),
     ],
-    ids=lambda x: "-".join(f"{k}{v}" for k, v in x.items()) if isinstance(x, dict) else "",
+    ids=lambda x: "-".join(f"{k}{'' if k == 'sinks' else v}" for k, v in x.items()) if isinstance(x, dict) else "",
 )
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
 def test_shapes(shape, tolerance, instructions):
@@ -166,9 +171,9 @@ def test_it_is_chosen_on_cpus_alone():
 def test_shapes_that_do_not_belong_together():
     """The library does not read out of bounds, even if it is called directly."""
     op = call("three tokens")
-    short = attrs.evolve(op, query=op.query[:2])
-    with pytest.raises(jax.errors.JaxRuntimeError, match="the shapes of the operands do not match"):
-        jax.block_until_ready(jax.jit(lambda: attend(short))())
+    for wrong in (attrs.evolve(op, query=op.query[:2]), attrs.evolve(op, sinks=SINKS[:5])):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="the shapes of the operands do not match"):
+            jax.block_until_ready(jax.jit(lambda wrong=wrong: attend(wrong))())
     for shape, dtype in (((1,), "float32"), (op.query.shape, "bfloat16")):
         to = jax.ffi.ffi_call("axlearn_paged_attention", jax.ShapeDtypeStruct(shape, dtype))
         with pytest.raises(jax.errors.JaxRuntimeError, match="the shapes of the operands do not match"):

@@ -61,10 +61,11 @@ class PagedLatentCache(Configurable):
         op = attention(SeenLatents(latents, jnp.zeros((1, count), jnp.int32)))
         query = op.query.reshape(-1, *op.query.shape[2:])
         if query.shape[-1] != dim:  # the last element multiplies a bias, which is equal for all keys of a query
-            if op.softcap is not None:
+            if op.softcap is not None or op.sinks is not None:
+                other = "a softcap" if op.softcap is not None else "sinks"
                 raise RequestError(
-                    "the cache layout paged-latent does not support a key bias together with a softcap\n"
-                    "    fix: leave out the bias of `key`, or the softcap"
+                    f"the cache layout paged-latent does not support a key bias together with {other}\n"
+                    f"    fix: leave out the bias of `key`, or {other}"
                 )
             query = query[..., :dim]
         result = PagedAttentionOp(
@@ -78,6 +79,7 @@ class PagedLatentCache(Configurable):
             window=window_size(op.mask, "paged-latent"),
             softcap=op.softcap,
             bias=op.bias,
+            sinks=op.sinks,
             value_size=op.value.shape[-1],
             split=slots.split,
         ).run(kernel)

@@ -25,10 +25,11 @@ MAX_BLOCKS = 64
 
 
 @attrs.frozen(eq=False)
-class AttentionOp(Op[jax.Array]):
+class AttentionOp(Op[Any]):
     """softmax(mask(cap(scale * query @ key) + bias)) @ value, with the softmax in float32.
 
-    The result is [B, Q, N, V] in the dtype of the value. Query head n reads key-value head n // (N / G).
+    The result is [B, Q, N, V] in the dtype of the value. With `log_sum_exp`, it is a pair of this and float32 [B, Q, N]. Query
+    head n reads key-value head n // (N / G).
 
     Attributes:
         query: [B, Q, N, H].
@@ -38,6 +39,9 @@ class AttentionOp(Op[jax.Array]):
         scale: Factor on the queries.
         softcap: Bound on the scores, applied with a tanh: (-softcap, softcap). None does not cap them.
         bias: Bias added to the scores, or None.
+        sinks: Logit of each query head for attending to nothing, [N], or None. It takes part in the softmax but has no value
+            (Agarwal et al., 2025, gpt-oss).
+        log_sum_exp: Whether to return the logarithm of the softmax's denominator too.
         query_slots: Slots of the queries for the mask, int32 [B or 1, Q]. None means their indices.
         key_slots: Slots of the keys for the mask, int32 [B or 1, K]. None means their indices.
     """
@@ -51,11 +55,13 @@ class AttentionOp(Op[jax.Array]):
     scale: float = attrs.field(kw_only=True)
     softcap: float | None = attrs.field(default=None, kw_only=True)
     bias: Bias | None = attrs.field(default=None, kw_only=True)
+    sinks: jax.Array | None = attrs.field(default=None, kw_only=True)
+    log_sum_exp: bool = attrs.field(default=False, kw_only=True)
     query_slots: jax.Array | None = attrs.field(default=None, kw_only=True)
     key_slots: jax.Array | None = attrs.field(default=None, kw_only=True)
 
     def compute_context(self, kernel: str | None = None) -> jax.Array:
-        """Run the op, constrain the heads to the mesh rules, and tag the result as `context`.
+        """Run the op without `log_sum_exp`, constrain the heads to the mesh rules, and tag the result as `context`.
 
         A kernel with a `tags_result` attribute has already tagged it; a second tag would save the array twice.
         """
@@ -81,8 +87,13 @@ class AttentionOp(Op[jax.Array]):
         return any(self.mask.block((i, i + BLOCK), (j, j + BLOCK)) is False for i in starts for j in starts)
 
     def operands(self) -> Mapping[str, Any]:
-        """Return queries, keys and values."""
-        return {"query": self.query, "key": self.key, "value": self.value}
+        """Return queries, keys and values, and sinks if there are any."""
+        sinks = {} if self.sinks is None else {"sinks": self.sinks}
+        return {"query": self.query, "key": self.key, "value": self.value, **sinks}
+
+    def extras(self) -> tuple[str, ...]:
+        """Return `sinks` and `log_sum_exp` if the call uses them."""
+        return (*(["sinks"] if self.sinks is not None else []), *(["log_sum_exp"] if self.log_sum_exp else []))
 
     def options(self) -> Mapping[str, Any]:
         """Return the options, with mask and bias described by their structure."""
@@ -92,6 +103,7 @@ class AttentionOp(Op[jax.Array]):
             "bias": None if self.bias is None else self.bias.describe(),
             "aligned": self.aligned,
             "skips": self.skips,
+            **({"log_sum_exp": True} if self.log_sum_exp else {}),
         }
 
     def flops(self) -> float:
@@ -141,7 +153,7 @@ class AttentionOp(Op[jax.Array]):
         }
         return attrs.evolve(super().sample(rng), mask=jax.tree.map(ids, self.mask), **slots)
 
-    def reference(self) -> jax.Array:
+    def reference(self) -> Any:
         """Compute all scores at once."""
         query, key, value = self.query, self.key, self.value
         queries, keys = (0, query.shape[1]), (0, key.shape[1])
@@ -149,15 +161,24 @@ class AttentionOp(Op[jax.Array]):
         bias = None if self.bias is None else self.bias.materialize(queries, keys, self.query_slots, self.key_slots)
         if self.query_slots is None or query.shape[1] > 1 or query.shape[2] == key.shape[2]:
             q, k, v = _group_heads(query, key, value, self.scale)
-            return jnp.swapaxes(_attend(q, k, v, visible[:, None], self.softcap, bias), 1, 2)
+            sinks = None if self.sinks is None else self.sinks[:, None]
+            return self.shaped(*_attend(q, k, v, visible[:, None], self.softcap, bias, sinks))
         # In decoding, the query heads of a group replace the query axis, so keys are not repeated.
         batch, _, heads, size = query.shape
         groups = (key.shape[2], heads // key.shape[2])
         q = (query * self.scale).reshape(batch, *groups, size)
         if bias is not None:
             bias = bias.reshape(bias.shape[0], *groups, key.shape[1])
-        out = _attend(q, jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2), visible[:, None], self.softcap, bias)
-        return out.reshape(batch, 1, heads, value.shape[3])
+        sinks = None if self.sinks is None else self.sinks.reshape(groups)
+        out, log_sum_exp = _attend(
+            q, jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2), visible[:, None], self.softcap, bias, sinks
+        )
+        return self.shaped(out.reshape(batch, heads, 1, value.shape[3]), log_sum_exp.reshape(batch, heads, 1))
+
+    def shaped(self, out: jax.Array, log_sum_exp: jax.Array) -> Any:
+        """Return the result of [B, N, Q, V] and [B, N, Q]."""
+        result = jnp.swapaxes(out, 1, 2)
+        return (result, jnp.swapaxes(log_sum_exp, 1, 2)) if self.log_sum_exp else result
 
 
 def _group_heads(query: jax.Array, key: jax.Array, value: jax.Array, scale: float) -> tuple[jax.Array, ...]:
@@ -178,10 +199,11 @@ def _attend(
     visible: jax.Array | None,
     softcap: float | None,
     bias: jax.Array | None = None,
-) -> jax.Array:
-    """Attend: [..., Q, H], [..., K, H], [..., K, V] -> [..., Q, V].
+    sinks: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend: [..., Q, H], [..., K, H], [..., K, V] -> [..., Q, V] and the log of the softmax's denominator [..., Q].
 
-    The mask is [B or 1, 1..., Q, K], the bias [B or 1, ..., Q, K].
+    The mask is [B or 1, 1..., Q, K], the bias [B or 1, ..., Q, K]. The sinks broadcast to [..., Q].
     """
     scores = jnp.einsum("...td,...sd->...ts", q, k).astype(jnp.float32)
     if softcap is not None:
@@ -190,8 +212,13 @@ def _attend(
         scores = scores + bias
     if visible is not None:
         scores = jnp.where(visible, scores, -1e30)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("...ts,...sd->...td", weights, v)
+    if sinks is None:
+        weights, log_sum_exp = jax.nn.softmax(scores, axis=-1), jax.nn.logsumexp(scores, axis=-1)
+    else:
+        log_sum_exp = jax.nn.logsumexp(scores, axis=-1)
+        log_sum_exp = jnp.logaddexp(log_sum_exp, jnp.broadcast_to(sinks.astype(jnp.float32), log_sum_exp.shape))
+        weights = jnp.exp(scores - log_sum_exp[..., None])
+    return jnp.einsum("...ts,...sd->...td", weights.astype(v.dtype), v), log_sum_exp
 
 
 class _XLABlocked:
@@ -211,9 +238,10 @@ class _XLABlocked:
             return f"the sequence length {length} needs more than {MAX_BLOCKS} blocks, and each block is compiled separately"
         return None if op.skips else f"the mask ({op.mask.describe()}) does not hide any whole block"
 
-    def __call__(self, op: AttentionOp) -> jax.Array:
-        """Return the attention output, [B, Q, N, V]."""
+    def __call__(self, op: AttentionOp) -> Any:
+        """Return the result of the op."""
         q, k, v = _group_heads(op.query, op.key, op.value, op.scale)
+        sinks = None if op.sinks is None else op.sinks[:, None]
         parts = []
         for start in range(0, op.query.shape[1], BLOCK):
             rows = (start, start + BLOCK)
@@ -221,9 +249,10 @@ class _XLABlocked:
             visible = None if op.mask.block(rows, (low, high)) else op.mask.materialize(rows, (low, high))[:, None]
             bias = None if op.bias is None else op.bias.materialize(rows, (low, high))
             parts.append(
-                _attend(q[:, :, slice(*rows)], k[:, :, low:high], v[:, :, low:high], visible, op.softcap, bias)
+                _attend(q[:, :, slice(*rows)], k[:, :, low:high], v[:, :, low:high], visible, op.softcap, bias, sinks)
             )
-        return jnp.swapaxes(jnp.concatenate(parts, axis=2), 1, 2)
+        out, log_sum_exp = (jnp.concatenate(part, axis=2) for part in zip(*parts, strict=True))
+        return op.shaped(out, log_sum_exp)
 
 
 def _visible_keys(mask: Mask, rows: Range, length: int) -> Range:

@@ -17,13 +17,18 @@ def axlearn_kernels() -> list[KernelImplementation]:
     They are for masks that hide blocks, paged attention with a static split, and batch invariance.
     """
     blocked = KernelImplementation(
-        name="xla-blocked", op=f"{_MODULE}:AttentionOp", load=f"{_MODULE}:XLA_BLOCKED", priority=10
+        name="xla-blocked",
+        op=f"{_MODULE}:AttentionOp",
+        load=f"{_MODULE}:XLA_BLOCKED",
+        priority=10,
+        extras=("sinks", "log_sum_exp"),
     )
     paged = KernelImplementation(
         name="xla-split",
         op=f"{_PAGED}:PagedAttentionOp",
         load="axlearn_plugins_transformer.kernels.paged_split:XLA_SPLIT",
         priority=10,
+        extras=("sinks",),
     )
     # These are slower, so they run only if a config names them.
     invariant = [
@@ -33,6 +38,7 @@ def axlearn_kernels() -> list[KernelImplementation]:
             load=f"axlearn_plugins_transformer.kernels.invariant:{attribute}",
             priority=-1,
             compiler_options=_DOTS_ONLY,
+            extras=("sinks",),
         )
         for op, attribute in (
             (f"{_MODULE}:AttentionOp", "INVARIANT"),

@@ -27,14 +27,13 @@ from jax import lax
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import Causal, SlidingWindow
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, on_each_device
+from axlearn_plugins_transformer.kernels.paged_attention import LOW, PagedAttentionOp, initial_softmax, on_each_device
 
 ROWS = 32
 """Minimum number of rows in a matmul. XLA on CPUs multiplies 16 rows or fewer with a different algorithm."""
 KEYS = 128
 TILE_BATCH = 8
 """Number of tiles that are computed together."""
-LOW = -1e30
 
 Block = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 """Index of a block -> its keys [G, KEYS, H] and values [G, KEYS, V]."""
@@ -86,9 +85,12 @@ def _attend_tile(op: Any, query: jax.Array, positions: jax.Array, length: Any, b
         part = jnp.einsum("gqs,gsv->gqv", weights.astype(value.dtype), value).astype(jnp.float32)
         return peak, total * scale + jnp.sum(weights, axis=-1), result * scale[..., None] + part
 
-    zeros = jnp.zeros(rows.shape[:2], jnp.float32)
     values = jax.eval_shape(block, jnp.int32(0))[1].shape[-1]
-    state = zeros + LOW, zeros, jnp.zeros((*zeros.shape, values), jnp.float32)
+    sinks = None
+    if op.sinks is not None:
+        sinks = jnp.repeat(op.sinks.reshape(groups, heads), count, axis=1)
+        sinks = jnp.pad(sinks, ((0, 0), (0, rows.shape[1] - heads * count)))
+    state = *initial_softmax(rows.shape[:2], sinks), jnp.zeros((*rows.shape[:2], values), jnp.float32)
     _, total, result = lax.fori_loop(0, blocks, body, state)
     result = result / jnp.maximum(total, 1e-30)[..., None]
     return jnp.transpose(result[:, : heads * count].reshape(groups, heads, count, -1), (2, 0, 1, 3))

@@ -19,6 +19,8 @@ from axlearn_core.kernels.op import Op, Shape
 from axlearn_plugins_transformer.kernels.bias import Bias
 from axlearn_plugins_transformer.kernels.per_device import count_shards, per_device
 
+LOW = -1e30
+"""Score of hidden keys."""
 TOKEN_BATCH = 64
 """Tokens whose keys the reference gathers at a time."""
 
@@ -63,6 +65,7 @@ class PagedAttentionOp(Op[jax.Array]):
         finite: Whether all elements of the pages are finite, including unwritten slots. If not, kernels mask those slots.
         split: The information in `starts` as a static value, or None if it depends on the data.
         local: Whether the arrays are the shards of one device; see `on_each_device`.
+        sinks: Logit of each query head for attending to nothing, [N], or None; see `AttentionOp`.
     """
 
     name = "paged_attention"
@@ -83,6 +86,7 @@ class PagedAttentionOp(Op[jax.Array]):
     finite: bool = attrs.field(default=False, kw_only=True)
     split: Split | None = attrs.field(default=None, kw_only=True)
     local: bool = attrs.field(default=False, kw_only=True)
+    sinks: jax.Array | None = attrs.field(default=None, kw_only=True)
 
     @property
     def groups(self) -> int:
@@ -130,8 +134,13 @@ class PagedAttentionOp(Op[jax.Array]):
 
     def operands(self) -> Mapping[str, Any]:
         """Return the queries, the pages and the table."""
-        scales = {} if self.scales is None else {"scales": self.scales}
-        return {"query": self.query, "pages": self.pages, "table": self.table, **scales}
+        optional = {"scales": self.scales, "sinks": self.sinks}
+        present = {name: x for name, x in optional.items() if x is not None}
+        return {"query": self.query, "pages": self.pages, "table": self.table, **present}
+
+    def extras(self) -> tuple[str, ...]:
+        """Return `sinks` if the call has them."""
+        return () if self.sinks is None else ("sinks",)
 
     def options(self) -> Mapping[str, Any]:
         """Return the options that are set, with the bias described by its structure."""
@@ -194,11 +203,32 @@ class PagedAttentionOp(Op[jax.Array]):
             visible = slots <= position
             if self.window is not None:
                 visible &= slots > position - self.window
-            weights = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1).astype(value.dtype)
+            weights = self._softmax(jnp.where(visible, scores, -1e30)).astype(value.dtype)
             value = jnp.where(visible[:, None], value, 0)  # unwritten slots may contain NaN
             return jnp.einsum("gnk,gkh->gnh", weights, value).reshape(heads, -1).astype(query.dtype)
 
         return lax.map(attend_token, (query, owner, position), batch_size=TOKEN_BATCH)
+
+    def _softmax(self, scores: jax.Array) -> jax.Array:
+        """Return the weights of the scores [G, n, K]."""
+        if self.sinks is None:
+            return jax.nn.softmax(scores, axis=-1)
+        sinks = self.sinks.astype(jnp.float32).reshape(*scores.shape[:-1], 1)
+        return jax.nn.softmax(jnp.concatenate([scores, sinks], axis=-1), axis=-1)[..., :-1]
+
+
+def initial_softmax(shape: Sequence[int], sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Return the maximum and the denominator of an online softmax before the first key, float32.
+
+    A sink acts as a first key without a value.
+
+    Args:
+        shape: Shape of the denominators.
+        sinks: Logits that broadcast to the shape, or None.
+    """
+    if sinks is None:
+        return jnp.full(shape, LOW, jnp.float32), jnp.zeros(shape, jnp.float32)
+    return jnp.broadcast_to(sinks.astype(jnp.float32), shape), jnp.ones(shape, jnp.float32)
 
 
 def _axes(op: PagedAttentionOp) -> tuple[tuple[str | None, ...], tuple[str | None, ...]]:
@@ -226,9 +256,12 @@ def on_each_device(op: PagedAttentionOp, attend: Callable[[PagedAttentionOp], ja
         return attend(op)
     heads, pages = _axes(op)
 
-    def run(query: jax.Array, pages: jax.Array, scales: Any, table: jax.Array, lengths: jax.Array) -> jax.Array:
-        local_op = attrs.evolve(op, query=query, pages=pages, scales=scales, table=table, lengths=lengths, local=True)
-        return attend(local_op)
+    def run(
+        query: jax.Array, pages: jax.Array, scales: Any, table: jax.Array, lengths: jax.Array, sinks: Any
+    ) -> jax.Array:
+        arrays = {"query": query, "pages": pages, "scales": scales, "table": table, "lengths": lengths, "sinks": sinks}
+        return attend(attrs.evolve(op, **arrays, local=True))
 
-    operands = (heads, pages, None if op.scales is None else pages[:-1], (None, None), (None,))
-    return per_device(run, operands, heads)(op.query, op.pages, op.scales, op.table, op.lengths)
+    scales, sinks = None if op.scales is None else pages[:-1], None if op.sinks is None else heads[1:2]
+    operands = (heads, pages, scales, (None, None), (None,), sinks)
+    return per_device(run, operands, heads)(op.query, op.pages, op.scales, op.table, op.lengths, op.sinks)

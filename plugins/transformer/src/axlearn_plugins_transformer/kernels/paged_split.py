@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from axlearn_core.contracts.kernels import KernelContext
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, on_each_device
+from axlearn_plugins_transformer.kernels.paged_attention import LOW, PagedAttentionOp, initial_softmax, on_each_device
 
-LOW = -1e30
 FEW_KEYS, MANY_KEYS, CHUNK_KEYS = 512, 1024, 128
 """Keys per iteration (W S): for fewer than `MANY_REQUESTS` single-token requests, for more of them, and for a chunk."""
 MANY_REQUESTS = 16
@@ -118,8 +117,9 @@ def _attend_singles(op: PagedAttentionOp, query: jax.Array) -> jax.Array:
         return peak, total, result
 
     value_size = op.value_size or op.pages.shape[-1]
-    zeros = jnp.zeros((rows, groups, heads), jnp.float32)
-    state = zeros + LOW, zeros, jnp.zeros((rows, groups, heads, value_size), jnp.float32)
+    shape = (rows, groups, heads)
+    sinks = None if op.sinks is None else op.sinks.reshape(groups, heads)
+    state = *initial_softmax(shape, sinks), jnp.zeros((*shape, value_size), jnp.float32)
     _, total, result = lax.fori_loop(0, -(-ends[-1] // num_pages), body, state)
     return result / jnp.maximum(total, 1e-30)[..., None]
 
@@ -152,8 +152,9 @@ def _attend_chunk(op: PagedAttentionOp, query: jax.Array, table: jax.Array, leng
         part = jnp.einsum("gqs,gsv->gqv", weights.astype(value.dtype), value).astype(jnp.float32)
         return peak, total * scale + jnp.sum(weights, axis=-1), result * scale[..., None] + part
 
-    zeros = jnp.zeros((groups, heads * count), jnp.float32)
-    state = zeros + LOW, zeros, jnp.zeros((groups, heads * count, op.value_size or op.pages.shape[-1]), jnp.float32)
+    shape = (groups, heads * count)
+    sinks = None if op.sinks is None else jnp.repeat(op.sinks.reshape(groups, heads), count, axis=1)
+    state = *initial_softmax(shape, sinks), jnp.zeros((*shape, op.value_size or op.pages.shape[-1]), jnp.float32)
     _, total, result = lax.fori_loop(0, -(-pages // num_pages), body, state)
     result = (result / jnp.maximum(total, 1e-30)[..., None]).reshape(groups, heads, count, -1)
     return jnp.transpose(result, (2, 0, 1, 3))
