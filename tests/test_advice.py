@@ -148,6 +148,7 @@ def wrong_commands(text: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow_cases("wrong_packages")
 @pytest.mark.parametrize("check", [wrong_packages, wrong_commands])
 def test_what_is_advised_exists(check):
     wrong = [f"{name}: {problem}" for name, text in texts().items() for problem in check(text)]

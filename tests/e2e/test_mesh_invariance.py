@@ -165,6 +165,7 @@ def exact(*names, layers=2):
     assert not far, f"{names} on {shape}: gradients are apart by {far}"
 
 
+@pytest.mark.slow
 def test_parallelisms_together_are_exact():
     exact("pipeline", "ring", "sequence")
 

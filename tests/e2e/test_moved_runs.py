@@ -85,6 +85,7 @@ def test_a_trained_run_goes_on_where_it_is_moved_to(tmp_path, tokenizer, capfd, 
     assert (run / "files/input.tokenizer/tokenizer_config.json").is_file()
 
 
+@pytest.mark.slow
 def test_another_tokenizer_is_refused_by_its_path(tmp_path, tokenizer):
     train(tmp_path / "run", tokenizer, steps=1)
     data = json.loads(tokenizer.read_text())

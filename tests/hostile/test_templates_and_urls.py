@@ -56,6 +56,7 @@ def test_a_template_is_one_error(name, template):
         instance.render(MESSAGES)
 
 
+@pytest.mark.slow
 def test_the_next_conversation_is_rendered(template):
     slow = "{% if messages|length > 1 %}" + ATTACKS["endless loops"] + "{% endif %}{{ messages[0].content }}"
     instance = template(slow)

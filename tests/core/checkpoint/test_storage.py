@@ -91,6 +91,7 @@ def test_the_checkpointer_goes_where_its_uri_says(make, tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_folders_that_are_renamed_meanwhile_hurt_no_listing(tmp_path):
     """As checkpoints are, by the thread that saves them while the trainer lists them."""
     storage = LocalStorage(tmp_path)

@@ -90,6 +90,7 @@ def test_what_the_compilation_cache_had_is_exported_whole(tmp_path, monkeypatch)
     assert loaded.stdout.splitlines()[1:] == [first.stdout.splitlines()[0], "0"]
 
 
+@pytest.mark.slow
 def test_several_devices(program, exported):
     import jax
 

@@ -104,6 +104,7 @@ def test_whether_jax_has_started(monkeypatch):
     assert not compat.has_jax_started()
 
 
+@pytest.mark.slow
 def test_a_message_does_not_start_jax(tmp_path):
     code = (
         "from axlearn_core.run.notices import log_message; log_message('one')\n"

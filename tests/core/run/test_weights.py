@@ -77,6 +77,7 @@ def split(shape, mesh):
     return NamedSharding(mesh, P(*(None,) * axis, "fsdp") if axis is not None else P())
 
 
+@pytest.mark.slow
 def test_weights_are_read_onto_any_mesh_and_nothing_else_is(run, mesh):
     path, params = run
     storage = Counting(path)

@@ -73,6 +73,7 @@ def test_the_name_of_a_run_does_not_depend_on_the_machine(tmp_path, monkeypatch,
     assert train("quickstart", steps=1, set=TINY).run_dir == plain.run_dir
 
 
+@pytest.mark.slow
 def test_a_machine_that_nobody_knows_trains_without_a_rule(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(devices, "detect", lambda: DetectedMachine(description="8 x Abacus", machine=None))
     train("quickstart", steps=1, set=TINY, run_dir=tmp_path / "run")

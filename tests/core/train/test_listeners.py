@@ -81,6 +81,7 @@ def train(path, steps=3):
     return ax.train("quickstart", set=SMALL, steps=steps, run_dir=path)
 
 
+@pytest.mark.slow
 def test_a_listener_of_a_plugin_hears_the_whole_run(listening, tmp_path):
     train(tmp_path / "run")
     calls = listening.calls
@@ -103,6 +104,7 @@ def test_a_listener_can_refuse_a_run_before_anything_is_written(listening, tmp_p
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_listener_can_veto_a_save(listening, tmp_path, monkeypatch):
     monkeypatch.setattr(listening, "REFUSE", "save")
     with pytest.raises(WorkError, match="this save is refused"):
@@ -145,6 +147,7 @@ def test_an_error_of_a_listener_names_its_plugin_and_the_event(listening, tmp_pa
     assert (tmp_path / "run").exists() == (event != "opened")
 
 
+@pytest.mark.slow
 def test_an_error_at_the_end_does_not_hide_the_one_that_ended_the_run(listening, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(listening, "FAIL", "step_begins and closed")
     with pytest.raises(WorkError, match="at the event step_begins"):
@@ -161,6 +164,7 @@ def test_a_save_that_ended_stays_saved_if_a_listener_fails_then(listening, tmp_p
     assert "failed at the event saved" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_refusal_keeps_its_class_and_a_message_names_the_plugin(listening, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(listening, "REFUSE", "save")
     with pytest.raises(WorkError, match=r"^this save is refused$"):
@@ -195,6 +199,7 @@ def axlearn_run_listeners():
 """
 
 
+@pytest.mark.slow
 def test_a_position_orders_listeners_and_an_error_may_stay_as_it_is(install, tmp_path):
     import importlib
 

@@ -62,6 +62,7 @@ def test_checkpoints_carry_the_run_and_outlive_its_directory(tmp_path):
         train(tmp_path / "four", steps=6, settings=settings)
 
 
+@pytest.mark.slow
 def test_metrics_without_a_checkpoint_are_asked_about(tmp_path):
     run = tmp_path / "run"
     train(run)
@@ -75,6 +76,7 @@ def test_metrics_without_a_checkpoint_are_asked_about(tmp_path):
     assert [p.read_text() for p in run.glob("metrics.superseded-*.jsonl")] == [before]
 
 
+@pytest.mark.slow
 def test_restart_sets_checkpoints_aside(tmp_path):
     run = tmp_path / "run"
     train(run)

@@ -119,6 +119,7 @@ def test_one_trainer_and_one_config(s3):
     train(uri, steps=4)
 
 
+@pytest.mark.slow
 def test_a_storage_outage_is_reported_and_recovered(s3, capsys, monkeypatch, tmp_path):
     uri = f"{s3[0]}/run"
     mirror = RunMirror(uri)

@@ -74,6 +74,7 @@ def test_the_blocked_product_serves_as_well(build, naive, grads, close, normal):
     close(grads(layer, x, probe)[3], grads(layer, x, probe, naive)[3])
 
 
+@pytest.mark.slow
 def test_capacity_drops_what_has_no_room(build, naive, run, normal):
     """With a capacity of two of a row's eight tokens, first choices come first, then earlier positions."""
     layer = build(num_experts=2, top_k=2, dispatch=CapacityDispatch.Config(capacity_factor=0.25))
@@ -133,6 +134,7 @@ def test_the_selection_knows_the_op_and_takes_the_blocked_product_on_cpu(normal)
     assert "not on tpu" in choices.choices[0].rejected["xla-blocked"]
 
 
+@pytest.mark.slow
 def test_every_axis_is_named_and_each_expert_is_initialised_alone(build):
     layer = build(width=64, num_experts=40, hidden_dim=Scaled(factor=2.0), router=SigmoidRouter.Config())
     axes = {".".join(map(str, k)): v.out_sharding for k, v in nnx.to_flat_state(nnx.state(layer))}

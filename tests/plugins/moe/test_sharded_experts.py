@@ -129,6 +129,7 @@ def test_rows_that_the_devices_do_not_divide():
     np.testing.assert_allclose(jax.jit(call)(params, x), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_experts_that_the_mesh_does_not_divide_are_named():
     with pytest.raises(ConfigError) as error:
         on(model(num_experts=3), MESHES[0])

@@ -116,6 +116,7 @@ def test_another_checkpointer_is_refused_by_name(whole, tmp_path):
             train(run, 4, checkpointer=theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_a_step_of_plain_orbax_opens_with_a_note(tmp_path, caplog):
     train(tmp_path / "run", 2)

@@ -38,6 +38,7 @@ def plan():
     return make_plan(resolve("quickstart", set=SMALL, target="cpu-8", with_=["remat:save=[query,mlp_up]"]))
 
 
+@pytest.mark.slow
 def test_flops_by_hand(plan):
     tokens = ROWS * LENGTH
     matrices = LAYERS * (4 * WIDTH * WIDTH + 3 * WIDTH * HIDDEN) + WIDTH * VOCAB
@@ -287,6 +288,7 @@ def test_what_does_not_fit_comes_with_remedies(plan):
     assert remedies(plan, frozenset({"remat"})) == []
 
 
+@pytest.mark.slow
 def test_the_command_fails_where_it_does_not_fit(monkeypatch):
     import axlearn_plugins_plan.memory as memory
 

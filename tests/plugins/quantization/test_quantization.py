@@ -70,6 +70,7 @@ def test_all_three_products_are_of_quantized_numbers(settings, kinds):
     assert set(actual) == kinds
 
 
+@pytest.mark.slow
 def test_bias_dtype_and_tiles():
     layer = build(QuantizedLinear.Config(bias=True, tile_size=24))
     layer.bias.set_value(jnp.full((4, 32), 2.0))

@@ -81,6 +81,7 @@ def test_a_stored_model_computes_the_same_from_less(toy, batch, storage, share):
         quantize_params({p: x for p, x in params.items() if "query" not in p}, serving)
 
 
+@pytest.mark.slow
 def test_stored_experts_compute_the_same(toy, batch):
     config = MoE(num_experts=4).apply(toy({"model.decoder.num_layers": 1}))
     dense, serving = (

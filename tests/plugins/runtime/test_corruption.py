@@ -84,6 +84,7 @@ def test_a_flip_that_stays_is_found_among_the_replicas(tmp_path, monkeypatch):
     assert "differs from its replicas" in text
 
 
+@pytest.mark.slow
 def test_every_bit_counts():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     dice = np.random.default_rng(0)

@@ -163,6 +163,7 @@ def test_requests_of_several_threads_run_together():
             assert generation.tokens == alone(model(), prompt, 9)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_served():
     with pytest.raises(RequestError, match="cannot be served"):
         serve(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))

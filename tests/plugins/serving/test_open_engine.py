@@ -93,6 +93,7 @@ def test_without_the_package(monkeypatch):
         _ = ax.serve
 
 
+@pytest.mark.slow
 def test_no_longer_context_than_there_are_positions():
     model = ax.resolve("quickstart", set={"model.decoder.num_layers": 1, "model.decoder.hidden_dim": 32}).config.model
     model = patch(model, {"decoder.position": LearnedPositions.Config(max_length=64)})

@@ -111,6 +111,7 @@ def _zeros(layer):
     return {name: np.zeros_like(x) for name, x in layer.items()}
 
 
+@pytest.mark.slow
 def test_other_weights_are_taken_while_it_runs():
     instance = ModelRunner.Config(**SIZES).build(model=model())
     other = config().build(rngs=nnx.Rngs(1))

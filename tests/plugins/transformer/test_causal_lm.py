@@ -105,6 +105,7 @@ def test_how_the_stack_runs_changes_no_number(tiny, batch, grads, mode, remat):
     assert_trees_close(actual, expected)
 
 
+@pytest.mark.slow
 def test_remat_recomputes_what_it_does_not_save(tiny, build, batch):
     def flops(remat):
         cfg = tiny({"decoder.stack.mode": "unrolled", "decoder.stack.remat": remat})
@@ -177,6 +178,7 @@ def test_a_prefix_is_seen_by_all(tiny, build, run, batch):
     np.testing.assert_array_equal(before[1, :9], after[1, :9])
 
 
+@pytest.mark.slow
 def test_z_loss_and_soft_cap(tiny, build, run, batch, grads):
     cfg = tiny({"z_loss": 0.01, "logit_softcap": 2.0})
     loss, report, _ = grads(cfg, batch)
@@ -188,6 +190,7 @@ def test_z_loss_and_soft_cap(tiny, build, run, batch, grads):
     np.testing.assert_allclose(loss, entropy + 0.01 * jnp.mean(log_z**2), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_tied_head_is_the_embedding(tiny, build, batch, grads):
     cfg = tiny({"decoder.head": None, "decoder.embedding": Embedding.Config(scale=True)})
     untied = tiny({"decoder.embedding": Embedding.Config(scale=True)})

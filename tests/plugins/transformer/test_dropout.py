@@ -61,6 +61,7 @@ def test_parameters_begin_as_they_do_without_dropout():
     assert all((plain[p] == dropped[p]).all() for p in plain)
 
 
+@pytest.mark.slow
 def test_evaluation_draws_nothing():
     with_dropout, without = (
         Functional.from_config(config().model),

@@ -71,6 +71,7 @@ def test_greedy_generation_is_the_argmax_of_the_whole_model(tiny, build):
     assert list(generate(model, prompt, 0)) == []
 
 
+@pytest.mark.slow
 def test_seeds_temperature_and_top_k(tiny, build):
     generator = Generator(build(tiny(), 1))
     draw = lambda **kw: list(generator([1, 2, 3], max_tokens=10, **kw))  # noqa: E731

@@ -54,6 +54,7 @@ def decode(model, run, tokens):
     return jnp.concatenate(parts, 1)
 
 
+@pytest.mark.slow
 def test_a_layout_of_pages_attends_without_dense_keys(tiny, build, run, batch):
     tokens = batch["tokens"][:, :20]
     expected = decode(build(tiny(), 0), run, tokens)
@@ -97,6 +98,7 @@ def test_a_kernel_that_the_config_names_holds_with_a_cache(tiny, build, batch, m
         assert op.query_slots.shape == (1, 4)
 
 
+@pytest.mark.slow
 def test_a_named_kernel_that_cannot_read_a_cache_is_refused(tiny, build, batch):
     model = build(tiny({f"{ATTENTION}.kernel": "xla-blocked"}), 0)
     with pytest.raises(

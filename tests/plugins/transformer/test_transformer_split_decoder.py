@@ -14,6 +14,7 @@ from axlearn_plugins_transformer.stack import Stack
 from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
 
 
+@pytest.mark.slow
 def test_a_decoder_finishes_only_the_tokens_that_somebody_asks_for(tiny, build):
     decoder, tokens = build(tiny()).decoder.unstacked(), jnp.asarray([[3, 1, 4, 1, 5, 9, 2]])
     assert isinstance(decoder, SplitDecoder)
@@ -90,6 +91,7 @@ class SilentLayer(HalvedLayer):
     """Does not declare the role, so it runs as a whole although it computes the same as its base."""
 
 
+@pytest.mark.slow_cases("TransformerLayer-True")
 @pytest.mark.parametrize(
     ("kind", "apart"),
     [(TransformerLayer, True), (DropoutTransformerLayer, True), (HalvedLayer, True), (SilentLayer, False)],

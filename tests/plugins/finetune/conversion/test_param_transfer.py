@@ -41,6 +41,7 @@ def params():
     return jax.jit(models()[0].init, compiler_options=QUICK)(jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_layers_keep_their_parameters_in_other_stacks(params):
     """Every layer has different weights, so a misplaced layer changes the result. Nine positions are in every window."""
     plain, interleaved, features = models("interleave:window=16")

@@ -73,6 +73,7 @@ def test_a_model_without_the_field_is_refused(config):
         Lora(base_dtype="bfloat16").apply(cfg)
 
 
+@pytest.mark.slow
 def test_the_loss_and_its_gradients_are_equal(config, batch):
     """Each layer rounds a float32 parameter to bfloat16 before it uses it, so nothing changes if it is rounded once."""
     rng, results = np.random.default_rng(0), []

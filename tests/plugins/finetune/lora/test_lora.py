@@ -102,6 +102,7 @@ def test_adapters_have_dtypes_of_their_own():
     assert layer(jnp.ones((2, 6))).dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_at_first_it_is_the_base_exactly(toy, batch):
     """A map with adapters has the same parameters, the same paths and a bitwise equal loss for the same seed."""
     dense, adapted = (Functional.from_config(c.model) for c in (toy(), ALL.apply(toy())))
@@ -118,6 +119,7 @@ def test_at_first_it_is_the_base_exactly(toy, batch):
     assert len({float(x[0].ravel()[0]) for x in firsts} | {float(x[1].ravel()[0]) for x in firsts}) == 2 * len(firsts)
 
 
+@pytest.mark.slow
 def test_only_adapters_change_and_only_they_have_optimizer_state(toy, trained):
     config = ALL.apply(toy())
     before, state, losses = trained(config)

@@ -117,6 +117,7 @@ def test_random_requests():
             assert error(finite_call((singles, chunks, chunk, [int(n) for n in lengths]), **options)) < 2e-5, options
 
 
+@pytest.mark.slow
 def test_keys_of_other_requests_are_not_seen():
     op = finite_call((2, 1, 8, [30, 40, 50]), slots=8)
     elsewhere = np.setdiff1d(np.arange(op.pages.shape[0]), np.asarray(op.table[0, :4]))

@@ -105,6 +105,7 @@ def test_parameters_have_paths_and_axes_and_the_rest_is_replicated():
     assert list(model.variables) == ["decoder.layer.feed_forward.module.table"]
 
 
+@pytest.mark.slow
 def test_linen_computes_what_linen_computes():
     module, wrapped = Linen(hidden=16), layer(LINEN)
     params = {

@@ -33,6 +33,7 @@ def test_every_route_agrees_with_stored_values(tmp_path):
     assert wrong(matrix.stored_cells(tmp_path, ROUTES)) == []
 
 
+@pytest.mark.slow
 def test_some_routes_agree_with_stored_values(tmp_path):
     cells = matrix.stored_cells(tmp_path, QUICK, write=False)
     assert wrong(cells) == []

@@ -48,6 +48,7 @@ def imported(request):
     return source, params, {"images": images, "labels": jnp.asarray(expected["labels"])}, expected
 
 
+@pytest.mark.slow_cases("vit")
 def test_logits(imported):
     source, params, batch, expected = imported
     got = np.asarray(source.model.bind(params)(batch["images"]), np.float64)

@@ -43,6 +43,7 @@ def test_every_schedule_is_proposed(staged):
     assert all(not r.choice.offload_optimizer and r.choice.microbatches is None for r in staged)
 
 
+@pytest.mark.slow
 def test_every_one_is_legal_and_resolves(space, staged):
     for row in staged[:: max(1, len(staged) // 12)]:
         pipeline = row.choice.pipeline

@@ -89,6 +89,7 @@ def test_every_layout_is_legal_and_resolves(request_, ranked):
         assert config.model.decoder.layer.attention.num_heads % sizes["tensor"] == 0
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_divides_the_heads(ranked):
     sizes = {r.choice.mesh.shape.get("tensor", 1) for r in ranked if r.choice.mesh is not None}
     assert sizes == {1, 2, 4}, "four heads"
@@ -228,6 +229,7 @@ def test_pipelines_take_the_place_of_the_microbatches_of_a_rule():
     assert config.learner.accumulate_steps == 1
 
 
+@pytest.mark.slow
 def test_it_prints_the_best_first_and_the_shipped_one_among_them(compiler, tmp_path):
     result = run("--target", "h100-8x1", "--front", "3", "--cache", str(tmp_path / "c"), "--json")
     assert result.exit_code == 0, result.output

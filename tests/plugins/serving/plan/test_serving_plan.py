@@ -72,6 +72,7 @@ def test_equal_layers_are_not_all_compiled(monkeypatch):
         assert a.compiled.temporaries == pytest.approx(b.compiled.temporaries, rel=0.05)
 
 
+@pytest.mark.slow
 def test_it_does_not_fit():
     blocks = ["--set", "serving.runner.num_blocks=60000000"]
     result = plan("serve", "quickstart", "--verbose", "--target", "cpu-8", *SMALL, *HEADS, *blocks)

@@ -104,6 +104,7 @@ def test_weights_may_change_next_to_adapters(directories):
     assert other.tokens == tuple(Generator(merged("large"))([5, 6, 7], max_tokens=6))
 
 
+@pytest.mark.slow
 def test_adapters_that_do_not_fit_are_refused(directories, tmp_path):
     params, scales = adapted("small")
     changed = {**params, "decoder.layer.attention.query.weight": params["decoder.layer.attention.query.weight"] + 1}

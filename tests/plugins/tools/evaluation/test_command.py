@@ -58,6 +58,7 @@ def run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_each_file_is_scored_by_what_is_in_it(run, tmp_path):
     text = write(tmp_path / "t.txt", "The end of a text is not predicted.")
     rows = write(tmp_path / "t.jsonl", *[{"body": "Twice the same."}] * 2)

@@ -85,6 +85,7 @@ def test_in_an_encoder_a_query_sees_what_comes_after_it(layer, normal, run):
         assert np.array_equal(a, b) == causal
 
 
+@pytest.mark.slow
 def test_values_and_gradients_are_those_of_the_paper(layer, normal):
     module = layer(attrs.evolve(PAPER, num_heads=2))
     x, cotangent = normal(2, 1, 3, 24, seed=1)

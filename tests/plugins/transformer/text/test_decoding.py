@@ -105,6 +105,7 @@ def test_bytes_that_are_no_text_decode_as_they_do_together(tokens):
     assert "".join(pieces(BYTES, [65], tokens)) == BYTES.decode(tokens)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(seed=st.integers(0, 10**6), length=st.integers(0, 60))
 def test_any_tokens_of_a_byte_level_vocabulary_decode_as_they_do_together(seed, length):

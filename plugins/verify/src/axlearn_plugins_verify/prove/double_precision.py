@@ -15,6 +15,7 @@ from jax.extend.core import jaxprs_in_params
 
 from axlearn_core.compose import Program
 from axlearn_core.config import patch, walk
+from axlearn_core.contracts.arrays import is_array
 from axlearn_plugins_verify.compat import double_precision
 from axlearn_plugins_verify.prove.contract import Outcome
 
@@ -89,7 +90,7 @@ def computes_in_float32(program: Program, batch: Mapping[str, Any]) -> bool:
     with program.tracing("loss"):
         traced = jax.make_jaxpr(lambda *args: call(*args))(program.trained.specs, as_double(batch))
     return any(
-        getattr(variable.aval, "dtype", None) == np.float32
+        is_array(variable.aval) and variable.aval.dtype == np.float32
         for equation in _equations(traced.jaxpr)
         for variable in equation.outvars
     )
