@@ -84,7 +84,7 @@ class SaveInProgress:
                 self.response.result(timeout=pause)
                 return
             except TimeoutError as error:
-                if error is previous:  # Orbax's own timeout: it raises the same error object again
+                if error is previous:  # Orbax's own timeout, which raises the same error object again
                     limit = (
                         f"{self.timeout_seconds} s (checkpointer.timeout_seconds)"
                         if self.timeout_seconds
@@ -97,7 +97,7 @@ class SaveInProgress:
 
 
 def start_save(path: str, trees: Mapping[str, Any], array_format: ArrayFormat) -> SaveInProgress:
-    """Start to write trees of arrays as the items of one checkpoint.
+    """Start writing trees of arrays as the items of one checkpoint.
 
     Args:
         path: Absolute path or URI of the checkpoint. It must not exist.

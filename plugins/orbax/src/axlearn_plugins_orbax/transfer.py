@@ -34,7 +34,7 @@ def export_run(
 
     Args:
         run_dir: Directory or URI of the run.
-        out: Directory of checkpoints, which may have other steps.
+        out: Directory of checkpoints, which may contain other steps.
         step: Step of the checkpoint, or None for the newest.
         layout: One of `LAYOUTS`.
         item: Name of the item (default: the item of the layout).

@@ -143,7 +143,7 @@ class StopAgreement:
 
     def _agree(self, process: int, reason: str) -> None:
         """Agree on one step more than the furthest step that any process has started."""
-        with self._lock:  # so that no step starts here
+        with self._lock:  # so that no step starts in the meantime
             try:
                 self._client.key_value_set(f"{self._key}/{jax.process_index()}", str(self._step))
                 deadline = time.monotonic() + _PEER_SECONDS

@@ -107,7 +107,7 @@ class KubernetesLauncher:
         *before, main = manifests
         if before:
             _kubectl("apply", before)
-        # `create` instead of `apply`, so that an existing run of this name is not changed.
+        # Use `create` instead of `apply`, so that an existing run with this name is not changed.
         print(_kubectl("create", [main]), end="", file=sys.stderr)
         space = f" --namespace {job.options.namespace}" if job.options.namespace else ""
         print(f"follow it: kubectl get {main['kind'].lower()} {job.name}{space}", file=sys.stderr)
