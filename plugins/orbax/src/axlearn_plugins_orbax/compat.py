@@ -16,7 +16,7 @@ from axlearn_plugins_orbax.file_names import TREE_METADATA
 FILE_BYTES, CHUNK_BYTES = 64 * 2**20, 32 * 2**20
 """Sizes of files and array chunks in OCDBT. Files of this size can be hashed by several threads."""
 FIRST_CHECK, LAST_CHECK = 0.25, 4.0
-"""Shortest and longest interval of the checks for failures of other processes, in seconds. It grows during a save."""
+"""Shortest and longest interval between checks for failures of other processes, in seconds. It grows during a save."""
 PLACEHOLDER: Any = ocp.PLACEHOLDER
 """Placeholder for a leaf that is not read."""
 

@@ -28,7 +28,7 @@ class PeerError(StorageError):
 
 
 def split_files(sizes: Mapping[str, int]) -> list[str]:
-    """Return the files that this process hashes. The bytes per process differ by at most one file."""
+    """Return the files that this process hashes. The bytes per process differ by at most the size of one file."""
     loads = [0] * jax.process_count()
     shares: list[list[str]] = [[] for _ in loads]
     for name in sorted(sizes, key=lambda n: (-sizes[n], n)):

@@ -213,7 +213,7 @@ def list_needs(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> list[Need]:
 
 
 def find_overlaps(need: Need, arrays: Mapping[str, StoredArray]) -> list[Box]:
-    """Return the boxes of a need that the arrays contain."""
+    """Return the parts of a need's box that the arrays contain."""
     path, box = need
     if path not in arrays:
         return []

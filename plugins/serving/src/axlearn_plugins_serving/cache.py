@@ -1,4 +1,4 @@
-"""The cache of an engine: blocks, slots and cached prefixes of prompts."""
+"""An engine's cache: its blocks, slots and cached prompt prefixes."""
 
 from collections import Counter
 from typing import NamedTuple

@@ -40,7 +40,7 @@ class Sampling:
         top_k: Number of most likely tokens to sample from; None samples from all.
         top_p: Sample from the smallest set of tokens with at least this total probability (Holtzman et al., 2020).
         min_p: Minimum probability of a token, relative to the most likely one (Nguyen et al., 2024).
-        seed: Seed of the samples. The same seed produces the same tokens in any batch. None picks a random seed.
+        seed: Seed for sampling. The same seed produces the same tokens in any batch. None picks a random seed.
         presence_penalty: Subtracted from the logit of each token that is already in the output.
         frequency_penalty: Subtracted from a token's logit once for each time the token is in the output.
         logit_bias: Token -> value added to its logit.
@@ -377,7 +377,7 @@ class PacesSteps(Protocol):
 
 
 class Runner(Protocol):
-    """Computes the steps of a model on its devices.
+    """Computes a model's steps on devices.
 
     Steps use a cache of blocks and run in the order of `submit`.
 

@@ -1,6 +1,6 @@
 """Load a server's compiled programs from files.
 
-An exported program is code. Programs are only loaded from a directory that the user names, or from `programs` in a run
+An exported program is code. Programs are loaded only from a directory that the user names, or from `programs` in a run
 directory that belongs to the user; never from a directory in Hugging Face format.
 """
 
@@ -80,7 +80,7 @@ class BackgroundLoader:
     A function that is needed before its turn is loaded at once.
 
     Args:
-        program: Program with all functions exported and verified.
+        program: Program whose functions have all been exported and verified.
         functions: Name -> shapes.
     """
 

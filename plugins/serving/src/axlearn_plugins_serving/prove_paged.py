@@ -169,7 +169,7 @@ class Answer:
 
 
 def serve_requests(engine: ServingEngine, requests: Sequence[Request]) -> Mapping[str, Answer]:
-    """Run requests. The second and third arrive after the first token of the first, and the fourth when the others all decode."""
+    """Run requests. The second and third arrive after the first token of the first, and the last when all others decode."""
     answers = {request.id: Answer() for request in requests}
     first, *others, last = requests
 

@@ -1,4 +1,4 @@
-"""Sampling on devices.
+"""Token sampling on devices.
 
 Tables have a row per slot, and functions choose a token for each row of logits.
 

@@ -172,7 +172,7 @@ def compiled_step(session: Any) -> CompiledStep | None:
 
 @contextlib.contextmanager
 def time_limit(seconds: float, description: str) -> Iterator[None]:
-    """End this process with exit code 75 and its stacks if the block takes longer than `seconds`.
+    """If the block takes longer than `seconds`, write the stacks and end this process with exit code 75.
 
     A call into XLA cannot be interrupted, and other processes would wait for this one until they time out.
     """

@@ -36,10 +36,10 @@ class _Batch:
 
 
 class LookAhead:
-    """An iterator that reads batches `DEPTH` steps ahead. Its state is the state after the last returned batch.
+    """An iterator that reads batches `DEPTH` steps ahead. Its state is the one after the last returned batch.
 
     Args:
-        batches: Iterator of this process.
+        batches: Batch iterator of this process.
         count: Maximum number of batches to read.
         fail: Called once with the iterator's error if batches are left in the buffer.
     """

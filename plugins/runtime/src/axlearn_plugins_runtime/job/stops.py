@@ -56,8 +56,8 @@ class EarlyStop(RunListener):
     def should_stop(self) -> bool:
         """Return True if the run stops at this step.
 
-        All processes agree. SIGTERM, which announces a preemption, stops the run at the next step. SIGINT stops it at the next logged
-        step.
+        All processes agree. SIGTERM, which announces a preemption, stops the run at the next step. SIGINT stops it at the next
+        logged step.
         """
         run, signal_number = self.session, self._signals.signal_number
         if jax.process_count() > 1 and run.stop_signal is None:

@@ -34,9 +34,9 @@ class Setup:
     """The settings of an agent.
 
     Attributes:
-        words: Arguments of `axlearn`. If there is a `document`, the agent replaces the path of the run file.
+        words: Arguments of `axlearn`. If there is a `document`, the agent replaces the run file's path with that of its own copy.
         document: Text of the run file, which the agent writes to its own folder.
-        bases: Texts of the run files that it is based on, by name. Written to the same folder.
+        bases: Texts of the run files that `document` is based on, by name. The agent writes them to the same folder.
         environment: Environment variables of every trainer.
         logs: Folder for the trainers' output, or None for the agent's own folder.
         processes: Trainer processes per host.

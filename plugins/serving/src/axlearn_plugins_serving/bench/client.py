@@ -125,7 +125,7 @@ async def measure(
 ) -> tuple[list[Record], float]:
     """Send requests at their arrival times.
 
-    With a `concurrency` limit, a request may wait before it is sent. Its latencies do not include this wait.
+    If there is a `concurrency` limit, a request may wait before it is sent. Its latencies do not include this wait.
 
     Returns:
         One record per body, and the total time in seconds.

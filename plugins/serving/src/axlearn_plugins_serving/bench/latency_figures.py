@@ -24,9 +24,9 @@ class Record:
         prompt_tokens: Number of prompt tokens that the server reports.
         cached_tokens: Number of prompt tokens that came from the server's cache; None if the server does not report it.
         output_tokens: Number of output tokens that the server reports.
-        ttft: Time from sending to the first event with a choice.
+        ttft: Time from sending the request to the first event with a choice.
         itl: Times between events with a choice.
-        e2el: Time from sending to the last event with a choice.
+        e2el: Time from sending the request to the last event with a choice.
         text: Output text.
     """
 

@@ -42,7 +42,7 @@ class CompiledStep:
     Attributes:
         temporaries: Bytes of temporaries.
         code: Bytes of the program itself.
-        links: Bytes sent to devices of the same domain; None if unknown.
+        links: Bytes sent to devices in the same domain; None if unknown.
         network: Bytes sent out of the domain; None if unknown.
         out_of_memory: Whether the compiler ran out of memory.
     """

@@ -22,7 +22,7 @@ OPEN_PATHS = frozenset({"/", "/health", "/openapi.json"})
 
 @attrs.frozen(kw_only=True)
 class ServerLimits:
-    """Limits on requests and connections, and who may send requests.
+    """Limits on requests and connections, and rules for who may send requests.
 
     Attributes:
         body_bytes: Maximum size of a request body.
