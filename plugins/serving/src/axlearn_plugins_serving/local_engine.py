@@ -151,7 +151,7 @@ class LocalEngine:
             return self.engine.statistics()
 
     def close(self) -> None:
-        """Free the devices. Requests that are still running in other threads raise an error."""
+        """Free the devices. Calls that are still running in other threads then raise an error."""
         with self._lock:
             self.engine.close()
             self._fail(RequestError("the engine was closed during generation"))

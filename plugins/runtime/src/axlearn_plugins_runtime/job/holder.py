@@ -32,8 +32,8 @@ class Holder:
 
     The lock of a dead holder can be taken over. A holder on this machine is dead if its process has ended. A holder on a
     different machine is dead if its file is old by this machine's clock and also does not change for two beats. The second
-    condition is needed because clocks may differ. A holder with the same supervisor (`AXLEARN_JOB`) is dead, because the supervisor ended it before it started this
-    process.
+    condition is needed because clocks may differ. A holder with the same supervisor (`AXLEARN_JOB`) is dead, because the
+    supervisor ended it before it started this process.
 
     Args:
         storage: Storage of the location.

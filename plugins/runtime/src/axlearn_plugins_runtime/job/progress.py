@@ -9,7 +9,7 @@ PROGRESS = "AXLEARN_PROGRESS"
 
 
 class Progress:
-    """A file with one line: the start of the phase (monotonic clock, in seconds), the number of finished steps, and the phase.
+    """A file with one line: the start of the phase in monotonic seconds, the number of finished steps, and the phase name.
 
     The line is overwritten at each phase. A write takes microseconds, and a probe may read the file as often as it needs to.
     """

@@ -1,4 +1,4 @@
-"""Endpoints that do not generate: models, health, metrics, tokens and the page."""
+"""Endpoints that do not generate text: models, health, metrics, tokens and the page."""
 
 import functools
 import importlib.resources

@@ -20,7 +20,7 @@ SHORT = 4096
 HUGE = 256 * 1024
 """Number of characters or bytes above which a request uses the thread for huge texts."""
 COUNTED = 1024 * 1024
-"""Maximum number of characters that `/tokenize` encodes beyond the context. Longer texts take seconds and need
+"""Maximum number of characters that `/tokenize` encodes beyond the context. Longer texts take seconds and
 gigabytes of memory."""
 
 
