@@ -10,6 +10,6 @@ from axlearn_plugins_orbax.foreign import ForeignSteps
 
 @hookimpl
 def axlearn_foreign_checkpoints(storage: Storage, folder: str, uri: str) -> ForeignSteps | None:
-    """Return the plain Orbax steps in a folder, or None if there are none."""
+    """Return the plain Orbax steps in a folder, or None."""
     foreign = ForeignSteps(Checkpoints(storage, uri, folder))
     return foreign if foreign.steps() else None
