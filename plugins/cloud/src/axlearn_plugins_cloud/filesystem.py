@@ -1,4 +1,4 @@
-"""Object stores through fsspec, with whole objects: Azure (`az://`, `abfs://`), and memory for tests."""
+"""Object stores through fsspec, which writes whole objects: Azure (`az://`, `abfs://`), and memory for tests."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -19,7 +19,7 @@ class FsspecObjects:
 
     @cached_property
     def files(self) -> Any:
-        """File system, created on first use. It has no cache of listings, since other processes write too."""
+        """The file system, created on first use. It does not cache listings, because other processes write too."""
         import fsspec
 
         try:

@@ -25,7 +25,7 @@ class GcsObjects:
 
     @cached_property
     def bucket(self) -> Any:
-        """Bucket, created on first use. If it or a credential is missing, that call fails."""
+        """The bucket's handle, created on first use. The first use fails if the bucket or a credential is missing."""
         client = storage.Client()
         adapter = HTTPAdapter(pool_maxsize=32)
         client._http.mount("https://", adapter)

@@ -1,4 +1,4 @@
-"""Hook that opens checkpoint storage by URI. Imports a client only for its own scheme."""
+"""A hook that opens checkpoint storage by URI. Imports a client only for its own scheme."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FSSPEC = ("abfs", "az", "memory")
 
 @hookimpl
 def axlearn_checkpoint_storage(uri: str) -> Storage | None:
-    """Return the storage for an `s3://` or `gs://` URI, or of a protocol in `FSSPEC`; None for other schemes."""
+    """Return the storage for an `s3://` or `gs://` URI, or a URI with a protocol in `FSSPEC`; None for other schemes."""
     scheme = urlsplit(uri.partition("::")[0]).scheme if "://" in uri.partition("::")[0] else uri.partition("::")[0]
     if "::" in uri:
         raise RequestError(
@@ -41,7 +41,7 @@ def axlearn_checkpoint_storage(uri: str) -> Storage | None:
 
 
 def _split(uri: str) -> tuple[str, str]:
-    """Split a URI into (bucket, prefix without surrounding slashes). Characters are not decoded."""
+    """Split a URI into (bucket, prefix without surrounding slashes). Percent-encoding is not decoded."""
     bucket, _, prefix = uri.partition("://")[2].partition("/")
     problem = None
     if not bucket:

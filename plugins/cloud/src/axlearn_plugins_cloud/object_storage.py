@@ -27,7 +27,7 @@ class ObjectStorage:
     is written in its final place. It is complete when its `MARKER` exists.
 
     Attributes:
-        objects: Client of the bucket.
+        objects: Client for the bucket.
         uri: URI for messages.
         prefix: Prefix of all keys, without surrounding slashes.
     """

@@ -40,11 +40,11 @@ class S3Objects:
 
     @cached_property
     def client(self) -> Any:
-        """Client, created on first use. If a setting is missing, that call fails."""
+        """The client, created on first use. The first use fails if a setting is missing."""
         config = Config(
             connect_timeout=CONNECT_SECONDS,
             read_timeout=READ_SECONDS,
-            retries={"total_max_attempts": 1},  # `ObjectStorage` retries, and logs it
+            retries={"total_max_attempts": 1},  # `ObjectStorage` retries and logs the attempts
             max_pool_connections=32,
         )
         with _session_lock:  # creating sessions is not thread-safe
@@ -104,7 +104,7 @@ class S3Objects:
             raise
 
     def _call(self, name: str, **fields: Any) -> Any:
-        """Return the response, or None if a range starts at the end, or if a conditional write found an object."""
+        """Return the response, or None if a range starts at the end of an object, or a conditional write found one."""
         try:
             return getattr(self.client, name)(Bucket=self.bucket, **fields)
         except errors.ClientError as error:

@@ -53,7 +53,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
 
     @node
     class Config(StorageCheckpointer.Config):
-        """Settings for `StorageCheckpointer`, and of the array storage in Orbax.
+        """Settings for `StorageCheckpointer` and for Orbax's array storage.
 
         Attributes:
             ocdbt: Store all arrays in one database. If False, store each array in a folder.
@@ -204,7 +204,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
         return files
 
     def _verify_step(self, step: int) -> Manifest:
-        """Verify the files other than arrays on process 0. All processes raise if they are damaged."""
+        """Verify the files other than arrays on process 0. All processes raise an error if any is damaged."""
         error: CheckpointError | None = None
         checkpoint: Manifest | None = None
         try:
@@ -226,7 +226,7 @@ class OrbaxReader:
 
     Args:
         place: Folder of the checkpoints.
-        manifest: Manifest of the checkpoint. It has no files for a plain Orbax step.
+        manifest: Manifest of the checkpoint. For a plain Orbax step, it lists no files.
     """
 
     def __init__(self, place: Checkpoints, manifest: Manifest):
@@ -272,7 +272,7 @@ class OrbaxReader:
         return {path: loaded[info.path] for path, info in infos.items()}
 
     def _call_on_all(self, call: Callable[[], T]) -> T:
-        """Call a function. If it raises `CheckpointError` on one process, raise on all processes."""
+        """Call a function. If it raises `CheckpointError` on one process, raise an error on all processes."""
         error: CheckpointError | None = None
         result: Any = None
         try:

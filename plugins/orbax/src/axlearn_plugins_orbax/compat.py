@@ -16,7 +16,7 @@ from axlearn_plugins_orbax.file_names import TREE_METADATA
 FILE_BYTES, CHUNK_BYTES = 64 * 2**20, 32 * 2**20
 """Sizes of files and array chunks in OCDBT. Files of this size can be hashed by several threads."""
 FIRST_CHECK, LAST_CHECK = 0.25, 4.0
-"""Shortest and longest interval of the checks for failures of other processes, in seconds. It grows during a save."""
+"""Shortest and longest interval between checks for failures of other processes, in seconds. It grows during a save."""
 PLACEHOLDER: Any = ocp.PLACEHOLDER
 """Placeholder for a leaf that is not read."""
 
@@ -84,7 +84,7 @@ class SaveInProgress:
                 self.response.result(timeout=pause)
                 return
             except TimeoutError as error:
-                if error is previous:  # Orbax's own timeout: it raises the same error object again
+                if error is previous:  # Orbax's own timeout, which raises the same error object again
                     limit = (
                         f"{self.timeout_seconds} s (checkpointer.timeout_seconds)"
                         if self.timeout_seconds
@@ -97,7 +97,7 @@ class SaveInProgress:
 
 
 def start_save(path: str, trees: Mapping[str, Any], array_format: ArrayFormat) -> SaveInProgress:
-    """Start to write trees of arrays as the items of one checkpoint.
+    """Start writing trees of arrays as the items of one checkpoint.
 
     Args:
         path: Absolute path or URI of the checkpoint. It must not exist.

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 HASHES = "hashes"
 """Folder with the hashes of each process, until process 0 collects them."""
 FAILED = ".failed"
-"""Suffix of the file in this folder that a process writes if its save fails."""
+"""Suffix of the file that a process writes to this folder if its save fails."""
 
 
 class PeerError(StorageError):
@@ -28,7 +28,7 @@ class PeerError(StorageError):
 
 
 def split_files(sizes: Mapping[str, int]) -> list[str]:
-    """Return the files that this process hashes. The bytes per process differ by at most one file."""
+    """Return the files that this process hashes. The bytes per process differ by at most the size of one file."""
     loads = [0] * jax.process_count()
     shares: list[list[str]] = [[] for _ in loads]
     for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
@@ -86,7 +86,7 @@ def list_hashes(storage: Storage, folder: str) -> set[str]:
         folder: Staging folder of the save, with a trailing `/`.
 
     Raises:
-        PeerError: A process failed. The error names it and has the reason.
+        PeerError: A process failed. The error names it and gives the reason.
     """
     paths = {f.path for f in storage.list(f"{folder}{HASHES}/")}
     if failed := sorted(p for p in paths if p.endswith(FAILED)):
@@ -101,5 +101,5 @@ def mark_failure(storage: Storage, folder: str, error: BaseException) -> None:
         return
     try:
         storage.write(f"{folder}{HASHES}/{jax.process_index()}{FAILED}", [str(error).encode() or b"?"])
-    except StorageError as unwritten:  # the others wait for Orbax's timeout
+    except StorageError as unwritten:  # the other processes wait for Orbax's timeout
         log.warning("cannot report a failed save to the other processes: %s", unwritten)

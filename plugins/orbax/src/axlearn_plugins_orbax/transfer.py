@@ -34,7 +34,7 @@ def export_run(
 
     Args:
         run_dir: Directory or URI of the run.
-        out: Directory of checkpoints, which may have other steps.
+        out: Directory of checkpoints, which may contain other steps.
         step: Step of the checkpoint, or None for the newest.
         layout: One of `LAYOUTS`.
         item: Name of the item (default: the item of the layout).
@@ -117,7 +117,7 @@ def find_checkpoint(directory: str, step: int | None) -> tuple[str, str | None]:
         (path of the checkpoint, name of the item if `directory` is an item, else None)
 
     Raises:
-        RequestError: There is no checkpoint, or none of this step, or an axlearn run wrote it.
+        RequestError: There is no checkpoint, or none for this step, or an axlearn run wrote it.
     """
     root = compat.open_path(directory)
     names = sorted(p.name for p in root.iterdir()) if root.is_dir() else []

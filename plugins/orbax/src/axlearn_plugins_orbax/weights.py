@@ -1,4 +1,4 @@
-"""Parameters of a plain Orbax checkpoint as the weights of an experiment's model."""
+"""The parameters of a plain Orbax checkpoint as the weights of an experiment's model."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property

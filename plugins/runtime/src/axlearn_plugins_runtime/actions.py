@@ -1,4 +1,4 @@
-"""Actions of a watchdog when a rule is broken."""
+"""Actions that a watchdog runs when a rule is broken."""
 
 import faulthandler
 import json
@@ -37,7 +37,7 @@ class Action(Protocol):
 
 
 class DumpStacks(Configurable):
-    """Writes the stacks of all threads of this process, and its child processes, to `<run>/stacks-RANK.txt`.
+    """Writes the stacks of all threads in this process and its child processes to `<run>/stacks-RANK.txt`.
 
     The stacks of child processes (data workers) are included if the `py-spy` program is installed.
     """
@@ -104,7 +104,7 @@ class Webhook(Configurable):
 
     @node
     class Config(Configurable.Config["Webhook"]):
-        """Source of the URL, and the time limit.
+        """Source of the URL, and the time limit for requests.
 
         Attributes:
             variable: Environment variable with the URL.
@@ -140,7 +140,7 @@ class Webhook(Configurable):
 
 
 def stacks_path(run_dir: Path, rank: int) -> Path:
-    """Return the path of a process's stack traces."""
+    """Return the path of the file with a process's stack traces."""
     return run_dir / f"stacks-{rank}.txt"
 
 

@@ -24,8 +24,9 @@ Row = tuple[str, str, str, int]
 class CorruptionCheck(Configurable):
     """Computes every N-th step twice, compares the results bit by bit, and compares the replicas on all devices.
 
-    A device with intermittent errors computes two different results. A device with permanent errors differs from its replicas.
-    Checksums are computed on the devices. Computing a step twice needs memory for a second training state.
+    A device with intermittent errors computes two different results. The results of a device with permanent errors differ from
+    those of its replicas. Checksums are computed on the devices. Computing a step twice needs memory for a second training
+    state.
     """
 
     @node
@@ -100,7 +101,10 @@ def checksums(state: Any) -> list[Row]:
 
 
 def compare_replicas(processes: Sequence[tuple[int, str, Sequence[Any]]]) -> list[str]:
-    """Return a line for each device with a shard that differs from its replicas. If most agree, report only the others."""
+    """Return a line for each device with a shard that differs from its replicas.
+
+    If most replicas agree, report only the devices that disagree with them.
+    """
     groups: defaultdict[tuple[str, str], list[tuple[str, int]]] = defaultdict(list)
     for process, host, rows in processes:
         for path, place, device, value in rows:

@@ -7,7 +7,7 @@ from axlearn_core.plugins.hookspecs import hookimpl
 def axlearn_run_listeners() -> list[str]:
     """Return the listeners of this plugin.
 
-    Listeners of the same position open in this order, so the lock is taken before the working copy is fetched.
+    Listeners with the same position open in this order, so the lock is taken before the working copy is fetched.
     """
     job = "axlearn_plugins_runtime.job"
     return [

@@ -93,7 +93,7 @@ class LocalParts:
         return self.place(part.process).inspect(part.step)
 
     def index(self, parts: Iterable[Part]) -> dict[str, StoredArray]:
-        """Merge the array indices of some parts. Each box appears once, and file paths are relative to the root.
+        """Merge the array indices of parts. Each box appears once, and file paths are relative to the root.
 
         Raises:
             CheckpointError: An index or manifest is damaged.
@@ -141,7 +141,7 @@ class LocalParts:
         return False
 
     def quarantine(self, part: Part) -> Path | None:
-        """Set a damaged part aside. Return its new path, or None if another process of this machine moved it."""
+        """Set a damaged part aside. Return its new path, or None if another process on this machine has moved it."""
         self.excluded.add(part)
         source = self.root / part.folder
         target = source.with_name(f".{part.step}.damaged-{time.time_ns()}")
@@ -152,7 +152,7 @@ class LocalParts:
         return target
 
     def delete(self, parts: Iterable[Part]) -> None:
-        """Delete parts. Another process of this machine may delete them at the same time."""
+        """Delete parts. Another process on this machine may delete them at the same time."""
         for part in parts:
             self.remove(part.folder)
 
@@ -162,7 +162,7 @@ class LocalParts:
             self.storage.delete(folder)
 
     def clean(self) -> None:
-        """Remove partial files of killed attempts, and all damaged parts except the newest of each process."""
+        """Remove partial files left by killed attempts, and all damaged parts except the newest of each process."""
         for folder in self.root.glob("process-*"):
             for path in folder.glob(".*"):
                 if re.fullmatch(r"\.\d+\.(partial|deleted|from-\d+)", path.name):
@@ -213,7 +213,7 @@ def list_needs(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> list[Need]:
 
 
 def find_overlaps(need: Need, arrays: Mapping[str, StoredArray]) -> list[Box]:
-    """Return the boxes of a need that the arrays contain."""
+    """Return the parts of a need's box that the arrays contain."""
     path, box = need
     if path not in arrays:
         return []

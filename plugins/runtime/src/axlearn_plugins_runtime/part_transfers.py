@@ -74,7 +74,7 @@ def plan_transfers(missing: Sequence[Sequence[Need]], offers: Sequence[Sequence[
     for process, needs in enumerate(missing):
         covered: list[dict[Box, None]] = [{} for _ in needs]
         relevant = [(len(o[3]), source, o) for source, rows in enumerate(offers) for o in rows if o[0] == process]
-        # Prefer the part that covers most boxes, then the process that sends the fewest bytes.
+        # Prefer the part that covers the most boxes, then the process that sends the fewest bytes.
         for _, source, (_, part, files, overlaps) in sorted(relevant, key=lambda m: (-m[0], load.get(m[1], 0), m[1])):
             boxes = [(i, tuple(map(tuple, box))) for i, box in overlaps]
             if all(box in covered[i] for i, box in boxes):
@@ -135,7 +135,7 @@ def _read_chunk(parts: LocalParts, transfer: Transfer, begin: int, chunk: np.nda
     for name, offset, position, count in transfer.spans(begin, begin + chunk.size):
         try:
             parts.storage.read_into(f"{transfer.part.folder}/{name}", offset, chunk[position : position + count].data)
-        except Exception:  # the part was deleted: send zeros, and the receiver's hash check fails
+        except Exception:  # the part was deleted: send zeros, so that the receiver's hash check fails
             parts.excluded.add(transfer.part)
             return
 
@@ -170,7 +170,7 @@ class _Receiver:
                         (self.folder / name).touch()
                 self.folder.rename(self.target)
         except OSError:
-            return  # another process of this machine received the same part
+            return  # another process on this machine received the same part
 
 
 def as_json(needs: Sequence[Need]) -> list[Any]:
@@ -190,7 +190,7 @@ def exchange_bytes(chunk: np.ndarray, pairs: Pairs) -> np.ndarray:
 
     Args:
         chunk: uint8 array of shape [n], with the same n on every process.
-        pairs: Pairs of processes. Equal on every process.
+        pairs: Pairs of processes, the same on every process.
 
     Returns:
         The chunk that was sent to this process, or zeros if none was sent.

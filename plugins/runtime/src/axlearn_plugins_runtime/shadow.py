@@ -21,7 +21,7 @@ _LAYERS = "layers"
 
 
 class ShadowCheck(Configurable):
-    """Compares the loss and gradients in every N-th step with a second computation that has an additional feature.
+    """Compares the loss and gradients of every N-th step with those of a second computation that has an additional feature.
 
     Both are computed before the real step from the same parameters, batch and random key, by separate programs. The run's own
     program then computes the real step as usual. The comparison needs device memory for two copies of the gradients.

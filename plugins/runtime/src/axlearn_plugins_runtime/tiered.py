@@ -27,7 +27,7 @@ from axlearn_plugins_runtime.local_tier import PART, LocalParts, Part, find_over
 
 log = logging.getLogger(__name__)
 TRIES = 5
-"""Number of retries of a local state after parts of it were set aside or did not arrive."""
+"""Number of times to retry a local state after some of its parts were set aside or did not arrive."""
 TIMELINE = ".timeline.json"
 """File next to the checkpoints with the id of the current timeline. Only local parts of this timeline are valid."""
 
@@ -44,10 +44,10 @@ class LocalTier(Configurable):
             directory: Directory on every machine, writable only by this user. Environment variables are expanded.
             keep: Number of complete states to keep.
             copies: Number of other machines that keep a copy of each part. Required to survive the loss of a machine if each
-                shard is on a single process.
+                shard exists on only one process.
             suspect_steps: Roll back to the previous checkpoint if a non-finite step occurs within this many steps after a local
                 restore.
-            wait_seconds: Seconds that processes wait for each other in a restore.
+            wait_seconds: Seconds that processes wait for each other during a restore.
         """
 
         every_steps: int = setting(default=10, ge=1)
@@ -187,7 +187,7 @@ class TieredCheckpointer(ShardedCheckpointer):
         part_transfers.send_parts(transfers, self.parts)
 
     def _machine(self) -> str:
-        """Return an id that is equal for processes that share a directory."""
+        """Return an id that is the same for all processes that share a directory."""
         return f"{socket.gethostname()}:{self.parts.root}"
 
     def restore_newest(self, like: Any) -> tuple[Any, dict[str, Any], int] | None:

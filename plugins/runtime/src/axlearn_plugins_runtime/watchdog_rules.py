@@ -14,7 +14,7 @@ OUTSIDE_STEPS = ("restore", "compile", "evaluate", "save")
 
 
 _LIMIT_FACTOR = 1.6
-"""Maximum factor on a configured limit while phases usually end within the limit.
+"""Maximum factor by which a configured limit is raised while phases usually end within it.
 
 The interval between two checks adds up to an eighth, so a hang is reported within twice the configured time."""
 
@@ -80,7 +80,7 @@ class Hang(_BaseRule):
 
     The limit is the larger of `seconds` and `factor` times the median of the phase's last 100 durations. If the median is below
     `seconds`, the limit is at most 1.6 times `seconds`, so that a hang is reported within twice the configured time. Saves have a
-    separate limit, because the last save of a run waits until everything is written. Other saves only copy.
+    separate limit, because the last save of a run waits until everything is written. Other saves only copy the state.
     """
 
     @node
@@ -90,9 +90,9 @@ class Hang(_BaseRule):
         Attributes:
             seconds: Minimum limit for input, steps and evaluation.
             start_seconds: Limit for restoring, compiling, and the first step and evaluation.
-            save_seconds: Minimum limit for a save. In a save, processes wait for each other for up to half an hour and then
+            save_seconds: Minimum limit for a save. During a save, processes wait for each other for up to half an hour and then
                 report the missing process.
-            factor: Multiple of the usual duration of a phase that raises its limit.
+            factor: Multiple of a phase's usual duration to which its limit is raised.
             actions: Actions to run in addition to the report.
         """
 
@@ -149,7 +149,7 @@ class SlowSteps(_BaseRule):
 
         Attributes:
             factor: Multiple of the median duration above which a step is slow.
-            steps: Number of consecutive slow steps that are reported.
+            steps: Number of consecutive slow steps that trigger a report.
             window: Number of steps in the history.
         """
 
@@ -241,7 +241,7 @@ class LossSpike(_BaseRule):
 
         Attributes:
             deviations: Number of deviations above the median.
-            steps: Number of consecutive high losses that are reported.
+            steps: Number of consecutive high losses that trigger a report.
             window: Number of losses in the history.
         """
 
@@ -277,7 +277,7 @@ class LossSpike(_BaseRule):
 
 
 class _StepClock:
-    """Measures the time between the starts of consecutive steps, if no other phase is between them."""
+    """Measures the time between the starts of consecutive steps, if there is no other phase between them."""
 
     def __init__(self) -> None:
         self._begin: float | None = None

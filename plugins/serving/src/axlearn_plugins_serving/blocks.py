@@ -1,4 +1,4 @@
-"""The pool of cache blocks: tracks who holds each block, and lets later prompts reuse contents.
+"""The pool of cache blocks, which tracks the holders of each block and lets later prompts reuse its contents.
 
 The key of a full block is a hash of its tokens and the previous block's key. The first key also includes the adapter
 and the version of the weights. Equal keys mean equal contents, so requests with a common prefix share the prefix's blocks, as
@@ -52,7 +52,7 @@ def _digest(content: bytes) -> Key:
 class BlockPool:
     """A pool of blocks with their holders.
 
-    A block is free, held, or idle: not held, but with content under a key.
+    A block is free, held, or idle. An idle block has no holder, but its content is still registered under a key.
 
     Args:
         num_blocks: Number of blocks; ids are 0 to `num_blocks` - 1.
@@ -98,7 +98,7 @@ class BlockPool:
         return blocks
 
     def tail(self, key: Key) -> int | None:
-        """Return the held block that begins with the tail of this key, or None.
+        """Return the held block that begins with the tail registered under `key`, or None.
 
         See `set_tail`.
         """
@@ -107,7 +107,7 @@ class BlockPool:
     def count_idle(self, blocks: Iterable[int]) -> int:
         """Count the idle blocks among `blocks`.
 
-        Idle blocks can be allocated until someone holds them.
+        Idle blocks can be allocated until a request holds them.
         """
         return sum(1 for block in blocks if self._holders[block] == 0)
 
@@ -121,7 +121,7 @@ class BlockPool:
     def allocate(self, count: int) -> list[int] | None:
         """Allocate blocks with one holder and no content.
 
-        Returns None if there are not enough; then nothing changes.
+        If there are not enough blocks, returns None and changes nothing.
         """
         if count > self.available:
             return None
@@ -159,7 +159,7 @@ class BlockPool:
     def set_tail(self, block: int, key: Key) -> None:
         """Record the content at the beginning of a held block.
 
-        The block can be copied until the last holder leaves.
+        The block can be copied until its last holder releases it.
         """
         if key not in self._tails and block not in self._tail_keys:
             self._tails[key], self._tail_keys[block] = block, key

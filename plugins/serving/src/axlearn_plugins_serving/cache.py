@@ -1,4 +1,4 @@
-"""The cache of an engine: blocks, slots and cached prefixes of prompts."""
+"""An engine's cache: its blocks, slots and cached prompt prefixes."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -11,8 +11,8 @@ class Match(NamedTuple):
     """The cached part of a prompt.
 
     Attributes:
-        shared: Blocks with the content of the prompt, from its beginning.
-        source: Block that contains the rest of the prompt. If it is copied, only one token is left to compute.
+        shared: Blocks that contain the beginning of the prompt, in order.
+        source: Block that contains the rest of the prompt. After it is copied, only one token is left to compute.
     """
 
     shared: list[int]
@@ -23,7 +23,7 @@ class Cache:
     """A cache that assigns blocks and slots to requests.
 
     Args:
-        pool: Blocks of the runner.
+        pool: The runner's blocks.
         slots: Maximum number of running requests.
         prefixes: Whether requests with a common prefix share the prefix's blocks.
         window: Number of keys that a token attends to in any layer, including itself; None if there is no limit.
@@ -73,7 +73,7 @@ class Cache:
             headroom: Number of blocks that must stay free.
 
         Returns:
-            Blocks to copy, as (source, target). None if there is no room; then nothing changes.
+            Blocks to copy, as (source, target). If there is no room, returns None and changes nothing.
         """
         size, length, shared = self.pool.block_size, len(state.tokens), match.shared
         count = -(-length // size) - len(shared)
@@ -91,7 +91,7 @@ class Cache:
     def extend(self, state: RequestState, positions: int) -> bool:
         """Give a running request blocks for its first `positions` positions.
 
-        Returns False if there are not enough.
+        Returns False if there are not enough blocks.
         """
         missing = -(-positions // self.pool.block_size) - len(state.blocks)
         if missing <= 0:

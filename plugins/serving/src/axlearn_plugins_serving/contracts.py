@@ -16,7 +16,8 @@ import numpy as np
 from axlearn_core.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-"""`stop`: an end token, a stop token or a complete constraint. `length`: `max_tokens` was reached or the context is full."""
+"""`stop`: an end token, a stop token or a completed constraint ended the output. `length`: `max_tokens` was reached or the context
+is full."""
 
 
 class QueueFullError(RequestError):
@@ -39,7 +40,7 @@ class Sampling:
         top_k: Number of most likely tokens to sample from; None samples from all.
         top_p: Sample from the smallest set of tokens with at least this total probability (Holtzman et al., 2020).
         min_p: Minimum probability of a token, relative to the most likely one (Nguyen et al., 2024).
-        seed: Seed of the samples. The same seed produces the same tokens in any batch. None picks a random seed.
+        seed: Seed for sampling. The same seed produces the same tokens in any batch. None picks a random seed.
         presence_penalty: Subtracted from the logit of each token that is already in the output.
         frequency_penalty: Subtracted from a token's logit once for each time the token is in the output.
         logit_bias: Token -> value added to its logit.
@@ -170,7 +171,7 @@ class Statistics:
         output_tokens: Output tokens so far.
         preemptions: Number of times a request lost its blocks to a different request.
         steps: Calls to the runner.
-        compilations: Compilations since warm-up; any value but 0 is a bug.
+        compilations: Compilations since warm-up; any value other than 0 indicates a bug.
         step_seconds: Time spent submitting steps to the runner and waiting for it.
         drafted_tokens: Tokens that the drafter proposed.
         accepted_tokens: Drafted tokens that the model accepted.
@@ -319,7 +320,7 @@ class HasConfig(Protocol):
 class HasWindow(Protocol):
     """A runner whose model has sliding-window attention.
 
-    The engine reuses blocks that fell out of the window.
+    The engine reuses blocks that have fallen out of the window.
 
     Attributes:
         window: Number of keys that a token attends to in any layer, including itself; None if a layer attends to all keys.
@@ -332,7 +333,7 @@ class HasWindow(Protocol):
 class HasProgram(Protocol):
     """A runner with a program.
 
-    The engine converts weights of other formats to the program's structure.
+    The engine converts weights in other formats to the program's structure.
 
     Attributes:
         program: An `axlearn_core.compose.model_program.ModelProgram`.
@@ -370,13 +371,13 @@ class PacesSteps(Protocol):
     def spare_seconds(self) -> float:
         """Return how many seconds `step` can wait without delaying the devices.
 
-        More requests may arrive meanwhile.
+        More requests may arrive in the meantime.
         """
         ...
 
 
 class Runner(Protocol):
-    """Computes the steps of a model on its devices.
+    """Computes a model's steps on devices.
 
     Steps use a cache of blocks and run in the order of `submit`.
 
@@ -387,7 +388,8 @@ class Runner(Protocol):
         max_rows: Maximum number of running requests.
         max_batch_tokens: Maximum number of tokens in a step.
         max_prompt_tokens: Maximum number of prompt tokens in a step, in whole chunks.
-        chunk: Prompt tokens computed together. A partial chunk costs as much as a full one, unless it is a single token.
+        chunk: Number of prompt tokens that are computed together. A partial chunk costs as much as a full one, unless it is
+            a single token.
         max_context: Maximum number of tokens in a request, including its output.
         max_logit_bias: Maximum number of tokens in a request's `logit_bias`.
         max_blocks_per_request: Maximum number of blocks per request.
@@ -441,7 +443,7 @@ class Runner(Protocol):
 
         Args:
             rows: Rows with distinct slots: at most `max_rows` rows and `max_batch_tokens` tokens in total.
-            steps: Number of tokens to choose for each row. Above 1 only if all rows decode without a mask.
+            steps: Number of tokens to choose for each row. Must be 1 unless all rows decode without a mask.
         """
         ...
 

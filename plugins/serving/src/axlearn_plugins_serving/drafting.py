@@ -1,6 +1,6 @@
 """Speculative decoding (Leviathan et al., 2023).
 
-The model verifies drafted tokens in one step.
+A drafter proposes several tokens, and the model verifies them in one step.
 
 Only greedy requests use drafts. A drafted token is accepted only if it is the most likely one, so drafts do not change outputs.
 """
@@ -54,7 +54,7 @@ class NgramDrafter(Configurable):
         Only new tokens are indexed; the request keeps the index of earlier ones.
         """
         tokens, places, size = state.tokens, state.places, self.ngram
-        for end in range(max(size, state.indexed), len(tokens)):  # leave out the last n-gram, which would match itself
+        for end in range(max(size, state.indexed), len(tokens)):  # skip the last n-gram, which would match itself
             places[tuple(tokens[end - size : end])] = end
         state.indexed = len(tokens)
         place = places.get(tuple(tokens[-size:]))
@@ -62,14 +62,14 @@ class NgramDrafter(Configurable):
 
 
 def can_draft(state: RequestState) -> bool:
-    """Return True if a request takes the model's most likely token at each position."""
+    """Return True if a request always takes the model's most likely token."""
     sampling = state.request.sampling
     changed = sampling.logit_bias or sampling.presence_penalty or sampling.frequency_penalty
     return sampling.temperature == 0 and not changed and state.request.constraint is None
 
 
 def add_drafts(plan: SchedulerOutput, drafter: Drafter, cache: Cache, limits: Limits) -> None:
-    """Add drafts to a plan as far as the step has room.
+    """Add drafts to a plan while the step has room for them.
 
     Requests that can draft must not have tokens in flight.
     """

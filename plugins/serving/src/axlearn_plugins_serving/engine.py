@@ -2,7 +2,7 @@
 
 The engine plans the next step while the current one is in flight. Tokens stay on the devices, and the engine reads results
 after it has submitted the next step. If a request turns out to have ended, its extra token is dropped. Constraints and drafts
-need the last token first, so with them the engine reads results before it plans.
+depend on the last token, so if a request uses them, the engine reads the results before it plans the next step.
 """
 
 import itertools
@@ -54,7 +54,7 @@ class ServingEngine(Configurable):
         Attributes:
             runner: Computes the steps. It is offered `model` and `program`.
             scheduler: Chooses what each step computes. It is offered `cache` and `limits`.
-            drafter: Drafts tokens of greedy requests, which the model verifies if a step has room. None disables drafts.
+            drafter: Drafts tokens for greedy requests, which the model verifies if a step has room. None disables drafts.
             max_waiting: Maximum number of waiting requests; additional requests are rejected.
             max_context: Maximum number of tokens in a prompt and its output. None uses the runner's limit: its
                 `max_context`, or less if its cache is smaller.
@@ -312,7 +312,7 @@ class ServingEngine(Configurable):
 def _build_row(part: Part, mask: Any, *, token_known: bool) -> Row:
     """Build the row of a part.
 
-    With `token_known`, the row contains the last token, because the runner's last token may follow a rejected draft.
+    If `token_known` is True, the row contains the last token, because the runner's last token may follow a rejected draft.
     """
     state, tokens, targets = part.state, (), None
     assert state.slot is not None

@@ -25,7 +25,7 @@ from axlearn_plugins_serving.runner import ModelRunner
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 VIRTUAL_DEVICES = 2
 """Number of virtual CPU devices that split each matrix multiplication by default. XLA's single-threaded work then runs in two
-threads. Measured on two cores."""
+threads. This was measured on a machine with two cores."""
 
 
 def set_up_devices(config: ServingEngine.Config, *, owns_cores: bool = False) -> None:
@@ -35,7 +35,7 @@ def set_up_devices(config: ServingEngine.Config, *, owns_cores: bool = False) ->
 
     Args:
         config: Config of the engine.
-        owns_cores: Whether this engine is the only one on the machine's cores, or loads programs exported for such an engine.
+        owns_cores: Whether this engine has the machine's cores to itself, or loads programs exported for such an engine.
             By default, two devices then split each matrix multiplication.
     """
     configure_devices(None)
@@ -49,7 +49,7 @@ def set_up_devices(config: ServingEngine.Config, *, owns_cores: bool = False) ->
 
 
 def serving_program(model: Node[Any], mesh: Mesh, config: ServingEngine.Config) -> ModelProgram:
-    """Build the program of an engine. `tensor_parallel` devices split each matrix multiplication.
+    """Build an engine's program, in which `tensor_parallel` devices split each matrix multiplication.
 
     Args:
         model: Config of a `CausalLM`.
@@ -58,7 +58,7 @@ def serving_program(model: Node[Any], mesh: Mesh, config: ServingEngine.Config) 
 
     Raises:
         RequestError: If there are not enough devices.
-        ConfigError: If the number of devices does not divide the heads or the width.
+        ConfigError: If the number of devices does not divide the number of heads or the width.
     """
     functional, devices = Functional.from_config(model), jax.devices()
 
@@ -74,7 +74,7 @@ def serving_program(model: Node[Any], mesh: Mesh, config: ServingEngine.Config) 
         return program(config.tensor_parallel)
     can_share = devices[0].platform == "cpu" and len(devices) >= VIRTUAL_DEVICES and not has_latents(model)
     if can_share and _may_share(config):
-        with contextlib.suppress(ConfigError):  # the sizes of the model may not be divisible
+        with contextlib.suppress(ConfigError):  # the model's sizes may not be divisible by the device count
             shared = program(VIRTUAL_DEVICES)
             parity = isinstance(config.runner, ModelRunner.Config) and config.runner.mode == "parity"
             if not parity or find_parity_problem(shared) is None:
@@ -104,7 +104,7 @@ def _may_share(config: ServingEngine.Config) -> bool:
 
 
 def _count_cores() -> float:
-    """Return the number of cores available under CPU affinity and container quota."""
+    """Return the number of cores that CPU affinity and the container's quota allow."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     try:
         quota, period = CPU_QUOTA.read_text().split()

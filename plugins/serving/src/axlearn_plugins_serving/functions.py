@@ -46,7 +46,8 @@ class Sizes:
         blocks_per_call: Number of blocks that one call copies, reads or writes.
         steps: Maximum number of tokens that `serve_decode` chooses.
         adapters: Number of adapters.
-        min_rows: Minimum number of rows outside attention. Pads steps so that results do not depend on the number of rows.
+        min_rows: Minimum number of rows outside attention. Steps are padded to it, so that results do not depend on the number of
+            rows.
         layout: Layout of the linear maps' weights; None keeps the training layout.
     """
 
@@ -231,7 +232,7 @@ class ServingFunctions:
         return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=value) if missing else x
 
     def _select_adapters(self, tables: Tables, slots: jax.Array) -> AbstractContextManager[None]:
-        """Return the context that selects adapters for tokens of these slots."""
+        """Return a context manager that selects the adapter of each token, given the tokens' slots."""
         if not self.sizes.adapters:
             return nullcontext()
         from axlearn_plugins_finetune.lora.rows import row_adapters
@@ -317,9 +318,9 @@ class ServingFunctions:
 
 @runtime_checkable
 class _SupportsWholeHeads(Protocol):
-    """A rotary embedding that supports cosines and sines of whole heads.
+    """A rotary embedding that supports cosines and sines for whole heads.
 
-    They are computed once for all layers.
+    The cosines and sines are then computed once for all layers.
     """
 
     whole_heads: bool

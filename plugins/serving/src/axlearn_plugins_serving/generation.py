@@ -1,4 +1,4 @@
-"""The results of an engine in this process."""
+"""The results that an engine in this process returns."""
 
 import attrs
 

@@ -68,10 +68,10 @@ class LocalEngine:
         adapter: str | None = None,
         **options: Any,
     ) -> list[Generation]:
-        """Continue prompts in one batch and return when the last one ends.
+        """Continue prompts in one batch, and return when all continuations have ended.
 
         Args:
-            prompts: One or several prompts, each a text or token ids.
+            prompts: One or several prompts, each given as text or as token ids.
             sampling: Sampling parameters; the default is the model's own.
             n: Number of samples per prompt. With a seed, sample i uses the seed plus i.
             stop: Texts that end a sample, including special tokens such as `<|im_end|>`. The sample's text ends before the first
@@ -115,9 +115,9 @@ class LocalEngine:
         A character that spans several tokens is yielded when complete.
 
         Args:
-            prompt: A text or token ids.
+            prompt: The prompt, as text or as token ids.
             sampling: Sampling parameters; the default is the model's own.
-            stop: As for `generate`.
+            stop: See `generate`.
             options: Fields of `Sampling` that override `sampling`.
 
         Raises:
@@ -133,7 +133,7 @@ class LocalEngine:
     def update_weights(self, weights: Any) -> None:
         """Replace the model's weights.
 
-        Requests of other threads continue with the new weights.
+        Requests from other threads continue with the new weights.
 
         Args:
             weights: Path -> array (parameters and variables of the model, such as `state.params`), a `ModelWeights`, a model of
@@ -151,7 +151,7 @@ class LocalEngine:
             return self.engine.statistics()
 
     def close(self) -> None:
-        """Free the devices. Requests that other threads are still running fail."""
+        """Free the devices. Calls that are still running in other threads then raise an error."""
         with self._lock:
             self.engine.close()
             self._fail(RequestError("the engine was closed during generation"))
@@ -213,7 +213,7 @@ class LocalEngine:
         self._collections[request.id] = collection
 
     def _step(self) -> None:
-        """Run one step for all callers. Requires the lock."""
+        """Run one step for all callers. The caller must hold the lock."""
         try:
             outputs = self.engine.step()
         except Exception as error:

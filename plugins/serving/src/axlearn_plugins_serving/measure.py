@@ -18,11 +18,11 @@ MAX_WAIT = 1.0
 """Maximum number of seconds to delay planning."""
 
 MIN_RETRY, MAX_RETRY = 1.0, 60.0
-"""Bounds of the retry time for rejected requests, in seconds."""
+"""Bounds on the time after which a rejected request should be retried, in seconds."""
 
 
 class Meter:
-    """Counters of an engine's work, with estimates of durations."""
+    """Counts an engine's work and estimates durations."""
 
     def __init__(self) -> None:
         self.prompt_tokens = self.cached_prompt_tokens = self.output_tokens = self.preemptions = self.steps = 0
@@ -57,7 +57,7 @@ class Meter:
         self._start_times.append(time.monotonic())
 
     def record_plan(self, *, waited: bool) -> None:
-        """Record the time of planning.
+        """Record how long planning took.
 
         `waited` is True if planning waited for the results of the step in flight.
         """
@@ -74,7 +74,7 @@ class Meter:
     def record_read(self, plan: SchedulerOutput) -> None:
         """Record the duration of a step.
 
-        If it and the one before only decode, also record the time between their results.
+        If this step and the one before it only decode, also record the time between their results.
         """
         now, shape = time.perf_counter(), _step_shape(plan)
         if self._step_runner_seconds > SUBMIT_SECONDS:
@@ -99,7 +99,7 @@ class Meter:
         return self._token_seconds is not None and steps * self._token_seconds <= seconds
 
     def spare_seconds(self, plan: SchedulerOutput) -> float:
-        """Return the seconds until the step after `plan` must be planned (0: unknown)."""
+        """Return the seconds until the step after `plan` must be planned, or 0 if unknown."""
         durations = self._durations.get(_step_shape(plan))
         if durations is None or len(durations) < 2 or all(part.state.finished for part in plan.parts):
             return 0.0
@@ -135,7 +135,7 @@ class Meter:
 def _step_shape(plan: SchedulerOutput) -> tuple[int, int, int]:
     """Return the properties that step times depend on.
 
-    These are tokens per row, decoding rows (in powers of 2), and chunks of prompts.
+    These are the tokens per row, the number of decoding rows (rounded up to a power of 2), and the number of prompt chunks.
     """
     chunks = sum(-(-part.count // CHUNK) for part in plan.parts if not part.decodes)
     decoding = sum(part.decodes for part in plan.parts)

@@ -28,7 +28,7 @@ from axlearn_plugins_transformer.text.tokenizers import TokenizerJson
 
 
 class OpenedEngine(NamedTuple):
-    """An engine and its model's text processor and name.
+    """An engine, with the text processor and the name of its model.
 
     Attributes:
         engine: The engine, compiled and ready.
@@ -124,7 +124,7 @@ def open_with_programs(
 ) -> OpenedEngine:
     """Call `open_engine` with programs that the user did not name.
 
-    If they do not fit, log a warning and compile.
+    If the programs do not fit, log a warning and compile the functions instead.
     """
     try:
         return open_engine(uri, config=config, step=step, programs=programs, report=report)
@@ -153,12 +153,12 @@ def build_engine(
 
     Args:
         model: A `CausalLM` with its weights.
-        program: Program of the model's experiment; the default is one device.
+        program: Program of the model's experiment; the default uses one device.
         text: Text processor of the model. It sets the end tokens and limits the context length.
         config: Config of the engine.
         warm_up: Whether to compile all functions first. Otherwise, each is compiled on first use.
         programs: Directory with exported programs to load instead of compiling. Exported programs are code.
-        weights: Returns the weights of a model with abstract arrays. It is called last.
+        weights: Function that returns the weights, if the model's arrays are abstract. It is called last.
         report: Called when a phase begins.
 
     Raises:
@@ -192,7 +192,7 @@ def fit_config(config: ServingEngine.Config, model: Any, text: TextProcessor | N
 
     Args:
         config: Config of the engine.
-        model: Config of the model. Its table of positions is a hard limit.
+        model: Config of the model. The size of its position table is a hard limit.
         text: Text processor of the model. Its context length is a limit unless `runner.beyond_context` is set.
 
     Raises:
@@ -244,7 +244,7 @@ def check_decoder(model: Node[Any]) -> None:
 def remove_kernels(model: Node[Any]) -> Node[Any]:
     """Return the config without kernel names.
 
-    They were chosen for the machine that trained the model.
+    The kernels were chosen for the machine that trained the model.
     """
     kernels = {path: value for path, value in find(model, "**.kernel").items() if isinstance(value, str)}
     if kernels:

@@ -46,7 +46,7 @@ class Packer:
     """Packs rows into the compiled step shapes."""
 
     def __init__(self, buckets: Sequence[StepBucket], unused: int):
-        """Build a packer. `unused` is the slot of unassigned rows."""
+        """Build a packer. Unassigned rows get the slot `unused`."""
         self.buckets, self.unused = buckets, unused
         self.chunk = buckets[0].chunk
         self.max_rows, self.max_chunks = max(b.rows for b in buckets), max(b.chunks for b in buckets)

@@ -97,7 +97,7 @@ def keeps_cache(part: Node[Any]) -> bool:
 def has_latents(model: Node[Any]) -> bool:
     """Return True if a model's config has latent attention.
 
-    It caches one vector per token for all heads.
+    Latent attention caches one vector per token for all heads.
     """
     return bool(find_slots(model, LatentCache))
 

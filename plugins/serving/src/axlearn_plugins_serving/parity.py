@@ -19,12 +19,12 @@ from axlearn_plugins_transformer.layer_roles import ExpertsRole
 
 ROWS = 64
 """Minimum number of rows outside attention in `parity` mode. XLA for CPU multiplies fewer rows with a different algorithm. The
-minimum depends on the input size of the maps: 56 rows for 256 inputs, 40 for 512 and 640, 24 for 768, and 4 for 1,024 and
+minimum depends on the input size of the maps: 56 rows for 256 inputs, 40 for 512 and 640, 24 for 768, and 4 for 1,024 or
 more."""
 WIDE_MAP_ROWS = {1024: 8, 768: 24}
 """Smallest input size of the maps -> minimum number of rows, for models with only wide maps (see `has_wide_maps`)."""
 MIN_WIDE_INPUTS, INPUT_MULTIPLE, OUTPUT_MULTIPLE = 768, 256, 64
-"""Properties of maps that need fewer rows. Tested with 11 input sizes and 14 output sizes."""
+"""Conditions on a map's input and output sizes under which it needs fewer rows. Tested with 11 input sizes and 14 output sizes."""
 
 
 def min_rows(model: Any) -> int:
@@ -66,9 +66,9 @@ def _maps(model: Any) -> list[Any]:
 
 
 def find_parity_problem(program: Program | ModelProgram) -> str | None:
-    """Return why a program's devices cannot split matmuls bit for bit.
+    """Return the reason why a program's devices cannot split matmuls with bitwise equal results.
 
-    Returns None if they can or if there is one device.
+    Returns None if they can, or if there is only one device.
     """
     mesh, model = program.layout.mesh, program.functional.describe()
     if mesh.size == 1:

@@ -1,6 +1,6 @@
 """Load a server's compiled programs from files.
 
-An exported program is code. Programs are only loaded from a directory that the user names, or from `programs` in a run
+An exported program is code. Programs are loaded only from a directory that the user names, or from `programs` in a run
 directory that belongs to the user; never from a directory in Hugging Face format.
 """
 
@@ -38,7 +38,7 @@ def identity(program: ModelProgram, configs: Mapping[str, Node[Any]]) -> dict[st
     Raises:
         ProgramsError: If a config has code that is not installed.
     """
-    # Steps are not declared yet when programs are loaded, so the configs and their code stand for them.
+    # Steps are not declared yet when programs are loaded, so the configs and their code identify the steps.
     parts = program_identity(program, configs, functions=())
     if parts is None:
         raise ProgramsError(
@@ -49,7 +49,7 @@ def identity(program: ModelProgram, configs: Mapping[str, Node[Any]]) -> dict[st
 
 
 def check_absent(directory: Path | None) -> None:
-    """Raise `RequestError` if the directory to write programs to exists."""
+    """Raise `RequestError` if the directory for the programs already exists."""
     if directory is not None and directory.exists():
         raise RequestError(f"{directory} exists\n    fix: name a new directory, or remove this one")
 
@@ -77,10 +77,10 @@ def load_programs(program: ModelProgram, functions: Shapes, configs: Mapping[str
 class BackgroundLoader:
     """Loads functions in the background.
 
-    A function that is needed before then is loaded at once.
+    A function that is needed before its turn is loaded at once.
 
     Args:
-        program: Program with all functions exported and verified.
+        program: Program whose functions have all been exported and verified.
         functions: Name -> shapes.
     """
 

@@ -1,4 +1,4 @@
-"""A property for `axlearn prove`: the paged engine gives the tokens and the logits of the forward pass.
+"""A property for `axlearn prove`: the paged engine produces the tokens and the logits of the forward pass.
 
 This module needs `axlearn-plugins-verify`, which loads it.
 """
@@ -38,7 +38,7 @@ BLOCK = 2
 CHUNK, STEP = 2, 4
 """Prompt tokens per row of a step, and per step."""
 RUNNING = 3
-"""Number of requests that run at the same time. A fourth one preempts the last of them."""
+"""Number of requests that run at the same time. A fourth request preempts the last of them."""
 
 
 class PagedDecoding:
@@ -150,10 +150,10 @@ class Answer:
     """The output of a request.
 
     Attributes:
-        tokens: Its tokens.
+        tokens: Output tokens.
         logprobs: Log-probabilities of the tokens.
         prompt_logprobs: Log-probabilities of the prompt's tokens after the first, if requested.
-        preempted: Number of tokens at the time when it lost its blocks, or None.
+        preempted: Number of output tokens when the request lost its blocks, or None.
     """
 
     tokens: list[int] = attrs.field(factory=list)
@@ -203,9 +203,9 @@ def compare_answer(request: Request, answer: Answer, logits: np.ndarray, scale: 
 
     Args:
         request: The request.
-        answer: Its output.
+        answer: The request's output.
         logits: Logits of the forward pass, [S, V].
-        scale: Root mean square of the norms of logits.
+        scale: Root mean square of the logits' norms.
     """
     exact = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
     start = len(request.prompt)

@@ -16,24 +16,24 @@ class RequestState:
         seed: Seed of its random numbers.
         arrival: Sequence number of the request.
         limit: Maximum number of output tokens.
-        tokens: Tokens of the prompt, and output tokens that were read from the runner.
+        tokens: Prompt tokens, followed by the output tokens that have been read from the runner.
         target: Number of `tokens` to compute before the request decodes. Set when it starts.
         computed: Positions covered by submitted steps.
-        inflight: Tokens that submitted steps choose and that were not read yet.
+        inflight: Number of tokens that submitted steps choose and that have not been read yet.
         slot: Slot in the runner's tables; None while the request waits.
         blocks: Blocks of the cache, in order of position.
         freed: Number of leading `blocks` that were released because no later token attends to them.
-        keys: Keys of the full blocks in `tokens` that were computed so far.
+        keys: Keys of the full blocks in `tokens` that have been computed so far.
         key_version: Version of the weights that `keys` belong to.
         announced: Keys of blocks that the request is computing. The last key may be for a partial block.
         stored: Number of `blocks` whose content is registered in the cache.
         shares: Whether other requests may use its blocks. False after the weights change.
-        cached_tokens: Prompt tokens that were in the cache when the request started; None before.
-        prompt_logprobs: Log-probabilities of prompt tokens that were read so far.
+        cached_tokens: Number of prompt tokens that were in the cache when the request started; None before it starts.
+        prompt_logprobs: Log-probabilities of prompt tokens that have been read so far.
         places: n-gram -> index after its last token, for a drafter.
         indexed: Number of `tokens` that are in `places`.
-        sent_prompt_logprobs: Whether `prompt_logprobs` were returned.
-        finished: Whether the request ended; later results are ignored.
+        sent_prompt_logprobs: Whether `prompt_logprobs` have been returned.
+        finished: Whether the request has ended; later results are ignored.
     """
 
     __slots__ = (
@@ -72,10 +72,10 @@ class RequestState:
 
     @property
     def remaining(self) -> int:
-        """The number of tokens still to choose, without those in flight."""
+        """The number of tokens still to choose, excluding those in flight."""
         return self.limit - self.inflight - (len(self.tokens) - self.prompt_length)
 
     @property
     def output(self) -> list[int]:
-        """The output tokens that were read so far."""
+        """The output tokens that have been read so far."""
         return self.tokens[self.prompt_length :]

@@ -1,4 +1,4 @@
-"""Convert the runner's results to outputs of requests."""
+"""Convert the runner's results to request outputs."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -47,7 +47,7 @@ class ModelRunner(Configurable):
         model: A `CausalLM` with its weights.
         program: Program of the run that the model belongs to; sets the mesh and devices. The default is one device.
         programs: Directory with exported programs of this runner, to load instead of compiling.
-        weights: Returns the weights of a model with abstract arrays. It is called last.
+        weights: Function that returns the weights, if the model's arrays are abstract. It is called last.
     """
 
     @node
@@ -91,7 +91,7 @@ class ModelRunner(Configurable):
         kernel: str | None = None
 
         def validate(self) -> Iterable[Problem]:
-            """Report invalid buckets and caches with too many tokens."""
+            """Report invalid buckets, and caches that hold too many tokens."""
             yield from super().validate()
             most = 2**31 // max(1, self.block_size) - 1
             if self.total_blocks > most:
@@ -146,7 +146,7 @@ class ModelRunner(Configurable):
         self.block_size, self.max_rows, self.decode_steps = cfg.block_size, cfg.max_rows, cfg.decode_steps
         self.max_blocks_per_request, self.num_blocks = cfg.blocks_per_request, cfg.total_blocks
         self.chunk, self.max_context, self.max_logit_bias = cfg.chunk, cfg.max_context, MAX_BIAS
-        # Add a token of every request to the prompt chunks, so that steps with prompts can be full.
+        # Besides the prompt chunks, allow one token per running request, so that steps with prompts can be full.
         self.max_prompt_tokens = -(-cfg.max_step_tokens // cfg.chunk) * cfg.chunk
         self.max_batch_tokens = self.max_prompt_tokens + cfg.max_rows
         self.vocab_size: int = model.vocab_size
@@ -435,7 +435,7 @@ def read_adapters(directories: Mapping[str, str]) -> "RowAdapters":
 
 
 def _weight_layout(cfg: ModelRunner.Config, model: Node[Any], devices: Sequence[Any]) -> WeightLayout | None:
-    """Return the layout of linear maps' weights. None keeps the layout of training."""
+    """Return the weight layout of linear maps. None keeps the layout of training."""
     if cfg.mode == "parity":
         return "column_parallel" if len(devices) > 1 else None
     return "transposed" if not cfg.adapters and stores_transposed(model, devices) else None

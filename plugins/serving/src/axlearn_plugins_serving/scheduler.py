@@ -25,7 +25,7 @@ class Limits:
         rows: Maximum number of running requests.
         step_tokens: Maximum number of tokens in all rows.
         prompt_tokens: Maximum number of prompt tokens, in whole chunks.
-        chunk: Prompt tokens computed together; a partial chunk costs as much as a full one.
+        chunk: Number of prompt tokens that are computed together; a partial chunk costs as much as a full one.
         positions: Maximum number of cached positions of one request.
     """
 
@@ -43,7 +43,7 @@ class Part:
     It computes `count` tokens and then chooses the next one if `sample` is set.
 
     Attributes:
-        decodes: Whether to compute the last chosen token, which may still be only on the devices.
+        decodes: Whether to compute the last chosen token, which may not have been read from the devices yet.
         draft: Drafted tokens for the model to verify; see `axlearn_plugins_serving.drafting`.
     """
 
@@ -63,7 +63,7 @@ class SchedulerOutput:
         parts: At most one part per request.
         admitted: Requests that start in this step. They have slots, and each has a part.
         copies: Blocks to copy before the step, as (source, target).
-        steps: Tokens to choose in each part. Above 1 only if all parts decode.
+        steps: Number of tokens to choose in each part; 1 unless all parts decode.
         preemptions: Number of requests that lost their blocks.
     """
 
@@ -112,7 +112,7 @@ class Scheduler(Protocol):
 class PriorityScheduler(Configurable):
     """Continuous batching.
 
-    Each step decodes all requests that can decode and fills up with chunks of prompts.
+    Each step decodes all requests that can decode, and is then filled up with chunks of prompts.
 
     Requests start by priority, and clients take turns. If the cache is full, the newest request of the lowest priority is
     preempted and computed again later.
@@ -240,7 +240,7 @@ class PriorityScheduler(Configurable):
     def _plan_chunk(self, plan: SchedulerOutput, state: RequestState, budget: int) -> int:
         """Add tokens of a prompt, in whole chunks if at least one chunk fits.
 
-        Return the budget that they use.
+        Return how much of the budget they use.
         """
         chunk = self.limits.chunk
         room = budget // chunk * chunk or budget
@@ -279,7 +279,7 @@ class PriorityScheduler(Configurable):
         """Return `steps` if the cache has room and few tokens would be wasted, else 1."""
         states = [part.state for part in plan.parts]
         useful = [min(state.remaining, steps) for state in states]
-        if self.queue and min(useful) < steps:  # a waiting request can start as soon as one ends
+        if self.queue and min(useful) < steps:  # a waiting request can start as soon as a running one ends
             return 1
         if 2 * sum(useful) < steps * len(states):
             return 1

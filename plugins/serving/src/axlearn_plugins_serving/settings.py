@@ -16,7 +16,7 @@ PREFIX = "serving."
 
 
 def engine_config(settings: Sequence[Setting], max_queue: int | None = None) -> ServingEngine.Config:
-    """Apply settings of paths under `serving.` to the default config.
+    """Apply settings for paths under `serving.` to the default config.
 
     Raises:
         ConfigError: If values do not fit together.
@@ -36,7 +36,7 @@ def add_adapters(config: ServingEngine.Config, adapters: Sequence[str]) -> Servi
     """Add adapters to the config, each as `NAME=DIR`.
 
     Raises:
-        RequestError: If the form is invalid, a name is repeated, or the runner does not support adapters.
+        RequestError: If an adapter has a different form, a name is repeated, or the runner does not support adapters.
     """
     runner = config.runner
     if not adapters:

@@ -84,7 +84,7 @@ class StepBucket:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Step:
-    """The parts of a step, int32.
+    """The parts of a step's packed array, int32.
 
     Attributes:
         header: [HEADER]; see `KIND`, `LOGPROBS` and `TARGETS`.

@@ -1,4 +1,4 @@
-"""Sampling on devices.
+"""Token sampling on devices.
 
 Tables have a row per slot, and functions choose a token for each row of logits.
 
@@ -32,7 +32,7 @@ class Tables:
     """The sampling state of each slot. All arrays have a first axis of length A.
 
     Attributes:
-        adapter: int32, index of the adapter from 1; 0 is the base model.
+        adapter: int32, index of the adapter, counted from 1; 0 is the base model.
         last: int32, last chosen token.
         number: int32, number of chosen tokens.
         seed: uint32.
@@ -144,7 +144,7 @@ def adjust_logits(logits: jax.Array, rows: Tables, masked: jax.Array) -> jax.Arr
 
 
 def likeliest(logits: jax.Array) -> jax.Array:
-    """Return the first most likely token, [L, V] -> int32 [L].
+    """Return the most likely token, or the first of them in a tie, [L, V] -> int32 [L].
 
     XLA for CPU does not vectorize `jnp.argmax`.
     """
@@ -192,7 +192,7 @@ def limit_logits(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: j
 
 
 def _sortable_bits(x: jax.Array) -> jax.Array:
-    """Map float32 to uint32 in the same order."""
+    """Map float32 values to uint32 values that sort in the same order."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits & sign != 0, ~bits, bits | sign)
@@ -212,7 +212,7 @@ def _find_largest_key(enough: Any) -> jax.Array:
 def report(logits: jax.Array, token: jax.Array, needed: jax.Array) -> ChosenTokens:
     """Return log-probabilities of the tokens and of the most likely tokens.
 
-    They are zeros unless `needed`.
+    They are zeros unless `needed` is True.
 
     Args:
         logits: float32 [L, V].

@@ -41,7 +41,7 @@ FOLDER = "compiled"
 KEEP = 2
 """Number of compiled steps to keep: one for the full job and one for fewer hosts."""
 TRIES = 3
-"""Number of attempts that may load an executable without finishing a step. It is then removed."""
+"""Number of attempts that may load an executable without finishing a step. The executable is then removed."""
 LOAD_SECONDS = 300.0
 """Give up after this many seconds. XLA can deadlock while loading."""
 RESTART = 75
@@ -77,7 +77,7 @@ class CompiledStep(RunListener):
     def load(self, batch: Mapping[str, Any]) -> bool:
         """Load the step for a batch from the files of an earlier attempt. Return True if all processes loaded it.
 
-        Otherwise the step is compiled as usual. The files must have the same config, code, versions, flags and machine.
+        Otherwise the step is compiled as usual. The files must come from the same config, code, versions, flags and machine.
         """
         if self._loaded is not None:
             return self._loaded
@@ -172,7 +172,7 @@ def compiled_step(session: Any) -> CompiledStep | None:
 
 @contextlib.contextmanager
 def time_limit(seconds: float, description: str) -> Iterator[None]:
-    """End this process with exit code 75 and its stacks if the block takes longer than `seconds`.
+    """If the block takes longer than `seconds`, write the stacks and end this process with exit code 75.
 
     A call into XLA cannot be interrupted, and other processes would wait for this one until they time out.
     """
@@ -235,7 +235,7 @@ def _seals(folder: Path) -> dict[str, str]:
 
 
 def _user_key() -> bytes:
-    """Return the secret of this user on this machine, or b"" if the home directory cannot be written."""
+    """Return this user's secret on this machine, or b"" if the home directory cannot be written."""
     file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "axlearn" / "key"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -31,9 +31,9 @@ class Holder:
     """A lock on a run directory or a checkpoint location. Call `release` at the end.
 
     The lock of a dead holder can be taken over. A holder on this machine is dead if its process has ended. A holder on a
-    different machine is dead if its file is old by this machine's clock and does not change for two beats, because clocks may
-    differ. A holder with the same supervisor (`AXLEARN_JOB`) is dead, because the supervisor ended it before it started this
-    process.
+    different machine is dead if its file is old by this machine's clock and also does not change for two beats. The second
+    condition is needed because clocks may differ. A holder with the same supervisor (`AXLEARN_JOB`) is dead, because the
+    supervisor ended it before it started this process.
 
     Args:
         storage: Storage of the location.

@@ -36,10 +36,10 @@ class _Batch:
 
 
 class LookAhead:
-    """An iterator that reads batches `DEPTH` steps ahead. Its state is the state after the last returned batch.
+    """An iterator that reads batches `DEPTH` steps ahead. Its state is the one after the last returned batch.
 
     Args:
-        batches: Iterator of this process.
+        batches: Batch iterator of this process.
         count: Maximum number of batches to read.
         fail: Called once with the iterator's error if batches are left in the buffer.
     """
@@ -143,7 +143,7 @@ class StopAgreement:
 
     def _agree(self, process: int, reason: str) -> None:
         """Agree on one step more than the furthest step that any process has started."""
-        with self._lock:  # so that no step starts here
+        with self._lock:  # so that no step starts in the meantime
             try:
                 self._client.key_value_set(f"{self._key}/{jax.process_index()}", str(self._step))
                 deadline = time.monotonic() + _PEER_SECONDS

@@ -28,7 +28,7 @@ class RunMirror:
         self._pushed: dict[str, tuple[int, int]] = {}
 
     def fetch(self) -> None:
-        """Download changes, so that the working copy equals the run at the URI. See `fetch_files`."""
+        """Download changes, so that the working copy matches the run at the URI. See `fetch_files`."""
         names = fetch_files(self.storage, self.uri, self.path)
         self._pushed = {name: self._state(name) for name in names}
 
@@ -51,7 +51,7 @@ class RunMirror:
 class MirrorListener(RunListener):
     """Uploads the working copy of a run to its URI. Runs on process 0.
 
-    It is closed after the other listeners, so that files they write at the end are also copied.
+    It is closed after the other listeners, so that files that they write at the end are also copied.
     """
 
     position = "first"

@@ -21,14 +21,14 @@ from axlearn_core.run.notices import log_message
 
 BEAT_SECONDS = 5.0
 LOST_SECONDS = 30.0
-"""Seconds without a heartbeat before a process is reported as lost. JAX ends the job later, by its own heartbeats."""
+"""Seconds without a heartbeat before a process is reported as lost. JAX ends the job later, based on its own heartbeats."""
 _BEATS, _LOST = "axlearn/beats/", "axlearn/lost"
 _NOTICE = """
 last=
 while IFS= read -r line; do last=$line; done
 [ -z "$last" ] || printf 'error: %s; noticed at %s\\n' "$last" "$(date -u +%H:%M:%S) UTC" >&2
 """
-"""Script of a shell that prints the last line of its input when the input ends.
+"""Shell script that prints the last line of its input when the input ends.
 
 If the coordinator is lost, JAX aborts the process before any Python code can run."""
 
@@ -171,5 +171,5 @@ class PeerWatch(RunListener):
 
 
 def peer_watch(session: Any) -> PeerWatch:
-    """The listener of a run."""
+    """Return the listener of a run."""
     return PeerWatch(session.uri or str(session.path))

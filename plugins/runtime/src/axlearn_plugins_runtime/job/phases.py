@@ -24,7 +24,7 @@ WRITE_EVERY = 5.0
 class PhaseClock:
     """Sums the seconds of each phase in one attempt of a run.
 
-    Each line of the file is a record, a JSON object: `attempt` (the start time, which identifies it), `time`, `event` (`start`,
+    Each line of the file is a record, a JSON object: `attempt` (its start time, which identifies it), `time`, `event` (`start`,
     `run`, `end`, `saved` or `save-failed`), `step` (finished steps), `seconds` (total of each phase so far), `host` and `pid`.
     The events `saved` and `save-failed` also have `checkpoint` (the step of the checkpoint), and `save-failed` has a `reason`.
     Checkpoints finish in other threads, so a lock guards the state.

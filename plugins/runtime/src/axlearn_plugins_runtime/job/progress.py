@@ -9,9 +9,9 @@ PROGRESS = "AXLEARN_PROGRESS"
 
 
 class Progress:
-    """A file with one line: start of the phase on the monotonic clock in seconds, finished steps, and the phase.
+    """A file with one line: the start of the phase in monotonic seconds, the number of finished steps, and the phase name.
 
-    The line is overwritten at each phase. A write takes microseconds, and a probe may read the file at any rate.
+    The line is overwritten at each phase. A write takes microseconds, and a probe may read the file as often as it needs to.
     """
 
     SIZE = 64

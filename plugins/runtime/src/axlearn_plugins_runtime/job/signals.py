@@ -25,7 +25,7 @@ class StopSignals:
     """Signal handlers between `install` and `uninstall`. They do nothing outside the main thread.
 
     The first signal is stored in `signal_number`. The second raises `KeyboardInterrupt`. A thread ends a command-line process
-    that still runs `END_SECONDS` later, because Python cannot run a handler until native code returns.
+    that is still running `END_SECONDS` later, because Python cannot run a handler until native code returns.
 
     Args:
         ask: Called at the first signal.

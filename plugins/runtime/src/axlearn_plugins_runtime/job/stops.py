@@ -25,7 +25,7 @@ class EarlyStop(RunListener):
 
     def __init__(self, session: Any):
         self.session = session
-        # In a multi-process job, the others would wait for a process that stops waiting for its batch.
+        # In a multi-process job, the other processes would wait for a process that stops waiting for its batch.
         self._signals = StopSignals(_announce_stop, ends_input=jax.process_count() == 1)
         self._agreement: StopAgreement | None = None
 
@@ -56,7 +56,8 @@ class EarlyStop(RunListener):
     def should_stop(self) -> bool:
         """Return True if the run stops at this step.
 
-        All processes agree. SIGTERM, which announces a preemption, stops at the next step. SIGINT stops at the next logged step.
+        All processes agree. SIGTERM, which announces a preemption, stops the run at the next step. SIGINT stops it at the next
+        logged step.
         """
         run, signal_number = self.session, self._signals.signal_number
         if jax.process_count() > 1 and run.stop_signal is None:

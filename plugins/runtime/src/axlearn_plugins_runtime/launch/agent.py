@@ -34,9 +34,9 @@ class Setup:
     """The settings of an agent.
 
     Attributes:
-        words: Arguments of `axlearn`. If there is a `document`, the agent replaces the path of the run file.
+        words: Arguments of `axlearn`. If there is a `document`, the agent replaces the run file's path with that of its own copy.
         document: Text of the run file, which the agent writes to its own folder.
-        bases: Texts of the run files that it is based on, by name. Written to the same folder.
+        bases: Texts of the run files that `document` is based on, by name. The agent writes them to the same folder.
         environment: Environment variables of every trainer.
         logs: Folder for the trainers' output, or None for the agent's own folder.
         processes: Trainer processes per host.
@@ -68,7 +68,7 @@ class Agent:
         self._events: collections.deque[dict[str, Any]] = collections.deque()
         self._condition = threading.Condition()
         self._closed = threading.Event()
-        # A single thread for the life of the agent, because workers die with the thread that started them.
+        # Use a single thread for the life of the agent, because workers die with the thread that started them.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="starter")
         self._number = 0
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
@@ -88,7 +88,7 @@ class Agent:
             return f"{address}:{free.getsockname()[1]}"
 
     def start(self, attempt: int, ranks: Mapping[int, Mapping[str, str]], words: Sequence[str]) -> None:
-        """Assign ranks to warm workers, or to new ones. The `started` event has the process id of each.
+        """Assign ranks to warm workers, or to new ones. The `started` event contains each worker's process id.
 
         Args:
             attempt: Number of the attempt.
@@ -113,7 +113,7 @@ class Agent:
         return alive
 
     def events(self, timeout: float) -> list[dict[str, Any]]:
-        """Return the events since the last call. Wait for an event for at most `timeout` seconds."""
+        """Return the events since the last call. Wait at most `timeout` seconds for an event."""
         with self._condition:
             self._condition.wait_for(lambda: self._events, timeout)
             events = list(self._events)
@@ -314,7 +314,7 @@ class _Worker:
         return ""
 
     def _seconds_stopped(self) -> float:
-        """Return how long a stop signal such as SIGSTOP has stopped the process. Linux only; elsewhere 0."""
+        """Return how long a stop signal such as SIGSTOP has stopped the process. Returns 0 on systems other than Linux."""
         try:
             state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (OSError, IndexError):

@@ -33,7 +33,7 @@ def trainer_environment(host: Mapping[str, str], keep: Iterable[str] = ()) -> di
 def attempt_environment(
     *, job: str, coordinator: str, processes: int, rank: int, slices: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return the variables with which a trainer joins an attempt.
+    """Return the variables that a trainer needs to join an attempt.
 
     Args:
         job: Id of the supervisor.

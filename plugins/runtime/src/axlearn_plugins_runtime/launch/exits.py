@@ -30,7 +30,7 @@ _CONNECTION = (
     "barrier",
     "peer",
 )
-"""Substrings of JAX and XLA errors if a process cannot reach another process."""
+"""Substrings of the errors that JAX and XLA raise if a process cannot reach another process."""
 
 
 @attrs.frozen(kw_only=True)

@@ -69,7 +69,10 @@ class Host:
         self.last_reason = reason
 
     def record_death(self, reason: str) -> bool:
-        """Count a death. Return True if the host is now set aside. A process must become ready before it is used again."""
+        """Count a death. Return True if the host is now set aside.
+
+        A process must become ready on the host before the host is used again.
+        """
         self.deaths += 1
         self.proven = False
         self.last_reason = reason if self.present else self.last_reason

@@ -19,8 +19,8 @@ class Job:
         name: Name of the job. Letters, digits and dashes, as Slurm and Kubernetes require.
         experiment: Name of an experiment, or path of a run file as given.
         document: Text of the run file, or None for the name of an experiment.
-        bases: Texts of the run files that it is based on, by name.
-        words: Given options of `axlearn train` (`--set`, `--with`, `--steps`, ...).
+        bases: Texts of the run files that `document` is based on, by name.
+        words: Options of `axlearn train`, as given (`--set`, `--with`, `--steps`, ...).
         run_dir: Absolute path or URI of the run directory.
         hosts: Number of machines that train.
         spares: Number of spare machines.

@@ -31,7 +31,7 @@ class Journal:
         self._text: bytes | None = None
 
     def check(self) -> None:
-        """Check that the file can be written, without adding an event.
+        """Check that the file is writable, without adding an event.
 
         Raises:
             RequestError: The file cannot be written.

@@ -107,7 +107,7 @@ class KubernetesLauncher:
         *before, main = manifests
         if before:
             _kubectl("apply", before)
-        # `create` instead of `apply`, so that an existing run of this name is not changed.
+        # Use `create` instead of `apply`, so that an existing run with this name is not changed.
         print(_kubectl("create", [main]), end="", file=sys.stderr)
         space = f" --namespace {job.options.namespace}" if job.options.namespace else ""
         print(f"follow it: kubectl get {main['kind'].lower()} {job.name}{space}", file=sys.stderr)
@@ -240,7 +240,7 @@ def _trainer(job: Job, slices: int) -> Manifest:
 
 
 def ray_job(job: Job) -> Manifest:
-    """Return a RayJob: `axlearn launch --on ray` on the head without trainers, and a worker pod per host and spare."""
+    """Return a RayJob: `axlearn launch --on ray` on a head without trainers, and a worker pod for each host and spare."""
     words = ["axlearn", "launch", *job.train_words(_experiment(job))[1:], "--on", "ray"]
     words += ["--hosts", str(job.hosts), "--spares", str(job.spares)]
     words += ["--processes-per-host", str(job.processes_per_host), "--name", job.name]

@@ -107,7 +107,7 @@ def container(
     Args:
         job: Job with the image, the claim and the chips.
         name: Name of the container.
-        words: Command, started without a shell so that SIGTERM reaches the trainer. None leaves it to an operator.
+        words: Command, started without a shell so that SIGTERM reaches the trainer. If it is None, an operator sets it.
         env: Environment entries that refer to other fields.
         variables: Environment variables.
         probes: Restart the container if it makes no progress.

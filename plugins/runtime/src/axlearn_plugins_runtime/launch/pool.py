@@ -20,15 +20,15 @@ class Pool(Protocol):
         ...
 
     def ask_all(self, hosts: Sequence[int], method: str, *args: Any) -> dict[int, Any]:
-        """Call a method of several agents in parallel. Return the result of each host, without lost hosts."""
+        """Call a method of several agents in parallel. Return the results by host, without lost hosts."""
         ...
 
     def wait(self, timeout: float) -> list[tuple[int, dict[str, Any]]]:
-        """Wait up to `timeout` seconds. Return the (host, event) pairs. A lost host is the `lost` event."""
+        """Wait up to `timeout` seconds. Return the (host, event) pairs. A lost host is reported as a `lost` event."""
         ...
 
     def revive(self, host: int) -> None:
-        """Ask the engine for a new agent in place of a lost one. The `host` and `ready` events report it."""
+        """Ask the engine for a new agent in place of a lost one. The `host` and `ready` events report the new agent."""
         ...
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ def read_document(name: str) -> str:
 def read_bases(experiment: str) -> dict[str, str]:
     """Return the texts of the files that a run file is based on, by their names in `experiment:`, nearest first.
 
-    The request must be resolved, so that the files can be read and are not circular.
+    The request must already be resolved. This ensures that the files can be read and are not circular.
     """
     texts: dict[str, str] = {}
     name: str | None = experiment
@@ -116,7 +116,7 @@ def _plain(data: Mapping[str, object]) -> dict[str, object]:
 
 
 def _unique_names(names: list[str]) -> Iterator[str]:
-    """Yield the last part of each path, with a number as prefix if the part is repeated."""
+    """Yield the last part of each path, prefixed with a number if it is repeated."""
     used_names: set[str] = set()
     for number, name in enumerate(names):
         place = Path(name).name

@@ -103,7 +103,7 @@ class SlurmLauncher:
 
 
 def job_folder(job: Job) -> str:
-    """Return the folder of the run file, exit codes and the job's output."""
+    """Return the folder for the run file, the exit codes and the job's output."""
     if job.options.folder is not None:
         return str(Path(job.options.folder).absolute())
     return str(Path(f"axlearn-{job.name}").absolute()) if is_uri(job.run_dir) else f"{job.run_dir}/launch"

@@ -87,7 +87,7 @@ def supervise(job: Job, pool: Pool) -> int:
 
 
 def locked_devices(storage: Storage, processes: int) -> int:
-    """Return the number of devices in the lock of the run, or one per process if the lock has none."""
+    """Return the number of devices recorded in the run's lock, or one per process if the lock records none."""
     try:
         count = int(str(json.loads(storage.read("run.lock.json"))["devices"]).partition(" x ")[0])
     except (StorageError, ValueError, KeyError):

@@ -57,7 +57,7 @@ class Supervisor:
     """Runs a job until it finishes.
 
     Args:
-        pool: Hosts that train and spares.
+        pool: Hosts that train, and spare hosts.
         hosts: Number of hosts that train at once.
         limits: Limits on failures and stalls.
         journal: Journal of the run.
@@ -100,7 +100,7 @@ class Supervisor:
 
         Raises:
             RequestError: The trainers reject the request.
-            WorkError: A budget is spent, or too few hosts are left. The message has the reason.
+            WorkError: A budget is spent, or too few hosts are left. The message gives the reason.
         """
         while True:
             members, words = self._choose_hosts()
@@ -199,7 +199,7 @@ class Supervisor:
         return attempt_environment(job=self.job, coordinator=coordinator, processes=processes, rank=rank, slices=slices)
 
     def _watch(self, attempt: Attempt) -> Death | None:
-        """Wait until the attempt is over. Return None if it finished, or else its root cause."""
+        """Wait until the attempt is over. Return the root cause of its end, or None if it finished."""
         deaths: list[Death] = []
         deadline: float | None = None
         while True:
@@ -215,7 +215,7 @@ class Supervisor:
                 assert cause is not None
                 if cause.kind not in ("peer", "preempted"):
                     return cause
-                # A process that lost a peer may be reported before the peer. A process that saves at SIGTERM needs time.
+                # A process that lost a peer may be reported before the peer. A process that saves after SIGTERM needs time.
                 if deadline is None:
                     peer = cause.kind == "peer"
                     deadline = self.now() + (self.limits.settle_seconds if peer else self.limits.grace_seconds)
@@ -326,7 +326,7 @@ class Supervisor:
         live = {n: r for n, r in attempt.ranks.items() if not r.finished}
         silences = {n: r.silent + self.now() - r.last_event for n, r in live.items()}
         late = {n for n, r in live.items() if silences[n] > self.limits.phase_limit(r.phase, r.steps)}
-        # Ranks that have saved wait in their next step for ranks that still save, whose limit is longer.
+        # Ranks that have saved wait in their next step for ranks that are still saving, whose limit is longer.
         saving = [r.step for n, r in live.items() if r.phase == "save" and n not in late]
         over = {n for n in late if not any(step <= live[n].step for step in saving)}
         if not over:

@@ -76,7 +76,7 @@ ENVIRONMENTS: Mapping[str, Callable[[Mapping[str, str]], dict[str, str]]] = {
     "kubernetes": kubernetes_environment,
     "sky": sky_environment,
 }
-"""Function that returns the environment of a process from the scheduler's variables, by scheduler."""
+"""For each scheduler, the function that derives a process's environment from the scheduler's variables."""
 
 
 def _place(environ: Mapping[str, str], *, job: str, rank: int) -> dict[str, str]:

@@ -6,7 +6,7 @@ The agent of the host has the other end of the socket DESCRIPTOR. Messages are J
 
 - `{"ready": true}`, to the agent after all imports.
 - `{"import": FILE}`, from the agent: import the modules listed in FILE. May be repeated.
-- `{"words": [...], "environment": {...}, "log": PATH}`, from the agent: start to train.
+- `{"words": [...], "environment": {...}, "log": PATH}`, from the agent: start training.
 - `{"list_modules": FILE}`, from the agent while training: write the names of the imported modules to FILE.
 - `{"exit": CODE, "kind": ..., "message": ...}`, to the agent at the end.
 """

@@ -1,4 +1,4 @@
-"""The benchmark's client: send a load and measure each request."""
+"""The benchmark's client, which sends a load and measures each request."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ def new_client(url: str, api_key: str | None, timeout: float) -> httpx.AsyncClie
 async def find_model(client: httpx.AsyncClient, model: str | None) -> tuple[str, int | None]:
     """Return a model's name, and its vocabulary size if the server reports it.
 
-    The default is the first model.
+    If `model` is None, the first model on the server is used.
 
     Raises:
         WorkError: If the server does not answer.
@@ -125,7 +125,7 @@ async def measure(
 ) -> tuple[list[Record], float]:
     """Send requests at their arrival times.
 
-    With a `concurrency` limit, a request may wait before it is sent. Its latencies do not include this wait.
+    If there is a `concurrency` limit, a request may wait before it is sent. Its latencies do not include this wait.
 
     Returns:
         One record per body, and the total time in seconds.

@@ -22,12 +22,12 @@ class Record:
     Attributes:
         error: Error message; None if the request succeeded.
         prompt_tokens: Number of prompt tokens that the server reports.
-        cached_tokens: Number of prompt tokens from the server's cache; None if not reported.
+        cached_tokens: Number of prompt tokens that came from the server's cache; None if the server does not report it.
         output_tokens: Number of output tokens that the server reports.
-        ttft: Time from sending to the first event with a choice.
+        ttft: Time from sending the request to the first event with a choice.
         itl: Times between events with a choice.
-        e2el: Time from sending to the last event with a choice.
-        text: Text of the output.
+        e2el: Time from sending the request to the last event with a choice.
+        text: Output text.
     """
 
     error: str | None = None

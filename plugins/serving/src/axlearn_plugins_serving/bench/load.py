@@ -21,8 +21,8 @@ class Lengths:
     """Uniformly distributed lengths.
 
     Attributes:
-        low: Minimum.
-        high: Maximum, inclusive.
+        low: Minimum length.
+        high: Maximum length, inclusive.
     """
 
     low: int
@@ -55,7 +55,7 @@ class Load:
         input: Prompt lengths in tokens.
         output: Maximum output lengths in tokens.
         prefix: Length of a prefix that all prompts share, in addition to `input`.
-        seed: Seed of lengths, tokens and arrivals.
+        seed: Seed for lengths, tokens and arrival times.
         ignore_eos: Whether to continue after the end token. Every output then has its maximum length.
         temperature: Sampling temperature.
         rate: Requests per second, with Poisson arrivals; infinity sends all at once.
@@ -78,12 +78,12 @@ class Load:
     ) -> list[dict[str, Any]]:
         """Return the request bodies.
 
-        Completions use token ids; chats use words, or random tokens that a tokenizer decodes.
+        Completion prompts are token ids. Chat messages are words, or random tokens decoded by a tokenizer.
 
         Args:
             model: Name of the model.
             vocab_size: Upper bound of token ids, exclusive.
-            tokenizer: Decodes the texts of chats.
+            tokenizer: Decodes random tokens into chat messages. If None, the messages consist of words.
             warm_up: Whether to use different tokens and a different prefix. The server then cannot have cached the prompts of
                 the measured requests.
         """

@@ -55,7 +55,7 @@ class Settings:
 
 
 class Worker:
-    """Runs the requests from a connection on an engine."""
+    """Receives requests over a connection and runs them on an engine."""
 
     def __init__(self, connection: Any, engine: Any, folder: Path, tokenizer: Any):
         self.connection, self.engine, self.folder, self.tokenizer = connection, engine, folder, tokenizer

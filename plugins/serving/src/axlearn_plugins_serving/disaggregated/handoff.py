@@ -18,12 +18,12 @@ from axlearn_plugins_serving.engine import ServingEngine
 
 @attrs.frozen(kw_only=True)
 class Transfer:
-    """Blocks in a file.
+    """Cache blocks stored in a file.
 
     Attributes:
         path: Path of the file, which the reader removes.
         blocks: Number of blocks.
-        shapes: (shape, dtype) of each array in the file. The leading axis is the blocks.
+        shapes: (shape, dtype) of each array in the file. The leading axis runs over the blocks.
     """
 
     path: str
@@ -52,7 +52,7 @@ def shared_folder() -> "tempfile.TemporaryDirectory[str]":
 def write_prefix(engine: ServingEngine, tokens: tuple[int, ...], adapter: str | None, path: Path) -> Transfer | None:
     """Write the cached blocks of a prompt to a file.
 
-    Returns None if there are none.
+    Returns None if no block is cached.
     """
     blocks = engine.cache.pool.match(_keys(engine, tokens, adapter))
     if not blocks:
@@ -69,7 +69,7 @@ def read_prefix(engine: ServingEngine, tokens: tuple[int, ...], adapter: str | N
     """Write the blocks of a prompt into an engine's cache and remove the file.
 
     Returns:
-        Number of new blocks; 0 if there is no room or all were cached.
+        Number of new blocks; 0 if there is no room or all blocks were already cached.
     """
     try:
         keys = _keys(engine, tokens, adapter)[: transfer.blocks]

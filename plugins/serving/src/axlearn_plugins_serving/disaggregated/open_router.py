@@ -26,7 +26,7 @@ def open_router(
     """Start a model's workers and return when all of them accept requests.
 
     Args:
-        uri: As for `open_engine`.
+        uri: See `open_engine`.
         config: Config of each worker's engine; `max_waiting` applies to the router.
         step: Checkpoint of a run; the default is the newest.
         programs: Directory with exported programs; the default is the one in the run directory, if it exists.

@@ -18,10 +18,10 @@ _END_SECONDS = 10.0
 
 
 class WorkerProcess:
-    """A worker process, started on creation.
+    """A worker process, which starts when this object is created.
 
     Attributes:
-        kind: Kind of work.
+        kind: Kind of work, `prefill` or `decode`.
         number: Index among the workers of this kind.
         ready: The worker's `Ready` message; None before it arrives.
         failed: The worker's `Failed` message; None if it has not sent one.

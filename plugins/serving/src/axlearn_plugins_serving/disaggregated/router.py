@@ -2,7 +2,7 @@
 
 A request waits in the router until a worker has room. A prefill worker computes its prompt and writes the full blocks of the cache
 to a file in shared memory. A decode worker reads the file, computes the few remaining tokens of the prompt, and continues. If a
-worker dies, the router starts a new one, retries the requests that have no output yet, and ends the others with an error.
+worker dies, the router starts a new one, retries the requests that have no output yet, and ends its other requests with an error.
 """
 
 import contextlib
@@ -44,10 +44,10 @@ class _Entry:
     Attributes:
         arrival: Sequence number of the request.
         worker: Worker that runs the request; None while it waits.
-        prefilled: Whether the prompt was computed.
-        transfer: Blocks of the prompt.
+        prefilled: Whether the prompt has been computed.
+        transfer: File with the prompt's blocks; None if there is no file.
         has_output: Whether the request has returned any output.
-        attempts: Number of times the request was started.
+        attempts: Number of times that the request has been started.
     """
 
     request: Request
@@ -206,7 +206,7 @@ class RouterEngine:
         heapq.heappush(self._waiting, (entry.request.priority, entry.arrival, entry.request.id))
 
     def _dispatch(self) -> None:
-        """Send waiting requests to workers with room."""
+        """Send waiting requests to workers that have room."""
         most = self._ready.max_rows
         while self._waiting:
             entry = self._entries.get(self._waiting[0][2])
@@ -214,7 +214,7 @@ class RouterEngine:
                 heapq.heappop(self._waiting)
                 continue
             kind: Kind = "prefill" if self._wants_prefill(entry) else "decode"
-            # Do not compute prompts whose outputs would wait long, because their blocks would be evicted.
+            # Do not compute a prompt if its output would have to wait a long time, because its blocks would be evicted.
             decoding = sum(len(w.requests) for w in self.workers)
             if decoding >= 2 * most * max(1, len(self._ready_workers("decode"))):
                 return

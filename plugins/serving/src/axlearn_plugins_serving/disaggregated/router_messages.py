@@ -13,7 +13,7 @@ from axlearn_plugins_serving.disaggregated.handoff import Transfer
 
 @attrs.frozen(kw_only=True)
 class Ready:
-    """From a worker: it accepts requests.
+    """From a worker: it is ready to accept requests.
 
     Attributes:
         vocab_size: Vocabulary size of the model.
@@ -38,7 +38,7 @@ class Ready:
 class Failed:
     """From a worker: it cannot start, or its engine has failed.
 
-    `request_wrong` is set if its settings are invalid.
+    `request_wrong` is set if the worker's settings are invalid.
     """
 
     message: str
@@ -54,9 +54,9 @@ class Prefill:
 
 @attrs.frozen
 class Prefilled:
-    """From a worker: the prompt of a request is computed.
+    """From a worker: the prompt of a request has been computed.
 
-    `error` is set if it was rejected.
+    `error` is set if the request was rejected.
     """
 
     id: str
@@ -85,7 +85,7 @@ class Abort:
 
 @attrs.frozen
 class Report:
-    """From a worker: outputs, and regularly its statistics."""
+    """From a worker: new outputs, and, at regular intervals, the worker's statistics."""
 
     outputs: Sequence[Output] = ()
     statistics: Statistics | None = None

@@ -1,1 +1,1 @@
-"""Plans of a server's memory and speed, for hardware that need not be present."""
+"""Plans for a server's memory and speed on hardware that need not be present."""

@@ -58,7 +58,7 @@ def plan_serving(request: Any, export: str | None, verbose: bool, as_json: bool)
 def require_plan() -> None:
     """Raise `RequestError` if axlearn-plugins-plan is not installed.
 
-    It analyzes compiled programs.
+    That package analyzes the compiled programs.
     """
     if importlib.util.find_spec("axlearn_plugins_plan") is None:
         raise RequestError(

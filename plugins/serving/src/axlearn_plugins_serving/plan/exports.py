@@ -1,4 +1,4 @@
-"""Export programs for this machine's devices and `axlearn serve --programs`."""
+"""Export programs for this machine's devices, for use with `axlearn serve --programs`."""
 
 import time
 from pathlib import Path

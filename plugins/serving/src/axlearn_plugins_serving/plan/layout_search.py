@@ -31,8 +31,8 @@ class ServingLayout:
         replicas: Number of servers, each with the whole model.
         machine: Part of the machine that a replica runs on. All its devices split each matrix multiplication.
         rows: Maximum number of running requests per replica.
-        cache_dtype: Storage dtype of keys and values; None is the model's dtype.
-        shipped: Whether this is the layout without a search.
+        cache_dtype: Storage dtype of keys and values; None uses the model's dtype.
+        shipped: Whether this is the layout that the server uses without a search.
     """
 
     replicas: int
@@ -61,7 +61,7 @@ class ServingRow:
     Attributes:
         tpot: Seconds between the tokens of a request while all rows decode, at the roofline.
         tokens_per_second: Output tokens per second of all replicas while nothing is prefilled.
-        bytes: Memory per device.
+        bytes: Memory per device, in bytes.
     """
 
     layout: ServingLayout
@@ -75,11 +75,11 @@ class ServingRow:
 class ServingResult:
     """The result of a search.
 
-    It contains the layouts that fit, most tokens/s first, and always the shipped layout.
+    It contains the layouts that fit, sorted by descending tokens/s, and always includes the shipped layout.
 
     Attributes:
         front: The Pareto front of `rows` in time per token and tokens/s.
-        failures: (arguments of a layout, reason why it has no plan).
+        failures: (arguments of a layout, reason why it could not be planned) pairs.
         ended: Reason why the search ended.
     """
 
@@ -94,7 +94,7 @@ def list_layouts(
 ) -> list[list[ServingLayout]]:
     """Return chains of layouts, each with increasing numbers of requests and increasing memory.
 
-    The first chain is the shipped layout alone.
+    The first chain contains only the shipped layout.
     """
     dtypes = list(dict.fromkeys((cache_dtype, *(CACHE_DTYPES if "cache-dtype" in vary else ()))))
     shipped = ServingLayout(replicas=1, machine=machine, rows=max_rows, cache_dtype=cache_dtype, shipped=True)
@@ -129,13 +129,13 @@ def search_serving(
 
     The search ends when its time is up.
 
-    For each size of a replica, the number of requests doubles as long as they fit.
+    For each replica size, the search doubles the number of requests as long as they fit.
 
     Args:
         request: Request to plan. Its settings under `serving.` are for the engine.
         machine: The whole machine.
         vary: Properties to vary that change the results, such as `cache-dtype`.
-        seconds: Time for compiling.
+        seconds: Time limit for compiling.
         progress: Called with a line for each compiled layout.
 
     Raises:

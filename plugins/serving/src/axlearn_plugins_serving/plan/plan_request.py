@@ -23,11 +23,11 @@ def plan_server(request: Request, config: ServingEngine.Config, export: Path | N
     Args:
         request: Request to plan. Its experiment may be a run directory or a directory in Hugging Face format.
         config: Config of the engine.
-        export: Directory for the compiled programs; None writes none.
+        export: Directory for the compiled programs. If it is None, no programs are written.
 
     Raises:
-        RequestError: If no machine is named, nothing can compile for it, or the model does not generate tokens.
-        ConfigError: If the number of devices does not divide the model.
+        RequestError: If no machine is named, no installed compiler supports it, or the model does not generate tokens.
+        ConfigError: If the model cannot be split over this number of devices.
     """
     from axlearn_core.train import Trainer
 

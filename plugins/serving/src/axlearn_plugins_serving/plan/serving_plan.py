@@ -1,4 +1,4 @@
-"""Plan a server on a machine: its memory, cache capacity and shortest steps."""
+"""Plan a server on a machine: its memory, cache capacity and shortest step times."""
 
 import time
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ class ServingPlan:
     """The plan of a server on a machine. Bytes are per device.
 
     Attributes:
-        weights: Bytes of the weights, as steps use them.
-        cache: Bytes of the cache, with as many blocks as the config sets.
+        weights: Bytes of the weights, in the form that steps use.
+        cache: Bytes of the cache, with the number of blocks that the config sets.
         tables: Bytes of the sampling tables.
         token_bytes: Bytes of the cache per token.
         capacity: Bytes of the device's memory; None if unknown.
@@ -120,11 +120,13 @@ def plan_model(
         config: Config of the engine.
         mesh: Layout of the devices. By default, all devices split each matrix multiplication (`tensor`).
         notes: Notes to add to the plan.
-        export: New directory for the programs of all shapes, which are compiled with all layers; None writes none.
+        export: New directory for the programs of all shapes, which are compiled with all layers. If it is None, no programs are
+            written.
 
     Raises:
-        RequestError: If the model does not generate tokens, the directory exists, or nothing can compile for the machine.
-        ConfigError: If the number of devices does not divide the heads or the width.
+        RequestError: If the model does not generate tokens, the directory exists, or no installed compiler supports the
+            machine.
+        ConfigError: If the number of devices does not divide the number of heads or the width.
     """
     check_decoder(model)
     check_absent(export)

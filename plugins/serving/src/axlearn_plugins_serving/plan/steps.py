@@ -37,12 +37,12 @@ DEPTHS = (2, 3)
 
 @attrs.frozen(kw_only=True)
 class CompiledStep:
-    """The compiler's figures of a step. Bytes are per device.
+    """The compiler's figures for a step. Bytes are per device.
 
     Attributes:
         temporaries: Bytes of temporaries.
         code: Bytes of the program itself.
-        links: Bytes sent to devices of the same domain; None if unknown.
+        links: Bytes sent to devices in the same domain; None if unknown.
         network: Bytes sent out of the domain; None if unknown.
         out_of_memory: Whether the compiler ran out of memory.
     """
@@ -56,7 +56,7 @@ class CompiledStep:
     def extrapolate(self, other: "CompiledStep", steps: int) -> "CompiledStep":
         """Extrapolate to `steps` more layers than `other`.
 
-        `other` has one layer more than this.
+        `other` has one layer more than this step.
         """
         pairs = {n: (getattr(self, n), getattr(other, n)) for n in ("temporaries", "code", "links", "network")}
         values: dict[str, Any] = {
@@ -74,7 +74,7 @@ class StepPlan:
         requests: Number of decoding requests.
         prompt: Number of prompt tokens.
         compiled: The compiler's figures.
-        flops: FLOPs of all devices.
+        flops: Total FLOPs of all devices.
         traffic: Bytes read and written in one device's memory.
         roofline: Shortest possible time.
     """
@@ -149,7 +149,7 @@ class Steps:
     def _build_shallow(self) -> Sequence[ModelProgram]:
         """Return programs with fewer layers if all layers are equal.
 
-        Returns nothing if all layers must be compiled.
+        Returns an empty sequence if all layers must be compiled.
         """
         layers = find(self.model, LAYERS).get(LAYERS)
         if not isinstance(layers, int) or layers <= max(self.depths) + 1:
@@ -188,7 +188,7 @@ class Steps:
     def _work(self, bucket: StepBucket, requests: int, prompt: int, context: int) -> tuple[float, float]:
         """Return the FLOPs and the memory traffic of a step.
 
-        FLOPs are of all devices. Traffic is in bytes, of one device.
+        FLOPs are summed over all devices. Traffic is in bytes, for one device.
         """
         tokens = requests + prompt
         results = requests + -(-prompt // bucket.chunk) if bucket.chunk else requests
@@ -209,7 +209,7 @@ class Steps:
                 flops += 2.0 * size * rows
             traffic += share * shard_bytes(specs[path])
         flops += 4.0 * (requests * context + prompt * prompt / 2) * self._query_width()
-        return flops, traffic + (requests * context + prompt + tokens) * self.token_bytes  # read, and written
+        return flops, traffic + (requests * context + prompt + tokens) * self.token_bytes  # cache reads, then writes
 
     def _top_k(self) -> int:
         return max((experts.top_k for experts in find(self.model, ExpertsRole).values()), default=1)

@@ -32,8 +32,8 @@ class ApiError(Exception):
     Attributes:
         status: HTTP status.
         message: Description of the error and how to fix it.
-        param: Path of the wrong field.
-        code: Error code for programs, such as `model_not_found`.
+        param: Path of the invalid field.
+        code: Machine-readable error code, such as `model_not_found`.
         headers: Headers of the response.
     """
 
@@ -67,7 +67,7 @@ def parse_body(model: type[T], body: bytes, *, context: int | None = None) -> T:
         context: Maximum number of tokens in a prompt. Longer lists of token ids are rejected before they are validated.
 
     Raises:
-        ApiError: 400; names the first wrong field and counts the others.
+        ApiError: 400. The message names the first invalid field and counts the others.
     """
     try:
         return model.model_validate_json(body, context={"context": context})
@@ -80,7 +80,7 @@ def _describe(error: ValidationError, model: type[BaseModel]) -> ApiError:
     first = problems[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
-    # A value that fits no branch of a union has an error per branch. Report the branch with matching types or the deepest path.
+    # A value that fits no branch of a union causes one error per branch. Report the branch with matching types or the deepest path.
     field = first["loc"][:1]
     alternatives = [p for p in problems if p["loc"][:1] == field]
     first = max(alternatives, key=lambda p: (not p["type"].endswith("_type"), _depth(p["loc"])))
@@ -108,7 +108,7 @@ def _names(model: type[BaseModel]) -> Iterable[str]:
 def _path(location: tuple[int | str, ...]) -> str:
     """Return a path such as `messages[0].content`.
 
-    It leaves out pydantic's names for the branches of a union.
+    The path omits pydantic's names for the branches of a union.
     """
     text = ""
     for part in location:

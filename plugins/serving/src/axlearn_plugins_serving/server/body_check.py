@@ -2,9 +2,9 @@
 
 Parsing and validating JSON holds the GIL. This takes a few milliseconds for a single text of several megabytes, but half a
 second for as many bytes of numbers or brackets. Such a body is validated in a separate process first, so that the server only
-parses valid ones.
+parses valid bodies.
 
-`python -m axlearn_plugins_serving.server.body_check` is that process. It reads lines of JSON, each followed by the bytes of a
+`python -m axlearn_plugins_serving.server.body_check` runs that process. It reads lines of JSON, each followed by the bytes of a
 body, and answers each with a line: {} if the body is valid, else the fields of the error.
 """
 
@@ -40,9 +40,9 @@ def count_values(body: bytes) -> int:
 
 
 class BodyCheck:
-    """A parser of bodies.
+    """A parser for request bodies.
 
-    A separate process, started on demand, validates expensive ones. Methods are thread-safe.
+    A separate process, started on demand, validates expensive bodies. Methods are thread-safe.
 
     Args:
         context: Maximum number of tokens in a prompt.

@@ -315,7 +315,7 @@ def _run(service: Any, limits: Any, listener: Any, host: str, grace: float, log_
     from axlearn_plugins_serving.server.server_runner import ServerRunner
 
     sys.setswitchinterval(_SWITCH_SECONDS)
-    gc.freeze()  # objects of the server live until it ends
+    gc.freeze()  # the server's objects live until it exits
 
     async def run() -> int:
         runner = ServerRunner(service, limits, grace=grace, log_requests=log_requests)

@@ -70,7 +70,7 @@ class Grammars:
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token.
 
-        Special tokens return their spelling, and unused ids return no bytes.
+        For special tokens, returns their spelling. For unused ids, returns no bytes.
         """
         if token >= self._tokenizer.vocab_size:
             return b""
@@ -78,7 +78,7 @@ class Grammars:
         return raw[1:] if raw[:1] == b"\xff" and self._vocabulary.is_special_token(token) else raw
 
     def new(self, schema: Mapping[str, Any] | None) -> GrammarConstraint:
-        """Build a constraint for JSON that matches `schema`. None allows any object.
+        """Build a constraint for JSON that matches `schema`. If it is None, any object is allowed.
 
         This can take a second, so call it in a thread.
 
@@ -95,7 +95,7 @@ class Grammars:
     def constrain(self, grammar: str) -> GrammarConstraint:
         """Build a constraint from a grammar.
 
-        The grammar may be `GrammarConstraint.grammar` of another process.
+        The grammar may be the `GrammarConstraint.grammar` of another process.
 
         Raises:
             ApiError: 400 if the grammar cannot be satisfied.

@@ -11,7 +11,7 @@ MAX_ENTRIES = 1024
 
 
 def check_context(prompt: Any, info: ValidationInfo) -> Any:
-    """Reject a list with more token ids than the context before validating each id."""
+    """Reject a list with more token ids than fit into the context, before validating each id."""
     context = (info.context or {}).get("context")
     if context is not None and isinstance(prompt, list) and len(prompt) > context and isinstance(prompt[0], int):
         raise PydanticCustomError(
@@ -25,7 +25,7 @@ def check_context(prompt: Any, info: ValidationInfo) -> Any:
 def check_entries(value: Any) -> Any:
     """Reject a dictionary with more than `MAX_ENTRIES` entries.
 
-    This is done before each entry is validated.
+    The check runs before the entries are validated.
     """
     if isinstance(value, dict) and len(value) > MAX_ENTRIES:
         raise PydanticCustomError(
@@ -37,7 +37,7 @@ def check_entries(value: Any) -> Any:
 def exceeds(values: Any, limit: int) -> bool:
     """Return True if the JSON of `values` is longer than `limit` characters.
 
-    Encodes no further than that.
+    Encoding stops at the limit.
     """
     size = 0
     for piece in json.JSONEncoder().iterencode(values):

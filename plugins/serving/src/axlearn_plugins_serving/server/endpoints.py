@@ -1,4 +1,4 @@
-"""Endpoints without generation: models, health, metrics, tokens and the page."""
+"""Endpoints that do not generate text: models, health, metrics, tokens and the page."""
 
 import functools
 import importlib.resources

@@ -81,10 +81,10 @@ class Outputs:
 class EngineThread:
     """A thread that runs an engine.
 
-    Call all methods from the thread of the event loop.
+    Call all methods from the event loop's thread.
 
     Attributes:
-        statistics: Statistics of the engine, updated with its steps at most every 0.2 s.
+        statistics: Statistics of the engine, updated after steps, at most every 0.2 s.
         failure: The error that ended the thread; None while it runs.
     """
 
@@ -125,7 +125,7 @@ class EngineThread:
 
         Args:
             requests: Requests with unique ids.
-            bounded: Whether a client reads the outputs as they arrive. Requests of a client that is too slow are aborted.
+            bounded: Whether a client reads the outputs as they arrive. If so, requests are aborted when their client is too slow.
 
         Raises:
             RequestError: If the engine rejects a request.
@@ -221,7 +221,7 @@ class EngineThread:
     def _wait_for_more(self) -> bool:
         """Wait for more requests until the next step must be planned.
 
-        Returns True if commands arrived for it.
+        Returns True if commands arrived or the thread is stopping.
         """
         seconds = self.engine.spare_seconds() if isinstance(self.engine, PacesSteps) else 0.0
         if seconds <= 0:

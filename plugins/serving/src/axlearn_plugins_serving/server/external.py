@@ -1,4 +1,4 @@
-"""`axlearn serve --engine vllm`: serves with an installed vLLM."""
+"""`axlearn serve --engine vllm`: serve with an installed vLLM."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from types import FrameType
 from axlearn_core.errors import RequestError, WorkError
 
 COMMAND = "AXLEARN_VLLM"
-"""Environment variable with vLLM's command if it is not on the PATH, as vLLM often has a separate environment."""
+"""Environment variable with vLLM's command if it is not on the PATH. vLLM is often installed in a separate environment."""
 
 
 def find_vllm() -> str:
@@ -94,7 +94,7 @@ def _wait(process: "subprocess.Popen[bytes]") -> int:
 
 @contextmanager
 def _hugging_face_directory(uri: str, step: int | None) -> Iterator[Path]:
-    """Yield the directory, or a temporary one with the exported model of a run."""
+    """Yield the model's directory. For a run, yield a temporary directory with the exported model."""
     try:
         from axlearn_plugins_models.huggingface.import_export import export_run
         from axlearn_plugins_models.huggingface.source import is_model

@@ -22,12 +22,12 @@ OPEN_PATHS = frozenset({"/", "/health", "/openapi.json"})
 
 @attrs.frozen(kw_only=True)
 class ServerLimits:
-    """Limits on requests and connections, and who may send requests.
+    """Limits on requests and connections, and rules for who may send requests.
 
     Attributes:
         body_bytes: Maximum size of a request body.
         body_seconds: Timeout for a request body to arrive.
-        large_bytes: Maximum total size of large bodies (64 KiB and more) until their responses start. Other large bodies wait.
+        large_bytes: Maximum total size of large bodies (64 KiB or more) whose responses have not started. Other large bodies wait.
         head_seconds: Timeout for the request line and headers to arrive.
         write_seconds: Timeout for a client to read what was sent.
         connections: Maximum number of open connections.
@@ -48,7 +48,7 @@ class ServerLimits:
 def allowed_hosts(host: str, api_key: str | None) -> frozenset[str] | None:
     """Return the allowed host names.
 
-    They protect a loopback server without a key from DNS rebinding by web pages.
+    The restriction protects a loopback server without a key from web pages that use DNS rebinding.
     """
     if api_key is not None or not is_loopback(host):
         return None
@@ -270,7 +270,7 @@ def print_access_log() -> None:
 def uvicorn_config(app: ASGIApp, limits: ServerLimits, *, log_requests: bool = False) -> uvicorn.Config:
     """Return uvicorn's config.
 
-    It logs only errors, plus one line per request to stderr if `log_requests`.
+    With this config, uvicorn logs only errors. If `log_requests` is True, it also logs one line per request to stderr.
     """
     if log_requests:
         print_access_log()

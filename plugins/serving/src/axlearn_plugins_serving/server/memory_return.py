@@ -6,13 +6,13 @@ import functools
 from collections.abc import Callable
 
 LARGE = 64 * 1024
-"""Minimum size, in bytes, of a request after which memory is returned."""
+"""Memory is returned after requests of at least this many bytes."""
 _SECONDS = 0.5
 
 
 @functools.cache
 def _trim() -> Callable[[int], int] | None:
-    """Return `malloc_trim` of the GNU C library, or None with a different C library."""
+    """Return `malloc_trim` of the GNU C library, or None if a different C library is used."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
@@ -35,7 +35,7 @@ class MemoryReturn:
         self._scheduled = False
 
     def note(self, size: int) -> None:
-        """Note that a request of `size` bytes has ended. Call it in the event loop."""
+        """Record that a request of `size` bytes has ended. Call it in the event loop."""
         if size >= LARGE and not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_later(_SECONDS, self._start)
@@ -49,7 +49,7 @@ class Budget:
     """A budget of bytes that tasks share. Tasks wait for their share in order of arrival.
 
     Args:
-        limit: Maximum number of bytes taken at a time. A task that asks for more than this waits until all bytes are free.
+        limit: Maximum number of bytes in use at a time. A task that asks for more than this waits until all bytes are free.
     """
 
     def __init__(self, limit: int):

@@ -71,7 +71,7 @@ class Choice:
         """Add an output of the engine and return the new text.
 
         Raises:
-            ApiError: If the engine could not compute it.
+            ApiError: If the engine could not compute the output.
         """
         if output.finish in ("error", "abort"):
             raise ApiError(500, output.error or "the engine ended the request", code="engine_error")

@@ -65,7 +65,7 @@ def serve_replicas(
         replicas: Number of replicas.
         host: Address that Ray Serve listens on.
         port: Port that Ray Serve listens on.
-        ready: Called with the server's address when it accepts requests.
+        ready: Called with the server's address when the server accepts requests.
 
     Raises:
         RequestError: If Ray Serve is not installed.

@@ -73,7 +73,7 @@ def _format(body: ResponseRequest) -> ResponseFormat | None:
 
 @attrs.define
 class _Answer:
-    """A response, complete or as events."""
+    """A response, returned in one piece or as a stream of events."""
 
     service: Service
     body: ResponseRequest

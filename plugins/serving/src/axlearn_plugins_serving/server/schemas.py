@@ -3,8 +3,8 @@
 Each body is a pydantic model, which defines the validation, errors with field paths, and the JSON schema in the OpenAPI document.
 Unknown fields and unsupported values are errors. A null field counts as absent, even if its name is unknown.
 
-Validation stops at the first wrong item of a list and rejects oversized dictionaries up front, because a body of megabytes could
-have millions of errors.
+Validation stops at the first wrong item of a list and rejects oversized dictionaries up front, because a body of several megabytes
+could have millions of errors.
 """
 
 from typing import Annotated, Any, Literal, TypeVar

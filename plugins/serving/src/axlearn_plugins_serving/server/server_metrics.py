@@ -33,7 +33,7 @@ COUNTERS = {
 
 
 class Metrics:
-    """The metrics of a server. Counters of the engine are read on collection.
+    """The metrics of a server. The engine's counters are read when metrics are collected.
 
     Attributes:
         registry: Registry to render.

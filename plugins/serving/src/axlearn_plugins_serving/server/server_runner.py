@@ -1,4 +1,4 @@
-"""The life of a server: signals, draining and exit codes."""
+"""The life cycle of a server: signals, draining and exit codes."""
 
 import asyncio
 import contextlib
@@ -68,7 +68,7 @@ class ServerRunner:
         self._aborted = 0
 
     async def run(self, listener: socket.socket, ready: Callable[[], None] = lambda: None) -> int:
-        """Serve until `stop`, a signal, or a failure of the engine.
+        """Serve until `stop` is called, a signal arrives, or the engine fails.
 
         Args:
             listener: Socket from `bind`.

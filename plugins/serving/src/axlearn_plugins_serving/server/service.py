@@ -38,10 +38,10 @@ class Service:
     Attributes:
         thread: Runs the engine.
         text: Encodes and decodes the model's text.
-        name: Name of the model for clients.
+        name: Name under which clients request the model.
         adapters: Names of LoRA adapters, which clients request as models.
         state: `ok`, `draining` (no new requests) or `failed`.
-        start_compilations: Programs that XLA compiled during startup; 0 if exported programs were loaded.
+        start_compilations: Number of programs that XLA compiled during startup; 0 if exported programs were loaded.
         bodies: Parses requests.
         text_pool: Threads that parse and tokenize.
         text_limit: Rejects prompts that are too long before they are tokenized.
@@ -96,7 +96,7 @@ class Service:
 
         Args:
             texts: Prompts.
-            limited: Whether to reject texts that cannot fit into the context. If False, only texts of more than `COUNTED`
+            limited: Whether to reject texts that cannot fit into the context. If False, only texts longer than `COUNTED`
                 characters are rejected.
 
         Raises:
@@ -128,7 +128,7 @@ class Service:
         Args:
             conversation: Returns the messages and the tools (or None), in the form that the template expects.
             size: Size of the request in bytes. Long requests are rendered in a thread.
-            prompt: Whether to add the beginning of an answer.
+            prompt: Whether to append the beginning of the assistant's answer.
             limited: See `encode`.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The start of a server: progress on standard error, and signals before it can drain requests."""
+"""Server startup: progress on standard error, and signals that arrive before the server can drain requests."""
 
 import contextlib
 import os
@@ -15,16 +15,16 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Startup:
-    """Reports the phases of a start, and ends the process when a signal stops the start.
+    """Reports the phases of startup, and ends the process when a signal interrupts it.
 
     Each phase prints one line when it begins. A long phase prints another line every few seconds. SIGTERM or Ctrl-C prints
     one line and raises `SystemExit` with the exit code 128 + signal in the main thread. If the main thread does not end in
     time, for example because it is compiling, the process exits immediately.
 
-    Use it as a context manager. Outside of the main thread, it only reports phases.
+    Use it as a context manager. Outside the main thread, it only reports phases.
 
     Args:
-        every_seconds: Interval of the lines of a long phase.
+        every_seconds: Interval between the lines of a long phase.
         grace_seconds: Time for the main thread to clean up after a signal.
     """
 
@@ -52,7 +52,7 @@ class Startup:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if isinstance(error, StoppedStart):
-            self._stopped.wait(self._grace)  # the thread prints why, and ends the process if it does not end by itself
+            self._stopped.wait(self._grace)  # the thread prints the reason, and ends the process if it does not exit by itself
             return
         self._restore_signals()
         self._close()
@@ -63,7 +63,7 @@ class Startup:
         _print(phase)
 
     def finish(self) -> None:
-        """End the start. Handlers that the server has installed since then stay."""
+        """End startup. Signal handlers that the server has installed in the meantime stay in place."""
         if all(signal.getsignal(number) is _stop for number in self._handlers):
             self._restore_signals()
         self._handlers = {}
@@ -74,7 +74,7 @@ class Startup:
         if not self._handlers:
             return
         for number, handler in self._handlers.items():
-            # None is a handler that a C library installed, which Python cannot restore.
+            # None stands for a handler that was not installed from Python, so Python cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         try:
             signal.set_wakeup_fd(self._old_descriptor)
@@ -115,7 +115,7 @@ class Startup:
 
 
 class StoppedStart(SystemExit):
-    """Raised in the main thread by a signal during the start. The exit code is 128 + signal."""
+    """Raised in the main thread when a signal arrives during startup. The exit code is 128 + signal."""
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:

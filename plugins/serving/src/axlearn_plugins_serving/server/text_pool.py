@@ -20,7 +20,8 @@ SHORT = 4096
 HUGE = 256 * 1024
 """Number of characters or bytes above which a request uses the thread for huge texts."""
 COUNTED = 1024 * 1024
-"""Maximum number of characters that `/tokenize` encodes beyond the context. Longer texts take seconds and gigabytes."""
+"""Maximum number of characters that `/tokenize` encodes beyond the context. Longer texts take seconds and
+gigabytes of memory."""
 
 
 class TextPool:
@@ -85,7 +86,7 @@ class TextLimit:
             )
 
     def check_tokens(self, count: int, param: str, new_tokens: int = 1) -> None:
-        """Raise `ApiError` (400) if `count` and `new_tokens` exceed the context."""
+        """Raise `ApiError` (400) if `count` plus `new_tokens` exceeds the context."""
         if count + new_tokens > self._context:
             raise ApiError(
                 400,

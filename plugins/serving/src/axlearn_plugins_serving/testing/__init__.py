@@ -1,4 +1,4 @@
-"""Conformance suites for this plugin's slots, like those of `axlearn_testing`.
+"""Conformance suites for this plugin's slots, like those in `axlearn_testing`.
 
 They need pytest.
 """

@@ -93,9 +93,9 @@ class _Machine:
 
 
 class SchedulerSuite:
-    """Conformance tests of a scheduler.
+    """Conformance tests for a scheduler.
 
-    It must compute each request once, in order and within the limits, and finish all of them.
+    The scheduler must compute each request once, in order and within the limits, and finish all of them.
 
     Attributes:
         config: Config of the scheduler.
@@ -139,9 +139,9 @@ class SchedulerSuite:
 
 
 class DrafterSuite:
-    """Conformance tests of a drafter.
+    """Conformance tests for a drafter.
 
-    It must respect `most`, be deterministic and not change requests.
+    The drafter must respect `most`, be deterministic and not change requests.
 
     Attributes:
         config: Config of the drafter.
@@ -169,7 +169,7 @@ class DrafterSuite:
             assert all(token >= 0 and token == int(token) for token in draft), f"not token ids: {draft}"
 
     def test_something_is_drafted(self) -> None:
-        """Draft in requests over a vocabulary of five tokens, which repeat themselves."""
+        """Draft for requests that repeat n-grams, because their vocabulary has only five tokens."""
         assert any(self._drafts(3)), "the drafter drafts nothing for any request"
 
     def test_equal_requests_have_equal_drafts(self) -> None:
