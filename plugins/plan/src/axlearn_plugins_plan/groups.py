@@ -42,7 +42,8 @@ def replica_groups(text: str, devices: int) -> np.ndarray:
     - `[2,4]<=[8]` and `[2,4]<=[4,2]T(1,0)`: an iota that is reshaped, transposed and reshaped again.
     - `mesh['x'=2,'y'=4] {'y'}`: the devices of a group differ along these axes. `{'y':(2)2}` names a sub-axis of size 2 that
       follows a sub-axis of size 2.
-    - `mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y'}`: the same with a different device order, which may also be given as a list.
+    - `mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y'}`: the same with a different device order, which may also be
+      given as a list.
 
     Raises:
         ValueError: The text matches none of these forms.
