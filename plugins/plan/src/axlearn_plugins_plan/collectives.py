@@ -153,7 +153,7 @@ def _between_slices(
     """Build a collective between TPU slices, which the program delegates to the host. Each device sends its own share.
 
     Raises:
-        ValueError: The target has an unknown format.
+        ValueError: The target of the transfer has an unknown format.
     """
     if everyone := _ALL_SLICES.search(instruction.rest):
         slices = [int(n) - 1 for n in everyone[1].split(",")]

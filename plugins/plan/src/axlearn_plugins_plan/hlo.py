@@ -229,7 +229,7 @@ def _bodies(instruction: Instruction) -> Iterator[tuple[str, str]]:
 
 
 def _balanced_text(text: str, start: int) -> str:
-    """Return the text from `start` to the next comma outside of brackets, or to the end."""
+    """Return the text from `start` to the next comma outside brackets, or to the end."""
     depth = 0
     for i in range(start, len(text)):
         if text[i] in "([{":

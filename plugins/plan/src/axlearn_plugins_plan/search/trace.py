@@ -157,8 +157,8 @@ def trace_step(program: Program, batch: Mapping[str, Any]) -> StepTrace:
     layer: list[Activation] = []
     for scan, times in _stacks(jaxpr, 1.0):
         body = scan.params["jaxpr"].jaxpr
-        # Stacked outputs have one more axis outside of the body. The attribute for the number of
-        # carries depends on the JAX version, so count the outputs without that axis.
+        # Stacked outputs have one more axis outside the body. The name of the parameter for the number of carries depends on the
+        # JAX version, so count the outputs without that axis.
         carries = sum(o.aval.ndim == b.aval.ndim for o, b in zip(scan.outvars, body.outvars, strict=True))
         carried = [v.aval.shape for v in body.outvars[:carries] if v.aval.ndim == 3]
         length, width = (max((shape[axis] for shape in carried), default=0) for axis in (1, 2))

@@ -63,7 +63,7 @@ class Resume:
 
 
 def local_checkpointer(config: Any, directory: str) -> Any:
-    """Return the config of the checkpointer, with every location that it names moved to a directory."""
+    """Return the config of the checkpointer, with every location that it names moved into a directory."""
     checkpointer = get_checkpointer_config(config)
     places = {path: value for path, value in walk(checkpointer) if isinstance(value, str)}
     names = {path: path.rpartition(".")[2] for path in places}

@@ -85,7 +85,7 @@ class KernelCall:
 
 
 def target_calls(config: Any, target: Target) -> tuple[list[KernelCall], list[str]]:
-    """Return the kernels that a config uses on a target, and a line for each kernel that needs a missing package.
+    """Return the kernels that a config uses on a target, and a line for each kernel that is not available.
 
     Args:
         config: Config before it is shrunk.

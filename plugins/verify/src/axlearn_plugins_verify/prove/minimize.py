@@ -17,7 +17,7 @@ from axlearn_core.plugins.request import Request, Setting, format_value
 from axlearn_core.plugins.resolve import Resolved, resolve
 
 MAX_LAYERS = 6
-"""The numbers of layers to try start at one and stay below this."""
+"""The layer counts to try start at one and stay below this number."""
 
 Meshes = tuple[Mapping[str, int], ...]
 StillFails = Callable[[Resolved, Meshes, bool], Any]
