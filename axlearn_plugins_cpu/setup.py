@@ -30,10 +30,10 @@ native = Extension(
 
 
 class CleanBuild(build_ext):
-    """Build command that removes stale libraries first."""
+    """Build command that first removes stale libraries."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Delete libraries from earlier builds, so that a failed build leaves none, then build."""
+        """Delete libraries from earlier builds, so that a failed build leaves no library behind, and then build."""
         places = [Path(self.get_ext_fullpath(ext.name))]
         if self.editable_mode:
             places.append(Path("src", self.get_ext_filename(ext.name)))

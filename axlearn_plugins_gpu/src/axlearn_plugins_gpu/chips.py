@@ -11,7 +11,7 @@ class Chip:
 
     Attributes:
         capability: CUDA compute capability, (major, minor).
-        accelerated: Whether it has instructions that later GPUs lack (`sm_90a`).
+        accelerated: Whether the GPU has instructions that later GPUs lack (`sm_90a`).
         cores: Number of streaming multiprocessors.
         fpus: Number of float32 units per multiprocessor.
         clock: Clock rate, in GHz.

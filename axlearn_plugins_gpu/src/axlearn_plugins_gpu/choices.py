@@ -1,4 +1,4 @@
-"""Values that measurements decide: kernel priorities and layouts. Block sizes are in `kernels.blocks`. Does not import JAX.
+"""Values based on measurements: kernel priorities and layouts. Block sizes are in `kernels.blocks`. Does not import JAX.
 
 Each entry names its source: a file with a measurement under `benchmarks/results/` of the repository, or `NOT_MEASURED`.
 When a measurement changes a value, update its source too. A test checks that all sources exist.
@@ -21,7 +21,7 @@ class Priority:
     Attributes:
         value: Priority. The kernel with the highest priority that supports a call is used; kernels with a negative priority
             must be named in a config.
-        reason: Reason for the value while it is not measured.
+        reason: Reason for the value as long as it has not been measured.
         source: Source of the value; see the module docstring.
     """
 

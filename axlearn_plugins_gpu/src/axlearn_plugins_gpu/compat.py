@@ -84,7 +84,7 @@ def patch_pallas(name: str, value: object) -> contextlib.AbstractContextManager[
 
 
 def patch_tokamax_indexer(change: Callable[[Any], Any]) -> contextlib.AbstractContextManager[Any]:
-    """Change the indices of tokamax's block references within the context. The interpreter accepts fewer types than Triton."""
+    """Change the indices into tokamax's block references within the context. The interpreter accepts fewer types than Triton."""
     indexer: Any = tokamax("pallas.block").BlockRefIndexer
     get = indexer.__getitem__
     return override_attribute(indexer, "__getitem__", lambda self, index: get(self, change(index)))

@@ -28,7 +28,7 @@ def axlearn_mesh_rules() -> list[MeshRule]:
 
 @hookimpl
 def axlearn_before_devices(platforms: Sequence[str] | None) -> None:
-    """Stop JAX's CUDA plugin from searching for CUDA libraries, and complaining, on a machine without a driver.
+    """Keep JAX's CUDA plugin from searching for CUDA libraries, and complaining, on a machine without a driver.
 
     Do nothing if the user requested platforms, because an error about CUDA is then wanted or cannot occur.
     """

@@ -26,7 +26,7 @@ def devices(machine: Machine) -> Sequence[Any]:
         platform="cuda",
         topology_name="",
         target_config=target_config(machine),
-        topology=f"1x{hosts}x{machine.chips_per_host}",  # partitions, hosts, GPUs of each
+        topology=f"1x{hosts}x{machine.chips_per_host}",  # partitions, hosts, GPUs per host
     )
     return topology.devices
 

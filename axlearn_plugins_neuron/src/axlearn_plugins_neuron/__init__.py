@@ -1,1 +1,1 @@
-"""AWS Trainium: target, mesh rules, and attention by the Neuron SDK's kernels."""
+"""AWS Trainium: target, mesh rules, and attention with the Neuron SDK's kernels."""

@@ -1,9 +1,9 @@
 """Private names of jaxlib that this plugin uses.
 
 `jaxlib._jax.make_mpi_collectives`: a CPU client with more than 2,048 devices needs a cross-process collectives
-implementation, because XLA assumes that the devices above that number belong to other processes. Nothing runs on the
-client, so it is never called. Needed for jaxlib 0.10 to 0.12. Remove when a client for abstract devices does not need it,
-or when Neuron's compiler describes its topologies to JAX.
+implementation, because XLA assumes that the devices beyond that number belong to other processes. Nothing runs on the
+client, so the implementation is never called. Needed for jaxlib 0.10 to 0.12. Remove when a client for abstract devices does
+not need it, or when Neuron's compiler describes its topologies to JAX.
 """
 
 import importlib

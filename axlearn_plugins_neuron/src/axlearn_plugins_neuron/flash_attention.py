@@ -1,6 +1,6 @@
-"""Flash attention by the Neuron SDK (`neuronxcc.nki.kernels.attention`), forward and backward.
+"""Flash attention with the Neuron SDK (`neuronxcc.nki.kernels.attention`), forward and backward.
 
-Layouts of the kernels, as the SDK documents them, with b rows, n heads, h head size, s positions:
+Layouts of the kernels, as documented by the SDK, with b rows, n heads, h head size, s positions:
 
     flash_fwd        q, k [b, n, h, s]; v [b, n, s, h]                  -> o [b, n, s, h], lse [b, n, 128, s / 128]
     flash_attn_bwd   q, k, v, o, dy [b, n, h, s]; lse                   -> dq, dk, dv [b, n, h, s]
@@ -25,7 +25,7 @@ from axlearn_plugins_transformer.kernels.masks import And, Causal, Full
 from axlearn_plugins_transformer.kernels.per_device import per_device
 
 TILES = (2048, 1024, 512)
-"""Numbers of keys per tile of the forward kernel; the largest one that divides the number of keys is used."""
+"""Tile sizes of the forward kernel, in keys; the largest one that divides the number of keys is used."""
 
 HEADS = ("batch", None, "activation_heads", None)
 HIDDEN = -30_000.0

@@ -17,6 +17,6 @@ def devices(machine: Machine) -> Sequence[Any]:
 def _client(count: int) -> Any:
     """Return a CPU client that is separate from JAX's own.
 
-    JAX's own client has enough devices only if none was created before, and compiles for at most 2,048.
+    JAX's own client has enough devices only if no client was created before, and compiles for at most 2,048 devices.
     """
     return cpu_client(count)

@@ -2,11 +2,11 @@
 
 - `tokamax._src.ops` (0.0.12, 0.0.14): kernels with given tiles have no public names. Remove when they do.
 - `TensorCoreMesh` of Pallas, patched while a kernel of tokamax 0.0.14 is traced: tokamax starts the kernel on every core,
-  but may divide its tiles among fewer. Remove when it starts the kernel only on those.
+  but may divide its tiles among fewer cores. Remove when it starts the kernel only on those cores.
 
 On a machine without a TPU, libtpu searches for the machine's TPU description and prints that it is missing. It also lets
 only one process load it at a time, to protect the TPU. The environment variables below provide the description, and declare
-that libtpu is only used to compile. They are set before JAX looks for devices, and when something is compiled for an absent
+that libtpu is used only to compile. They are set before JAX looks for devices, and when something is compiled for an absent
 TPU. Importing the plugin does not set them.
 """
 
@@ -27,7 +27,7 @@ def tokamax(module: str) -> Any:
 
 @contextlib.contextmanager
 def use_kernel_cores(pallas: Any, cores: int) -> Iterator[None]:
-    """Start kernels on this number of cores, within the context. `pallas` is `pltpu` as a tokamax module imports it."""
+    """Start kernels on the given number of cores, within the context. `pallas` is `pltpu` as a tokamax module imports it."""
     with override_attribute(pallas, "TensorCoreMesh", functools.partial(pallas.TensorCoreMesh, num_cores=cores)):
         yield
 

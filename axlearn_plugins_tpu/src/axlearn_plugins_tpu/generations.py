@@ -5,7 +5,7 @@ A v4 or v5p chip is one device with two cores (megacore). A v5e or v6e chip is o
 `hbm_bytes` is the memory available to a program: the capacity minus the part that the system reserves, as libtpu 0.0.42
 reports when a program does not fit. `host_bytes` is a chip's share of its host (v5e, v6e) or of a machine with a whole host
 (v5p). The other figures are from Google Cloud's documentation: cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e and /tpu7x.
-It states link bandwidths for both directions together. The figures here count only what a chip sends, which is half.
+The documentation states link bandwidths for both directions together. The figures here count only what a chip sends, which is half.
 """
 
 from collections.abc import Mapping

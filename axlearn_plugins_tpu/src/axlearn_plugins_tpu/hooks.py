@@ -13,7 +13,7 @@ from axlearn_plugins_tpu.generations import TARGETS
 from axlearn_plugins_tpu.rules import POLICIES, RULES
 
 OTHER_DEVICES = ("0x001f", "0x0042")
-"""Other Google PCI devices: the storage and network adapters of its virtual machines."""
+"""Other Google PCI devices: the storage and network adapters of Google's virtual machines."""
 
 
 def has_local_tpu(bus: Path = Path("/sys/bus/pci/devices")) -> bool:
@@ -59,7 +59,7 @@ KERNELS = (
         platforms=("tpu",),
         interpreter=_INTERPRETER,
     ),
-    # Below megablox, which needs no extra package. Their speed has not been compared here.
+    # Below megablox, which needs no extra package. The speed of the two kernels has not been compared here.
     KernelImplementation(
         name="tokamax-mosaic-tpu",
         op=_GROUPED_MATMUL,

@@ -23,10 +23,10 @@ class Slices:
     """Slice shapes of a TPU generation.
 
     Attributes:
-        prefix: libtpu's name of the generation.
+        prefix: libtpu's name for the generation.
         small: Shapes that are not made of boxes of 4 x 4 x 4 chips, by size.
         boxes: Maximum number of chips in slices made of boxes of 4 x 4 x 4 chips; 0 if there are no such slices.
-        accelerator: Cloud TPU's name of one accelerator type of the generation.
+        accelerator: Cloud TPU's name for one accelerator type of the generation.
     """
 
     prefix: str
@@ -50,7 +50,7 @@ def find_shape(target: str, chips: int, unit: int = 1) -> Shape:
 
     Args:
         target: Key of `SLICES`.
-        chips: Number of chips of one slice.
+        chips: Number of chips in one slice.
         unit: Units per chip in target names (2 if names count cores), for the error message.
 
     Raises:

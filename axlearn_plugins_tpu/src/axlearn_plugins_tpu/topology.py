@@ -11,7 +11,7 @@ from axlearn_plugins_tpu.shapes import SLICES, domain_shape
 
 
 def topology_name(machine: Machine) -> str:
-    """Return libtpu's name of one slice, such as `v5p:8x8x8`. Raise `RequestError` if no slice has that size."""
+    """Return libtpu's name for one slice, such as `v5p:8x8x8`. Raise `RequestError` if no slice has that size."""
     return f"{SLICES[machine.target.name].prefix}:{'x'.join(map(str, domain_shape(machine)))}"
 
 

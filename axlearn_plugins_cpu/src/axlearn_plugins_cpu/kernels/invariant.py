@@ -80,7 +80,7 @@ def attend_rows(
     sinks: jax.Array,
     instructions: int = 0,
 ) -> jax.Array:
-    """Return the attention of one device's operands, [B, Q, N, H]; see `paged_attention.attend`."""
+    """Return the attention output for one device's operands, [B, Q, N, H]; see `paged_attention.attend`."""
     call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(query.shape, jnp.float32), vmap_method="sequential")
     return call(query, key, value, sinks, **library.attributes(op, instructions))
 

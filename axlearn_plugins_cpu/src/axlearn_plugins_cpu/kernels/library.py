@@ -37,7 +37,7 @@ def attributes(op: Any, instructions: int = 0) -> dict[str, Any]:
 
     Args:
         op: Op with `scale`, `window` and `softcap`.
-        instructions: Instruction set to use; 0 selects the best one of the processor at run time.
+        instructions: Instruction set to use; 0 selects the processor's best one at run time.
     """
     place = placement()
     return {

@@ -1,7 +1,7 @@
 """The `paged_attention` op in C++ (`native/`), for serving on CPUs.
 
 The kernel reads keys and values in place, without copying pages, and prefetches the next page while it processes one. XLA's CPU
-kernels gather the pages into an array before they multiply.
+kernels gather the pages into an array before the matmul.
 """
 
 import jax
@@ -47,7 +47,7 @@ def attend(op: PagedAttentionOp, instructions: int = 0, *, invariant: bool = Fal
 
     Args:
         op: The device's part of the op; see `_Native.supports`.
-        instructions: Instruction set (see `library.instructions`); 0 selects the best one of the processor at run time.
+        instructions: Instruction set (see `library.instructions`); 0 selects the processor's best one at run time.
         invariant: Whether requests with a single token use the same summation order as chunks of tokens.
     """
     assert op.split is not None

@@ -1,4 +1,4 @@
-"""Set the GPU that Pallas kernels are lowered for. JAX reads it from the current mesh, and otherwise uses the local GPU."""
+"""Set the GPU that Pallas kernels are lowered for. JAX reads it from the current mesh, or else uses the local GPU."""
 
 import contextlib
 from collections.abc import Iterator

@@ -80,8 +80,8 @@ class PipelinedBlocks:
 
 
 GROUPED_MOSAIC: dict[tuple[int, int], PipelinedBlocks] = {
-    # tokamax 0.0.12 assigns work to blocks in an unrolled loop over the groups. 128 groups took half a minute to compile,
-    # for each matmul.
+    # tokamax 0.0.12 assigns work to blocks in an unrolled loop over the groups. With 128 groups, each matmul took half a
+    # minute to compile.
     (9, 0): PipelinedBlocks(m=128, n=64, k=128, stages=4, groups=32),
     (10, 0): PipelinedBlocks(m=128, n=128, k=128, stages=2, pair=True, outer=False),
 }
@@ -239,7 +239,7 @@ TRITON_ATTENTION: Tables = {
 
 
 def attention_blocks(tables: Tables, target: str, size: int) -> AttentionBlocks | None:
-    """Return the sizes for heads of `size` on a GPU in `CHIPS`, or None if the table has none or `size % 64 != 0`."""
+    """Return the sizes for heads of `size` on a GPU in `CHIPS`, or None if the table has no entry or `size % 64 != 0`."""
     if size % 64:
         return None
     return next((b for b in tables.get(CHIPS[target].capability, ()) if size <= b.largest), None)
@@ -251,7 +251,7 @@ class PagedBlocks:
 
     Attributes:
         rows: Maximum number of query rows per block.
-        keys: Number of keys per block, for 16-bit keys with head size 128. If keys are larger, a block has fewer of them.
+        keys: Number of keys per block, for 16-bit keys with head size 128. Blocks hold fewer keys if the keys are larger.
         warps: Warps per block.
         stages: Number of pipeline stages.
     """

@@ -27,7 +27,7 @@ from axlearn_plugins_transformer.kernels.attention import AttentionOp
 cudnn = compat.cudnn()
 
 VERSION = 91000
-"""The cuDNN version that programs target, 9.10: the oldest one with everything that `supports` accepts."""
+"""The cuDNN version that programs target, 9.10: the oldest one that implements everything that `supports` accepts."""
 
 
 class _Static(NamedTuple):
@@ -45,7 +45,7 @@ class _CuDNN:
     tags_result = True
 
     def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
-        """Support 16-bit dtypes and heads up to 128 (Hopper and later: 256, and values of another size), without a soft cap."""
+        """Support 16-bit dtypes and heads up to 128 (Hopper and later: 256, and values of a different size), but no soft cap."""
         if reason := unknown_gpu(context.target):
             return reason
         query, key, value = (x.shape for x in (op.query, op.key, op.value))
@@ -77,8 +77,8 @@ class _CuDNN:
         hidden = None
         if other_mask is not None:
             visible = other_mask.materialize((0, query.shape[1]), (0, key.shape[1]), op.query_slots, op.key_slots)
-            # Half of the lowest finite number, so that the sum of two is still finite. Subtracting infinities would result in
-            # NaN.
+            # Half of the lowest finite number, so that the sum of two such numbers is still finite. Subtracting infinities
+            # would result in NaN.
             hidden = jnp.where(visible, 0, jnp.finfo(query.dtype).min / 2).astype(query.dtype)[:, None]
         kind = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
         static = _Static(scale=op.scale, mask=kind, window=window, biased=hidden is not None)

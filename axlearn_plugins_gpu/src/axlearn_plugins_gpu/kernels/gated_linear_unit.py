@@ -1,8 +1,8 @@
-"""The `gated_linear_unit` op by tokamax's kernels in Triton and Mosaic GPU. The backward passes use XLA.
+"""The `gated_linear_unit` op, using tokamax's kernels in Triton and Mosaic GPU. The backward passes use XLA.
 
 One kernel computes both matmuls and the activation. Without gradients, neither matmul result is written to memory. With
 gradients, Triton's kernel writes both results. Mosaic's kernel does not: its backward pass recomputes them, so remat
-policies that save them (`mlp_gate`, `mlp_up`) have no effect. The kernels need a copy of the two matrices side by side, and
+policies that save them (`mlp_gate`, `mlp_up`) have no effect. The kernels need a copy of the two matrices side by side, while
 XLA's own matmuls use cuBLAS. The kernels are therefore used only if a config names them.
 """
 
@@ -29,7 +29,7 @@ ROWS = ("batch", "sequence", None)
 HIDDEN = ("batch", "sequence", "activation_mlp")
 MATRIX = (None, "activation_mlp")
 MULTIPLE = 32
-"""Required divisor of the rows, inner and outer dimension on each device: the smallest block of Triton's kernel."""
+"""Required divisor of the rows and of the inner and outer dimensions on each device: the smallest block of Triton's kernel."""
 
 WITHOUT_RULES: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     "relu": lambda x: jnp.maximum(x, 0),
@@ -165,8 +165,8 @@ def _backward(target: str, activation: Activation, residuals: Any, gradient: jax
 _gated_unit.defvjp(_forward, _backward)
 
 
-# Mosaic's kernel does not return the matmul results. With tokamax's own differentiation, they would be computed with XLA, and
-# the kernel would not run at all.
+# Mosaic's kernel does not return the matmul results. With tokamax's own differentiation, XLA would compute them, and the
+# kernel would not run at all.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _pipelined_unit(x: jax.Array, gate: jax.Array, up: jax.Array, target: str, activation: Activation) -> jax.Array:
     kernels, blocks = tokamax.module("ops.gated_linear_unit.pallas_mosaic_gpu"), _pipelines()[CHIPS[target].capability]

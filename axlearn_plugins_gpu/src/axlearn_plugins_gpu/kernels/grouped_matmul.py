@@ -1,7 +1,7 @@
-"""The `grouped_matmul` op by tokamax's kernels in Triton and Mosaic GPU, forward and backward.
+"""The `grouped_matmul` op, using tokamax's kernels in Triton and Mosaic GPU, forward and backward.
 
 XLA lacks an efficient GPU implementation; `jax.lax.ragged_dot` computes every group for all rows. tokamax prefers Mosaic to
-Triton; here Mosaic has the lower priority until it has been validated on a GPU. Mosaic reads matrices along the inner
+Triton; here, Mosaic has the lower priority until it has been validated on a GPU. Mosaic reads matrices along the inner
 dimension on Blackwell and along the outer dimension on Hopper, so Blackwell copies them in the forward pass and Hopper in
 the backward pass. Triton computes the gradient of the matrices on Blackwell, and on Hopper if the number of rows is not a
 multiple of 64.
@@ -129,7 +129,7 @@ def _backward(target: str, mosaic: bool, residuals: Any, gradient: jax.Array) ->
     lhs, rhs, sizes = residuals
     outer = mosaic and GROUPED_MOSAIC[CHIPS[target].capability].outer and lhs.shape[0] % OUTER_ROWS == 0
     grad_lhs = _run("TRANS_RHS_RAGGED_DOT", mosaic, target, gradient, rhs, sizes)
-    if outer:  # it multiplies the rows after the last group with 0, and they may be NaN; Triton's kernel skips them
+    if outer:  # it multiplies the rows after the last group by 0, and they may be NaN; Triton's kernel skips them
         inside = (jnp.arange(lhs.shape[0]) < jnp.sum(sizes))[:, None]
         lhs, gradient = jnp.where(inside, lhs, 0), jnp.where(inside, gradient, 0)
     grad_rhs = _run("RAGGED_CONTRACTING_DOT", outer, target, lhs, gradient, sizes)

@@ -1,4 +1,4 @@
-"""Run Triton kernels on CPUs, in Pallas' interpreter. It is slow, and meant for tests and proofs."""
+"""Run Triton kernels on CPUs in Pallas' interpreter, which is slow and meant for tests and proofs."""
 
 import contextlib
 import itertools
@@ -41,7 +41,7 @@ def interpret() -> Iterator[None]:
 
 
 def _plain_indices() -> contextlib.AbstractContextManager[Any]:
-    """Let the interpreter index with slices that contain plain integers, as tokamax's kernels do."""
+    """Let the interpreter accept indices that are slices of plain integers, as in tokamax's kernels."""
     if tokamax.unavailable_reason():
         return contextlib.nullcontext()
 

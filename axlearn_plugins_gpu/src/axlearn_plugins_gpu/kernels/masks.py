@@ -11,7 +11,7 @@ def split_mask(mask: Mask, lengths: tuple[int, int], aligned: bool) -> tuple[boo
     Args:
         mask: Mask to split.
         lengths: Number of queries and of keys.
-        aligned: Whether queries and keys of equal index are at equal positions.
+        aligned: Whether queries and keys with equal indices are at equal positions.
 
     Returns:
         (whether the mask is causal, the window of a causal mask or None, the remaining mask or None).

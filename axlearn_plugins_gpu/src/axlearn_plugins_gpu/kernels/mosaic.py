@@ -2,7 +2,7 @@
 
 Two libraries query the local machine instead of the target. tokamax asks the first local device which kernel to use. JAX's
 lowering of a Mosaic kernel asks the current mesh for the compute capability (`_infer_arch` in
-`jax.experimental.mosaic.gpu`). A mesh only knows the kind of its devices, and JAX then assumes a Hopper. So `lowering`
+`jax.experimental.mosaic.gpu`). A mesh knows only the kind of its devices, and JAX then assumes a Hopper. So `lowering`
 replaces that function while a program for one of this plugin's GPUs is lowered. The replacement looks up the device kind,
 and calls JAX's function for other GPUs. If no mesh is set, the kernel is traced under one that names the target.
 

@@ -1,7 +1,7 @@
-"""The `paged_attention` op by JAX's GPU kernel (`jax.experimental.pallas.ops.gpu.paged_attention`, in Pallas Triton).
+"""The `paged_attention` op, using JAX's GPU kernel (`jax.experimental.pallas.ops.gpu.paged_attention`, in Pallas Triton).
 
-The kernel can only mask keys after a given length. It therefore processes the keys that all new tokens of a request can see.
-XLA processes the few keys at the edges, which a window or the causal order hides from some of the tokens. Each part returns
+The kernel can mask only the keys after a given length. It therefore processes the keys that all new tokens of a request can
+see. XLA processes the few keys at the edges, which a window or the causal order hides from some of the tokens. Each part returns
 its largest score and the sum of its weights, which are used to combine the parts (Flash-Decoding, Dao et al., 2023).
 
 Legend: P pages of S slots, R requests of C new tokens and at most M pages, N query heads, G key-value heads, n = N / G, H
@@ -64,7 +64,7 @@ def _check_sizes(op: PagedAttentionOp, target: str) -> str | None:
         return f"a page has {slots} slots, which is not a power of two"
     if slots > (max_keys := paged_attention_blocks(op, target, 1).keys):
         return f"a page has {slots} slots, more than the {max_keys} keys of a block"
-    # JAX decides from the shape of a device's pages, whose third dimension is split.
+    # JAX decides based on the shape of a device's pages, whose third dimension is split.
     numbers = math.prod(op.pages.shape) // count_shards(op.query.shape, (None, "activation_heads", None))[1]
     if numbers >= 2**31 and numbers * op.pages.dtype.itemsize <= 2**32:
         return f"the pages have {numbers} elements, which overflow JAX's signed 32-bit index"

@@ -1,7 +1,7 @@
-"""The `rms_norm` op by tokamax's Triton kernels, forward and backward.
+"""The `rms_norm` op, using tokamax's Triton kernels, forward and backward.
 
 The kernels read each row once. However, a separate kernel prevents XLA from fusing the normalization with neighboring ops.
-This kernel is therefore used only if a config names it.
+These kernels are therefore used only if a config names them.
 """
 
 import functools
@@ -84,7 +84,7 @@ def _run(x: jax.Array, weight: jax.Array, static: _Static, **options: Any) -> An
         return norm(x, weight, None, **static.options, **options)
 
 
-# While it is traced, tokamax's own derivative asks whether the local machine can run the kernel.
+# While being traced, tokamax's own derivative asks whether the local machine can run the kernel.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _normalize(x: jax.Array, weight: jax.Array, static: _Static) -> jax.Array:
     return _run(x, weight, static)

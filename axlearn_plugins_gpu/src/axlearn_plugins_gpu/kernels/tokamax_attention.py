@@ -1,6 +1,6 @@
-"""Attention by tokamax's FlashAttention: in Mosaic GPU on Hopper and Blackwell, and in Triton.
+"""Attention, using tokamax's FlashAttention: in Mosaic GPU on Hopper and Blackwell, and in Triton.
 
-Both have lower priority than cuDNN and cover calls that it does not support: soft caps (Mosaic) and large heads on Ampere
+Both kernels have lower priority than cuDNN and cover calls that it does not support: soft caps (Mosaic) and large heads on Ampere
 (Triton). Causal masks and sliding windows become ranges of keys, and the forward pass skips keys outside them. The rest of
 a mask is a boolean array [B, 1, Q, K]. The backward pass skips only keys that a causal mask hides; Mosaic's in tokamax
 0.0.12 on Blackwell skips nothing. Triton's backward pass also gets a window as a boolean array.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import attrs
 
 LANES = 128
-"""Number of lanes of a vector register. All block sizes are multiples of it."""
+"""Number of lanes in a vector register. All block sizes are multiples of this number."""
 
 
 @attrs.frozen(kw_only=True)

@@ -1,4 +1,6 @@
-"""The output layer and its cross-entropy by tokamax's TPU kernel. Only one tile of logits exists at a time, on the chip.
+"""The output layer and its cross-entropy, using tokamax's TPU kernel.
+
+Only one tile of logits exists at a time, on the chip.
 
 tokamax's loss does not support per-position weights. The kernel therefore computes only the log of each position's
 normalizer Z and, in the backward pass, the gradient through log Z. The backward kernel multiplies by exp(logit - log Z);
@@ -33,7 +35,7 @@ _NO_TARGET = -1
 
 
 class _Mosaic:
-    """Kernel with tiles of positions, width and vocabulary. The backward pass recomputes the logits."""
+    """Kernel tiled over positions, width and vocabulary. The backward pass recomputes the logits."""
 
     def supports(self, op: CrossEntropyOp, context: KernelContext) -> str | None:
         """Support v5 and later, dimensions in whole lanes, and an unsplit vocabulary, without a soft cap."""

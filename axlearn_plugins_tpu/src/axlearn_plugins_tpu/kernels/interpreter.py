@@ -1,4 +1,4 @@
-"""Run Pallas kernels for TPUs on CPUs, in the interpreter. It is slow, and meant for tests and proofs."""
+"""Run Pallas kernels for TPUs on CPUs in the interpreter, which is slow and meant for tests and proofs."""
 
 import contextlib
 from collections.abc import Iterator

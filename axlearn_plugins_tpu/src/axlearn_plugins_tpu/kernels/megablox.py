@@ -1,4 +1,4 @@
-"""Grouped matmuls by megablox (`jax.experimental.pallas.ops.tpu.megablox`; Gale et al., 2022).
+"""Grouped matmuls with megablox (`jax.experimental.pallas.ops.tpu.megablox`; Gale et al., 2022).
 
 M rows, G groups, K inner and N outer dimension.
 """

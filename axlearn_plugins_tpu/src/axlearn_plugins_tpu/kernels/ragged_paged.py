@@ -1,4 +1,4 @@
-"""The `paged_attention` op by ragged paged attention (`jax.experimental.pallas.ops.tpu.ragged_paged_attention`).
+"""The `paged_attention` op, using ragged paged attention (`jax.experimental.pallas.ops.tpu.ragged_paged_attention`).
 
 The kernel prefetches the next block of pages while it processes one, and reads only the pages that a request has.
 """

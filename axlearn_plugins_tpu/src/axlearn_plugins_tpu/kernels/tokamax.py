@@ -1,6 +1,6 @@
-"""Grouped matmuls by tokamax's TPU kernel. tokamax is an optional extra because it has many dependencies.
+"""Grouped matmuls with tokamax's TPU kernel. tokamax is an optional extra because it has many dependencies.
 
-The kernel is megablox with its own pipeline, which fetches tiles in an inner loop. Its quantization is not used.
+The kernel is megablox with its own pipeline, which fetches tiles in an inner loop. Its support for quantization is not used.
 
 M rows, G groups, K inner and N outer dimension.
 """
@@ -44,7 +44,7 @@ def unavailable_reason() -> str | None:
 
 
 class _Mosaic:
-    """Grouped matmul kernel. A tile spans groups only at their boundaries. The kernel pipelines its loads."""
+    """Grouped matmul kernel. A tile spans several groups only at their boundaries. The kernel pipelines its loads."""
 
     def supports(self, op: "GroupedMatmulOp", context: KernelContext) -> str | None:
         """Support v5 and later, and matrices with dimensions in whole lanes, in bfloat16 or float32."""

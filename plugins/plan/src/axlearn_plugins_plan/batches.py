@@ -1,4 +1,4 @@
-"""Find the batch shapes of an experiment without its data."""
+"""Find the batch shapes of an experiment without reading its data."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from axlearn_core.errors import AxlearnError, RequestError
 
 
 def abstract_batch(config: Any, vocab_size: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return name -> shape and dtype of each array of a config's global training batches.
+    """Return name -> shape and dtype of each array in a config's global training batches.
 
     Uses the `batch_shapes()` method of the input's config, which returns name -> (shape, dtype). If the config has no such
     method, reads one batch, which requires the data.

@@ -24,7 +24,7 @@ from axlearn_core.train.trainer import Trainer
 from axlearn_plugins_plan.memory import compiled_memory
 
 BATCHES = 4
-"""Number of different batches that the steps cycle through, so that routers and losses see more than one."""
+"""Number of distinct batches that the steps cycle through. More than one, so that routers and losses see varied data."""
 TRACED = 5
 """Number of traced steps. Only the trace of the slowest step is kept."""
 
@@ -35,18 +35,18 @@ class StepMeasurement:
 
     Attributes:
         devices: Number and kind of the devices, such as `8 x NVIDIA H100 80GB HBM3`.
-        seconds: Time of each measured step, without its input.
-        compile_seconds: Time to compile the step. Short if JAX's cache had the program.
+        seconds: Time of each measured step, excluding the time to read its input.
+        compile_seconds: Time to compile the step. Short if the program was in JAX's cache.
         input_seconds: Median time to read a batch. A training run reads batches while steps run.
         tokens: Tokens per step. None for batches without tokens.
         model_flops: Model FLOPs per step, as used for model FLOPs utilization (MFU).
         peak_flops: Total peak FLOP/s of all devices. None if unknown.
-        planned_bytes: Memory of the compiled step, times `sharing`.
+        planned_bytes: Memory that the compiled step needs, times `sharing`.
         planned_is_upper_bound: Whether `planned_bytes` is an upper bound. True on TPUs, because only `axlearn plan` reads the
             compiler's buffer assignment.
         used_bytes: Peak memory during the steps. None if neither the devices nor the system report it.
         sharing: Number of devices that share the measured memory.
-        trace: Directory of the trace, for TensorBoard or Perfetto. None without a trace.
+        trace: Directory of the trace, for TensorBoard or Perfetto. None if no step was traced.
         traced_seconds: Time of the slowest traced step.
     """
 
@@ -82,8 +82,8 @@ def measure_step(
 ) -> StepMeasurement:
     """Measure training steps of a request on the local devices.
 
-    The state is initialized as in a training run. Batches come from the experiment's input and are on the devices before each step
-    starts. Nothing is evaluated or saved.
+    The state is initialized as in a training run. Batches come from the experiment's input and are already on the devices when a
+    step starts. Nothing is evaluated or saved.
 
     Args:
         resolved: The request, checked and resolved for the local devices.
@@ -190,7 +190,7 @@ def _trace_slowest(runner: _Runner, directory: Path) -> float:
 class _Watermark:
     """Peak memory since construction.
 
-    Measures the peak of one device if the devices report it, else the growth of this process.
+    Measures the peak of one device if the devices report it. Otherwise, measures how much the memory of this process grew.
 
     Attributes:
         sharing: Number of devices that share the measured memory.

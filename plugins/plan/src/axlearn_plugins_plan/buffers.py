@@ -1,7 +1,7 @@
-"""Read the compiler's buffer assignment, which XLA writes with the `xla_dump_to` option.
+"""Read the compiler's buffer assignment, which XLA writes if `xla_dump_to` is set.
 
-On TPUs, `memory_analysis` of a compiled program reports too much memory. For Llama 2 70B on TPU v5p it reports 120.9 GiB, but
-libtpu assigned all buffers within 94.8 GiB, and compiled the program for a chip with 95.7 GiB. libtpu rejects programs by its
+On TPUs, the `memory_analysis` of a compiled program overstates its memory. For Llama 2 70B on TPU v5p it reports 120.9 GiB,
+but libtpu fit all buffers into 94.8 GiB, and compiled the program for a chip with 95.7 GiB. libtpu rejects programs based on its
 buffer assignment, so a plan reads the same assignment.
 """
 
@@ -29,7 +29,7 @@ class Buffers:
     """Bytes in the main memory of one device.
 
     Attributes:
-        arguments: Bytes of the program's arguments, without those in host memory.
+        arguments: Bytes of the program's arguments, excluding those in host memory.
         temporaries: Bytes of all other allocations, which are a heap and some separate buffers.
     """
 
@@ -65,7 +65,7 @@ def _times(directory: Path) -> dict[Path, int]:
 def open_dump(options: Mapping[str, Any]) -> Iterator[Dump]:
     """Open a dump directory for one compilation.
 
-    Uses the directory of the compiler options or of `XLA_FLAGS` if there is one, else a temporary directory.
+    Uses the dump directory set in the compiler options or in `XLA_FLAGS`, or a temporary directory if neither sets one.
 
     Args:
         options: Compiler options for the compilation.

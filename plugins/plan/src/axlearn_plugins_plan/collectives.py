@@ -24,22 +24,22 @@ _BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _ALL_SLICES = re.compile(r'_xla_megascale_target="\{([\d,]+)\}')
 _SOME_SLICES = re.compile(r"_xla_megascale_target=\{\{([\d,]+|\d+->\d+)\}")
 _SLICE = 100_000
-"""Multiplier of the slice number, counted from 1, in the device numbers of a target."""
+"""The device numbers in a target encode the slice number, counted from 1, as a multiple of this."""
 
 
 @attrs.frozen(kw_only=True)
 class Collective:
-    """A collective of a module, from the view of a single device.
+    """A collective in a module, from the perspective of a single device.
 
     Attributes:
         kind: One of `KINDS`.
-        axes: Mesh axes of the collective, joined by `+`.
+        axes: Mesh axes that the collective communicates over, joined by `+`.
         size: Number of devices in a group.
         times: Number of executions per step.
         operand_bytes: Bytes of the operand on one device, per execution.
         link_bytes: Bytes that one device sends over links inside its domain, per execution.
         network_bytes: Bytes that one device sends to other domains, per execution.
-        asynchronous: Whether the program continues during the collective.
+        asynchronous: Whether the program continues while the collective runs.
     """
 
     name: str
@@ -150,10 +150,10 @@ def _collective(
 def _between_slices(
     instruction: Instruction, inside: Computation, places: Places, times: float, name: str
 ) -> Collective:
-    """Build a collective between TPU slices, which the program delegates to its host. Each device sends its own share.
+    """Build a collective between TPU slices, which the program delegates to the host. Each device sends its own share.
 
     Raises:
-        ValueError: The target has an unknown format.
+        ValueError: The target of the transfer has an unknown format.
     """
     if everyone := _ALL_SLICES.search(instruction.rest):
         slices = [int(n) - 1 for n in everyone[1].split(",")]
@@ -194,7 +194,7 @@ def _split(kind: str, size: int, members: int, domains: int, within: int) -> tup
 
 
 def sum_by_axes(items: Sequence[Collective]) -> Mapping[str, float]:
-    """Return mesh axes -> bytes that one device sends over these axes per step."""
+    """Return mesh axes -> bytes that one device sends over those axes per step."""
     total: dict[str, float] = {}
     for collective in items:
         total[collective.axes] = total.get(collective.axes, 0.0) + collective.bytes

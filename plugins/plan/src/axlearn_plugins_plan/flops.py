@@ -1,6 +1,6 @@
-"""Count the floating-point operations of a program from its jaxpr, including kernels.
+"""Count the floating-point operations of a program from its jaxpr, including those in kernels.
 
-There are two conventions for attention. *Full* counts all pairs of positions, as in most published utilizations (Chowdhery et al.,
+There are two conventions for attention. *Full* counts all pairs of positions, as most published utilizations do (Chowdhery et al.,
 2022, appendix B). *Causal* counts only the pairs that the mask allows.
 """
 
@@ -116,7 +116,7 @@ def works(
         visible: See `Work`.
         kernel: See `Work`.
         op: The op that encloses the jaxpr.
-        gradients: Gradients of the jaxpr that count too. None counts only the jaxpr itself.
+        gradients: Gradients of the jaxpr to count as well. If None, only the jaxpr itself counts.
     """
     for equation in live_equations(jaxpr):
         name, params = equation.primitive.name, equation.params
@@ -150,7 +150,7 @@ def works(
 def live_equations(jaxpr: Any) -> list[Any]:
     """Return the equations that affect a result or have a side effect, in order.
 
-    Rematerialized code may contain calls whose results were all saved. The compiler removes these as well.
+    Rematerialized code may contain calls whose results were all saved. The compiler removes those calls as well.
     """
     needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     result = []
@@ -176,7 +176,7 @@ class ModelFlops:
 
     Attributes:
         full: FLOPs if attention computes all pairs of positions.
-        causal: FLOPs of the pairs that the masks allow. A block that is partly masked counts as half.
+        causal: FLOPs if attention computes only the pairs that the masks allow. A partly masked block counts as half.
     """
 
     full: float
@@ -184,7 +184,7 @@ class ModelFlops:
 
 
 def model_flops(program: Program, name: str, bucket: Any) -> ModelFlops:
-    """Count a function's FLOPs with the reference implementation of each op, independent of any kernel's block sizes.
+    """Count a function's FLOPs with the reference implementation of each op, independently of any kernel's block sizes.
 
     A training step counts as its forward pass and the gradients that it needs (`Gradients`), like
     `axlearn_core.compose.Program.model_flops`.

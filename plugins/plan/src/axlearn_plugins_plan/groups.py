@@ -1,6 +1,6 @@
 """Parse the replica groups of collectives, and map them to mesh axes.
 
-Groups consist of partitions, which JAX numbers in mesh order.
+The members of a group are partitions, which JAX numbers in mesh order.
 """
 
 import math
@@ -36,13 +36,14 @@ def _iota(text: str) -> np.ndarray | None:
 def replica_groups(text: str, devices: int) -> np.ndarray:
     """Parse replica groups into an integer array [groups, members] of partition numbers.
 
-    The known forms are:
+    The supported forms are:
 
     - `{{0,1},{2,3}}`: explicit groups. `{}` is one group of all partitions.
     - `[2,4]<=[8]` and `[2,4]<=[4,2]T(1,0)`: an iota that is reshaped, transposed and reshaped again.
-    - `mesh['x'=2,'y'=4] {'y'}`: the devices of a group differ in these axes. `{'y':(2)2}` names a sub-axis of size 2 after a
-      sub-axis of size 2.
-    - `mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y'}`: the same with a different device order, which may also be a list.
+    - `mesh['x'=2,'y'=4] {'y'}`: the devices of a group differ along these axes. `{'y':(2)2}` names a sub-axis of size 2 that
+      follows a sub-axis of size 2.
+    - `mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y'}`: the same with a different device order, which may also be
+      given as a list.
 
     Raises:
         ValueError: The text matches none of these forms.
@@ -96,7 +97,7 @@ class Places:
     domains: np.ndarray
 
     def axes(self, members: np.ndarray) -> str:
-        """Return the mesh axes in which the members of a group differ, joined by `+`. Empty for a single member."""
+        """Return the mesh axes along which the members of a group differ, joined by `+`. Empty for a single member."""
         coordinates = np.unravel_index(members.reshape(-1), tuple(self.shape.values()))
         return "+".join(a for a, c in zip(self.shape, coordinates, strict=True) if len(set(c.tolist())) > 1)
 

@@ -49,7 +49,7 @@ def bits(dtype: str) -> int:
 
 
 def buffers(shape: str) -> tuple[Buffer, ...]:
-    """Parse the arrays in a shape. The arrays of a tuple are in order."""
+    """Parse the arrays in a shape. The arrays of a tuple are returned in order."""
     result = []
     for dtype, dims, layout in _BUFFER.findall(shape):
         space = re.search(r"S\((\d+)\)", layout)
@@ -64,7 +64,7 @@ class Instruction:
 
     Attributes:
         shape: Text of the shape.
-        operands: Names of the instructions whose values it reads.
+        operands: Names of the instructions whose values this instruction reads.
         rest: Text of the attributes.
         text: Text between the parentheses: the value of a constant or the index of a parameter.
     """
@@ -181,7 +181,7 @@ class Module:
             yield next(iter(self.computations.values())), instruction
 
     def unknown_loops(self) -> list[str]:
-        """Return the names of loops with an unknown trip count. These count once."""
+        """Return the names of loops with an unknown trip count, whose bodies count once."""
         loops = [i for c, _ in self.scheduled_computations() for i in c.instructions.values() if i.opcode == "while"]
         return [loop.name for loop in loops if self.trips(loop) is None]
 
@@ -229,7 +229,7 @@ def _bodies(instruction: Instruction) -> Iterator[tuple[str, str]]:
 
 
 def _balanced_text(text: str, start: int) -> str:
-    """Return the text from `start` to the next comma outside of brackets, or to the end."""
+    """Return the text from `start` to the next comma outside brackets, or to the end."""
     depth = 0
     for i in range(start, len(text)):
         if text[i] in "([{":

@@ -7,7 +7,7 @@ import attrs
 from axlearn_plugins_plan.memory import Memory
 
 MAX_COMPILES = 6
-"""Maximum number of batches to compile. Memory grows almost linearly with the rows, so three or four are usually enough."""
+"""Maximum number of batches to compile. Memory grows almost linearly with the row count, so three or four are usually enough."""
 _PRECISION = 16
 """The search stops when the result is at most 1/16 smaller than a batch that does not fit."""
 
@@ -18,9 +18,9 @@ class LargestBatch:
 
     Attributes:
         rows: Rows of the largest batch that fits. None if the smallest possible batch does not fit.
-        bytes: Its memory. None if there is no such batch.
+        bytes: Memory of that batch. None if there is no such batch.
         too_large: Rows of the smallest batch that is known not to fit. None if no batch was too large.
-        too_large_bytes: Its memory, or None.
+        too_large_bytes: Memory of that batch, or None.
         compiles: Number of batches that were compiled.
     """
 
@@ -37,11 +37,11 @@ def find_largest_batch(
     """Search for the largest number of rows that fits.
 
     Args:
-        rows: Rows of a batch whose memory is known.
-        unit: Divisor of the rows of every possible batch.
-        memory: Memory of the batch with `rows` rows. Its capacity is known.
-        measure: Compiles a batch with a number of rows, and returns its memory.
-        max_compiles: Maximum number of calls of `measure`.
+        rows: Number of rows in a batch whose memory is known.
+        unit: Every possible batch has a multiple of this number of rows.
+        memory: Memory of the batch with `rows` rows. Its capacity must be known.
+        measure: Compiles a batch with the given number of rows, and returns its memory.
+        max_compiles: Maximum number of calls to `measure`.
     """
     points, compiles = {rows // unit: memory}, 0
     while compiles < max_compiles:
@@ -62,7 +62,7 @@ def find_largest_batch(
 
 
 def _bounds(points: Mapping[int, Memory]) -> tuple[int, int | None]:
-    """Return the largest count that fits, or 0, and the smallest count that does not fit, or None."""
+    """Return the largest count that is known to fit, or 0, and the smallest that is known not to fit, or None."""
     high = min((count for count, memory in points.items() if not memory.fits), default=None)
     return max((c for c, m in points.items() if m.fits and (high is None or c < high)), default=0), high
 
@@ -77,7 +77,7 @@ def _next(points: Mapping[int, Memory], low: int, high: int | None) -> int:
     slope = (points[other].total - points[low].total) / (other - low)
     room = (points[low].capacity or 0) - points[low].total
     guess = low + int(room / slope) if slope > 0 else 2 * low
-    # If guesses are too low, the search could advance only one row per compilation, so increase the count by at least
+    # If guesses are too low, the search may advance by only one row per compilation, so increase the count by at least
     # a sixteenth.
     guess = max(guess, low + max(1, low // _PRECISION))
     return min(guess, 8 * low) if high is None else min(guess, high - 1)

@@ -56,7 +56,7 @@ class Memory:
 
 
 def capacity(machine: Machine) -> int | None:
-    """Return the memory of a device that a program can use, in bytes, or None if unknown.
+    """Return the device memory that a program can use, in bytes, or None if unknown.
 
     Virtual CPU devices share the memory of this machine.
     """
@@ -68,7 +68,7 @@ def capacity(machine: Machine) -> int | None:
 
 
 def shard_bytes(tree: Any) -> int:
-    """Return the bytes per device of a tree of abstract arrays with shardings. Arrays in host memory do not count."""
+    """Return the bytes per device of a tree of abstract arrays with shardings. Arrays in host memory are not counted."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         if leaf.sharding is not None and leaf.sharding.memory_kind in _HOST:
@@ -87,7 +87,7 @@ def compiled_memory(compiled: Any, machine: Machine | None, buffers: Buffers | N
     Args:
         compiled: The compiled program.
         machine: Machine that it was compiled for.
-        buffers: Buffer assignment of the compiler, if known. Without it, the temporaries of a TPU program are an upper bound.
+        buffers: The compiler's buffer assignment, if known. Without it, the temporaries of a TPU program are an upper bound.
     """
     stats = compiled.memory_analysis()
     fresh = stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -109,7 +109,7 @@ def compiled_memory(compiled: Any, machine: Machine | None, buffers: Buffers | N
 def parse_out_of_memory(
     message: str, arguments: int, machine: Machine, buffers: Buffers | None = None
 ) -> Memory | None:
-    """Parse the memory of a program from a compiler's out-of-memory error.
+    """Read how much memory a program needs from a compiler's out-of-memory error.
 
     Args:
         message: The error message.

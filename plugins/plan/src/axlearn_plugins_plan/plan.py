@@ -55,15 +55,15 @@ class FunctionPlan:
         rows: Number of rows in the batch.
         tokens: Number of tokens in the batch. None if the function takes no tokens.
         batch_shards: Number of devices or groups of devices that a batch is sharded over.
-        batch_unit: Divisor of the rows of every batch that the mesh, the microbatches and the input allow.
-        batch: Who set the size of the batch. None if the function does not take a batch of the experiment.
+        batch_unit: The mesh, the microbatches and the input allow only batches with a multiple of this number of rows.
+        batch: What set the batch size. None if the function does not take one of the experiment's batches.
         trained: Number of parameters that a training step updates.
         frozen_bytes: Bytes per device of the float32 parameters that a training step does not update.
-        compute_dtype: Dtype in which the model computes. None if the model does not say.
+        compute_dtype: Dtype in which the model computes. None if the model does not specify one.
         features: Names of the applied features.
-        largest_batch: The largest batch that fits, if it was searched.
+        largest_batch: The largest batch that fits. None if it was not searched for.
         tags: Activation tags of a training step. Empty if the model has no tags.
-        gradient_bytes: Bytes of the gradients of the trained parameters. 0 if the function does not differentiate.
+        gradient_bytes: Bytes of the trained parameters' gradients. 0 if the function does not differentiate.
         compiler_options: XLA options from the target, the kernels and the config.
         compile_seconds: Time to trace, lower and compile.
     """
@@ -122,7 +122,7 @@ class FunctionPlan:
 
     @property
     def mfu_note(self) -> str | None:
-        """Explanation if the utilization at the roofline is above 1, or None if it is not."""
+        """Explanation of a utilization above 1 at the roofline, or None if the utilization is at most 1."""
         full, causal = self.mfu(), self.mfu(causal=True)
         if causal is not None and causal > 1:
             faster = ", ".join(sorted(d for d, flops in self.executed_flops.items() if flops and d != "bfloat16"))
@@ -141,7 +141,7 @@ class FunctionPlan:
 
     @property
     def collective_bytes(self) -> Mapping[str, float] | None:
-        """Mesh axes -> bytes that one device sends over these axes."""
+        """Mesh axes -> bytes that one device sends over those axes."""
         return None if self.collectives is None else sum_by_axes(self.collectives)
 
 
@@ -159,7 +159,7 @@ def require_machine(resolved: Resolved) -> Machine:
 def compose_program(resolved: Resolved) -> tuple[Program, dict[str, jax.ShapeDtypeStruct]]:
     """Compose the program of a request for its machine.
 
-    Fields that only the data needs (files, a tokenizer) may be unset if the input can report its batch shapes without them.
+    Fields that only affect the data (files, a tokenizer) may be unset if the input can report its batch shapes without them.
 
     Returns:
         The program, and name -> shape and dtype of each array of a batch.
@@ -226,7 +226,7 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
         module = parse(compiled.as_text())
         moved, traffic, more = _read_module(module, program, machine)
         notes += more
-        if machine.target.stand_in:  # the real compiler makes different fusions
+        if machine.target.stand_in:  # the real compiler fuses differently
             moved = (2.0 if trains else 1.0) * memory.arguments
             how = "one read and one write of the state" if trains else "one read of the arguments"
             notes.append(f"memory traffic counts only {how}")
@@ -258,7 +258,7 @@ def make_plan(resolved: Resolved, function: str = "train") -> FunctionPlan:
 
 
 def _describe_batch(resolved: Resolved, program: Program, batch: Mapping[str, Any], bucket: Any) -> dict[str, Any]:
-    """Return the fields of a plan about the batch of the experiment."""
+    """Return the plan fields that describe the experiment's batch."""
     is_batch = isinstance(bucket, Mapping)
     layout, config = program.layout, resolved.config
     shards = math.prod(layout.mesh.shape[axis] for axis in layout.rules.get("batch", ()))
@@ -274,7 +274,7 @@ def _describe_batch(resolved: Resolved, program: Program, batch: Mapping[str, An
 
 
 def _describe_parameters(config: Node[Any], program: Program, function: str) -> dict[str, Any]:
-    """Return the fields of a plan about trained and frozen parameters."""
+    """Return the plan fields that describe the trained and frozen parameters."""
     model = get_model_config(config)
     declared = program.function(function)
     frozen, specs = set(declared.frozen), program.trained_spec.params
@@ -298,8 +298,8 @@ def add_largest_batch(plan: FunctionPlan, resolved: Resolved, progress: Callable
         progress: Called with a message before each compilation.
 
     Returns:
-        The new plan, or `plan` if the capacity is unknown or the config does not set the size of the batch. If a batch cannot
-        be compiled, the plan gets a note with the reason.
+        The new plan, or `plan` if the capacity is unknown or the config does not set the batch size. If a batch cannot
+        be compiled, a note in the new plan gives the reason.
     """
     if plan.memory.capacity is None or plan.function != "train" or batch_size(resolved.config) is None:
         return plan
@@ -330,7 +330,7 @@ def _run_timed(started: float, function: Callable[..., Any], *args: Any) -> tupl
 
 
 def _read_module(module: Any, program: Program, machine: Machine) -> tuple[float, list[Collective] | None, list[str]]:
-    """Return (bytes to and from memory, collectives, notes)."""
+    """Return (bytes moved to and from memory, collectives, notes)."""
     mesh = program.layout.mesh
     devices = list(mesh.devices.flat)
     places = Places(dict(mesh.shape), find_domains(devices, machine.devices_per_domain))

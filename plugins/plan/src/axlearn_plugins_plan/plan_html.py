@@ -1,4 +1,4 @@
-"""Format a plan as HTML for notebooks, with sections that fold."""
+"""Format a plan as HTML for notebooks, with collapsible sections."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from axlearn_plugins_plan.remedies import Remedy, remedies
 from axlearn_plugins_plan.render import batch_lines, sections, title
 
 _OPEN = 3
-"""Number of leading sections that are open: memory, remedies or time, and time or collectives."""
+"""Number of leading sections that start open: memory, remedies or time, and time or collectives."""
 
 
 def as_html(plan: FunctionPlan, fixes: Sequence[Remedy] | None = None) -> str:
@@ -17,7 +17,7 @@ def as_html(plan: FunctionPlan, fixes: Sequence[Remedy] | None = None) -> str:
 
     Args:
         plan: The plan.
-        fixes: Changes to suggest. None computes them from the installed features.
+        fixes: Changes to suggest. If None, they are computed from the installed features.
     """
     if fixes is None:
         fixes = remedies(plan, frozenset(registry().claims["features"]))

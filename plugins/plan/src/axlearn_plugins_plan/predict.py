@@ -54,10 +54,10 @@ class Model:
 
     Attributes:
         efficiency: Target -> share of its peak FLOP/s that matmuls reach.
-        grouped: Factor on the efficiency if most FLOPs are in experts.
+        grouped: Factor applied to the efficiency if most FLOPs are in experts.
         exposed: Platform -> share of the communication that does not overlap with compute.
         scale: Exponent of the factor chips / 256.
-        spread: Ratio between predicted and measured time that four of five steps do not exceed if they are left out of the fit.
+        spread: Ratio between predicted and measured time that four out of five steps do not exceed when excluded from the fit.
     """
 
     efficiency: Mapping[str, float]
@@ -80,10 +80,10 @@ class Prediction:
 
     Attributes:
         seconds: Predicted time of the step.
-        low, high: Range around the prediction. For four of five known steps, the measured time is in this range if the step is
-            left out of the fit.
+        low, high: Range around the prediction. For four out of five known steps, the measured time falls within this range
+            when the step is excluded from the fit.
         steps: Number of the target's steps in the fit.
-        trainings: Number of different training workloads among these steps. Different systems may have run the same
+        trainings: Number of distinct training workloads among these steps. Different systems may have run the same
             workload.
         sources: Citations of the steps.
     """

@@ -19,7 +19,7 @@ class Remedy:
         words: Options to add to the command line.
         total: Estimated bytes per device after the change.
         seconds: Estimated lower bound on the additional time per step. None if unknown.
-        chips: Factor on the number of chips.
+        chips: Factor by which the number of chips grows.
         why: How the change saves memory.
     """
 
@@ -31,11 +31,11 @@ class Remedy:
 
 
 def remedies(plan: FunctionPlan, features: frozenset[str], most: int = 3) -> list[Remedy]:
-    """Return the cheapest changes that make a plan fit by estimate, or the closest ones if no change is enough.
+    """Return the cheapest changes that are estimated to make a plan fit, or those that come closest if none is enough.
 
     Args:
-        plan: FunctionPlan that does not fit.
-        features: Names of the installed features. Remedies that need other features are left out.
+        plan: The plan that does not fit.
+        features: Names of the installed features. Remedies that need any other feature are omitted.
         most: Maximum number of remedies.
     """
     if plan.memory.fits or plan.memory.capacity is None:
@@ -64,7 +64,7 @@ def _fit(plan: FunctionPlan, fixes: Sequence[Remedy]) -> bool:
 
 
 def _with_narrow(plan: FunctionPlan, narrow: Remedy, other: Remedy) -> Remedy:
-    """Combine a narrow base with another remedy. The frozen weights are sharded over the additional chips, too."""
+    """Combine a narrow base with another remedy. The frozen weights are sharded over any additional chips, too."""
     saved = (plan.memory.total - narrow.total) / other.chips
     return attrs.evolve(
         other, words=f"{narrow.words} {other.words}", total=other.total - saved, why=f"{narrow.why}; {other.why}"
@@ -102,7 +102,7 @@ def _accumulation(plan: FunctionPlan) -> Iterator[Remedy]:
 
 
 def _measured_accumulation(plan: FunctionPlan) -> Remedy | None:
-    """Suggest microbatches that are as large as the largest batch that was compiled and fits, or None if there is none."""
+    """Suggest microbatches as large as the largest compiled batch that fits. Returns None if there is no such batch."""
     largest, capacity = plan.largest_batch, plan.memory.capacity or 0
     if largest is None or largest.rows is None or largest.bytes is None or largest.rows >= plan.rows:
         return None
@@ -117,7 +117,7 @@ def _measured_accumulation(plan: FunctionPlan) -> Remedy | None:
 
 
 def _buffered_microbatches(plan: FunctionPlan) -> int:
-    """Return how many microbatches are in memory at once, in units of the plan's own.
+    """Return how many microbatches are in memory at once, in units of the plan's microbatches.
 
     Double buffering unrolls the loop over microbatches by two. Without microbatches, the plan has no such loop yet.
     """
@@ -184,7 +184,7 @@ def _drop_tags(plan: FunctionPlan, dropped: list, saved: list[str], words: str) 
 
 
 def _offload(plan: FunctionPlan) -> Iterator[Remedy]:
-    """Suggest offloading saved tags to host memory, the largest tags first."""
+    """Suggest offloading saved tags to host memory, largest first."""
     candidates = [t for t in plan.tags if t.kept == "saved"]
     if not candidates or plan.machine.target.platform == "cpu":
         return
@@ -222,7 +222,7 @@ def _shard_copies(plan: FunctionPlan) -> Iterator[Remedy]:
 
 
 def _more_chips(plan: FunctionPlan) -> Iterator[Remedy]:
-    """Suggest a larger machine of the same target, which shards the state and the rows further."""
+    """Suggest a larger machine with the same target, which shards the state and the rows further."""
     name, target = plan.machine.name, plan.machine.target
     size = re.fullmatch(r"(.*?)(\d+)", name) if target.size == "hosts" else re.fullmatch(r"(.*?-)(\d+)(x\d+)?", name)
     if not size or target.platform == "cpu":  # virtual CPU devices share one memory

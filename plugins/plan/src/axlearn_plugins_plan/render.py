@@ -86,7 +86,7 @@ def _unit(plan: FunctionPlan) -> str:
 
 
 def sections(plan: FunctionPlan, remedies: Sequence[Remedy] = (), *, verbose: bool = False) -> list[Section]:
-    """Return the sections of a plan that have lines.
+    """Return the non-empty sections of a plan.
 
     Args:
         plan: The plan.
@@ -206,7 +206,7 @@ def _collectives(plan: FunctionPlan) -> Iterator[str]:
 def kernel_lines(choices: Sequence[Choice], *, verbose: bool = True) -> Iterator[str]:
     """Format each call site with its chosen kernel and the reasons why other kernels were rejected.
 
-    If not `verbose`, leave out the kernels that were not asked, because they run elsewhere or have a lower priority.
+    Unless `verbose` is set, omit kernels that were not tried because they run on other platforms or have a lower priority.
     """
     for choice in choices:
         yield choice.call

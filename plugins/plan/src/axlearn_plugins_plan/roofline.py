@@ -40,7 +40,7 @@ class Roofline:
 
     @property
     def bound(self) -> str:
-        """Name of the largest limit."""
+        """Name of the bottleneck, which is the limit with the longest time."""
         times: dict[str, float] = get_options(self, "compute", "hbm", "links", "network")
         return max(times, key=lambda n: times[n]) if times else "unknown"
 
@@ -64,7 +64,7 @@ def roofline(
     moved: float | None,
     items: Sequence[Collective] | None,
 ) -> Roofline:
-    """Compute the limits of a step.
+    """Compute the time that each hardware limit imposes on a step.
 
     Args:
         target: The hardware.

@@ -1,6 +1,6 @@
 """Create a temporary directory that is removed even if its process is killed.
 
-A compiler writes gigabytes into this directory, and long plans are often stopped by Ctrl-C, a scheduler or the OOM killer.
+Compilers write gigabytes to this directory, and long plans are often stopped by Ctrl-C, a scheduler or the OOM killer.
 Python's signal handlers do not run during native code or after SIGKILL, so a separate process removes the directory.
 """
 
@@ -20,10 +20,10 @@ _REMOVE = 'cat > /dev/null; rm -rf -- "$1"'
 
 @contextlib.contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """Create a temporary directory. It is removed on exit, and if this process is killed.
+    """Create a temporary directory that is removed on exit, even if this process is killed.
 
-    The directory is locked while in use. Unlocked directories, which remain after a power failure for example, are removed
-    first.
+    The directory is locked while in use. Unlocked directories that were left behind, for example after a power failure, are
+    removed first.
     """
     _remove_abandoned()
     directory, lock = _make_locked()

@@ -32,8 +32,8 @@ class Tag:
     """An activation tag, summed over all layers that have it.
 
     Attributes:
-        kept: `saved`, `offloaded` or `recomputed` by the enclosing policy. `free` if there is no policy, in which case all
-            values that the backward pass needs are saved.
+        kept: What the enclosing policy does with the activation: `saved`, `offloaded` or `recomputed`. `free` if there is no
+            policy, in which case all values that the backward pass needs are saved.
         bytes: Bytes per device to save the activation.
         flops: FLOPs per device to recompute the activation from the layer's input and the preceding tags.
     """

@@ -1,8 +1,8 @@
 """Count the bytes that a program moves to and from device memory, from its optimized module.
 
-Each top-level instruction is assumed to read its operands and write its results once. Values inside a fusion stay on chip. For
-a slice, only the bytes that it reads count, even inside a nested fusion. For an in-place update, only the bytes that it writes
-count. Arrays in other memory spaces do not count.
+Each top-level instruction is assumed to read its operands and write its results once. Values inside a fusion stay on chip. A
+slice counts only the bytes that it reads, even inside a nested fusion. An in-place update counts only the bytes that it writes.
+Arrays in other memory spaces are not counted.
 The real traffic may differ: a kernel may read an operand more than once, and a compiler may keep an operand on chip.
 """
 

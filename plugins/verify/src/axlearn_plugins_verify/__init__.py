@@ -18,4 +18,4 @@ __all__ = ["prove", "replay"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f"{__name__}.{name}")  # a package with the name of its function, which can be called
+    return importlib.import_module(f"{__name__}.{name}")  # a callable package, named after its function

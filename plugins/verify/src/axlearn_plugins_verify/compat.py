@@ -1,7 +1,7 @@
 """Names of JAX and environment variables that this plugin changes, with reasons.
 
 - `jnp.float32` means float64 while a check is repeated in float64, since layers name it for softmax, norms and losses. Remove when
-  these parts follow the precision of the layer.
+  those computations follow the precision of the layer.
 - `TF_CPP_MIN_LOG_LEVEL` is set before JAX is imported.
 """
 
@@ -17,9 +17,9 @@ def hide_partitioner_warnings() -> None:
 
 @contextlib.contextmanager
 def double_precision() -> Iterator[None]:
-    """Compute in float64, also in layers that ask for `jnp.float32`.
+    """Compute in float64, even in layers that ask for `jnp.float32`.
 
-    All threads do, because JAX records the calls of modules in other threads than this one.
+    This applies to all threads, because JAX records module calls in threads other than this one.
     """
     import jax
     import jax.numpy as jnp

@@ -26,7 +26,7 @@ COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "axlearn-core", "axle
 """Distributions whose versions are part of the cache key, in addition to all installed axlearn plugins."""
 
 FIGURES_VERSION = 2
-"""Version of the figures of a plan. Increase it to discard cached plans."""
+"""Version of a plan's figures. Increase it to discard cached plans."""
 
 
 @attrs.frozen(kw_only=True)
@@ -86,7 +86,7 @@ def versions() -> dict[str, str]:
 
 
 class Cache:
-    """A directory with a JSON file per plan, named by a hash of the config, the machine and the versions."""
+    """A directory with one JSON file per plan, named after a hash of the config, the machine and the versions."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -178,7 +178,7 @@ class Clock:
 
     @property
     def allows_another(self) -> bool:
-        """True if the remaining time is at least that of the longest compilation so far."""
+        """True if at least as much time remains as the longest compilation so far took."""
         return self.remaining_seconds > self.longest
 
 

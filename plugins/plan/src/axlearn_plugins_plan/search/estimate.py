@@ -1,4 +1,4 @@
-"""Estimate the memory and time of a layout with formulas from one trace of the step.
+"""Estimate the memory and time of a layout with formulas, from a single trace of the step.
 
 The formulas rank thousands of layouts in seconds without compiling any. An estimate has the same terms as a compiled program
 (FLOPs, bytes to and from memory, collectives by mesh axes), so the same roofline and prediction apply to both. A few
@@ -34,7 +34,7 @@ class Estimate:
     Attributes:
         arguments: Bytes of the training state and the batch. Exact.
         kept: Bytes that the forward pass saves for the backward pass.
-        columns: Bytes of each of `COLUMNS`; `figures.toml` has their coefficients. For platforms that are estimated by phase,
+        columns: Bytes of each column in `COLUMNS`; `figures.toml` has the coefficients. On platforms that are estimated by phase,
             bytes that add up to `temporaries`.
         temporaries: Bytes of buffers that exist only during the step.
         roofline: Roofline of the step.
@@ -81,7 +81,7 @@ def collective(kind: str, axes: Sequence[str], figures: MeshFigures, operand: fl
 def communication(
     figures: MeshFigures, trace: StepTrace, steps: int, coefficients: Coefficients, pipeline: Pipeline | None = None
 ) -> list[Collective]:
-    """Return the collectives of one device in a step.
+    """Return the collectives that one device runs in a step.
 
     Each pass of each microbatch gathers the parameters, and a reduce-scatter sums their gradients. Over axes that replicate the
     parameters, the gradients are all-reduced. Tensor parallelism exchanges the residual stream in each layer. In a pipeline,
@@ -218,7 +218,7 @@ class Work:
     def executed_flops(self, trace: StepTrace) -> dict[str, float]:
         """Return dtype -> FLOPs on all devices, counted as in a plan.
 
-        Idle stages compute too. Work outside of the stages counts once.
+        Idle stages compute too. Work outside the stages counts once.
         """
         if self.pipeline is None:
             return dict(trace.executed_flops)
@@ -273,7 +273,7 @@ def _pipeline_columns(
     activations = residual_bytes(pipeline, sizes, chunk)
     if coefficients.phases:
         return activations, pipeline_peak(pipeline, sizes, chunk, activations, offloaded)
-    # XLA schedules and rematerializes for 95% of 80% of a GPU's memory.
+    # XLA schedules and rematerializes to stay within 95% of 80% of a GPU's memory.
     room = 0.95 * 0.8 * (figures.machine.target.hbm_bytes or math.inf) - state
     peak = peak_terms(pipeline, sizes, chunk, room)
     return activations, peak | ({"offloaded": 2 * offloaded} if offloaded else {})

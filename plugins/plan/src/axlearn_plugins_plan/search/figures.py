@@ -27,7 +27,7 @@ class Coefficients:
         stream_scatters: Reduce-scatters of the residual stream per layer and step if tensor parallelism shards the stream.
         stream_sums: All-reduces per layer and step if the residual stream is replicated.
         gathers_by_sums: Whether the compiler replaces gathers and scatters with all-reduces, which send twice as much.
-        error: Relative error in the memory estimate that nine of ten compiled layouts do not exceed.
+        error: Relative error in the memory estimate that nine out of ten compiled layouts do not exceed.
         source: Source of the coefficients.
     """
 

@@ -40,8 +40,8 @@ class LayoutFile:
         target: The machine.
         features: Values of `--with`.
         settings: Path -> value of `--set`.
-        varies: Config paths whose mathematics the layout may change.
-        source: The file, for error messages.
+        varies: Config paths at which the layout may change the mathematics.
+        source: Path of the file, for error messages.
     """
 
     experiment: str
@@ -117,7 +117,7 @@ def read_layout(path: str | Path) -> LayoutFile:
 
     Raises:
         RequestError: The file cannot be read.
-        ConfigError: The file is not a valid layout file. The error lists every problem with its line.
+        ConfigError: The file is not a valid layout file. The error lists every problem with its line number.
     """
     file = Path(path)
     try:

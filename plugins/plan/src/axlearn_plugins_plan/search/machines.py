@@ -49,7 +49,7 @@ def chip_range(text: str) -> tuple[int, int]:
 
 
 def sizes(machine: Machine, low: int, high: int) -> list[Machine]:
-    """Return machines of the same target whose chip count is a power of two from `low` to `high`.
+    """Return the machines with the same target whose chip counts are powers of two between `low` and `high`, inclusive.
 
     GPU machines keep their number of chips per host.
     """

@@ -1,4 +1,4 @@
-"""Compute per-device figures that are equal for all layouts on a mesh: the state, the parameters, and activation shards."""
+"""Compute per-device figures that all layouts on a mesh share: the state, the parameters, and activation shards."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ class LayerParameters:
     Attributes:
         stored: All stored parameters.
         rounded: Copies in the compute precision. 0 if the parameters are stored in that precision.
-        shapes: One parameter for each shape.
+        shapes: One parameter of each distinct shape.
         largest: Largest parameter, over all layers.
         alike: All parameters as large as `largest`.
         sharded: Whether any parameter is gathered for compute.
@@ -65,7 +65,7 @@ class LayerParameters:
 
 @attrs.define(eq=False, slots=False)
 class MeshFigures:
-    """Per-device figures that are equal for all layouts on a mesh."""
+    """Per-device figures that are the same for all layouts on a mesh."""
 
     program: Program
     config: Any
@@ -107,7 +107,7 @@ class MeshFigures:
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """Mesh axes over which the devices have different tokens: other rows, or other positions of the same rows."""
+        """Mesh axes along which devices hold different tokens: different rows, or different positions of the same rows."""
         return (*self.rules["batch"], *self.rules["sequence"])
 
     @cached_property
@@ -158,7 +158,7 @@ class MeshFigures:
 
     @cached_property
     def gathered_bytes(self) -> Mapping[int, float]:
-        """Gather group size -> bytes of the parameter shards with this group size, in the compute precision."""
+        """Gather group size -> bytes of the shards gathered over groups of that size, in the compute precision."""
         by_group: dict[int, float] = {}
         for p in self.parameters:
             by_group[p.group] = by_group.get(p.group, 0.0) + p.numbers * COMPUTED_ITEMSIZE
@@ -186,7 +186,7 @@ class MeshFigures:
         )
 
     def spread(self, axes: Sequence[str]) -> tuple[int, int, int]:
-        """Return (members, domains, maximum members in one domain) for a group over some mesh axes."""
+        """Return (members, domains, maximum members in one domain) for a group over the given mesh axes."""
         members = self._size(axes)
         inner, within = 1, 1
         per = self.machine.devices_per_domain
@@ -206,7 +206,7 @@ def _bytes(tree: Any, places: Any) -> float:
 
 
 def whole_stream(figures: MeshFigures, trace: StepTrace) -> float:
-    """Return a device's bytes for the residual stream with its full width, sharded only by rows and context parallelism."""
+    """Return one device's bytes of the full-width residual stream, sharded only by rows and context parallelism."""
     if not trace.stream:
         return 0.0
     devices = figures.batch_shards * figures.choice.shape.get("seq", 1)

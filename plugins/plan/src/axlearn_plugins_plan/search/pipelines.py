@@ -44,17 +44,17 @@ class Pipeline:
 
     @property
     def chunks(self) -> int:
-        """Number of chunks of layers on all stages."""
+        """Number of chunks of layers across all stages."""
         return self.stages * self.rounds
 
     @property
     def ticks(self) -> int:
-        """Length of a pass. The unit is the time in which a chunk processes a microbatch."""
+        """Length of a pass, in units of the time that a chunk takes to process a microbatch."""
         return self.rounds * self.microbatches + self.stages - 1
 
     @property
     def stretch(self) -> float:
-        """Slowdown from idle stages: `ticks` over the ticks with work (Narayanan et al., 2021)."""
+        """Slowdown from idle stages: `ticks` divided by the ticks with work (Narayanan et al., 2021)."""
         return self.ticks / (self.rounds * self.microbatches)
 
     @property
@@ -64,7 +64,7 @@ class Pipeline:
 
 
 def schedules(request: Request) -> tuple[str, ...]:
-    """Return the schedules that can be added to a request without new config problems."""
+    """Return the schedules that can be added to a request without causing new config problems."""
     if "pipeline" not in registry().claims["features"]:
         return ()
     base_paths = _problem_paths(request)

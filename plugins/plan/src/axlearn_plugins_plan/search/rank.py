@@ -95,7 +95,7 @@ class Space:
         return int(self.batch["tokens"].size) if "tokens" in self.batch else None
 
     def trace_remat(self, remat: str | None) -> StepTrace:
-        """Trace the request's step with a different rematerialization option, as for `--with`."""
+        """Trace the request's step with a different rematerialization option, in the form that `--with` takes."""
         if remat not in self._programs:
             request = self.request
             if remat is not None:
@@ -106,7 +106,7 @@ class Space:
         return self._programs[remat][1]
 
     def remats(self) -> dict[str | None, StepTrace]:
-        """Return option -> trace, without options that save as much as a different option and compute no less."""
+        """Return option -> trace, without options that beat some other option in neither memory nor FLOPs."""
         traces: dict[str | None, StepTrace] = {None: self.trace_remat(None)}
         if not self.varies_feature("remat"):
             return traces
@@ -136,7 +136,7 @@ class Space:
     @cached_property
     def schedules(self) -> tuple[str, ...]:
         """Pipeline schedules that the request supports."""
-        # A schedule's FLOPs are derived from traces with full and without rematerialization, so remat must not be fixed.
+        # A schedule's FLOPs are derived from traces with full rematerialization and with none, so remat must not be fixed.
         return schedules(self.request) if self.varies_feature("pipeline") and "remat" not in self.fixed else ()
 
     @cached_property
@@ -192,7 +192,7 @@ class Space:
         return sorted(rows, key=sort_key)
 
     def _meshes(self, base_shape: dict[str, int], staged: bool) -> Iterator[MeshFigures]:
-        """Yield the meshes without stages, or if `staged`, the meshes with stages and the `pipeline` feature's mesh rules."""
+        """Yield the meshes without stages or, if `staged`, the meshes with stages and the `pipeline` feature's mesh rules."""
         base = self.base
         if staged and not self.schedules and base_shape.get("pipeline", 1) == 1:
             return
@@ -295,7 +295,7 @@ def spaces(request: Request, machines: Sequence[str], vary: Sequence[str]) -> li
 
 
 def parse_vary(names: str | None, options: Sequence[str]) -> tuple[str, ...]:
-    """Parse the names of `--vary batch,optimizer-precision`.
+    """Parse the names passed to `--vary`, such as `batch,optimizer-precision`.
 
     Raises:
         RequestError: A name is unknown.

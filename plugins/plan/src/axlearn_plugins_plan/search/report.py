@@ -42,7 +42,7 @@ def cells(row: Row, result: Result) -> tuple[str, ...]:
 
 
 def text(request: Request, result: Result) -> str:
-    """Format the table, the notes and the command of the best layout."""
+    """Format the table, the notes and the command for the best layout."""
     table = [COLUMNS, *(cells(r, result) for r in result.rows)]
     widths = [max(len(line[i]) for line in table) for i in range(len(COLUMNS))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table]
@@ -205,7 +205,7 @@ def _axis_labels(xs: Sequence[float], ys: Sequence[float], left: int, right: int
 def write_layout(request: Request, row: Row, path: Path) -> None:
     """Write a layout file for `axlearn train --layout`.
 
-    The request's own options are not written to it; pass them on the command line again.
+    The file does not contain the request's own options; pass them on the command line again.
     """
     resolved = resolve(resolved_request(request, row.ranked))
     varies = [path for path in ("input.batch_size", "learner") if _varies(row, path)]

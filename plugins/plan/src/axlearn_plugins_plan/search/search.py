@@ -14,7 +14,7 @@ from axlearn_plugins_plan.search.rank import RankedLayout, Space, sort_key
 from axlearn_plugins_plan.search.space import Choice
 
 CHUNK = 2
-"""Number of layouts to compile before the candidates are selected again with the latest errors."""
+"""Number of layouts to compile before the candidates are selected again, using the latest errors."""
 MAX_COMPILED = 12
 
 
@@ -64,7 +64,7 @@ class Result:
         rows: Compiled layouts that fit, best first, and the shipped layout even if it does not fit.
         front: The rows on the Pareto front of time and memory.
         ranked: Number of legal layouts.
-        left_out: Number of layouts pruned because their estimated memory exceeds the device's by more than `bound`.
+        left_out: Number of layouts pruned because their estimated memory exceeds the device memory by more than `bound`.
         bound: Largest relative error in the memory estimates for compiled layouts, but at least the platform's error.
         failures: Pairs of (layout options, reason why the layout was not compiled).
         ended: Why the search ended.
@@ -139,7 +139,7 @@ def _compile(
 
 
 def correction(layouts: Sequence[RankedLayout], results: dict[int, CompiledLayout]) -> float:
-    """Return the median ratio of compiled to estimated temporaries so far, or 1 if nothing is compiled."""
+    """Return the median ratio of compiled to estimated temporaries so far, or 1 if nothing has been compiled."""
     ratios = [
         (c.bytes - c.arguments) / r.estimate.temporaries
         for r in layouts
@@ -167,7 +167,7 @@ def candidates(
     """Return the layouts to compile next, in order.
 
     Selects layouts that may fit, fastest first. Every third layout is taken from the estimated Pareto front, to find layouts
-    that use less memory. If the times of several layouts agree to a thousandth, only the layout with the least memory is
+    that use less memory. If the times of several layouts agree to within 0.1%, only the layout with the least memory is
     compiled.
     """
     bound = error_bound(layouts, results, fitted)
@@ -186,7 +186,7 @@ def candidates(
 def _queue(
     fits: Sequence[RankedLayout], layouts: Sequence[RankedLayout], results: dict[int, CompiledLayout]
 ) -> list[RankedLayout]:
-    """Return the candidates on a single machine, in the order of `candidates`."""
+    """Return the candidates for a single machine, in the order described in `candidates`."""
     measured = {_layout_key(r) for r in layouts if id(r) in results}
     fastest = []
     for r in fits:
@@ -204,12 +204,12 @@ def _queue(
 
 
 def _layout_key(row: RankedLayout) -> tuple[str, str]:
-    """Return a key that is equal for layouts on the same machine whose times agree to a thousandth."""
+    """Return a key that is equal for layouts on the same machine whose times agree to within 0.1%."""
     return row.machine.name, f"{row.seconds / max(row.rows, 1):.3e}"
 
 
 def _estimated_front(rows: Sequence[RankedLayout]) -> list[RankedLayout]:
-    """Return the estimated Pareto front, fastest first. Each layout needs at least 10% less memory than the one before."""
+    """Return the estimated Pareto front, fastest first. Each layout needs at least 10% less memory than the previous one."""
     front: list[RankedLayout] = []
     for row in sorted(rows, key=sort_key):
         if not front or row.estimate.total < 0.9 * front[-1].estimate.total:

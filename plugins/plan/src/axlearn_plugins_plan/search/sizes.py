@@ -1,4 +1,4 @@
-"""Compute the buffer sizes per device that the memory formulas use."""
+"""Compute the per-device buffer sizes that the memory formulas use."""
 
 import attrs
 

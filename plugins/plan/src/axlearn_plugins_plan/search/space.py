@@ -21,7 +21,7 @@ from axlearn_plugins_plan.tags import Tag
 
 MAX_MICROBATCHES = 32
 VARIED = ("batch", "optimizer-precision")
-"""Parts of a layout that change the mathematics. They are searched only with `--vary`."""
+"""Parts of a layout that change the mathematics. They are varied only with `--vary`."""
 
 
 @attrs.frozen(kw_only=True)
@@ -195,12 +195,12 @@ def microbatches(rows: int, shards: int) -> list[int]:
 
 
 def remat_options(tags: Sequence[Tag], offload: bool = False) -> list[str]:
-    """Return the rematerialization options to try, as for `--with`.
+    """Return the rematerialization options to try, in the form that `--with` takes.
 
     They range from saving only the inputs of layers to saving every tag in `GROUPS`. Projections that are computed together are
     saved together. The options are each group alone, the prefixes of the groups sorted by saved FLOPs per byte, and each prefix
     without one group. With `offload`, each prefix is also offloaded to host memory. The caller drops an option if a different
-    one saves as much but recomputes less.
+    option saves as much memory but recomputes less.
     """
     sizes = {t.name: (t.flops, max(t.bytes, 1.0)) for t in tags}
     if "attention_residuals" in sizes:  # the residuals of the attention kernel, which include the context

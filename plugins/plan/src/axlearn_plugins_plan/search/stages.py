@@ -39,7 +39,7 @@ def peak_terms(pipeline: Pipeline, sizes: Sizes, chunk: float, room: float) -> d
         pipeline: The schedule.
         sizes: Sizes for one of its microbatches.
         chunk: Layers per chunk.
-        room: Bytes available for temporaries. If they fit, XLA keeps zeros in memory instead of computing them on use.
+        room: Bytes available for temporaries. If they fit, XLA keeps zeros in memory instead of computing them when they are used.
     """
     residuals = residual_bytes(pipeline, sizes, chunk)
     if pipeline.schedule == "1f1b":
@@ -132,6 +132,6 @@ def _matmul_bytes(sizes: Sizes) -> float:
     """Return the bytes of the weights gathered for this matmul and the next, and of the tensor-parallel buffers.
 
     Tensor parallelism gathers the stream's gradients in both blocks, and the input of a matmul. It also keeps the sums from
-    three matmuls that are not scattered yet.
+    three matmuls that have not been scattered yet.
     """
     return 2 * sizes.gathered + (6 * sizes.whole_stream if sizes.tensor else 0.0)

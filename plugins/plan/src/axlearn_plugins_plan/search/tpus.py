@@ -1,7 +1,7 @@
 """Estimate the peak memory of temporaries during a step on TPUs.
 
 For each buffer size, the formulas count the buffers that libtpu 0.0.42 assigns at the peak. The counts were read from the
-layouts in `benchmarks/results/2026-11-26-tpu-memory.md`. libtpu reduces memory use if memory is short.
+layouts in `benchmarks/results/2026-11-26-tpu-memory.md`. libtpu reduces its memory use when memory runs short.
 """
 
 from collections.abc import Sequence

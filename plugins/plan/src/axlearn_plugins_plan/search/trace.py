@@ -157,7 +157,8 @@ def trace_step(program: Program, batch: Mapping[str, Any]) -> StepTrace:
     layer: list[Activation] = []
     for scan, times in _stacks(jaxpr, 1.0):
         body = scan.params["jaxpr"].jaxpr
-        # Stacked outputs have one more axis outside of the body. JAX versions name the number of carries differently.
+        # Stacked outputs have one more axis outside the body. The name of the parameter for the number of carries depends on the
+        # JAX version, so count the outputs without that axis.
         carries = sum(o.aval.ndim == b.aval.ndim for o, b in zip(scan.outvars, body.outvars, strict=True))
         carried = [v.aval.shape for v in body.outvars[:carries] if v.aval.ndim == 3]
         length, width = (max((shape[axis] for shape in carried), default=0) for axis in (1, 2))
@@ -248,7 +249,7 @@ def logical_axes(shape: Sequence[int], length: int, width: int) -> tuple[str | N
     """Guess the logical axes of an activation from its shape.
 
     Args:
-        shape: Shape with the batch first.
+        shape: Shape, with the batch dimension first.
         length: Length of the sequence.
         width: Width of the residual stream.
     """

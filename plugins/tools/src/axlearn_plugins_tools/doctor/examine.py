@@ -142,7 +142,7 @@ def _find_unknown_ops(manager: pluggy.PluginManager, entry: Entry) -> Iterator[F
 
 
 def _find_missing_listeners(manager: pluggy.PluginManager, entry: Entry) -> Iterator[Finding]:
-    """Yield an error for each run listener that cannot be loaded. It would end every run."""
+    """Yield an error for each run listener that cannot be loaded. Such a listener would end every run."""
     locations, failures = _hook_answers(manager.hook.axlearn_run_listeners, entry)
     yield from failures
     for location in locations:
@@ -191,7 +191,7 @@ def _hook_answers(caller: pluggy.HookCaller, entry: Entry) -> tuple[list[Any], l
 def _find_misspelled_names(entry: Entry, names: Registry) -> Iterator[Finding]:
     """Yield a warning for each misspelled feature name in `before` or `after`.
 
-    A name counts as misspelled if it is not installed but close to the name of an installed feature.
+    A name counts as misspelled if it is not installed but is close to the name of an installed feature.
     """
     try:
         cls = names.feature(entry.name)

@@ -59,11 +59,11 @@ def read(pattern: str, *, text_field: str = "text", limit: int | None = None) ->
 
     Args:
         pattern: A path, a glob or a URL. Each JSONL line or Parquet row is one row. Any other file is one text.
-        text_field: Field of JSONL and Parquet rows with the text.
+        text_field: Field that holds the text in JSONL and Parquet rows.
         limit: Maximum number of rows.
 
     Raises:
-        InputError: If there are no rows or a row is invalid. The message has the file and line.
+        InputError: If there are no rows or a row is invalid. The message names the file and line.
     """
     items: list[tuple[Kind, Any, str]] = []
     for file in list_files((pattern,)):

@@ -59,7 +59,7 @@ class Subject:
         return before, after
 
     def text(self, text: str) -> tuple[list[int], list[bool]]:
-        """Return the tokens of a text with the prefix, and whether each token counts.
+        """Return the tokens of a text including the prefix, and whether each token counts.
 
         The prefix does not count.
         """
@@ -132,7 +132,7 @@ def _losses(scores: Sequence[Score], size: float) -> dict[str, Any]:
 def choices(subject: Subject, data: Data) -> dict[str, Any]:
     """Return the metrics of questions.
 
-    `accuracy` selects the choice with the highest log-likelihood after the prompt. `accuracy_normalized` selects the
+    `accuracy` selects the choice with the highest log-likelihood given the prompt. `accuracy_normalized` selects the
     choice with the highest log-likelihood per character. Ties go to the first choice.
 
     Returns:

@@ -25,7 +25,7 @@ class FileEvaluator(Periodic):
 
         Attributes:
             data: File or glob. The fields of its rows determine the metrics.
-            text_field: Field of a row with its text.
+            text_field: Field that holds a row's text.
             limit: Maximum number of rows.
         """
 

@@ -69,9 +69,9 @@ class AxlearnLM(LM):
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Return the generated text for each request, whose arguments are `(context, options)`.
 
-        Generation stops before the first string of `until`. Supports the options `until`, `max_gen_toks`, `do_sample`,
-        `temperature` and `top_k` of the harness. If axlearn-plugins-serving is installed, all requests run in one
-        batch.
+        Generation stops before the first occurrence of a string in `until`. Supports the harness options `until`,
+        `max_gen_toks`, `do_sample`, `temperature` and `top_k`. If axlearn-plugins-serving is installed, all requests run
+        in one batch.
         """
         generations = [self._parse_generation(*request.args) for request in requests]
         if (engine := self._serving_engine(generations)) is None:
@@ -92,7 +92,7 @@ class AxlearnLM(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Key of the harness's caches, which is unique per tokenizer and chat template."""
+        """Key for the harness's caches, unique to the tokenizer and chat template."""
         digest = get_digest(self.subject.tokenizer)
         return f"{digest}-{self.subject.template.digest}"
 
@@ -124,7 +124,7 @@ class AxlearnLM(LM):
         )
 
     def _serving_engine(self, generations: Sequence["_Generation"]) -> Any:
-        """Return an engine that generates the text of all requests together.
+        """Return an engine that generates text for all requests together.
 
         Returns None if axlearn-plugins-serving is not installed or does not support the model.
         """

@@ -1,6 +1,6 @@
-"""Log-likelihoods of tokens under a causal language model, in batches of few shapes.
+"""Log-likelihoods of tokens under a causal language model, computed in batches with few distinct shapes.
 
-Legend: B rows, S tokens of a row, C positions of a chunk, D width, V vocabulary.
+Legend: B rows, S tokens per row, C positions per chunk, D width, V vocabulary.
 """
 
 import math
@@ -24,7 +24,7 @@ CHUNK = 128
 
 
 class Window(NamedTuple):
-    """A row for the model.
+    """A row of inputs for the model.
 
     Attributes:
         inputs: Input tokens.
@@ -39,7 +39,7 @@ class Window(NamedTuple):
 
 @attrs.frozen
 class Score:
-    """Log-likelihood of the tokens of a text that count.
+    """Log-likelihood of those tokens of a text that count.
 
     Attributes:
         log_likelihood: Sum of the natural logarithms of the tokens' probabilities.
@@ -61,7 +61,7 @@ def windows(ids: Sequence[int], counted: Sequence[bool], *, length: int, stride:
         ids: Tokens of the text. The first is only used as context.
         counted: Whether each token counts.
         length: Length of the longest row.
-        stride: Maximum number of new tokens per row. The remaining tokens are context that overlaps with the previous row.
+        stride: Maximum number of new tokens per row. The remaining tokens are context that overlaps the previous row.
             The default is `length`, which is the fastest. A smaller stride gives each token more context.
     """
     step = min(stride or length, length)
@@ -101,7 +101,7 @@ class Scorer:
         all_windows = [(i, w) for i, (ids, counted) in enumerate(texts)
                 for w in windows(ids, counted, length=self.length, stride=stride)]  # fmt: skip
         scores: list[list[tuple[float, bool]]] = [[] for _ in texts]
-        # Start with the longest rows, so that running out of memory happens at the start.
+        # Start with the longest rows, so that any out-of-memory error occurs early.
         all_windows.sort(key=lambda x: -len(x[1].inputs))
         start = 0
         while start < len(all_windows):

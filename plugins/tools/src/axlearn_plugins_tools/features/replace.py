@@ -86,7 +86,7 @@ def _has_component(cfg: Node[Any], kind: type, settings: Mapping[str, Any]) -> b
 def _expect_nodes(cfg: Node[Any], pattern: str) -> None:
     """Raise `ConfigError` if no path matches the pattern, or if no matching path has a node.
 
-    A child that is left out is None.
+    A child that is omitted is None.
     """
     paths = expand(cfg, pattern)
     if not any(isinstance(get(cfg, path), Node) for path in paths):

@@ -109,8 +109,8 @@ def matrix_axes(path: str, names: tuple[str | None, ...]) -> MuonDimensionNumber
         return None
     if not any(names[dim] for dim in dims):
         raise RequestError(_unnamed(path))
-    # `embed` in the last dimension of a projection back to the residual stream is its output. `rank` is the output of
-    # the first factor of a factored matrix.
+    # In a projection back to the residual stream, `embed` is the last dimension and is the output. `rank` is the output
+    # of the first factor of a factored matrix.
     into_last = names[dims[-1]] == "rank" or (names[dims[-1]] == "embed" and names[dims[0]] != "embed")
     split = len(dims) - 1 if into_last else 1
     return MuonDimensionNumbers(tuple(dims[:split]), tuple(dims[split:]))

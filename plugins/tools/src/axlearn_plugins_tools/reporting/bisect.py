@@ -75,8 +75,8 @@ class Result:
         changes: All changes between the runs.
         moving: Minimal set of changes that moves the metric more than halfway. Empty if the runs do not differ by more than
             their seeds.
-        moved: Metric of the first run with `moving`.
-        alone: Metric of the first run with each change in `moving` alone, or None if that config cannot be trained.
+        moved: Metric of the first run with all changes in `moving`.
+        alone: Metric of the first run with each change in `moving` on its own, or None if that config cannot be trained.
         trainings: Number of training runs.
         ended: Why the search ended.
     """
@@ -206,8 +206,8 @@ def bisect(
 def minimize(items: Sequence[Any], fails: Callable[[Sequence[Any]], bool]) -> Any:
     """Yield smaller and smaller subsets that fail.
 
-    The last subset is minimal: it no longer fails if any item is removed. This is `ddmin` of Zeller and Hildebrandt,
-    Simplifying and Isolating Failure-Inducing Input, 2002. Assumes that `fails(items)` is true.
+    The last subset is minimal: it no longer fails if any item is removed. This is the `ddmin` algorithm from Zeller and
+    Hildebrandt, Simplifying and Isolating Failure-Inducing Input, 2002. Assumes that `fails(items)` is true.
     """
     items, parts = list(items), 2
     while len(items) > 1:
@@ -231,7 +231,7 @@ class Trainings:
     """Scores configs by short training runs on the local devices.
 
     Attributes:
-        metric: Name of a scalar of each step.
+        metric: Name of a scalar that each step reports.
         steps: Number of steps per training run. They are the first steps of the run's schedule.
         seeds: Seeds to train each config with.
         max_runs: Maximum number of training runs.
@@ -283,7 +283,7 @@ def _format_score(score: Score) -> str:
 
 
 def text(result: Result, metric: str, shown: Callable[[Any], str]) -> str:
-    """Return a summary for people."""
+    """Return a human-readable summary."""
     lines = [
         f"{metric}: {_format_score(result.first)} in A, {_format_score(result.second)} in B; {len(result.changes)} changes"
     ]
@@ -324,7 +324,7 @@ def as_json(result: Result, shown: Callable[[Any], str]) -> Mapping[str, Any]:
 
 
 def set_trainings(result: Result, trainings: int) -> Result:
-    """Return the result with the number of training runs."""
+    """Return the result with its number of training runs set."""
     return attrs.evolve(result, trainings=trainings)
 
 

@@ -69,7 +69,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def smooth(values: Sequence[tuple[float, float]], window: int) -> list[tuple[float, float]]:
-    """Return the mean over about `window` points around each point. It does not lag.
+    """Return the mean over about `window` points around each point. The mean does not lag.
 
     The window is symmetric at the start, because a loss is steep there, and is truncated at the end.
     """
@@ -193,7 +193,7 @@ def _hover(frame: _Frame, series: Sequence[Series]) -> list[str]:
 def histogram(
     title: str, values: Sequence[float], marks: Sequence[tuple[str, float]], show: Callable[[float], str]
 ) -> str:
-    """Return a histogram from the minimum to the highest mark, with a line per mark."""
+    """Return a histogram that spans the minimum to the highest mark, with a line at each mark."""
     low, high = _widen((min(values), max(v for _, v in marks)))
     bins = min(40, max(8, round(math.sqrt(len(values)))))
     counts = [0] * bins

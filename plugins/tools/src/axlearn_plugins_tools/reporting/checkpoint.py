@@ -89,7 +89,7 @@ def inspect(run_dir: str, step: int | None, verify: bool, as_json: bool) -> None
 
 
 def _describe(place: "Checkpoints", foreign: "ForeignCheckpoints | None", step: int) -> "Manifest":
-    """Return the manifest of a checkpoint. It lists no files if the step is in `foreign`."""
+    """Return the manifest of a checkpoint. The manifest lists no files if the step is in `foreign`."""
     from axlearn_core.checkpoint.manifest import ArrayInfo, Manifest
 
     if foreign is None:

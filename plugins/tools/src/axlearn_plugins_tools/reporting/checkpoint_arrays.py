@@ -66,7 +66,7 @@ def compare_checkpoints(first: Run, second: Run, common: Checkpoints, step: int 
 
 
 def iter_differences(first: Run, second: Run, step: int) -> Iterator[ArrayDifference]:
-    """Yield the arrays that differ between the checkpoints of two runs at a step, in the order of the first run."""
+    """Yield the arrays that differ between two runs' checkpoints at a step, in the order of the first run."""
     one, other = (_open(run, step) for run in (first, second))
     for path in dict.fromkeys([*one.arrays, *other.arrays]):
         infos = one.arrays.get(path), other.arrays.get(path)
@@ -97,7 +97,7 @@ def compare_values(first: np.ndarray, second: np.ndarray) -> tuple[int, float]:
 
     Returns:
         The number of elements that differ, and the largest difference relative to the largest magnitude in both arrays. Two
-        elements differ if their bits do, or their values if the dtypes differ. The relative difference is infinite if only
+        elements differ if their bits do or, for different dtypes, if their values do. The relative difference is infinite if only
         one of two elements is finite.
     """
     flat = first.reshape(-1), second.reshape(-1)
@@ -124,5 +124,5 @@ def _differing_bits(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def _severity(difference: ArrayDifference) -> tuple[bool, float]:
-    """Sort weights before the rest of the state, and large differences before small ones."""
+    """Return a key that sorts weights before the rest of the state, and large differences before small ones."""
     return not is_weight(difference.path), -math.inf if difference.relative is None else -difference.relative

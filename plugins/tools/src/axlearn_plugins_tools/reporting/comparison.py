@@ -14,7 +14,7 @@ from axlearn_core.run.metric_files import is_timing
 from axlearn_core.run.record import CONFIG, LOCK
 
 TOLERANCE = 1e-5
-"""Default relative difference of two scalars that counts as rounding."""
+"""Default for the largest relative difference between two scalars that counts as rounding."""
 ABSENT = "(absent)"
 """Text for a value that only the other run has."""
 _LOCKED = {
@@ -23,7 +23,7 @@ _LOCKED = {
     "data": ("data",),
     "program": ("parameters", "trained_parameters", "kernels", "hlo_fingerprint"),
 }
-"""Keys of a lock by part of a comparison. The other keys follow from the config, or name the run."""
+"""Lock keys by part of a comparison. All other keys follow from the config or name the run."""
 PARTS = ("config", "seeds", "data", "versions", "devices", "program")
 """Parts of a comparison that are known before the first step."""
 
@@ -66,8 +66,8 @@ class ScalarDifference:
     Attributes:
         name: Name of the scalar.
         steps: Number of steps that both runs recorded.
-        first: First step with different bits.
-        beyond: First step with a difference beyond the tolerance, or None.
+        first: First step at which the bits differ.
+        beyond: First step at which the difference exceeds the tolerance, or None.
         largest: Step with the largest relative difference.
     """
 
@@ -84,10 +84,10 @@ class Scalars:
 
     Attributes:
         names: Scalars that both runs recorded.
-        only: Scalars that one run recorded, by run.
+        only: Scalars that only one run recorded, by run.
         steps: Steps that both runs recorded.
         last: Last recorded step of each run, or 0.
-        tolerance: Relative difference that counts as rounding.
+        tolerance: Largest relative difference that counts as rounding.
         differences: Scalars that differ, by first step.
     """
 
@@ -100,12 +100,12 @@ class Scalars:
 
     @property
     def first_step(self) -> int | None:
-        """First step with different bits, or None."""
+        """First step at which the bits differ, or None."""
         return min((d.first.step for d in self.differences), default=None)
 
     @property
     def first_step_beyond(self) -> int | None:
-        """First step with a difference beyond the tolerance, or None."""
+        """First step at which a difference exceeds the tolerance, or None."""
         return min((d.beyond.step for d in self.differences if d.beyond), default=None)
 
     @property
@@ -121,8 +121,8 @@ class ArrayDifference:
 
     Attributes:
         path: Dotted path in the training state.
-        relative: Largest difference of two elements, relative to the largest magnitude in the arrays. Infinite if only one
-            of two elements is finite. None if the arrays have no common shape.
+        relative: Largest difference between two elements, relative to the largest magnitude in the arrays. Infinite if only one
+            of two elements is finite. None if the shapes of the arrays differ.
         count: Number of elements with different bits.
         size: Number of elements.
         first: Shape and dtype in the first run, or `ABSENT`.
@@ -143,7 +143,7 @@ class Checkpoints:
 
     Attributes:
         steps: Steps of the common checkpoints.
-        differing: Common steps whose files of arrays differ.
+        differing: Common steps whose array files differ.
         step: Step whose arrays were compared, or None.
         arrays: Number of arrays at this step.
         differences: Arrays that differ at this step, weights first, then by largest difference. None if they were not
@@ -221,12 +221,12 @@ def open_run(uri: str | Path) -> Run:
 
 
 def compare_runs(first: Run, second: Run, *, tolerance: float = TOLERANCE) -> Comparison:
-    """Compare the files of two runs. The arrays of checkpoints are only compared by the hashes of their files.
+    """Compare the files of two runs. Checkpoint arrays are compared only by the hashes of their files.
 
     Args:
         first: The first run.
         second: The second run.
-        tolerance: Relative difference of two scalars that counts as rounding.
+        tolerance: Largest relative difference between two scalars that counts as rounding.
 
     Raises:
         CheckpointError: If a file of a run is damaged.
@@ -268,7 +268,7 @@ def _compare_configs(first: Run, second: Run) -> dict[str, list[Difference]]:
 
 
 def _compare_locks(first: Run, second: Run) -> tuple[dict[str, list[Difference]], list[str]]:
-    """Return the differing facts by part. A fact that only one lock records is a note, such as for derived runs."""
+    """Return the differing facts by part. A fact that only one lock records becomes a note, as for derived runs."""
     parts, notes = {}, []
     for part, keys in _LOCKED.items():
         parts[part] = []
@@ -283,7 +283,7 @@ def _compare_locks(first: Run, second: Run) -> tuple[dict[str, list[Difference]]
 
 
 def find_source(lock: Mapping[str, Any], path: str) -> str:
-    """Return what set a config value last, such as `--set seed=1`. Empty if the lock does not record it."""
+    """Return what last set a config value, such as `--set seed=1`. Empty if the lock does not record it."""
     provenance = lock.get("provenance")
     chain = provenance.get(path) if isinstance(provenance, Mapping) else None
     last = chain[-1] if isinstance(chain, list) and chain else None
@@ -312,7 +312,7 @@ def flatten_values(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def read_scalars(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
-    """Return the recorded scalars by name and step, without timings. A value that is not finite is NaN or infinite."""
+    """Return the recorded scalars by name and step, without timings. Non-finite values are returned as NaN or infinity."""
     scalars: dict[str, dict[int, float]] = {}
     for record in records:
         texts = record.get("nonfinite")
@@ -328,7 +328,7 @@ def read_scalars(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, fl
 
 
 def relative_difference(first: float, second: float) -> float:
-    """Return the difference of two numbers, relative to the larger magnitude. Infinite if only one is finite."""
+    """Return the difference between two numbers, relative to the larger magnitude. Infinite if only one is finite."""
     if first == second or (math.isnan(first) and math.isnan(second)):
         return 0.0
     if not (math.isfinite(first) and math.isfinite(second)):
@@ -339,7 +339,7 @@ def relative_difference(first: float, second: float) -> float:
 def compare_scalars(
     first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]], tolerance: float = TOLERANCE
 ) -> Scalars:
-    """Compare the records of two `metrics.jsonl` at the steps that both have."""
+    """Compare the records of two `metrics.jsonl` files at the steps that both have."""
     one, other = read_scalars(first), read_scalars(second)
     names = [name for name in one if name in other]
     differences = [d for name in names if (d := _compare_scalar(name, one[name], other[name], tolerance))]
@@ -370,7 +370,7 @@ def _compare_scalar(
 
 
 def _compare_checkpoint_files(first: Run, second: Run) -> Checkpoints:
-    """Compare the hashes in the manifests of the common checkpoints."""
+    """Compare the manifest hashes of the checkpoints that both runs have."""
     steps = sorted({*first.checkpoints.steps()} & {*second.checkpoints.steps()})
     differing = [s for s in steps if not has_same_arrays(first.checkpoints.inspect(s), second.checkpoints.inspect(s))]
     position = diff_positions(first, second, steps[-1]) if steps else []
@@ -385,7 +385,7 @@ def _compare_checkpoint_files(first: Run, second: Run) -> Checkpoints:
 
 
 def has_same_arrays(first: Manifest, second: Manifest) -> bool:
-    """Return True if the files of arrays have equal hashes. Equal arrays may be stored in different files."""
+    """Return True if the array files have equal hashes. Equal arrays may still be stored in different files."""
     files = [{n: f for n, f in m.files.items() if n.startswith(f"{STATE}/")} for m in (first, second)]
     return first.arrays == second.arrays and bool(files[0]) and files[0] == files[1]
 

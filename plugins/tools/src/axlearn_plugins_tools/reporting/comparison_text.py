@@ -10,12 +10,12 @@ from axlearn_core.errors import counted
 from axlearn_plugins_tools.reporting.comparison import PARTS, Comparison, Difference, describe_counts
 
 _SHOWN = 10
-"""Number of rows of each table of the text. The JSON has all."""
+"""Maximum number of rows in each table of the text. The JSON has all rows."""
 _WIDTH = 60
 
 
 def summarize(comparison: Comparison) -> list[str]:
-    """Return sentences that say where the runs diverge, the earliest difference first."""
+    """Return sentences that say where the runs diverge, earliest difference first."""
     if comparison.equal:
         parts = ["config, seeds, data and versions"]
         if comparison.scalars.steps:
@@ -165,7 +165,7 @@ def _value(value: Any) -> str:
 
 
 def number_text(value: float | None) -> str:
-    """Format a difference with two digits. None becomes an empty text."""
+    """Format a difference with two digits. None becomes an empty string."""
     return "" if value is None else f"{value:.2g}"
 
 
@@ -179,7 +179,7 @@ def pair_texts(first: float, second: float) -> tuple[str, str]:
 
 
 def to_json(comparison: Comparison) -> Mapping[str, Any]:
-    """Return the comparison as one JSON object. Infinite differences and values that are not finite become text."""
+    """Return the comparison as one JSON object. Infinite differences and non-finite values become text."""
     scalars, common = comparison.scalars, comparison.checkpoints
     return to_plain(
         {
@@ -226,7 +226,7 @@ def _difference(difference: Difference) -> dict[str, Any]:
 
 
 def to_plain(value: Any) -> Any:
-    """Convert tuples to lists, and numbers that are not finite to text, for strict JSON."""
+    """Convert tuples to lists, and non-finite numbers to text, for strict JSON."""
     if isinstance(value, Mapping):
         return {str(k): to_plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

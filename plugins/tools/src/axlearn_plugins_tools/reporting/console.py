@@ -18,7 +18,7 @@ from axlearn_core.train.trackers import printable, show_parameters
 from axlearn_plugins_tools.reporting.durations import clock
 from axlearn_plugins_tools.reporting.notebook_bar import NotebookBar
 
-_WINDOW = 20  # number of logged steps for the estimate of the remaining time
+_WINDOW = 20  # number of logged steps from which the remaining time is estimated
 
 
 class ConsoleTracker(Configurable):

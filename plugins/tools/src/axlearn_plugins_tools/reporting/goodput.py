@@ -27,10 +27,10 @@ class Attempt:
     Attributes:
         begin: Start time.
         last: Time of the last record.
-        first_step: Number of steps at the start.
-        last_step: Number of steps at the last record.
+        first_step: Number of completed steps at the start.
+        last_step: Number of completed steps at the last record.
         seconds: Seconds by phase.
-        ended: Whether the process ended by itself: it finished, stopped or failed, and was not killed.
+        ended: Whether the process ended on its own: it finished, stopped or failed, and was not killed.
         place: Host and process id.
     """
 
@@ -45,7 +45,7 @@ class Attempt:
 
 @attrs.frozen(kw_only=True)
 class Goodput:
-    """The time of all attempts.
+    """How the time of all attempts was spent.
 
     Attributes:
         attempts: All attempts, oldest first.
@@ -100,7 +100,7 @@ def read_attempts(records: Iterable[Mapping[str, Any]]) -> list[Attempt]:
 def compute_goodput(attempts: Sequence[Attempt]) -> Goodput:
     """Return the goodput of attempts.
 
-    Steps that the next attempt repeats count as lost. Their time is the attempt's mean time per step.
+    Steps that the next attempt repeats count as lost. Their time is estimated from the attempt's mean time per step.
     """
     seconds = dict.fromkeys(("productive", *BADPUT), 0.0)
     for attempt, following in itertools.zip_longest(attempts, attempts[1:]):

@@ -11,7 +11,7 @@ _SECONDS = 0.25
 
 
 class NotebookBar:
-    """Shows the step, a status, and the remaining time in one output, which it updates. It needs no widgets.
+    """Shows the step, a status, and the remaining time in a single output that it updates in place. It needs no widgets.
 
     Args:
         total: Number of steps of the run.

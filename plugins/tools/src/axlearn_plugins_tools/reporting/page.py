@@ -25,7 +25,7 @@ _SAMPLES = 50
 
 @attrs.frozen(repr=False)
 class Report:
-    """The report of a run. A notebook shows its sections as parts that fold.
+    """The report of a run. A notebook shows its sections as collapsible parts.
 
     Attributes:
         run: Data of the run.
@@ -55,7 +55,7 @@ class Report:
         return f"Report({_title(self.run)}, step {self.run.last_step:,})"
 
     def _repr_html_(self) -> str:
-        """Return the summary and the sections, which fold."""
+        """Return the summary and the collapsible sections."""
         parts = (
             fold(name, content, is_open=i == 0, kind="card") for i, (name, content) in enumerate(_sections(self.run))
         )

@@ -1,4 +1,4 @@
-"""Convert deaths of a run's processes to incidents with their cause, replacement and cost."""
+"""Convert the deaths of a run's processes into incidents that state the cause, replacement and cost."""
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime

@@ -18,7 +18,7 @@ from axlearn_core.train.trackers import printable, writing
 
 Tree = TypeVar("Tree", bound=Node[Any])
 DISCOVERY = "prometheus.json"
-"""File in the run directory with the endpoint during training, in the format of Prometheus' `file_sd_configs`."""
+"""File in the run directory with the endpoint's address during training, in the format of Prometheus' `file_sd_configs`."""
 
 
 class PrometheusTracker(Configurable):

@@ -29,7 +29,7 @@ _PROJECTIONS = 8
 
 
 class CannotRerun(Exception):
-    """The steps of a run cannot be run again from this start. The message says why."""
+    """Raised if the steps of a run cannot be run again from the given start. The message says why."""
 
 
 @attrs.frozen(eq=False)
@@ -38,7 +38,7 @@ class Sketches:
 
     Attributes:
         paths: Path of each array.
-        checksums: Checksum of the bits of each array. The checksums differ if one element does.
+        checksums: Checksum of the bits of each array. The checksums differ if a single element does.
         projections: Products of each array with fixed random signs.
         norms: Euclidean norm of each array.
     """
@@ -111,7 +111,7 @@ def rerun(run: Run, start: int, end: int, perturb: Mapping[str, float] | None = 
         start: Step of a checkpoint, or 0 for the initial state.
         end: Last step.
         perturb: Relative size of a random change to each parameter of the first state, by path. It is at least one unit of
-            rounding. None changes nothing.
+            rounding. None leaves the parameters unchanged.
 
     Raises:
         CannotRerun: If the loop does more than train, or if the initial weights of the run come from elsewhere.
@@ -148,7 +148,7 @@ def _check_loop(run: Run, config: Any, start: int) -> None:
 
 
 def _perturb(params: Any, sizes: Mapping[str, float]) -> Any:
-    """Change each floating-point parameter by a random sign times its size, at least by one unit of rounding."""
+    """Change each floating-point parameter by a random sign times its size, by at least one unit of rounding."""
     changed = {}
     for number, (path, x) in enumerate(flatten(params).items()):
         if jnp.issubdtype(x.dtype, jnp.floating):
@@ -231,7 +231,7 @@ def _hash_positions(shape: Sequence[int]) -> jax.Array:
 
 
 def _to_bits(x: jax.Array) -> jax.Array:
-    """Return the bits of each element as `uint32`. Elements of 64 bits get one more axis."""
+    """Return the bits of each element as `uint32`. 64-bit elements get an additional axis."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     info = jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo

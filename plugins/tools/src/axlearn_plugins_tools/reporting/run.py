@@ -141,7 +141,7 @@ def read_run(path: Path) -> Run:
 
 
 def _lines(path: Path) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """Return the JSON objects in a file with one object per line, and its problems."""
+    """Return the JSON objects in a file with one object per line, and any problems with the file."""
     objects: list[Mapping[str, Any]] = []
     damaged = 0
     for line in _text(path).splitlines():

@@ -34,7 +34,7 @@ LOGGED = {
     "tokens_per_second": "Tokens per second over all processes.",
     "mfu": "Model FLOP utilization, from 0 to 1.",
 }
-"""Values with a separate metric. All other values are `axlearn_train_scalar{name=...}`."""
+"""Values that have their own metric. All other values are `axlearn_train_scalar{name=...}`."""
 
 
 class GrowingFile:
@@ -81,7 +81,7 @@ class RunFiles:
         failed_saves: Number of failed saves, over all attempts.
         checkpoint: Step and time (seconds since 1970) of the newest complete save, or None.
         incidents: Number of violations by watchdog rule.
-        processes: Number of records by event in `processes.jsonl`.
+        processes: Number of records in `processes.jsonl`, by event.
     """
 
     def __init__(self, run_dir: Path):
@@ -140,7 +140,7 @@ class RunCollector(Collector):
         train: Values of the last logged step by name.
         evaluation: Values of the last evaluation by name.
         logged_step: Last logged step.
-        logged_time: Time when it was logged, in seconds since 1970, or 0.
+        logged_time: Time at which that step was logged, in seconds since 1970, or 0.
         max_steps: Number of steps of the run.
     """
 

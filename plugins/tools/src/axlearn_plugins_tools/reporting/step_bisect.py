@@ -71,7 +71,7 @@ class Divergence:
     Attributes:
         step: Number of the step.
         cause: What differs first: `parameters` before the step, its `data`, its `scalars`, or its `update`.
-        positions: Position in the data of the step, in each run.
+        positions: Position of the step in the data, in each run.
         same_batch: Whether the step has the same batch in both runs.
         scalars: Scalars of the step that differ.
         before: Arrays that differ before the step, in the order of the model.
@@ -91,7 +91,7 @@ class Divergence:
 
 @attrs.frozen(kw_only=True)
 class Result:
-    """Result of a search for the first step.
+    """Result of a search for the first step at which two runs diverge.
 
     Attributes:
         interval: Steps between which the runs diverge, according to their files.
@@ -130,8 +130,8 @@ def find_step(
 ) -> Result:
     """Find the first step at which two runs diverge.
 
-    The recorded scalars and a binary search over the common checkpoints bound the step. Then the steps between are run again
-    in both runs, from the nearest common checkpoint. If rounding may differ between the runs, the first run is run once more
+    The recorded scalars and a binary search over the common checkpoints bound the step. Then the steps in between are run
+    again for both runs, from the nearest common checkpoint. If rounding may differ between the runs, the first run is run once more
     from slightly changed parameters, which measures the noise.
 
     Args:
@@ -139,8 +139,8 @@ def find_step(
         second: The second run.
         metric: Scalar that must differ. None considers all scalars, the data and the parameters.
         tolerance: Relative difference that counts as noise. None means 0 if both runs executed the same program, and
-            otherwise `TOLERANCE` or the measured noise, if that is larger.
-        max_reruns: Maximum number of times to run steps again. Fewer than 2 only searches the files.
+            otherwise the larger of `TOLERANCE` and the measured noise.
+        max_reruns: Maximum number of times to run steps again. If it is less than 2, only the files are searched.
         max_steps: Maximum number of steps to run again at a time.
         progress: Receives a line of text after each part of the search.
         run_again: Runs steps again, like `rerun`.
@@ -193,7 +193,7 @@ def find_step(
 
 
 def _rounding(stretches: Sequence[Stretch]) -> dict[str, float]:
-    """Return the relative size of the rounding errors of each array that the steps before a stretch caused."""
+    """Return the relative size of the rounding errors that the steps before a stretch caused in each array."""
     if not stretches[0].start:
         return {}
     sizes = stretches[0].arrays.compare(stretches[1].arrays)
@@ -217,7 +217,7 @@ def bound_by_scalars(first: Run, second: Run, metric: str | None, limit: float) 
             if relative_difference(one[name][step], other[name][step]) > limit:
                 differing.append(name)
     differs = min((step for step, differing in steps.items() if differing), default=None)
-    # Records of a step say nothing about its update, so they only show that the state before the step agrees.
+    # A step's records say nothing about its update, so matching records only show that the states before the step agree.
     equal = max((step - 1 for step in steps if differs is None or step < differs), default=0)
     return Interval(equal, differs, tuple(steps[differs]) if differs is not None else ())
 
@@ -241,7 +241,7 @@ def bound_by_checkpoints(first: Run, second: Run, interval: Interval, *, lowers_
 
 
 def differs_at(first: Run, second: Run, step: int) -> bool:
-    """Return whether the arrays of two checkpoints differ. Equal hashes of files prove that they do not."""
+    """Return whether the arrays of two checkpoints differ. Equal file hashes prove that they do not."""
     if has_same_arrays(first.checkpoints.inspect(step), second.checkpoints.inspect(step)):
         return False
     return next(iter_differences(first, second, step), None) is not None

@@ -1,4 +1,4 @@
-"""Show the result of a search for the first step as text or JSON."""
+"""Format the result of a search for the first diverging step as text or JSON."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ _CAUSES = {
 
 
 def to_text(result: Result) -> str:
-    """Return a summary for people."""
+    """Return a human-readable summary."""
     interval, divergence = result.interval, result.divergence
     if interval.differs is None:
         return result.ended

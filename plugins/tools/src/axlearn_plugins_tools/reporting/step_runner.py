@@ -50,11 +50,11 @@ class StepRunner:
 
     Attributes:
         program: Program that computes the steps.
-        batches: The data, at the beginning until `position_data` is called.
+        batches: The data, positioned at its beginning until `position_data` is called.
         state: State after `start` steps.
         start: Step of the restored checkpoint, or 0 for the initial state.
         extra: Data of the checkpoint other than arrays. Empty for the initial state.
-        facts: Facts about the present data.
+        facts: Facts about the current data.
     """
 
     program: Program
@@ -90,7 +90,7 @@ class StepRunner:
         return cls(program=program, batches=batches, state=state, start=start, extra=extra, facts=facts)
 
     def recorded_facts(self, lock: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the facts about the data that the checkpoint recorded, or else those of the run's lock."""
+        """Return the facts about the data that the checkpoint recorded, or else those in the run's lock."""
         return self.extra.get("facts") or lock.get("data") or {}
 
     def position_data(self) -> None:
@@ -103,7 +103,7 @@ class StepRunner:
 
         Args:
             last: Last step.
-            keep: Keep a copy of the state before the last step. It needs the memory of a second state.
+            keep: Keep a copy of the state before the last step. This needs memory for a second state.
         """
         state, knows_position = self.state, isinstance(self.batches, DescribesPosition)
         for number in range(self.start + 1, last + 1):
@@ -118,7 +118,7 @@ class StepRunner:
 
 
 def open_checkpoints(run: Run, cfg: Node[Any]) -> Any:
-    """Build a checkpointer that only reads the checkpoints of a run. A tier on local disks is left alone."""
+    """Build a checkpointer that only reads the checkpoints of a run. A tier on local disks is left untouched."""
     if not isinstance(cfg, StorageCheckpointer.Config):
         return cfg.build(directory=Path(run.uri) / CHECKPOINTS)
     if isinstance(cfg, ShardedCheckpointer.Config):
@@ -129,13 +129,13 @@ def open_checkpoints(run: Run, cfg: Node[Any]) -> Any:
 def read_checkpoint(checkpointer: Any, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
     """Read the state and `extra` of a checkpoint, without changing anything in storage."""
     if isinstance(checkpointer, StorageCheckpointer):
-        # A subclass may prepare to continue the run in its own `restore`.
+        # A subclass's own `restore` may prepare to continue the run.
         return StorageCheckpointer.restore(checkpointer, step, like)
     return checkpointer.restore(step, like)
 
 
 def restore_state(checkpointer: Any, program: Program, step: int) -> tuple[Any, dict[str, Any]]:
-    """Read the state of a checkpoint and its `extra`. Weights without a training state begin a new one, as in training."""
+    """Read the state of a checkpoint and its `extra`. Weights without a training state start a new one, as in training."""
     state, extra = read_checkpoint(checkpointer, step, program.state)
     if extra.get(WEIGHTS_ONLY):
         config: Any = program.config
@@ -144,7 +144,7 @@ def restore_state(checkpointer: Any, program: Program, step: int) -> tuple[Any, 
 
 
 def unwrap_loop(loop: Any) -> tuple[Any, bool]:
-    """Return a loop without the loading of initial weights, and whether it loads them."""
+    """Return a loop that loads no initial weights, and whether the original loop loads them."""
     loads = False
     while isinstance(loop, LoadsInitialWeights):
         loop, loads = loop.without_initial_weights(), True

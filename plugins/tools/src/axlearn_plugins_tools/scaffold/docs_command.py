@@ -27,7 +27,7 @@ def docs(out: Path | None, port: int, serve: bool) -> None:
     from axlearn_plugins_tools.scaffold.site import build_site, open_server, project_folder
 
     project = project_folder(Path.cwd())
-    server = open_server(port) if serve else None  # report a used port before the build
+    server = open_server(port) if serve else None  # report a port that is in use before building
     try:
         folder = build_site(project, out or project / "build/site")
         echo(folder)

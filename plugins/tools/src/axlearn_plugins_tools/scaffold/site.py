@@ -36,7 +36,7 @@ def build_site(project: Path, out: Path) -> Path:
 
     Raises:
         RequestError: If the `docs` extra is not installed, or `out` is not a writable folder.
-        WorkError: If Sphinx reports errors or warnings. It has printed them.
+        WorkError: If Sphinx reports errors or warnings, which it has already printed.
     """
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
@@ -60,7 +60,7 @@ def build_site(project: Path, out: Path) -> Path:
 
 
 class SiteServer(ThreadingHTTPServer):
-    """Server for one folder that only listens on loopback."""
+    """Serves one folder, listening only on the loopback interface."""
 
     daemon_threads = True
 

@@ -25,7 +25,7 @@ class Causality:
     summary: ClassVar[str] = "a later token never changes an earlier logit"
 
     def skip_reason(self, case: Any) -> str | None:
-        """Skip models without logits per token, and bidirectional ones."""
+        """Skip models without logits per token, and bidirectional models."""
         return missing_logits(case) or bidirectional(case) or competing_tokens(case)
 
     def check(self, case: Any) -> Outcome:

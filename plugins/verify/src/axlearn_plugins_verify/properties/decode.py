@@ -1,4 +1,4 @@
-"""Decoding: a cache gives the logits of the forward pass, and generation its most probable tokens."""
+"""Decoding: a cache gives the same logits as the forward pass, and generation picks the most probable tokens."""
 
 import itertools
 from collections.abc import Callable
@@ -32,13 +32,13 @@ from axlearn_plugins_verify.prove.forward import (
 ROWS = 2
 """Rows that are decoded together."""
 STORES = 4
-"""Error of the logits that rounding of keys and values explains, in units of that rounding."""
+"""Error in the logits that the rounding of keys and values explains, in units of that rounding."""
 
 
 class CachedDecoding:
     """Decodes rows with a cache: a chunk of prompt, then single tokens. Then generates tokens from a padded prompt.
 
-    The first part compares logits. The second part runs the functions that `axlearn generate` and samples of a run use: each
+    The first part compares logits. The second part runs the functions that `axlearn generate` and a run's samples use: each
     token must have the largest logit of the forward pass, up to rounding.
     """
 
@@ -52,7 +52,7 @@ class CachedDecoding:
         return reason
 
     def check(self, case: Any) -> Outcome:
-        """Compare the logits, then the generated tokens. A cache in 8 bits is also checked in the dtype of the model."""
+        """Compare the logits, then the generated tokens. An 8-bit cache is also checked in the dtype of the model."""
         exact, rounding = exact_caches(case.config)
         base = case.config
         outcome = check_precisely(case, lambda config: self._check(case, case.program(patch(config, exact))))
@@ -100,7 +100,7 @@ def exact_caches(config: Any) -> tuple[dict[str, None], float]:
     """Return the settings that store all keys and values in the dtype of the model, and the error that they avoid.
 
     Returns:
-        (settings by path, error of the logits that rounding in the present caches explains).
+        (settings by path, error in the logits that rounding in the config's own caches explains).
     """
     settings: dict[str, None] = {}
     rounding = 0.0
@@ -114,13 +114,13 @@ def exact_caches(config: Any) -> tuple[dict[str, None], float]:
 
 @attrs.frozen(eq=False)
 class Decoding:
-    """Logits of rows that are computed with a cache, in chunks.
+    """Logits of rows, computed in chunks with a cache.
 
     Attributes:
         program: Program of the config.
         weights: Weights of the model.
         tokens: Tokens of the rows, int32 [B, S].
-        prompt: Tokens of the first chunk. Later chunks have one token.
+        prompt: Number of tokens in the first chunk. Later chunks have one token.
     """
 
     program: Program

@@ -16,26 +16,26 @@ from axlearn_plugins_verify.prove.forward import EPSILON, compute_dtype, precise
 from axlearn_plugins_verify.prove.training_step import STACKED, Step, find_module, gradient_errors
 
 STEPS = (2.0**-5, 2.0**-6, 2.0**-7)
-"""Relative changes of the parameters for a difference."""
+"""Sizes of the parameter changes in a difference, relative to the parameters."""
 TOLERANCE = 0.02
 """Largest error of a derivative, relative to the typical derivative in a random direction."""
 ROUNDING = 8
 """Relative error of a loss that rounding explains, in units of the dtype's epsilon."""
 LARGEST_NOISE = 0.2
-"""Rounding of a difference, relative to the typical derivative, from which the difference says nothing."""
+"""A difference says nothing if its rounding error, relative to the typical derivative, exceeds this."""
 LARGEST_SHARE = 0.5
-"""Share of gradients without a difference from which nothing is compared."""
+"""If more than this share of the gradients has no usable difference, nothing is compared."""
 JUMP = 1e-3
-"""Change of a gradient, when parameters move by their rounding, from which the loss is not smooth."""
+"""The loss is not smooth if a gradient changes by more than this when the parameters move by their rounding error."""
 DIRECTIONS = 5
-"""Number of directions to try if a derivative differs in the first one. Most must have a difference, and its error counts."""
+"""Number of directions to try if a derivative is off in the first one. Most must be measurable; the median error counts."""
 
 
 class Derivatives:
     """Moves each parameter in a random direction, and compares the change of the loss to the gradient.
 
     The step is computed in float32 if the config has a 16-bit dtype, and every token uses all experts, because the loss jumps
-    if a router chooses other experts. A difference counts if two step sizes agree about it. If the loss is not smooth, as with
+    if a router chooses different experts. A difference counts if two step sizes agree on it. If the loss is not smooth, as with
     quantized weights, nothing is compared.
     """
 
@@ -80,7 +80,7 @@ class Derivatives:
         moved = gradient_errors(exact.gradients, step.evaluate(EPSILON[dtype]).gradients)
         if max(moved.values()) > JUMP or skipped > LARGEST_SHARE * len(
             errors
-        ):  # differences that agree do so by chance
+        ):  # any differences that agree do so by chance
             errors, skipped = dict.fromkeys(errors, 0.0), len(errors)
         wrong = {key: error for key, error in errors.items() if error > TOLERANCE}
         outcome = Outcome(
@@ -120,7 +120,10 @@ def _locate(step: Step, wrong: Mapping[tuple[str, str], float]) -> Difference:
 
 
 def _directions(step: Step, path: str, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Return a random direction for each layer of a parameter, as large as its values and zero in the other layers."""
+    """Return one random direction per layer of a parameter.
+
+    Each has the magnitude of the parameter's values in that layer, and is zero in all other layers.
+    """
     value = np.asarray(step.weights.params[path], np.float64)
     least = 1e-3 * float(np.sqrt(np.mean(np.square(value)))) + 1e-12
     direction = np.maximum(np.abs(value), least) * rng.choice([-1.0, 1.0], value.shape)
@@ -138,8 +141,8 @@ def _error(step: Step, path: str, direction: np.ndarray, gradient: np.ndarray, r
     Args:
         step: The step.
         path: Path of the parameter.
-        direction: Direction to move it in.
-        gradient: Its gradient.
+        direction: Direction to move the parameter in.
+        gradient: Gradient of the parameter.
         rounding: Error of a loss that rounding explains.
 
     Returns:

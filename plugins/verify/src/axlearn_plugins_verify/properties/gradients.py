@@ -22,7 +22,7 @@ class Gradients:
         program, weights = case.program(), case.weights()
         frozen = set(program.function("train").frozen)
         has_gradient: dict[tuple[str, str], bool] = {}
-        for index in range(2):  # a batch may miss a part, such as an expert
+        for index in range(2):  # a single batch may not reach every part, such as an expert
             gradients = Step(program=program, weights=weights, batch=case.batch(index)).evaluate().gradients
             for path in gradients.keys() - frozen:
                 for layer, value in split_layers(program, path, gradients[path]).items():

@@ -23,7 +23,7 @@ from axlearn_plugins_verify.prove.training_step import Step, compare_steps
 LENGTHS = (384, 1024)
 """Row lengths to try if the rows of the shrunk config are too short for the kernels."""
 ROWS = 2
-"""Rows of longer batches."""
+"""Number of rows in the longer batches."""
 
 
 class Kernels:
@@ -106,7 +106,7 @@ def _other_target(case: Any) -> Target | None:
 
 
 def _target_calls(case: Any, target: Target) -> tuple[list[target_kernels.KernelCall], list[str]]:
-    """Return the kernels on the target that this machine can run, and a line for each one that it cannot."""
+    """Return the target's kernels that this machine can run, and a line for each kernel that it cannot."""
     calls, missing = target_kernels.target_calls(case.original, target)
     reasons = {call: call.unavailable_reason() for call in calls}
     lines = [f"{call.name} is not compared: it {reason}" for call, reason in reasons.items() if reason]
@@ -114,7 +114,7 @@ def _target_calls(case: Any, target: Target) -> tuple[list[target_kernels.Kernel
 
 
 def lengthened(batch: Any, length: int) -> dict[str, np.ndarray]:
-    """Return a batch with fewer and longer rows, each of one document: random positions of the given rows."""
+    """Return a batch with fewer and longer rows. Each is one document, made of random positions of a given row."""
     size = max(x.shape[1] for x in batch.values() if x.ndim >= 2)
     places = np.random.default_rng(length).integers(0, size, length)
     result = {}

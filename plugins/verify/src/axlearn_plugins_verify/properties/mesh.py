@@ -1,4 +1,4 @@
-"""A mesh gives the loss and the gradients of one device."""
+"""A mesh gives the same loss and gradients as one device."""
 
 import functools
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from axlearn_plugins_verify.prove.training_step import Step, compare_steps
 
 
 class Meshes:
-    """Compares a step on several devices to one on a single device, for meshes that together have every axis."""
+    """Compares a step on several devices to one on a single device, for meshes that together cover every axis."""
 
     summary: ClassVar[str] = "a mesh gives the loss and the gradients of one device"
 
@@ -26,7 +26,7 @@ class Meshes:
     def check(self, case: Any) -> Outcome:
         """Compare each mesh. Return the first failure, or the outcome with the largest error.
 
-        A 16-bit dtype is checked on the first mesh only: compiling takes most of the time.
+        A 16-bit dtype is checked on the first mesh only, because compiling takes most of the time.
         """
         outcomes = []
         for index, shape in enumerate(case.meshes):

@@ -1,4 +1,4 @@
-"""Microbatches give the loss and the gradients of the whole batch."""
+"""Microbatches give the same loss and gradients as the whole batch."""
 
 from typing import Any, ClassVar
 

@@ -18,7 +18,7 @@ TOLERANCE = 0.01
 
 
 class MovingAverage:
-    """Trains for a few steps, computes the average of the parameters in float64, and compares the evaluated weights."""
+    """Trains for a few steps, and compares the weights for evaluation with an average computed in float64."""
 
     summary: ClassVar[str] = "evaluation uses the moving average of the trained parameters"
 

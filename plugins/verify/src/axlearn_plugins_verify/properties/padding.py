@@ -27,7 +27,7 @@ class Padding:
         return competing_tokens(case)
 
     def check(self, case: Any) -> Outcome:
-        """Compare other padding, then no padding."""
+        """Compare with different padding, then with none."""
         return check_precisely(case, lambda config: self._check(case, config))
 
     def _check(self, case: Any, config: Any) -> Outcome:
@@ -53,7 +53,7 @@ class Padding:
 
 
 def _pad(name: str, values: np.ndarray, padding: np.ndarray, size: int) -> np.ndarray:
-    """Turn the tokens from `size` on into padding with given values."""
+    """Turn the tokens from `size` on into padding with the given values."""
     if values.ndim < 2 or values.shape[1] <= size:
         return values
     result = values.copy()

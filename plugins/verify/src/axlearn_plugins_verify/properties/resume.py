@@ -14,7 +14,7 @@ from axlearn_plugins_verify.prove.contract import Difference, Outcome
 from axlearn_plugins_verify.prove.forward import QUICK
 
 BEFORE, AFTER = 2, 2
-"""Steps before the checkpoint, and steps after it."""
+"""Number of steps before and after the checkpoint."""
 
 
 class Resume:
@@ -63,7 +63,7 @@ class Resume:
 
 
 def local_checkpointer(config: Any, directory: str) -> Any:
-    """Return the config of the checkpointer, with every place that it names moved below a directory."""
+    """Return the config of the checkpointer, with every location that it names moved into a directory."""
     checkpointer = get_checkpointer_config(config)
     places = {path: value for path, value in walk(checkpointer) if isinstance(value, str)}
     names = {path: path.rpartition(".")[2] for path in places}

@@ -25,8 +25,8 @@ _texts: "weakref.WeakKeyDictionary[Program, dict[str, str]]" = weakref.WeakKeyDi
 class Settings:
     """Changes each number and flag of the model that differs from its default, and compares the programs.
 
-    A program that does not change ignores the setting: for example an attention layer that does not pass its soft cap on, or a
-    feature whose effect another feature drops.
+    A program that does not change ignores the setting. For example, an attention layer may not pass on its soft cap, or one
+    feature may undo the effect of another.
     """
 
     summary: ClassVar[str] = "every setting of the model that differs from its default has an effect"
@@ -62,7 +62,7 @@ class Settings:
 
 
 def changed_settings(config: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the path of each number and flag that differs from its default, and the config with another value."""
+    """Yield the path of each number and flag that differs from its default, and the config with a different value."""
     for leaf in leaves(config):
         if not leaf.path.startswith(PARTS) or leaf.kind not in KINDS or _is_default(config, leaf.path):
             continue
@@ -83,11 +83,11 @@ def _other_values(value: Any) -> tuple[Any, ...]:
 
 
 def _is_default(config: Any, path: str) -> bool:
-    """Return whether a setting has its default, or is not a setting of its own."""
+    """Return whether a setting has its default value, or is not a setting in its own right."""
     parent, _, name = path.rpartition(".")
     node = get(config, parent)
     if isinstance(node, Scaled):
-        return True  # rounding may hide a change of a relative size
+        return True  # rounding may hide a change in a relative size
     fields = {f.name: f for f in attrs.fields(type(node))} if isinstance(node, Node) else {}
     return name not in fields or fields[name].default == get(config, path)
 

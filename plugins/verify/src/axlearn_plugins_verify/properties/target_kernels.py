@@ -30,7 +30,7 @@ from axlearn_plugins_verify.prove.forward import EPSILON, FLOOR, perturbed
 from axlearn_plugins_verify.prove.training_step import MOVES
 
 FLOPS, BYTES = 2.0**29, 2.0**22
-"""Cost of an op call that an interpreter computes in seconds."""
+"""Cost of an op call that an interpreter can compute within seconds."""
 
 
 @attrs.frozen
@@ -60,7 +60,7 @@ class KernelCall:
         return kernel.hardware_only or f"runs only on {', '.join(kernel.platforms)}, and has no interpreter"
 
     def accepts(self, op: Any) -> bool:
-        """Return whether the kernel supports a call, and its shapes fit together."""
+        """Return whether the kernel supports a call, and the call's shapes fit together."""
         try:
             op.result()
         except (TypeError, ValueError, ZeroDivisionError, AssertionError):
@@ -85,7 +85,7 @@ class KernelCall:
 
 
 def target_calls(config: Any, target: Target) -> tuple[list[KernelCall], list[str]]:
-    """Return the kernels that a config uses on a target, and lines about kernels that it would use with more packages.
+    """Return the kernels that a config uses on a target, and a line for each kernel that is not available.
 
     Args:
         config: Config before it is shrunk.
@@ -116,10 +116,10 @@ def _choices(config: Any, platform: str, target: str) -> tuple[Choice, ...]:
 
 
 def shrink_op(op: Any, accepts: Callable[[Any], bool]) -> Any:
-    """Return an op whose cost is small, with as few smaller sizes as possible.
+    """Return an op with a small cost, shrinking as few sizes as possible.
 
-    The smallest sizes, such as numbers of rows and heads, shrink first. Sizes that differ stay different, so that groups of
-    heads stay groups.
+    The smallest sizes, such as numbers of rows and heads, shrink first. Sizes that differ stay different, so that groups
+    of heads remain groups.
 
     Args:
         op: Op with abstract arrays.

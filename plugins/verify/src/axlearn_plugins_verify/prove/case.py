@@ -14,7 +14,7 @@ from axlearn_core.contracts.target import Target
 from axlearn_plugins_verify.prove.shrink import synthetic_batch
 
 _SPREAD = 0.2
-"""Standard deviation of random weights. Weights that usually start as zeros or ones differ from them, too."""
+"""Standard deviation of random weights. Weights that usually start as zeros or ones are random, too."""
 
 
 class Case:
@@ -23,7 +23,7 @@ class Case:
     Attributes:
         config: The shrunk config, `Trainer.Config`.
         original: The config before shrinking.
-        meshes: Shapes of meshes that together have each axis that the config can use.
+        meshes: Shapes of meshes that together cover each axis that the config can use.
         seed: Seed of the weights and batches.
         target: Hardware that the request names, or None.
     """
@@ -43,7 +43,7 @@ class Case:
         self._programs = {} if programs is None else programs
 
     def with_seed(self, seed: int) -> "Case":
-        """Return the case with other weights and batches, and the same programs."""
+        """Return the case with different weights and batches, but the same programs."""
         return Case(
             self.config,
             original=self.original,

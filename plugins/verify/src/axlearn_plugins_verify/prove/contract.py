@@ -13,7 +13,7 @@ class Difference:
         layer: Path of the module, such as `decoder.layers.1.attention`, or an empty string if the property compares no layers.
         tensor: Name of the tensor, such as `output`, `loss`, or `gradient of decoder.embedding.weight`.
         error: Relative error of this tensor.
-        detail: Further facts, such as the position of the first token that differs.
+        detail: Further details, such as the position of the first token that differs.
     """
 
     layer: str

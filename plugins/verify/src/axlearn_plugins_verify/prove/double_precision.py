@@ -1,6 +1,6 @@
-"""Repeat a check in float64, which decides if rounding in float32 leaves a doubt.
+"""Repeat a check in float64, which decides if rounding in float32 leaves doubt.
 
-Layers compute some parts in float32 whatever their dtype is: softmax, norms, rotary angles, routers and the loss. They name
+Layers compute some parts in float32 regardless of their dtype: softmax, norms, rotary angles, routers and the loss. They name
 the dtype `jnp.float32`, which means float64 while a check is repeated, so these parts are precise too. A failure in float64
 does not count if a layer still computes in float32.
 """
@@ -25,11 +25,11 @@ FLOATS = ("float32", "bfloat16", "float16")
 ALSO_IN_FLOAT32 = "also in float32"
 """Note on a check of a config with a 16-bit dtype."""
 VAGUE = 1e-4
-"""Tolerance in float32 above which a check says little. The largest one of 14 shipped experiments is 5.7e-5, of `gemma3-4b`."""
+"""Tolerance in float32 above which a check says little. The largest among 14 shipped experiments is 5.7e-5, for `gemma3-4b`."""
 
 
 def repeat_if_doubtful(case: Any, outcome: Outcome, config: Any, check: Callable[[Any], Outcome]) -> Outcome:
-    """Return the outcome in float64 if the one in float32 is in doubt: a failure, or a tolerance above `VAGUE`.
+    """Return the outcome in float64 if the one in float32 is doubtful: a failure, or a tolerance above `VAGUE`.
 
     Args:
         case: `axlearn_plugins_verify.prove.case.Case`.
@@ -38,7 +38,7 @@ def repeat_if_doubtful(case: Any, outcome: Outcome, config: Any, check: Callable
         check: Checks a config.
 
     Returns:
-        The outcome in float64. If float64 is impossible, the given outcome, and `compared` says why.
+        The outcome in float64. If float64 is impossible, the given outcome, with the reason in `compared`.
     """
     return outcome if outcome.holds and outcome.tolerance <= VAGUE else repeat(case, outcome, config, check)
 
@@ -55,7 +55,7 @@ def repeat(case: Any, outcome: Outcome, config: Any, check: Callable[[Any], Outc
             precise = double_config(config)
             repeated = check(precise)
             rounds = not repeated.holds and computes_in_float32(case.program(precise), case.batch(case.seed))
-    except Exception as error:  # any layer or kernel may refuse float64
+    except Exception as error:  # any layer or kernel may reject float64
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return keep(reason)
     if rounds:
@@ -85,7 +85,7 @@ def as_double(batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def computes_in_float32(program: Program, batch: Mapping[str, Any]) -> bool:
-    """Return whether the loss of a program in float64 has a value in float32, such as one of a layer that uses `np.float32`."""
+    """Return whether the loss of a program in float64 has a value in float32, such as one from a layer with `np.float32`."""
     call = program.function("loss").call
     with program.tracing("loss"):
         traced = jax.make_jaxpr(lambda *args: call(*args))(program.trained.specs, as_double(batch))
@@ -104,7 +104,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def _is_same_comparison(one: str, other: str) -> bool:
-    """Return whether a description of a comparison contains all parts of another one."""
+    """Return whether a description of a comparison contains all parts of another description."""
     parts, notes = other.split("; "), {ALSO_IN_FLOAT32}
     return all(
         any(p == part or p.startswith(f"{part},") for p in parts) for part in one.split("; ") if part not in notes

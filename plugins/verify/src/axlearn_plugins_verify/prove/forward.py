@@ -37,7 +37,7 @@ _compiled: "weakref.WeakKeyDictionary[Program, Any]" = weakref.WeakKeyDictionary
 
 
 def missing_logits(case: Any) -> str | None:
-    """Return why a model has no logits per token, or None if it has."""
+    """Return why a model has no logits per token, or None if it has them."""
     model = case.program().functional.describe()
     if isinstance(model, LanguageModel) and isinstance(model, HasVocabulary):
         return None
@@ -69,7 +69,7 @@ def rows_shape(case: Any) -> tuple[int, int]:
 
 
 def model_weights(case: Any, program: Program) -> ModelWeights:
-    """Return the weights of the model, without those of an objective."""
+    """Return the weights of the model, excluding those of an objective."""
     weights, functional = case.weights(program.config), program.functional
     return ModelWeights(
         {p: weights.params[p] for p in functional.abstract}, {p: weights.variables[p] for p in functional.variables}
@@ -77,7 +77,7 @@ def model_weights(case: Any, program: Program) -> ModelWeights:
 
 
 def perturbed(params: Mapping[str, Any], amount: float, seed: int = 0) -> dict[str, Any]:
-    """Move each parameter by a random part of `amount` of its size."""
+    """Move each parameter by a random multiple of `amount` times its magnitude."""
     if not amount:
         return dict(params)
     rng = np.random.default_rng(seed)
@@ -91,7 +91,7 @@ def perturbed(params: Mapping[str, Any], amount: float, seed: int = 0) -> dict[s
 
 
 def forward(program: Program) -> Callable[[ModelWeights, Rows], jax.Array]:
-    """Return the traceable function from weights and rows to logits [B, S, V], in evaluation mode."""
+    """Return a traceable function from weights and rows to logits [B, S, V], in evaluation mode."""
 
     def run(weights: ModelWeights, rows: Rows) -> jax.Array:
         model = program.functional.bind(weights.params, weights.variables)
@@ -145,7 +145,7 @@ def precise_config(config: Any) -> Any:
 def check_precisely(case: Any, check: Callable[[Any], Outcome]) -> Outcome:
     """Check a property of a config in its dtype. If that is a 16-bit dtype and the property holds, check it in float32 too.
 
-    Rounding hides small faults in a 16-bit dtype. If float32 leaves a doubt, float64 decides.
+    Rounding hides small faults in a 16-bit dtype. If float32 leaves doubt, float64 decides.
     """
     outcome, precise = None, precise_config(case.config)
     if precise is not case.config:
@@ -163,7 +163,7 @@ def logits_tolerance(case: Any, program: Program, rows: Rows, epsilon: float = 0
     """Return the largest relative error of a token's logits that rounding explains.
 
     Args:
-        case: The case, which has the weights.
+        case: The case, which holds the weights.
         program: Program of the config.
         rows: Rows to compute.
         epsilon: Relative size of the rounding, if it is larger than that of the dtype.

@@ -17,7 +17,7 @@ from axlearn_core.plugins.request import Request, Setting, format_value
 from axlearn_core.plugins.resolve import Resolved, resolve
 
 MAX_LAYERS = 6
-"""Numbers of layers to try, from one layer on."""
+"""The layer counts to try start at one and stay below this number."""
 
 Meshes = tuple[Mapping[str, int], ...]
 StillFails = Callable[[Resolved, Meshes, bool], Any]
@@ -29,9 +29,9 @@ class Minimal:
     """The smallest request that still fails.
 
     Attributes:
-        words: Its arguments, as for `axlearn prove`.
-        meshes: Shapes of the meshes that the property needs to fail. Empty stands for those of the proof.
-        features: Names of the features that are left.
+        words: Arguments of the request, as for `axlearn prove`.
+        meshes: Shapes of the meshes on which the property fails. Empty stands for the meshes of the proof.
+        features: Names of the features that remain.
         removed: Features, settings, layers and meshes that do not matter, in the syntax of the command line.
         check: The failed check of the smallest request: a `proof.Check`.
         complete: Whether every part was tried before the time limit.
@@ -51,7 +51,7 @@ class _Candidate:
 
     Attributes:
         request: The request.
-        meshes: Shapes of the meshes. Empty stands for those of the proof.
+        meshes: Shapes of the meshes. Empty stands for the meshes of the proof.
     """
 
     request: Request
@@ -67,7 +67,7 @@ def minimize(
         request: Request that fails.
         resolved: The resolved request.
         still_fails: Checks a resolved request on meshes.
-        deadline: Time of `time.monotonic` to stop at.
+        deadline: Time to stop at, on the clock of `time.monotonic`.
         meshes: Shapes of the meshes of the proof if the property depends on them.
 
     Returns:
@@ -111,7 +111,7 @@ def _check(candidate: _Candidate, still_fails: StillFails) -> tuple[Resolved, An
 
 
 def _smaller(candidate: _Candidate, resolved: Resolved, meshes: Meshes) -> Iterator[tuple[str, _Candidate]]:
-    """Yield the candidates with one part less, and the part."""
+    """Yield each part that can be removed, and the candidate without it."""
     for part, request in _smaller_requests(candidate.request, resolved):
         yield part, attrs.evolve(candidate, request=request)
     for part, setting in _smaller_values(resolved.config):
@@ -122,7 +122,7 @@ def _smaller(candidate: _Candidate, resolved: Resolved, meshes: Meshes) -> Itera
 
 
 def _smaller_requests(request: Request, resolved: Resolved) -> Iterator[tuple[str, Request]]:
-    """Yield the requests with one part less, and the part: a target, a feature, or a setting.
+    """Yield each part that can be removed (a target, a feature, or a setting), and the request without it.
 
     Features of a file or of a mesh rule are removed with `--without`.
     """
@@ -142,7 +142,7 @@ def _smaller_requests(request: Request, resolved: Resolved) -> Iterator[tuple[st
 
 
 def _smaller_values(config: Any) -> Iterator[tuple[str, Setting]]:
-    """Yield settings that remove a part of the config, and the part: evaluators, losses, kinds of layers, and layers."""
+    """Yield parts of the config (evaluators, losses, kinds of layers, and layers), and the settings that remove them."""
     if config.evaluators:
         yield f"evaluators {', '.join(config.evaluators)}", _setting("evaluators", {})
     for leaf in leaves(config):
@@ -165,7 +165,7 @@ def _smaller_values(config: Any) -> Iterator[tuple[str, Setting]]:
 
 
 def _kinds(node: Any) -> list[Any]:
-    """Return the different kinds of layers that a node alternates, or nothing if it does not."""
+    """Return the kinds of layers that a node alternates between. Empty if it does not alternate."""
     fields = children(node) if isinstance(node, Node) else {}
     if not isinstance(fields.get("children"), tuple) or not isinstance(fields.get("first"), tuple):
         return []
@@ -191,7 +191,7 @@ def _smaller_meshes(shapes: Meshes) -> Iterator[tuple[str, Meshes]]:
 
 
 def command(minimal: Minimal) -> str:
-    """Return the command that repeats the failure."""
+    """Return the command that reproduces the failure."""
     words = [*minimal.words, "--only", minimal.check.name]
     words += ["--mesh", ",".join(f"{a}={size}" for a, size in minimal.meshes[0].items())] if minimal.meshes else []
     words += ["--seed", str(minimal.check.seed)] if minimal.check.seed else []

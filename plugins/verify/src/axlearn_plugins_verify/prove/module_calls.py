@@ -26,14 +26,17 @@ REPEATED = "#"
 """Part of a path that stands for the index of a layer until the order of the calls is known."""
 
 Select = Callable[[np.ndarray], np.ndarray | None]
-"""Selects the values of a record that another run also computes. Returns None to leave the record out."""
+"""Selects the values of a record that another run also computes. Returns None to skip the record."""
 
 _located: ContextVar[bool] = ContextVar("located", default=True)
 
 
 @contextlib.contextmanager
 def without_location() -> Iterator[None]:
-    """Let checks only say whether a property holds. To find the first layer that differs takes most of the time of a failure."""
+    """Make checks report only whether a property holds.
+
+    Finding the first layer that differs takes most of the time of a failed check.
+    """
     token = _located.set(False)
     try:
         yield
@@ -138,7 +141,7 @@ def first_difference(
     """Return the first record that differs by more than the tolerance.
 
     Args:
-        one: Records of the run that is correct by assumption.
+        one: Records of the run that is assumed to be correct.
         other: Records of the run to compare.
         tolerance: Largest relative error that rounding explains.
         select_one: Selects the comparable values of `one`.
@@ -146,7 +149,7 @@ def first_difference(
 
     Returns:
         The difference. If the errors grow so slowly that no record differs by the whole tolerance, the first one that differs by
-        a part of it. None if no record that both runs have differs.
+        a fraction of it. None if no record that both runs have differs.
     """
     later = {(r.layer, r.tensor): r for r in reversed(other)}
     pairs = [(r, select_one(r.value), select_other(m.value)) for r in one if (m := later.get((r.layer, r.tensor)))]
@@ -193,7 +196,7 @@ def vector_error(expected: np.ndarray, actual: np.ndarray) -> float:
 
 
 def relative_error(expected: np.ndarray, actual: np.ndarray) -> float:
-    """Return the norm of the difference, relative to the norm of the expected values. Infinite if one is not finite."""
+    """Return the norm of the difference, relative to the norm of the expected values. Infinite if either is not finite."""
     expected, actual = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
     if not (np.isfinite(expected).all() and np.isfinite(actual).all()):
         return 0.0 if np.array_equal(expected, actual, equal_nan=True) else float("inf")
@@ -284,7 +287,7 @@ def _is_float(x: Any) -> bool:
 
 @contextlib.contextmanager
 def patched(recorder: Recorder) -> Iterator[None]:
-    """Let the classes of a model report their calls to a recorder."""
+    """Make the classes of a model report their calls to a recorder."""
     originals: dict[type, Any] = {}
     for cls in recorder.classes:
         if any("__call__" in vars(base) for base in cls.__mro__):

@@ -1,4 +1,4 @@
-"""Prove a config: shrink it, check each property, and minimize what fails."""
+"""Prove a config: shrink it, check each property, and minimize a request that fails."""
 
 import contextlib
 import math
@@ -34,7 +34,7 @@ HOLDS, FAILS, SKIPPED, NOT_RUN = "holds", "FAILS", "skipped", "not run"
 
 @attrs.frozen(kw_only=True)
 class Check:
-    """A property that was checked on one seed.
+    """A property that was checked with one seed.
 
     Attributes:
         name: Name of the property.
@@ -61,7 +61,7 @@ class Proof:
 
     Attributes:
         title: Name of the experiment, with its features.
-        checks: Every property on every seed, in the order of the checks.
+        checks: Every property with every seed, in the order of the checks.
         shrunk: The shrunk config, its meshes, and the sizes that changed.
         minimal: Smallest request for which the first property that failed still fails, or None.
         seconds: Time of the proof.
@@ -104,7 +104,7 @@ def properties() -> dict[str, Property]:
 
 
 def select(only: Sequence[str]) -> dict[str, Property]:
-    """Return the properties with these names, or all if there are none.
+    """Return the properties with the given names, or all properties if no names are given.
 
     Raises:
         RequestError: If a property is not installed.
@@ -130,12 +130,12 @@ def prove(
     """Check the properties of a config.
 
     The config is shrunk until a laptop can train it, with random weights and batches in the shapes of its input. Neither its
-    data nor its tokenizer are read.
+    data nor its tokenizer is read.
 
     Args:
         request: A request, the name of an experiment, a YAML file, or a config.
         only: Names of the properties to check (default: all).
-        minutes: Time limit. Checks that would begin later are reported as not run.
+        minutes: Time limit. Checks that would start after it are reported as not run.
         seed: First seed of the weights and batches.
         seeds: Number of seeds.
         mesh: Shape of the only mesh to check, such as `{"data": 2}` (default: meshes that together have every axis).
@@ -215,7 +215,7 @@ def check_property(name: str, part: Property, case: Case) -> Check:
             status = HOLDS if outcome.holds else FAILS
     except AxlearnError as error:
         status, reason = FAILS, str(error)
-    except Exception as error:  # JAX raises many kinds of errors for a layer that is wrong
+    except Exception as error:  # JAX raises many kinds of errors for a faulty layer
         status, reason = FAILS, f"{type(error).__name__}: {_first_line(error)}"
     seconds = time.monotonic() - begun
     return Check(
@@ -238,7 +238,7 @@ def _holds_so_far(checks: Iterable[Check], name: str) -> bool:
 
 
 def checked_mesh(shape: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the shape of a mesh if the devices are enough.
+    """Return the shape of a mesh if there are enough devices.
 
     Raises:
         RequestError: If an axis is unknown, or if the mesh is too large.
@@ -271,11 +271,11 @@ def _still_fails(other: Resolved, meshes: minimize.Meshes, failed: Check, part: 
         target=requested_target(other),
     )
     check = check_property(failed.name, part, case)
-    # Another error is another problem.
+    # A different kind of failure is a different problem.
     same = (check.outcome is None) == (failed.outcome is None)
     return check if check.status == FAILS and same else None
 
 
 def unfinished(proof: Proof) -> Iterator[Check]:
-    """Yield the checks that the time limit left out."""
+    """Yield the checks that the time limit kept from running."""
     yield from (check for check in proof.checks if check.status == NOT_RUN)

@@ -43,7 +43,7 @@ def _facts(check: Check) -> str:
 
 
 def summary(proof: Proof) -> str:
-    """Return what follows the lines of the checks: the failures, the smallest config that fails, notes, and the counts."""
+    """Return the text after the lines of the checks: the failures, the smallest config that fails, notes, and the counts."""
     parts = [text for check in proof.failures[:1] for text in _failure(proof, check)]
     parts += [f"note: {note}" for note in proof.shrunk.notes]
     counts = {status: sum(c.status == status for c in proof.checks) for status in COLORS}

@@ -17,12 +17,12 @@ from axlearn_core.errors import AxlearnError, RequestError
 from axlearn_plugins_verify.prove.structure import Structure, describe_structure
 
 LARGE = 2_000_000
-"""Number of parameters from which a model is not small enough."""
+"""Number of parameters above which a model is not small enough."""
 UNKNOWN = 64
-"""Largest value of a number whose meaning is unknown. Larger ones are sizes."""
+"""Largest value that a number of unknown meaning may keep. Larger numbers are sizes."""
 PARTS = ("model.", "objective.", "input.", "learner.")
 
-# The smallest sizes for which each kind of layer still does its work, by the name of the field. The numbers of heads, experts
+# The smallest sizes for which each kind of layer still does its work, by field name. The numbers of heads, experts
 # and rows are divisible by the mesh axes of a proof.
 SIZES: Mapping[str, int] = {
     "accumulate_steps": 2,
@@ -60,7 +60,7 @@ OPTIONAL = ("loss_chunk",)
 SMALLEST_WIDTH, SMALLEST_COUNT = 32, 4
 """Smallest sizes of fields whose names are not known: widths, and numbers of layers, heads or experts."""
 REFUSALS = (AxlearnError, ValueError, TypeError, ZeroDivisionError, AssertionError)
-"""Errors of layers whose sizes do not go together."""
+"""Errors raised by layers whose sizes do not fit together."""
 MORE_ATTEMPTS = 6
 """Number of combinations of sizes to try after the first valid one, to keep more operations."""
 STEPS = 8
@@ -86,9 +86,9 @@ class Shrunk:
 
     Attributes:
         config: The config.
-        meshes: Shapes of meshes that together have each axis that the config can use.
+        meshes: Shapes of meshes that together cover each axis that the config can use.
         changes: Config paths of the sizes that changed, with the old and the new value.
-        notes: What the small config or its meshes do not have, although the config does.
+        notes: What the original config has, but the small config or its meshes lack.
     """
 
     config: Any
@@ -156,7 +156,7 @@ def _small_values(config: Any) -> Iterator[tuple[str, int]]:
 
 
 def _kv_heads(old: int, heads: Any) -> int:
-    """Keep one key head for all, one for each query head, or groups."""
+    """Keep the grouping: one key head for all query heads, one per query head, or one per group."""
     return min(old, SIZES["num_heads"] if old == heads else SIZES["num_kv_heads"])
 
 
@@ -206,7 +206,7 @@ def _raised(config: Any, values: Mapping[str, int], names: Mapping[str, int]) ->
 
 
 def _first_valid(config: Any, structure: Structure) -> tuple[Any, frozenset[str]]:
-    """Return the smallest config that loses the fewest operations, and these. Return the config itself if none is valid."""
+    """Return the smallest config that loses the fewest operations, and those operations. If none is valid, return `config`."""
     best: tuple[Any, frozenset[str]] | None = None
     tried = 0
     for values in _attempts(config):
@@ -224,7 +224,7 @@ def _first_valid(config: Any, structure: Structure) -> tuple[Any, frozenset[str]
 
 
 def _patched(config: Any, values: Mapping[str, int], structure: Structure) -> tuple[Any | None, frozenset[str]]:
-    """Return the config with other sizes, or None if it is invalid or has other layers or arrays, and the lost operations."""
+    """Return the config with new sizes, or None if it is invalid or its layers or arrays change, and the lost operations."""
     try:
         small = patch(config, dict(values))
         smaller = describe_structure(small)
@@ -234,7 +234,7 @@ def _patched(config: Any, values: Mapping[str, int], structure: Structure) -> tu
 
 
 def _shrink_one_by_one(config: Any, structure: Structure) -> Any:
-    """Shrink each size that can be shrunk alone, also of fields whose names are not known.
+    """Shrink each size that can be shrunk alone, including fields whose names are not known.
 
     Raises:
         RequestError: If the model stays large.
@@ -269,7 +269,7 @@ def _module_sizes(config: Any) -> Iterator[tuple[str, int]]:
 
 
 def _halved(value: int) -> Iterator[int]:
-    """Yield halves of a size, halves of these, and so on. They keep most of the factors that layers may need."""
+    """Yield half of a size, half of that, and so on. Halving keeps most of the factors that layers may need."""
     least = SMALLEST_WIDTH if value > UNKNOWN else SMALLEST_COUNT
     while value % 2 == 0 and value // 2 >= least:
         value //= 2
@@ -327,7 +327,7 @@ def _check_input(config: Any) -> None:
 def synthetic_batch(config: Any, seed: int) -> dict[str, np.ndarray]:
     """Return a random batch in the shapes that the input of a config declares.
 
-    Rows of tokens contain several documents if the input declares `segment_ids`. A tenth of the tokens has no weight in the loss.
+    Rows of tokens contain several documents if the input declares `segment_ids`. A tenth of the tokens have no weight in the loss.
 
     Raises:
         ConfigError: If the input does not declare its batches.

@@ -11,11 +11,11 @@ MINUTES = 2
 
 
 def _prove(_: bool, request: Request) -> Request:
-    """Prove the request in another process, because this one may use other devices than virtual ones."""
+    """Prove the request in another process, because this process may use devices other than virtual ones."""
     command = [sys.executable, "-m", "axlearn_core", "prove", *request.words, "--minutes", str(MINUTES)]
     result = subprocess.run(command, stdout=sys.stderr, check=False)
     if result.returncode:
-        # A property that does not hold is not a wrong request, so the exit code is that of the proof.
+        # A property that does not hold does not make the request wrong, so keep the exit code of the proof.
         error = WorkError if result.returncode == 1 else RequestError
         raise error(
             "--prove: the config was not proven, so nothing was trained; see above\n"

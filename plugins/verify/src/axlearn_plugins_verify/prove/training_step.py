@@ -21,7 +21,7 @@ FLOOR = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 1e-2, "float16": 5e-3}
 MOVES = 2
 """Number of random moves of the parameters that measure rounding."""
 SMALL = 0.01
-"""A gradient with a small norm is compared to this part of the norm of all gradients."""
+"""The error of a gradient with a small norm is relative to this fraction of the norm of all gradients."""
 STACKED = "layers"
 """Logical axis of stacked parameters."""
 
@@ -62,7 +62,7 @@ class Step:
     select: Select = lambda x: x
 
     def evaluate(self, perturb: float = 0.0, seed: int = 0) -> Gradient:
-        """Return the loss and the gradients, with parameters that are moved by a random part of `perturb` of their size."""
+        """Return the loss and the gradients, with parameters moved by a random multiple of `perturb` times their magnitude."""
         functions = _compiled.setdefault(self.program, {})
         if self.kernels not in functions:
             functions[self.kernels] = self.program.compile_trial(self.compute, kernels=self.kernels)
@@ -103,7 +103,7 @@ def compare_steps(one: Step, other: Step, *, compared: str, gradients: bool = Tr
     """Compare two computations of one step, and name the first layer that differs if they do.
 
     Args:
-        one: The computation that is correct by assumption. It also measures the rounding.
+        one: The computation that is assumed to be correct. It also measures the rounding.
         other: The computation to compare.
         compared: What is compared, in one line.
         gradients: Whether to compare gradients too.
@@ -144,7 +144,7 @@ def compare_steps(one: Step, other: Step, *, compared: str, gradients: bool = Tr
 
 
 def _first_scalar(expected: Mapping[str, float], actual: Mapping[str, float], tolerance: float) -> Difference | None:
-    """Return the scalar that the model reports, such as a part of its loss, whose relative error is the largest."""
+    """Return the scalar with the largest relative error among those that the model reports, such as parts of its loss."""
     errors = {n: loss_error(v, actual.get(n, 0.0)) for n, v in expected.items() if n != "weight"}
     wrong = {name: error for name, error in errors.items() if error > tolerance}
     if not wrong:
@@ -177,7 +177,7 @@ def _error(expected: np.ndarray, actual: np.ndarray, least: float) -> float:
 def last_gradient(
     program: Program, expected: Gradient, actual: Gradient, wrong: Sequence[str], tolerance: float, order: Sequence[str]
 ) -> Difference:
-    """Return the wrong gradient that the backward pass computes first: the one of the module that is called last.
+    """Return the wrong gradient that the backward pass computes first: that of the module that is called last.
 
     Args:
         program: Program, which knows the stacked parameters.
@@ -210,7 +210,7 @@ def split_layers(program: Program, path: str, value: Any) -> dict[str, np.ndarra
 
 
 def find_module(path: str, index: str, calls: Mapping[str, int]) -> str:
-    """Return the module that was called and owns a parameter: the longest path of a call that fits.
+    """Return the called module that owns a parameter: the one with the longest matching path.
 
     Args:
         path: Path of the parameter, without the index of its layer.

@@ -20,7 +20,7 @@ class ScalarDifference:
         step: Step of the scalar.
         name: Name of the scalar.
         recorded: Value in `metrics.jsonl`.
-        replayed: Value of the replay.
+        replayed: Value in the replay.
     """
 
     step: int
@@ -44,7 +44,7 @@ class ArrayDifference:
         index: Index of the first element that differs.
         recorded: This element in the checkpoint.
         replayed: This element in the replay.
-        bit: Position of the bit, from 0 for the lowest, if the arrays differ in only one.
+        bit: Position of the bit, counted from 0 for the lowest, if the arrays differ in only one bit.
         error: Norm of the difference, relative to the norm of the checkpoint's array.
     """
 

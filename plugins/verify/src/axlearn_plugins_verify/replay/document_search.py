@@ -10,7 +10,7 @@ from axlearn_plugins_verify.replay.workbench import Measure
 
 MAX_RERUNS = 12
 GREW = 4.0
-"""A step is abnormal if the norm of its gradients exceeds the usual one by this factor."""
+"""A step is abnormal if the norm of its gradients exceeds the usual norm by this factor."""
 
 
 @attrs.frozen(kw_only=True)
@@ -21,7 +21,7 @@ class Bisection:
         documents: The documents to blame. If the search ended early, the smallest group that contains them. Empty if the step
             is normal.
         whole: Measure of the whole batch.
-        rest: Measure of the batch without these documents. None if nothing is left, or if the search ended before.
+        rest: Measure of the batch without these documents. None if nothing is left, or if the search ended early.
         usual: Usual norm of the gradients. None if it is unknown.
         reruns: Number of times that a part of the batch was computed.
         ended: Why the search ended.
@@ -98,11 +98,11 @@ def bisect_documents(
 
     Args:
         batch: Arrays [B, ...] of the batch.
-        documents: All its documents.
+        documents: All documents of the batch.
         measure: Computes the loss and the gradients of a batch.
         whole: Measure of the whole batch.
-        usual: Usual norm of the gradients. None only looks for values that are not finite.
-        suspects: Documents to check first, for example those with the first values that are not finite.
+        usual: Usual norm of the gradients. If None, only non-finite values are abnormal.
+        suspects: Documents to check first, for example those with the first non-finite values.
         max_reruns: Maximum number of times to compute a part of the batch.
     """
     # Halfway between the two norms, on a logarithmic scale.

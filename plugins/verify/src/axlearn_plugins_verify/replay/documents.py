@@ -20,7 +20,7 @@ class Document:
         start: First position of the document in the row.
         stop: Position after the last.
         microbatch: Index of the microbatch that computes the row.
-        source: File and place in it, if the input knows them.
+        source: File, and the place in it, if the input knows them.
     """
 
     row: int
@@ -62,9 +62,9 @@ def list_documents(batch: Mapping[str, Any], microbatches: int = 1) -> list[Docu
 
 
 def keep_documents(batch: Mapping[str, Any], documents: Collection[Document]) -> dict[str, np.ndarray]:
-    """Return a batch with only some of its documents, in their places.
+    """Return a batch with only some of its documents, in their original places.
 
-    The other documents become padding: all their values are zero, as the input pads rows. If the batch does not mark
+    The other documents become padding: all their values are zero, as in the input's padding. If the batch does not mark
     documents, the other rows become copies of the first remaining one.
     """
     arrays = {name: np.array(value) for name, value in batch.items()}
@@ -87,7 +87,7 @@ def keep_documents(batch: Mapping[str, Any], documents: Collection[Document]) ->
 
 
 def share_of_targets(batch: Mapping[str, Any], part: Mapping[str, Any]) -> float:
-    """Return the share of a batch's targets that a part of it has. 1 if the batch has no weights."""
+    """Return the share of a batch's targets that a part of it contains. 1 if the batch has no weights."""
     if "weights" not in batch:
         return 1.0
     total = float(np.sum(batch["weights"], dtype=np.float64))

@@ -20,7 +20,7 @@ _DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=\d+\s*")
 
 
 def config_drift(history: History, config: Any, step: int) -> list[str]:
-    """Return the changes of the config file since the run's last attempt, which a replay must not mix into the step.
+    """Return the changes to the config file since the run's last attempt, which a replay must not mix into the step.
 
     Args:
         history: The run.
@@ -41,12 +41,12 @@ def config_drift(history: History, config: Any, step: int) -> list[str]:
 
 
 def data_drift(run_dir: str, recorded: object, facts: Mapping[str, Any]) -> list[str]:
-    """Return the changes of the data since a checkpoint."""
+    """Return the changes to the data since a checkpoint."""
     return check_facts(Path(run_dir), recorded, facts, allow_drift=True)
 
 
 def version_drift(lock: Mapping[str, Any], program: Any) -> list[str]:
-    """Return the changes of versions, devices and flags since a lock was written.
+    """Return the changes in versions, devices and flags since a lock was written.
 
     Distributions that were installed later do not count, because the run did not use them.
     """
@@ -64,7 +64,7 @@ def step_drift(lock: Mapping[str, Any], program: Any, batch: Any) -> list[str]:
 
 
 def check_drift(run: str, step: int, changes: Sequence[str], *, allow_drift: bool) -> None:
-    """Raise `CheckpointError` if something changed, unless that is allowed."""
+    """Raise `CheckpointError` if anything changed, unless drift is allowed."""
     if not changes or allow_drift:
         return
     more = [f"    and {len(changes) - SHOWN} more"] if len(changes) > SHOWN else []
@@ -76,7 +76,7 @@ def check_drift(run: str, step: int, changes: Sequence[str], *, allow_drift: boo
 
 
 def _without_device_count(lock: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the number of virtual devices, which `devices` already contains."""
+    """Remove the number of virtual devices, which `devices` already contains."""
     flags = dict(lock.get("flags") or {})
     if "XLA_FLAGS" in flags:
         flags["XLA_FLAGS"] = _DEVICE_COUNT.sub("", flags["XLA_FLAGS"]).strip()

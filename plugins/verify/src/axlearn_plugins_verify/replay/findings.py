@@ -18,7 +18,7 @@ DIVERGED = 0.1
 
 @attrs.frozen(kw_only=True, eq=False)
 class Finding:
-    """A tensor that is not as usual.
+    """A tensor with unusual values.
 
     Attributes:
         statistics: Statistics of the tensor.
@@ -59,7 +59,7 @@ def name_tensor(statistics: "Statistics | Divergence") -> str:
 def first_nonfinite(
     statistics: Sequence[Statistics], documents: Sequence[Document], microbatches: int = 1
 ) -> Finding | None:
-    """Return the first tensor with values that are not finite, or None.
+    """Return the first tensor with non-finite values, or None.
 
     Args:
         statistics: Statistics of the outputs or gradients, in the order of computation.
@@ -128,7 +128,7 @@ class Divergence:
 
     @property
     def overflowed(self) -> bool:
-        """Whether only the run's own execution has values that are not finite."""
+        """Whether only the run's own execution has non-finite values."""
         return self.nonfinite > 0 and self.finite_in_shadow
 
 
@@ -155,7 +155,7 @@ def first_divergence(divergences: Sequence[Divergence]) -> Divergence | None:
 
 
 def nonfinite_arrays(arrays: Mapping[str, Any]) -> list[str]:
-    """Return the paths of the floating point arrays with values that are not finite."""
+    """Return the paths of the floating-point arrays with non-finite values."""
     return [path for path, array in arrays.items() if not _is_finite(array)]
 
 

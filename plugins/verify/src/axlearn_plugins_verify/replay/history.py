@@ -85,7 +85,7 @@ class History:
 
         Args:
             step: Step to replay.
-            from_start: Begin with the initial state, even if the run saved checkpoints since.
+            from_start: Begin with the initial state, even if the run has saved checkpoints since.
 
         Raises:
             RequestError: The run has not reached the step, or the checkpoint before it is gone. The error names the nearest
@@ -160,5 +160,5 @@ def check_loop(config: Any) -> None:
 
 
 def same_scalar(one: float, other: float) -> bool:
-    """Return True if two scalars are the same number, or both are not a number."""
+    """Return True if two scalars are the same number, or if both are NaN."""
     return one == other or (math.isnan(one) and math.isnan(other))

@@ -23,13 +23,13 @@ What = Literal["outputs", "gradients"]
 
 @attrs.frozen(kw_only=True, eq=False)
 class Statistics:
-    """Statistics of one tensor. Values that are not finite only count as such.
+    """Statistics of one tensor. Non-finite values are counted, but excluded from all other statistics.
 
     Attributes:
         layer: Path of the module, such as `decoder.layer.1.attention`, or of the parameter.
         tensor: `output`, `input`, `gradient of output`, or `gradient`.
         shape: Shape of the tensor.
-        dtype: Its dtype.
+        dtype: Dtype of the tensor.
         smallest: Minimum.
         largest: Maximum.
         mean: Mean.
@@ -61,7 +61,7 @@ class Statistics:
             layer: Path of the module or parameter.
             tensor: Name of the tensor.
             value: The array.
-            rows: Shape [B, S] or [B] of the batch. The tensor has positions if its shape begins with it.
+            rows: Shape [B, S] or [B] of the batch. The tensor has positions if its shape begins with this shape.
         """
         array = np.asarray(value)
         dtype, array = str(array.dtype), array.astype(np.float32) if array.dtype.itemsize < 4 else array
@@ -207,14 +207,14 @@ class ProbeRecorder(Recorder):
         return [numbers[site.root][site.call] for site in sites]
 
     def _order(self, group: Sequence[int]) -> Iterator[tuple[_Site, Statistics]]:
-        """Yield what was measured in a loop, one iteration after the other."""
+        """Yield what was measured in a loop, one iteration at a time."""
         count = len(self.arrivals[group[0]])
         for iteration in range(count):
             index = iteration if self.what == "outputs" else count - 1 - iteration
             yield from ((self.sites[site], self.arrivals[site][index]) for site in group)
 
     def _loops(self) -> Iterator[list[int]]:
-        """Yield the calls that belong to the body of one loop, or single calls."""
+        """Yield groups of calls: those that belong to the body of one loop, or a single call."""
         group: list[int] = []
         key: Any = None
         for site in sorted(self.arrivals):
@@ -247,7 +247,7 @@ def measure_parameters(gradients: Any, layers: dict[str, int]) -> list[Statistic
 
     Args:
         gradients: Gradients by path.
-        layers: Axis of the layers, for each stack of parameters by path. Each layer is measured alone.
+        layers: Axis of the layers, for each stack of parameters by path. Each layer is measured separately.
     """
     measured = []
     for path, gradient in gradients.items():

@@ -13,9 +13,9 @@ from axlearn_plugins_verify.replay.findings import GREW, name_tensor
 from axlearn_plugins_verify.replay.step_replay import Replay
 
 SHOWN = 12
-"""Number of differences to print. For the others, only the count is printed."""
+"""Maximum number of differences to print. For the remaining ones, only their count is printed."""
 SHOWN_DOCUMENTS = 6
-"""Number of documents to print."""
+"""Maximum number of documents to print."""
 
 
 def text(result: Replay) -> str:
@@ -74,7 +74,7 @@ def page(result: Replay) -> str:
 
 
 def fragment(result: Replay) -> str:
-    """Return the result for a notebook, with sections that fold."""
+    """Return the result for a notebook, with collapsible sections."""
     parts = (html.fold(name, content, is_open=i == 0) for i, (name, content) in enumerate(_sections(result)))
     return html.fragment(html.tag("b", html.text(_title(result))) + "".join(parts))
 

@@ -48,7 +48,7 @@ class Replay:
         changes: What changed since the run computed the step, if drift was allowed.
         scalars: Scalars of the step.
         compared_steps: Steps whose scalars were compared with the recorded ones.
-        compared_scalars: Number of these scalars.
+        compared_scalars: Number of scalars that were compared.
         compared_arrays: Number of arrays that were compared with the checkpoint of the step. 0 if there is none.
         different_scalars: Scalars that differ, in the order of the steps.
         different_arrays: Arrays of the state that differ from the checkpoint.
@@ -60,7 +60,7 @@ class Replay:
         nonfinite: First tensor with values that are not finite.
         grown: First tensor that is larger than usual.
         shadow: Name of the execution that was compared layer by layer.
-        divergences: Distance to this execution at each tensor, in the order of computation.
+        divergences: Distance to the shadow execution at each tensor, in the order of computation.
         bisection: Result of the search for documents.
     """
 
@@ -134,7 +134,7 @@ def replay(
     Args:
         run: Run directory or URI.
         step: Number of the step, from 1.
-        with_: Features of a second execution of the step, as on the command line. Probes, the shadow and the search use it.
+        with_: Features of a second execution of the step, as on the command line. Probes, the shadow and the search apply to it.
         probe: Pattern of modules and parameters to measure, such as `decoder.**.attention`.
         shadow: Execution to compare with, layer by layer: a dtype such as `float32`, or a feature.
         bisect: Search for the documents that make the step abnormal.
@@ -177,7 +177,7 @@ def replay(
 
 
 def _compare(history: History, replayer: Replayer, step: int) -> tuple[Replay, ComputedStep, HostBatch | None]:
-    """Compute the steps up to `step` and compare them. Return the result, the last step, and the batch before its batch."""
+    """Compute the steps up to `step` and compare them. Return the result, the last step, and the preceding batch."""
     scalars: list[ScalarDifference] = []
     compared: dict[int, int] = {}
     previous: HostBatch | None = None

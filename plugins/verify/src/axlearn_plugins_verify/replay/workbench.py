@@ -27,12 +27,12 @@ _LAYERS = "layers"
 
 @attrs.frozen(kw_only=True)
 class Measure:
-    """Result of the gradients of a batch.
+    """Loss and gradient statistics for a batch.
 
     Attributes:
         loss: Mean loss of the targets.
         norm: Norm of the gradients of the trained parameters.
-        nonfinite: Number of values in them that are not finite.
+        nonfinite: Number of non-finite values in these gradients.
     """
 
     loss: float
@@ -152,7 +152,7 @@ class _Tracer:
             return self._loss(ModelWeights(params, weights.variables), batch, key, index)
 
         value, gradients = jax.value_and_grad(loss)(weights.params)
-        return value + 0 * global_norm(gradients)  # so that nothing is left out
+        return value + 0 * global_norm(gradients)  # so that XLA keeps the whole computation
 
     def _loss(self, weights: ModelWeights, batch: Mapping[str, Any], key: jax.Array, index: jax.Array) -> jax.Array:
         parts, key_of_step = self.microbatches, key if self.program.trained.is_stateful else None
@@ -167,9 +167,10 @@ class _Tracer:
 
 
 def without_stages(program: Program) -> Program:
-    """Return the program without pipeline stages. The layers of a stage run with others at the same time, so they have no order.
+    """Return the program without pipeline stages.
 
-    The devices of the stages move to the `fsdp` axis. A stack in stages is replaced with the plain stack that it computes like.
+    Layers of different stages run at the same time, so they have no order. The devices of the stages move to the `fsdp` axis. A
+    stack in stages is replaced with the plain stack that computes the same function.
     """
     config: Any = program.config
     plain = {

@@ -1,4 +1,4 @@
-"""Conformance suite for properties, like those of `axlearn_testing`.
+"""Conformance suite for properties, like the suites in `axlearn_testing`.
 
 It needs pytest.
 """

@@ -32,7 +32,7 @@ class PropertySuite:
         features: Features of the experiment, as for `--with`.
         settings: Settings of the experiment, as for `--set`.
         faulty_features: Features that break the property, in addition to `features`.
-        faulty_settings: Settings that break it.
+        faulty_settings: Settings that break the property.
         fault: Function that returns a context manager, within which the property does not hold. Use it if no config breaks
             the property. None if the faulty features or settings do.
     """
@@ -46,7 +46,7 @@ class PropertySuite:
     fault: Any = None  # a plain function is not called as a method
 
     def case(self) -> Case:
-        """Return a new case of the experiment, with the first seed. Override it to prove another small config."""
+        """Return a new case of the experiment, with the first seed. Override it to use a different small config."""
         return make_case(self.experiment, self.features, self.settings)
 
     def faulty_case(self) -> Case:
