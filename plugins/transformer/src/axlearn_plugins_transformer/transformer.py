@@ -168,9 +168,9 @@ class Decoder(Layer):
         return self._normalize(x), None if cache is None else Cache(entries, cache.length + tokens.shape[1])
 
     def begin(self, tokens: jax.Array, context: Context, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Run all but the feed-forward half of the last layer and the final norm.
+        """Run everything except the feed-forward half of the last layer and the final norm.
 
-        If the layers are not separate, run everything. See `SplitDecoder`.
+        If the layers are not separate, run the whole decoder. See `SplitDecoder`.
         """
         last = self._last_layer()
         if last is None:

@@ -59,7 +59,7 @@ class Mask:
 
     @property
     def parts(self) -> tuple["Mask", ...]:
-        """The masks that this mask combines. A position pair is visible if all of them show it."""
+        """The masks that this mask combines. A (query, key) pair is visible if all of them show it."""
         return (self,)
 
 
@@ -112,9 +112,9 @@ class Causal(Mask):
 
 @_mask
 class SlidingWindow(Mask):
-    """A mask that shows the last `size` keys and all later keys.
+    """A mask that shows each query the last `size` keys and all later keys.
 
-    The last keys include the query's own. Combine it with `Causal`.
+    The last keys include the query's own. Combine the mask with `Causal`.
     """
 
     size: int = _static()

@@ -25,8 +25,8 @@ class KVCacheSuite:
 
     Attributes:
         config: Config of the layout.
-        tolerance: Relative tolerance of float32 results, by the norm of each array. Set it higher for layouts that round.
-        length: Slots of the cache.
+        tolerance: Relative tolerance for float32 results, in the norm of each array. Set it higher for layouts that round.
+        length: Number of slots in the cache.
     """
 
     config: Node[Any]

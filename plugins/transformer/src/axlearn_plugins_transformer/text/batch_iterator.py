@@ -34,7 +34,7 @@ class Position:
     _locate: Locate = attrs.field(eq=False, default=lambda shard, places, targets: "")
 
     def facts(self) -> dict[str, Any]:
-        """Return the number of the batch, from 1, and the records in which its rows begin."""
+        """Return the number of the batch, counting from 1, and the records in which its rows begin."""
         return {"batch": self.batch, **self._identify({i: _find_places(s) for i, s in self._shards.items()})}
 
     def __str__(self) -> str:

@@ -68,7 +68,7 @@ class Decoders:
         return OutputText(self.new(prompt), self._special, stops)
 
     def spell(self, tokens: Sequence[int]) -> str:
-        """Decode tokens, including special tokens, which an output leaves out."""
+        """Decode tokens, including special tokens, which outputs omit."""
         if self._library is not None:
             return self._library.decode_batch([list(tokens)], skip_special_tokens=False)[0]  # `decode` holds the GIL
         runs = itertools.groupby(tokens, key=self._special.get)

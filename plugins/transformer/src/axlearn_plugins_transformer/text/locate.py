@@ -22,7 +22,7 @@ Places = Mapping[str, Sequence[Any]]
 def find_source(
     source: Any, parts: Sequence[Part], order: Any, shard: str, places: Sequence[Any], targets: np.ndarray
 ) -> str:
-    """Return the file and the place in it of the document that contains some tokens, or an empty string.
+    """Return the file and position of the document that contains the given tokens, or an empty string.
 
     Args:
         source: The input, which tokenizes documents.

@@ -155,7 +155,7 @@ class TextProcessor(Configurable):
 
         Args:
             ids: Tokens of the prompt.
-            text: Text that was encoded; it is returned if the tokens match it. None decodes the tokens.
+            text: The text that was encoded. It is returned if the tokens match it. None decodes the tokens.
         """
         if text is not None and (offsets := self._offsets_in(ids, text)) is not None:
             return text, offsets

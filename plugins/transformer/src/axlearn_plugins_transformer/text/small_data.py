@@ -56,7 +56,7 @@ class SmallData:
         seed: Seed of the row order.
         shuffle: Whether to shuffle the rows.
         report: Function that prints a note if an epoch has fewer rows than `window`.
-        batches: Whether each batch has exactly `window` rows, all of this part.
+        batches: Whether each batch has exactly `window` rows, all from this part.
     """
 
     part: Part
