@@ -26,8 +26,8 @@ class Device:
 
     Attributes:
         first: Index of its first expert, or None if the device has all experts.
-        adds_bias: Whether it adds the bias. None unless the hidden dimension is sharded.
-        exchange: Mesh axes over which it sends tokens to their experts. Empty if it already has all tokens.
+        adds_bias: Whether the device adds the bias. None unless the hidden dimension is sharded.
+        exchange: Mesh axes over which the device sends tokens to their experts. Empty if it already has all tokens.
         devices: Number of devices along these axes.
     """
 

@@ -199,7 +199,7 @@ class LayerChunks(NamedTuple):
         leaves: Arrays, [layers, ...] with one round, else [stages, rounds, layers of a chunk, ...]. Random keys are stored as key
             data.
         graphs: For each kind of layer, the graph definition, the tree structure of its arrays, and its number of leaves.
-        keys: Whether each leaf is the data of random keys.
+        keys: Whether each leaf contains random key data.
         kinds: Kinds of the layers of a chunk.
         rounds: Chunks per stage.
     """

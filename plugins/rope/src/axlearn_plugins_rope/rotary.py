@@ -43,7 +43,7 @@ class RotaryEmbedding(Layer):
             raise RequestError(f"rope rotates pairs: head_dim must be even, got {cfg.head_dim}\n    fix: set head_dim")
 
     def frequencies(self) -> Frequencies:
-        """Return the radians per position of each pair, and the factor on cosines and sines."""
+        """Return the radians per position of each pair, and the factor for cosines and sines."""
         cfg = self.cfg
         if cfg.scaling is None:
             return Frequencies(base_frequencies(cfg.head_dim, cfg.theta))

@@ -40,7 +40,7 @@ class LoraLinear(Layer):
 
         Attributes:
             base: Projection of any kind.
-            rank: Width between A and B.
+            rank: Inner dimension of the product of A and B.
             alpha: Scale of the update, which is multiplied by alpha / rank.
             init: Initializer of A, scaled by the fan of all input dimensions.
         """
@@ -123,7 +123,7 @@ def _adapted_class(kind: type) -> type:
 
 
 def subclass_with(mixin: type, kind: type, suffix: str) -> type:
-    """Create a subclass of `mixin` and `kind`, named `kind` plus the suffix."""
+    """Create a subclass of `mixin` and `kind`, with the name of `kind` plus the suffix."""
     names = {"__module__": mixin.__module__, "__qualname__": f"{kind.__qualname__}{suffix}"}
     return types.new_class(f"{kind.__name__}{suffix}", (mixin, kind), exec_body=lambda body: body.update(names))
 

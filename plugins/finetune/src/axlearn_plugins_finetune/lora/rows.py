@@ -158,7 +158,7 @@ class RowAdapters:
 
         Raises:
             CheckpointError: A directory has no adapters.
-            RequestError: The adapters cannot be chosen by row.
+            RequestError: The adapters cannot be chosen per row.
         """
         exported = {}
         for name, directory in directories.items():

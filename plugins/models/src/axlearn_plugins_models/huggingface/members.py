@@ -57,7 +57,7 @@ def read_json(directory: Path, name: str) -> Any:
 
 
 def _finite(text: str) -> float:
-    """Parse a JSON number. Python also accepts `NaN`, `Infinity` and `1e999`, which no size or rate may be."""
+    """Parse a JSON number. Reject `NaN`, `Infinity` and `1e999`, which Python accepts but no size or rate may be."""
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text} is not a JSON number")
     return number

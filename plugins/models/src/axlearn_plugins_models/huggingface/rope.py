@@ -1,4 +1,4 @@
-"""Convert rotary position encodings from and to `rope_parameters` (or `rope_theta` and `rope_scaling`) of `config.json`.
+"""Convert rotary position encodings to and from `rope_parameters` (or `rope_theta` and `rope_scaling`) of `config.json`.
 
 transformers 4 writes `rope_theta` and `rope_scaling`. transformers 5 writes `rope_parameters`, with one entry for all
 layers, or with one entry per kind of layer. A wrong frequency raises no error and only makes the model worse, so unknown
@@ -187,7 +187,7 @@ def _llama3(rope: Json, hf: Settings) -> Json:
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:
-    """Return YaRN's factor that sharpens attention: 0.1 mscale ln(factor) + 1."""
+    """Return the factor by which YaRN sharpens attention: 0.1 mscale ln(factor) + 1."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

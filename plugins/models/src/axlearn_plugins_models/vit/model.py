@@ -212,6 +212,6 @@ class ImageClassifier(Layer):
         return loss, report
 
     def held_out_loss(self, batch: Batch) -> tuple[jax.Array, Mapping[str, Any]]:
-        """Return the mean cross-entropy of the labels, in nats. Ignores additions in the `loss` of a subclass."""
+        """Return the mean cross-entropy of the labels, in nats. Terms that a subclass adds to `loss` are ignored."""
         with summaries.held_out():
             return ImageClassifier.loss(self, batch)
