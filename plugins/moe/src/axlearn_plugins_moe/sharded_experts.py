@@ -46,7 +46,7 @@ class _Parameters:
     def __init__(self, experts: Experts):
         parts = {n: nnx.split(m) for n, m in experts._asdict().items() if n != "num_experts" and m is not None}
         self._graphs = {n: graph for n, (graph, _) in parts.items()}
-        # A linear map casts its parameters to the compute dtype. Cast before sending: gradients then use it too.
+        # A linear map casts its parameters to the compute dtype. Cast before sending, so that gradients use it too.
         self.dtypes = {
             n: m.precision.compute if _is_linear(m) else None for n, m in experts._asdict().items() if n in parts
         }

@@ -131,7 +131,7 @@ class PipelinedStack(Stack):
                 return y, _update_variables(variables, updates)
 
             return _with_reports(stage)
-        # The layers of the round are sliced inside the rematerialized function. As inputs of the function they would be saved for
+        # The layers of the round are sliced inside the rematerialized function. As inputs of the function, they would be saved for
         # each tick. Without `remat`, all tagged activations are saved.
         plain = Stack.Config(mode=self.cfg.mode).build()
         local = [leaf[0] for leaf in leaves]

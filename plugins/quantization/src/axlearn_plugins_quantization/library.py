@@ -118,8 +118,8 @@ def _calibrate_to(magnitude: jax.Array) -> Callable[[Any], Any]:
 class _Bits:
     """An e4m3fn array stored as integers, for residuals of the backward pass.
 
-    `jax.checkpoint` rounds residuals with `lax.reduce_precision`, which assumes that four exponent bits end at 240. e4m3fn has no
-    codes for infinities and reaches 448, so values above 240 would become NaN.
+    `jax.checkpoint` rounds residuals with `lax.reduce_precision`, which assumes that a dtype with four exponent bits ends at
+    240. e4m3fn has no codes for infinities and reaches 448, so values above 240 would become NaN.
     """
 
     def __init__(self, bits: jax.Array):

@@ -34,8 +34,8 @@ class RotaryEmbedding(Layer):
 
     whole_heads = False
     """Set this to True to compute cosines and sines for whole heads. XLA on CPUs then computes them once instead of once per head
-    and layer. Which of two products is rounded before their sum depends on the shape, so results are not reproducible bit for
-    bit."""
+    and layer. Which of two products is rounded before their sum depends on the shape, so results are not bitwise
+    reproducible."""
 
     def __init__(self, cfg: Config, *, precision: Precision):
         super().__init__(cfg, precision=precision)

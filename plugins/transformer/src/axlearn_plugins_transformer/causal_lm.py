@@ -51,9 +51,9 @@ class SplitDecoder(Protocol):
     """
 
     def begin(self, tokens: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
-        """Process tokens that follow the cache.
+        """Process tokens that follow those in the cache: int32 [B, S] -> [B, S, D].
 
-        Maps int32 [B, S] to [B, S, D] for `finish`, and the new cache.
+        Returns the input of `finish`, and the new cache.
         """
         ...
 

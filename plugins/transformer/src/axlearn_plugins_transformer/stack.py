@@ -73,7 +73,7 @@ class LayerStack(Protocol):
 def unstack(layers: Any, num_layers: int) -> nnx.List:
     """Split stacked layers into separate ones.
 
-    Decoding uses them because slicing weights at every step is slow.
+    Decoding uses separate layers because slicing weights at every step is slow.
     """
     parts = Layers.from_module(layers, num_layers)
     rows = [iter(split_rows(state, parts.kinds.count(kind))) for kind, state in enumerate(parts.states)]

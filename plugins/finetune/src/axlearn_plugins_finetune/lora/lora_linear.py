@@ -30,8 +30,8 @@ ADAPTERS = ("lora_a", "lora_b")
 class LoraLinear(Layer):
     """`base(x) + alpha / rank * (x @ A) @ B` with trainable A and B.
 
-    B is initialized to zero, so the map initially equals its base. The config builds a module of a subclass of the base's class.
-    With the same seed, the base has the same parameters as without adapters.
+    B is initialized to zero, so the map initially equals its base. The config builds a module whose class is a subclass of the
+    base's. With the same seed, the base has the same parameters as without adapters.
     """
 
     @node

@@ -129,7 +129,7 @@ class Family(Configurable):
         experiment: Experiment that the config tree starts from.
         architectures: Supported values of `architectures` in `config.json`.
         keys: Key of `config.json` -> a config path, or a `Key`.
-        fixed: Key -> the only supported value, which is also the value of a missing key.
+        fixed: Key -> the only supported value, which is also assumed if the key is missing.
         rules: Table of tensors.
         ignored: Patterns (`fnmatch`) of tensors that files may contain although they are not part of the model.
         unused_keys: Keys of `config.json` that have no effect while the `fixed` keys have their values.

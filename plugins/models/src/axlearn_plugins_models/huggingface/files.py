@@ -28,7 +28,7 @@ DTYPES: dict[str, Any] = {
     "F16": np.float16,
     "BF16": ml_dtypes.bfloat16,
 }
-"""Supported dtypes of weights. Other dtypes (of quantized models) raise an error with their name."""
+"""Supported dtypes of weights. Other dtypes (of quantized models) raise an error that names them."""
 CODES = {str(np.dtype(dtype)): code for code, dtype in DTYPES.items()}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000

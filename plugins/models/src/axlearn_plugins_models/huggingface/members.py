@@ -9,7 +9,7 @@ from typing import Any
 from axlearn_core.errors import CheckpointError
 
 JSON_BYTES = 64 << 20
-"""Maximum size of a JSON file. The tokenizers library reads tokenizer.json, which has about 33 MB for 256,000 tokens."""
+"""Maximum size of a JSON file. The tokenizers library reads tokenizer.json, which takes about 33 MB for 256,000 tokens."""
 
 
 def member(directory: Path, name: str) -> Path:

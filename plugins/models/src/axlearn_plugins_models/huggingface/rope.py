@@ -22,7 +22,7 @@ _COMMON = ("rope_type", "rope_theta", FACTOR)
 
 @attrs.frozen
 class Kind:
-    """A kind of layers with its own frequencies.
+    """A kind of layer with its own frequencies.
 
     Attributes:
         name: Key in a nested `rope_parameters`.
@@ -45,8 +45,8 @@ def parameters(hf: Settings, kind: Kind = ALL_LAYERS, kinds: Sequence[Kind] = ()
 
     Args:
         hf: `config.json`.
-        kind: Kind of layers.
-        kinds: All kinds of layers in the family, or empty if all layers are alike.
+        kind: Kind of layer.
+        kinds: All kinds of layers in the family. Empty if all layers are alike.
 
     Raises:
         ConfigError: If two entries contradict each other, or the file has entries for kinds of layers that the family does not

@@ -20,7 +20,7 @@ from axlearn_core.nn.layer import Context
 Range = tuple[int, int]
 
 BLOCKS = 64
-"""Number of query blocks and of key blocks that `visible_pairs` divides a mask into."""
+"""Number of query blocks and of key blocks into which `visible_pairs` divides a mask."""
 
 
 class Mask:
@@ -30,7 +30,7 @@ class Mask:
         """Return whether a block of the mask is visible.
 
         Returns True if all keys are visible to all queries, False if none are, and None otherwise or if unknown. The
-        result is only meaningful if query i and key i have the same position.
+        result is meaningful only if query i and key i have the same position.
         """
         return None
 

@@ -13,7 +13,7 @@ Permutation = Callable[[int], int]
 """Index into an endless sequence -> number below `count`. Each number occurs once in every `count` indices."""
 
 SHUFFLE_RATIO = 4
-"""An epoch is shuffled as a whole if it has at least this many times more numbers than the window."""
+"""An epoch is shuffled as a whole if it has at least this many times as many numbers as the window."""
 
 
 @attrs.frozen

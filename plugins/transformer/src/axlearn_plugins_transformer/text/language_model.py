@@ -44,7 +44,8 @@ from axlearn_plugins_transformer.text.tokenizers import (
 from axlearn_plugins_transformer.text.workers import WorkerStream
 
 CHARACTERS = 1 << 18
-"""Maximum number of characters that a process tokenizes at once, over all shards and sources. Each takes about 100 bytes."""
+"""Maximum number of characters that a process tokenizes at once, across all shards and sources. A character takes about 100
+bytes."""
 
 
 class LanguageModelInput(Configurable):
@@ -141,7 +142,7 @@ class LanguageModelInput(Configurable):
     def example(self, document: Document) -> Example | None:
         """Return the example for a document, or None to skip it.
 
-        Override it to change inputs, targets or weights.
+        Override this method to change inputs, targets or weights.
         """
         return self._example(document, self._encode([document.text])[0])
 
@@ -194,7 +195,7 @@ class LanguageModelInput(Configurable):
     def train(self) -> Batches:
         """Return endless batches of B / P rows per process.
 
-        The global batch is the rows of all processes in order.
+        The rows of all processes, in order, form the global batch.
         """
         from axlearn_plugins_transformer.text import pipeline
 

@@ -66,7 +66,7 @@ class Expand(experimental.FlatMapTransform):
 class Examples:
     """Examples of documents, encoded lazily.
 
-    Resuming within a record therefore does not encode its beginning again.
+    Resuming in the middle of a record therefore does not encode the record's beginning again.
     """
 
     def __init__(self, encode: Encode, documents: Sequence[Document]):

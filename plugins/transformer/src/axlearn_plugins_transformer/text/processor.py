@@ -40,7 +40,7 @@ class TextProcessor(Configurable):
 
     @node
     class Config(Configurable.Config["TextProcessor"]):
-        """Text settings of a model. Imports fill them, and exports write them.
+        """Text settings of a model. Imports fill them in, and exports write them.
 
         Attributes:
             end_tokens: Ids that end an output, in addition to the tokenizer's end-of-document token.

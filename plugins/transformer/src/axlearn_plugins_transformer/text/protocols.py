@@ -1,4 +1,4 @@
-"""Optional capabilities of text inputs and tokenizers. Callers work without a missing capability."""
+"""Optional capabilities of text inputs and tokenizers. Callers also work if a capability is missing."""
 
 from __future__ import annotations
 
