@@ -103,7 +103,7 @@ class SoftmaxRouter(LinearRouter):
             scale: Factor applied to the weights after normalization (the routed scaling factor of DeepSeek-V2, arXiv 2405.04434).
             num_groups: Number of groups of adjacent experts (device-limited routing, section 2.2.2 of the same paper).
             top_groups: Groups per token: those whose best expert has the largest probability.
-            load_balance: Weight of the load-balance loss (Fedus et al., 2021) over all tokens of the batch.
+            load_balance: Weight of the load-balance loss (Fedus et al., 2021), computed over all tokens of the batch.
             z_loss: Weight of log(Z)^2 (Zoph et al., 2022).
         """
 

@@ -90,7 +90,7 @@ class _Sums(NamedTuple):
         value: Loss.
         summaries: Name -> summary.
         outer: Index of a parameter -> its float32 gradient from the parts before and after the stack.
-        layers: Float32 gradients of the arrays of the layers.
+        layers: Float32 gradients of the layers' arrays.
     """
 
     value: jax.Array

@@ -200,7 +200,7 @@ class LayerChunks(NamedTuple):
             data.
         graphs: For each kind of layer, the graph definition, the tree structure of its arrays, and its number of leaves.
         keys: Whether each leaf contains random key data.
-        kinds: Kinds of the layers of a chunk.
+        kinds: Kinds of the layers in a chunk.
         rounds: Chunks per stage.
     """
 

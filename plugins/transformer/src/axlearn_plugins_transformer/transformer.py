@@ -226,7 +226,7 @@ class Decoder(Layer):
         return Cache(entries, jnp.zeros((), jnp.int32))
 
     def unstacked(self) -> "Decoder":
-        """Return this decoder with separate layers. It shares the other parameters."""
+        """Return a copy of this decoder with separate layers. The copy shares all other parameters."""
         copy = nnx.merge(*nnx.split(self))
         copy.layer = unstack(self.layer, self.cfg.num_layers)
         return copy

@@ -33,7 +33,7 @@ Params = dict[str, Any]
 
 
 class Fill(enum.Enum):
-    """A marker that a bridge returns instead of the value of a parameter."""
+    """A marker that a bridge returns instead of a parameter's value."""
 
     FRESH = "as the model initializes it"
     ZERO = "zero"

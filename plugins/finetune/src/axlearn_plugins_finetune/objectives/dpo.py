@@ -34,7 +34,7 @@ class DPO(Configurable, nnx.Module):
         """The loss and its reference.
 
         Attributes:
-            beta: Strength of the pull toward the reference.
+            beta: How strongly the model is pulled toward the reference.
             label_smoothing: Assumed share of pairs with swapped labels (Mitchell, 2023).
             reference: Config of the reference. None uses the model's config.
             reference_weights: Path or URI of the reference's weights. None uses the initial weights of training.

@@ -192,7 +192,7 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
 
 
 def write_mscale(rope: Json, sharpness: float) -> Json:
-    """Return YaRN's `rope_parameters` for a model whose attention scale is multiplied by `sharpness` ** 2, as in DeepSeek.
+    """Return YaRN's `rope_parameters` for a model that multiplies its attention scale by `sharpness` ** 2, as DeepSeek does.
 
     vLLM and DeepSeek's own code read `mscale` and `mscale_all_dim` but not `attention_factor`, so it is replaced if they
     are equivalent. Rounding `mscale` to ten digits undoes the rounding of the number that was computed from it.

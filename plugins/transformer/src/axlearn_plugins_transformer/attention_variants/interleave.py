@@ -36,7 +36,7 @@ class Interleave(Feature):
 
     Gemma 2 and 3 use this pattern. Layers n - 1, 2 n - 1, ... (from 0) are global; the other layers see the last
     `window` positions. The feature sets only `window`, in every attention layer. If the model already interleaves, the
-    feature sets the given options. It rejects windows that vary by layer in any other way.
+    feature sets the given options. It rejects models whose windows vary by layer in any other way.
 
     Attributes:
         every: n (default: 2, as in Gemma 2; Gemma 3 uses `every=6,window=1024`).

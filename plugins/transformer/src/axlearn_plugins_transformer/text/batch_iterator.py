@@ -54,7 +54,7 @@ class Batches:
     number of processes, if the "shards" of all processes are merged into one mapping.
 
     Args:
-        streams: Grain's iterators, by the ids of their shards.
+        streams: Grain's iterators, keyed by the ids of their shards.
         workers: Whether each stream runs in a worker process.
         identify: (places, whether they are in the current order) -> facts about the data there, for messages.
         locate: Finds the source of some tokens, for positions in the current order.

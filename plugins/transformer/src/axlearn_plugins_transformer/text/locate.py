@@ -43,7 +43,7 @@ def find_source(
 
 def _candidates(part: Part, order: Any, index: int, shard: int, place: Any) -> Iterator[tuple[int, Sequence[Document]]]:
     """Yield records that the shard may have read, most likely first, with their documents."""
-    if not isinstance(place, int):  # small data, whose rows are spread over all records
+    if not isinstance(place, int):  # the rows of small data can come from any record
         likely = [*dict.fromkeys(place)]
         rest = [record for record in range(len(part.records)) if record not in likely]
         yield from ((record, part.records[record]) for record in (*likely, *rest))

@@ -149,7 +149,7 @@ def _rows(records: grain.MapDataset, expand: Expand, packing: Packing) -> grain.
 def make_examples(encode: Encode, documents: Sequence[Document]) -> Examples:
     """Return the examples of a record's documents, encoded lazily.
 
-    Empty documents are left out.
+    Empty documents are omitted.
     """
     return Examples(encode, texts(documents))
 
@@ -227,9 +227,9 @@ def _shuffled_range(count: int, seed: int) -> grain.MapDataset:
 class Reads:
     """The endless sequence of records that a shard reads, each as its documents.
 
-    The shards divide an endless order of records among themselves. Neighboring records in it are different. No two shards therefore read
-    the same record at the same time. If there are fewer records than shards, several shards must read the same record; they
-    then begin at different places in it.
+    The shards divide an endless order of records, in which neighboring records are different, among themselves. No two
+    shards therefore read the same record at the same time. If there are fewer records than shards, several shards must read
+    the same record; they then begin at different places in it.
 
     Attributes:
         records: The records.

@@ -33,7 +33,7 @@ class TextProcessor(Configurable):
         tokenizer: Tokenizer of the model.
         template: Chat template that renders requests with the current time.
         has_template: Whether the model has a chat template or was trained with one. If not, `template` is the plain one.
-        end_tokens: Ids that end an output: the end-of-document token and others, such as an end-of-turn token.
+        end_tokens: Ids that end an output: the end-of-document token and any other end tokens, such as an end-of-turn token.
         sampling: The model's sampling defaults: temperature, top_k, top_p, min_p.
         context_length: Context length of the model in tokens, or None if unknown.
     """

@@ -103,7 +103,7 @@ class PackedLayout:
         seed: Seed of the shuffles.
         shuffle: If False, examples and rows keep the given order.
         single: Put only one piece into each row.
-        batches: Whether the rows of a batch are a window, without rows of other parts of a mixture between them.
+        batches: Whether the rows of a batch form a window, with no rows from other parts of a mixture between them.
     """
 
     def __init__(
