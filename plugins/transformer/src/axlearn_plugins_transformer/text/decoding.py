@@ -29,7 +29,7 @@ class HasTokenizerJson(Protocol):
 class Decoder(Protocol):
     """Decodes one output.
 
-    The texts of `push` and `end`, joined, equal the result of decoding all tokens at once.
+    Joining the texts from `push` and `end` gives the same result as decoding all tokens at once.
     """
 
     def push(self, token: int) -> str:

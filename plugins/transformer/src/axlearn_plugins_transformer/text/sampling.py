@@ -125,7 +125,7 @@ def _check_engine() -> None:
 def _open_engine(model: Any, program: Any, text: TextProcessor, count: int, num_tokens: int) -> Any:
     """Return an engine for `count` samples of `num_tokens` tokens, including the prompt.
 
-    Functions compile at first use.
+    Functions are compiled on first use.
     """
     import axlearn_core as ax
 

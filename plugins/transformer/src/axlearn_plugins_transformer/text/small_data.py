@@ -2,8 +2,8 @@
 
 This module does not import Grain.
 
-If each shard read different records, it would run out of them and repeat the records of other shards. Instead, shards take turns
-taking rows. These rows are different as long as there are enough of them, and every epoch contains each row once.
+If each shard read different records, it would run out of them and repeat the records of other shards. Instead, rows are dealt to
+the shards in turn. They are different as long as there are enough of them, and every epoch contains each row once.
 
 Legend: S sequence length.
 """
