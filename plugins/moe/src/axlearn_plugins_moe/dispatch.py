@@ -87,12 +87,12 @@ def _share_dropped(fits: jax.Array, counted: jax.Array | None) -> Summary:
 class DroplessDispatch(Configurable):
     """Sorts assignments by expert and multiplies groups of any size.
 
-    This is the approach of MegaBlocks (Gale et al., 2022). Never drops a token. On several devices, the experts are
+    This is the approach of MegaBlocks (Gale et al., 2022). It never drops a token. On several devices, the experts are
     sharded over the logical `experts` axis. Each device gathers the tokens of all devices in its group, runs its own
     experts on them, and scatters the sums back. Each device therefore needs memory for the tokens of the whole group.
 
-    With `exchange="all-to-all"`, each token is sent only to the devices of its own experts. This sends less if a token
-    has fewer experts than there are devices, and it needs the same memory.
+    With `exchange="all-to-all"`, each token is sent only to the devices of its own experts. This sends less data if
+    a token has fewer experts than there are devices, but needs the same amount of memory.
     """
 
     @node
@@ -146,7 +146,7 @@ class DroplessDispatch(Configurable):
         activation: Activation,
         device: sharded_experts.Device,
     ) -> jax.Array:
-        """Apply to each row its expert: [M, D] -> [M, D].
+        """Apply each row's expert to the row: [M, D] -> [M, D].
 
         Rows of experts on other devices are zero.
         """

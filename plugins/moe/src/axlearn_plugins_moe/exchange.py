@@ -92,9 +92,9 @@ def _return(
     Args:
         buffer: [P, M, D].
         sizes: Number of rows to return to each device, int32 [P].
-        offsets: Index of their first row on that device, int32 [P].
+        offsets: Index of the first of these rows on that device, int32 [P].
         return_sizes: Number of rows that come back from each device, int32 [P].
-        start: Index of the first of them on this device, int32 [P].
+        start: Index of the first returned row on this device, int32 [P].
         axes: Mesh axes of the exchange.
     """
     devices, count, width = buffer.shape

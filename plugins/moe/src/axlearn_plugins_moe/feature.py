@@ -25,8 +25,8 @@ class MoE(Feature):
     By default, a softmax router chooses 2 of 8 experts for each token, and no token is dropped. Experts take the hidden
     size, the activation and the linear maps of the layer that they replace.
 
-    If the model already has experts, the feature sets the given options and keeps the others. `every` and `dense_layers` then
-    move the experts. This works only if some layers still have a dense feed-forward layer to copy.
+    If the model already has experts, the feature sets the given options and keeps the other settings. `every` and `dense_layers`
+    then move the experts to other layers. This works only if some layers still have a dense feed-forward layer to copy.
 
     Attributes:
         num_experts: Number of experts (default: 8).
@@ -92,7 +92,7 @@ class MoE(Feature):
     def _replace(self, old: Any) -> MixtureOfExperts.Config:
         """Return experts for a feed-forward layer.
 
-        Raise ConfigError if they would lose one of its settings.
+        Raise ConfigError if the experts would lose one of the layer's settings.
         """
         default = MixtureOfExperts.Config()
         settings = {"hidden_dim", "activation", "dtype", "param_dtype", "gate", "up", "down"}

@@ -51,7 +51,7 @@ class GroupedMatmulOp(Op[jax.Array]):
     def kernel_flops(self, operands: Sequence[Shape], results: Sequence[Shape], *, opaque: bool) -> float | None:
         """Count one matmul over all rows, for the forward and the backward pass alike.
 
-        A kernel's grid covers every group for all rows; only the data determine which of them it skips.
+        A kernel's grid covers every group for all rows. It skips some of these steps, depending on the data.
         """
         return self.flops()
 

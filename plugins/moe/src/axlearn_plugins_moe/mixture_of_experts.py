@@ -24,7 +24,7 @@ from axlearn_plugins_transformer.layer_roles import ExpertsRole
 
 
 class MixtureOfExperts(Layer):
-    """A weighted sum of the experts that the router chooses for a token.
+    """A weighted sum of the outputs of the experts that the router chooses for a token.
 
     It computes `sum(weight_e * expert_e(x))` (Shazeer et al., 2017). It has the interface of a feed-forward layer and
     can replace one anywhere.
@@ -41,7 +41,7 @@ class MixtureOfExperts(Layer):
             activation: Activation function of the experts.
             router: Chooses the experts of each token.
             dispatch: Sends tokens to their experts and combines the outputs.
-            shared: Feed-forward layer that every token uses in addition (DeepSeekMoE, arXiv 2401.06066).
+            shared: Additional feed-forward layer that every token uses (DeepSeekMoE, arXiv 2401.06066).
             gate: Gate projection of one expert, `down(activation(gate(x)) * up(x))`. If None, an expert computes
                 `down(activation(up(x)))`.
             up: Up projection of one expert; each expert gets its own copy.

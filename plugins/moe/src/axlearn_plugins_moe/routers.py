@@ -76,7 +76,7 @@ def check_groups(kind: str, cfg: Any) -> None:
 def mask_other_groups(scores: jax.Array, num_groups: int, top_groups: int, *, judges: int) -> jax.Array:
     """Set the scores [B, S, E] of experts outside a token's groups to -inf.
 
-    A token uses the groups with the largest sum of their `judges` best scores.
+    A token uses the groups whose `judges` best scores have the largest sums.
     """
     if top_groups == num_groups:
         return scores
@@ -100,10 +100,10 @@ class SoftmaxRouter(LinearRouter):
             normalize: Divide the weights of a token's experts by their sum (Mixtral). If False, the weights are the
                 probabilities (Switch). None normalizes if a token has several experts; with one expert, the weight
                 would be 1 and the router would learn nothing.
-            scale: Factor on the weights after normalization (the routed scaling factor of DeepSeek-V2, arXiv 2405.04434).
-            num_groups: Number of groups that adjacent experts form (device-limited routing, section 2.2.2 of the same paper).
+            scale: Factor applied to the weights after normalization (the routed scaling factor of DeepSeek-V2, arXiv 2405.04434).
+            num_groups: Number of groups of adjacent experts (device-limited routing, section 2.2.2 of the same paper).
             top_groups: Groups per token: those whose best expert has the largest probability.
-            load_balance: Weight of the load-balance loss (Fedus et al., 2021) over all tokens of the batch.
+            load_balance: Weight of the load-balance loss (Fedus et al., 2021), computed over all tokens of the batch.
             z_loss: Weight of log(Z)^2 (Zoph et al., 2022).
         """
 
@@ -142,11 +142,11 @@ class BalancingBias(LearnedVariable):
 class SigmoidRouter(LinearRouter):
     """Sigmoid scores with a balancing bias instead of a loss.
 
-    See DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). Selects the experts with the largest `score + bias`; their
-    weights depend on the scores alone. The bias is a variable, not a parameter. At the end of each training step, the
+    See DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). It selects the experts with the largest `score + bias`;
+    their weights depend on the scores alone. The bias is a variable, not a parameter. At the end of each training step, the
     router lowers the bias of experts with more than the mean load by `rate` and raises the bias of experts with less.
     The load counts the tokens of all microbatches and devices without padding, so training with microbatches updates
-    the bias as training on the whole batch does. Evaluation only reads it.
+    the bias as training on the whole batch does. Evaluation only reads the bias.
     """
 
     @node
@@ -155,8 +155,8 @@ class SigmoidRouter(LinearRouter):
 
         Attributes:
             normalize: Divide the weights of a token's experts by their sum.
-            scale: Factor on the weights after normalization (the routed scaling factor; 2.5 in DeepSeek-V3).
-            num_groups: Number of groups that adjacent experts form (node-limited routing).
+            scale: Factor applied to the weights after normalization (the routed scaling factor; 2.5 in DeepSeek-V3).
+            num_groups: Number of groups of adjacent experts (node-limited routing).
             top_groups: Groups per token: those with the largest sum of their two best scores.
             load_balance: Weight of the sequence-wise balance loss (1e-4 in DeepSeek-V3). 0 disables it.
             rate: Change in the bias per step. The default is that of DeepSeek-V3 (section 4.2). 0 freezes the bias.
@@ -204,14 +204,14 @@ class SigmoidRouter(LinearRouter):
 
 
 class ExpertChoiceRouter(LinearRouter):
-    """Each expert chooses its best tokens of a row, so the load is even by design.
+    """Each expert chooses its best tokens from a row, so the load is even by design.
 
     See Zhou et al., 2022. An expert chooses `S * top_k / num_experts` tokens of a row of S, rounded up. A token can have any
     number of experts, including zero.
 
     **Not causal**: the experts of a token depend on later tokens, in training and in evaluation. A language model
-    therefore sees some of the future that it does not have during generation. When it generates, a row of one token uses
-    its `top_k` most probable experts, and the padding of a prompt competes with its tokens.
+    therefore sees some of the future, which it does not have during generation. In generation, a row of one token uses
+    its `top_k` most probable experts, and the padding of a prompt competes with the prompt's tokens.
     """
 
     @node

@@ -26,8 +26,8 @@ class Device:
 
     Attributes:
         first: Index of its first expert, or None if the device has all experts.
-        adds_bias: Whether it adds the bias. None unless the hidden dimension is sharded.
-        exchange: Mesh axes over which it sends tokens to their experts. Empty if it already has all tokens.
+        adds_bias: Whether the device adds the bias. None unless the hidden dimension is sharded.
+        exchange: Mesh axes over which the device sends tokens to their experts. Empty if it already has all tokens.
         devices: Number of devices along these axes.
     """
 
@@ -46,7 +46,7 @@ class _Parameters:
     def __init__(self, experts: Experts):
         parts = {n: nnx.split(m) for n, m in experts._asdict().items() if n != "num_experts" and m is not None}
         self._graphs = {n: graph for n, (graph, _) in parts.items()}
-        # A linear map casts its parameters to the compute dtype. Cast before sending: gradients then use it too.
+        # A linear map casts its parameters to the compute dtype. Cast before sending, so that gradients use it too.
         self.dtypes = {
             n: m.precision.compute if _is_linear(m) else None for n, m in experts._asdict().items() if n in parts
         }

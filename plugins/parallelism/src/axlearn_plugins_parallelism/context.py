@@ -1,4 +1,4 @@
-"""Attention kernels for sequences that are sharded over devices. They are only used if the config names them.
+"""Attention kernels for sequences that are sharded over devices. They are used only if the config names them.
 
 Shapes: B rows, S positions, N query heads, G key-value heads, H head size, V value size. b and s are the rows and positions on one
 device.
@@ -192,9 +192,9 @@ def _softmax_attention(scores: Scores, visit: Callable[..., Any]) -> Callable[..
 
 
 def _bind_start(tiles: QueryTiles) -> QueryTiles:
-    """Make the slots of the queries depend on the queries.
+    """Add a data dependency from the queries to their slots, so that the slots are not available before the queries.
 
-    All masks follow from the slots, which are known before the step. JAX would therefore compute the masks of all pairs of tiles
+    All masks follow from the slots. If the slots were known before the step, JAX would compute the masks of all pairs of tiles
     and chunks ahead of the layers, and keep them for the backward pass: 80 GiB per device for 32k positions on four devices.
     """
     start, _ = lax.optimization_barrier((tiles.start, tiles.query))
@@ -204,7 +204,7 @@ def _bind_start(tiles: QueryTiles) -> QueryTiles:
 class _Ring(_BlockwiseKernel):
     """Ring attention (Liu et al., 2023), which passes keys and values around the devices.
 
-    The transfer of the next keys overlaps with the work on the current keys. A device never stores the keys of more than two
+    The transfer of the next keys overlaps with the computation on the current keys. A device never stores the keys of more than two
     devices. In the backward pass, the keys go around again, together with their gradients.
     """
 

@@ -79,10 +79,10 @@ class ContextParallel(Feature):
     `--with context-parallel --set mesh.shape="{seq: 4, fsdp: -1}"` shards every row over four devices. `method`
     sets how queries reach the keys of other devices. `ring` passes keys and values around, so no device ever stores all of them
     (Liu et al., 2023). `all-gather` gathers them. `all-to-all` assigns each device all positions of some heads (Jacobs et al.,
-    2023) and then runs the supported kernel with the highest priority; the number of devices must divide the heads. With `ring`
-    and `all-gather`, each device has an early and a late piece of the sequence, which balances the work under a causal mask. If
-    the sequence is not sharded, the best kernel is chosen as if the feature were not used. If the experiment already has the
-    feature, the method is replaced.
+    2023) and then runs the supported kernel with the highest priority; the number of heads must be a multiple of the number of
+    devices. With `ring` and `all-gather`, each device has an early and a late piece of the sequence, which balances the work
+    under a causal mask. If the sequence is not sharded, the best kernel is chosen as if the feature were not used. If the
+    experiment already has the feature, the method is replaced.
     """
 
     stage = "execute"
@@ -120,7 +120,7 @@ class ExpertParallel(Feature):
 
     `exchange=all-to-all` (the default) sends each token only to the devices of its experts. `exchange=all-gather` gathers the
     tokens of all devices that share the experts, as without this feature. Neither option drops tokens. The feature applies to
-    the dropless dispatch. The dispatch with capacities always uses an all-to-all.
+    the dropless dispatch. The capacity dispatch always uses an all-to-all.
     """
 
     stage = "execute"

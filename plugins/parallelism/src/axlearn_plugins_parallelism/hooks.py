@@ -1,4 +1,4 @@
-"""Implement the hooks of this plugin. Does not import JAX."""
+"""Implement the hooks of this plugin. This module does not import JAX."""
 
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.plugins.hookspecs import hookimpl

@@ -48,7 +48,7 @@ class OptimizerPrecision(Feature):
 
 @node
 class OffloadOptimizer(Feature):
-    """Offload of the optimizer's moments to host memory between steps.
+    """Offloading of the optimizer's moments to host memory between steps.
 
     Each update loads the moments to the device and writes them back. The results do not change. If the experiment already has
     the feature, nothing changes.

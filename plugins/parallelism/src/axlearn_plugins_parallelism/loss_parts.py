@@ -1,4 +1,7 @@
-"""Cut a loss at its pipelined stack into pure functions of the parameters: before the stack, its layers, after it."""
+"""Cut a loss at its pipelined stack into pure functions of the parameters.
+
+They are the part before the stack, the layers of the stack, and the part after the stack.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -86,8 +89,8 @@ class LossParts:
         """Cut a loss.
 
         Raises:
-            ConfigError: The loss does not run one pipelined stack exactly once, the microbatches do not divide the rows, or layers
-                outside of the stack change variables.
+            ConfigError: The loss does not run one pipelined stack exactly once, the rows cannot be split evenly into the
+                microbatches, or layers outside of the stack change variables.
         """
         calls: list[StackCall] = []
 

@@ -4,7 +4,7 @@ Shapes: M microbatches of b rows, S positions, D width, P stages. Differentiatin
 passes first, and save activations for every microbatch. Here, one loop over ticks computes the gradients. Each tick
 
 1. runs the part before the stack (the embedding) for the microbatch that enters the first stage,
-2. runs a forward pass on every stage, and saves its input, [b, S, D], in one of `slots`,
+2. runs a forward pass on every stage, and saves the stage's input, [b, S, D], in one of `slots`,
 3. runs and differentiates the part after the stack (norm, output layer, loss) for the microbatch that leaves the last stage,
 4. runs the backward pass of an earlier microbatch on every stage, and recomputes the layers from the saved input,
 5. differentiates the part before the stack for the microbatch that leaves the first stage.
@@ -72,7 +72,7 @@ class _Flow(NamedTuple):
         forward_inputs: (x, (losses, summaries)) from the previous stage, [P, ...]: the output of its layers, and the summed
             reports of all layers so far.
         backward_inputs: (dx, dlosses) from the next stage, [P, ...].
-        inputs: (x, variables) that each stage starts its microbatches with, [P, slots + 1, ...]. The last slot is for discarded
+        inputs: (x, variables) with which each stage starts its microbatches, [P, slots + 1, ...]. The last slot is for discarded
             values.
         variables: Variables of the layers after the microbatches so far, [layers, ...].
     """
@@ -90,7 +90,7 @@ class _Sums(NamedTuple):
         value: Loss.
         summaries: Name -> summary.
         outer: Index of a parameter -> its float32 gradient from the parts before and after the stack.
-        layers: Float32 gradients of the arrays of the layers.
+        layers: Float32 gradients of the layers' arrays.
     """
 
     value: jax.Array

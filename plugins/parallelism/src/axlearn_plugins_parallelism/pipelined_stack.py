@@ -131,7 +131,7 @@ class PipelinedStack(Stack):
                 return y, _update_variables(variables, updates)
 
             return _with_reports(stage)
-        # The layers of the round are sliced inside the rematerialized function. As inputs of the function they would be saved for
+        # The layers of the round are sliced inside the rematerialized function. As inputs of the function, they would be saved for
         # each tick. Without `remat`, all tagged activations are saved.
         plain = Stack.Config(mode=self.cfg.mode).build()
         local = [leaf[0] for leaf in leaves]
@@ -199,8 +199,8 @@ class LayerChunks(NamedTuple):
         leaves: Arrays, [layers, ...] with one round, else [stages, rounds, layers of a chunk, ...]. Random keys are stored as key
             data.
         graphs: For each kind of layer, the graph definition, the tree structure of its arrays, and its number of leaves.
-        keys: Whether each leaf is the data of random keys.
-        kinds: Kinds of the layers of a chunk.
+        keys: Whether each leaf contains random key data.
+        kinds: Kinds of the layers in a chunk.
         rounds: Chunks per stage.
     """
 

@@ -33,7 +33,7 @@ class Schedule(NamedTuple):
 
     @property
     def ticks(self) -> int:
-        """Length of the schedule. The unit is the time in which a chunk processes a microbatch."""
+        """Length of the schedule, in units of the time that a chunk takes to process a microbatch."""
         return self.rounds * self.microbatches + self.stages - 1
 
     @property
@@ -61,7 +61,7 @@ class OneForwardOneBackward(NamedTuple):
 
     This is the schedule of Narayanan et al., 2019, in lockstep: at each tick, every stage runs one forward and one backward pass.
     The first `stages - 1` ticks have no backward work and the last `stages - 1` ticks have no forward work, so the idle time equals
-    GPipe's. A stage saves the inputs of at most `slots` microbatches, independent of their total number.
+    GPipe's. A stage saves the inputs of at most `slots` microbatches, however many there are in total.
     """
 
     stages: int

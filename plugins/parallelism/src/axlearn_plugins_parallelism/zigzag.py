@@ -1,7 +1,7 @@
 """Distribute the positions of a sequence over devices so that causal attention is balanced.
 
 The P devices of the axis start with consecutive parts of the sequence. Under a causal mask, the last device would have the most
-work. Therefore each part is cut into two halves, and device d gets halves d and 2P - 1 - d out of 2P. This "zig-zag" order
+work. Each part is therefore cut into two halves, and device d gets halves d and 2P - 1 - d out of 2P. This "zig-zag" order
 balances the work of all devices (ring-flash-attention; Llama 3, Dubey et al., 2024, section 3.3.2).
 """
 
@@ -19,7 +19,7 @@ class Parts(NamedTuple):
     Attributes:
         axes: Mesh axes, outermost first.
         devices: Number of devices along all these axes (P).
-        size: Positions of one half, or of one part if parts are not cut.
+        size: Number of positions in a half, or in a part if parts are not cut.
         halves: 2, or 1 if a part has an odd length. With 1, no positions are exchanged.
     """
 
@@ -64,7 +64,10 @@ class Parts(NamedTuple):
         return jax.tree.map(lambda v: lax.ppermute(v, self.axes, route), x)
 
     def _route(self, half: int) -> list[tuple[int, int]]:
-        """Return (source, target) devices of the first or second halves. Halves with even numbers end on even devices."""
+        """Return the (source, target) devices of the first or second halves.
+
+        An even device gets its earlier half from the first halves, and an odd device from the second halves.
+        """
         numbers = [(d, 2 * d + half) for d in range(self.devices)]
         return [(d, n if n < self.devices else 2 * self.devices - 1 - n) for d, n in numbers]
 

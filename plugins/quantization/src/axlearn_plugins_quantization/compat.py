@@ -2,7 +2,7 @@
 
 qwix's `QtProvider` calls `qwix._src.core.dot_general_qt` and `ragged_dot_qt`. The provider uses call frames and shapes to guess
 whether an operand is a weight or an activation, and fails if a batch has the shape of a weight. This plugin knows which operand
-is which, so it calls these functions directly. Valid for qwix 0.1.8 and later 0.1 versions. Remove this module once
+is which, so it calls these functions directly. The names exist in qwix 0.1.8 and later 0.1 versions. Remove this module once
 qwix exposes public names for these functions.
 """
 

@@ -53,7 +53,7 @@ class Rule:
 
     Attributes:
         weights: Dtype of the weights.
-        activations: Dtype of the activations. None leaves them in floating point, and the matmul too.
+        activations: Dtype of the activations. None leaves both them and the matmul in floating point.
         gradients: Dtype of the gradients in both matmuls of the backward pass. None does not quantize these matmuls.
         tile_size: Number of elements along the last contracted dimension that share a scale. None means all.
     """
@@ -118,8 +118,8 @@ def _calibrate_to(magnitude: jax.Array) -> Callable[[Any], Any]:
 class _Bits:
     """An e4m3fn array stored as integers, for residuals of the backward pass.
 
-    `jax.checkpoint` rounds residuals with `lax.reduce_precision`, which assumes that four exponent bits end at 240. e4m3fn has no
-    codes for infinities and reaches 448, so values above 240 would become NaN.
+    `jax.checkpoint` rounds residuals with `lax.reduce_precision`, which assumes that a dtype with four exponent bits ends at
+    240. e4m3fn has no codes for infinities and reaches 448, so values above 240 would become NaN.
     """
 
     def __init__(self, bits: jax.Array):

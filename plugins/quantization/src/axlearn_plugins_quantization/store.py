@@ -19,7 +19,7 @@ from axlearn_plugins_quantization.weight_only import Storage, WeightOnlyLinear
 
 
 def quantize_params(params: Mapping[str, Any], functional: Functional) -> dict[str, Any]:
-    """Convert a dense model's parameters and variables for the same model with weight-only maps.
+    """Convert a dense model's parameters and variables to those of the same model with weight-only maps.
 
     Args:
         params: Path -> array of the dense model.
@@ -53,7 +53,7 @@ def _quantize_weight(module: WeightOnlyLinear, weight: jax.Array) -> tuple[jax.A
 
 
 def size(params: Mapping[str, Any]) -> int:
-    """Return the bytes of parameters, with packed 4-bit integers as on accelerators."""
+    """Return the size of parameters in bytes, with 4-bit integers packed as on accelerators."""
     return sum(x.size * jnp.iinfo(x.dtype).bits // 8 if x.dtype == jnp.int4 else x.nbytes for x in params.values())
 
 

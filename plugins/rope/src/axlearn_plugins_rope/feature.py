@@ -20,8 +20,9 @@ Tree = TypeVar("Tree", bound=Node[Any])
 class Rope(Feature):
     """Puts rotary position embeddings into every attention layer.
 
-    Sets the given options on existing rotary embeddings. Replaces any other position encoding, and fills empty slots,
-    with a new rotary embedding. If a slot alternates between several encodings (`alternate`), the feature changes each of them.
+    The feature sets the given options on existing rotary embeddings. It replaces any other position encoding with a new
+    rotary embedding, and also fills empty slots. If a slot alternates between several encodings
+    (`alternate`), the feature changes each of them.
 
     Attributes:
         theta: Base of the frequencies (10000 for a new embedding).

@@ -34,8 +34,8 @@ class RotaryEmbedding(Layer):
 
     whole_heads = False
     """Set this to True to compute cosines and sines for whole heads. XLA on CPUs then computes them once instead of once per head
-    and layer. Which of two products is rounded before their sum depends on the shape, so results are not reproducible bit for
-    bit."""
+    and layer. Which of two products is rounded before their sum depends on the shape, so results are not bitwise
+    reproducible."""
 
     def __init__(self, cfg: Config, *, precision: Precision):
         super().__init__(cfg, precision=precision)
@@ -43,7 +43,7 @@ class RotaryEmbedding(Layer):
             raise RequestError(f"rope rotates pairs: head_dim must be even, got {cfg.head_dim}\n    fix: set head_dim")
 
     def frequencies(self) -> Frequencies:
-        """Return the radians per position of each pair, and the factor on cosines and sines."""
+        """Return the radians per position of each pair, and the factor for cosines and sines."""
         cfg = self.cfg
         if cfg.scaling is None:
             return Frequencies(base_frequencies(cfg.head_dim, cfg.theta))

@@ -1,4 +1,4 @@
-"""Length scaling of rotary frequencies, for texts longer than a model was trained on.
+"""Length scaling of rotary frequencies, for texts that are longer than the training texts of a model.
 
 Each scaling is a node that builds a function of the unscaled frequencies. The scalings are those of Hugging Face's
 configs, so `rope_scaling` entries carry over: `linear`, `yarn`, `llama3`, and `ntk`, which is `dynamic` at a fixed length.
@@ -19,7 +19,7 @@ class Frequencies(NamedTuple):
 
     Attributes:
         radians: Radians per position of each pair, float64 [head_dim / 2].
-        factor: Factor on cosines and sines.
+        factor: Factor applied to cosines and sines.
     """
 
     radians: np.ndarray
@@ -83,7 +83,7 @@ class YarnScaling(Node[Scaling]):
         original_length: Length that the model was trained on.
         beta_fast: Rotations over `original_length` above which a pair is kept.
         beta_slow: Rotations over `original_length` below which a pair is interpolated.
-        attention_factor: Factor on cosines and sines (default: 0.1 ln(factor) + 1).
+        attention_factor: Factor applied to cosines and sines (default: 0.1 ln(factor) + 1).
         truncate: Round the ends of the blend to whole pairs.
     """
 

@@ -72,8 +72,8 @@ class LayerPattern(NamedTuple):
 
     Attributes:
         lead: Number of leading layers.
-        period: Layers in one period.
-        repeats: Number of repeats of the period.
+        period: Number of layers in one period.
+        repeats: Number of times the period is repeated.
     """
 
     lead: int

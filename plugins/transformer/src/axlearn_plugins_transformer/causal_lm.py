@@ -51,9 +51,9 @@ class SplitDecoder(Protocol):
     """
 
     def begin(self, tokens: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
-        """Process tokens that follow the cache.
+        """Process tokens that follow those in the cache: int32 [B, S] -> [B, S, D].
 
-        Maps int32 [B, S] to [B, S, D] for `finish`, and the new cache.
+        Returns the input of `finish`, and the new cache.
         """
         ...
 
@@ -92,7 +92,7 @@ class CausalLM(Layer):
             param_dtype: Dtype of the stored parameters.
             dtype: Dtype in which the layers compute.
             output_dtype: Dtype of the returned logits. The loss is always computed in float32.
-            logit_softcap: Soft cap of the logits, or None.
+            logit_softcap: Soft cap on the logits, or None.
             z_loss: Weight of log(Z)^2.
             loss_chunk: Positions per row whose logits are in memory at a time. None fits them into 256 MiB per device.
             loss_kernel: Implementation of the `cross_entropy` op. None selects the best one.
@@ -162,7 +162,7 @@ class CausalLM(Layer):
     def loss(self, batch: Batch) -> tuple[jax.Array, Mapping[str, Any]]:
         """Compute the training loss: mean cross-entropy in nats, plus auxiliary losses.
 
-        These are the z-loss and the auxiliary losses of the layers.
+        The auxiliary losses are the z-loss and those of the layers.
 
         Args:
             batch: See `contracts.parts.Batch`. `weights`, `segment_ids` and `positions` may be missing or None.
@@ -229,9 +229,9 @@ class CausalLM(Layer):
 
 
 def batch_context(batch: Batch) -> Context:
-    """Return the context of the layers for a batch.
+    """Return the context that the layers need for a batch.
 
-    Entries of `contracts.parts.Batch` may be missing.
+    The batch may lack entries of `contracts.parts.Batch`.
     """
     arrays = {k: batch.get(k) for k in ("positions", "segment_ids", "prefix")}
     weights = batch.get("weights")

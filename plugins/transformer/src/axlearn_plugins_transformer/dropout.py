@@ -33,7 +33,7 @@ class DropoutTransformerLayer(TransformerLayer):
         """Settings for dropout.
 
         Attributes:
-            dropout: Share of activations to set to zero. The others are scaled by 1 / (1 - dropout).
+            dropout: Share of activations to set to zero. The remaining activations are scaled by 1 / (1 - dropout).
         """
 
         dropout: float = setting(default=0.1, ge=0, lt=1)
@@ -75,7 +75,8 @@ class DropoutEmbedding(Embedding):
 class DropoutOutput(Layer):
     """Wraps an attention or feed-forward layer and applies dropout to its output.
 
-    It works in blocks of any class, because the block does not change. The parameters of the layer are under `base`.
+    It works in a block of any class, because the block itself does not change. The wrapped layer's parameters are under
+    `base`.
     """
 
     @node
@@ -116,7 +117,7 @@ class Dropout(Feature):
     See Vaswani et al., 2017, section 5.4. Masks depend on the layer, the microbatch, the step and the run's seed, so a
     resumed run draws the same masks. Evaluation and generation do not use dropout. Because each microbatch draws its
     own masks, the number of microbatches (accumulation, pipelines) changes the results. If a block is not a
-    `transformer-layer`, the feature wraps the layers in its slots for an `AttentionLayer` and a `FeedForward`. If the
+    `transformer-layer`, the feature wraps the layers in the block's `AttentionLayer` and `FeedForward` slots. If the
     model already has dropout, the feature sets the rate.
 
     Attributes:

@@ -85,7 +85,7 @@ class LearnedPositions(Layer):
         """Settings for the table.
 
         Attributes:
-            max_length: Number of positions. Later positions return NaN.
+            max_length: Number of positions. Later positions map to NaN.
             init: Initializer of the table.
         """
 

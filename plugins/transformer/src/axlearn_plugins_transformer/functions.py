@@ -1,6 +1,6 @@
-"""Functions of a causal language model besides its loss.
+"""The functions of a causal language model other than its loss.
 
-These are `score`, `unstack`, `prefill` and `decode`, for a program.
+A program compiles and calls these functions: `score`, `unstack`, `prefill` and `decode`.
 
 Legend: B rows, S tokens of a row, C positions of a chunk, V vocabulary.
 """
@@ -23,7 +23,7 @@ Arrays = dict[str, jax.Array]
 
 @attrs.frozen
 class ScoreBucket:
-    """Shapes of `score`.
+    """The shapes with which `score` is compiled.
 
     Attributes:
         rows: B.
@@ -38,7 +38,7 @@ class ScoreBucket:
 
 @attrs.frozen
 class GenerationBucket:
-    """Shapes of `prefill` and `decode`, for one row.
+    """The shapes with which `prefill` and `decode` are compiled, for one row.
 
     Attributes:
         prompt: Length of the padded prompt; 0 in `decode`.
@@ -54,7 +54,7 @@ class GenerationBucket:
 
 
 class Draw(NamedTuple):
-    """Sampling parameters of the next token, as zero-dimensional arrays.
+    """Sampling parameters for the next token, as zero-dimensional arrays.
 
     Attributes:
         key: Typed random key.
@@ -189,7 +189,7 @@ class GenerationFunctions:
         return separate
 
     def bind(self, arrays: Mapping[str, Any]) -> Any:
-        """Return the model with separate layers and the arrays from `unstack`."""
+        """Return the model with separate layers, using the arrays from `unstack`."""
         values = [(k, v.replace(arrays[_path(k)])) for k, v in self._template]
         return nnx.merge(self._graph, nnx.from_flat_state(values))
 

@@ -69,7 +69,7 @@ class Generator:
             temperature: 0 always takes the most probable token. Otherwise, tokens are sampled from
                 softmax(logits / temperature).
             seed: Seed for sampling.
-            eos_id: End token, or several. None ignores end tokens and generates `max_tokens` tokens.
+            eos_id: One end token or several. None ignores end tokens and generates `max_tokens` tokens.
             top_k: Number of most probable tokens to sample from (default: all).
 
         Raises:

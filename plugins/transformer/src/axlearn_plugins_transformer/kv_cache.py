@@ -18,7 +18,7 @@ from axlearn_plugins_transformer.kernels.attention import AttentionOp
 class CacheContents(NamedTuple):
     """The contents of a cache.
 
-    Keys and values are [B, T, K, H], their slots int32 [B or 1, T].
+    Keys and values are [B, T, K, H], and their slots are int32 [B or 1, T].
     """
 
     key: jax.Array

@@ -2,8 +2,8 @@
 
 This module does not import JAX.
 
-The slots of a layer need no role, because their annotations name their kinds. `rope` fills slots for a
-`PositionEncoding`, `paged-cache` slots for a `KVCache` or a `LatentCache`, and `moe` slots for a `FeedForward`.
+The slots of a layer need no role, because their annotations say what they accept. `rope` fills `PositionEncoding` slots,
+`paged-cache` fills `KVCache` and `LatentCache` slots, and `moe` fills `FeedForward` slots.
 """
 
 from axlearn_core.config.roles import Role
@@ -12,7 +12,7 @@ from axlearn_core.config.roles import Role
 class WindowRole(Role, fields=("window",)):
     """Attention with a `window`, the number of positions that a query sees.
 
-    It is an int, a node that builds one, or None.
+    The window is an int, a node that builds one, or None.
     """
 
     __slots__ = ()
@@ -21,7 +21,7 @@ class WindowRole(Role, fields=("window",)):
 class AttentionKernelRole(Role, fields=("kernel",)):
     """Attention with a `kernel`.
 
-    It names an implementation of the `attention` op, or of the op that its cache uses.
+    The kernel names an implementation of the `attention` op, or of the op that its cache uses.
     """
 
     __slots__ = ()
@@ -39,7 +39,7 @@ class LanguageModelRole(Role, fields=("vocab_size", "decoder")):
 class OutputHeadRole(Role, fields=("head",)):
     """A decoder whose `head` builds the output layer.
 
-    If it is None, the output layer is the transposed embedding.
+    If `head` is None, the output layer is the transposed embedding.
     """
 
     __slots__ = ()

@@ -28,8 +28,8 @@ class PagedSlots:
 
     Attributes:
         table: Pages of each request in token order, int32 [R, M].
-        lengths: Tokens of each request including new ones, int32 [R].
-        write: Destination `page * S + slot` of each new token, int32 [T]. An index after the last page is not written.
+        lengths: Number of tokens in each request, including the new ones, int32 [R].
+        write: Destination `page * S + slot` of each new token, int32 [T]. Tokens with an index after the last page are dropped.
         split: Number of new tokens per request.
     """
 
@@ -67,7 +67,7 @@ def window_size(mask: Mask, layout: str) -> int | None:
     """Return the window size of a causal mask, or None if it does not limit the distance.
 
     Raises:
-        RequestError: The mask is not causal, or has other parts.
+        RequestError: The mask is not causal, or has parts other than windows.
     """
     causal = any(isinstance(part, Causal) for part in mask.parts)
     other_masks = [part for part in mask.parts if not isinstance(part, Causal)]
@@ -88,7 +88,7 @@ LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 def quantize_vectors(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
     """Quantize vectors [..., H] to a narrow dtype.
 
-    Return them with a float32 scale [...] per vector.
+    Return the quantized vectors, and a float32 scale for each, [...].
     """
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=-1) / LARGEST[dtype]
@@ -99,7 +99,7 @@ def quantize_vectors(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
 def write_slots(pages: jax.Array, new: jax.Array, write: jax.Array, *, heads_first: bool = False) -> jax.Array:
     """Write [T, ...] to the slots int32 [T] of pages [P, S, ...] or [P, 2, G, S, H].
 
-    Drop slots after the last page.
+    Values for slots after the last page are dropped.
     """
     size, new = pages.shape[3 if heads_first else 1], new.astype(pages.dtype)
     index = (write // size, slice(None), slice(None), write % size) if heads_first else (write // size, write % size)
@@ -135,7 +135,7 @@ class PagedCache(Configurable):
     def init(self, batch: int, length: int, num_kv_heads: int, head_dim: int, dtype: str) -> dict[str, jax.Array]:
         """Return pages [P, S, 2 G, H] for `batch` rows of `length` tokens.
 
-        Head g has keys at 2 g, values at 2 g + 1.
+        The keys of head g are at index 2 g, and its values at 2 g + 1.
         """
         size = self.cfg.page_size
         inner = (2, num_kv_heads, size) if self.cfg.heads_first else (size, 2 * num_kv_heads)

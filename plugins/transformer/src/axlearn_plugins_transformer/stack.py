@@ -73,7 +73,7 @@ class LayerStack(Protocol):
 def unstack(layers: Any, num_layers: int) -> nnx.List:
     """Split stacked layers into separate ones.
 
-    Decoding uses them because slicing weights at every step is slow.
+    Decoding uses separate layers because slicing weights at every step is slow.
     """
     parts = Layers.from_module(layers, num_layers)
     rows = [iter(split_rows(state, parts.kinds.count(kind))) for kind, state in enumerate(parts.states)]
@@ -83,7 +83,7 @@ def unstack(layers: Any, num_layers: int) -> nnx.List:
 def each_layer(layers: Any, num_layers: int) -> Sequence[Any]:
     """Return, for each layer, a module of its kind.
 
-    Its parameters may belong to several layers.
+    The module's parameters may belong to several layers.
     """
     if isinstance(layers, MixedLayers):
         return [layers.select_kind(kind) for kind in layers.kinds]
@@ -194,8 +194,8 @@ def _layer(
 ) -> Callable[..., Any]:
     """Return the function for a kind of layer.
 
-    It is `(x, arrays, cache) -> (x, (cache, (losses, summaries), variables))`. With `shared`, the code of a kind is
-    traced and lowered once, and each layer calls it. XLA inlines it.
+    Its signature is `(x, arrays, cache) -> (x, (cache, (losses, summaries), variables))`. With `shared`, the code of a
+    kind is traced and lowered once, each layer calls it, and XLA inlines the calls.
     """
 
     def run(x: jax.Array, state: Any, cache: Any = None) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ class MixedLayers(nnx.Module):
     Attribute `0` contains all layers of the first kind, stacked, and attribute `1` all layers of the second kind.
 
     Attributes:
-        kinds: Kind of each layer. The layer's row in the stack is the number of earlier layers of that kind.
+        kinds: Kind of each layer. A layer's row in its stack is the number of earlier layers of the same kind.
     """
 
     def __init__(self, stacked: Sequence[Any], kinds: Sequence[int]):
@@ -57,7 +57,7 @@ class Layers:
     def from_module(cls, module: Any, num_layers: int | None = None) -> "Layers":
         """Split the module of a stack.
 
-        It has stacked arrays, or is a `MixedLayers` or a list of separate layers.
+        The module has stacked arrays, or is a `MixedLayers` or a list of separate layers.
         """
         if isinstance(module, nnx.List):
             graphs, states = zip(*map(nnx.split, module), strict=True)
@@ -168,7 +168,7 @@ class VariableRecord:
 def split_rows(state: Any, count: int, sizes: Sequence[int] | None = None) -> list[Any]:
     """Split stacked arrays along their first axis.
 
-    Split them into `count` single layers, or into parts of the given sizes.
+    The result is `count` single layers, or parts of the given sizes.
     """
     # The gradient of lax.split is one concatenation; the gradient of indexing is a padded sum per layer.
     leaves, tree = jax.tree.flatten(state)

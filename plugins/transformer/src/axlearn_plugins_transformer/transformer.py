@@ -168,9 +168,9 @@ class Decoder(Layer):
         return self._normalize(x), None if cache is None else Cache(entries, cache.length + tokens.shape[1])
 
     def begin(self, tokens: jax.Array, context: Context, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Run all but the feed-forward half of the last layer and the final norm.
+        """Run everything except the feed-forward half of the last layer and the final norm.
 
-        If the layers are not separate, run everything. See `SplitDecoder`.
+        If the layers are not separate, run the whole decoder. See `SplitDecoder`.
         """
         last = self._last_layer()
         if last is None:
@@ -226,7 +226,7 @@ class Decoder(Layer):
         return Cache(entries, jnp.zeros((), jnp.int32))
 
     def unstacked(self) -> "Decoder":
-        """Return this decoder with separate layers. It shares the other parameters."""
+        """Return a copy of this decoder with separate layers. The copy shares all other parameters."""
         copy = nnx.merge(*nnx.split(self))
         copy.layer = unstack(self.layer, self.cfg.num_layers)
         return copy

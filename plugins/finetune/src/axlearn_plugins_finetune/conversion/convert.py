@@ -33,14 +33,14 @@ def convert_run(
 
     Args:
         run_dir: A trained run, or its URI.
-        out: A directory that does not exist.
+        out: A directory that does not exist yet.
         with_: Features, as on the command line.
         set: Settings for the new run, as on the command line.
         step: Step of the checkpoint. The default is the newest.
 
     Raises:
         CheckpointError: `run_dir` is not a run, or its parameters cannot be transferred. The message names the feature.
-        RequestError: `out` is taken, or a feature does not fit.
+        RequestError: `out` already exists, or a feature does not fit the run.
     """
     new_directory(out)
     configure_devices(None)
@@ -91,7 +91,7 @@ def transfer_run(run_dir: str | Path, config: Any, functional: Functional, *, st
 
 
 def _installed_features(old: Node[Any], new: Node[Any]) -> Iterator[tuple[str, Feature]]:
-    """Yield the installed features that have a bridge, or that are only in effect in `new` and have a reason for no bridge."""
+    """Yield the installed features that have a bridge, or that are only in effect in `new` and declare why they have none."""
     names = registry()
     for name in sorted(names.claims["features"]):
         try:

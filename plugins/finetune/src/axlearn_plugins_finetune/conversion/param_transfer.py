@@ -33,7 +33,7 @@ Params = dict[str, Any]
 
 
 class Fill(enum.Enum):
-    """A marker that a bridge returns instead of the value of a parameter."""
+    """A marker that a bridge returns instead of a parameter's value."""
 
     FRESH = "as the model initializes it"
     ZERO = "zero"
@@ -65,7 +65,7 @@ class Bridge(Protocol):
 
 
 def load_bridges(features: Iterable[tuple[str, Feature]]) -> tuple[list[Bridge], dict[str, str]]:
-    """Return the bridges of features, and feature name -> reason for features that cannot have a bridge."""
+    """Return the features' bridges, and a mapping from feature name to reason for features that cannot have one."""
     usable, reasons = [], {}
     for name, feature in features:
         if feature.bridge:
@@ -91,7 +91,7 @@ def transfer_params(
         source: The old model.
         target: The new model.
         bridges: Bridges of the additional features of `target`.
-        reasons: Feature name -> reason why it has no bridge, for the error message.
+        reasons: Feature name -> reason why the feature has no bridge, for the error message.
         seed: Seed for initialized parameters.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Export formats of other libraries for adapters. Does not import JAX."""
+"""Adapter export formats for other libraries. This module does not import JAX."""
 
 from typing import Any, Protocol
 

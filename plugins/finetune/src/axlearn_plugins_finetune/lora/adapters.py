@@ -121,9 +121,9 @@ class AdapterExport:
         params: Path -> parameter of the adapters.
         scales: Path of an adapted map -> alpha / rank.
         base: `fingerprint` of the base weights from training.
-        run: Run with these weights, as named in training. None if unknown.
+        run: The run with these weights, under the name that it had in training. None if unknown.
         variables: Path -> variable of the model after training. These replace the variables of the base.
-        dtype: Dtype of the base weights in training, if all had the same. None if unknown.
+        dtype: Dtype of the base weights in training, if all of them had the same dtype. None if unknown.
     """
 
     params: dict[str, Any]
@@ -202,8 +202,8 @@ def save(
         directory: Output directory. Existing files are replaced.
         params: Parameters of the base and the adapters.
         scales: Path of an adapted map -> alpha / rank.
-        run: Run of the base, for later use of the adapters.
-        variables: Paths in `params` of variables that changed during training. They are written too.
+        run: Run that contains the base. It is recorded for later use of the adapters.
+        variables: Paths in `params` of variables that changed during training, which are also written.
 
     Raises:
         RequestError: There are no adapters.

@@ -34,7 +34,7 @@ class Lora(Feature):
     `target` is a config-path pattern or a list of them. Every matching linear map gets adapters. The default matches the maps
     of attention (`model.**.attention.*`) if the model has no adapters yet, and `model.**` matches all linear maps. If layers
     alternate between several components (`alternate`), all of them match by the path of their slot. `rank` (16 for a new adapter)
-    is the width of an adapter. Its update is multiplied by `alpha` (16) / rank. `base` is the directory of a run, whose parameters
+    is the width of an adapter. Its update is multiplied by `alpha` (16) / rank. `base` is the directory of the run whose parameters
     a new run starts from. `adapters` is a directory written by `axlearn lora export`.
 
     `base_dtype` is the storage dtype of the frozen parameters. `bfloat16` needs half the memory, and does not change the results
@@ -118,7 +118,7 @@ def without_adapters(cfg: Tree) -> Tree:
 
 
 def projections(tree: Any, path: str = "") -> Iterator[tuple[str, Node[Any]]]:
-    """Yield path and node of every linear map, except maps inside a map with adapters."""
+    """Yield the path and the node of every linear map, except maps inside a map with adapters."""
     if _is_projection(tree):
         yield path, tree
     if not isinstance(tree, LoraLinear.Config):

@@ -1,4 +1,4 @@
-"""Implement the hooks of this package. Does not import JAX."""
+"""Implement the hooks of this package. This module does not import JAX."""
 
 from pathlib import Path
 from urllib.parse import parse_qs

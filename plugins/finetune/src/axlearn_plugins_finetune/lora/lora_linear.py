@@ -30,8 +30,8 @@ ADAPTERS = ("lora_a", "lora_b")
 class LoraLinear(Layer):
     """`base(x) + alpha / rank * (x @ A) @ B` with trainable A and B.
 
-    B is initialized to zero, so the map initially equals its base. The config builds a module of a subclass of the base's class.
-    With the same seed, the base has the same parameters as without adapters.
+    B is initialized to zero, so the map initially equals its base. The config builds a module whose class is a subclass of the
+    base's. With the same seed, the base has the same parameters as without adapters.
     """
 
     @node
@@ -40,7 +40,7 @@ class LoraLinear(Layer):
 
         Attributes:
             base: Projection of any kind.
-            rank: Width between A and B.
+            rank: Inner dimension of the product of A and B.
             alpha: Scale of the update, which is multiplied by alpha / rank.
             init: Initializer of A, scaled by the fan of all input dimensions.
         """
@@ -123,7 +123,7 @@ def _adapted_class(kind: type) -> type:
 
 
 def subclass_with(mixin: type, kind: type, suffix: str) -> type:
-    """Create a subclass of `mixin` and `kind`, named `kind` plus the suffix."""
+    """Create a subclass of `mixin` and `kind`, with the name of `kind` plus the suffix."""
     names = {"__module__": mixin.__module__, "__qualname__": f"{kind.__qualname__}{suffix}"}
     return types.new_class(f"{kind.__name__}{suffix}", (mixin, kind), exec_body=lambda body: body.update(names))
 

@@ -28,7 +28,7 @@ def scales_of(run: RunWeights) -> dict[str, float]:
 
 
 def changed_variables(run: RunWeights) -> list[str]:
-    """Return the paths of variables that training may have changed, which are all that the learner did not freeze."""
+    """Return the paths of variables that training may have changed: all variables that the learner did not freeze."""
     learned, experiment = run.functional.learned, run.experiment
     learner = experiment.learner.build(max_steps=experiment.max_steps, axes=run.functional.axes)
     frozen = learner.frozen_variables(learned) if learned and isinstance(learner, FreezesVariables) else ()

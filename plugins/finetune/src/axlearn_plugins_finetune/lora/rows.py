@@ -1,7 +1,7 @@
 """Choose an adapter for each row of a batch, so that one server can serve many fine-tuned models (S-LoRA, Sheng et al., 2023).
 
 All adapters of a map are concatenated into two matrices. Each row is multiplied by all adapters, and a mask selects the result
-of its own adapter. This needs two dense matmuls and no gathers of matrices, and scales to a few dozen adapters.
+of its own adapter. This takes two dense matmuls, gathers no matrices, and scales to a few dozen adapters.
 
 Shapes: N adapters, R largest rank.
 """
@@ -158,7 +158,7 @@ class RowAdapters:
 
         Raises:
             CheckpointError: A directory has no adapters.
-            RequestError: The adapters cannot be chosen by row.
+            RequestError: The adapters cannot be chosen per row.
         """
         exported = {}
         for name, directory in directories.items():

@@ -34,7 +34,7 @@ class DPO(Configurable, nnx.Module):
         """The loss and its reference.
 
         Attributes:
-            beta: Strength of the pull toward the reference.
+            beta: How strongly the model is pulled toward the reference.
             label_smoothing: Assumed share of pairs with swapped labels (Mitchell, 2023).
             reference: Config of the reference. None uses the model's config.
             reference_weights: Path or URI of the reference's weights. None uses the initial weights of training.
@@ -94,7 +94,7 @@ class DPO(Configurable, nnx.Module):
         return mean(losses) + sum(collected.losses.values()), report
 
     def evaluation_loss(self, model: Any, batch: Batch) -> tuple[jax.Array, Mapping[str, Any]]:
-        """Return the loss on held-out pairs, in nats per pair, without label smoothing and auxiliary losses."""
+        """Return the loss on held-out pairs, in nats per pair, without label smoothing or auxiliary losses."""
         with summaries.held_out():
             return DPO.loss(self, model, batch, None)
 
@@ -106,7 +106,7 @@ class DPO(Configurable, nnx.Module):
 
 
 def without_adapters(model: Any) -> Any:
-    """Return the bound model in evaluation mode with disabled LoRA adapters."""
+    """Return the bound model in evaluation mode, with its LoRA adapters disabled."""
     base = nnx.merge(*nnx.split(model))
     base.eval()
     for _, module in nnx.iter_modules(base):

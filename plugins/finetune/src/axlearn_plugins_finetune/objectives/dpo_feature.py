@@ -23,12 +23,12 @@ class Dpo(Feature):
     """Direct preference optimization (DPO; Rafailov et al., 2023, arXiv 2305.18290).
 
     `data` is a JSONL file or a list of them, as paths or globs, with rows `{"prompt": ..., "chosen": ..., "rejected": ...}`.
-    Held-out rows are in separate files (`validation`), or are a share of `data` (`validation_fraction`, 0.1). `beta` sets the
-    strength of the pull toward the reference.
+    Held-out rows are in separate files (`validation`), or are a share of `data` (`validation_fraction`, 0.1). `beta` sets how
+    strongly the model is pulled toward the reference.
 
-    `base` is a run, or other weights, to start training from. The frozen reference has the initial weights of the model. With LoRA
-    it is the model without its adapters. `reference` names other weights. `too_long` is the action for a pair that is longer than a
-    row: `error` or `drop`.
+    `base` is a run, or other weights, to start training from. The frozen reference has the initial weights of the model. With LoRA,
+    it is the model without its adapters. `reference` names different weights for it. `too_long` sets what happens to a pair that is
+    longer than a row: `error` or `drop`.
 
     The tokenizer, the batch size (which now counts pairs) and the sequence length do not change. If the experiment already has
     this objective, the given options are updated.

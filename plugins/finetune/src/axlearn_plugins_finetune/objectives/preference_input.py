@@ -1,6 +1,6 @@
 """Input for preference optimization: batches of pairs of answers.
 
-Shapes: B pairs of all processes, S sequence length.
+Shapes: B pairs across all processes, S sequence length.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,11 +40,11 @@ class PreferenceInput(Configurable):
         """Data source and batch shape.
 
         Attributes:
-            batch_size: Pairs per batch, over all processes.
+            batch_size: Pairs per batch, across all processes.
             sequence_length: Length of each of the two rows of a pair.
             source: Source of preferences.
             tokenizer: Tokenizer of the prompts and answers.
-            special_tokens: `text` treats special tokens in the data as plain text, `parse` converts them to tokens.
+            special_tokens: `text` treats special tokens in the data as plain text; `parse` converts them to tokens.
             shuffle: Whether to shuffle the training pairs.
             too_long: What to do with a pair that does not fit into its rows.
         """
@@ -124,7 +124,7 @@ class PreferenceInput(Configurable):
         return PreferenceBatches(self, "train", index, None)
 
     def evaluation(self) -> "PreferenceBatches":
-        """Return one pass over the held-out pairs in a fixed order. The last batch is padded with weight 0."""
+        """Return one pass over the held-out pairs in a fixed order. The last batch is padded with pairs of weight 0."""
         rows = self._usable("validation")
         return PreferenceBatches(self, "validation", lambda position, current: int(rows[position]), len(rows))
 
@@ -254,7 +254,7 @@ class PreferenceBatches:
             print_note(OLD_ORDER)
 
     def close(self) -> None:
-        """Do nothing. The input has no background work."""
+        """Do nothing. The input does no background work."""
 
 
 def _records(source: Any, split: Split) -> Any:

@@ -1,4 +1,4 @@
-"""Preferences: the check of a row, and a source that reads rows from JSONL files.
+"""Preferences: a check for rows, and a source that reads rows from JSONL files.
 
 {"prompt": "2 + 2?", "chosen": " 4", "rejected": " 5"}
 """

@@ -18,7 +18,7 @@ from axlearn_plugins_models.bridges.wrapper import Path, Structure, WrappedLayer
 
 
 class Buffer(nnx.Variable):
-    """An array of an Equinox module that is not trained, with integers or booleans."""
+    """An integer or boolean array in an Equinox module, which is not trained."""
 
 
 class EquinoxLayer(WrappedLayer):

@@ -92,7 +92,7 @@ class LinenLayer(WrappedLayer):
         """Trace the module in training mode, and return whether it draws random numbers.
 
         Raises:
-            ConfigError: If it adds to a collection that did not exist after initialization.
+            ConfigError: If the module adds to a collection that did not exist after initialization.
         """
 
         def run(collections: Mapping[str, Any], rngs: Mapping[str, jax.Array]) -> Any:

@@ -29,7 +29,7 @@ class Structure:
 
 
 class WrappedLayer(Layer):
-    """A layer that wraps a module of a different library.
+    """A layer that wraps a module from a different library.
 
     Its parameters are at `module.<path>`, with the library's names.
 

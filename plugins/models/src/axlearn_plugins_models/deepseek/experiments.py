@@ -1,4 +1,4 @@
-"""DeepSeek-V2-Lite (arXiv 2405.04434) and DeepSeek-V3 (arXiv 2412.19437), with the sizes of their `config.json`."""
+"""DeepSeek-V2-Lite (arXiv 2405.04434) and DeepSeek-V3 (arXiv 2412.19437), with the sizes from their `config.json`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv 2408.00118) and the text model of Gemma 3 (arXiv 2503.19786), with the sizes of their `config.json`."""
+"""Gemma 2 (arXiv 2408.00118) and the text model of Gemma 3 (arXiv 2503.19786), with the sizes from their `config.json`."""
 
 from typing import Any
 

@@ -72,17 +72,17 @@ KINDS = (
     Kind("sliding_attention", "rope_local_base_freq", 10_000.0, scaled=False),
     Kind("full_attention", "rope_theta", 1_000_000.0, scaled=True),
 )
-"""Kinds of layers in Gemma 3. A file without a theta means the default of transformers."""
+"""Kinds of layers in Gemma 3. If a file lacks a theta, it means the default of transformers."""
 
 
 class Gemma3(Gemma2):
-    """Gemma 3: a norm on each head instead of caps, and every sixth layer global, with its own frequencies."""
+    """Gemma 3: per-head norms instead of caps, and global attention in every sixth layer, with its own frequencies."""
 
     architectures = ("Gemma3ForCausalLM",)
     every = 6
 
     def settings(self, hf: Settings) -> Json:
-        """Return Gemma 2's settings and the norm for heads."""
+        """Return Gemma 2's settings and the per-head norm."""
         settings = super().settings(hf)
         return settings | {f"{d.ATTENTION}.qk_norm": settings[f"{d.LAYER}.norm"]}
 

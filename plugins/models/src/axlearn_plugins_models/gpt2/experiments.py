@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al., 2019), the smallest and the largest model, with the sizes of their `config.json`."""
+"""The smallest and the largest GPT-2 model (Radford et al., 2019), with the sizes from their `config.json`."""
 
 from axlearn_core.train import Trainer
 from axlearn_plugins_models.huggingface.published_config import published_model

@@ -129,9 +129,9 @@ class Family(Configurable):
         experiment: Experiment that the config tree starts from.
         architectures: Supported values of `architectures` in `config.json`.
         keys: Key of `config.json` -> a config path, or a `Key`.
-        fixed: Key -> the only supported value, which is also the value of a missing key.
+        fixed: Key -> the only supported value, which is also assumed if the key is missing.
         rules: Table of tensors.
-        ignored: Patterns (`fnmatch`) of tensors that files may contain and that are not part of the model.
+        ignored: Patterns (`fnmatch`) of tensors that files may contain although they are not part of the model.
         unused_keys: Keys of `config.json` that have no effect while the `fixed` keys have their values.
         prefix: Prefix of the tensor names in the table. Files may omit it, if they omit it everywhere.
         text: Whether the model reads text, and therefore has a tokenizer.
@@ -177,7 +177,7 @@ class Family(Configurable):
 
         Args:
             data: Content of the file.
-            more: Path -> value, additional settings.
+            more: Additional settings, path -> value.
 
         Raises:
             ConfigError: If the family does not support an architecture or a setting.
@@ -214,7 +214,7 @@ class Family(Configurable):
         return data | self.compatibility_keys(data)
 
     def differences(self, data: Mapping[str, Any], config: Any) -> list[Change]:
-        """Return the differences between the models of a `config.json` and of a config that change results."""
+        """Return the differences that change results, between the model of a `config.json` and that of a config."""
         theirs: Any = self.resolve(data)[0].config
         old, new = _with_derived_sizes(theirs.model), _with_derived_sizes(config.model)
         return [change for change, kind in change_kinds(diff(old, new), old, new) if kind == "mathematics"]

@@ -1,8 +1,8 @@
 """Read and write the safetensors files of a model directory.
 
-The format (huggingface.co/docs/safetensors): eight bytes with the length of the header, the header as JSON (name -> dtype,
+The format (huggingface.co/docs/safetensors) is: the length of the header in eight bytes, the header as JSON (name -> dtype,
 shape, begin and end of the bytes), then the bytes. This module reads the header itself, so that it can read a tensor in
-slices into its own memory. The library maps the file, which would count as memory until the system reclaims it.
+slices into its own memory. The library maps the file, whose pages would count as used memory until the system reclaims them.
 """
 
 import json
@@ -28,7 +28,7 @@ DTYPES: dict[str, Any] = {
     "F16": np.float16,
     "BF16": ml_dtypes.bfloat16,
 }
-"""Supported dtypes of weights. Other dtypes (of quantized models) raise an error with their name."""
+"""Supported dtypes of weights. Other dtypes (of quantized models) raise an error that names them."""
 CODES = {str(np.dtype(dtype)): code for code, dtype in DTYPES.items()}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
@@ -47,7 +47,7 @@ class StoredTensor:
         shape: Shape.
         start: Offset of the first byte in the file.
         bytes: Number of bytes.
-        storage: Storage that the file is read from, by its name.
+        storage: Storage from which the file is read by name.
         name: Name in the file.
     """
 
@@ -213,7 +213,7 @@ def check_tensors(
     Args:
         stored: Tensors in the directory.
         expected: Name -> shape.
-        spare: Names that may exist in addition.
+        spare: Additional names that may exist.
         location: Directory, for the message.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Hook implementations of this package. Does not import JAX."""
+"""Hook implementations of this package. This module does not import JAX."""
 
 from pathlib import Path
 

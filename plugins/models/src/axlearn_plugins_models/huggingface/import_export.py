@@ -110,7 +110,7 @@ def export_run(
             variables keep their dtype.
 
     Raises:
-        RequestError: If it is not a run, no family describes its model, or `directory` exists.
+        RequestError: If `run_dir` is not a run, no family describes its model, or `directory` exists.
         WorkError: If the directory cannot be written.
     """
     directory = local_target(directory)
@@ -215,7 +215,7 @@ def _describe_run(run_files: Mapping[str, bytes], config: Any, text: TextProcess
     """Return the family and `config.json` of a run.
 
     Uses the `config.json` of the import. A run that was trained or merged from an import uses the one next to its tokenizer.
-    These files contain facts that `find_family` cannot know. If neither describes the run's model any more, builds a new one.
+    These files contain facts that `find_family` cannot know. If neither describes the run's model anymore, builds a new one.
     """
     data = json.loads(run_files.get(CONFIG, b"{}"))
     if data and (description := _match_config(data, config)):

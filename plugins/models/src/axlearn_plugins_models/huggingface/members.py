@@ -9,7 +9,7 @@ from typing import Any
 from axlearn_core.errors import CheckpointError
 
 JSON_BYTES = 64 << 20
-"""Maximum size of a JSON file. The tokenizers library reads tokenizer.json, which has about 33 MB for 256,000 tokens."""
+"""Maximum size of a JSON file. The tokenizers library reads tokenizer.json, which takes about 33 MB for 256,000 tokens."""
 
 
 def member(directory: Path, name: str) -> Path:
@@ -57,7 +57,7 @@ def read_json(directory: Path, name: str) -> Any:
 
 
 def _finite(text: str) -> float:
-    """Parse a JSON number. Python also accepts `NaN`, `Infinity` and `1e999`, which no size or rate may be."""
+    """Parse a JSON number. Reject `NaN`, `Infinity` and `1e999`, which Python accepts but no size or rate may be."""
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text} is not a JSON number")
     return number

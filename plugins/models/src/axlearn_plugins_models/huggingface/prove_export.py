@@ -1,4 +1,4 @@
-"""A property for `axlearn prove`: an exported and imported model gives the same logits.
+"""A property for `axlearn prove`: a model that is exported and imported again gives the same logits.
 
 This module needs `axlearn-plugins-verify`, which loads it.
 """
@@ -48,7 +48,7 @@ class ExportImport:
         return None
 
     def check(self, case: Any) -> Outcome:
-        """Compare the model before and after."""
+        """Compare the model before the export and after the import."""
         original = precise_config(case.config)  # the files do not depend on the dtype of the computation
         program, (model_family, data) = case.program(original), _describe(case, original)
         weights = model_weights(case, program)

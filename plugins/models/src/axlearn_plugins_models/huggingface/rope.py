@@ -1,4 +1,4 @@
-"""Convert rotary position encodings from and to `rope_parameters` (or `rope_theta` and `rope_scaling`) of `config.json`.
+"""Convert rotary position encodings to and from `rope_parameters` (or `rope_theta` and `rope_scaling`) of `config.json`.
 
 transformers 4 writes `rope_theta` and `rope_scaling`. transformers 5 writes `rope_parameters`, with one entry for all
 layers, or with one entry per kind of layer. A wrong frequency raises no error and only makes the model worse, so unknown
@@ -22,7 +22,7 @@ _COMMON = ("rope_type", "rope_theta", FACTOR)
 
 @attrs.frozen
 class Kind:
-    """A kind of layers with its own frequencies.
+    """A kind of layer with its own frequencies.
 
     Attributes:
         name: Key in a nested `rope_parameters`.
@@ -45,8 +45,8 @@ def parameters(hf: Settings, kind: Kind = ALL_LAYERS, kinds: Sequence[Kind] = ()
 
     Args:
         hf: `config.json`.
-        kind: Kind of layers.
-        kinds: All kinds of layers in the family, or empty if all layers are alike.
+        kind: Kind of layer.
+        kinds: All kinds of layers in the family. Empty if all layers are alike.
 
     Raises:
         ConfigError: If two entries contradict each other, or the file has entries for kinds of layers that the family does not
@@ -187,12 +187,12 @@ def _llama3(rope: Json, hf: Settings) -> Json:
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:
-    """Return YaRN's factor that sharpens attention: 0.1 mscale ln(factor) + 1."""
+    """Return the factor by which YaRN sharpens attention: 0.1 mscale ln(factor) + 1."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def write_mscale(rope: Json, sharpness: float) -> Json:
-    """Return YaRN's `rope_parameters` for a model whose attention scale is multiplied by `sharpness` ** 2, as in DeepSeek.
+    """Return YaRN's `rope_parameters` for a model that multiplies its attention scale by `sharpness` ** 2, as DeepSeek does.
 
     vLLM and DeepSeek's own code read `mscale` and `mscale_all_dim` but not `attention_factor`, so it is replaced if they
     are equivalent. Rounding `mscale` to ten digits undoes the rounding of the number that was computed from it.

@@ -20,7 +20,7 @@ from axlearn_plugins_models.huggingface.text_facts import CONFIG, TOKENIZER, rea
 from axlearn_plugins_models.huggingface.unknown import unknown_type
 
 MAX_SIZE = 1 << 24
-"""Maximum size in a config.json, such as a vocabulary size or a width."""
+"""Maximum value of a size in a config.json, such as a vocabulary size or a width."""
 _NO_SIZES = ("token_id", "theta", "position", "window", "_ctx", "length")
 COMPUTE = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
 

@@ -4,7 +4,7 @@ Here, parameters include the model's other variables, such as the bias of a sigm
 
     Rule("decoder.layer.attention.query.weight", "model.layers.{layer}.self_attn.q_proj.weight", "(n h) d -> d n h")
 
-The left side of the pattern has the axes in the file, the right side the axes of the parameter, without its stacked axis
+The left side of the pattern lists the axes in the file, and the right side those of the parameter, without its stacked axis
 `layers`. Axes in parentheses are one axis in the file. If the file lacks a leading axis of the parameter (the experts),
 that axis is a placeholder in the tensor name. If several parameters are stored as one tensor, the rule names them all,
 and a star marks the axis along which they are concatenated: `"d (n* h) -> d n h"` for the fused queries, keys and values of
@@ -75,7 +75,7 @@ class Rule:
     """A rule that maps parameters to a tensor; see the module docstring.
 
     Attributes:
-        ours: Path of a parameter, or of several that are one tensor in the file.
+        ours: Path of a parameter, or paths of several parameters that the file stores as one tensor.
         theirs: Tensor name, with the placeholder `{layer}` for stacked parameters, and with placeholders for indexed axes.
         pattern: Axes. Without a pattern, both sides have the same axes.
     """

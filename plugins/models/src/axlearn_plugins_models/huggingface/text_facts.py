@@ -218,6 +218,6 @@ def _ids(value: Any) -> Iterator[int]:
 
 
 def _content(value: Any) -> str | None:
-    """Return the text of a token that may be written with its options."""
+    """Return the text of a token, which may be stored together with its options."""
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) else None

@@ -25,8 +25,8 @@ from axlearn_plugins_transformer.text.sampling import SampleEvaluator
 from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
 
 PRODUCTS = "remat:save=[query,key,value,{attention},attention_out,mlp_gate,mlp_up]"
-"""Saves every matmul of a layer but the last one, so that only cheap ops are recomputed. For attention it saves the
-context, or the residuals that splash attention tags."""
+"""Saves the result of every matmul in a layer except the last one, so that only cheap ops are recomputed. For attention, it
+saves the context, or the residuals that splash attention tags."""
 PRODUCTS_TPU = PRODUCTS.format(attention="attention_residuals")
 SEARCHED_7B = {
     "h100-8x32": TargetRule(shape={"data": 8, "fsdp": 32}, features=(PRODUCTS.format(attention="context"),)),
@@ -164,7 +164,7 @@ def quickstart() -> Trainer.Config:
         dtype="float32",
         stack=Stack.Config(mode="unrolled"),
     )
-    # Layers that start close to the identity learn faster in the first few hundred steps, which are all steps here.
+    # Layers that start close to the identity learn faster in the first few hundred steps, and this run is no longer.
     small = {f"decoder.layer.{part}.init.scale": 0.01 for part in ("attention.output", "feed_forward.down")}
     return Trainer.Config(
         model=patch(model, small),

@@ -6,7 +6,7 @@ from axlearn_plugins_models.huggingface.decoder import RopeDecoder
 
 
 class Llama(RopeDecoder):
-    """`LlamaForCausalLM`, including other models that were released under this architecture."""
+    """`LlamaForCausalLM`, including other models that were released with this architecture."""
 
     experiment = "llama3-8b"
     architectures = ("LlamaForCausalLM",)

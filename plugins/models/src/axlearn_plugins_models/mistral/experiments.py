@@ -1,4 +1,4 @@
-"""Mistral 7B (arXiv 2310.06825) and Mixtral 8x7B (arXiv 2401.04088), with the sizes of their `config.json`."""
+"""Mistral 7B (arXiv 2310.06825) and Mixtral 8x7B (arXiv 2401.04088), with the sizes from their `config.json`."""
 
 from axlearn_core.train import Trainer
 from axlearn_plugins_models.huggingface.published_config import published_model

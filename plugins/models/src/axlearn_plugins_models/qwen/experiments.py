@@ -12,7 +12,7 @@ from axlearn_plugins_transformer.norm import RMSNorm
 def qwen3_30b_a3b() -> Trainer.Config:
     """Pretrain Qwen 3 30B-A3B, a mixture of 128 experts.
 
-    30.5B parameters, of which each token uses 3.3B: 8 of the experts.
+    30.5B parameters, of which each token uses 3.3B (8 of the experts).
     """
     model = llama(
         vocab_size=151_936,

@@ -28,7 +28,7 @@ class Qwen3(RopeDecoder):
     unused_keys: ClassVar = ("sliding_window", "layer_types")
 
     def settings(self, hf: Settings) -> Json:
-        """Return the position encoding and the norm of the heads."""
+        """Return the position encoding and the per-head norm."""
         norm = {"type": "rms-norm", "eps": float(hf.get("rms_norm_eps", 1e-6))}
         return super().settings(hf) | {f"{ATTENTION}.qk_norm": norm}
 

@@ -1,4 +1,4 @@
-"""Vision Transformers: a small one that draws its own images, and ViT-B/16 (Dosovitskiy et al., 2020)."""
+"""Vision Transformers: a small one for images that are drawn on demand, and ViT-B/16 (Dosovitskiy et al., 2020)."""
 
 from axlearn_core.checkpoint import ShardedCheckpointer
 from axlearn_core.config import patch

@@ -70,7 +70,7 @@ class Images(Configurable):
 
     @node
     class Config(Configurable.Config[T_co]):
-        """`batch_size` is the number of images over all processes."""
+        """`batch_size` is the total number of images across all processes."""
 
         batch_size: int = setting(default=REQUIRED, ge=1, le=2**24)
         # Edge length E in pixels; None uses the size of the data.
@@ -172,7 +172,7 @@ class ImageArrays(Images):
     """Images from .npz files (`numpy.savez`): `images` uint8 [n, E, E, C] and `labels` integer [n], reshuffled for each
     pass.
 
-    Values 0 to 255 become -1 to 1. A fraction of the images, the last ones of each file, is held out.
+    Values 0 to 255 become -1 to 1. A fraction of the images is held out: the last ones in each file.
     """
 
     @node

@@ -51,7 +51,7 @@ class PatchEmbedding(Layer):
         init: Node[Initializer] = setting(default=Normal(stddev=0.02), kind="training")
 
         def validate(self) -> Iterable[Problem]:
-            """Yield a problem if patches do not divide the image."""
+            """Yield a problem if the patch size does not divide the image size."""
             yield from super().validate()
             if (
                 isinstance(self.image_size, int)
@@ -212,6 +212,6 @@ class ImageClassifier(Layer):
         return loss, report
 
     def held_out_loss(self, batch: Batch) -> tuple[jax.Array, Mapping[str, Any]]:
-        """Return the mean cross-entropy of the labels, in nats. Ignores additions in the `loss` of a subclass."""
+        """Return the mean cross-entropy of the labels, in nats. Terms that a subclass adds to `loss` are ignored."""
         with summaries.held_out():
             return ImageClassifier.loss(self, batch)

@@ -16,7 +16,7 @@ class Alibi(Layer):
     """A position encoding that lowers the score of a key linearly with its distance.
 
     It has no parameters. Each head has its own slope. Queries and keys do not change. Distances are counted in slots of
-    the row, so distances are also right within packed documents. Explicit `positions` are ignored.
+    the row, so they are also correct within packed documents. Explicit `positions` are ignored.
     """
 
     @node
@@ -40,8 +40,8 @@ class Alibi(Layer):
 def slopes(num_heads: int) -> tuple[float, ...]:
     """Return the slope of each head.
 
-    For n heads, the slopes are 2^(-8/n), 2^(-16/n), ... if n is a power of two. Otherwise, return the slopes of the
-    next lower power of two, then every other slope of twice that power, as in the authors' code.
+    For n heads, the slopes are 2^(-8/n), 2^(-16/n), ... if n is a power of two. Otherwise, they are the slopes
+    for the next lower power of two, followed by every other slope for twice that power, as in the authors' code.
     """
     power = 2 ** int(math.log2(num_heads))
     base = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]

@@ -18,9 +18,9 @@ EVERY, WINDOW = 2, 4096
 
 @node
 class Window(Node[int | None]):
-    """The window of a layer: the number of positions that it sees, or None for all.
+    """The window of a layer: the number of positions that each query sees, or None for all.
 
-    The number includes the layer's own position. The node is for use in `alternate`.
+    The number includes the query's own position. The node is meant for use in an `alternate`.
     """
 
     size: int | None = setting(default=None, ge=1)
@@ -34,13 +34,13 @@ class Window(Node[int | None]):
 class Interleave(Feature):
     """Uses sliding windows in most layers, and global attention in every nth layer.
 
-    Gemma 2 and 3 have this pattern. Layers n - 1, 2 n - 1, ... (from 0) are global; the other layers see the last
+    Gemma 2 and 3 use this pattern. Layers n - 1, 2 n - 1, ... (from 0) are global; the other layers see the last
     `window` positions. The feature sets only `window`, in every attention layer. If the model already interleaves, the
-    feature sets the given options. It rejects windows that vary by layer in any other way.
+    feature sets the given options. It rejects models whose windows vary by layer in any other way.
 
     Attributes:
-        every: n (default: 2, as in Gemma 2; Gemma 3 has `every=6,window=1024`).
-        window: Window size (default: that of the attention; 4096, as in Gemma 2, if it does not have one).
+        every: n (default: 2, as in Gemma 2; Gemma 3 uses `every=6,window=1024`).
+        window: Window size (default: the attention's own window, or 4096, as in Gemma 2, if it is unset).
     """
 
     stage = "tune"

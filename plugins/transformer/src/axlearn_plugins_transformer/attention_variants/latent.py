@@ -45,7 +45,7 @@ class LatentAttention(Layer):
     class Config(Layer.Config["LatentAttention"], WindowRole, AttentionKernelRole):
         """Settings for the heads, the latents and the optional parts.
 
-        The default sizes are the paper's ratios (R = 4 H, P = H / 2, U = H, Q = 0.3 D). `softcap`, `window`, `causal` and
+        The default sizes follow the paper's ratios (R = 4 H, P = H / 2, U = H, Q = 0.3 D). `softcap`, `window`, `causal` and
         `kernel` are as in `Attention`.
 
         Attributes:
@@ -58,7 +58,7 @@ class LatentAttention(Layer):
                 (DeepSeek-V2-Lite).
             position: Position encoding, or None.
             norm: Norm of the latents, or None.
-            scale: Factor on the scores (default: (head_dim + rope_head_dim) ** -0.5).
+            scale: Factor applied to the scores (default: (head_dim + rope_head_dim) ** -0.5).
             latent_cache: Layout of the cache.
         """
 
@@ -125,7 +125,7 @@ class LatentAttention(Layer):
     def init_cache(self, batch: int, length: int) -> Any:
         """Return an empty cache for `batch` rows of at most `length` tokens.
 
-        It has R + P numbers per token.
+        The cache holds R + P numbers per token.
         """
         return build_cache(self.cfg.latent_cache).init(batch, length, self.rank + self.rope_dim, self.precision.compute)
 

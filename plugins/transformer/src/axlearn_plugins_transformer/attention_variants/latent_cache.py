@@ -46,7 +46,7 @@ class LatentCache(Protocol):
             cache: Cache from `init` or an earlier call.
             latents: Latents of the new tokens, [B, S, L].
             slots: Slots of the new tokens, int32 [B or 1, S], consecutive in each row.
-            attention: Builds the attention of the new tokens to latents.
+            attention: Builds the op in which the new tokens attend to latents.
             kernel: Kernel for the op of this layout. None selects the best one.
 
         Returns:

@@ -18,11 +18,11 @@ class UseLatentAttention(Feature):
     """Replaces every attention layer with multi-head latent attention (DeepSeek-V2).
 
     The new attention keeps the heads, their size, position encoding, window, softcap, causality, kernel and the
-    projections that both have. `num_kv_heads` is dropped because every head has its own keys, and `qk_norm` because the
+    projections that both layers have. `num_kv_heads` is dropped because every head has its own keys, and `qk_norm` because the
     latents have norms. The position encoding applies to a part of the queries, of size `rope_head_dim`, and to one key
     that all heads share. Any other setting of the attention, such as a different KV cache, is an error.
 
-    Unset options default to the ratios of the paper. If the attention is already latent, only the given options change.
+    Unset options default to the paper's ratios. If the attention is already latent, only the given options change.
 
     Attributes:
         kv_rank: Rank of the key-value latents.

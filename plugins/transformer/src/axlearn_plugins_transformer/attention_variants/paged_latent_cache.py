@@ -17,7 +17,7 @@ class PagedLatentCache(Configurable):
 
     Attention reads them as the keys of a single head.
 
-    `Context.slots` is a `PagedSlots` for rows of one token. With plain slots, each row owns the same number of pages.
+    For rows of one token, `Context.slots` is a `PagedSlots`. With plain slots, each row owns the same number of pages.
     """
 
     @node
@@ -36,7 +36,7 @@ class PagedLatentCache(Configurable):
     def init(self, batch: int, length: int, dim: int, dtype: str) -> dict[str, jax.Array]:
         """Return pages [P, S, L] for `batch` rows of `length` tokens.
 
-        They are replicated on every device.
+        The pages are replicated across devices.
         """
         size = self.cfg.page_size
         return {"pages": jnp.zeros((batch * -(-length // size), size, dim), dtype)}

@@ -1,6 +1,6 @@
 """Symbolic biases on attention scores.
 
-A kernel can materialize a bias, like a mask.
+As with a mask, a kernel can materialize a bias.
 
 Queries and keys are indexed by slot, as in `masks`.
 """

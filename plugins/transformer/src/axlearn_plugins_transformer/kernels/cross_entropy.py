@@ -1,6 +1,6 @@
-"""The `cross_entropy` op: output layer and loss in one.
+"""The `cross_entropy` op, which fuses the output layer and the loss.
 
-It does not materialize the logits of all positions.
+It never materializes the logits of all positions.
 
 B batch, S positions, D width, V vocabulary.
 """
@@ -55,7 +55,7 @@ class CrossEntropyOp(Op[tuple[jax.Array, jax.Array]]):
         hidden: [B, S, D].
         weight: Weight of the output layer, [D, V].
         targets: int32 [B, S].
-        weights: float32 [B, S]. They sum to 1 for a mean.
+        weights: float32 [B, S]. For a mean, they sum to 1.
         static: Dtypes, chunk size, soft cap and z-loss.
     """
 
@@ -80,7 +80,7 @@ class CrossEntropyOp(Op[tuple[jax.Array, jax.Array]]):
         return 2.0 * math.prod(self.hidden.shape) * self.weight.shape[1]
 
     def kernel_flops(self, operands: Sequence[Shape], results: Sequence[Shape], *, opaque: bool) -> float | None:
-        """Count from the arrays [T, D] x [D, V] of a launch.
+        """Count the matmuls of a launch from its arrays, [T, D] x [D, V].
 
         The forward pass has one matmul, and the backward pass three. The kernel body contains more matmuls, each of which runs
         in some steps of the grid.
@@ -89,7 +89,7 @@ class CrossEntropyOp(Op[tuple[jax.Array, jax.Array]]):
         return 2.0 * rows[0] * math.prod(weight) * (3 if len(results[0]) > 1 else 1)
 
     def sample(self, rng: np.random.Generator) -> Self:
-        """Sample targets from the vocabulary, weights that are not negative, and logits of moderate size."""
+        """Sample targets from the vocabulary, non-negative weights, and logits of moderate size."""
         op, (width, vocabulary) = super().sample(rng), self.weight.shape
         targets = rng.integers(0, vocabulary, self.targets.shape)
         weights = rng.random(self.weights.shape) / math.prod(self.weights.shape)
@@ -105,8 +105,8 @@ class CrossEntropyOp(Op[tuple[jax.Array, jax.Array]]):
 
         Loss and gradients take three matmuls, none of which is recomputed.
 
-        Each chunk adds to the gradient of the output layer. If this takes less memory, the scan instead saves the gradients of
-        the logits, in the dtype of the matmuls. One matmul after the scan then uses them.
+        The scan accumulates the gradient of the output layer. If it takes less memory, the scan instead saves the gradients of
+        the logits in the dtype of the matmuls, and a single matmul after the scan computes the gradient of the output layer.
         """
         return _loss(self.hidden, self.weight, self.targets, self.weights, self.static)
 
@@ -147,9 +147,9 @@ def chunk_positions(rows: int, vocabulary: int) -> int:
 def _pad_to_chunks(
     hidden: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array, options: Options
 ) -> tuple[_Chunk, int]:
-    """Pad the positions with weight 0 to a whole number of chunks.
+    """Pad the positions to a whole number of chunks. The padding has weight 0.
 
-    Return them and the number of chunks.
+    Return the padded arrays and the number of chunks.
     """
     rows, length, _ = hidden.shape
     count = -(-length // (options.chunk or chunk_positions(rows, weight.shape[1])))
@@ -197,7 +197,7 @@ def _loss(
 def _logit_grads(chunk: _Chunk, weight: jax.Array, options: Options) -> tuple[jax.Array, ...]:
     """Return a chunk's loss, cross-entropy and logit gradients.
 
-    The gradient is [B, C, V] in the dtype of the matmuls.
+    The gradients are [B, C, V] in the dtype of the matmuls.
     """
     logits = compute_logits(chunk.hidden, weight, options)
     loss, entropy, log_z = _chunk_losses(logits, chunk, options.z_loss)
@@ -216,7 +216,7 @@ def _hidden_grads(logit_grads: jax.Array, weight: jax.Array, dtype: Any) -> jax.
 
 
 def _weight_grads(hidden: jax.Array, logit_grads: jax.Array, options: Options) -> jax.Array:
-    """Compute the weight gradient of each device's rows.
+    """Compute the weight gradient from each device's rows.
 
     Maps [B, C, D] and [B, C, V] to float32 [parts, D, V].
     """
@@ -227,9 +227,9 @@ def _weight_grads(hidden: jax.Array, logit_grads: jax.Array, options: Options) -
 
 
 def _saves_logit_grads(hidden: jax.Array, weight: jax.Array, options: Options) -> bool:
-    """Return whether saving the gradients of all logits takes less memory.
+    """Return whether saving the gradients of all logits takes less memory than accumulating the weight gradient.
 
-    The alternative is a float32 gradient of the output layer. Return False if the sequence is sharded, because writing
+    The accumulated gradient of the output layer is float32. Return False if the sequence is sharded, because writing
     a chunk would communicate across devices.
     """
     row_parts, parts = count_shards(hidden.shape[:2], ("batch", "sequence"))
@@ -242,7 +242,7 @@ def _forward(
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     padded, count = _pad_to_chunks(hidden, weight, targets, weights, options)
     cast = weight.astype(options.dtype)
-    # Gather the weight before the loop, and sum the gradient on each device, so that chunks do not communicate.
+    # Gather the weight before the loop, and sum the gradient on each device, so that a chunk needs no communication.
     # Constrain the weight to its stored sharding first; otherwise XLA gathers it before the cast.
     cast = constrain(constrain(cast, *WEIGHT_AXES), None, "activation_vocab")
     saves_logit_grads = count == 1 or _saves_logit_grads(hidden, weight, options)

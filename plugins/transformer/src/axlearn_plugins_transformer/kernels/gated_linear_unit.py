@@ -93,7 +93,7 @@ class GatedLinearUnitOp(Op[jax.Array]):
         return math.prod(self.x.shape) * self.x.dtype.itemsize + elements * size
 
     def kernel_flops(self, operands: Sequence[Shape], results: Sequence[Shape], *, opaque: bool) -> float | None:
-        """Count from the arrays [M, D] x [D, 2, F] of a launch."""
+        """Count the matmuls of a launch from its arrays, [M, D] x [D, 2, F]."""
         return 2.0 * operands[0][0] * math.prod(operands[1]) if opaque else None
 
     def result(self) -> Any:

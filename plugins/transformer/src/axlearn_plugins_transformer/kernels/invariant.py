@@ -1,14 +1,14 @@
 """Batch-invariant attention.
 
-The result of a row does not depend on other rows, bit for bit. The kernels are for training and serving.
+A row's result is bitwise independent of the other rows. The kernels are for training and serving.
 
 Each query is in a tile of `ROWS` rows. A loop multiplies the tile by the keys of its request in blocks of `KEYS`, starting
-at slot 0. All sums therefore follow the order of the slots, independent of the batch, the chunks of a prompt and the pages
+at slot 0. All sums therefore follow the order of the slots, regardless of the batch, the chunks of a prompt and the pages
 of a cache. Both kernels run the same loop. A block that a query does not see does not change its sums.
 
 The kernels call separate ops, so a plugin can implement both ops with a different order of summation. It must use the same
-order for both. Its kernels decide by `traits`, which is equal for both ops of a model, so training and serving use the same
-one.
+order for both. Its kernels decide from the `traits` of an op whether they support it. Both ops of a model have equal traits, so
+training and serving use the same order.
 
 A program that uses one of these kernels is compiled so that the rest of it does not depend on the number of rows either
 (see `hooks.py`).
@@ -121,7 +121,7 @@ class Traits(NamedTuple):
 def traits(op: AttentionOp | PagedAttentionOp) -> Traits:
     """Return the traits of a call.
 
-    The call is of either op, or of an op that the `invariant` kernel computes.
+    The call can be to either op, or to the op that the `invariant` kernel computes.
     """
     size, query, biased = op.query.shape[-1], str(op.query.dtype), op.bias is not None
     if isinstance(op, AttentionOp):
@@ -141,7 +141,7 @@ class InvariantAttentionOp(AttentionOp):
 
     @property
     def window(self) -> int | None:
-        """Number of last keys that a query sees, or None for all."""
+        """Number of most recent keys that a query sees, or None for all."""
         return min((part.size for part in self.mask.parts if isinstance(part, SlidingWindow)), default=None)  # type: ignore[attr-defined]
 
     def reference(self) -> jax.Array:
@@ -201,7 +201,7 @@ def _attend_rows(op: InvariantAttentionOp) -> jax.Array:
             return tuple(lax.dynamic_slice_in_dim(y, index * KEYS, KEYS, axis=1) for y in (keys, values))  # type: ignore[return-value]
 
         def tile(x: tuple[jax.Array, jax.Array]) -> jax.Array:
-            # Run over all blocks, although a query sees only earlier ones: a loop of static length has a backward pass.
+            # Loop over all blocks, although a query sees only earlier ones: only a loop of static length has a backward pass.
             return _attend_tile(op, *x, length, -(-length // KEYS), block)
 
         result = lax.map(tile, (_split_tiles(query, count), positions))

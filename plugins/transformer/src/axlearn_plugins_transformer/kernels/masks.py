@@ -20,7 +20,7 @@ from axlearn_core.nn.layer import Context
 Range = tuple[int, int]
 
 BLOCKS = 64
-"""Number of query blocks and of key blocks that `visible_pairs` divides a mask into."""
+"""Number of query blocks and of key blocks into which `visible_pairs` divides a mask."""
 
 
 class Mask:
@@ -30,7 +30,7 @@ class Mask:
         """Return whether a block of the mask is visible.
 
         Returns True if all keys are visible to all queries, False if none are, and None otherwise or if unknown. The
-        result is only meaningful if query i and key i have the same position.
+        result is meaningful only if query i and key i have the same position.
         """
         return None
 
@@ -59,7 +59,7 @@ class Mask:
 
     @property
     def parts(self) -> tuple["Mask", ...]:
-        """The masks that this mask combines. A position pair is visible if all of them show it."""
+        """The masks that this mask combines. A (query, key) pair is visible if all of them show it."""
         return (self,)
 
 
@@ -112,9 +112,9 @@ class Causal(Mask):
 
 @_mask
 class SlidingWindow(Mask):
-    """A mask that shows the last `size` keys and all later keys.
+    """A mask that shows each query the last `size` keys and all later keys.
 
-    The last keys include the query's own. Combine it with `Causal`.
+    The last keys include the query's own. Combine the mask with `Causal`.
     """
 
     size: int = _static()

@@ -20,7 +20,7 @@ def split_over(shape: Sequence[int], axes: Sequence[str | None]) -> tuple[tuple[
         axes: Logical axis of each dimension, or None for a dimension that is not sharded.
 
     Returns:
-        Names of the mesh axes of each dimension. They are empty for dimensions that are not sharded, and if there is no
+        Names of the mesh axes for each dimension. The tuple is empty if the dimension is not sharded or there is no
         placement.
     """
     place = placement()

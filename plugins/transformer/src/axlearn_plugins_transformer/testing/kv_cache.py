@@ -25,8 +25,8 @@ class KVCacheSuite:
 
     Attributes:
         config: Config of the layout.
-        tolerance: Relative tolerance of float32 results, by the norm of each array. Set it higher for layouts that round.
-        length: Slots of the cache.
+        tolerance: Relative tolerance for float32 results, in the norm of each array. Set it higher for layouts that round.
+        length: Number of slots in the cache.
     """
 
     config: Node[Any]
@@ -36,7 +36,7 @@ class KVCacheSuite:
     def tokens(self, dtype: str = "float32", mask: Mask | None = None, **options: Any) -> AttentionOp:
         """Return attention over all tokens at once.
 
-        Queries are [B, S, N, H], keys and values [B, S, K, H].
+        Queries are [B, S, N, H]. Keys and values are [B, S, K, H].
         """
         rng = np.random.default_rng(0)
         query, key, value = (jnp.asarray(rng.standard_normal((B, S, n, H), np.float32), dtype) for n in (N, K, K))

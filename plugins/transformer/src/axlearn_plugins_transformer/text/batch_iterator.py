@@ -34,7 +34,7 @@ class Position:
     _locate: Locate = attrs.field(eq=False, default=lambda shard, places, targets: "")
 
     def facts(self) -> dict[str, Any]:
-        """Return the number of the batch, from 1, and the records in which its rows begin."""
+        """Return the number of the batch, counting from 1, and the records in which its rows begin."""
         return {"batch": self.batch, **self._identify({i: _find_places(s) for i, s in self._shards.items()})}
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Batches:
     number of processes, if the "shards" of all processes are merged into one mapping.
 
     Args:
-        streams: Grain's iterators, by the ids of their shards.
+        streams: Grain's iterators, keyed by the ids of their shards.
         workers: Whether each stream runs in a worker process.
         identify: (places, whether they are in the current order) -> facts about the data there, for messages.
         locate: Finds the source of some tokens, for positions in the current order.

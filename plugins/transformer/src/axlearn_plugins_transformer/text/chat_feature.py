@@ -20,9 +20,9 @@ Tree = TypeVar("Tree", bound=Node[Any])
 class Chat(Feature):
     """Trains on conversations.
 
-    Rows are `{"messages": [{"role": ..., "content": ...}]}`. Only the assistant's answers count. Keeps the tokenizer,
-    the batch size and the other settings of the input. If the input already reads conversations, the feature sets the
-    given options. Without `validation` and `validation_fraction`, set `evaluators={}`.
+    Rows are `{"messages": [{"role": ..., "content": ...}]}`. Only the assistant's answers count toward the loss. The
+    feature keeps the tokenizer, the batch size and the other settings of the input. If the input already reads
+    conversations, the feature sets the given options. Without `validation` and `validation_fraction`, set `evaluators={}`.
 
     Attributes:
         data: JSONL files, as paths or globs.

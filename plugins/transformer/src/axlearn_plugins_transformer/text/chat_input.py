@@ -1,6 +1,6 @@
 """Input for fine-tuning on conversations.
 
-Rows are packed, and only the assistant's answers count.
+Rows are packed, and only the assistant's answers count toward the loss.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ class ChatInput(LanguageModelInput):
     """Batches of conversations.
 
     The chat template renders a conversation into tokens. The weight of a target is 1 in the assistant's answers, and 0
-    elsewhere. For other documents, for example from a mixture, all tokens count.
+    elsewhere. In other documents, such as those from a mixture, all tokens count.
     """
 
     @node
@@ -107,12 +107,12 @@ class ChatInput(LanguageModelInput):
         return attrs.evolve(part, records=records.select(fits)) if fits.any() else part
 
     def _check_lengths(self) -> None:
-        """Check conversations that may be too long before training.
+        """Before training, check the conversations that may be too long.
 
-        Rows with few bytes have few tokens.
+        Short rows are skipped, because rows with few bytes have few tokens.
 
         Raises:
-            InputError: Some are too long. The error counts them and names the longest.
+            InputError: Some conversations are too long. The error says how many and names the longest.
         """
         parts = [part for split in SPLITS for part in self.source.parts(split)]
         records = [part.records for part in parts if isinstance(part.records, ConversationRecords)]

@@ -78,8 +78,8 @@ class ChatTemplate(Configurable):
             path: A tokenizer_config.json or a .jinja file. None uses the template next to the tokenizer's file, or the
                 plain template if there is none.
             plain: Use the plain template even if the tokenizer has one.
-            today: Date (YYYY-MM-DD) for templates that ask for it. Training needs a fixed date, so that equal data produces
-                equal tokens. None uses the current time, for serving.
+            today: Date (YYYY-MM-DD) for templates that ask for it. Training needs a fixed date, so that the same data always
+                produces the same tokens. None uses the current time, for serving.
         """
 
         path: str | None = setting(
@@ -115,7 +115,7 @@ class ChatTemplate(Configurable):
     def use_current_time(self) -> "ChatTemplate":
         """Return a copy of the template that uses the current time, for requests.
 
-        Training has a fixed date.
+        Training uses a fixed date.
         """
         other = copy.copy(self)
         other.config = attrs.evolve(self.config, today=None)
@@ -181,7 +181,7 @@ class ChatTemplate(Configurable):
     ) -> RenderedChat:
         """Render a conversation with the positions of the assistant's messages.
 
-        If the template does not mark answers, an answer is the text that it adds to the conversation before it.
+        If the template does not mark answers, an answer is the text that it adds to the rendering of the preceding messages.
 
         Args:
             messages: Messages with `role` and `content`.
@@ -263,7 +263,7 @@ def _template_file(tokenizer: Tokenizer) -> str | None:
 
 
 def _read(path: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the templates of a file and the special tokens, by name.
+    """Return the templates in a file and the special tokens, both by name.
 
     The special tokens of a .jinja file are in the tokenizer_config.json next to it.
     """

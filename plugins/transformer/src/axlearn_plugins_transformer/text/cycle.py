@@ -13,16 +13,16 @@ Permutation = Callable[[int], int]
 """Index into an endless sequence -> number below `count`. Each number occurs once in every `count` indices."""
 
 SHUFFLE_RATIO = 4
-"""An epoch is shuffled as a whole if it has at least this many times more numbers than the window."""
+"""An epoch is shuffled as a whole if it has at least this many times as many numbers as the window."""
 
 
 @attrs.frozen
 class Cycle:
     """An endless sequence of the numbers below `count`.
 
-    Each number occurs once per epoch, and any `window` neighbors are different. If `count` is less than `window`, any
-    `count` neighbors are different. Shards that read one number each at the same time therefore never read the same
-    one, as long as there are enough numbers.
+    Each number occurs once per epoch, and any `window` consecutive numbers are distinct. If `count` is less than
+    `window`, any `count` consecutive numbers are distinct. Shards that each read one number at the same time therefore
+    never read the same one, as long as there are enough numbers.
 
     The window restricts shuffling if there are few numbers. With at least `SHUFFLE_RATIO * window` numbers, every epoch is
     a new permutation, except that its first numbers must differ from the last numbers of the previous epoch. With fewer
@@ -30,8 +30,8 @@ class Cycle:
     has the same order.
 
     Attributes:
-        count: Number of numbers.
-        window: Number of neighbors that must be different.
+        count: How many numbers an epoch has.
+        window: How many consecutive numbers must be distinct.
         seed: Seed of the block shuffles.
         permutation: Shuffles a whole epoch. None disables shuffling.
     """
@@ -57,7 +57,7 @@ class Permutations:
     """A new NumPy permutation for each epoch. All numbers of an epoch are in memory.
 
     Attributes:
-        count: Number of numbers.
+        count: How many numbers an epoch has.
         seed: Random seed.
     """
 
@@ -73,12 +73,12 @@ class Permutations:
 def shuffle_blocks(order: np.ndarray, window: int, rng: np.random.Generator) -> np.ndarray:
     """Shuffle blocks of `order`.
 
-    In repetitions of the result, any `window` neighbors are different.
+    If the results for all epochs are joined, any `window` consecutive numbers are distinct.
 
     Args:
         order: Order of the numbers before the shuffle, the same in every epoch.
-        window: Number of neighbors that must be different, at most the length of `order`.
-        rng: Random generator of the epoch.
+        window: How many consecutive numbers must be distinct, at most the length of `order`.
+        rng: Random generator for the epoch.
     """
     size = max(1, len(order) - window + 1)
     if size == 1:
@@ -101,7 +101,7 @@ def _blocks_of_epoch(count: int, window: int, seed: int, epoch: int) -> np.ndarr
 def _swaps(cycle: Cycle, epoch: int) -> dict[int, int]:
     """Return the positions of an epoch to swap.
 
-    After the swaps, its start does not repeat the end of the previous epoch. The end of an epoch does not change, so
+    After the swaps, the epoch's start does not repeat the end of the previous epoch. The end of an epoch does not change, so
     each epoch depends only on the one before it.
     """
     assert cycle.permutation is not None

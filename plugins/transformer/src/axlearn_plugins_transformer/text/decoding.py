@@ -1,6 +1,6 @@
 """Incremental decoding of tokens to text, with stop strings.
 
-All code that generates text uses it.
+All code that generates text uses this module.
 """
 
 import itertools
@@ -19,7 +19,7 @@ _WINDOW = 256
 
 @runtime_checkable
 class HasTokenizerJson(Protocol):
-    """A tokenizer of the `tokenizers` library."""
+    """A tokenizer from the `tokenizers` library."""
 
     def to_json(self) -> str:
         """Return the content of a `tokenizer.json`."""
@@ -29,7 +29,7 @@ class HasTokenizerJson(Protocol):
 class Decoder(Protocol):
     """Decodes one output.
 
-    The texts of `push` and `end`, joined, equal the result of decoding all tokens at once.
+    Joining the texts from `push` and `end` gives the same result as decoding all tokens at once.
     """
 
     def push(self, token: int) -> str:
@@ -54,7 +54,7 @@ class Decoders:
     def new(self, prompt: Sequence[int]) -> Decoder:
         """Return a decoder for the tokens after `prompt`.
 
-        A first token may decode differently without its context.
+        The first token may decode differently without its context.
         """
         context = list(prompt[-8:])
         if self.tokenizer.decode(context).endswith("\ufffd"):  # the output does not complete an incomplete character
@@ -68,7 +68,7 @@ class Decoders:
         return OutputText(self.new(prompt), self._special, stops)
 
     def spell(self, tokens: Sequence[int]) -> str:
-        """Decode tokens, including special tokens, which an output leaves out."""
+        """Decode tokens, including special tokens, which outputs omit."""
         if self._library is not None:
             return self._library.decode_batch([list(tokens)], skip_special_tokens=False)[0]  # `decode` holds the GIL
         runs = itertools.groupby(tokens, key=self._special.get)
@@ -150,7 +150,7 @@ class WindowDecoder:
 class StopFinder:
     """Cuts a text before its first stop string.
 
-    The split of the text into pieces does not matter. Text that may begin a stop string is held back. If there are
+    It does not matter how the text is split into pieces. Text that may begin a stop string is held back. If there are
     several stop strings, the one that is complete first ends the text. If several are complete at the same character,
     the longest wins.
 

@@ -44,7 +44,8 @@ from axlearn_plugins_transformer.text.tokenizers import (
 from axlearn_plugins_transformer.text.workers import WorkerStream
 
 CHARACTERS = 1 << 18
-"""Maximum number of characters that a process tokenizes at once, over all shards and sources. Each takes about 100 bytes."""
+"""Maximum number of characters that a process tokenizes at once, across all shards and sources. A character takes about 100
+bytes."""
 
 
 class LanguageModelInput(Configurable):
@@ -58,10 +59,10 @@ class LanguageModelInput(Configurable):
     class Config(Configurable.Config["LanguageModelInput"]):
         """Settings for the data and the batches.
 
-        Rows and their order do not depend on `workers` and `prefetch`.
+        Rows and their order do not depend on `workers` or `prefetch`.
 
         Attributes:
-            batch_size: Rows of the global batch.
+            batch_size: Number of rows in the global batch.
             sequence_length: Tokens per row.
             source: Source of the documents.
             tokenizer: Tokenizer.
@@ -72,7 +73,7 @@ class LanguageModelInput(Configurable):
                 same global batches. None uses one per row.
             workers: Worker processes that prepare batches. 0 uses a thread.
             prefetch: Number of batches to prepare ahead.
-            worker_seconds: Time limit for a batch in a worker, including its start. A slower worker is replaced.
+            worker_seconds: Time limit for a worker to prepare a batch, including its startup. A slower worker is replaced.
         """
 
         batch_size: int = setting(default=REQUIRED, gt=0, le=2**24)
@@ -141,7 +142,7 @@ class LanguageModelInput(Configurable):
     def example(self, document: Document) -> Example | None:
         """Return the example for a document, or None to skip it.
 
-        Override it to change inputs, targets or weights.
+        Override this method to change inputs, targets or weights.
         """
         return self._example(document, self._encode([document.text])[0])
 
@@ -161,8 +162,8 @@ class LanguageModelInput(Configurable):
     def examples(self, documents: Sequence[Document], start: int = 0, characters: int = 0) -> list[Example | None]:
         """Return the examples of the document at `start`.
 
-        The result includes the following documents that are tokenized with it. If a subclass overrides `example`, documents are
-        converted one by one.
+        The result includes the following documents if they are tokenized together with it. If a subclass overrides `example`,
+        documents are converted one by one.
 
         Args:
             documents: Documents of a record.
@@ -171,7 +172,7 @@ class LanguageModelInput(Configurable):
 
         Raises:
             InputError: The tokenizer fails on the first document. If it fails on a later one, that document and the
-                following ones are left out.
+                following ones are omitted.
         """
         if type(self).example is not LanguageModelInput.example or not encodes_batches(self.tokenizer):
             return [self.example(documents[start])]
@@ -194,7 +195,7 @@ class LanguageModelInput(Configurable):
     def train(self) -> Batches:
         """Return endless batches of B / P rows per process.
 
-        The global batch is the rows of all processes in order.
+        The rows of all processes, in order, form the global batch.
         """
         from axlearn_plugins_transformer.text import pipeline
 
@@ -232,7 +233,7 @@ class LanguageModelInput(Configurable):
     def _streams(
         self, shards: Callable[[Sequence[int], bool], Any], local_shards: Sequence[int], current: bool
     ) -> dict[tuple[int, ...], Any]:
-        """Return the iterators of this process, by the shards that each reads."""
+        """Return the iterators of this process, keyed by the shards that each reads."""
         import grain
         from grain import experimental
 
@@ -266,7 +267,7 @@ class LanguageModelInput(Configurable):
     def _with_rows(self, part: Part) -> Part:
         """Drop records that do not produce any rows.
 
-        A shard that skipped such a record would read the same record as a different shard.
+        A shard that skipped such a record would read the same record as another shard.
         """
         records = part.records
         return attrs.evolve(part, records=records.with_lines()) if isinstance(records, FileRecords) else part
@@ -274,10 +275,10 @@ class LanguageModelInput(Configurable):
     def evaluation(self) -> Batches:
         """Return one pass over the held-out data in a fixed order.
 
-        The last batch is padded with weight 0.
+        The last batch is padded with rows of weight 0.
 
-        Batches have an additional array `bytes` (float32 [B, S]), the number of bytes of text of each target, for losses
-        per byte. Every process reads all data and keeps its rows, so all processes have the same number of batches.
+        Batches have an additional array `bytes` (float32 [B, S]), the number of text bytes of each target, for losses
+        per byte. Every process reads all data and keeps its own rows, so all processes have the same number of batches.
         """
         from grain import experimental
 
@@ -298,7 +299,7 @@ class LanguageModelInput(Configurable):
     def describe(self) -> Mapping[str, Any]:
         """Return facts for the run lock.
 
-        They are the files, bytes, a hash of names and sizes, the tokenizer hash and the number of shards.
+        They are the facts of the source (see `sources.describe`), the tokenizer's digest and settings, and the number of shards.
         """
         return {**describe(self.source), "tokenizer": describe_encoding(self), "num_shards": self.num_shards}
 
@@ -373,7 +374,7 @@ def _list_records(
 ) -> dict[str, Any]:
     """Return the record in which each shard's rows begin, and the next record.
 
-    If the first record is used up, rows begin in the next.
+    If the first record is used up, rows begin in the next one.
     """
     names: dict[str, list[str]] = {}
     for shard, part_places in places.items():

@@ -22,7 +22,7 @@ Places = Mapping[str, Sequence[Any]]
 def find_source(
     source: Any, parts: Sequence[Part], order: Any, shard: str, places: Sequence[Any], targets: np.ndarray
 ) -> str:
-    """Return the file and the place in it of the document that contains some tokens, or an empty string.
+    """Return the file and position of the document that contains the given tokens, or an empty string.
 
     Args:
         source: The input, which tokenizes documents.
@@ -43,7 +43,7 @@ def find_source(
 
 def _candidates(part: Part, order: Any, index: int, shard: int, place: Any) -> Iterator[tuple[int, Sequence[Document]]]:
     """Yield records that the shard may have read, most likely first, with their documents."""
-    if not isinstance(place, int):  # small data, whose rows are spread over all records
+    if not isinstance(place, int):  # the rows of small data can come from any record
         likely = [*dict.fromkeys(place)]
         rest = [record for record in range(len(part.records)) if record not in likely]
         yield from ((record, part.records[record]) for record in (*likely, *rest))

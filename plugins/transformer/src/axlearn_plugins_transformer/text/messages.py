@@ -1,6 +1,6 @@
 """Convert messages into the form that chat templates expect.
 
-Training, evaluation and serving use it.
+Training, evaluation and serving use this module.
 """
 
 import contextlib

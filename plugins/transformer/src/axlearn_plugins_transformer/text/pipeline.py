@@ -66,7 +66,7 @@ class Expand(experimental.FlatMapTransform):
 class Examples:
     """Examples of documents, encoded lazily.
 
-    Resuming within a record therefore does not encode its beginning again.
+    Resuming in the middle of a record therefore does not encode the record's beginning again.
     """
 
     def __init__(self, encode: Encode, documents: Sequence[Document]):
@@ -84,7 +84,7 @@ class Examples:
 
 
 def check_text(records: Records) -> None:
-    """Read up to the first document.
+    """Read the data up to the first document.
 
     Raise InputError if no document exists, or if the data is not text.
     """
@@ -149,7 +149,7 @@ def _rows(records: grain.MapDataset, expand: Expand, packing: Packing) -> grain.
 def make_examples(encode: Encode, documents: Sequence[Document]) -> Examples:
     """Return the examples of a record's documents, encoded lazily.
 
-    Empty documents are left out.
+    Empty documents are omitted.
     """
     return Examples(encode, texts(documents))
 
@@ -227,9 +227,9 @@ def _shuffled_range(count: int, seed: int) -> grain.MapDataset:
 class Reads:
     """The endless sequence of records that a shard reads, each as its documents.
 
-    An endless order of records, whose neighbors are different, is divided among the shards. No two shards therefore read
-    the same record at the same time. If there are fewer records than shards, several shards must read the same record; they
-    then begin at different places in it.
+    The shards divide an endless order of records, in which neighboring records are different, among themselves. No two
+    shards therefore read the same record at the same time. If there are fewer records than shards, several shards must read
+    the same record; they then begin at different places in it.
 
     Attributes:
         records: The records.
@@ -276,7 +276,7 @@ class Reads:
 def rotate_documents(documents: Sequence[Document], place: int, places: int) -> Sequence[Document]:
     """Rotate the documents to begin at one of `places` places.
 
-    If there are few, the place is within a document.
+    If there are too few documents, the place is within a document.
     """
     if not place or not documents:
         return documents
@@ -300,7 +300,7 @@ def training_rows(
 ) -> grain.IterDataset:
     """Return the endless rows of one virtual shard.
 
-    Parts of a mixture are packed separately. Each part gets a share of the rows by its weight.
+    Parts of a mixture are packed separately. Each part gets a share of the rows in proportion to its weight.
     """
     streams: list[grain.IterDataset] = []
     for i, part in enumerate(data):
@@ -325,7 +325,7 @@ def training_rows_of_order_1(
 
 
 def _expand_documents(part: Part, encode: Encode) -> Expand:
-    # A shard that could read text would not miss it this often by chance.
+    # If the data contained any text, a shard would not miss it this often by chance.
     return Expand(functools.partial(make_examples, encode), 100 * len(part.records), part.records.name(0))
 
 

@@ -1,4 +1,4 @@
-"""Saved data positions: their order, and checks that they fit the data.
+"""Saved data positions: their order, and checks that they match the data.
 
 This module does not import Grain.
 """

@@ -33,14 +33,14 @@ class TextProcessor(Configurable):
         tokenizer: Tokenizer of the model.
         template: Chat template that renders requests with the current time.
         has_template: Whether the model has a chat template or was trained with one. If not, `template` is the plain one.
-        end_tokens: Ids that end an output: the end-of-document token and others, such as an end-of-turn token.
+        end_tokens: Ids that end an output: the end-of-document token and any other end tokens, such as an end-of-turn token.
         sampling: The model's sampling defaults: temperature, top_k, top_p, min_p.
         context_length: Context length of the model in tokens, or None if unknown.
     """
 
     @node
     class Config(Configurable.Config["TextProcessor"]):
-        """Text settings of a model. Imports fill them, and exports write them.
+        """Text settings of a model. Imports fill them in, and exports write them.
 
         Attributes:
             end_tokens: Ids that end an output, in addition to the tokenizer's end-of-document token.
@@ -155,7 +155,7 @@ class TextProcessor(Configurable):
 
         Args:
             ids: Tokens of the prompt.
-            text: Text that was encoded; it is returned if the tokens match it. None decodes the tokens.
+            text: The text that was encoded. It is returned if the tokens match it. None decodes the tokens.
         """
         if text is not None and (offsets := self._offsets_in(ids, text)) is not None:
             return text, offsets

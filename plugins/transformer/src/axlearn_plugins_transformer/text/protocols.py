@@ -1,4 +1,4 @@
-"""Optional capabilities of text inputs and tokenizers. Callers work without a missing capability."""
+"""Optional capabilities of text inputs and tokenizers. Callers also work if a capability is missing."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def tokenizer_of(source: object) -> Tokenizer | None:
 
 
 def special_tokens_of(tokenizer: Tokenizer) -> Mapping[int, str]:
-    """Return the spelling of each special token by ID. Empty if it is unknown."""
+    """Return the spelling of each special token by ID. The mapping is empty if they are unknown."""
     return tokenizer.special_tokens if isinstance(tokenizer, HasSpecialTokens) else {}
 
 

@@ -1,4 +1,4 @@
-"""Records: pieces of data files that Grain reads at random.
+"""Records: pieces of data files that Grain reads in random order.
 
 Each contains a few documents.
 
@@ -45,7 +45,7 @@ class Records(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: Any) -> Sequence[Document]:
-        """Return the documents of a record in order. There may be none."""
+        """Return the documents of a record in order. The sequence may be empty."""
         ...
 
     def name(self, index: int) -> str:
@@ -77,10 +77,10 @@ class HasRecordSizes(Protocol):
 
 @runtime_checkable
 class LocatesText(Protocol):
-    """Records that know where in a file their documents are."""
+    """Records that know the positions of their documents in the files."""
 
     def locate(self, index: int, document: Document, skipped: int) -> str:
-        """Return the file and the place in it of a document.
+        """Return the file that contains a document, and its position in the file.
 
         Args:
             index: Index of the record.

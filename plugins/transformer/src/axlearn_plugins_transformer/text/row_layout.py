@@ -47,7 +47,7 @@ class ConcatLayout:
     Args:
         lengths: Tokens of each example, int64.
         sequence_length: S.
-        window: Number of adjacent rows that are different, as far as the data allows.
+        window: Number of consecutive rows that must differ, as far as the data allows.
         seed: Seed of the shuffles.
         shuffle: If False, examples and rows keep the given order.
     """
@@ -99,11 +99,11 @@ class PackedLayout:
     Args:
         lengths: Tokens of each example, int64. Examples that are longer than a row are cut into pieces.
         sequence_length: S.
-        window: Number of adjacent rows that are different, as far as the data allows.
+        window: Number of consecutive rows that must differ, as far as the data allows.
         seed: Seed of the shuffles.
         shuffle: If False, examples and rows keep the given order.
         single: Put only one piece into each row.
-        batches: Whether the rows of a batch are a window, without rows of other parts of a mixture between them.
+        batches: Whether the rows of a batch form a window, with no rows from other parts of a mixture between them.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class PackedLayout:
 def first_fit(pieces: Sequence[Span], sequence_length: int) -> list[list[Span]]:
     """Put each piece into the first of `BINS` rows with room for it.
 
-    Start new rows if none has room.
+    Start a new row if none of them has room.
     """
     rows: list[list[Span]] = []
     bins: list[list[Span]] = [[] for _ in range(BINS)]

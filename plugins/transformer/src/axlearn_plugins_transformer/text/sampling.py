@@ -1,4 +1,4 @@
-"""Samples of text from the model in training."""
+"""Text samples from the model during training."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,7 +33,7 @@ class TextModel(Model, Protocol):
 
 
 class SampleEvaluator(Periodic):
-    """Generates text after a prompt and sends it to the trackers' `text`."""
+    """Generates text after a prompt and passes it to the trackers' `text` method."""
 
     @node
     class Config(Periodic.Config["SampleEvaluator"]):
@@ -125,7 +125,7 @@ def _check_engine() -> None:
 def _open_engine(model: Any, program: Any, text: TextProcessor, count: int, num_tokens: int) -> Any:
     """Return an engine for `count` samples of `num_tokens` tokens, including the prompt.
 
-    Functions compile at first use.
+    Functions are compiled on first use.
     """
     import axlearn_core as ax
 

@@ -34,7 +34,7 @@ class Shares:
     def row(self, turn: int, shard: int) -> tuple[int, int]:
         """Return the part of a shard's row in a turn.
 
-        Also return the number of earlier rows of that part over all shards.
+        Also return the number of earlier rows of that part across all shards.
         """
         if len(self.proportions) == 1:
             return 0, turn * self.num_shards + shard

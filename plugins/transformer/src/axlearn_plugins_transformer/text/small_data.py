@@ -2,8 +2,8 @@
 
 This module does not import Grain.
 
-If each shard read different records, it would run out of them and repeat the records of other shards. Instead, shards take rows
-in turn. These rows are different as long as there are enough, and every epoch contains each row once.
+If each shard read different records, it would run out of them and repeat the records of other shards. Instead, rows are dealt to
+the shards in turn. They are different as long as there are enough of them, and every epoch contains each row once.
 
 Legend: S sequence length.
 """
@@ -45,18 +45,18 @@ def is_small(records: Records, tokens: int) -> bool:
 
 @attrs.define(eq=False)
 class SmallData:
-    """The rows of one part of the data, by number. They are built at the first access.
+    """The rows of one part of the data, by number. They are built on first access.
 
     Attributes:
         part: The data.
         encode: Creates the examples for all documents in a record.
         packing: "concat", "first-fit" or "none".
         sequence_length: S.
-        window: Maximum number of rows per batch from this part. They are different, as far as the data allows.
+        window: Maximum number of rows per batch from this part. These rows are different, as far as the data allows.
         seed: Seed of the row order.
         shuffle: Whether to shuffle the rows.
         report: Function that prints a note if an epoch has fewer rows than `window`.
-        batches: Whether each batch has exactly `window` rows, all of this part.
+        batches: Whether each batch has exactly `window` rows, all from this part.
     """
 
     part: Part

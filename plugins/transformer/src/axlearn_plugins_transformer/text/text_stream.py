@@ -142,7 +142,7 @@ def _open(loaded: LoadedModel, text: TextProcessor, num_tokens: int) -> Any:
 def engine_sizes(rows: int, num_tokens: int) -> dict[str, Any]:
     """Return engine settings for `rows` requests of `num_tokens` tokens each.
 
-    Functions compile at first use.
+    Functions are compiled on first use.
     """
     return {
         "runner.max_rows": rows,

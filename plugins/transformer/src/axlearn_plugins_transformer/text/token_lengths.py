@@ -40,7 +40,7 @@ def longest_token(tokenizer: Tokenizer) -> int | None:
 def most_characters(tokenizer: tokenizers.Tokenizer) -> int | None:
     """Return the maximum number of characters that a token represents.
 
-    This is for tokenizers of the `tokenizers` library.
+    This function is for tokenizers from the `tokenizers` library.
 
     Returns None if there is no bound, or if the tokenizer has an unknown part. There is no bound if a part drops text,
     such as spaces or unknown characters, or if one token replaces an unknown word of any length.

@@ -148,7 +148,7 @@ class TokenizerJson(Configurable):
                 "    fix: set eos to the token that ends a document"
             )
         self.eos_token, self.eos_id = tokens[0], vocab[tokens[0]]
-        # Special tokens that a template spells out are special tokens.
+        # A second copy for rendered templates, in which spelled-out special tokens are parsed.
         self._special = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         self._special.encode_special_tokens = False
         if cfg.bos is not None and cfg.bos not in vocab:
@@ -248,7 +248,7 @@ def _limits(tokenizer: tokenizers.Tokenizer, raw: bytes) -> dict[str, Any]:
 def _prompt_suffix(tokenizer: tokenizers.Tokenizer) -> list[int]:
     """Return the ids that a tokenizer.json's post-processor appends to a text.
 
-    Most append none.
+    Most post-processors do not append any.
     """
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     ids = tokenizer.encode("a", add_special_tokens=True).ids
@@ -278,7 +278,7 @@ def _encoding(*texts: str) -> Iterator[None]:
 def _not_unicode(*texts: str) -> InputError:
     """Return the error for a text with lone surrogates.
 
-    JSON can spell them, but no encoding supports them.
+    JSON can represent them, but they cannot be encoded in UTF-8.
     """
     positions = ((text, i) for text in texts for i, c in enumerate(text) if "\ud800" <= c <= "\udfff")
     text, index = next(positions, ("", 0))

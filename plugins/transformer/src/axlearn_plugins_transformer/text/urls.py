@@ -4,7 +4,7 @@ from axlearn_core.errors import InputError, RequestError
 from axlearn_core.plugins.manager import host
 
 PROTOCOLS = ("file", "http", "https", "s3", "gs", "az", "abfs", "memory")
-"""Protocols allowed for fsspec. Others run commands, open archives, or read a file as a list of other files."""
+"""Protocols allowed for fsspec. Other protocols can run commands, open archives, or read a file as a list of other files."""
 
 
 def url_problem(path: str) -> str | None:

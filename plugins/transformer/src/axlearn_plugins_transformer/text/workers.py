@@ -43,9 +43,9 @@ class WorkerStream:
         self._start()
 
     def ask(self) -> None:
-        """Request the next batch from the worker, unless it is requested already.
+        """Request the next batch from the worker, unless it has already been requested.
 
-        Does not wait for it.
+        Does not wait for the batch.
         """
         if not self._requested:
             self._requested = True

@@ -25,8 +25,8 @@ class LatentCacheSuite(KVCacheSuite):
 
     Attributes:
         config: Config of the layout.
-        tolerance: Relative tolerance of float32 results, by the norm of each array. Set it higher for layouts that round.
-        length: Slots of the cache.
+        tolerance: Relative tolerance for float32 results, in the norm of each array. Set it higher for layouts that round.
+        length: Number of slots in the cache.
     """
 
     def tokens(self, dtype: str = "float32", mask: Mask | None = None, **options: Any) -> AttentionOp:
