@@ -133,7 +133,7 @@ def plugin_packages() -> tuple[str, ...]:
 
 
 def source_hashes() -> Mapping[str, str]:
-    """Return 16 hex digits of SHA-256 for each package in `plugin_packages`: its source and libraries are hashed."""
+    """For each package in `plugin_packages`, return 16 hex digits of the SHA-256 hash of its source and libraries."""
     return {name: _hash_package(name) for name in plugin_packages()}
 
 

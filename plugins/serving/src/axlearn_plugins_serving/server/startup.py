@@ -52,7 +52,8 @@ class Startup:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if isinstance(error, StoppedStart):
-            self._stopped.wait(self._grace)  # the thread prints the reason, and ends the process if it does not exit by itself
+            # The thread prints the reason, and ends the process if it does not exit by itself.
+            self._stopped.wait(self._grace)
             return
         self._restore_signals()
         self._close()
