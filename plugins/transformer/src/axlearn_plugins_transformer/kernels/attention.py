@@ -162,7 +162,7 @@ class AttentionOp(Op[Any]):
         if self.query_slots is None or query.shape[1] > 1 or query.shape[2] == key.shape[2]:
             q, k, v = _group_heads(query, key, value, self.scale)
             sinks = None if self.sinks is None else self.sinks[:, None]
-            return self.shaped(*_attend(q, k, v, visible[:, None], self.softcap, bias, sinks))
+            return self.shaped(*_attend(q, k, v, visible[:, None], self, bias, sinks))
         # In decoding, the query heads of a group replace the query axis, so keys are not repeated.
         batch, _, heads, size = query.shape
         groups = (key.shape[2], heads // key.shape[2])
@@ -171,14 +171,15 @@ class AttentionOp(Op[Any]):
             bias = bias.reshape(bias.shape[0], *groups, key.shape[1])
         sinks = None if self.sinks is None else self.sinks.reshape(groups)
         out, log_sum_exp = _attend(
-            q, jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2), visible[:, None], self.softcap, bias, sinks
+            q, jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2), visible[:, None], self, bias, sinks
         )
-        return self.shaped(out.reshape(batch, heads, 1, value.shape[3]), log_sum_exp.reshape(batch, heads, 1))
+        log_sum_exp = None if log_sum_exp is None else log_sum_exp.reshape(batch, heads, 1)
+        return self.shaped(out.reshape(batch, heads, 1, value.shape[3]), log_sum_exp)
 
-    def shaped(self, out: jax.Array, log_sum_exp: jax.Array) -> Any:
-        """Return the result of [B, N, Q, V] and [B, N, Q]."""
+    def shaped(self, out: jax.Array, log_sum_exp: jax.Array | None) -> Any:
+        """Return the result of [B, N, Q, V], and [B, N, Q] if the op returns it."""
         result = jnp.swapaxes(out, 1, 2)
-        return (result, jnp.swapaxes(log_sum_exp, 1, 2)) if self.log_sum_exp else result
+        return result if log_sum_exp is None else (result, jnp.swapaxes(log_sum_exp, 1, 2))
 
 
 def _group_heads(query: jax.Array, key: jax.Array, value: jax.Array, scale: float) -> tuple[jax.Array, ...]:
@@ -197,14 +198,15 @@ def _attend(
     k: jax.Array,
     v: jax.Array,
     visible: jax.Array | None,
-    softcap: float | None,
-    bias: jax.Array | None = None,
-    sinks: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Attend: [..., Q, H], [..., K, H], [..., K, V] -> [..., Q, V] and the log of the softmax's denominator [..., Q].
+    op: AttentionOp,
+    bias: jax.Array | None,
+    sinks: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Attend: [..., Q, H], [..., K, H], [..., K, V] -> [..., Q, V], and the log-sum-exp [..., Q] if the op returns it.
 
     The mask is [B or 1, 1..., Q, K], the bias [B or 1, ..., Q, K]. The sinks broadcast to [..., Q].
     """
+    softcap = op.softcap
     scores = jnp.einsum("...td,...sd->...ts", q, k).astype(jnp.float32)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
@@ -213,12 +215,13 @@ def _attend(
     if visible is not None:
         scores = jnp.where(visible, scores, -1e30)
     if sinks is None:
-        weights, log_sum_exp = jax.nn.softmax(scores, axis=-1), jax.nn.logsumexp(scores, axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)
+        log_sum_exp = jax.nn.logsumexp(scores, axis=-1) if op.log_sum_exp else None
     else:
         log_sum_exp = jax.nn.logsumexp(scores, axis=-1)
         log_sum_exp = jnp.logaddexp(log_sum_exp, jnp.broadcast_to(sinks.astype(jnp.float32), log_sum_exp.shape))
         weights = jnp.exp(scores - log_sum_exp[..., None])
-    return jnp.einsum("...ts,...sd->...td", weights.astype(v.dtype), v), log_sum_exp
+    return jnp.einsum("...ts,...sd->...td", weights.astype(v.dtype), v), log_sum_exp if op.log_sum_exp else None
 
 
 class _XLABlocked:
@@ -248,11 +251,9 @@ class _XLABlocked:
             low, high = _visible_keys(op.mask, rows, op.key.shape[1])
             visible = None if op.mask.block(rows, (low, high)) else op.mask.materialize(rows, (low, high))[:, None]
             bias = None if op.bias is None else op.bias.materialize(rows, (low, high))
-            parts.append(
-                _attend(q[:, :, slice(*rows)], k[:, :, low:high], v[:, :, low:high], visible, op.softcap, bias, sinks)
-            )
-        out, log_sum_exp = (jnp.concatenate(part, axis=2) for part in zip(*parts, strict=True))
-        return op.shaped(out, log_sum_exp)
+            parts.append(_attend(q[:, :, slice(*rows)], k[:, :, low:high], v[:, :, low:high], visible, op, bias, sinks))
+        outs, sums = zip(*parts, strict=True)
+        return op.shaped(jnp.concatenate(outs, axis=2), jnp.concatenate(sums, axis=2) if op.log_sum_exp else None)
 
 
 def _visible_keys(mask: Mask, rows: Range, length: int) -> Range:

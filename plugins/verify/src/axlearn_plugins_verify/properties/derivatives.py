@@ -61,10 +61,8 @@ class Derivatives:
         step = Step(program=program, weights=case.weights(config), batch=case.batch(case.seed))
         exact, rng = step.evaluate(), np.random.default_rng(case.seed)
         dtype = compute_dtype(config)
-        rounding, frozen = (
-            ROUNDING * float(np.finfo(dtype).eps) * abs(exact.loss),
-            set(program.function("train").frozen),
-        )
+        rounding = ROUNDING * float(np.finfo(dtype).eps) * abs(exact.loss)
+        frozen = set(program.function("train").frozen)
         errors: dict[tuple[str, str], float] = {}
         skipped = 0
         for path in sorted(exact.gradients.keys() - frozen):
@@ -78,9 +76,8 @@ class Derivatives:
                 skipped += error is None
                 errors[path, layer] = error or 0.0
         moved = gradient_errors(exact.gradients, step.evaluate(EPSILON[dtype]).gradients)
-        if max(moved.values()) > JUMP or skipped > LARGEST_SHARE * len(
-            errors
-        ):  # any differences that agree do so by chance
+        # In these cases, any differences that agree do so by chance.
+        if max(moved.values()) > JUMP or skipped > LARGEST_SHARE * len(errors):
             errors, skipped = dict.fromkeys(errors, 0.0), len(errors)
         wrong = {key: error for key, error in errors.items() if error > TOLERANCE}
         outcome = Outcome(

@@ -1,6 +1,5 @@
 """Kernels compute what their references compute."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -8,9 +7,7 @@ import attrs
 import jax
 import numpy as np
 
-from axlearn_core.compose import ModelAndObjective, Program
-from axlearn_core.contracts.capabilities import DeclaresBatches
-from axlearn_core.contracts.experiment import get_input_config
+from axlearn_core.compose import Program
 from axlearn_core.contracts.target import Target
 from axlearn_core.errors import AxlearnError
 from axlearn_core.kernels import selection
@@ -138,19 +135,10 @@ def step_choices(step: Step) -> Sequence[Choice]:
     return kernels.choices
 
 
-@functools.lru_cache(maxsize=64)
 def original_kernels(config: Any, platform: str) -> list[tuple[str, str]]:
     """Return the ops that do not compute their references before the config is shrunk, each with its kernel."""
-    source = get_input_config(config)
-    shapes = source.batch_shapes() if isinstance(source, DeclaresBatches) else {}
-    if not shapes:
-        return []
-    trained, kernels = ModelAndObjective.from_config(config), Selection(platform=platform)
-    batch = {name: jax.ShapeDtypeStruct(*spec) for name, spec in shapes.items()}
-    with selection.use(kernels):
-        jax.eval_shape(config.functions(trained.model)["loss"].call, trained.specs, batch)
-    pairs = [(choice.op.name, choice.name) for choice in kernels.choices if choice.name != REFERENCE]
-    return list(dict.fromkeys(pairs))
+    choices = target_kernels.trace_choices(config, platform)
+    return list(dict.fromkeys((choice.op.name, choice.name) for choice in choices if choice.name != REFERENCE))
 
 
 def reference_selection(program: Program) -> Selection:

@@ -18,8 +18,6 @@ import numpy as np
 from axlearn_core.compose import ModelAndObjective
 from axlearn_core.compose.functions import array_function
 from axlearn_core.contracts.arrays import is_array
-from axlearn_core.contracts.capabilities import DeclaresBatches
-from axlearn_core.contracts.experiment import get_input_config
 from axlearn_core.contracts.kernels import KernelContext, KernelImplementation
 from axlearn_core.contracts.target import Target
 from axlearn_core.kernels import selection
@@ -27,6 +25,7 @@ from axlearn_core.kernels.selection import REFERENCE, Choice, Selection
 from axlearn_core.plugins.targets import load
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
 from axlearn_plugins_verify.prove.forward import EPSILON, FLOOR, perturbed
+from axlearn_plugins_verify.prove.structure import abstract_batch
 from axlearn_plugins_verify.prove.training_step import MOVES
 
 FLOPS, BYTES = 2.0**29, 2.0**22
@@ -93,7 +92,7 @@ def target_calls(config: Any, target: Target) -> tuple[list[KernelCall], list[st
     """
     calls: dict[tuple[Any, str], KernelCall] = {}
     missing: dict[str, None] = {}
-    for choice in _choices(config, target.platform, target.name):
+    for choice in trace_choices(config, target.platform, target.name):
         for name, reason in choice.rejected.items():
             if name == choice.named or "is not installed" in reason:
                 missing[f"{name} of {choice.op.name} is not compared: {reason.splitlines()[0]}"] = None
@@ -104,14 +103,12 @@ def target_calls(config: Any, target: Target) -> tuple[list[KernelCall], list[st
 
 
 @functools.lru_cache(maxsize=64)
-def _choices(config: Any, platform: str, target: str) -> tuple[Choice, ...]:
-    source = get_input_config(config)
-    shapes = source.batch_shapes() if isinstance(source, DeclaresBatches) else {}
+def trace_choices(config: Any, platform: str, target: str = "") -> tuple[Choice, ...]:
+    """Return the kernels that the loss of a config selects on a platform, and on a target if it is not empty."""
     kernels = Selection(platform=platform, target=target, required=())
     trained = ModelAndObjective.from_config(config)
-    batch = {name: jax.ShapeDtypeStruct(*spec) for name, spec in shapes.items()}
     with selection.use(kernels):
-        jax.eval_shape(config.functions(trained.model)["loss"].call, trained.specs, batch)
+        jax.eval_shape(config.functions(trained.model)["loss"].call, trained.specs, abstract_batch(config))
     return tuple(kernels.choices)
 
 

@@ -91,16 +91,17 @@ def computes_in_float32(program: Program, batch: Mapping[str, Any]) -> bool:
         traced = jax.make_jaxpr(lambda *args: call(*args))(program.trained.specs, as_double(batch))
     return any(
         is_array(variable.aval) and variable.aval.dtype == np.float32
-        for equation in _equations(traced.jaxpr)
+        for equation in equations(traced.jaxpr)
         for variable in equation.outvars
     )
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield the equations of a jaxpr and of the jaxprs that it calls."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jaxprs_in_params(equation.params):
-            yield from _equations(inner)
+            yield from equations(inner)
 
 
 def _is_same_comparison(one: str, other: str) -> bool:

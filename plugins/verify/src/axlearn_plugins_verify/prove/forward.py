@@ -1,7 +1,7 @@
 """Logits of language models for every token, and how much rounding alone moves them."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_core.compose import ModelWeights, Program
-from axlearn_core.compose.flops import inner_jaxprs
 from axlearn_core.config import find, patch
 from axlearn_core.config.roles import CompetingTokensRole
 from axlearn_core.config.tree import children
@@ -20,7 +19,7 @@ from axlearn_core.nn.layer import Context
 from axlearn_plugins_transformer.causal_lm import LanguageModel
 from axlearn_plugins_verify.prove import module_calls
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
-from axlearn_plugins_verify.prove.double_precision import ALSO_IN_FLOAT32, repeat_if_doubtful
+from axlearn_plugins_verify.prove.double_precision import ALSO_IN_FLOAT32, equations, repeat_if_doubtful
 
 QUICK = {"xla_backend_optimization_level": 0}
 """Compiler options for functions that run a few times, because compiling takes most of the time."""
@@ -114,21 +113,14 @@ def product_rounding(program: Program, rows: Rows) -> float:
     """Return the relative rounding of the operands of the forward pass's products in 8 bits, or 0 if there are none."""
     with program.tracing("train"):
         traced = jax.make_jaxpr(forward(program))(program.weights_spec, dict(rows))
-    dtypes = {x.aval.dtype for product in _products(traced.jaxpr) for x in product.invars if x.aval.dtype.itemsize == 1}
+    products = (e for e in equations(traced.jaxpr) if e.primitive.name == "dot_general")
+    dtypes = {x.aval.dtype for product in products for x in product.invars if x.aval.dtype.itemsize == 1}
     return max((storage_rounding(dtype) for dtype in dtypes), default=0.0)
 
 
 def storage_rounding(dtype: Any) -> float:
     """Return the relative rounding of numbers that are stored in 8 bits."""
     return 1 / 127 if dtype == "int8" else float(jnp.finfo(dtype).eps)
-
-
-def _products(jaxpr: Any) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            yield equation
-        for inner in inner_jaxprs(equation):
-            yield from _products(inner)
 
 
 def compute_dtype(config: Any) -> str:

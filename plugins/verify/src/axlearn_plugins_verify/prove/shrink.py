@@ -1,12 +1,12 @@
 """Shrink a config until a laptop can train it, without losing what makes it special."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import attrs
 import numpy as np
 
-from axlearn_core.compose.program import check_program, find_layout_problem
+from axlearn_core.compose.program import find_layout_problem
 from axlearn_core.config import Node, get, patch, walk
 from axlearn_core.config.flat import leaves
 from axlearn_core.config.tree import children
@@ -63,6 +63,8 @@ REFUSALS = (AxlearnError, ValueError, TypeError, ZeroDivisionError, AssertionErr
 """Errors raised by layers whose sizes do not fit together."""
 MORE_ATTEMPTS = 6
 """Number of combinations of sizes to try after the first valid one, to keep more operations."""
+INNER = 48
+"""Hidden size of the parts of a layer. It differs from the width, so that a product in the wrong order is an error."""
 STEPS = 8
 """Value of `max_steps`."""
 ALTERNATIVES: Mapping[str, tuple[int, ...]] = {
@@ -112,9 +114,10 @@ def shrink(config: Any, devices: int = 8) -> Shrunk:
     """
     _check_input(config)
     structure = describe_structure(config)
-    small, lost = _first_valid(config, structure)
-    if _count_parameters(small) > LARGE:
-        small = _shrink_one_by_one(small, structure)
+    small, found = _first_valid(config, structure)
+    if found.parameters > LARGE:
+        small, found = _shrink_one_by_one(small, found)
+    lost = structure.lost_operations(found)
     changes = {
         leaf.path: (leaf.value, get(small, leaf.path))
         for leaf in leaves(config)
@@ -127,7 +130,7 @@ def shrink(config: Any, devices: int = 8) -> Shrunk:
     return Shrunk(config=small, meshes=meshes, changes=changes, notes=tuple(notes))
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -146,7 +149,7 @@ def _small_values(config: Any) -> Iterator[tuple[str, int]]:
         elif name == "num_kv_heads":
             yield leaf.path, _kv_heads(leaf.value, get(config, f"{leaf.path.rpartition('.')[0]}.num_heads"))
         elif name == "hidden_dim" and _is_inner(config, leaf.path):
-            yield leaf.path, min(leaf.value, 2 * SIZES[name])
+            yield leaf.path, min(leaf.value, INNER)
         elif name in SIZES:
             yield leaf.path, min(leaf.value, SIZES[name])
         elif leaf.value > UNKNOWN and leaf.kind == "mathematics" and leaf.path.startswith(("model.", "objective.")):
@@ -162,8 +165,8 @@ def _kv_heads(old: int, heads: Any) -> int:
 
 def _is_inner(config: Any, path: str) -> bool:
     """Return whether a width belongs to a part of a layer, such as its feed-forward network."""
-    node = path.rpartition(".")[0]
-    return not any(name == "num_layers" for name in children(get(config, node)))
+    node = get(config, path.rpartition(".")[0])
+    return not any(inner.rpartition(".")[2] == "num_layers" for inner, _ in walk(node))
 
 
 def _needed_layers(stack: Any) -> int:
@@ -179,9 +182,9 @@ def _needed_layers(stack: Any) -> int:
 def _attempts(config: Any) -> Iterator[dict[str, int]]:
     """Yield combinations of sizes, smallest first."""
     values = dict(_small_values(config))
-    yield values
+    yield dict(values)
     values |= {leaf.path: SIZES[leaf.path.rpartition(".")[2]] for leaf in leaves(config) if _is_unset(leaf)}
-    yield values
+    yield dict(values)
     layers = [path for path in values if path.endswith("num_layers")]
     for more in range(1, 5):
         yield {**values, **{path: min(values[path] + more, get(config, path)) for path in layers}}
@@ -205,67 +208,72 @@ def _raised(config: Any, values: Mapping[str, int], names: Mapping[str, int]) ->
     return {path: _at_most(names[name], get(config, path)) for path, name in sizes if name in names}
 
 
-def _first_valid(config: Any, structure: Structure) -> tuple[Any, frozenset[str]]:
-    """Return the smallest config that loses the fewest operations, and those operations. If none is valid, return `config`."""
-    best: tuple[Any, frozenset[str]] | None = None
-    tried = 0
+def _first_valid(config: Any, structure: Structure) -> tuple[Any, Structure]:
+    """Return the smallest config that loses the fewest operations, and its structure. If none is valid, return `config`."""
+    best: tuple[Any, Structure] | None = None
+    tried: list[Mapping[str, int]] = []
+    more = 0
     for values in _attempts(config):
-        tried += best is not None
-        if tried > MORE_ATTEMPTS:
-            break
-        small, lost = _patched(config, values, structure)
-        if small is None:
+        if values in tried:
             continue
-        if best is None or len(lost) < len(best[1]):
-            best = small, lost
-        if not lost:
+        tried.append(values)
+        more += best is not None
+        if more > MORE_ATTEMPTS:
             break
-    return best or (config, frozenset())
+        result = _patched(config, values, structure)
+        if result is None:
+            continue
+        if best is None or len(structure.lost_operations(result[1])) < len(structure.lost_operations(best[1])):
+            best = result
+        if not structure.lost_operations(result[1]):
+            break
+    return best or (config, structure)
 
 
-def _patched(config: Any, values: Mapping[str, int], structure: Structure) -> tuple[Any | None, frozenset[str]]:
-    """Return the config with new sizes, or None if it is invalid or its layers or arrays change, and the lost operations."""
+def _patched(config: Any, values: Mapping[str, int], structure: Structure) -> tuple[Any, Structure] | None:
+    """Return the config with new sizes and its structure, or None if it is invalid or its layers or arrays change."""
     try:
         small = patch(config, dict(values))
         smaller = describe_structure(small)
     except REFUSALS:
-        return None, frozenset()
-    return small if smaller.parts == structure.parts else None, structure.lost_operations(smaller)
+        return None
+    return (small, smaller) if smaller.parts == structure.parts else None
 
 
-def _shrink_one_by_one(config: Any, structure: Structure) -> Any:
+def _shrink_one_by_one(config: Any, structure: Structure) -> tuple[Any, Structure]:
     """Shrink each size that can be shrunk alone, including fields whose names are not known.
 
     Raises:
         RequestError: If the model stays large.
     """
-    small, refused, parameters = config, [], _count_parameters(config)
+    small, refused, found = config, [], structure
     sizes = dict(_small_values(config))
     for path, old in sorted(_module_sizes(config), key=lambda size: -size[1]):
         least = sizes.get(path, 0) if path.rpartition(".")[2] in SIZES else 0
         options = sorted({sizes.get(path, old), *(n for n in _halved(old) if n > least)})
-        candidates = (_patched(small, {path: value}, structure)[0] for value in options if value < old)
+        candidates = (_patched(small, {path: value}, structure) for value in options if value < old)
         candidate = next((c for c in candidates if c is not None), None)
-        if candidate is not None and (count := _count_parameters(candidate)) < parameters:
-            small, parameters = candidate, count
+        if candidate is not None and candidate[1].parameters < found.parameters:
+            small, found = candidate
         elif old > SMALLEST_COUNT:
             refused.append(path)
-    if parameters > LARGE:
+    if found.parameters > LARGE:
         path = refused[0] if refused else "model"
         raise RequestError(
             f"{path}: cannot be shrunk, so the config cannot be proven on this machine\n"
-            f"    got: {f'{get(config, path)}, and ' if refused else ''}{parameters:,} parameters\n"
+            f"    got: {f'{get(config, path)}, and ' if refused else ''}{found.parameters:,} parameters\n"
             f"    expected: a model that has the same layers with at most {LARGE:,} parameters\n"
             f"    fix: set smaller sizes that go together with --set, such as --set {path}={sizes.get(path, 2)}"
         )
-    return small
+    return small, found
 
 
 def _module_sizes(config: Any) -> Iterator[tuple[str, int]]:
     """Yield the path and the value of each size of the model and the objective."""
     for leaf in leaves(config):
-        if leaf.path.startswith(("model.", "objective.")) and isinstance(leaf.value, int) and _is_size(leaf.value):
-            yield leaf.path, leaf.value
+        value: Any = leaf.value
+        if leaf.path.startswith(("model.", "objective.")) and _is_size(value):
+            yield leaf.path, value
 
 
 def _halved(value: int) -> Iterator[int]:
@@ -274,14 +282,6 @@ def _halved(value: int) -> Iterator[int]:
     while value % 2 == 0 and value // 2 >= least:
         value //= 2
         yield value
-
-
-def _count_parameters(config: Any) -> int:
-    return sum(spec.size for spec in check_program(_with_one_device(config)).abstract.values())
-
-
-def _with_one_device(config: Any) -> Any:
-    return attrs.evolve(config, mesh=attrs.evolve(config.mesh, shape={"fsdp": 1}))
 
 
 def _has_pipeline(config: Any) -> bool:

@@ -26,20 +26,22 @@ DEPENDS_ON_SIZES = frozenset(
     split square squeeze stop_gradient sub transpose
     """.split()  # noqa: SIM905
 )
-"""Primitives that move or combine elements. Whether a program needs them can depend on sizes alone."""
+"""Primitives that move or combine elements. A program may need them for some sizes and not for others."""
 
 
 @attrs.frozen
 class Structure:
-    """What distinguishes a config, without its sizes.
+    """The modules, arrays and operations of a config, without their sizes.
 
     Attributes:
         parts: Class and path of each module, and path, dtype and number of dimensions of each array. Paths have no indices.
         operations: Primitives of the loss, each with the control flow around it, such as `scan/dot_general`.
+        parameters: Number of parameters, which two configs with the same structure need not share.
     """
 
     parts: frozenset[tuple[str, ...]]
     operations: frozenset[str]
+    parameters: int = attrs.field(eq=False)
 
     def lost_operations(self, smaller: "Structure") -> frozenset[str]:
         """Return the operations that a smaller config does not have."""
@@ -63,7 +65,8 @@ def describe_structure(config: Any) -> Structure:
         (_without_indices(path), str(spec.dtype), str(len(spec.shape)))
         for path, spec in {**trained.abstract, **trained.variables}.items()
     }
-    return Structure(frozenset(modules | arrays), frozenset(_operations(_trace_loss(config, trained))))
+    parameters = sum(spec.size for spec in trained.abstract.values())
+    return Structure(frozenset(modules | arrays), frozenset(_operations(_trace_loss(config, trained))), parameters)
 
 
 def _without_indices(path: str) -> str:
@@ -71,12 +74,16 @@ def _without_indices(path: str) -> str:
 
 
 def _trace_loss(config: Any, trained: ModelAndObjective) -> Any:
-    source = get_input_config(config)
-    shapes = source.batch_shapes() if isinstance(source, DeclaresBatches) else {}
-    batch = {name: jax.ShapeDtypeStruct(*spec) for name, spec in shapes.items()}
     references = Selection(platform="cpu", declared=lambda op: [selection.reference(op)], required=())
     with selection.use(references):
-        return jax.make_jaxpr(config.functions(trained.model)["loss"].call)(trained.specs, batch).jaxpr
+        return jax.make_jaxpr(config.functions(trained.model)["loss"].call)(trained.specs, abstract_batch(config)).jaxpr
+
+
+def abstract_batch(config: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of a batch as the input of a config declares them, or nothing if it does not."""
+    source = get_input_config(config)
+    shapes = source.batch_shapes() if isinstance(source, DeclaresBatches) else {}
+    return {name: jax.ShapeDtypeStruct(*spec) for name, spec in shapes.items()}
 
 
 def _operations(jaxpr: Any, place: str = "") -> Iterator[str]:
