@@ -45,7 +45,7 @@ class Attempt:
 
 @attrs.frozen(kw_only=True)
 class Goodput:
-    """How the time of all attempts was spent.
+    """Time of all attempts, divided by what it was spent on.
 
     Attributes:
         attempts: All attempts, oldest first.
