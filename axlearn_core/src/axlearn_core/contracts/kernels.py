@@ -1,4 +1,4 @@
-"""Declaration of kernels, and their protocol. This module does not import JAX."""
+"""Kernel declarations, and the protocol for kernels. This module does not import JAX."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class KernelImplementation:
         name: Name in configs (`attention.kernel=xla-blocked`), unique within the op.
         op: Class of the op as `"module:Class"`. Use the module that defines the class, not one that re-exports it.
         load: `"module:attribute"` of the `Kernel`.
-        priority: The kernel with the highest priority among those that support a call is used. The reference has 0.
+        priority: The kernel with the highest priority among those that support a call is used. The reference has priority 0.
         platforms: JAX platforms that the kernel supports. Empty means all.
         tags: Activation tags of residuals that only this kernel has. A config may name them on any machine. They have no
             effect if a different kernel is used.
         compiler_options: XLA options by platform, for every program that contains this kernel. A config that sets one of
             them to a different value is an error.
         interpreter: `"module:function"` that returns a context manager. Within it, the kernel runs on CPUs, however slowly. None
-            if the kernel does not need it or has none.
+            if the kernel does not need an interpreter or does not have one.
         hardware_only: Why there is no interpreter, as a sentence without its subject: `runs only on NVIDIA GPUs`.
     """
 

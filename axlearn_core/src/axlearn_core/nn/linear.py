@@ -54,7 +54,7 @@ class Linear(Layer):
     def grouped(self, x: jax.Array, product: Any) -> jax.Array:
         """Apply a stack of linear layers, such as experts, each to its group of rows.
 
-        `product(x, weights)` multiplies each row with the weight of its layer. `product.spread(biases, y)` returns the
+        `product(x, weights)` multiplies each row by the weight of its layer. `product.spread(biases, y)` returns the
         bias for each row of y.
         """
         y = product(x.astype(self.precision.compute), self.computed(self.weight))

@@ -40,7 +40,7 @@ def printable(text: str) -> str:
 
 
 def show_parameters(info: Mapping[str, Any], unit: str = "") -> str:
-    """Format the number of parameters of a run, and of the trained ones if training updates only some of them."""
+    """Format a run's number of parameters, and the number of trained parameters if training updates only some of them."""
     total = info["parameters"]
     trained = info.get("trained_parameters", total)
     return f"{total:,}{unit}" + ("" if trained == total else f", of which {trained:,} are trained")
@@ -126,7 +126,7 @@ class JsonlTracker(Configurable):
 class LinesTracker(Configurable):
     """Prints the number of parameters, and one line with every value per call, to standard error.
 
-    Part of the default trackers.
+    This is one of the default trackers.
 
     The `console` tracker of axlearn-plugins-tools adds a progress bar and the remaining time.
     """
