@@ -269,7 +269,7 @@ class LayerSuite:
                 return layout.sharding(axes, x.shape, name)
         try:
             return layout.sharding(("batch", "sequence", *(None,) * x.ndim)[: x.ndim], x.shape, path)
-        except ConfigError:  # the input has no batch dimension, or one row for the whole batch
+        except ConfigError:  # the input has no batch dimension, or has one row for the whole batch
             return layout.replicated
 
     def _meshes(self, functional: Functional) -> list[Mesh]:

@@ -1,6 +1,6 @@
 """Exchange values between processes through the job's coordinator, with a timeout that names the missing processes.
 
-Device collectives have no timeout. If one process never enters a collective, the others block until heartbeats fail.
+Device collectives have no timeout. If one process never enters a collective, the other processes block until heartbeats fail.
 """
 
 import json

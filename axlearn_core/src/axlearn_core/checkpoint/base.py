@@ -78,10 +78,10 @@ class StorageCheckpointer(Configurable):
         Attributes:
             every_steps: Number of steps between checkpoints.
             keep_last: Number of most recent checkpoints to keep. None keeps all checkpoints.
-            keep_every: Keep checkpoints whose step is a multiple of this.
-            keep_best: Number of checkpoints with the best `best_metric` to keep.
+            keep_every: Keep checkpoints whose step is a multiple of this number.
+            keep_best: Number of best checkpoints to keep, ranked by `best_metric`.
             best_metric: Name of one of the metrics passed to `save`.
-            best_mode: `min` if smaller values are better, or `max`.
+            best_mode: `min` if smaller values are better, `max` if larger values are.
             uri: Location of the checkpoints, if not the run directory: a path, or a URI that a plugin supports.
             max_failed_saves: Number of consecutive failed saves that only log a warning. One more stops training.
         """

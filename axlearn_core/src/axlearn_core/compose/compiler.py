@@ -163,7 +163,7 @@ class Compiler:
         return self._compiled[key]
 
     def compile_all(self, functions: Sequence[tuple[str, Any]]) -> None:
-        """Compile pairs of function and bucket, two at a time on CPUs. This thread traces them with its JAX config.
+        """Compile pairs of function and bucket, two at a time on CPUs. The calling thread traces them with its JAX config.
 
         Raises:
             RequestError, ConfigError: See `compile`.

@@ -2,7 +2,7 @@
 
 Equal identities imply equal programs, and only this module defines them. When an export is loaded, `executables` always
 compares `read_compile_settings()` (compiler flags and JAX options) with the exported values. For the compiled step of a run and
-the programs of a server, the identity is compared too, so that they can be loaded without tracing.
+the programs of a server, the identity is compared too, so that these programs can be loaded without tracing.
 """
 
 import functools

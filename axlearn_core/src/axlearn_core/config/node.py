@@ -194,7 +194,7 @@ class Node(Generic[T_co]):
         return ()
 
     def build(self, **offered: Any) -> T_co:
-        """Build the owner. The owner receives the arguments in `offered` that it declares and ignores the others.
+        """Build the owner. The owner receives the arguments in `offered` that it declares and ignores the rest.
 
         Raises:
             ConfigError: If a field is still `REQUIRED`, or if the owner requires an argument that is not in `offered`.

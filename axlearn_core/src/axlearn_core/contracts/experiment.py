@@ -29,7 +29,7 @@ def get_experiment_name(config: object) -> str:
 
 
 def set_experiment_name(config: Node[Any], name: str) -> Node[Any]:
-    """Return a root config with a name. If the config has no field for the name, return it unchanged."""
+    """Set the name of a root config. If the config has no name field, return it unchanged."""
     return attrs.evolve(config, name=name) if "name" in label_fields(type(config)) else config
 
 

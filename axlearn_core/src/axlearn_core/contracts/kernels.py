@@ -35,7 +35,7 @@ class KernelImplementation:
             them to a different value is an error.
         interpreter: `"module:function"` that returns a context manager. Within it, the kernel runs on CPUs, however slowly. None
             if the kernel does not need an interpreter or does not have one.
-        hardware_only: Why there is no interpreter, as a sentence without its subject: `runs only on NVIDIA GPUs`.
+        hardware_only: Reason why there is no interpreter, as a sentence without its subject: `runs only on NVIDIA GPUs`.
     """
 
     name: str
@@ -70,11 +70,11 @@ class Call(Protocol[R_co]):
     name: ClassVar[str]
 
     def operands(self) -> Mapping[str, Any]:
-        """Return the arrays that determine the kernel by name. They may be abstract."""
+        """Return the arrays that determine the kernel, by name. They may be abstract."""
         ...
 
     def options(self) -> Mapping[str, Any]:
-        """Return the hashable options that determine the kernel by name."""
+        """Return the hashable options that determine the kernel, by name."""
         ...
 
     @property

@@ -59,7 +59,7 @@ class MeshRule:
         packages: Distribution that provides each feature, for the error message if it is not installed.
         fallback_shape: Mesh shape to use if the config has none and the default shape does not divide its parameters. This also
             applies to a detected machine if `detected` is False, because the run would fail otherwise.
-        detected: If False, the rule only applies if the user names the target, not if the machine is detected.
+        detected: If False, the rule applies only if the user names the target, not if the machine is detected.
     """
 
     target: str

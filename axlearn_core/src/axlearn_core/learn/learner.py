@@ -44,7 +44,7 @@ class ParameterRule(Node[None]):
     max_grad_norm: float | None = setting(default=None, hide_default=True, gt=0)
 
     def validate(self) -> Iterable[Problem]:
-        """Check that `max_grad_norm` is only set together with `optimizer`."""
+        """Check that `max_grad_norm` is set only together with `optimizer`."""
         if self.max_grad_norm is not None and self.optimizer is None:
             yield Problem(
                 path="max_grad_norm",

@@ -63,7 +63,7 @@ class Linear(Layer):
 
 def linear_product(x: jax.Array, weight: jax.Array, num_inputs: int) -> jax.Array:
     """Multiply [..., *input_dims] by [*input_dims, *output_dims]. `num_inputs` is the number of input dimensions."""
-    if is_sharded():  # reshaping to one matrix would merge sharded dimensions with others
+    if is_sharded():  # reshaping to one matrix would merge sharded dimensions with other dimensions
         contracted = (tuple(range(x.ndim - num_inputs, x.ndim)), tuple(range(num_inputs)))
         return lax.dot_general(x, weight, (contracted, ((), ())))
     # Reshape to one matrix. XLA for CPU would copy the operands of a matmul over several dimensions.

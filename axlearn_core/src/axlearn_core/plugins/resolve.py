@@ -392,7 +392,7 @@ class _Resolution:
         )
 
     def _apply_optional(self, tree: Node[Any], use: FeatureUse, machine: Machine) -> Node[Any]:
-        """Apply a feature of the mesh rule. Skip it with a note if it does not fit, because rules are shared by all models."""
+        """Apply a feature of the mesh rule. If it does not fit, skip it with a note, because all models share the rules."""
         try:
             features = {use.name: self._build_feature(use)}
             _check_needs(

@@ -32,7 +32,7 @@ Place = tuple[Storage, str]
 def collect_assets(tree: Tree, *, required: bool = True) -> tuple[Tree, dict[str, bytes]]:
     """Return the config that a run stores, and the contents of its assets by path in the run.
 
-    A URL is kept in the config, with a note, if no storage backend can read it.
+    If no storage backend can read a URL, keep the URL in the config and log a note.
 
     Args:
         tree: A config.

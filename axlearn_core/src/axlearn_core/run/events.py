@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Position = Literal["first", "middle", "last"]
 POSITIONS: tuple[Position, ...] = get_args(Position)
 owns_process = threading.Event()
-"""Set by the command line during a run. Listeners may then exit the process, because it does nothing but this run."""
+"""Set by the command line during a run. Listeners may then exit the process, because the process does nothing except this run."""
 
 
 class RunListener:
