@@ -12,7 +12,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class IndexHook(BuildHookInterface):
-    """Build hook that generates the index of the wheel."""
+    """Build hook that generates the index for the wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Write the index. Raise `RuntimeError` if it cannot be generated and does not exist."""

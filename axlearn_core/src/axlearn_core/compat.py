@@ -1,4 +1,4 @@
-"""Private imports, patches, and environment variables. Each distribution has one module with this name for them.
+"""Private imports, patches, and environment variables. Each distribution keeps its own in one module with this name.
 
 A test forbids `_src`, `jaxlib._jax`, `unittest.mock`, patches, assignments to `__class__`, and changes to the environment in all
 other modules. Each `compat` module explains why it needs something, for which versions, and when it can be removed.
@@ -30,7 +30,7 @@ from typing import Any
 _lock = threading.Lock()
 TUNABLES = ("glibc.malloc.hugetlb=1", "glibc.cpu.x86_non_temporal_threshold=8388608")
 """Settings for training processes. Huge pages: XLA's CPU client frees the memory after each step, and allocating it again in
-pages of 4 KiB can take a third of the step time. Copies of at least 8 MiB, such as those for a save, bypass the caches. By
+pages of 4 KiB can take a third of the step time. Copies of at least 8 MiB, such as those made by a save, bypass the caches. By
 default, glibc's threshold is three eighths of the last-level cache, which can be hundreds of MB."""
 RESTARTED = "AXLEARN_RESTARTED"
 _values: dict[tuple[int, str], list[tuple[object, object]]] = {}
@@ -160,7 +160,7 @@ def use_cpu(*, override: bool = False) -> None:
     """Prevent JAX from initializing accelerators. For commands and worker processes that do not compute.
 
     Args:
-        override: If True, replace `JAX_PLATFORMS` of the user.
+        override: If True, replace the user's `JAX_PLATFORMS`.
     """
     if override:
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -168,7 +168,7 @@ def use_cpu(*, override: bool = False) -> None:
 
 
 def disable_tokenizer_threads() -> None:
-    """Disable threads of tokenizers. For processes that share cores, because each tokenizer would use all of them."""
+    """Disable tokenizer threads. For processes that share cores, because each tokenizer would otherwise use all of them."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -202,7 +202,7 @@ def restart_with_tunables() -> None:
     """
     tunables, this, current = glibc_tunables(os.environ), str(os.getpid()), os.environ.get("GLIBC_TUNABLES", "")
     process, _, users = os.environ.pop(RESTARTED, "").partition(" ")
-    if process == this:  # a Python with capabilities always loses the settings, so do not restart again
+    if process == this:  # a Python binary with capabilities always loses the settings, so do not restart again
         os.environ.pop("GLIBC_TUNABLES", None)
         os.environ.update({"GLIBC_TUNABLES": users} if users else {})
         return

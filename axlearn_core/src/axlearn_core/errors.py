@@ -1,7 +1,7 @@
 """Exceptions, and helpers for "did you mean" messages.
 
-Errors that a user can cause derive from `RequestError`, and commands exit with code 2. Valid requests that fail, because of
-a full disk or a diverged loss for example, raise a `WorkError`, and commands exit with code 1.
+Errors that a user can cause derive from `RequestError`, and commands exit with code 2. A valid request that fails, for
+example because of a full disk or a diverged loss, raises a `WorkError`, and commands exit with code 1.
 """
 
 import difflib
@@ -19,7 +19,7 @@ class AxlearnError(Exception):
     exit_code = 1
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython and Jupyter print. The message alone, because a traceback would hide it.
+        """Return the lines that IPython and Jupyter print: only the message, because a traceback would hide it.
 
         `%debug` works as usual. `%tb` in a later cell shows the traceback.
         """
@@ -92,7 +92,7 @@ class Problem:
 
 
 SHOWN_PROBLEMS = 20
-"""Number of problems to print. For the others, only the count is printed."""
+"""Number of problems to print. The rest are only counted."""
 
 
 class ConfigError(RequestError):

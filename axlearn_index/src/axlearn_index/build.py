@@ -23,7 +23,7 @@ def workspace_members(root: Path) -> list[Path]:
 
 
 def collect_names(folders: Iterable[Path]) -> Names:
-    """Return group (`features`, `commands`, `targets`, ...) -> name -> distribution.
+    """Return the distribution of each name, as group (`features`, `commands`, `targets`, ...) -> name -> distribution.
 
     Raises:
         ValueError: If two distributions declare the same name.

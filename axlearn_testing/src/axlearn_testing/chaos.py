@@ -1,4 +1,4 @@
-"""Inject faults into training jobs. A seed determines the plan; a plan prints as one line, and can be replayed from it.
+"""Inject faults into training jobs. A seed determines the plan, and a plan prints as one line that can be replayed.
 
     plan = Chaos(seed=7).plan(kinds=("kill", "stop"), ranks=4, steps=(5, 40), count=3)
     print(plan)                       # chaos seed=7: kill@8:rank=2 stop@23:rank=0,seconds=2.31 kill@31:rank=1
@@ -35,9 +35,9 @@ KINDS = ("kill", "stop", "slow", "corrupt", "fill", "cut")
 """
 kill     Send SIGKILL.
 stop     Send SIGSTOP, then SIGCONT after some seconds.
-slow     Let the process run for a tenth of the time, for some seconds.
+slow     Let the process run only a tenth of the time, for some seconds.
 corrupt  Flip one bit of one file.
-fill     Stop the process's files from growing beyond some bytes, for some seconds.
+fill     Stop the process's files from growing beyond a given size, for some seconds.
 cut      Disconnect the network, for some seconds.
 """
 _SECONDS = (0.5, 4.0)
@@ -53,7 +53,7 @@ class Fault:
         step: Number of finished steps at which the fault is injected.
         rank: Rank of the process.
         seconds: Duration, for kinds that end.
-        number: Selects the file and the bit, or the number of bytes that still fit.
+        number: Selects the file and the bit to flip, or gives the number of bytes that still fit.
     """
 
     kind: str
@@ -85,7 +85,7 @@ class Target:
     """The job that faults are injected into.
 
     Attributes:
-        processes: Rank -> process id, or a function that returns this mapping, for jobs that restart.
+        processes: Rank -> process ID, or a function that returns this mapping, for jobs that restart.
         step: Function that returns the number of finished steps.
         directory: Directory from which `corrupt` selects files.
         pattern: Glob pattern of those files.
@@ -99,7 +99,7 @@ class Target:
     links: Mapping[int, TcpLink] = attrs.field(factory=dict)
 
     def pid(self, rank: int) -> int | None:
-        """Return the process id of a rank, or None if it has no process now."""
+        """Return the process ID of a rank, or None if the rank currently has no process."""
         return (self.processes() if callable(self.processes) else self.processes).get(rank)
 
 
@@ -148,7 +148,7 @@ class ChaosError(Exception):
 
 
 class Chaos:
-    """Plans random faults. The same seed results in the same plan."""
+    """Plans random faults. The same seed always gives the same plan."""
 
     def __init__(self, seed: int):
         self.seed, self._dice = seed, random.Random(seed)
@@ -180,7 +180,7 @@ def inject(fault: Fault, target: Target) -> str:
     """Inject one fault now. Return a description of what happened.
 
     Raises:
-        ChaosError: If it cannot be injected on this machine.
+        ChaosError: If the fault cannot be injected on this machine.
     """
     if fault.kind == "corrupt":
         if target.directory is None:
@@ -258,8 +258,8 @@ def corrupt_file(directory: Path, number: int, pattern: str = "**/*") -> str:
 def fill(pid: int, limit: int, seconds: float) -> str:
     """Stop the files of a process from growing beyond `limit` bytes for some seconds.
 
-    Writes fail with EFBIG; on a full disk they would fail with ENOSPC. For a real full disk use `mount -t tmpfs -o
-    size=...`, which needs root.
+    Writes fail with EFBIG; on a full disk, they would fail with ENOSPC. To test a disk that is really full, use
+    `mount -t tmpfs -o size=...`, which needs root.
     """
     try:
         before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
@@ -276,7 +276,7 @@ def cut(pid: int, seconds: float) -> str:
     """Disconnect the network of a process that has its own network namespace.
 
     Raises:
-        ChaosError: If it shares the network of this process, or this process is not root. A `TcpLink` needs neither.
+        ChaosError: If it shares the network of this process, or if this process is not root. A `TcpLink` works in both cases.
     """
     if os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net"):
         raise ChaosError(

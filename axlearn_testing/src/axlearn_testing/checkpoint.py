@@ -143,7 +143,7 @@ class StorageSuite:
     """Tests that every storage backend must pass; see `axlearn_core.contracts.storage.Storage`.
 
     Attributes:
-        uri: URI of the storage. `{tmp}` is replaced with a directory of the test, which is empty or missing at first.
+        uri: URI of the storage. `{tmp}` is replaced with a directory for the test, which is empty or missing at first.
         unwritable: URI that cannot be written to, if there is one. It is below `{tmp}/file`, which is a file.
     """
 

@@ -12,7 +12,7 @@ from axlearn_core.plugins.backends import prepare_backends
 
 
 def compile_fast(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Return `jax.jit(function)`. On CPUs it compiles with few optimizations, because compilation dominates the tests."""
+    """Return `jax.jit(function)`. On CPUs it compiles with few optimizations, because compilation dominates the test time."""
     prepare_backends()
     quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     return jax.jit(function, compiler_options=quick, **options)
@@ -29,7 +29,7 @@ def need_devices(count: int) -> None:
 
 
 def leaves_by_path(tree: object) -> dict[str, Any]:
-    """Return path -> leaf."""
+    """Return the leaves of a tree by path."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
@@ -46,8 +46,8 @@ def norm(*arrays: object) -> float:
 def assert_close(got: object, expected: object, tolerance: float, label: str) -> None:
     """Assert that two trees are close: floats by the norm of their difference, other leaves exactly.
 
-    The difference of a leaf may be `tolerance` times the leaf's norm, or a hundredth of that times the norm of the whole
-    tree. The second limit is for leaves that are close to zero compared with the others.
+    A leaf may differ by up to `tolerance` times its norm, or by up to a hundredth of `tolerance` times the norm of the whole
+    tree. The second limit is for leaves that are close to zero compared with other leaves.
     """
     got_leaves, expected_leaves = leaves_by_path(got), leaves_by_path(expected)
     assert got_leaves.keys() == expected_leaves.keys(), f"{label}: the structures differ"

@@ -32,7 +32,7 @@ class Contract:
     Attributes:
         name: Name of the contract.
         arguments: Names of the positional arguments that a parent passes to `method`.
-        offered: Keyword arguments that a parent offers at `build`, in addition to `rngs` and `precision`.
+        offered: Keyword arguments that a parent offers to `build`, in addition to `rngs` and `precision`.
         inputs: Function that makes the arguments, with floats in float32.
         outputs: `(inputs, compute dtype) -> tree of jax.ShapeDtypeStruct`, or None if the shapes are unspecified.
         method: Name of the method that the parent calls.
@@ -107,7 +107,7 @@ def batch(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def like(index: int, *shape: int) -> Callable[[tuple[Any, ...], Any], Any]:
-    """Return the spec of an output with the shape of an input (or `shape`), in the compute dtype."""
+    """Return a function that gives the spec of an output: the shape of an input (or `shape`), in the compute dtype."""
     return lambda inputs, dtype: jax.ShapeDtypeStruct(shape or inputs[index].shape, dtype)
 
 

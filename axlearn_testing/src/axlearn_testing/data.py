@@ -26,7 +26,7 @@ class InputSuite:
     """Tests that every input must pass.
 
     Attributes:
-        config: Config of the input, with data small enough to be read to its end.
+        config: Config of the input, with a data set small enough to be read to the end.
         vocab_size: Vocabulary size of the model.
         dtypes: Array name -> dtype, in addition to the arrays of a language model.
         batches: Number of training batches to check.

@@ -18,7 +18,7 @@ class FeatureSuite:
         name: Registered name of the feature.
         options: Options after the name in `--with NAME:OPTIONS`; the default is the feature's `example`.
         experiments: Experiments to test the feature on; the default is all installed ones.
-        others: Features to combine it with; the default is all other installed ones.
+        others: Features to combine it with; the default is all other installed features.
     """
 
     name: str
@@ -35,7 +35,7 @@ class FeatureSuite:
         return self.experiments or tuple(e.name for e in registry().entries("experiments"))
 
     def partners(self) -> tuple[str, ...]:
-        """Return `NAME:EXAMPLE` of the features to combine it with."""
+        """Return `NAME:EXAMPLE` for each feature to combine this feature with."""
         all_names = [e.name for e in registry().entries("features") if e.name != self.name]
         names = all_names if self.others is None else self.others
         return tuple(_text(n, registry().feature(n)) for n in names)
@@ -135,7 +135,7 @@ class FeatureSuite:
             )
 
     def needs(self) -> tuple[str, ...]:
-        """Return `NAME:EXAMPLE` of the features that it needs."""
+        """Return `NAME:EXAMPLE` for each feature that this feature needs."""
         return tuple(_text(n, registry().feature(n)) for n in registry().feature(self.name).needs)
 
     def tree(self, experiment: str) -> Node[Any]:
@@ -167,7 +167,7 @@ def resolve_features(tree: Node[Any], *features: str, full_result: bool = False)
 
 
 def apply_feature(feature: Feature, tree: Node[Any], label: str) -> Node[Any] | None:
-    """Apply a feature to a config. Return None if it refuses with a helpful error."""
+    """Apply a feature to a config. Return None if the feature refuses with a helpful error."""
     try:
         return feature.apply(tree)
     except ConfigError as error:

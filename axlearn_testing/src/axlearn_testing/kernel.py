@@ -32,7 +32,7 @@ class Case:
         run: `(kernel name or None, *operands) -> result`, which calls the op.
         operands: Arrays or pytrees of arrays.
         tolerance: Tolerance of results and gradients, relative to the norm of each array.
-        gradients: Whether the op has a derivative, which is then compared too.
+        gradients: Whether the op is differentiable. If so, gradients are compared too.
     """
 
     name: str
@@ -52,7 +52,7 @@ CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_v
 
 @attrs.frozen
 class Count:
-    """Reported FLOPs and bytes of a call, and those of its reference's jaxpr."""
+    """FLOPs and bytes that a call reports, and those counted in its reference's jaxpr."""
 
     flops: float
     bytes: float
@@ -77,7 +77,7 @@ class _CountingSelection(selection.Selection):
 
 
 class KernelSuite:
-    """Tests that an op and a kernel of it must pass.
+    """Tests that an op and one of its kernels must pass.
 
     Attributes:
         op: Class of the op.
@@ -99,7 +99,7 @@ class KernelSuite:
             metafunc.parametrize("case", self.cases, ids=[c.name for c in self.cases])
 
     def find_declaration(self, name: str) -> KernelImplementation:
-        """Return the declaration of a kernel of the op."""
+        """Return the declaration of one of the op's kernels."""
         kernels = {k.name: k for k in selection.installed(self.op)}
         assert name in kernels, (
             f"no installed plugin declares the {self.op.name} kernel {name!r}; declared: {', '.join(kernels)}"
@@ -182,7 +182,7 @@ class KernelSuite:
         """Return why the kernel does not support the case, or None if it does."""
         with self._only(self.find_declaration(self.baseline)) as op_selection:
             jax.eval_shape(lambda *operands: case.run(self.baseline, *operands), *case.operands)
-            choices = [c for c in op_selection.choices if type(c.op) is self.op]  # an op may call others
+            choices = [c for c in op_selection.choices if type(c.op) is self.op]  # an op may call other ops
             assert choices, f"{case.name} does not call the op {self.op.name!r}"
             reasons = (selection.refusal(implementation, c.op, c.context) for c in choices)
             return next((reason for reason in reasons if reason is not None), None)

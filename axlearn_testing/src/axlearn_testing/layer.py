@@ -57,8 +57,8 @@ class LayerSuite:
             finite differences.
         rules: Mesh rules for logical axes without a default rule.
         tolerance: Tolerance of gradients and outputs, relative to the norm of each array.
-        reference_tolerance: The same, for the comparison with the reference.
-        difference_tolerance: The same, for the comparison of gradients with finite differences.
+        reference_tolerance: Like `tolerance`, but for the comparison with the reference.
+        difference_tolerance: Like `tolerance`, but for the comparison of gradients with finite differences.
         meshes: Number of random meshes to test.
         seed: Seed of the parameters, inputs and meshes.
     """
@@ -92,7 +92,7 @@ class LayerSuite:
         return self.get_contract().inputs(np.random.default_rng(self.seed))
 
     def call(self, layer: object, *inputs: object) -> Any:
-        """Call the layer like its parent does."""
+        """Call the layer as its parent does."""
         return getattr(layer, self.get_contract().method)(*inputs)
 
     @pytest.mark.parametrize(("params", "compute"), DTYPES)
@@ -130,7 +130,7 @@ class LayerSuite:
             expected = compile_fast(self._measurement(lambda params, inputs: reference(params, *inputs)))(floats, fixed)  # type: ignore[misc]
             got, reference_outputs = (
                 jax.tree.leaves(m.outputs) for m in (single, expected)
-            )  # a plain tuple may replace a named one
+            )  # a plain tuple may replace a named tuple
             assert_close(got, reference_outputs, self.reference_tolerance, "outputs")
             assert_close(single.gradients, expected.gradients, self.reference_tolerance, "gradients")
             return
@@ -269,7 +269,7 @@ class LayerSuite:
                 return layout.sharding(axes, x.shape, name)
         try:
             return layout.sharding(("batch", "sequence", *(None,) * x.ndim)[: x.ndim], x.shape, path)
-        except ConfigError:  # the input has no batch dimension, or one row for the whole batch
+        except ConfigError:  # the input has no batch dimension, or has one row for the whole batch
             return layout.replicated
 
     def _meshes(self, functional: Functional) -> list[Mesh]:

@@ -17,7 +17,7 @@ AXES = {"layer.weight": ("embed", "mlp"), "layer.bias": ("mlp",), "head.weight":
 
 
 class LearnerSuite:
-    """Tests that every learner must pass, on a small regression.
+    """Tests that every learner must pass, on a small regression problem.
 
     Attributes:
         config: Config of the learner.
@@ -105,7 +105,7 @@ class LearnerSuite:
         assert_equal(params, expected, "parameters")
         evaluation_params = self.learner().evaluation_params
         assert_equal(evaluation_params(state, params), evaluation_params(before, expected), "evaluation parameters")
-        # It must not affect later steps either.
+        # A skipped update must not affect later steps either.
         assert_equal(self.after(good, poison, good)[0], self.after(good, good)[0], "parameters one step later")
 
     def test_state_and_parameters_can_be_donated(self) -> None:

@@ -99,7 +99,7 @@ class HttpFaults:
     """WSGI middleware that makes some requests fail and others hang until the client times out.
 
     Attributes:
-        failing: Fraction of requests that are answered with 503. Half of them are processed first.
+        failing: Fraction of requests that are answered with 503. Half of these requests are processed first.
         hanging: Fraction of requests that are processed, but answered after the client's timeout.
         seconds: Delay of hanging requests.
         counts: Numbers of `good`, `503` and `late` answers.
@@ -148,7 +148,7 @@ class FaultyStorage:
     Attributes:
         failing: Fraction of calls that raise `StorageError`.
         full_after: Number of written bytes after which writes fail as on a full disk, or None for no limit.
-        seconds: Additional duration of each call.
+        seconds: Seconds by which each call is delayed.
         failures: Number of calls that failed.
     """
 

@@ -123,7 +123,7 @@ class Journal(Configurable):
         self.entries.append(("text", step, name, value))
 
     def close(self) -> None:
-        """Store that the tracker was closed."""
+        """Record that the tracker was closed."""
         self.entries.append(("close",))
 
 
@@ -137,7 +137,7 @@ class TrainerSuite:
     config: Node[Any] = TrainLoop.Config()
 
     def trainer(self, **edits: object) -> Trainer.Config:
-        """Return the root config. `edits` are path -> value, with `__` instead of dots."""
+        """Return the root config. `edits` maps paths to values, with `__` in place of dots."""
         cfg = Trainer.Config(
             model=Line.Config(),
             learner=Learner.Config(optimizer=AdamW(learning_rate=0.05)),

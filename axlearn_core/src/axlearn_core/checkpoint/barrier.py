@@ -1,6 +1,6 @@
 """Exchange values between processes through the job's coordinator, with a timeout that names the missing processes.
 
-Device collectives have no timeout. If one process never enters a collective, the others block until heartbeats fail.
+Device collectives have no timeout. If one process never enters a collective, the other processes block until heartbeats fail.
 """
 
 import json
@@ -15,18 +15,18 @@ from axlearn_core.compat import coordination_client
 from axlearn_core.errors import WorkError
 
 PEER_SECONDS = 1800.0
-"""Timeout, in seconds, for other processes. It must exceed the duration of the slowest save."""
+"""Seconds to wait for the other processes. Must be longer than the slowest save takes."""
 _GRACE = 60.0
 _numbers = count()
 
 
 def gather_objects(value: object, name: str, seconds: float = PEER_SECONDS) -> list[Any]:
-    """Gather JSON-serializable values from all processes, by process index.
+    """Gather JSON-serializable values from all processes, ordered by process index.
 
     All processes must call this in the same order from one thread.
 
     Raises:
-        WorkError: If a process does not call this in time. The message names it.
+        WorkError: If a process does not call this in time. The message names the process.
     """
     if jax.process_count() == 1:
         return [value]

@@ -48,7 +48,7 @@ class ArrayReader(Protocol):
 
 TextFiles = Mapping[str, str | Callable[[], str]]
 WEIGHTS_ONLY = "weights_only"
-"""Key in `extra` of a checkpoint that contains only `step`, `params`, and `variables`, from which a run can start."""
+"""Key in `extra` that marks a checkpoint with only `step`, `params`, and `variables`. A run can start from it."""
 
 
 class StorageCheckpointer(Configurable):
@@ -58,7 +58,7 @@ class StorageCheckpointer(Configurable):
     write the files. A checkpoint becomes visible only when it is complete, so killing a process never leaves a partial
     checkpoint.
 
-    Subclasses write and read the files of arrays. They implement `_copy`, `_collect_files`, and `reader`.
+    Subclasses write and read the array files. They implement `_copy`, `_collect_files`, and `reader`.
 
     Attributes:
         place: Location of the checkpoints.
@@ -66,7 +66,7 @@ class StorageCheckpointer(Configurable):
         run: ID of the run that owns the saved checkpoints. Checkpoints of other runs are never deleted.
         on_result: See `axlearn_core.contracts.capabilities.ReportsSaves`.
         max_saves_in_flight: Maximum number of concurrent saves. Another save waits for the oldest to finish.
-        layout_file: Path, inside a checkpoint, of a file that every checkpoint of this class has.
+        layout_file: Path, within a checkpoint, of a file that every checkpoint of this class contains.
     """
 
     layout_file: str
@@ -78,10 +78,10 @@ class StorageCheckpointer(Configurable):
         Attributes:
             every_steps: Number of steps between checkpoints.
             keep_last: Number of most recent checkpoints to keep. None keeps all checkpoints.
-            keep_every: Keep checkpoints whose step is a multiple of this.
-            keep_best: Number of checkpoints with the best `best_metric` to keep.
+            keep_every: Keep checkpoints whose step is a multiple of this number.
+            keep_best: Number of best checkpoints to keep, ranked by `best_metric`.
             best_metric: Name of one of the metrics passed to `save`.
-            best_mode: `min` if smaller values are better, or `max`.
+            best_mode: `min` if smaller values are better, `max` if larger values are.
             uri: Location of the checkpoints, if not the run directory: a path, or a URI that a plugin supports.
             max_failed_saves: Number of consecutive failed saves that only log a warning. One more stops training.
         """
@@ -133,7 +133,7 @@ class StorageCheckpointer(Configurable):
         """Open a checkpoint to read its arrays.
 
         Args:
-            checkpoint: Manifest, which defines the paths of the arrays.
+            checkpoint: Manifest of the checkpoint, which defines the paths of the arrays.
         """
         raise NotImplementedError
 
@@ -144,15 +144,15 @@ class StorageCheckpointer(Configurable):
         return (storage.root if isinstance(storage, LocalStorage) else storage.directory()).absolute()
 
     def due(self, step: int) -> bool:
-        """Return True if the policy saves this step."""
+        """Return True if the policy saves a checkpoint at this step."""
         return step > 0 and step % self.cfg.every_steps == 0
 
     def steps(self) -> list[int]:
-        """Return all complete steps, oldest first."""
+        """Return the steps of all complete checkpoints, oldest first."""
         return self.place.steps()
 
     def latest_step(self) -> int | None:
-        """Return the newest complete step, or None."""
+        """Return the step of the newest complete checkpoint, or None."""
         return max(self.steps(), default=None)
 
     def inspect(self, step: int) -> Manifest:
@@ -255,11 +255,11 @@ class StorageCheckpointer(Configurable):
     def restore(self, step: int, like: object) -> tuple[Any, dict[str, Any]]:
         """Restore the state and `extra` of a step.
 
-        If the checkpoint only has weights, the learner, the objective, and the random key are taken from `like`. Each process
+        If the checkpoint contains only weights, the learner, the objective, and the random key are taken from `like`. Each process
         verifies the hashes of the data that it reads.
 
         Args:
-            step: A complete step.
+            step: Step of a complete checkpoint.
             like: State with the required shapes, dtypes, and shardings. It may be abstract.
 
         Raises:
@@ -288,7 +288,7 @@ class StorageCheckpointer(Configurable):
 
     def _verify_step(self, step: int) -> Manifest:
         """Verify all files except arrays, which the reader verifies."""
-        # Verify before any process enters a collective restore. A failure inside would leave the other processes waiting.
+        # Verify before any process enters a collective restore. A failure inside it would leave the other processes waiting.
         error: CheckpointError | None = None
         if jax.process_index() == 0:
             try:
@@ -338,7 +338,7 @@ class StorageCheckpointer(Configurable):
         return bool(multihost_utils.broadcast_one_to_all(np.asarray(is_new))) if jax.process_count() > 1 else is_new
 
     def _open(self) -> None:
-        """Before the first save, delete unfinished saves and rename the steps after a rollback."""
+        """Before the first save, delete unfinished saves. After a rollback, also rename the checkpoints of later steps."""
         if not self._opened:
             remove_unfinished(self.place, self.run)
             if self._restored is not None:

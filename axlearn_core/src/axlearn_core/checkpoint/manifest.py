@@ -9,7 +9,7 @@ checkpoints/
     state/others/     all other arrays of the training state, in the same format
   .140.partial/       a save in progress or interrupted; it is renamed to `140` when it is complete
 
-Object stores cannot rename. There, files are written to `140/`, and a step without a manifest is not listed.
+Object stores cannot rename, so files are written directly to `140/`, and a step without a manifest is not listed.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from axlearn_core.plugins.migrations import migrate_arrays
 
 MANIFEST, EXTRA, STATE = MARKER, "extra.json", "state"
 WEIGHTS, NON_WEIGHTS = f"{STATE}/weights/", f"{STATE}/others/"
-"""Folders of arrays."""
+"""Folders that contain arrays."""
 FORMAT = 3
 LAST_READER = "5eb2bae"
 """Last commit of axlearn-core that reads formats 1 and 2."""
@@ -73,7 +73,7 @@ class Manifest:
     Attributes:
         arrays: Arrays by dotted path in the training state. `ArrayInfo.path` differs from it if an earlier version stored the
             array under a different path; see `migrated`.
-        files: `bytes` and `sha256` by path. Files of pieces have their hashes in an index instead.
+        files: `bytes` and `sha256` by path. For files of pieces, an index contains the hashes instead.
         run: ID of the run that wrote the checkpoint, or empty if unknown.
     """
 
@@ -91,7 +91,7 @@ class Manifest:
         return sum(f["bytes"] for f in self.files.values())
 
     def migrated(self, expected: Collection[str]) -> "Manifest":
-        """Rename arrays of earlier versions to their current paths, if expected arrays are missing."""
+        """If expected arrays are missing, rename arrays from earlier versions to their current paths."""
         if all(path in self.arrays for path in expected):
             return self
         renamed = migrate_arrays(self.arrays, expected)
@@ -115,7 +115,7 @@ class Checkpoints:
 
     @classmethod
     def from_directory(cls, place: "Checkpoints | Path | str") -> "Checkpoints":
-        """Return the checkpoints of a local directory."""
+        """Return the checkpoints in a local directory."""
         return place if isinstance(place, Checkpoints) else cls(LocalStorage(place), str(place))
 
     def steps(self) -> list[int]:
@@ -263,7 +263,7 @@ def hash_file(storage: Storage, path: str, size: int) -> str:
 
 
 def _compare(storage: Storage, root: str, name: str, expected: Mapping[str, Any]) -> str | None:
-    """Describe the damage of a file. Return None if its size and hash are correct."""
+    """Describe the damage to a file. Return None if its size and hash are correct."""
     size = expected["bytes"]
     try:
         if size <= _PART:

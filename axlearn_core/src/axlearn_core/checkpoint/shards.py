@@ -1,10 +1,10 @@
 """File format of arrays: shards are split into pieces that are written, read, and verified separately.
 
     weights/0-0.bin   a file of process 0: consecutive pieces of at most `PIECE` bytes, in C order
-    weights/0-1.bin   the next file, started when the first has `FILE` bytes
+    weights/0-1.bin   the next file, started when the first reaches `FILE` bytes
     weights/0.json    the index of process 0: shape, dtype, and pieces (file, offset, box, hash) of each array
 
-Each shard is hashed and written once per job, by one of the processes that have it. A reader can use any mesh, and reads
+Each shard is hashed and written once per job, by one of the processes that hold it. A reader can use any mesh, and reads
 only the pieces that overlap its shards.
 """
 
@@ -20,9 +20,9 @@ import jax.numpy as jnp
 
 PIECE, FILE = 16 * 2**20, 64 * 2**20
 PREFIXES = ("params.", "variables.", "learner.ema.")
-"""Path prefixes of weights: the model and its moving average."""
+"""Path prefixes of weights: those of the model and of its moving average."""
 Box = tuple[tuple[int, int], ...]
-"""Begin and end along each axis."""
+"""Start and end along each axis."""
 
 
 def is_weight(path: str) -> bool:
@@ -39,7 +39,7 @@ class Piece:
         offset: Offset in the file, in bytes.
         start: First index along each axis of the array.
         shape: Size along each axis.
-        sha256: Hash of its bytes.
+        sha256: Hash of the piece's bytes.
     """
 
     file: str
@@ -50,7 +50,7 @@ class Piece:
 
     @property
     def box(self) -> Box:
-        """The box in the array."""
+        """The box that the piece covers in the array."""
         return tuple((a, a + n) for a, n in zip(self.start, self.shape, strict=True))
 
 
@@ -106,7 +106,7 @@ def split_shape(
 
 @attrs.frozen(eq=False)
 class Part:
-    """A piece of an array to write: its path, its box, and a view of host memory until it is written."""
+    """A piece of an array to write: its path, its box, and, until it is written, a view of host memory."""
 
     path: str
     start: tuple[int, ...]

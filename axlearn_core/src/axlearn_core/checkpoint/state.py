@@ -63,7 +63,7 @@ def key_impl(leaf: Any) -> Any:
 
 
 def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape, dtype, and sharding of the stored array of a leaf. The default sharding is the first device."""
+    """Return the shape, dtype, and sharding of a leaf's stored array. By default, it is placed on the first device."""
     sharding = leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
     sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if is_key(leaf):

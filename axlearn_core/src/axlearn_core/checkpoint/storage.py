@@ -170,7 +170,7 @@ def _file_size(path: Path) -> int | None:
 
 
 def open_storage(uri: str | Path, plugins: Host | None = None) -> Storage:
-    """Return the storage of a path or URI, without accessing it.
+    """Return the storage for a path or URI, without accessing it.
 
     Raises:
         RequestError: If no plugin supports the URI scheme.

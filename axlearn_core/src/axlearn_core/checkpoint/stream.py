@@ -60,7 +60,7 @@ def read_arrays(
     *,
     verify: bool = True,
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Yield the path and value of each array. The host buffers one array at a time, in addition to the results.
+    """Yield the path and value of each array. Host memory holds one array at a time, in addition to the results.
 
     Args:
         storage: Storage of the files.
@@ -159,7 +159,7 @@ class _Reader:
 
 
 def _contiguous(piece: Piece, buffers: Sequence[_Buffer]) -> np.ndarray | None:
-    """Return the view of a piece if it is contiguous in a single buffer, so that it can be read without a copy."""
+    """Return a view for reading a piece without a copy. Return None unless the piece is contiguous in a single buffer."""
     if len(buffers) != 1 or _overlap(piece.box, buffers[0].box) != piece.box:
         return None
     part = buffers[0].data[(*_get_slices(piece.box, buffers[0].box), ...)]

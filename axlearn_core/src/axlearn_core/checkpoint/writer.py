@@ -126,7 +126,7 @@ class PartWriter:
     def copy(self, arrays: Mapping[str, jax.Array]) -> None:
         """Copy the shards to host memory. They may be donated after this returns.
 
-        Writing starts after copying, so that it does not slow down the copies. If host memory is limited, both overlap.
+        Writing starts after copying, so that it does not slow down the copies. If host memory is limited, the two overlap.
         """
         shards = [(path, start, data) for path, x in arrays.items() for start, data in self.shards(x)]
         if self.buffers.limit is None:
@@ -143,11 +143,11 @@ class PartWriter:
         """Reserve host memory for a shard and assign its pieces to files.
 
         Returns:
-            The destination and source of the copy to make. None if host memory is limited, in which case the copy is made
-            immediately because files are written concurrently.
+            The destination and source of the copy that the caller must make. None if host memory is limited, in which case
+            the copy is made immediately because files are written concurrently.
         """
         buffer = self.buffers.take(data.nbytes, wait=False)
-        if buffer is None:  # files that are not full yet may occupy the memory
+        if buffer is None:  # files that are not full yet may hold the memory
             self._flush()
             buffer = self.buffers.take(data.nbytes)
         assert buffer is not None

@@ -1,1 +1,1 @@
-"""The command line interface. Each command has a module."""
+"""The command line interface. Each command has its own module."""

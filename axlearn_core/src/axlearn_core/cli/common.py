@@ -1,4 +1,4 @@
-"""Helpers for commands: request options, shell completion, and printing of results."""
+"""Helpers for commands: request options, shell completion, and result printing."""
 
 import functools
 import json
@@ -44,7 +44,7 @@ def _names(group: Group, incomplete: str) -> list[CompletionItem]:
 
 
 experiment_argument = click.argument("experiment", metavar="EXPERIMENT|FILE.yaml", shell_complete=complete_experiments)
-"""Argument for commands with `request_options`."""
+"""Argument for commands that use `request_options`."""
 
 REQUEST_OPTIONS = (
     click.option(

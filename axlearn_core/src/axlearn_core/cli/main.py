@@ -16,10 +16,10 @@ _TRAINING_COMMANDS = ("train", "bench")  # these restart the process with differ
 
 
 class Commands(click.Group):
-    """The top-level group, which has the commands of the core and of plugins. It converts errors to exit codes."""
+    """The top-level group, which contains the commands from the core and from plugins. It converts errors to exit codes."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return all names, starting with the commands of the core."""
+        """Return the names of all commands, core commands first."""
         names = {n for n in plugin_commands() if parent(n) is None}
         return [*COMMANDS, *sorted(names - COMMANDS.keys())]
 
@@ -83,7 +83,7 @@ class Group(click.Group):
     """A group of subcommands from the core and from plugins. Plugins register theirs as `GROUP-NAME`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return all names."""
+        """Return the names of all subcommands."""
         return [*super().list_commands(ctx), *children(self.name or "")]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -149,7 +149,7 @@ def _exit_on_error() -> Iterator[None]:
         raise click.exceptions.Exit(130) from None
     except (click.exceptions.Exit, click.ClickException, click.Abort):
         raise  # from click, for example after `--help`; imports nothing
-    except Exception as error:  # import the error classes only on errors, to start fast
+    except Exception as error:  # import the error classes only after an error, so that startup is fast
         from axlearn_core.errors import AxlearnError, escape_controls
 
         error = _translate_error(error)

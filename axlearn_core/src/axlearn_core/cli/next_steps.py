@@ -36,7 +36,7 @@ def after_import(run_dir: str) -> list[str]:
 
 
 def train_command(run_dir: str, config: Any) -> str:
-    """Return the command that trains a run further. It contains the settings that the config does not have yet."""
+    """Return the command that trains a run further. It includes the settings that the config still lacks."""
     try:
         check(config)
         unset: list[str] = []
@@ -49,7 +49,7 @@ def train_command(run_dir: str, config: Any) -> str:
 
 
 def _use_commands(run_dir: str, config: Any) -> list[str]:
-    """Return the command that chats with a run, continues a text, or none if its model generates no text."""
+    """Return the command that chats with a run or continues a text. Empty if the run's model does not generate text."""
     model, run = get_model_config(config), shlex.quote(run_dir)
     if model is None or not (isinstance(model.owner, type) and issubclass(model.owner, GeneratesTokens)):
         return []

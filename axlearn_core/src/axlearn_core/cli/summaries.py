@@ -11,20 +11,20 @@ _PARAMETERS = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?[MB]) parameters\b")
 
 
 def summary(value: str) -> str | None:
-    """Return the first line of the docstring of an entry point.
+    """Return the first line of an entry point's docstring.
 
     Args:
         value: Value of the entry point, `"package.module:attribute"`.
 
     Returns:
-        The line. None if the source is not found, or if it does not define the object with a docstring.
+        The line, or None if the source is not found or does not define the object with a docstring.
     """
     text = _docstring(value)
     return text.splitlines()[0] if text else None
 
 
 def parameter_count(value: str) -> str | None:
-    """Return the number of parameters in the docstring of an experiment.
+    """Return the number of parameters that an experiment's docstring states.
 
     Args:
         value: Value of the entry point, `"package.module:attribute"`.

@@ -57,7 +57,7 @@ def run_training(
     try:
         result = run(request, **arguments)
     finally:
-        owns_process.clear()  # the process may go on, as in a notebook that calls the command
+        owns_process.clear()  # the process may continue, as in a notebook that calls the command
     if result.stop_signal is not None:
         words = [w for w in sys.argv[1:] if w not in ("--allow-drift", "--restart")]
         echo(f"saved step {result.step} in {result.name}\nto resume: axlearn {shlex.join(words)}", err=True)

@@ -113,10 +113,10 @@ class Compiler:
         return stack
 
     def compile_trial(self, call: Callable[..., Any], name: str = "train", kernels: Selection | None = None) -> Any:
-        """Compile a function of the model that is not one of the program's, for a few calls, without most optimizations.
+        """Compile a function of the model that the program does not declare, for a few calls, without most optimizations.
 
         Args:
-            call: Function of arrays. It is traced once per call of this method and shape of its arguments.
+            call: Function of arrays. It is traced once per call of this method and per combination of argument shapes.
             name: Function of the program whose mesh rules and kernels it uses.
             kernels: Kernel selection to use instead.
         """
@@ -126,7 +126,7 @@ class Compiler:
                 return call(*args)
 
         options: dict[str, Any] = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else {}
-        if options and version("jaxlib").startswith("0.10."):  # later versions have no such option
+        if options and version("jaxlib").startswith("0.10."):  # later versions lack this option
             options["xla_cpu_use_fusion_emitters"] = False  # they take a third of the time
         return jax.jit(run, compiler_options=options or None)
 
@@ -163,12 +163,12 @@ class Compiler:
         return self._compiled[key]
 
     def compile_all(self, functions: Sequence[tuple[str, Any]]) -> None:
-        """Compile pairs of function and bucket, two at a time on CPUs. This thread traces them with its JAX config.
+        """Compile pairs of function and bucket, two at a time on CPUs. The calling thread traces them with its JAX config.
 
         Raises:
             RequestError, ConfigError: See `compile`.
         """
-        # On other platforms, the compiler may benchmark kernels on the device and need much memory.
+        # On other platforms, the compiler may benchmark kernels on the device and need a lot of memory.
         several = self.layout.mesh.devices.flat[0].platform == "cpu"
         pool, compiling = ThreadPoolExecutor(2), []
         with CacheHits() as hits, ExitStack() as closing:
@@ -248,7 +248,7 @@ class Compiler:
         *,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """Export compiled functions for `load` in another process on the same kind of machine.
+        """Export compiled functions, so that another process on the same kind of machine can `load` them.
 
         The devices may be described devices. The executables load on real devices that match the description.
 
@@ -310,7 +310,7 @@ class Compiler:
 
     def _compile_without_cache(self, name: str, bucket: Any) -> Any:
         """Compile without JAX's compilation caches on disk and in memory."""
-        # An explicit default value changes the cache key, so that JAX does not return an earlier result.
+        # Setting the default value explicitly changes the cache key, so that JAX does not return an earlier result.
         options = {**self.options(name), "xla_embed_ir_in_executable": False}
         before = jax.config.values["jax_enable_compilation_cache"]
         jax.config.update("jax_enable_compilation_cache", False)

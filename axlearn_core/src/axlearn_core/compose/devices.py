@@ -50,7 +50,7 @@ def virtual(count: int) -> None:
 
 
 def local_devices(machine: Machine | None) -> Sequence[Any]:
-    """Return all devices of JAX. If a machine is given, check that they match it.
+    """Return all JAX devices. If a machine is given, check that they match it.
 
     Raises:
         RequestError: If the kind or the number of devices differs.
@@ -81,7 +81,7 @@ def detect() -> DetectedMachine:
 
 
 def detect_for(config: object) -> DetectedMachine:
-    """Join the processes of a config's job, and detect its machine."""
+    """Join the job that a config describes, and detect the job's machine."""
     configure_devices(None)
     if isinstance(config, HasProcessGroup):
         config.distributed.build().initialize()

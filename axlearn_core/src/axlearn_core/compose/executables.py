@@ -56,7 +56,7 @@ def program_hash(lowered: Any, options: Mapping[str, Any]) -> str:
 
 
 def environment(devices: Any) -> dict[str, Any]:
-    """Return everything that an executable depends on besides its program. Equal for described and real devices.
+    """Return everything that an executable depends on besides its program. Described and real devices give equal results.
 
     Args:
         devices: Array of the mesh's devices.
@@ -104,7 +104,7 @@ def write(
 ) -> None:
     """Write compiled functions atomically to a new directory that only this user can write to.
 
-    In a job with several processes, one process writes the executables for all.
+    In a job with several processes, one process writes the executables for all processes.
 
     Args:
         directory: New directory.

@@ -56,7 +56,7 @@ def equation_flops(eqn: Any) -> int:
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """Return the jaxprs whose results become the results of an equation: branches, the body of a loop, or what it calls."""
+    """Return the jaxprs whose results become the results of an equation: branches, the body of a loop, or a called jaxpr."""
     name, params = eqn.primitive.name, eqn.params
     if name == "cond":
         return [branch.jaxpr for branch in params["branches"]]
@@ -92,10 +92,10 @@ class Gradients:
     """Tells which products of a jaxpr the backward pass of a loss needs.
 
     The gradient of an operand of a product takes as many FLOPs as the product itself. It is needed if the operand depends on an
-    array that training updates, and if the loss depends on the product. A product of two such operands counts three times. One
-    of an activation and a frozen weight counts twice, or once if nothing before it is trained.
+    array that training updates, and if the loss depends on the product. A product of two such operands counts three times. A
+    product of an activation and a frozen weight counts twice, or once if nothing before it is trained.
 
-    The iterations of a loop count alike: a value that depends on a trained array in one iteration does so in all of them.
+    All iterations of a loop are treated alike: a value that depends on a trained array in one iteration does so in all of them.
 
     Attributes:
         dependent: Variables that depend on trained arrays.
@@ -114,13 +114,13 @@ class Gradients:
         self.needed = _trace_back(jaxpr, outputs) if self.dependent else set()
 
     def products(self, eqn: JaxprEqn) -> int:
-        """Return how often a product counts: once forward, and once for each operand that needs a gradient."""
+        """Return how many times a product counts: once forward, and once for each operand that needs a gradient."""
         if not any(_marks(eqn.outvars, self.needed)):
             return 1
         return 1 + sum(_marks(eqn.invars[:2], self.dependent))
 
     def inside(self, eqn: JaxprEqn, jaxpr: Jaxpr) -> "Gradients":
-        """Return the same for a jaxpr that an equation calls."""
+        """Return the `Gradients` of a jaxpr that an equation calls."""
         inputs, outputs = _marks(eqn.invars, self.dependent), _marks(eqn.outvars, self.needed)
         if not _matches(eqn, jaxpr):
             return Gradients(jaxpr, [any(inputs)] * len(jaxpr.invars), [any(outputs)] * len(jaxpr.outvars))
@@ -128,7 +128,7 @@ class Gradients:
 
 
 def gradients_of_loss(jaxpr: Jaxpr, trained: Sequence[bool]) -> Gradients:
-    """Return the gradients of the first result of a jaxpr by its trained inputs."""
+    """Return the `Gradients` of a jaxpr's first result with respect to its trained inputs."""
     return Gradients(jaxpr, trained, [True] + [False] * (len(jaxpr.outvars) - 1))
 
 
@@ -189,7 +189,7 @@ def _skipped(eqn: JaxprEqn) -> int:
 
 
 def _carried_range(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return (index of the first input of a loop's body that is carried, number of carried values)."""
+    """Return (index of the first carried input of a loop's body, number of carried values)."""
     name, params = eqn.primitive.name, eqn.params
     if name == "while":
         return params["body_nconsts"], len(eqn.outvars)
@@ -197,7 +197,7 @@ def _carried_range(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def _loop_inputs(eqn: JaxprEqn, jaxpr: Jaxpr, operands: Sequence[bool]) -> list[bool]:
-    """Return the marks of a called jaxpr's inputs. For a loop, repeat until the carried values do not change."""
+    """Return the marks of a called jaxpr's inputs. For a loop, repeat until the marks of the carried values stop changing."""
     inputs, (first, count) = list(operands[_skipped(eqn) :]), _carried_range(eqn)
     while count:
         carried = _marks(jaxpr.outvars[:count], _follow(jaxpr, inputs))
@@ -209,7 +209,7 @@ def _loop_inputs(eqn: JaxprEqn, jaxpr: Jaxpr, operands: Sequence[bool]) -> list[
 
 
 def _loop_outputs(eqn: JaxprEqn, jaxpr: Jaxpr, results: Sequence[bool]) -> list[bool]:
-    """Return the marks of a called jaxpr's outputs. For a loop, repeat until the carried values do not change."""
+    """Return the marks of a called jaxpr's outputs. For a loop, repeat until the marks of the carried values stop changing."""
     outputs, (first, count) = list(results), _carried_range(eqn)
     while count:
         carried = _marks(jaxpr.invars[first : first + count], _trace_back(jaxpr, outputs))

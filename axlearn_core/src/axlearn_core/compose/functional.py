@@ -48,7 +48,7 @@ class Functional:
         learned: Paths of the variables that are `LearnedVariable`s.
         totals: `jax.ShapeDtypeStruct` of each `StepTotal` by path.
         streams: `jax.ShapeDtypeStruct` of each part of a random stream by path. Empty if the model draws no random numbers.
-        batch_dependence: Reasons why the result of a row depends on the other rows of the batch. Empty if it does not.
+        batch_dependence: Reasons why the result of a row depends on the other rows of the batch. Empty if rows are independent.
         unnamed: Paths of parameters without axis names, which are replicated.
     """
 
@@ -81,9 +81,9 @@ class Functional:
         prepare_backends()
 
         def build(key: jax.Array) -> Any:
-            # Parameters have a separate stream. Their values therefore do not depend on other random numbers that modules draw.
+            # Parameters have a separate stream, so their values do not depend on the other random numbers that modules draw.
             rngs = nnx.Rngs(params=key, default=jax.random.fold_in(key, 1))
-            with nnx.use_eager_sharding(False):  # axis names are logical, so the program shards instead of flax
+            with nnx.use_eager_sharding(False):  # axis names are logical, so the program does the sharding, not flax
                 return module_checks.check_part(config.build(rngs=rngs, **offered), config)
 
         try:
@@ -158,8 +158,8 @@ class Functional:
 
         Args:
             params: Parameters by path.
-            variables: Variables by path. Optional if the model has none. Missing totals of a step are zero.
-            key: Random key of this call. If None, the model is in evaluation mode: it draws no random numbers and only
+            variables: Variables by path. Optional if the model has none. Missing step totals are zero.
+            key: Random key for this call. If None, the model is in evaluation mode: it draws no random numbers and only
                 reads its variables (flax's `deterministic` and `use_running_average`).
 
         Raises:

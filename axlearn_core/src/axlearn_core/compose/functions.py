@@ -1,4 +1,4 @@
-"""`Function`: a pure function of a program with its abstract arguments."""
+"""`Function`: a pure function of a program, together with its abstract arguments."""
 
 import enum
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -50,13 +50,13 @@ class Function:
         differentiates: True if the function computes gradients. Otherwise, kernels without a backward pass are allowed.
         frozen: Paths of the parameters that the function returns unchanged, so it does not need their gradients.
         required_kernels: Names of the ops that must use the kernel that the config names. This applies to every op if the
-            function differentiates. Other ops may fall back to a different kernel, which is reported.
+            function differentiates. Other ops may fall back to a different kernel, and the fallback is reported.
         runs_once: Optimize compile time instead of run time.
         takes_bucket: Pass the bucket to `call` as the last argument, which is static.
         takes_model: Pass the bound model to `call` as the first argument. Only for functions that a model declares.
         get_bucket: Returns the bucket for a batch of the experiment, for plans and explanations.
-        place: Returns the shardings of the result from the default shardings and the abstract result.
-        describe: Description for people.
+        place: Returns the shardings of the result, given the default shardings and the abstract result.
+        describe: Description for display.
     """
 
     call: Callable[..., Any]
@@ -113,7 +113,7 @@ def batch_inputs(batch: Mapping[str, Any]) -> dict[str, Array]:
 
 
 def global_shape(value: Any) -> tuple[int, ...]:
-    """Return the global shape of a batch array. NumPy arrays only contain the rows of this process."""
+    """Return the global shape of a batch array. NumPy arrays contain only the rows of this process."""
     shape = tuple(value.shape)
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) or not shape:
         return shape
@@ -128,7 +128,7 @@ def batch_axes(shape: Sequence[int]) -> tuple[str | None, ...]:
 def share_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """Trace and lower a function only once for calls with equal shapes.
 
-    The compiler inlines it, so the program does not change. Only call the result inside a trace.
+    The compiler inlines the function, so the program does not change. Only call the result inside a trace.
     """
     return jax.jit(function)
 

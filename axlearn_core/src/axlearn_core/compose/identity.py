@@ -2,7 +2,7 @@
 
 Equal identities imply equal programs, and only this module defines them. When an export is loaded, `executables` always
 compares `read_compile_settings()` (compiler flags and JAX options) with the exported values. For the compiled step of a run and
-the programs of a server, the identity is compared too, so that they can be loaded without tracing.
+the programs of a server, the identity is compared too, so that these programs can be loaded without tracing.
 """
 
 import functools
@@ -57,7 +57,7 @@ _NO_PROGRAM = frozenset(
 _EXTRA = re.compile(r"""\bextra\s*==\s*["']([^"']+)""")
 _NAME = re.compile(r"[\w.-]+")
 _TOOLS = {"testing", "test", "tests", "dev", "docs", "plot"}
-"""Extras with tools that programs do not call."""
+"""Extras that install tools, which programs do not call."""
 
 
 def read_compile_settings() -> dict[str, str]:
@@ -148,7 +148,7 @@ def _hash_package(package: str) -> str:
 
 
 def value_text(value: object) -> str | None:
-    """Return text that identifies a config value, or None if there is none."""
+    """Return text that identifies a config value, or None if no text does."""
     if isinstance(value, functools.partial):
         text = value_text((value.func, *value.args, *value.keywords.values()))
         return text and f"partial{text} of {[*value.keywords]}"
@@ -190,7 +190,7 @@ def dependency_versions(packages: frozenset[str] = frozenset()) -> Mapping[str, 
 
 
 def _add_versions(versions: dict[str, str], names: Iterable[str], roots: Collection[str]) -> None:
-    """Add the versions of distributions and their requirements. For `roots`, include the requirements of extras."""
+    """Add the versions of distributions and their requirements. For `roots`, also include the requirements of extras."""
     pending = [*names]
     while pending:
         name = normalize_name(pending.pop())
@@ -200,7 +200,7 @@ def _add_versions(versions: dict[str, str], names: Iterable[str], roots: Collect
             metadata = importlib.metadata.distribution(name).read_text("METADATA") or ""
         except importlib.metadata.PackageNotFoundError:
             continue
-        headers = metadata.partition("\n\n")[0]  # parsing it as a message would be slow
+        headers = metadata.partition("\n\n")[0]  # parsing all of it as an email message would be slow
         versions[name] = next(iter(re.findall(r"^Version: (.+)$", headers, re.MULTILINE)), "")
         for text in re.findall(r"^Requires-Dist: (.+)$", headers, re.MULTILINE):
             extra = _EXTRA.search(text)  # ignore other markers, since a missing distribution has no version

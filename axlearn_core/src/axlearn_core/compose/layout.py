@@ -73,7 +73,7 @@ class Layout:
                 )
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int], path: str) -> PartitionSpec:
-        """Return the partition of an array. A mesh axis only shards the first dimension that requests it.
+        """Return the partition of an array. A mesh axis shards only the first dimension that requests it.
 
         Raises:
             ConfigError: If a logical axis has no rule, or if mesh axes do not divide a dimension.

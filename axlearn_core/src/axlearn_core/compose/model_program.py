@@ -38,7 +38,7 @@ class ModelProgram(Compiler):
             functional: The model.
             devices: Devices to compile for.
             mesh: Mesh config (default: `Mesh()`).
-            target: Hardware of the devices (default: found by their kind).
+            target: Hardware of the devices (default: looked up by device kind).
             declare: Returns additional functions for the model with abstract arrays. They override the model's functions.
         """
         self.functional = functional
@@ -70,7 +70,7 @@ def with_program(model: object, program: Program | ModelProgram | None) -> tuple
 
 
 class _Structure:
-    """Wraps a model so that it does not affect the cache key."""
+    """Wraps a model to keep it out of the cache key."""
 
     def __init__(self, model: object):
         self.model = model

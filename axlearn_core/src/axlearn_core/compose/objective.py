@@ -56,7 +56,7 @@ class ModelAndObjective:
 
     Attributes:
         model: The model.
-        objective: The objective, or None to train with the loss of the model.
+        objective: The objective, or None to train with the model's own loss.
     """
 
     model: Functional
@@ -144,7 +144,7 @@ class ModelAndObjective:
 
     @property
     def batch_dependence(self) -> tuple[str, ...]:
-        """Reasons why the loss of a row depends on the other rows of the batch. Empty if it does not."""
+        """Reasons why the loss of a row depends on the other rows of the batch. Empty if rows are independent."""
         reasons = self.objective.batch_dependence if self.objective is not None else ()
         return (*self.model.batch_dependence, *(f"objective: {reason.strip()}" for reason in reasons))
 
@@ -179,7 +179,7 @@ class ModelAndObjective:
 
     @cached_property
     def copies(self) -> tuple[str, ...]:
-        """Paths in the objective that start as copies of arrays of the model."""
+        """Paths of the objective's arrays that start as copies of the model's arrays."""
         return tuple(
             f"{prefix}.{path}"
             for prefix, model in self.frozen.items()

@@ -19,7 +19,7 @@ def merge_options(target: Mapping[str, Any], choices: Sequence[Choice], config: 
         config: `mesh.compiler_options`.
 
     Raises:
-        PluginError: If two kernels need different values of an option.
+        PluginError: If two kernels need different values for the same option.
         ConfigError: If the config sets an option to a different value than a kernel needs.
     """
     needs: dict[str, tuple[Choice, Any]] = {}

@@ -26,7 +26,7 @@ from axlearn_core.errors import ConfigError, counted
 from axlearn_core.plugins.manager import host
 
 SMALL_BATCH = 2**20
-"""Maximum size, in bytes, of a batch that is copied once more. The copy is faster than the Python calls that avoid it."""
+"""Maximum size, in bytes, of a batch that is copied one extra time, which is faster than the Python calls that avoid it."""
 
 BatchShapes = Mapping[str, tuple[tuple[int, ...], Any]]
 """Shape and dtype of each array of a batch by name."""
@@ -46,7 +46,7 @@ class Experiment(Protocol):
         ...
 
     def functions(self, functional: Functional) -> Mapping[str, Function]:
-        """Return pure functions by name. A trainer has `init`, `weights`, `loss`, `train`, and `evaluate`."""
+        """Return pure functions by name. A trainer provides `init`, `weights`, `loss`, `train`, and `evaluate`."""
         ...
 
 
@@ -89,14 +89,14 @@ class Program(Compiler):
         return f"Program({', '.join([*([name] if name else []), parameters, *([axes] if axes else [])])})"
 
     def init(self, seed: int) -> Any:
-        """Initialize the sharded training state of step 0."""
+        """Initialize the sharded training state for step 0."""
         return self.compile("init")(jax.random.key(seed))
 
     def begin(self, seed: int, state: Any) -> Any:
         """Start a run with the weights and the step of `state`, a new root key, and a new learner state.
 
-        The model's weights are donated. Parts of the objective that start as copies of the model are copied again. Its other
-        arrays are taken from `state`, or initialized if they are abstract there.
+        The model's weights are donated. Parts of the objective that start as copies of the model are copied again. The
+        objective's other arrays are taken from `state`, or initialized if they are abstract there.
         """
         trained = self.trained
         weights = trained.select_model_weights(ModelWeights(state.params, state.variables))
@@ -145,7 +145,7 @@ class Program(Compiler):
             return lambda batch: {k: _global(shardings[k], v) for k, v in batch.items()}
         small = sum(v.nbytes for v in batch.values()) <= SMALL_BATCH
         if self.layout.mesh.size == 1 and small and all(isinstance(v, np.ndarray) for v in batch.values()):
-            # A compiled function converts NumPy arrays in C++, in a sixth of the time of `device_put`.
+            # A compiled function converts NumPy arrays in C++, in a sixth of the time that `device_put` takes.
             return jax.jit(lambda batch: batch, out_shardings=shardings)
         return lambda batch: jax.device_put(batch, shardings)
 
@@ -154,7 +154,7 @@ class Program(Compiler):
         return self.layout.sharding(batch_axes(shape), shape, f"input ({name})")
 
     def model_flops(self, batch: Mapping[str, Any]) -> int:
-        """Return the model FLOPs of one step, with full attention even if it is causal.
+        """Return the model FLOPs of one step. Attention counts in full, even if it is causal.
 
         This follows the convention of model FLOPs utilization (Chowdhery et al., 2022), which excludes recomputation. If every
         parameter is trained, the step counts as three forward passes. Gradients of frozen parameters do not count, and
@@ -281,7 +281,7 @@ def compose(config: Experiment, devices: Sequence[Any] | None = None, *, machine
 
     Args:
         config: Config that has been resolved for the machine and contains its mesh rule.
-        devices: Devices to use (default: all devices of JAX). To compile for hardware that is not present, pass the result of
+        devices: Devices to use (default: all JAX devices). To compile for hardware that is not present, pass the result of
             `axlearn_core.compose.devices.topology_devices`.
         machine: Machine that the devices belong to. If None, JAX's device kind identifies it.
 

@@ -31,5 +31,5 @@ class TrainState:
         return dataclasses.replace(self, **changes)
 
 
-# This order matches the dict in earlier versions, so that programs do not change.
+# This order matches the dict that earlier versions used, so that programs do not change.
 jax.tree_util.register_dataclass(TrainState, ["learner", "params", "rng", "step", "variables"], [])

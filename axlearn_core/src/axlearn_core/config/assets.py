@@ -154,7 +154,7 @@ class LocalRun:
 
     @classmethod
     def from_config_file(cls, file: Path) -> "LocalRun":
-        """Return the run of a config file, which is in the root of the run or in the folder of a checkpoint."""
+        """Return the run that a config file belongs to. The file is in the root of the run or in a checkpoint's folder."""
         folder = Path(os.path.abspath(file)).parent
         in_checkpoint = folder.name.isdecimal() and (folder / "manifest.json").is_file()
         return cls(str(file), (folder.parent, folder.parent.parent) if in_checkpoint else (folder,))
@@ -180,11 +180,11 @@ def attach(tree: Any, run: RunFolder, *, earlier: bool = True) -> tuple[Any, lis
     Args:
         tree: A config.
         run: The run's files.
-        earlier: Accept assets that earlier versions left outside the run, with a note. If such a file no longer exists
+        earlier: Accept assets that earlier versions left outside the run, and log a note. If such a file no longer exists
             and the run has a file with the same name, use that file.
 
     Returns:
-        The new config, and the assets that the run does not have. These keep their `run:` values.
+        The new config, and the assets that the run lacks, which keep their `run:` values.
     """
     lost: list[Asset] = []
 
@@ -201,7 +201,7 @@ def attach(tree: Any, run: RunFolder, *, earlier: bool = True) -> tuple[Any, lis
 
 
 def match_asset_paths(tree: Any, other: Any) -> Any:
-    """Replace each asset path with the one in `other` if the files have equal contents. A diff then omits copies."""
+    """Replace each asset path with the one in `other` if the files have equal contents, so that a diff omits copies."""
     originals = {asset.path: asset.value for asset in assets(other)}
 
     def named(asset: Asset) -> str:

@@ -166,7 +166,7 @@ def _make_class(function: Callable[..., Any], interface_names: tuple[str, ...]) 
     hints = _hints(function)
     try:
         parameters = get_parameters(function)
-    except ValueError as error:  # some functions that are implemented in C
+    except ValueError as error:  # some functions implemented in C have no signature
         raise RequestError(f"{_title(function)} has no signature\n    fix: wrap it in a Python function") from error
     for name in offered_fields:
         names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]

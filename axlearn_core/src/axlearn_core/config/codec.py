@@ -50,7 +50,7 @@ class NamesValues(Protocol):
     """Names that can also print values that a file cannot store."""
 
     def format_value(self, value: object) -> str:
-        """Return the value as text for people to read."""
+        """Return the value as human-readable text."""
         ...
 
 

@@ -36,7 +36,7 @@ def is_exact() -> bool:
 
 
 def show_config(config: Node[Any]) -> str:
-    """Return the fields that differ from the defaults: as a call on one line, or else as an indented tree."""
+    """Return the fields that differ from the defaults, as a call if it fits on one line, or else as an indented tree."""
     if is_exact():
         fields = ", ".join(f"{name}={value!r}" for name, value in get_fields(config).items())
         return f"{type(config).__qualname__.rsplit('>.', 1)[-1]}({fields})"
@@ -97,7 +97,7 @@ def _below(value: object) -> list[tuple[str, Any]]:
 
 
 def config_html(config: Node[Any]) -> str:
-    """Return a config as nested lists that fold. The fields with their default values are folded."""
+    """Return a config as collapsible nested lists. Fields that have their default values are collapsed."""
     return fragment(_html(config, "", is_open=True))
 
 
@@ -120,13 +120,13 @@ def _html(value: object, name: str, *, is_open: bool = False) -> str:
 
 
 SHOWN_CHANGES = 40
-"""A longer table of changes is folded at first."""
+"""Maximum number of changes in a table that is expanded at first."""
 
 _MARKS = {"added": "+", "removed": "-", "changed": "~"}
 
 
 def changes_text(changes: Sequence[Change]) -> str:
-    """Return one line for each change."""
+    """Return the changes as text, one per line."""
     return "\n".join(map(change_text, changes)) if changes else "(no changes)"
 
 
@@ -137,7 +137,7 @@ def change_text(change: Change) -> str:
 
 
 def changes_html(changes: Sequence[Change]) -> str:
-    """Return a table that folds."""
+    """Return the changes as a collapsible table."""
     rows = (
         [
             tag("span", _MARKS[change.kind], change.kind),

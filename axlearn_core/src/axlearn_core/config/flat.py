@@ -109,7 +109,7 @@ class Change:
 
 
 class Changes(tuple[Change, ...]):
-    """The differences between two trees, in order. `print` shows a line for each, and a notebook a table."""
+    """The differences between two trees, in order. `print` shows one per line, and a notebook shows a table."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Self-contained HTML for notebooks: text, tables, and parts that fold, without scripts. Does not import JAX."""
+"""Self-contained HTML for notebooks: text, tables, and collapsible sections, without scripts. Does not import JAX."""
 
 import html
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ def tag(name: str, content: str, kind: str = "") -> str:
 
 
 def fold(summary: str, content: str, *, is_open: bool = False, kind: str = "") -> str:
-    """Return a part that folds. `summary` and `content` are HTML."""
+    """Return a collapsible section. `summary` and `content` are HTML."""
     attributes = (f' class="{text(kind)}"' if kind else "") + (" open" if is_open else "")
     return f"<details{attributes}><summary>{summary}</summary>{content}</details>"
 

@@ -85,7 +85,7 @@ def setting(
         asset: The value is a path to a file, and every run keeps a copy of that file. The field has type `str | None`.
             See `axlearn_core.config.assets`.
         label: The value names the config and affects nothing: it is omitted from comparisons, hashes, and diffs. Files contain
-            it unless it has its default value. It must be usable in the name of a directory.
+            it unless it has its default value. It must be usable as part of a directory name.
         siblings: Names of files in the same folder as the asset. A run copies the ones that exist.
         ge, gt, le, lt: Bounds, checked when the value is a number.
 
@@ -181,7 +181,7 @@ class Node(Generic[T_co]):
         return show_config(self)
 
     def _repr_html_(self) -> str:
-        """Return all fields as nested lists that fold, for notebooks."""
+        """Return all fields as collapsible nested lists, for notebooks."""
         from axlearn_core.config.display import config_html
 
         return config_html(self)
@@ -194,7 +194,7 @@ class Node(Generic[T_co]):
         return ()
 
     def build(self, **offered: Any) -> T_co:
-        """Build the owner. The owner receives the arguments in `offered` that it declares and ignores the others.
+        """Build the owner. The owner receives the arguments in `offered` that it declares and ignores the rest.
 
         Raises:
             ConfigError: If a field is still `REQUIRED`, or if the owner requires an argument that is not in `offered`.
@@ -222,7 +222,7 @@ def get_fields(value: object) -> dict[str, Any]:
 
 
 def get_options(value: object, *names: str) -> dict[str, Any]:
-    """Return the fields that are not None by name. Restrict them to `names` if any are given."""
+    """Return the fields that are not None, by name. If `names` are given, return only those fields."""
     return {k: v for k, v in get_fields(value).items() if v is not None and (not names or k in names)}
 
 

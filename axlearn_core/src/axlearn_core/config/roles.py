@@ -45,7 +45,7 @@ class CompetingTokensRole(Role):
     """A part in which the tokens of a row compete, for example for the capacity of an expert.
 
     The result of a token depends on later tokens of its row, on padding, and on other documents in the row, even if attention
-    does not show them to the token.
+    hides them from the token.
     """
 
     __slots__ = ()
@@ -61,7 +61,7 @@ def states_role(node: object, role: type[Role]) -> bool:
 
 
 def missing_fields(cls: type, names: set[str]) -> list[str]:
-    """Describe each field that a role of `cls` promises and `names` lacks."""
+    """Describe each field that a role of `cls` promises but `names` lacks."""
     roles = [base for base in cls.__mro__ if issubclass(base, Role) and "promised_fields" in vars(base)]
     return [
         f"{name!r} of the role {role.__name__}" for role in roles for name in role.promised_fields if name not in names

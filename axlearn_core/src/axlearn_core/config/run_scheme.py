@@ -11,7 +11,7 @@ RUN_SCHEME = "run:"
 
 
 def check_assets(value: Node[Any]) -> Iterable[Problem]:
-    """Return a problem for each asset of a node whose run is missing."""
+    """Return a problem for each of a node's assets whose run is missing."""
     for name in asset_fields(type(value)):
         path = get_fields(value)[name]
         if isinstance(path, str) and path.startswith(RUN_SCHEME):

@@ -323,7 +323,7 @@ def replaced_nodes(before: object, after: object, pattern: str) -> dict[str, tup
 Edit = Callable[[str, Any], Any]
 """Function from a path and its value to a new value, or None to keep it. It may raise `ConfigError` with relative paths."""
 SKIP: Any = object()
-"""Return value of an `Edit` that keeps a value and skips everything below it. It does not count as an edit."""
+"""An `Edit` returns this to keep a value and skip everything below it. It does not count as an edit."""
 
 
 class _Edits:

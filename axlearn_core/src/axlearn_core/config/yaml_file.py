@@ -105,7 +105,7 @@ def parse(text: str, source: str = "<string>") -> Document:
 
 @attrs.define(eq=False)
 class _Reader:
-    """Converts YAML nodes to plain data and collects the lines of paths and the problems."""
+    """Converts YAML nodes to plain data and collects problems and the line of each path."""
 
     yaml: YAML
     source: str

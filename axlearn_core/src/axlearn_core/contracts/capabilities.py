@@ -1,4 +1,4 @@
-"""Optional capabilities of components. Callers test for a capability with `isinstance`, and work without it too."""
+"""Optional capabilities of components. Callers test for a capability with `isinstance`, and also work without it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class DeclaresFunctions(Protocol):
 
 @runtime_checkable
 class DeclaresBatches(Protocol):
-    """Config of an input that knows its batch shapes without reading data. Plans use it."""
+    """Config of an input that knows its batch shapes without reading data. Plans use these shapes."""
 
     def batch_shapes(self) -> Mapping[str, tuple[tuple[int, ...], Any]]:
         """Return the global shape and dtype of each batch array by name. Empty if they depend on the data."""
@@ -94,7 +94,10 @@ class SummarizesData(Protocol):
     """An input that can summarize its data for the user."""
 
     def summarize(self) -> Mapping[str, str]:
-        """Return a few words for each part, such as `{"data": "3 files, 1,204 bytes"}`. Checks before a run print them."""
+        """Return a few words for each part, such as `{"data": "3 files, 1,204 bytes"}`.
+
+        The checks before a run print these summaries.
+        """
         ...
 
 
@@ -121,7 +124,7 @@ class LocatesDocuments(Protocol):
             batch: The batch, as the iterator returned it.
             row: Row of the document.
             start: First position of the document in the row.
-            stop: Position after the last.
+            stop: Position after the document's last one.
         """
         ...
 
@@ -175,13 +178,13 @@ class FreezesVariables(Protocol):
 
 @runtime_checkable
 class ChecksTraining(Protocol):
-    """A learner that may be unable to train, such as the one of a model with integer weights."""
+    """A learner that may be unable to train, such as one for a model with integer weights."""
 
     def check_training(self) -> None:
         """Check that training is possible. Called before anything is written.
 
         Raises:
-            RequestError: If it is not.
+            RequestError: If training is not possible.
         """
         ...
 
@@ -210,10 +213,10 @@ class ObservesSteps(Protocol):
 
 @runtime_checkable
 class ChecksStart(Protocol):
-    """A training loop that has a requirement for starting a run, such as a finished source run. Resuming has none."""
+    """A training loop that has a requirement for starting a run, such as a finished source run. Resuming does not have it."""
 
     def check_start(self) -> None:
-        """Check the requirements before anything is written. Only called at step 0.
+        """Check the requirements before anything is written. Called only at step 0.
 
         Raises:
             RequestError: If a requirement is missing or invalid.
@@ -232,7 +235,7 @@ class LoadsInitialWeights(Protocol):
 
 @runtime_checkable
 class HasEvaluationLoss(Protocol):
-    """An objective with a separate loss for held-out batches, for example because the model cannot read its batches."""
+    """An objective with a separate loss for held-out batches, for example because the model cannot read the input's batches."""
 
     def evaluation_loss(self, model: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, Mapping[str, Any]]:
         """Return the mean loss and summaries of a held-out batch, without random numbers or auxiliary terms."""
@@ -254,7 +257,7 @@ def vocabulary_size(model: object) -> int | None:
 
 
 def get_learning_rate(optimizer: object) -> Any:
-    """Return the learning rate of an optimizer's config, or None if it has no single one."""
+    """Return the learning rate of an optimizer's config, or None if it does not have a single one."""
     return optimizer.learning_rate if isinstance(optimizer, HasLearningRate) else None
 
 
@@ -313,7 +316,7 @@ class KeepsLocalTier(Protocol):
     def step_behind(self, step: int) -> int | None:
         """Return an earlier checkpoint to go back to, or None to continue.
 
-        Called if `step` was not finite soon after a local state was restored.
+        Called if the results of `step` are not finite soon after a local state was restored.
         """
         ...
 

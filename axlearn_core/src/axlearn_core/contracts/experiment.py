@@ -1,4 +1,4 @@
-"""Get the components of an experiment from its root config. A component that the config does not have is None.
+"""Get the components of an experiment from its root config. Each function returns None if the config lacks the component.
 
 The root is usually the config of a trainer, which has all of them. Features, plans, and readers of runs accept any node and
 use these functions, so that the field names are only defined here.
@@ -29,7 +29,7 @@ def get_experiment_name(config: object) -> str:
 
 
 def set_experiment_name(config: Node[Any], name: str) -> Node[Any]:
-    """Return a root config with a name. Return a config without a field for the name unchanged."""
+    """Set the name of a root config. If the config has no name field, return it unchanged."""
     return attrs.evolve(config, name=name) if "name" in label_fields(type(config)) else config
 
 

@@ -1,4 +1,4 @@
-"""Declaration of kernels, and their protocol. This module does not import JAX."""
+"""Kernel declarations, and the protocol for kernels. This module does not import JAX."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class KernelImplementation:
         name: Name in configs (`attention.kernel=xla-blocked`), unique within the op.
         op: Class of the op as `"module:Class"`. Use the module that defines the class, not one that re-exports it.
         load: `"module:attribute"` of the `Kernel`.
-        priority: The kernel with the highest priority among those that support a call is used. The reference has 0.
+        priority: The kernel with the highest priority among those that support a call is used. The reference has priority 0.
         platforms: JAX platforms that the kernel supports. Empty means all.
         tags: Activation tags of residuals that only this kernel has. A config may name them on any machine. They have no
             effect if a different kernel is used.
@@ -72,11 +72,11 @@ class Call(Protocol[R_co]):
     name: ClassVar[str]
 
     def operands(self) -> Mapping[str, Any]:
-        """Return the arrays that determine the kernel by name. They may be abstract."""
+        """Return the arrays that determine the kernel, by name. They may be abstract."""
         ...
 
     def options(self) -> Mapping[str, Any]:
-        """Return the hashable options that determine the kernel by name."""
+        """Return the hashable options that determine the kernel, by name."""
         ...
 
     def extras(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import ConfigError, Problem, counted, nearest
 
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "seq", "tensor")
-"""Axes of every mesh, outermost first. The default size is 1."""
+"""Axes of every mesh, outermost first. The default size of each axis is 1."""
 
 DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
     # activations
@@ -36,7 +36,8 @@ DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
 }
 """Fully sharded data parallelism over `fsdp`, tensor parallelism over `tensor`.
 
-Devices on `seq` have different positions of the same rows, so they also share parameters: each device gathers them before use.
+Devices along `seq` hold different positions of the same rows, so parameters are also sharded over `seq`. Each device gathers
+them before use.
 """
 
 
@@ -58,7 +59,7 @@ class MeshRule:
         packages: Distribution that provides each feature, for the error message if it is not installed.
         fallback_shape: Mesh shape to use if the config has none and the default shape does not divide its parameters. This also
             applies to a detected machine if `detected` is False, because the run would fail otherwise.
-        detected: If False, the rule only applies if the user names the target, not if the machine is detected.
+        detected: If False, the rule applies only if the user names the target, not if the machine is detected.
     """
 
     target: str
@@ -103,7 +104,7 @@ class Mesh(Node[None]):
     Attributes:
         shape: Sizes of mesh axes. One axis may be -1, for all remaining devices. An empty shape puts all devices on `fsdp`.
         rules: Mesh axes for each logical axis. They override the default rules.
-        targets: Mesh rules by a pattern of machine names. A matching rule replaces those of plugins.
+        targets: Mesh rules, keyed by a pattern of machine names. A matching rule replaces the rules of plugins.
         compiler_options: XLA options. They override the target's options.
     """
 
@@ -132,7 +133,7 @@ class Mesh(Node[None]):
             yield Problem(path="shape", message="only one axis can be -1", got=str(dict(self.shape)))
 
     def sizes(self, devices: int) -> dict[str, int]:
-        """Return the size of every axis for a number of devices. Raise `ConfigError` if their product is a different number."""
+        """Return the size of every axis for a number of devices. Raise `ConfigError` if their product differs."""
         shape = dict(self.shape) or {"fsdp": -1}
         product = 1
         for size in shape.values():

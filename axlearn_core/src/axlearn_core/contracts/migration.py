@@ -43,7 +43,7 @@ class Migration:
     """A change to a plugin's format, declared in `axlearn_migrations`.
 
     Attributes:
-        name: Description of the change, for people.
+        name: Human-readable description of the change.
         config: `"module:function"` of a `ConfigMigration`, or empty. It is called for every config that is read, so its
             module should not import JAX.
         arrays: `"module:function"` of an `ArrayMigration`, or empty. It is called if a checkpoint lacks expected arrays.

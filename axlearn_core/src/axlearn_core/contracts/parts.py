@@ -67,7 +67,7 @@ class Objective(Protocol):
         Args:
             model: Model with its arrays. Its methods are differentiable.
             batch: Arrays [B, ...] from the input.
-            key: Random key of this call, or None if no random numbers are drawn.
+            key: Random key for this call, or None if no random numbers are drawn.
 
         Returns:
             The same values as `Model.loss`.
@@ -102,7 +102,7 @@ class BatchIterator(Protocol):
 
 @offers("seed", "process_index", "process_count", "vocab_size")
 class Input(Protocol):
-    """Source of batches. `vocab_size` is only offered if the model has one (`capabilities.HasVocabulary`)."""
+    """Source of batches. `vocab_size` is offered only if the model has one (`capabilities.HasVocabulary`)."""
 
     def train(self) -> BatchIterator:
         """Return infinite shuffled batches.
@@ -118,8 +118,8 @@ class Input(Protocol):
     def describe(self) -> Mapping[str, Any]:
         """Return facts about the data: files, sizes, hashes of names and contents, tokenizer hash.
 
-        The run lock and each checkpoint store them, and a run cannot resume if one changes. They must therefore only depend
-        on the data. The optional `digests` maps files to hashes, so that an error can name the file that changed.
+        The run lock and each checkpoint store them, and a run cannot resume if one changes. They must therefore depend
+        only on the data. The optional `digests` maps files to hashes, so that an error can name the file that changed.
         """
         ...
 
@@ -151,7 +151,7 @@ class Loss(Protocol):
             params: Parameters by path. Gradients are with respect to these.
             variables: Variables of the model by path. Empty if it has none.
             batch: Arrays [B, ...].
-            key: Random key of this call, or None for a model without state.
+            key: Random key for this call, or None for a model without state.
         """
         ...
 
@@ -179,7 +179,7 @@ class Learner(Protocol):
         ...
 
     def update(self, grads: Any, state: Any, params: Any, loss: jax.Array) -> tuple[Any, Any, dict[str, jax.Array]]:
-        """Return new parameters, new state, and scalar summaries. Pure and traceable. Skip non-finite gradients.
+        """Return new parameters, new state, and scalar summaries. Pure and traceable. Skip updates with non-finite gradients.
 
         The optional bool `summaries["skipped"]` is True if this step changed nothing. The trainer then keeps the model's
         variables unchanged too. It does not log this value.
@@ -206,18 +206,18 @@ class Checkpointer(Protocol):
         ...
 
     def latest_step(self) -> int | None:
-        """Return the newest complete step, or None."""
+        """Return the step of the newest complete checkpoint, or None."""
         ...
 
     def steps(self) -> list[int]:
-        """Return all complete steps, oldest first."""
+        """Return the steps of all complete checkpoints, oldest first."""
         ...
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """Verify and restore the state and `extra` of a step. `like` defines shapes, dtypes, and shardings.
 
-        If `extra["weights_only"]` is true, the checkpoint only has `step`, `params`, and `variables`. The rest is taken from
-        `like`, and the trainer initializes it.
+        If `extra["weights_only"]` is true, the checkpoint contains only `step`, `params`, and `variables`. The rest is taken
+        from `like`, and the trainer initializes it.
         """
         ...
 
@@ -313,7 +313,7 @@ class Weights(Protocol):
 
     Attributes:
         experiment: Root config of the experiment.
-        step: Number of training steps of the weights.
+        step: Number of steps that the weights were trained for.
         tokenizer: Tokenizer of the model, or None if it has no text input.
     """
 
@@ -329,7 +329,7 @@ class Weights(Protocol):
 
     @property
     def step(self) -> int:
-        """Number of training steps of the weights."""
+        """Number of steps that the weights were trained for."""
         ...
 
     @property
@@ -344,7 +344,7 @@ class Weights(Protocol):
     def read(self, pattern: str = "**", shardings: Mapping[str, Sharding] | None = None) -> Mapping[str, jax.Array]:
         """Read the tensors whose path matches a pattern, such as `decoder.**.weight`.
 
-        Tensors are read one at a time, and each process only reads the parts for its devices. All processes must call this.
+        Tensors are read one at a time, and each process reads only the parts for its devices. All processes must call this.
 
         Args:
             pattern: Pattern in which `*` matches one part of a path and `**` matches any number of parts.

@@ -45,7 +45,7 @@ class Storage(Protocol):
         ...
 
     def create(self, path: str, data: bytes) -> bool:
-        """Create a small file atomically. Return False if it already exists. Only one of several callers gets True."""
+        """Create a small file atomically. Return False if it already exists. If several callers race, only one gets True."""
         ...
 
     def staging(self, target: str) -> str:

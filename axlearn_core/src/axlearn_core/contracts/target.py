@@ -44,7 +44,7 @@ class Target:
             for settings that JAX's lowering cannot receive otherwise. None if it is not needed.
         stand_in: Reason why a program compiled without the hardware differs from the real one. Empty if it does not.
         compiler_options: Options for `Lowered.compile`.
-        source: Where the figures come from.
+        source: Source of the figures.
         summary: One-line description for listings.
     """
 
@@ -71,7 +71,7 @@ class Target:
     summary: str = ""
 
     def make_machine(self, devices: int, domains: int = 1) -> Machine | None:
-        """Return the machine with a number of JAX devices in equal domains, or None if this target has no such size."""
+        """Return the machine with `devices` JAX devices in domains of equal size, or None if this target has no such machine."""
         chips, rest = divmod(devices, self.devices_per_chip)
         if rest or not chips or chips % domains:
             return None
@@ -84,7 +84,7 @@ class Target:
 
     @property
     def form(self) -> str:
-        """Format of machine names, for people."""
+        """Human-readable format of machine names."""
         unit = {"devices": "DEVICES", "chips": "CHIPS[xSLICES]", "cores": "CORES[xSLICES]", "hosts": "CHIPSxHOSTS"}
         return f"{self.name}-{unit[self.size]}"
 
@@ -153,7 +153,7 @@ class DetectedMachine:
     """The machine of a job, detected from JAX's devices.
 
     Attributes:
-        description: Description for people: `8 x NVIDIA H100 80GB HBM3`.
+        description: Human-readable description: `8 x NVIDIA H100 80GB HBM3`.
         machine: The machine, or None if no installed plugin knows it.
     """
 

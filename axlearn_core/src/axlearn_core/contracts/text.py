@@ -1,6 +1,6 @@
 """Optional capabilities of tokenizers, and the text facts of a model.
 
-Callers test for a capability with `isinstance`, and work without it too. The conformance suite checks each capability.
+Callers test for a capability with `isinstance`, and also work without it. The conformance suite checks each capability.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class EncodesSpecialTokens(Protocol):
     """A tokenizer that recognizes special tokens in text, for chat templates."""
 
     def encode_special(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the IDs and the [begin, end) of each in `text`. Convert special tokens such as `<|im_end|>` to their IDs."""
+        """Return the IDs and the range [begin, end) of each in `text`. Convert special tokens such as `<|im_end|>` to their IDs."""
         ...
 
 

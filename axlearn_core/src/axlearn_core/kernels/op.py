@@ -89,12 +89,12 @@ class Op(Generic[R]):
         return attrs.evolve(self, **jax.tree.map(_spec, self._fields()))
 
     def resize(self, sizes: Mapping[int, int]) -> Self:
-        """Replace each array with an abstract one of other sizes.
+        """Replace each array with an abstract array of a different size.
 
-        Override it if an option has to shrink together with the arrays.
+        Override this method if an option has to shrink together with the arrays.
 
         Args:
-            sizes: New sizes by their old sizes. Other sizes stay.
+            sizes: New sizes by old size. All other sizes stay the same.
         """
 
         def resize(x: Any) -> Any:
@@ -103,14 +103,14 @@ class Op(Generic[R]):
         return attrs.evolve(self, **jax.tree.map(resize, self._fields()))
 
     def sample(self, rng: np.random.Generator) -> Self:
-        """Replace each array with random values: normal floats, and zeros for other dtypes.
+        """Replace each float array with normally distributed values, and every other array with zeros.
 
-        Override it if the op needs other values, such as indices within bounds.
+        Override this method if the op needs other values, such as indices within bounds.
         """
         return attrs.evolve(self, **jax.tree.map(lambda x: _sample(x, rng) if is_array(x) else x, self._fields()))
 
     def run(self, kernel: str | None = None) -> R:
-        """Compute the op with a kernel from the active selection, or with the reference if there is none.
+        """Compute the op with a kernel from the active selection, or with the reference if no selection is active.
 
         Args:
             kernel: Name of a kernel. If None, use the best one.

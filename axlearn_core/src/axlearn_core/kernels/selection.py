@@ -149,7 +149,7 @@ class Selection:
     required: Container[str] | None = None
 
     def choose(self, op: Call[R], name: str | None = None) -> Kernel[Call[R], R]:
-        """Return the kernel with a given name, or the kernel of highest priority that supports the call.
+        """Return the kernel with a given name, or the highest-priority kernel that supports the call.
 
         Raises:
             RequestError: If the named kernel does not exist or does not support a call that requires it, or if no kernel

@@ -43,8 +43,8 @@ def value_and_grad(
         variables: Arrays by path, before the step.
         batch: Pytree of arrays [B, ...].
         key: Key of the step, or None if the model draws no random numbers.
-        num_microbatches: Number of microbatches K, a divisor of B. Microbatch k has rows k, k + K, ..., so that every
-            device with rows of the batch works on each microbatch.
+        num_microbatches: Number of microbatches K, a divisor of B. Microbatch k consists of rows k, k + K, ..., so that
+            every device that holds rows of the batch works on each microbatch.
 
     Raises:
         ConfigError: If K does not divide B.

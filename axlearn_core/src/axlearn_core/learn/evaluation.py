@@ -19,7 +19,7 @@ class Source:
     Attributes:
         spec: Shape and dtype.
         paths: Arrays of the training state that it depends on (`params.decoder.norm.weight`, `learner.ema...`).
-        compute: Computes the parameter from these arrays. None if it equals the only array.
+        compute: Computes the parameter from these arrays. None if the parameter equals its only array.
     """
 
     spec: jax.ShapeDtypeStruct

@@ -22,7 +22,7 @@ class ParameterRule(Node[None]):
     """Settings for the parameters whose dotted path matches `pattern` (`decoder.**.norm.*`).
 
     If several rules match a parameter, their scales are multiplied. The parameter is frozen, or
-    excluded from weight decay, if any of them says so.
+    excluded from weight decay, if any of these rules says so.
 
     Attributes:
         pattern: Pattern in which `*` matches one part of a path and `**` matches any number of parts. A leading `!`
@@ -31,7 +31,7 @@ class ParameterRule(Node[None]):
         weight_decay: Set to False to disable weight decay.
         freeze: Set to True to keep the parameters constant and allocate no optimizer state for them. This also freezes
             variables that training updates without gradients, such as router biases.
-        optimizer: Optimizer of these parameters, instead of the learner's. Their gradients are excluded from the
+        optimizer: Optimizer for these parameters, instead of the learner's. Their gradients are excluded from the
             learner's clipping.
         max_grad_norm: Maximum norm of the gradients of `optimizer`, over all its parameters.
     """
@@ -44,7 +44,7 @@ class ParameterRule(Node[None]):
     max_grad_norm: float | None = setting(default=None, hide_default=True, gt=0)
 
     def validate(self) -> Iterable[Problem]:
-        """Check that `max_grad_norm` is only set together with `optimizer`."""
+        """Check that `max_grad_norm` is set only together with `optimizer`."""
         if self.max_grad_norm is not None and self.optimizer is None:
             yield Problem(
                 path="max_grad_norm",
@@ -345,7 +345,7 @@ def global_norm(tree: object) -> jax.Array:
 
 
 def _clip(grads: object, norm: jax.Array, limit: float) -> Any:
-    # Like optax.clip_by_global_norm, but with a single scale that XLA fuses into the optimizer. It does not store
-    # clipped gradients.
+    # Like optax.clip_by_global_norm, but with a single scale that XLA fuses into the optimizer. The clipped
+    # gradients are therefore never stored.
     scale = jnp.where(norm < limit, jnp.ones_like(norm), limit / norm)
     return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)

@@ -14,7 +14,7 @@ from axlearn_core.errors import RequestError, nearest
 
 
 def format_key_path(keys: Iterable[Any]) -> str:
-    """Convert a key path of JAX to a dotted path."""
+    """Convert a JAX key path to a dotted path."""
     return ".".join(str(_name(k)) for k in keys)
 
 

@@ -1,8 +1,8 @@
 """Learning-rate schedules: optax schedules as nodes. They end at the trainer's `max_steps`.
 
 Every schedule starts with a linear warm-up over W = `warmup_steps` updates. Update `i` has the rate
-`peak * (i + 1) / (W + 1)`, so the first rate is not zero and update W is the first with the peak rate. Numbers of steps
-are ints, or floats for a fraction of `max_steps`.
+`peak * (i + 1) / (W + 1)`, so the first rate is not zero and update W is the first with the peak rate. A number of steps
+is an int, or a float that gives a fraction of `max_steps`.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Layers on flax.nnx, built from config nodes."""
+"""Layers that are based on flax.nnx and built from config nodes."""
 
 from axlearn_core.nn.layer import Layer
 

@@ -54,7 +54,7 @@ class Linear(Layer):
     def grouped(self, x: jax.Array, product: Any) -> jax.Array:
         """Apply a stack of linear layers, such as experts, each to its group of rows.
 
-        `product(x, weights)` multiplies each row with the weight of its layer. `product.spread(biases, y)` returns the
+        `product(x, weights)` multiplies each row by the weight of its layer. `product.spread(biases, y)` returns the
         bias for each row of y.
         """
         y = product(x.astype(self.precision.compute), self.computed(self.weight))
@@ -63,7 +63,7 @@ class Linear(Layer):
 
 def linear_product(x: jax.Array, weight: jax.Array, num_inputs: int) -> jax.Array:
     """Multiply [..., *input_dims] by [*input_dims, *output_dims]. `num_inputs` is the number of input dimensions."""
-    if is_sharded():  # reshaping to one matrix would merge sharded dimensions with others
+    if is_sharded():  # reshaping to one matrix would merge sharded dimensions with other dimensions
         contracted = (tuple(range(x.ndim - num_inputs, x.ndim)), tuple(range(num_inputs)))
         return lax.dot_general(x, weight, (contracted, ((), ())))
     # Reshape to one matrix. XLA for CPU would copy the operands of a matmul over several dimensions.

@@ -2,7 +2,7 @@
 
 A feed-forward layer receives activations, but not the batch, so it does not know which positions are padding. The layer
 stack therefore activates the context of its rows (`use_context`), and functions that compute statistics look it up.
-Masks are only computed on demand. Shapes: B rows, S positions.
+Masks are computed only on demand. Shapes: B rows, S positions.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def tokens(rows: int, length: int) -> jax.Array | None:
 
 
 def rows(count: int) -> jax.Array | None:
-    """Return a mask [B] that is True for rows with a token, or None if all rows count."""
+    """Return a mask [B] that is True for rows that contain a token, or None if all rows count."""
     context = _active.get()
     real = None if context is None else context.tokens()
     return None if real is None or real.shape[0] != count else jnp.any(real, axis=1)
@@ -63,7 +63,7 @@ def count(values: jax.Array) -> jax.Array:
 
 
 def mean(values: jax.Array) -> jax.Array:
-    """Average values [B, S] over tokens. Return 0 for padding only."""
+    """Average values [B, S] over tokens. Return 0 if all positions are padding."""
     real = tokens(*values.shape)
     return jnp.mean(values) if real is None else masked_mean(values, real)
 

@@ -1,6 +1,6 @@
 """Rematerialization by activation tag.
 
-Layers tag activations with `tag(x, name)`. A policy lists the tags to save; the backward pass recomputes the others.
+Layers tag activations with `tag(x, name)`. A policy lists the tags to save; the backward pass recomputes all other activations.
 Transformer layers use these tags, and other plugins add more:
 
     query, key, value     projections, before normalization and position encoding   [B, S, heads, H]

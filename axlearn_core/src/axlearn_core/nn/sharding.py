@@ -68,7 +68,8 @@ def is_sharded() -> bool:
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Constrain the sharding of `x`, given a logical axis name per dimension. None leaves a dimension unsharded.
 
-    This is a hint to the compiler. Unlike parameters, a dimension is left unsharded if its mesh axes do not divide it.
+    This is a hint to the compiler. Unlike a parameter's dimension, a dimension of `x` is left unsharded if its mesh axes do not
+    divide it.
     """
     placement = _active.get()
     if placement is None:

@@ -9,8 +9,8 @@ layer and adds the results to the outer collector. Losses are summed over layers
 plain scalar is averaged: over layers with equal weights, and over microbatches and batches weighted by their number of
 targets.
 
-During evaluation on held-out data (`held_out`), auxiliary losses are reported as summaries instead. The evaluation loss of a
-model that adds collected losses to its loss is then only the model's own loss.
+During evaluation on held-out data (`held_out`), auxiliary losses are reported as summaries instead. A model that
+adds the collected losses to its loss then evaluates with its own loss alone.
 """
 
 import contextlib
@@ -82,7 +82,7 @@ def held_out() -> Iterator[None]:
 
 
 def is_held_out() -> bool:
-    """Return True during evaluation on held-out data. Models omit regularization then."""
+    """Return True during evaluation on held-out data. Models then omit regularization."""
     return _held_out.get()
 
 
@@ -120,7 +120,7 @@ def add_summary(name: str, value: jax.Array | Summary) -> None:
 
 
 def add_layers(reports: Sequence[tuple[Values, Report]]) -> None:
-    """Add the (losses, summaries) of the layers of a stack. Values are scalars, or arrays [repeats] from a scan."""
+    """Add the (losses, summaries) of each layer of a stack. Values are scalars, or arrays [repeats] from a scan."""
     kinds: Any = ((0, add_loss, jnp.sum), (1, add_summary, jnp.mean))
     for index, add, combine in kinds:
         for name in dict.fromkeys(name for report in reports for name in report[index]):

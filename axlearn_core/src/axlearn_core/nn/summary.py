@@ -23,7 +23,7 @@ class Summary:
     Attributes:
         value: Float32 scalar.
         weight: Float32 scalar, the number of items.
-        kind: How values combine. Means are weighted.
+        kind: How values are combined. Means are weighted.
         over: Plural name of the items: "tokens", "rows", "pairs".
     """
 
@@ -42,7 +42,7 @@ class Summary:
         return np.asarray(self.value, dtype)
 
     def reduced(self) -> "Summary":
-        """Combine N summaries in arrays [N]. With equal weights, a mean is bit-identical to `jnp.mean`."""
+        """Combine N summaries whose fields are arrays [N]. With equal weights, a mean is bit-identical to `jnp.mean`."""
         value, weight = self.value, self.weight
         total = jnp.sum(weight, axis=0)
         if self.kind == "max":

@@ -1,8 +1,9 @@
 """Model state other than parameters: running statistics, router biases, amax histories.
 
 A module writes its variables as `flax.nnx` modules do (`self.mean[...] = value`). Traced values cannot leave a scan, a
-rematerialized function, or a `shard_map` through a side effect. Code that runs a module inside one of these collects the new
-values (`written`), returns them, and writes them to the outer module (`write`). `Functional` does this for the whole model.
+rematerialized function, or a `shard_map` through a side effect. Code that runs a module inside one of these
+transformations collects the new values (`written`), returns them, and writes them to the outer module (`write`). `Functional`
+does this for the whole model.
 
 If a module has an `end_step` method, it is called once per training step, after the last microbatch. Use a `StepTotal` to
 sum values over microbatches.

@@ -15,7 +15,7 @@ from axlearn_core.plugins.registry import Registry
 from axlearn_core.plugins.request import Setting
 
 NameOf = Callable[[Any], str]
-"""Function from a config class to its name for the user."""
+"""Maps a config class to the name to show to the user."""
 
 
 def apply_settings(
@@ -76,7 +76,7 @@ def _locate_problem(problem: Problem, settings: Sequence[Setting], paths: Mappin
 def describe_replaced(
     before: Node[Any], after: Node[Any], settings: Iterable[Setting], name_of: NameOf
 ) -> list[Decision]:
-    """Return a decision for each setting that replaces nodes by plain values, such as a schedule by a number.
+    """Return a decision for each setting that replaces nodes with plain values, such as a schedule with a number.
 
     The fields of these nodes are lost.
 
@@ -113,7 +113,7 @@ def _show_node(value: Node[Any], name_of: NameOf) -> str:
 
 
 def _example(path: str, old: Node[Any], new: object) -> str | None:
-    """Return a setting of the node's first field that accepts the value, or None."""
+    """Return an example setting for the node's first field that accepts the value, or None."""
     for attribute in attrs.fields(type(old)):
         field = get_fields(old)[attribute.name]
         if attribute.name not in interface_fields(type(old)) and type(field) is type(new):

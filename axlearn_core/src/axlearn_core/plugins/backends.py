@@ -1,4 +1,4 @@
-"""Prepare this process for JAX's search for devices. Does not import JAX."""
+"""Prepare this process for JAX's device discovery. Does not import JAX."""
 
 from axlearn_core.compat import has_jax_started, requested_platforms
 from axlearn_core.errors import PluginError
@@ -16,5 +16,5 @@ def prepare_backends() -> None:
     try:
         plugins = host()
     except PluginError:
-        return  # the first code that needs a hook raises it; others work without the broken plugin
+        return  # the first caller that needs a hook raises it; all others work without the broken plugin
     plugins.hook.axlearn_before_devices(platforms=requested_platforms())

@@ -30,7 +30,7 @@ class CodeNames:
     """Names for configs: registered names, and `module:Class` for code that is not registered.
 
     Attributes:
-        code_names: Names of code that were returned so far, as ordered keys.
+        code_names: Code names that have been returned so far, as ordered keys.
     """
 
     def __init__(self, names: Names):
@@ -60,7 +60,7 @@ class CodeNames:
         return text
 
     def decisions(self, config: Node[Any]) -> tuple[Decision, ...]:
-        """Return the decision to write the config with names of code. Empty if all written names are registered."""
+        """Return the decision to write the config with code names. Empty if all written names are registered."""
         if not self.code_names:
             return ()
         paths = {code_name(type(value)): path for path, value in reversed([*walk(config)]) if isinstance(value, Node)}
@@ -72,7 +72,7 @@ class CodeNames:
 def render(config: Node[Any]) -> str:
     """Return a config as YAML, with every value. `print(config)` shows only what differs from the defaults.
 
-    The text is a config file, which `resolve` and `axlearn` can read. They can read code that is not registered only in this
+    The text is a config file, which `resolve` and `axlearn` can read. Code that is not registered can be read only in this
     process.
     """
     return write(config, CodeNames(registry()))

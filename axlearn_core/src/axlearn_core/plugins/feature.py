@@ -100,6 +100,6 @@ class Feature(Node[Any]):
         """Return True if the config already has this feature. This is called only if `apply` changed nothing.
 
         If True, the request succeeds and reports that the feature changed nothing. If False, the request fails. The default
-        is True because `apply` raises an error if there is nothing to change. Override this method if `apply` does not.
+        is True because `apply` raises an error if there is nothing to change. Override this method if `apply` does not raise it.
         """
         return self.apply(cfg) == cfg

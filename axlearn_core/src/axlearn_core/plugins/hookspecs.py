@@ -1,6 +1,6 @@
 """Specifications of all hooks. Plugin modules implement hooks with `@hookimpl`; docs/hooks.md has examples.
 
-Modules that implement hooks must not import JAX. They refer to objects as `"module:attribute"`, which are imported on use.
+Modules that implement hooks must not import JAX. They refer to objects as `"module:attribute"`, and each object is imported on use.
 """
 
 from __future__ import annotations

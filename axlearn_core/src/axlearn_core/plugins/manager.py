@@ -1,4 +1,4 @@
-"""Load the installed plugins and call their hooks, with pluggy."""
+"""Load the installed plugins and call their hooks, using pluggy."""
 
 import functools
 from typing import Any
@@ -46,7 +46,7 @@ class Host:
     def call(self, hook: str, **arguments: object) -> list[tuple[str, Any]]:
         """Call a hook as `call_with_entries` does, but return (title, result) pairs.
 
-        A title has the plugin's name, distribution and version.
+        A title contains the plugin's name, distribution and version.
         """
         pairs = self.call_with_entries(hook, **arguments)
         return [(f"{entry.name} of {entry.origin}", result) for entry, result in pairs]

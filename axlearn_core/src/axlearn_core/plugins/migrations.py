@@ -1,4 +1,4 @@
-"""Apply the migrations of installed plugins to configs and checkpoints of earlier versions."""
+"""Apply the migrations of installed plugins to configs and checkpoints from earlier versions."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any

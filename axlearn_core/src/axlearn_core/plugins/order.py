@@ -26,7 +26,7 @@ class Order:
 
     @classmethod
     def from_features(cls, features: Mapping[str, Feature | type[Feature]], registry: Registry) -> "Order":
-        """Return the order of the given features. It does not depend on the order of the argument.
+        """Return the order of the given features. The result does not depend on the order of `features`.
 
         Names in `before` and `after` that are not in `features` are ignored.
 

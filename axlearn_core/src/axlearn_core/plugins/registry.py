@@ -1,6 +1,6 @@
 """The registry of installed entry points, by group and name.
 
-Names are read from package metadata, so listing them imports no plugin. Looking up a name imports only that object. If two
+Names are read from package metadata, so listing them does not import any plugin. Looking up a name imports only that object. If two
 distributions register the same name, the lookup raises an error that lists both, so the order of installation does not matter.
 
 The environment variable `AXLEARN_PLUGINS` blocks names: `-axlearn-plugins-foo,-features:moe` hides one distribution and one
@@ -237,7 +237,7 @@ class Registry:
         raise unknown_name_error(_singular(group), group, name, [*self.claims[group]], listing)
 
     def experiment(self, name: str) -> "Node[Any]":
-        """Return the config of an experiment by name. A root config with a field for the name gets the name."""
+        """Return the config of an experiment by name. If the root config has a name field, set it to the name."""
         from axlearn_core.config import Node
         from axlearn_core.contracts.experiment import set_experiment_name
 

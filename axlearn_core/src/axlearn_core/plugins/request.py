@@ -75,7 +75,7 @@ class Request:
     Attributes:
         experiment: Name of an experiment, path of a YAML file, or config.
         features: Features to add to the experiment.
-        without: Features of the file or of the mesh rule to remove.
+        without: Features to remove from those of the file or the mesh rule.
         settings: Values set on the command line or in Python. They are applied last.
         file_settings: Values set by the run file.
         base_settings: Values set by the files that the run file is based on, innermost first. Later values take precedence.
@@ -134,7 +134,7 @@ class Request:
 
     @property
     def words(self) -> list[str]:
-        """Arguments of the command line that make the same request."""
+        """Command-line arguments that make the same request."""
         words = [str(self.experiment)]
         words += [word for use in self.features for word in ("--with", use.text)]
         words += [word for name in self.without for word in ("--without", name)]
@@ -152,8 +152,8 @@ class Request:
 
         Args:
             path: A path.
-            existing: Existing paths. Settings of these paths are included, by name or by pattern, and settings of new paths
-                below `path`.
+            existing: Existing paths. Settings of these paths are included, whether given by name or by pattern. So are settings
+                of new paths below `path`.
         """
         for settings in (*self.base_settings, self.file_settings, self.settings):
             fits = (s for s in settings if s.path.startswith(f"{path}.") or any(matches(s.path, p) for p in existing))
@@ -162,7 +162,7 @@ class Request:
 
 
 _PLAIN = re.compile(r"[\w./~*-]+")
-"""Strings that need no quotes in YAML, unless YAML reads them as another type."""
+"""Matches strings that need no quotes in YAML, unless YAML reads them as another type."""
 
 
 def format_value(value: Any) -> str:
@@ -249,7 +249,7 @@ def read(path: str | Path, names: Names) -> Request:
     """Read a run file or a resolved config.
 
     Raises:
-        ConfigError: If the contents are invalid. The error has the line of every problem.
+        ConfigError: If the contents are invalid. The error gives the line of every problem.
         RequestError: If the file cannot be read.
     """
     file = Path(path)

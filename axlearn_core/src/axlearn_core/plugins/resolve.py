@@ -5,8 +5,8 @@ settings in the run file, the settings on the command line, and a replacement fo
 parameters. The tree is compared before and after each step, so nodes need not track changes.
 
 If the request names a target, its whole mesh rule is applied. On a detected machine, only the execution settings of a
-plugin's rule are applied. A rule in the config (`mesh.targets`) is applied there completely or not at all; in the latter
-case, the backend's rule is used.
+plugin's rule are applied. On such a machine, a rule in the config (`mesh.targets`) is applied completely or not at
+all; in the latter case, a plugin's rule is used.
 """
 
 import functools
@@ -38,7 +38,7 @@ from axlearn_core.plugins.targets import find_config_rule, find_machine, find_ru
 UNNAMED = "config"
 """Title of a config without a name. Earlier versions gave it to every config object."""
 NO_TARGET = "none"
-"""Target of a request to apply no mesh rule."""
+"""Target of a request that applies no mesh rule."""
 
 Detect = Callable[[Node[Any]], DetectedMachine]
 """Function that detects the machine, given the config resolved without a mesh rule."""
@@ -93,7 +93,7 @@ class Resolved:
         return f"Resolved({', '.join([self.title, *features, *machine])})"
 
     def _repr_html_(self) -> str:
-        """Return the config as nested lists that fold, for notebooks."""
+        """Return the config as collapsible nested lists, for notebooks."""
         return config_html(self.config)
 
     def check(self) -> "Resolved":
@@ -392,7 +392,7 @@ class _Resolution:
         )
 
     def _apply_optional(self, tree: Node[Any], use: FeatureUse, machine: Machine) -> Node[Any]:
-        """Apply a feature of the mesh rule. Skip it with a note if it does not fit, because rules are shared by all models."""
+        """Apply a feature of the mesh rule. If it does not fit, skip it with a note, because all models share the rules."""
         try:
             features = {use.name: self._build_feature(use)}
             _check_needs(
@@ -440,7 +440,7 @@ class _Resolution:
             self.provenance[change.path] = (*self.provenance.get(change.path, ()), step)
 
     def _select_features(self, rule_features: Sequence[FeatureUse]) -> tuple[list[FeatureUse], list[FeatureUse]]:
-        """Return the requested features and those that the mesh rule adds, without duplicates and removed features.
+        """Return the requested features and those that the mesh rule adds, without duplicates or removed features.
 
         If both list a feature, the user's options take precedence.
         """

@@ -55,7 +55,7 @@ def find_config_rule(machine: Machine, config_rules: Mapping[str, TargetRule]) -
 def find_rule(
     machine: Machine, config_rules: Mapping[str, TargetRule], count_parameters: Callable[[], int]
 ) -> tuple[str, MeshRule] | None:
-    """Find the mesh rule of a machine.
+    """Find the mesh rule for a machine.
 
     Args:
         machine: The machine to run on.
@@ -63,7 +63,7 @@ def find_rule(
         count_parameters: Returns the number of parameters of the model. Called only if a rule depends on it.
 
     Returns:
-        (title, rule), or None if there is no rule for the machine. The title says where the rule comes from.
+        (title, rule), or None if there is no rule for the machine. The title names the source of the rule.
 
     Raises:
         PluginError: If two rules are equally specific.

@@ -32,11 +32,11 @@ Place = tuple[Storage, str]
 def collect_assets(tree: Tree, *, required: bool = True) -> tuple[Tree, dict[str, bytes]]:
     """Return the config that a run stores, and the contents of its assets by path in the run.
 
-    A URL is kept in the config, with a note, if no storage backend can read it.
+    If no storage backend can read a URL, keep the URL in the config and log a note.
 
     Args:
         tree: A config.
-        required: Raise an error if an asset cannot be read. If False, keep its path, with a note.
+        required: Raise an error if an asset cannot be read. If False, keep its path and log a note.
 
     Raises:
         ConfigError: Lists each asset that cannot be read.
@@ -167,7 +167,7 @@ def _download(storage: Storage, path: str) -> str | None:
 
 
 def _cached(files: Mapping[str, bytes]) -> Path:
-    """Return a cache folder with these files. Its name is their hash."""
+    """Return a cache folder that contains these files. It is named after their hash."""
     digest = hashlib.sha256()
     for name, content in files.items():
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
@@ -240,7 +240,7 @@ def recover_assets(config: Tree, stored: Any) -> tuple[Tree, list[str]]:
 
 
 def hash_asset_paths(tree: Tree) -> Tree:
-    """Replace asset paths inside runs with content hashes. Equal runs then have equal configs in every location."""
+    """Replace asset paths inside runs with content hashes. Equal runs then have equal configs, wherever they are stored."""
 
     def named(asset: Asset) -> str:
         folder = Path(asset.value).parent

@@ -61,7 +61,7 @@ class RunCheckpoint:
         return self.manifest.arrays
 
     def migrate(self, expected: Collection[str]) -> None:
-        """Rename arrays of earlier versions to their current paths, if expected arrays are missing."""
+        """If expected arrays are missing, rename arrays from earlier versions to their current paths."""
         self.manifest = self.manifest.migrated(expected)
         self.__dict__.pop("_reader", None)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Position = Literal["first", "middle", "last"]
 POSITIONS: tuple[Position, ...] = get_args(Position)
 owns_process = threading.Event()
-"""Set by the command line during a run. Listeners may then exit the process, because it does nothing but this run."""
+"""Set by the command line during a run. Listeners may then exit the process, because the process does nothing except this run."""
 
 
 class RunListener:
@@ -27,8 +27,9 @@ class RunListener:
     Each process calls its listeners in the order of registration, on the main thread unless a method says otherwise.
 
     Attributes:
-        position: Order of registration. `first` is before other plugins, so that it is closed after them (such as a lock).
-            `last` is after trackers, watchdog, and profiler, so that it is closed before them (such as a clock).
+        position: Order of registration. `first` comes before other plugins, so that the listener (a lock, for example) is
+            closed after them. `last` comes after trackers, watchdog, and profiler, so that the listener (a clock, for example)
+            is closed before them.
         errors_name_plugin: If True, errors name the plugin. If False, errors are propagated unchanged.
     """
 
@@ -36,10 +37,10 @@ class RunListener:
     errors_name_plugin: ClassVar[bool] = True
 
     def opened(self, run: Any) -> None:
-        """Called when the components of the run are built, before anything is written. Raise `RequestError` to refuse it."""
+        """Called when the run's components have been built, before anything is written. Raise `RequestError` to refuse the run."""
 
     def restored(self, run: Any) -> None:
-        """Called when the run directory is written, after the state is restored or before it is initialized."""
+        """Called when the run directory has been written, after the state is restored or before it is initialized."""
 
     def phase(self, name: str, step: int, count_as: str | None = None) -> None:
         """Called when a phase starts: `restore`, `compile`, `input`, `step`, `evaluate`, or `save`.
@@ -54,7 +55,7 @@ class RunListener:
         """Called before a step is dispatched. `step` is the number of finished steps."""
 
     def step_dispatched(self, step: int, scalars: Mapping[str, jax.Array]) -> None:
-        """Called after step number `step` is dispatched. Blocking on its `scalars` waits for the step."""
+        """Called after step number `step` has been dispatched. Blocking on its `scalars` waits for the step."""
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Called after a step has finished, with its scalars, such as `loss`."""
@@ -93,7 +94,7 @@ class RunEvents:
             self.add(listener)
 
     def add(self, listener: RunListener, plugin: Entry | None = None) -> None:
-        """Register a listener after the others.
+        """Register a listener after the existing ones.
 
         Args:
             listener: The listener.

@@ -11,7 +11,7 @@ from axlearn_core.config.files import read_regular
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 PHASES = "phases.jsonl"
-"""Seconds per phase. `axlearn_plugins_runtime.job.phases` writes it, and reports read it."""
+"""File with the seconds per phase. `axlearn_plugins_runtime.job.phases` writes it, and reports read it."""
 Lines = list[tuple[bytes, dict[str, Any]]]
 
 

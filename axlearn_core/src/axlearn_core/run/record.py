@@ -182,12 +182,12 @@ class RunDir:
             raise _damaged_lock(str(file), str(error).partition("\n")[0][:200]) from None
 
     def write_fact(self, name: str, value: object) -> None:
-        """Add a fact to the lock that is only known after compilation."""
+        """Add to the lock a fact that is known only after compilation."""
         lock = self.read_lock() | {name: value}
         write_whole(self.path / LOCK, json.dumps(lock, indent=1, default=str) + "\n")
 
     def add_decision(self, decision: Decision) -> None:
-        """Add a decision to the lock that was made after the run had started."""
+        """Add to the lock a decision that was made after the run had started."""
         self.write_fact("decisions", [*self.read_lock().get("decisions", ()), attrs.asdict(decision)])
 
 
@@ -235,12 +235,12 @@ def check_config(
         subject: Name of the run, for the error.
         old: Config of the run.
         config: New config.
-        allow_drift: Accept changes of the mathematics.
+        allow_drift: Accept changes to the mathematics.
         find_source: Returns the source of a setting by config path, or None.
-        untrained: The run only has weights, which no training step has used. Only its model and tokenizer must stay.
+        untrained: The run has only weights, which no training step has used. Only its model and tokenizer must stay the same.
 
     Raises:
-        CheckpointError: If they change the mathematics. The message starts with `subject`.
+        CheckpointError: If the changes affect the mathematics. The message starts with `subject`.
     """
     old = align_assets(old, config)
     changes = diff(old, config, code_name)
@@ -271,7 +271,7 @@ def show_change(change: Change) -> str:
 def lock_drift(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Describe changes in versions, devices, and flags since the lock was written.
 
-    The lock of a derived run does not contain them.
+    The lock of a derived run does not contain these values.
     """
     notes = []
     old_versions, new_versions = old.get("versions", {}), new.get("versions", {})
@@ -291,7 +291,7 @@ def is_untrained(lock: Mapping[str, Any]) -> bool:
 
 
 def get_origin(lock: Mapping[str, Any]) -> str | None:
-    """Return the run or model that a run was derived from, or None if it was trained from the start."""
+    """Return the run or model that a run was derived from, or None if it was trained from scratch."""
     origin = lock.get("made_from") or lock.get("imported_from")
     return str(origin) if origin else None
 

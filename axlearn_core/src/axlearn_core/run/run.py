@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Run:
     """A run at a path or URI. Files are read on first access.
 
-    `config`, `weights`, `text`, and `derive` import the components of the config, and therefore JAX. The others do not.
+    `config`, `weights`, `text`, and `derive` import the components of the config, and therefore JAX. The other attributes do not.
 
     Attributes:
         uri: Path or URI of the run directory, or of its folder of checkpoints.

@@ -52,7 +52,7 @@ def read_run_config(
 
 
 def find_checkpoints(uri: str | Path, storage: Storage, checkpoint_uri: str | None) -> Checkpoints:
-    """Return the folder of checkpoints of the run at `uri`. `checkpoint_uri` is `checkpointer.uri` in its config."""
+    """Return the checkpoints folder of the run at `uri`. `checkpoint_uri` is `checkpointer.uri` in its config."""
     if checkpoint_uri is not None:
         return Checkpoints(open_storage(checkpoint_uri), checkpoint_uri)
     return Checkpoints(storage, f"{uri}/{CHECKPOINTS}", f"{CHECKPOINTS}/")

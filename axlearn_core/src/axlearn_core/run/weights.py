@@ -135,7 +135,7 @@ class RunWeights:
 
 
 def check_tensors(name: str, model: Mapping[str, Any], stored: Mapping[str, Any], *, fix: str) -> None:
-    """Compare the paths and shapes of a model's tensors with the stored ones.
+    """Compare the paths and shapes of a model's tensors with those of the stored tensors.
 
     Raises:
         CheckpointError: Lists tensors that are missing (with the nearest stored path), unexpected, or have the wrong shape.

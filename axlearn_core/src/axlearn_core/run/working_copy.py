@@ -68,5 +68,5 @@ def local_files(path: Path) -> set[str]:
 
 
 def is_copied(name: str) -> bool:
-    """Return True if a file is copied. Checkpoints, locks, and temporary files are not."""
+    """Return True if a file is copied to and from the storage. Checkpoints, locks, and temporary files are not."""
     return not name.startswith(CHECKPOINTS) and not any(part.startswith(".") for part in name.split("/"))

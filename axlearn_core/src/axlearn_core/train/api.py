@@ -60,7 +60,7 @@ def train(
 
     Raises:
         RequestError: The request is invalid. Nothing was written.
-        WorkError: Something failed later, such as a full disk.
+        WorkError: Something failed later, for example because the disk was full.
     """
     from_python = not isinstance(request, Request)
     if not isinstance(request, Request):
@@ -95,7 +95,7 @@ class Destination:
         path: Local directory.
         uri: URI of the run if the directory is a working copy, else None.
         old: Config of the run to resume, or None for a new run.
-        untrained: True if the run to resume only has the weights of another run or model.
+        untrained: True if the run to resume has only the weights of another run or model.
         notes: Notes for the user.
     """
 

@@ -30,7 +30,7 @@ def check_facts(run_dir: Path, old: object, new: Mapping[str, Any], *, allow_dri
 
     Args:
         run_dir: Run directory, for the message.
-        old: Facts in the checkpoint. Facts on one side only are ignored, because a different version may have written them.
+        old: Facts in the checkpoint. Facts that only one side has are ignored, because a different version may have written them.
         new: Current facts.
         allow_drift: Return the differences instead of raising.
 

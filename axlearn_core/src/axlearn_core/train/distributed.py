@@ -26,7 +26,7 @@ class Distributed(Configurable):
         """Settings for joining the job.
 
         If `coordinator_address`, `num_processes` and `process_id` (or the environment variables
-        `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`) are all set, JAX detects nothing.
+        `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`) are all set, JAX does not detect the cluster.
 
         Attributes:
             mode: `auto` joins if a launcher started more than one process, `on` always joins, and `off` never joins.
@@ -72,7 +72,7 @@ class Distributed(Configurable):
 
 
 def _give_up(coordinator: str, seconds: int) -> None:
-    """End this process. It is blocked in XLA and cannot be interrupted."""
+    """End this process, which is blocked in XLA and cannot be interrupted."""
     text = (
         f"error: not all processes of this job joined {coordinator} within {seconds} s (distributed.join_seconds)\n"
         "    fix: find out why a process ended or did not start, and start all of them again"

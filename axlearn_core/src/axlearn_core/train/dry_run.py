@@ -104,7 +104,7 @@ def check_parts(config: Trainer.Config, trained: ModelAndObjective, *, new: bool
     Args:
         config: Config of the run.
         trained: Its model and objective.
-        new: Also check the requirements for starting a run, which a resumed run does not have.
+        new: Also check the requirements for starting a run, which do not apply to a resumed run.
 
     Returns:
         Facts for the user by name: the number of parameters and, if the input knows them, the files and the tokenizer.
@@ -122,7 +122,7 @@ def check_parts(config: Trainer.Config, trained: ModelAndObjective, *, new: bool
 
 
 def _first_step(config: Any, run_dir: RunDir, restore_step: int | None, restart: bool) -> int | StorageError | None:
-    """Return the step of the checkpoint to resume from, None without one, or the error that hides it."""
+    """Return the step of the checkpoint to resume from, None if there is none, or the error that prevents finding it."""
     if not run_dir.resumes or restart:
         return None
     try:

@@ -86,7 +86,7 @@ def load(uri: str | Path, *, step: int | None = None) -> LoadedModel:
 
 
 def _choose_kernels(config: Trainer.Config) -> Trainer.Config:
-    """Return the config without explicit kernels. They were chosen for the training machine."""
+    """Return the config without explicit kernels, which were chosen for the training machine."""
     kernels = {path: value for path, value in find(config, "model.**.kernel").items() if isinstance(value, str)}
     if not kernels:
         return config

@@ -30,7 +30,7 @@ def check_same_config(config: Node[Any]) -> None:
 
     Raises:
         RequestError: The configs or versions differ. The error lists the differences by process. Raised on every process.
-        WorkError: A process does not respond. The error names it.
+        WorkError: A process does not respond. The error names the process.
     """
     if jax.process_count() == 1:
         return
@@ -54,7 +54,8 @@ def _compare(facts: Mapping[str, str], name: str, seconds: float = PEER_SECONDS)
     counts = Counter(digests)
     if len(counts) == 1:
         return
-    # Only one process of the majority and a few others send their configs. Gathering thousands of configs would take too long.
+    # Only one process of the majority and a few of the remaining processes send their configs. Gathering thousands of configs
+    # would take too long.
     majority = digests.index(counts.most_common(1)[0][0])
     others = [rank for rank, other in enumerate(digests) if other != digests[majority]]
     senders = [majority, *others[:SENDERS]]

@@ -70,7 +70,7 @@ class TrainLoop(Configurable):
                 session.start_phase("input")
                 if (batch := self._next_batch(session, record)) is None:
                     break
-                # Waiting for a batch costs nothing while the devices still compute the previous step.
+                # Waiting for a batch costs nothing while the devices are still computing the previous step.
                 session.start_phase("step", count_as=None if record.devices_idle() else "step")
                 session.compile_step(batch)
                 session.events.notify("step_begins", session.step)

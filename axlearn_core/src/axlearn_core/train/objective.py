@@ -19,7 +19,7 @@ class ModelLoss(Configurable, nnx.Module):
 
     @node
     class Config(Configurable.Config["ModelLoss"]):
-        """Nothing to set."""
+        """No settings."""
 
     def __init__(self, cfg: Config):
         pass

@@ -11,7 +11,7 @@ from axlearn_core.run.record import RunDir
 from axlearn_core.train.distributed import allgather_data_state
 
 SAVED = "saved"
-"""Lock key that is True if the run ever had a checkpoint."""
+"""Lock key whose value is True if the run ever had a checkpoint."""
 
 
 def claim_checkpoints(session: Any) -> None:

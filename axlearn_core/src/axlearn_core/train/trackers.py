@@ -40,7 +40,7 @@ def printable(text: str) -> str:
 
 
 def show_parameters(info: Mapping[str, Any], unit: str = "") -> str:
-    """Format the number of parameters of a run, and of the trained ones if training updates only some of them."""
+    """Format a run's number of parameters, and the number of trained parameters if training updates only some of them."""
     total = info["parameters"]
     trained = info.get("trained_parameters", total)
     return f"{total:,}{unit}" + ("" if trained == total else f", of which {trained:,} are trained")
@@ -52,8 +52,8 @@ class JsonlTracker(Configurable):
     `axlearn_core.run.metric_files` reads both files.
 
     Each line of `metrics.jsonl` is one call to `log`: the `step`, the values, and `elapsed_seconds`, the time spent in this
-    run without the downtime between attempts. A value that is not finite is `null`, and `nonfinite` has the value as text:
-    `{"step": 7, "loss": null, "nonfinite": {"loss": "nan"}}`. Each line of `samples.jsonl` has `step`, `name` and `text`.
+    run excluding the downtime between attempts. A value that is not finite is `null`, and `nonfinite` contains it as text:
+    `{"step": 7, "loss": null, "nonfinite": {"loss": "nan"}}`. Each line of `samples.jsonl` contains `step`, `name` and `text`.
 
     Every line is flushed, so a killed process does not lose complete lines. Starting at step k removes the lines after step
     k from both files, so a resumed run writes the same files as an uninterrupted one. Starting at step 0 sets existing files
@@ -126,7 +126,7 @@ class JsonlTracker(Configurable):
 class LinesTracker(Configurable):
     """Prints the number of parameters, and one line with every value per call, to standard error.
 
-    Part of the default trackers.
+    This is one of the default trackers.
 
     The `console` tracker of axlearn-plugins-tools adds a progress bar and the remaining time.
     """

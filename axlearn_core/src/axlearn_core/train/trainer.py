@@ -185,7 +185,7 @@ class Trainer(Configurable):
             return check_stateless(source, "input")
 
         def open_parts(self, trained: ModelAndObjective, closing: ExitStack) -> "OpenParts":
-            """Build the parts that can reject a run. Training and the checks before it open them here.
+            """Build the parts that can reject a run. Training and the checks before it both call this.
 
             Args:
                 trained: The model and its objective.
@@ -244,7 +244,7 @@ class Trainer(Configurable):
             experiment: Name of the experiment, for display.
             config_text: Resolved config as YAML, to write to the run directory.
             assets: Contents of the asset files, by path in the run.
-            provenance: Who set each config path, for the lock.
+            provenance: Source of the value at each config path, for the lock.
             restore_step: Step of the checkpoint to restore (default: the newest).
             restart: Start at step 0 and set existing checkpoints aside.
             machine: Machine to run on, or None for the machine that JAX detects.
