@@ -114,10 +114,10 @@ def shrink(config: Any, devices: int = 8) -> Shrunk:
     """
     _check_input(config)
     structure = describe_structure(config)
-    small, found = _first_valid(config, structure)
-    if found.parameters > LARGE:
-        small, found = _shrink_one_by_one(small, found)
-    lost = structure.lost_operations(found)
+    small, small_structure = _first_valid(config, structure)
+    if small_structure.parameters > LARGE:
+        small, small_structure = _shrink_one_by_one(small, small_structure)
+    lost = structure.lost_operations(small_structure)
     changes = {
         leaf.path: (leaf.value, get(small, leaf.path))
         for leaf in leaves(config)
@@ -246,26 +246,26 @@ def _shrink_one_by_one(config: Any, structure: Structure) -> tuple[Any, Structur
     Raises:
         RequestError: If the model stays large.
     """
-    small, refused, found = config, [], structure
+    small, refused, small_structure = config, [], structure
     sizes = dict(_small_values(config))
     for path, old in sorted(_module_sizes(config), key=lambda size: -size[1]):
         least = sizes.get(path, 0) if path.rpartition(".")[2] in SIZES else 0
         options = sorted({sizes.get(path, old), *(n for n in _halved(old) if n > least)})
         candidates = (_patched(small, {path: value}, structure) for value in options if value < old)
         candidate = next((c for c in candidates if c is not None), None)
-        if candidate is not None and candidate[1].parameters < found.parameters:
-            small, found = candidate
+        if candidate is not None and candidate[1].parameters < small_structure.parameters:
+            small, small_structure = candidate
         elif old > SMALLEST_COUNT:
             refused.append(path)
-    if found.parameters > LARGE:
+    if small_structure.parameters > LARGE:
         path = refused[0] if refused else "model"
         raise RequestError(
             f"{path}: cannot be shrunk, so the config cannot be proven on this machine\n"
-            f"    got: {f'{get(config, path)}, and ' if refused else ''}{found.parameters:,} parameters\n"
+            f"    got: {f'{get(config, path)}, and ' if refused else ''}{small_structure.parameters:,} parameters\n"
             f"    expected: a model that has the same layers with at most {LARGE:,} parameters\n"
             f"    fix: set smaller sizes that go together with --set, such as --set {path}={sizes.get(path, 2)}"
         )
-    return small, found
+    return small, small_structure
 
 
 def _module_sizes(config: Any) -> Iterator[tuple[str, int]]:
