@@ -15,16 +15,17 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 IMAGE = BENCHMARKS / "accelerator_jobs/image.txt"
 TESTS = tuple(
-    f"tests/plugins/gpu/{name}.py"
+    f"tests/{name}.py"
     for name in (
-        "test_choices",
-        "test_gpus",
-        "kernels/test_cudnn_attention",
-        "kernels/test_mosaic",
-        "kernels/test_tokamax_attention",
+        "core/compose/test_flops",
+        "plugins/gpu/test_choices",
+        "plugins/gpu/test_gpus",
+        "plugins/gpu/kernels/test_cudnn_attention",
+        "plugins/gpu/kernels/test_mosaic",
+        "plugins/gpu/kernels/test_tokamax_attention",
     )
 )
-"""What meets versions first: kernels below JAX's public names, and the GPU compiler."""
+"""What depends most on versions: jaxprs, kernels that need more than JAX's public names, and the GPU compiler."""
 
 
 def call(title: str, *command: str, show: bool = False, cwd: Path = ROOT, **variables: str) -> None:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axlearn_core.compose.flops import count_flops
+from axlearn_core.compose.flops import count_flops, loop_carries
 
 M, K, N, GROUPS = 64, 8, 16, 4
 X = jax.ShapeDtypeStruct((M, K), jnp.float32)
@@ -111,3 +111,20 @@ def test_gradients_of_branches_and_of_loops_of_unknown_length(trained, products)
         return (jax.lax.stop_gradient(x) @ w).sum() + y.sum()
 
     assert count_flops(model, square, square, trained=trained) == products * 2 * K**3
+
+
+@pytest.mark.parametrize("constants", [0, 2])
+@pytest.mark.parametrize("carries", [1, 3])
+@pytest.mark.parametrize("scanned", [0, 2])
+def test_the_carried_values_of_a_scan_are_those_without_its_axis(constants, carries, scanned):
+    weights, carry, xs = (jnp.ones(2),) * constants, (jnp.ones(2),) * carries, (jnp.ones((5, 2)),) * scanned
+
+    def loop(weights, carry, xs):
+        def step(carry, xs):
+            change = sum((*weights, *xs), jnp.zeros(2))
+            return tuple(c + change for c in carry), xs
+
+        return jax.lax.scan(step, carry, xs, length=5)
+
+    [scan] = [e for e in jax.make_jaxpr(loop)(weights, carry, xs).jaxpr.eqns if e.primitive.name == "scan"]
+    assert loop_carries(scan, scan.params["jaxpr"].jaxpr) == (constants, carries)

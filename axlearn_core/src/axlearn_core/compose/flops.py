@@ -55,6 +55,24 @@ def equation_flops(eqn: Any) -> int:
     return 0
 
 
+def loop_carries(eqn: Any, body: Any) -> tuple[int, int]:
+    """Return (index of the first carried input of a loop's body, number of carried values), or zeros without a loop.
+
+    Args:
+        eqn: An equation of a jaxpr.
+        body: The jaxpr that it calls.
+    """
+    if eqn.primitive.name == "while":
+        return eqn.params["body_nconsts"], len(eqn.outvars)
+    if eqn.primitive.name != "scan":
+        return 0, 0
+    # The parameters with these numbers depend on the JAX version. Scanned operands and stacked results have one more axis
+    # outside the body.
+    scanned = sum(o.aval.ndim != i.aval.ndim for o, i in zip(eqn.invars, body.invars, strict=True))
+    carried = sum(o.aval.ndim == i.aval.ndim for o, i in zip(eqn.outvars, body.outvars, strict=True))
+    return len(eqn.invars) - carried - scanned, carried
+
+
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """Return the jaxprs whose results become the results of an equation: branches, the body of a loop, or a called jaxpr."""
     name, params = eqn.primitive.name, eqn.params
@@ -188,17 +206,9 @@ def _skipped(eqn: JaxprEqn) -> int:
     return {"cond": 1, "while": eqn.params.get("cond_nconsts", 0)}.get(eqn.primitive.name, 0)
 
 
-def _carried_range(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return (index of the first carried input of a loop's body, number of carried values)."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "while":
-        return params["body_nconsts"], len(eqn.outvars)
-    return (params["num_consts"], params["num_carry"]) if name == "scan" else (0, 0)
-
-
 def _loop_inputs(eqn: JaxprEqn, jaxpr: Jaxpr, operands: Sequence[bool]) -> list[bool]:
     """Return the marks of a called jaxpr's inputs. For a loop, repeat until the marks of the carried values stop changing."""
-    inputs, (first, count) = list(operands[_skipped(eqn) :]), _carried_range(eqn)
+    inputs, (first, count) = list(operands[_skipped(eqn) :]), loop_carries(eqn, jaxpr)
     while count:
         carried = _marks(jaxpr.outvars[:count], _follow(jaxpr, inputs))
         merged = [a or b for a, b in zip(inputs[first : first + count], carried, strict=True)]
@@ -210,7 +220,7 @@ def _loop_inputs(eqn: JaxprEqn, jaxpr: Jaxpr, operands: Sequence[bool]) -> list[
 
 def _loop_outputs(eqn: JaxprEqn, jaxpr: Jaxpr, results: Sequence[bool]) -> list[bool]:
     """Return the marks of a called jaxpr's outputs. For a loop, repeat until the marks of the carried values stop changing."""
-    outputs, (first, count) = list(results), _carried_range(eqn)
+    outputs, (first, count) = list(results), loop_carries(eqn, jaxpr)
     while count:
         carried = _marks(jaxpr.invars[first : first + count], _trace_back(jaxpr, outputs))
         merged = [a or b for a, b in zip(outputs[:count], carried, strict=True)]

@@ -10,7 +10,7 @@ import jax
 from jax.extend.core import Literal
 
 from axlearn_core.compose import Program, compose
-from axlearn_core.compose.flops import called
+from axlearn_core.compose.flops import called, loop_carries
 from axlearn_core.config import Node, find, patch
 from axlearn_core.config.roles import StackRole
 from axlearn_core.contracts.arrays import is_array
@@ -157,9 +157,7 @@ def trace_step(program: Program, batch: Mapping[str, Any]) -> StepTrace:
     layer: list[Activation] = []
     for scan, times in _stacks(jaxpr, 1.0):
         body = scan.params["jaxpr"].jaxpr
-        # Stacked outputs have one more axis outside the body. The name of the parameter for the number of carries depends on the
-        # JAX version, so count the outputs without that axis.
-        carries = sum(o.aval.ndim == b.aval.ndim for o, b in zip(scan.outvars, body.outvars, strict=True))
+        _, carries = loop_carries(scan, body)
         carried = [v.aval.shape for v in body.outvars[:carries] if v.aval.ndim == 3]
         length, width = (max((shape[axis] for shape in carried), default=0) for axis in (1, 2))
         count = times * scan.params["length"]
