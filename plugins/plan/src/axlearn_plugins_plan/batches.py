@@ -10,9 +10,9 @@ from axlearn_core.errors import AxlearnError, RequestError
 
 
 def abstract_batch(config: Any, vocab_size: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return name -> shape and dtype of each array in a config's global training batches.
+    """Return a mapping from the name of each array in a config's global training batches to its shape and dtype.
 
-    Uses the `batch_shapes()` method of the input's config, which returns name -> (shape, dtype). If the config has no such
+    Uses the `batch_shapes()` method of the input's config, which maps names to (shape, dtype) pairs. If the config has no such
     method, reads one batch, which requires the data.
 
     Args:

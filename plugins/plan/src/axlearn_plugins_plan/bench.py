@@ -24,7 +24,7 @@ from axlearn_core.train.trainer import Trainer
 from axlearn_plugins_plan.memory import compiled_memory
 
 BATCHES = 4
-"""Number of distinct batches that the steps cycle through. More than one, so that routers and losses see varied data."""
+"""Number of distinct batches that the steps cycle through. It exceeds one so that routers and losses see varied data."""
 TRACED = 5
 """Number of traced steps. Only the trace of the slowest step is kept."""
 
@@ -36,7 +36,7 @@ class StepMeasurement:
     Attributes:
         devices: Number and kind of the devices, such as `8 x NVIDIA H100 80GB HBM3`.
         seconds: Time of each measured step, excluding the time to read its input.
-        compile_seconds: Time to compile the step. Short if the program was in JAX's cache.
+        compile_seconds: Time to compile the step. It is short if the program was in JAX's cache.
         input_seconds: Median time to read a batch. A training run reads batches while steps run.
         tokens: Tokens per step. None for batches without tokens.
         model_flops: Model FLOPs per step, as used for model FLOPs utilization (MFU).
@@ -89,7 +89,7 @@ def measure_step(
         resolved: The request, checked and resolved for the local devices.
         steps: Number of measured steps.
         warmup: Number of steps to run before the measurement.
-        trace: New or empty directory for the trace of the slowest of a few additional steps. No tracing if None.
+        trace: New or empty directory for the trace of the slowest of a few additional steps. If None, no step is traced.
         progress: Called with a line of text for each stage.
 
     Raises:

@@ -1,7 +1,7 @@
 """Read the compiler's buffer assignment, which XLA writes if `xla_dump_to` is set.
 
 On TPUs, the `memory_analysis` of a compiled program overstates its memory. For Llama 2 70B on TPU v5p it reports 120.9 GiB,
-but libtpu fit all buffers into 94.8 GiB, and compiled the program for a chip with 95.7 GiB. libtpu rejects programs based on its
+but libtpu fit all buffers into 94.8 GiB and compiled the program for a chip with 95.7 GiB. libtpu rejects programs based on its
 buffer assignment, so a plan reads the same assignment.
 """
 

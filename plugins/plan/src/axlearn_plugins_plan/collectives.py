@@ -96,7 +96,7 @@ def collectives(module: Module, places: Places) -> list[Collective]:
                         continue
                     channels.add(channel)
                 if kind == "all-reduce" and inside.name.startswith("all-reduce-scatter"):
-                    kind = "reduce-scatter"  # TPU programs write it as a fusion of an all-reduce and a slice
+                    kind = "reduce-scatter"  # TPU programs express it as a fusion of an all-reduce and a slice
                 is_async = "async" in inside.name or (
                     outer.opcode.endswith("-start") and '"is_sync":true' not in outer.rest
                 )
@@ -194,7 +194,7 @@ def _split(kind: str, size: int, members: int, domains: int, within: int) -> tup
 
 
 def sum_by_axes(items: Sequence[Collective]) -> Mapping[str, float]:
-    """Return mesh axes -> bytes that one device sends over those axes per step."""
+    """Return a mapping from mesh axes to the bytes that one device sends over those axes per step."""
     total: dict[str, float] = {}
     for collective in items:
         total[collective.axes] = total.get(collective.axes, 0.0) + collective.bytes

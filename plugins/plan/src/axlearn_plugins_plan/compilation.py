@@ -61,7 +61,7 @@ def compile_function(program: Compiler, function: str, bucket: Any, machine: Mac
 
 
 def _buffers(program: Compiler, machine: Machine) -> contextlib.AbstractContextManager[Dump | None]:
-    """Open a dump of the buffer assignment on TPUs, where memory statistics are too high. Yields None on other platforms."""
+    """Open a dump of the buffer assignment on TPUs, whose memory statistics overstate usage. Yields None elsewhere."""
     if machine.target.platform != "tpu" or machine.target.stand_in:
         return contextlib.nullcontext()
     return open_dump(program.compiler_options)

@@ -40,7 +40,7 @@ class Work:
     """An equation that performs floating-point operations, and how often it runs.
 
     Attributes:
-        times: Executions per step, summed over all devices.
+        times: Executions per step, summed across all devices.
         visible: Share of position pairs that the enclosing attention op's mask allows.
         kernel: Whether the equation is inside a kernel. Kernels skip masked blocks.
         product: FLOPs of one execution if the op reports them (`Op.kernel_flops`). They replace the count of the kernel's body.
@@ -87,7 +87,7 @@ class Scope:
 
     Attributes:
         op: The abstract call.
-        visible: Share of its FLOPs that the mathematics needs.
+        visible: Share of the call's FLOPs that are mathematically required.
     """
 
     op: Op[Any]
@@ -202,7 +202,7 @@ def model_flops(program: Program, name: str, bucket: Any) -> ModelFlops:
 
 
 def executed_flops(program: Program, name: str, bucket: Any) -> Mapping[str, float]:
-    """Return dtype -> FLOPs of one call on all devices. Includes recomputation, but not the pairs that kernels skip."""
+    """Return the FLOPs of one call on all devices by dtype. Includes recomputation, but not the pairs that kernels skip."""
     chosen = program.selection(name)
     selection = ScopedSelection(platform=program.platform, target=chosen.target, required=chosen.required)
     with program.tracing(name, selection):
@@ -233,7 +233,7 @@ class _ScopedKernel:
         return tags_result(self.kernel)
 
     def supports(self, op: Any, context: KernelContext) -> str | None:
-        """Ask the wrapped kernel."""
+        """Return the wrapped kernel's answer."""
         return self.kernel.supports(op, context)
 
     def __call__(self, op: Any) -> Any:

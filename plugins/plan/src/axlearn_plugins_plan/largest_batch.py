@@ -1,4 +1,4 @@
-"""Find the largest batch that fits a machine. Each step of the search compiles the program for one batch."""
+"""Find the largest batch that fits a machine. Each step of the search compiles the program for one batch size."""
 
 from collections.abc import Callable, Mapping
 
@@ -38,7 +38,7 @@ def find_largest_batch(
 
     Args:
         rows: Number of rows in a batch whose memory is known.
-        unit: Every possible batch has a multiple of this number of rows.
+        unit: The number of rows in a batch must be a multiple of this number.
         memory: Memory of the batch with `rows` rows. Its capacity must be known.
         measure: Compiles a batch with the given number of rows, and returns its memory.
         max_compiles: Maximum number of calls to `measure`.
@@ -68,7 +68,7 @@ def _bounds(points: Mapping[int, Memory]) -> tuple[int, int | None]:
 
 
 def _next(points: Mapping[int, Memory], low: int, high: int | None) -> int:
-    """Return the next count to compile, from a line through two known points."""
+    """Return the next count to compile, based on a line through two known points."""
     if low == 0:
         return 1
     if high is None and len(points) == 1:

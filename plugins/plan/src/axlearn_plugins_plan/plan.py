@@ -55,8 +55,9 @@ class FunctionPlan:
         rows: Number of rows in the batch.
         tokens: Number of tokens in the batch. None if the function takes no tokens.
         batch_shards: Number of devices or groups of devices that a batch is sharded over.
-        batch_unit: The mesh, the microbatches and the input allow only batches with a multiple of this number of rows.
-        batch: What set the batch size. None if the function does not take one of the experiment's batches.
+        batch_unit: The mesh, the microbatches and the input require the number of rows in a batch to be a multiple of this
+            number.
+        batch: Source of the batch size. None if the function does not take one of the experiment's batches.
         trained: Number of parameters that a training step updates.
         frozen_bytes: Bytes per device of the float32 parameters that a training step does not update.
         compute_dtype: Dtype in which the model computes. None if the model does not specify one.
@@ -162,7 +163,7 @@ def compose_program(resolved: Resolved) -> tuple[Program, dict[str, jax.ShapeDty
     Fields that only affect the data (files, a tokenizer) may be unset if the input can report its batch shapes without them.
 
     Returns:
-        The program, and name -> shape and dtype of each array of a batch.
+        The program, and a mapping from the name of each array of a batch to its shape and dtype.
 
     Raises:
         ConfigError: Any other field is missing or invalid.
@@ -318,7 +319,7 @@ def add_largest_batch(plan: FunctionPlan, resolved: Resolved, progress: Callable
 
     try:
         largest = find_largest_batch(plan.rows, plan.batch_unit, plan.memory, measure)
-    except AxlearnError as error:  # a part of the model, such as a pipeline, refuses this number of rows
+    except AxlearnError as error:  # a part of the model, such as a pipeline, rejects this number of rows
         reason = str(error).partition("\n")[0]
         return attrs.evolve(plan, notes=(*plan.notes, f"the largest batch is unknown: {reason}"))
     return attrs.evolve(plan, largest_batch=largest)

@@ -82,7 +82,7 @@ class Prediction:
         seconds: Predicted time of the step.
         low, high: Range around the prediction. For four out of five known steps, the measured time falls within this range
             when the step is excluded from the fit.
-        steps: Number of the target's steps in the fit.
+        steps: Number of steps in the fit that ran on the target.
         trainings: Number of distinct training workloads among these steps. Different systems may have run the same
             workload.
         sources: Citations of the steps.
@@ -104,7 +104,7 @@ def load_measurements() -> tuple[tuple[Step, ...], Model]:
 
 
 def predict(machine: Machine, bound: Roofline, *, grouped: bool = False) -> Prediction | None:
-    """Predict the time of a training step. Return None if the target has no known steps, or the plan lacks a figure."""
+    """Predict the time of a training step, or return None if the target has no known steps or the plan lacks a number."""
     steps, model = load_measurements()
     name = machine.target.name
     target_steps = [s for s in steps if s.target == name]

@@ -1,4 +1,4 @@
-"""Suggest changes that make a plan fit, with estimates of their memory and cost."""
+"""Suggest changes that make a plan fit, and estimate the memory and the cost of each one."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ class Remedy:
 
 
 def remedies(plan: FunctionPlan, features: frozenset[str], most: int = 3) -> list[Remedy]:
-    """Return the cheapest changes that are estimated to make a plan fit, or those that come closest if none is enough.
+    """Return the cheapest changes that are estimated to make a plan fit, or those that come closest if none suffices.
 
     Args:
         plan: The plan that does not fit.

@@ -24,7 +24,7 @@ def size(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Format a duration in seconds, with a unit that fits its length."""
+    """Format a duration given in seconds, with a unit suited to its magnitude."""
     if value is None:
         return "?"
     for unit, scale in (("days", 86400), ("h", 3600), ("min", 60)):
@@ -216,14 +216,14 @@ def kernel_lines(choices: Sequence[Choice], *, verbose: bool = True) -> Iterator
 
 
 def _refusals(choice: Choice) -> dict[str, str]:
-    """Return name -> reason for each kernel of this platform that refused the call."""
+    """Return the reason for each kernel of this platform that rejected the call, by kernel name."""
     platform = choice.context.platform
     elsewhere = {k.name for k in installed(type(choice.op)) if k.platforms and platform not in k.platforms}
     return {name: reason for name, reason in dict(choice.rejected).items() if name not in elsewhere}
 
 
 def rejection_reasons(choice: Choice) -> dict[str, str]:
-    """Return name -> reason for each implementation of the op that was not chosen."""
+    """Return the reason for each implementation of the op that was not chosen, by name."""
     reasons, platform = dict(choice.rejected), choice.context.platform
     declared = installed(type(choice.op))
     best = next((k.priority for k in declared if k.name == choice.name), 0)

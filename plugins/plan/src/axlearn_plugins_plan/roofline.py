@@ -11,7 +11,7 @@ from axlearn_plugins_plan.collectives import Collective
 
 @attrs.frozen(kw_only=True)
 class Roofline:
-    """Seconds per step for each hardware limit. None if the hardware's or the program's figure is unknown.
+    """Seconds per step for each hardware limit. None if the hardware's rate or the program's usage is unknown.
 
     Attributes:
         compute: Time of the executed FLOPs, spread evenly over the devices, at the peak rates of their dtypes.
@@ -27,7 +27,7 @@ class Roofline:
 
     @property
     def step(self) -> float | None:
-        """The largest limit, which is the step time with full overlap. None if the compute time is unknown."""
+        """The longest of these times, which is the step time with full overlap. None if the compute time is unknown."""
         times = [t for t in (self.compute, self.hbm, self.links, self.network) if t is not None]
         return max(times) if self.compute is not None else None
 
@@ -40,7 +40,7 @@ class Roofline:
 
     @property
     def bound(self) -> str:
-        """Name of the bottleneck, which is the limit with the longest time."""
+        """Name of the bottleneck, which is the limit that takes the longest."""
         times: dict[str, float] = get_options(self, "compute", "hbm", "links", "network")
         return max(times, key=lambda n: times[n]) if times else "unknown"
 
@@ -48,8 +48,8 @@ class Roofline:
 def peak(target: Target, dtype: str) -> float | None:
     """Return the peak FLOP/s of a device for matmuls in a dtype.
 
-    Falls back to the bfloat16 peak if the target has no figure for the dtype. Wider dtypes are slower, so the time remains a lower
-    bound.
+    Falls back to the bfloat16 peak if the target does not specify a peak for the dtype. Wider dtypes are slower, so the time
+    remains a lower bound.
     """
     peak_rate = target.peak_flops.get(dtype)
     if peak_rate is None and dtype.startswith("float8"):

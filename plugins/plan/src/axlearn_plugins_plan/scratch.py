@@ -37,7 +37,7 @@ def scratch_directory() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _remover(directory: Path) -> Iterator[None]:
-    """Start a process that removes the directory when this process exits. Its own session shields it from our signals."""
+    """Start a process that removes the directory when this process exits. A separate session shields it from our signals."""
     command = ["sh", "-c", _REMOVE, "sh", str(directory)]
     silent = subprocess.DEVNULL
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True):

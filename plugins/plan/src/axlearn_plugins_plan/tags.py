@@ -17,7 +17,7 @@ _HEADS = ("batch", "sequence", "activation_heads", None)
 _KEYS = ("batch", "sequence", "activation_kv", None)
 _WIDTH = ("batch", "sequence", "activation_embed")
 _HIDDEN = ("batch", "sequence", "activation_mlp")
-# The tags that `axlearn_core.nn.remat` describes. Other tags have the sharding of the constraint next to the tag. Without a
+# The tags that `axlearn_core.nn.remat` describes. Other tags are sharded like the constraint next to the tag. Without a
 # constraint, they are assumed to be sharded over the batch and the sequence.
 _AXES: Mapping[str, tuple[str | None, ...]] = {
     **dict.fromkeys(("query", "context"), _HEADS),
@@ -29,7 +29,7 @@ _AXES: Mapping[str, tuple[str | None, ...]] = {
 
 @attrs.frozen(kw_only=True)
 class Tag:
-    """An activation tag, summed over all layers that have it.
+    """An activation tag, with its figures summed across all layers that have it.
 
     Attributes:
         kept: What the enclosing policy does with the activation: `saved`, `offloaded` or `recomputed`. `free` if there is no

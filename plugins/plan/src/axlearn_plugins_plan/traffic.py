@@ -66,7 +66,7 @@ def _size(computation: Computation, name: str) -> float:
 def _fusion_bytes(module: Module, computation: Computation, fusion: Instruction, body: Computation) -> float:
     """Return the bytes that a fusion moves.
 
-    If an operand is only sliced, only its slices count. If a result is updated in place, only the update counts.
+    If an operand is only sliced, just its slices count. If a result is updated in place, only the update counts.
     """
     total = 0.0
     updated: set[str] = set()

@@ -77,7 +77,7 @@ class StopRun(Configurable):
 
 
 class RestartProcess(Configurable):
-    """Ends this process at once with exit code 75, without saving. A supervisor then restarts it.
+    """Ends this process immediately with exit code 75, without saving. A supervisor then restarts it.
 
     The steps since the last checkpoint are lost. Without a supervisor the run ends.
     """
@@ -107,7 +107,7 @@ class Webhook(Configurable):
         """Source of the URL, and the time limit for requests.
 
         Attributes:
-            variable: Environment variable with the URL.
+            variable: Name of the environment variable that contains the URL.
             seconds: Time limit for a request.
         """
 

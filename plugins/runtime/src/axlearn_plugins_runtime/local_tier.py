@@ -84,7 +84,7 @@ class LocalParts:
         return sorted(set(parts) - self.excluded)
 
     def describe(self, part: Part) -> list[tuple[str, int]]:
-        """Return (name, bytes) of each file of a part."""
+        """Return the name and the size in bytes of each file of a part."""
         folder = f"{part.folder}/"
         return [(f.path.removeprefix(folder), f.bytes) for f in self.storage.list(folder)]
 
@@ -213,7 +213,7 @@ def list_needs(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> list[Need]:
 
 
 def find_overlaps(need: Need, arrays: Mapping[str, StoredArray]) -> list[Box]:
-    """Return the parts of a need's box that the arrays contain."""
+    """Return the regions of a need's box that the arrays contain."""
     path, box = need
     if path not in arrays:
         return []

@@ -184,7 +184,7 @@ def from_json(rows: Sequence[Any]) -> list[Need]:
 
 
 def exchange_bytes(chunk: np.ndarray, pairs: Pairs) -> np.ndarray:
-    """Send bytes between processes over the links of the devices. This needs no network service or authentication.
+    """Send bytes between processes over the links of the devices, which requires no network service or authentication.
 
     All processes must call it together.
 

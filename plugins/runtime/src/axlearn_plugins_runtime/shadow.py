@@ -74,7 +74,7 @@ class Comparison:
     """Losses and gradient distances of two executions of a step.
 
     Attributes:
-        loss, shadow_loss: Losses of the real and the second execution.
+        loss, shadow_loss: Losses of the real execution and the second execution.
         differences, norms: Norms of the gradient differences and of the real gradients, by path. Stacked parameters have one
             value per layer.
     """

@@ -145,7 +145,7 @@ class TieredCheckpointer(ShardedCheckpointer):
         return part
 
     def _finish_saves(self, *, wait: bool) -> None:
-        """Finish the pending local save, copy it to other machines, and delete states beyond `keep` complete ones.
+        """Finish the pending local save, copy it to other machines, and delete all but the newest `keep` complete states.
 
         All processes agree on the complete states before anything is deleted.
         """
@@ -195,7 +195,7 @@ class TieredCheckpointer(ShardedCheckpointer):
 
         Raises:
             CheckpointError: No checkpoint can be restored.
-            WorkError: A process does not respond for `local.wait_seconds`. The error names it.
+            WorkError: A process does not respond within `local.wait_seconds`. The error names the process.
         """
         self.parts.clean()
         newest = self._gather(self.latest_step() if jax.process_index() == 0 else None, "restore")[0]

@@ -42,7 +42,7 @@ class Sampling:
         min_p: Minimum probability of a token, relative to the most likely one (Nguyen et al., 2024).
         seed: Seed for sampling. The same seed produces the same tokens in any batch. None picks a random seed.
         presence_penalty: Subtracted from the logit of each token that is already in the output.
-        frequency_penalty: Subtracted from a token's logit once for each time the token is in the output.
+        frequency_penalty: Subtracted from a token's logit once for each occurrence of the token in the output.
         logit_bias: Token -> value added to its logit.
         stop_tokens: Tokens that end the output, in addition to the tokenizer's end token. The output excludes the token that
             ended it.
@@ -196,7 +196,7 @@ class Statistics:
 
 
 class Engine(Protocol):
-    """Continues many prompts at once.
+    """Continues many prompts at the same time.
 
     Call its methods from a single thread.
 
@@ -220,7 +220,7 @@ class Engine(Protocol):
         ...
 
     def abort(self, id: str) -> None:
-        """End a request without any more output and free its blocks.
+        """End a request without further output and free its blocks.
 
         Unknown ids are ignored.
         """
@@ -439,7 +439,7 @@ class Runner(Protocol):
         ...
 
     def submit(self, rows: Sequence[Row], steps: int = 1) -> SubmittedStep:
-        """Submit a step and return before it ends.
+        """Submit a step without waiting for it to finish.
 
         Args:
             rows: Rows with distinct slots: at most `max_rows` rows and `max_batch_tokens` tokens in total.

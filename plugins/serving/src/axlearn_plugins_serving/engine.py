@@ -61,8 +61,8 @@ class ServingEngine(Configurable):
             prefix_cache: Whether requests with a common prefix share the prefix's cached blocks.
             pipeline: Whether to plan a step while the previous one computes.
             tensor_parallel: Number of devices that split each matrix multiplication and the heads of the cache. None uses one
-                device, or two virtual CPU devices if JAX has them and they divide the model. `axlearn serve` creates them on
-                two or more cores.
+                device, or two virtual CPU devices if JAX has them and the model's sizes are divisible by two. `axlearn serve`
+                creates them on two or more cores.
             hold_seconds: Decode up to `runner.decode_steps` tokens in one dispatch if they take at most this many seconds in
                 total. A new request may wait this long for the step to end.
         """
@@ -228,7 +228,7 @@ class ServingEngine(Configurable):
     def _build_rows(self, plan: SchedulerOutput, outputs: list[Output]) -> list[Row]:
         """Build the rows of a plan.
 
-        End the requests whose constraint fails and remove their parts from the plan.
+        End each request whose constraint fails, and remove its part from the plan.
         """
         rows, parts = [], []
         for part in plan.parts:

@@ -1,4 +1,4 @@
-"""The devices of an engine, and how many of them split each matrix multiplication."""
+"""The devices of an engine, and the number of devices that split each matrix multiplication."""
 
 import contextlib
 import os
@@ -58,7 +58,7 @@ def serving_program(model: Node[Any], mesh: Mesh, config: ServingEngine.Config) 
 
     Raises:
         RequestError: If there are not enough devices.
-        ConfigError: If the number of devices does not divide the number of heads or the width.
+        ConfigError: If the number of heads or the width is not divisible by the number of devices.
     """
     functional, devices = Functional.from_config(model), jax.devices()
 
@@ -98,7 +98,8 @@ def _create_virtual_devices(count: int) -> None:
 def _may_share(config: ServingEngine.Config) -> bool:
     """Return True if virtual CPU devices may split matrix multiplications by default.
 
-    Decoding several tokens per dispatch needs a loop with collectives, which XLA for CPU may never finish with few threads.
+    Decoding several tokens per dispatch needs a loop with collectives, which XLA for CPU may never finish if it has few
+    threads.
     """
     return isinstance(config.runner, ModelRunner.Config) and config.runner.decode_steps == 1
 

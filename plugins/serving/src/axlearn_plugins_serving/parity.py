@@ -28,7 +28,7 @@ MIN_WIDE_INPUTS, INPUT_MULTIPLE, OUTPUT_MULTIPLE = 768, 256, 64
 
 
 def min_rows(model: Any) -> int:
-    """Return the number of rows to pad to for bitwise equal results.
+    """Return the number of rows to pad to so that results are bitwise equal.
 
     With this padding, the results of `model`, a `CausalLM`, do not depend on the number of rows.
     """

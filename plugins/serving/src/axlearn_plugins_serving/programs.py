@@ -29,7 +29,7 @@ Shapes: TypeAlias = Mapping[str, Sequence[StepBucket | None]]
 
 
 def identity(program: ModelProgram, configs: Mapping[str, Node[Any]]) -> dict[str, str]:
-    """Return everything that determines the programs of a runner, by name.
+    """Return everything that determines a runner's programs, by name.
 
     Args:
         program: Program of the runner.
@@ -77,7 +77,7 @@ def load_programs(program: ModelProgram, functions: Shapes, configs: Mapping[str
 class BackgroundLoader:
     """Loads functions in the background.
 
-    A function that is needed before its turn is loaded at once.
+    A function that is needed before its turn is loaded immediately.
 
     Args:
         program: Program whose functions have all been exported and verified.

@@ -66,8 +66,8 @@ class TransposedLinear(ServingLinear):
 
     The matrix is sharded by the first dimension of the outputs and of the inputs.
 
-    Relative to `Linear`, XLA for CPU takes 0.6 to 0.8 of the time to multiply 2 to 64 rows, 0.95 for 200 rows, and 1 to 1.05 for
-    a single row or hundreds of rows.
+    Compared with `Linear`, XLA for CPU takes 0.6 to 0.8 times as long to multiply 2 to 64 rows, 0.95 times as long for 200
+    rows, and 1 to 1.05 times as long for a single row or hundreds of rows.
 
     Attributes:
         matrix: [outputs, inputs].

@@ -144,7 +144,7 @@ def adjust_logits(logits: jax.Array, rows: Tables, masked: jax.Array) -> jax.Arr
 
 
 def likeliest(logits: jax.Array) -> jax.Array:
-    """Return the most likely token, or the first of them in a tie, [L, V] -> int32 [L].
+    """Return the most likely token, or the first one in a tie, [L, V] -> int32 [L].
 
     XLA for CPU does not vectorize `jnp.argmax`.
     """
@@ -210,9 +210,9 @@ def _find_largest_key(enough: Any) -> jax.Array:
 
 
 def report(logits: jax.Array, token: jax.Array, needed: jax.Array) -> ChosenTokens:
-    """Return log-probabilities of the tokens and of the most likely tokens.
+    """Return the log-probabilities of the chosen tokens and of the most likely tokens.
 
-    They are zeros unless `needed` is True.
+    All values are zero unless `needed` is True.
 
     Args:
         logits: float32 [L, V].

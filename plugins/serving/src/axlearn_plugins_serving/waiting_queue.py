@@ -7,7 +7,7 @@ from axlearn_plugins_serving.request_state import RequestState
 
 
 class WaitingQueue:
-    """A queue ordered by priority, then by turns of clients, then by arrival.
+    """A queue ordered by priority, then by the clients' turns, then by arrival.
 
     The cost of each operation is logarithmic in the number of distinct priorities.
     """

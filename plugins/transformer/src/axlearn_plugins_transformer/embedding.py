@@ -55,7 +55,8 @@ class Embedding(Layer):
         """Embed the tokens: int32 [B, S] -> [B, S, D]."""
         table = self.computed(self.weight)
         if tokens.size == 1 and is_sharded():
-            # For one row, XLA on GPUs emits a slice and would gather the whole sharded table. Look up two rows instead.
+            # For a single-row lookup, XLA on GPUs would emit a slice, which gathers the whole sharded table. Look up two rows
+            # instead.
             x = table[jnp.broadcast_to(tokens.reshape(1), (2,))][:1].reshape(*tokens.shape, -1)
         else:
             x = table[tokens]

@@ -26,7 +26,7 @@ COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "axlearn-core", "axle
 """Distributions whose versions are part of the cache key, in addition to all installed axlearn plugins."""
 
 FIGURES_VERSION = 2
-"""Version of a plan's figures. Increase it to discard cached plans."""
+"""Version of the numbers in a plan. Increase it to discard cached plans."""
 
 
 @attrs.frozen(kw_only=True)
@@ -76,7 +76,7 @@ def resolved_request(request: Request, row: RankedLayout) -> Request:
 
 
 def versions() -> dict[str, str]:
-    """Return distribution -> version for all distributions that affect the compiled program."""
+    """Return the versions of all distributions that affect the compiled program, by distribution name."""
     by_name = {}
     for dist in metadata.distributions():
         name = dist.metadata["Name"].lower().replace("_", "-")
@@ -185,7 +185,7 @@ class Clock:
 def compile_layouts(
     request: Request, rows: Sequence[RankedLayout], cache: Cache, clock: Clock, progress: Callable[[str], None]
 ) -> list[CompiledLayout]:
-    """Compile layouts in parallel. A layout that exceeds the budget gets an error instead of a plan."""
+    """Compile layouts in parallel. For a layout that exceeds the budget, return an error instead of a plan."""
 
     def compile_layout(row: RankedLayout) -> CompiledLayout:
         words = plan_words(request, row)

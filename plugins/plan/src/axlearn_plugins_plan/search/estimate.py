@@ -32,7 +32,7 @@ class Estimate:
     """The estimated figures of one layout, per device.
 
     Attributes:
-        arguments: Bytes of the training state and the batch. Exact.
+        arguments: Bytes of the training state and the batch. This number is exact.
         kept: Bytes that the forward pass saves for the backward pass.
         columns: Bytes of each column in `COLUMNS`; `figures.toml` has the coefficients. On platforms that are estimated by phase,
             bytes that add up to `temporaries`.
@@ -216,7 +216,7 @@ class Work:
         return 1.0 if self.pipeline is None else self.pipeline.stretch / self.pipeline.stages
 
     def executed_flops(self, trace: StepTrace) -> dict[str, float]:
-        """Return dtype -> FLOPs on all devices, counted as in a plan.
+        """Return the FLOPs on all devices by dtype, counted as in a plan.
 
         Idle stages compute too. Work outside the stages counts once.
         """
@@ -267,7 +267,7 @@ def _pipeline_columns(
     state: float,
     offloaded: float,
 ) -> tuple[float, dict[str, float]]:
-    """Return (bytes saved for the backward pass, name -> bytes of all temporaries at the peak)."""
+    """Return the bytes saved for the backward pass, and the bytes of all temporaries at the peak by name."""
     sizes = compute_sizes(figures, trace, work.full_trace, pipeline.microbatches, pipeline)
     chunk = count_layers(trace) / pipeline.chunks
     activations = residual_bytes(pipeline, sizes, chunk)

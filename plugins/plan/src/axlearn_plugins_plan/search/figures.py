@@ -53,7 +53,7 @@ def coefficients(target: Target) -> Coefficients:
     """Return the coefficients of a target's platform.
 
     Raises:
-        RequestError: The target has no figures for its speed or memory, or its platform has no coefficients.
+        RequestError: The target does not specify its speed or memory, or its platform has no coefficients.
     """
     required = ("peak_flops", "hbm_bytes", "hbm_bandwidth", "link_bandwidth")
     missing = [name for name in required if not get_fields(target)[name]]

@@ -44,7 +44,7 @@ def check_varied(vary: Sequence[str], kept_parts: frozenset[str]) -> None:
 
 
 def _overlap(setting: str, path: str) -> bool:
-    """Return whether a setting affects the path, an ancestor, or a descendant. Both may be patterns."""
+    """Return whether a setting affects the path, one of its ancestors, or one of its descendants. Both may be patterns."""
     path_parts, setting_parts = path.split("."), setting.split(".")
     above = any(matches(setting, ".".join(path_parts[:n])) for n in range(1, len(path_parts) + 1))
     return above or any(matches(path, ".".join(setting_parts[:n])) for n in range(1, len(setting_parts) + 1))

@@ -2,11 +2,11 @@
 
 layout: 1
 experiment: llama2-70b
-model: 5f0c...        # hash of the model's mathematics and the shapes of its batches
+model: 5f0c...        # hash of what the model computes and of the shapes of its batches
 target: h100-8x64
 with: ["remat:save=[query,key,value]"]
 set: {mesh.shape: {fsdp: 64, tensor: 8}}
-varies: []            # parts of the mathematics that the layout changes, from a search with --vary
+varies: []            # parts of the model that the layout may change, from a search with --vary
 """
 
 import hashlib
@@ -40,7 +40,7 @@ class LayoutFile:
         target: The machine.
         features: Values of `--with`.
         settings: Path -> value of `--set`.
-        varies: Config paths at which the layout may change the mathematics.
+        varies: Config paths at which the layout may change what the model computes.
         source: Path of the file, for error messages.
     """
 
@@ -104,7 +104,7 @@ class LayoutFile:
 
 
 def model_hash(config: Any) -> str:
-    """Return a hash of the model's mathematics and the shapes of its batches, as twelve hex digits."""
+    """Return a hash of what the model computes and of the shapes of its batches, as twelve hex digits."""
     settings = mathematics(config.model)
     batches = config.input.batch_shapes() if isinstance(config.input, DeclaresBatches) else {}
     shapes = {name: list(shape) for name, (shape, _) in batches.items()}

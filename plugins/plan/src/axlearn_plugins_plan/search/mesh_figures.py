@@ -15,7 +15,7 @@ from axlearn_plugins_plan.search.space import MeshChoice, abstract_layout
 from axlearn_plugins_plan.search.trace import Activation, StepTrace
 
 COMPUTED_ITEMSIZE = 2
-"""Bytes per element of a gathered parameter. Layers compute in bfloat16 on every target that has figures."""
+"""Bytes per element of a gathered parameter. Layers compute in bfloat16 on every target with known performance numbers."""
 
 
 @attrs.frozen
@@ -50,8 +50,8 @@ class LayerParameters:
         stored: All stored parameters.
         rounded: Copies in the compute precision. 0 if the parameters are stored in that precision.
         shapes: One parameter of each distinct shape.
-        largest: Largest parameter, over all layers.
-        alike: All parameters as large as `largest`.
+        largest: Largest parameter across all layers.
+        alike: All parameters that are as large as `largest`.
         sharded: Whether any parameter is gathered for compute.
     """
 
@@ -133,7 +133,7 @@ class MeshFigures:
         return math.prod(self.choice.shape.get(a, 1) for a in axes)
 
     def local(self, activations: Sequence[Activation], offloaded: bool = False) -> float:
-        """Return the bytes of activations on one device, over all layers."""
+        """Return the bytes of activations on one device, across all layers."""
         key = id(activations), offloaded
         if key not in self._local:
             # Storing the activations keeps them alive, so that no other object can reuse their id.
@@ -158,7 +158,7 @@ class MeshFigures:
 
     @cached_property
     def gathered_bytes(self) -> Mapping[int, float]:
-        """Gather group size -> bytes of the shards gathered over groups of that size, in the compute precision."""
+        """Size of a gather group -> bytes of the shards gathered over groups of that size, in the compute precision."""
         by_group: dict[int, float] = {}
         for p in self.parameters:
             by_group[p.group] = by_group.get(p.group, 0.0) + p.numbers * COMPUTED_ITEMSIZE
@@ -206,7 +206,7 @@ def _bytes(tree: Any, places: Any) -> float:
 
 
 def whole_stream(figures: MeshFigures, trace: StepTrace) -> float:
-    """Return one device's bytes of the full-width residual stream, sharded only by rows and context parallelism."""
+    """Return the bytes of the full-width residual stream on one device, sharded only by rows and context parallelism."""
     if not trace.stream:
         return 0.0
     devices = figures.batch_shards * figures.choice.shape.get("seq", 1)

@@ -59,7 +59,7 @@ class Pipeline:
 
     @property
     def recomputes(self) -> bool:
-        """True if the backward pass recomputes the layers from the stage inputs."""
+        """Whether the backward pass recomputes the layers from the stage inputs."""
         return self.schedule == "1f1b"
 
 

@@ -49,7 +49,8 @@ class RankedLayout:
         choice: The layout.
         machine: The machine.
         estimate: Estimated memory and roofline.
-        seconds: Time of a step. Predicted if the target has published or measured steps, else the roofline without overlap.
+        seconds: Time of a step. It is predicted if the target has published or measured steps, and is otherwise the roofline
+            without overlap.
         rows: Rows per step.
         tokens: Tokens per step. None for a batch without tokens.
     """
@@ -106,7 +107,7 @@ class Space:
         return self._programs[remat][1]
 
     def remats(self) -> dict[str | None, StepTrace]:
-        """Return option -> trace, without options that beat some other option in neither memory nor FLOPs."""
+        """Return the trace of each option, excluding options that another one matches or beats in both memory and FLOPs."""
         traces: dict[str | None, StepTrace] = {None: self.trace_remat(None)}
         if not self.varies_feature("remat"):
             return traces

@@ -53,7 +53,7 @@ def text(request: Request, result: Result) -> str:
 
 
 def notes(result: Result) -> list[str]:
-    """Return notes on the ranked, pruned and compiled layouts, and on the estimation errors."""
+    """Return notes about the ranked, pruned and compiled layouts, and about the estimation errors."""
     errors = [abs(r.memory_error) for r in result.rows if r.memory_error is not None]
     lines = [
         f"{result.ranked:,} legal layouts, {result.left_out:,} pruned by memory, {len(result.rows)} compiled; "
@@ -161,7 +161,7 @@ STYLE = (
 
 
 def picture(result: Result, width: int = 760, height: int = 380) -> str:
-    """Plot memory against step time as SVG, with a line for the Pareto front and a ring for the shipped layout."""
+    """Plot memory against step time as SVG. A line shows the Pareto front, and a ring marks the shipped layout."""
     if not result.rows:
         return ""
     left, right, top, bottom = 64, width - 40, 24, height - 52

@@ -13,7 +13,7 @@ class Sizes:
 
     Attributes:
         stream: Residual stream between two layers (x).
-        whole_stream: Residual stream with its full width, and the sequence sharded only by context parallelism.
+        whole_stream: Full-width residual stream, whose sequence is sharded only by context parallelism.
         kept: Activations that a layer saves for its backward pass, including its input (k).
         saved_without_remat: Activations that a layer saves without recomputation.
         layer: Tagged activations of a layer.
@@ -24,13 +24,13 @@ class Sizes:
         layers: Stored parameters of the layers (S).
         rounded: Copies of the layers' parameters in the compute precision. 0 if they are stored in that precision.
         shapes: One parameter of the layers for each shape (Z).
-        largest: Largest parameter, over all layers. If it is gathered, there is a second copy in a different layout.
-        alike: All parameters as large as `largest`.
+        largest: Largest parameter across all layers. If it is gathered, there is a second copy in a different layout.
+        alike: All parameters that are as large as `largest`.
         sharded: Whether parameters are gathered for compute.
         rest: All other stored parameters.
         gathered: Gathered parameters of one layer.
         vocabulary: All other gathered parameters.
-        head: The largest parameter in `vocabulary`, which maps the stream to logits.
+        head: The largest parameter in `vocabulary`, which maps the residual stream to logits.
         logits: Logits.
         tensor: Whether tensor parallelism shards matmuls.
     """

@@ -21,7 +21,7 @@ from axlearn_plugins_plan.tags import Tag
 
 MAX_MICROBATCHES = 32
 VARIED = ("batch", "optimizer-precision")
-"""Parts of a layout that change the mathematics. They are varied only with `--vary`."""
+"""Parts of a layout that change what the model computes. They are varied only with `--vary`."""
 
 
 @attrs.frozen(kw_only=True)
@@ -30,8 +30,8 @@ class MeshChoice:
 
     Attributes:
         shape: Axis -> size, without axes of size 1.
-        stream: Logical axis (`activation_embed`, `residual_sequence`) -> mesh axes, only for rules that differ from the base
-            config.
+        stream: Logical axis (`activation_embed`, `residual_sequence`) -> mesh axes. Contains only rules that differ from the
+            base config.
         requested: Whether the request already sets the shape. If so, the layout must not set it again.
     """
 

@@ -30,7 +30,7 @@ def residual_bytes(pipeline: Pipeline, sizes: Sizes, chunk: float) -> float:
 
 
 def peak_terms(pipeline: Pipeline, sizes: Sizes, chunk: float, room: float) -> dict[str, float]:
-    """Return name -> bytes of the live buffers at the peak.
+    """Return the bytes of each live buffer at the peak, by name.
 
     The peak is in the loss, the backward loop, or the gradient of the embedding. The update needs no temporaries because XLA
     changes the state in place.
@@ -39,7 +39,8 @@ def peak_terms(pipeline: Pipeline, sizes: Sizes, chunk: float, room: float) -> d
         pipeline: The schedule.
         sizes: Sizes for one of its microbatches.
         chunk: Layers per chunk.
-        room: Bytes available for temporaries. If they fit, XLA keeps zeros in memory instead of computing them when they are used.
+        room: Bytes available for temporaries. If there is enough room, XLA keeps zeros in memory instead of computing them on
+            use.
     """
     residuals = residual_bytes(pipeline, sizes, chunk)
     if pipeline.schedule == "1f1b":

@@ -1,7 +1,7 @@
 """Estimate the peak memory of temporaries during a step on TPUs.
 
-For each buffer size, the formulas count the buffers that libtpu 0.0.42 assigns at the peak. The counts were read from the
-layouts in `benchmarks/results/2026-11-26-tpu-memory.md`. libtpu reduces its memory use when memory runs short.
+For each buffer size, the formulas count the buffers that libtpu 0.0.42 assigns at the peak. The counts come from the layouts in
+`benchmarks/results/2026-11-26-tpu-memory.md`. libtpu reduces its memory use when memory runs short.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from axlearn_plugins_plan.search.sizes import Sizes
 
 
 def single_stage_peak(sizes: Sizes, layers: float, accumulates: bool, learner: float) -> dict[str, float]:
-    """Return name -> bytes of the live buffers at the peak of a step without stages.
+    """Return the bytes of each live buffer at the peak of a step without stages, by name.
 
     The peak is in a layer's backward pass, the loss or the update.
 
     Args:
         sizes: Sizes for one microbatch.
-        layers: Layers of the model.
+        layers: Number of layers in the model.
         accumulates: Whether gradients are summed over microbatches.
         learner: Bytes of the optimizer state that are loaded from host memory. 0 if the state stays on the device.
     """
@@ -38,7 +38,7 @@ def single_stage_peak(sizes: Sizes, layers: float, accumulates: bool, learner: f
 def pipeline_peak(
     pipeline: Pipeline, sizes: Sizes, chunk: float, residuals: float, learner: float = 0.0
 ) -> dict[str, float]:
-    """Return name -> bytes of the live buffers at the peak of a step on pipeline stages.
+    """Return the bytes of each live buffer at the peak of a step on pipeline stages, by name.
 
     The peak is in a layer's backward pass, the loss or the update.
 

@@ -66,7 +66,7 @@ class StepTrace:
     routed: tuple[Activation, ...] = ()
 
     def scale(self, factor: float) -> "StepTrace":
-        """Scale the trace to a batch with `factor` times as many rows."""
+        """Scale the trace to a batch that has `factor` times as many rows."""
         if factor == 1:
             return self
 
@@ -118,7 +118,7 @@ class StepTrace:
 
     @property
     def flops(self) -> float:
-        """Total FLOPs over all dtypes."""
+        """Total FLOPs across all dtypes."""
         return sum(self.executed_flops.values())
 
 

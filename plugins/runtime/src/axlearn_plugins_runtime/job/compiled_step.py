@@ -6,7 +6,7 @@
     compiled/<identity>.tries               one byte per attempt that loaded it and has not finished a step
 
 An executable is code, and a run directory may come from another user. Therefore an executable is loaded only if no other user
-can write to it, and if this user or the job's supervisor signed it. The user's key is in the cache folder of the home
+can write to it, and if it was signed by this user or the job's supervisor. The user's key is in the cache folder of the home
 directory.
 """
 
@@ -133,7 +133,7 @@ class CompiledStep(RunListener):
             self._folder.with_suffix(".tries").unlink(missing_ok=True)
 
     def keep_step(self, batch: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Save the step that process 0 compiled, in a thread. If this fails, each attempt compiles the step."""
+        """Save the step that process 0 compiled, in a background thread. If this fails, each attempt compiles the step."""
         if self._folder is None or self.facts or jax.process_index():
             return
         if self._folder.exists() and not self._is_unfit:
@@ -228,7 +228,7 @@ def _seals(folder: Path) -> dict[str, str]:
     The index contains the hashes of the executables.
     """
     job = os.environ.get(JOB, "")
-    # Only a supervisor's id is random. Ids from a scheduler's job number can be guessed.
+    # Only a supervisor's id is random. Ids derived from a scheduler's job number can be guessed.
     keys = {"user": _user_key(), "job": job.encode() if re.fullmatch("[0-9a-f]{32}", job) else b""}
     content = (folder / INDEX).read_bytes()
     return {name: hmac.new(key, content, hashlib.sha256).hexdigest() for name, key in keys.items() if key}

@@ -1,4 +1,4 @@
-"""A lock that allows one trainer per location: a file that the trainer renews while it runs."""
+"""A lock that allows one trainer per location. It is a file that the trainer renews while it runs."""
 
 import json
 import os
@@ -31,8 +31,8 @@ class Holder:
     """A lock on a run directory or a checkpoint location. Call `release` at the end.
 
     The lock of a dead holder can be taken over. A holder on this machine is dead if its process has ended. A holder on a
-    different machine is dead if its file is old by this machine's clock and also does not change for two beats. The second
-    condition is needed because clocks may differ. A holder with the same supervisor (`AXLEARN_JOB`) is dead, because the
+    different machine is dead if its file is old according to this machine's clock and does not change for two more beats. The
+    second condition is needed because clocks may differ. A holder with the same supervisor (`AXLEARN_JOB`) is dead, because the
     supervisor ended it before it started this process.
 
     Args:

@@ -94,7 +94,7 @@ class LookAhead:
 
 
 class StopAgreement:
-    """Makes all processes agree on a step to stop after, when one process asks to stop.
+    """When one process asks to stop, makes all processes agree on the step to stop after.
 
     A thread polls the job's coordinator for a request every `seconds` seconds. It does not use the devices, because the process
     may be waiting there for another process.
@@ -142,7 +142,7 @@ class StopAgreement:
             return
 
     def _agree(self, process: int, reason: str) -> None:
-        """Agree on one step more than the furthest step that any process has started."""
+        """Agree to stop one step after the furthest step that any process has started."""
         with self._lock:  # so that no step starts in the meantime
             try:
                 self._client.key_value_set(f"{self._key}/{jax.process_index()}", str(self._step))

@@ -13,7 +13,7 @@ from axlearn_core.run.working_copy import fetch_files, local_files, working_copy
 
 
 class RunMirror:
-    """The files of a run at a URI, and their local working copy. The storage is authoritative.
+    """The files of a run at a URI, and their local working copy. The storage is the source of truth.
 
     Attributes:
         uri: URI of the run, without a trailing `/`.

@@ -36,7 +36,7 @@ If the coordinator is lost, JAX aborts the process before any Python code can ru
 class PeerWatch(RunListener):
     """Sends heartbeats to the other processes of a job, and reports processes that stop sending them.
 
-    It does nothing in a job of one process or under a supervisor (`AXLEARN_JOB`), which reports lost processes itself.
+    It does nothing in a single-process job or under a supervisor (`AXLEARN_JOB`), which reports lost processes itself.
 
     Args:
         run: The run directory or URI.
@@ -156,7 +156,7 @@ class PeerWatch(RunListener):
             return
         self._notice_step = step
         coordinator = coordinator_address() or "its coordinator"
-        text = f"process {self.rank} lost process 0 at {coordinator}, or was killed; {self._resume_hint()}"
+        text = f"process {self.rank} lost its connection to process 0 at {coordinator}, or was killed; {self._resume_hint()}"
         with contextlib.suppress(OSError):
             self._notice.stdin.write(text.replace("\n", " ") + "\n")
 

@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C and SIGTERM: the first signal saves and stops, the second ends the process at once."""
+"""Handling of Ctrl-C and SIGTERM: the first signal saves and stops, and the second ends the process immediately."""
 
 import os
 import signal

@@ -93,7 +93,7 @@ def early_stop(session: Any) -> EarlyStop:
 def is_preempted(step: int) -> bool:
     """Return True if the job stops at this step because a process received SIGTERM. All processes agree.
 
-    Call it before every step. Returns False in a job of one process, in which JAX does not handle the signal.
+    Call it before every step. Returns False in a single-process job, in which JAX does not handle the signal.
     """
     if jax.process_count() == 1 or not jax.config.values["jax_enable_preemption_service"]:
         return False

@@ -35,8 +35,8 @@ class Setup:
 
     Attributes:
         words: Arguments of `axlearn`. If there is a `document`, the agent replaces the run file's path with that of its own copy.
-        document: Text of the run file, which the agent writes to its own folder.
-        bases: Texts of the run files that `document` is based on, by name. The agent writes them to the same folder.
+        document: Content of the run file, which the agent writes to its own folder.
+        bases: Contents of the run files that `document` is based on, by name. The agent writes them to the same folder.
         environment: Environment variables of every trainer.
         logs: Folder for the trainers' output, or None for the agent's own folder.
         processes: Trainer processes per host.
@@ -55,7 +55,8 @@ class Setup:
 class Agent:
     """Keeps `processes` warm workers on its host.
 
-    `prepare`, `start` and `signal` return at once. `kill` waits until the processes have ended, and `events` waits for events.
+    `prepare`, `start` and `signal` return immediately. `kill` waits until the processes have ended, and `events` waits for
+    events.
     """
 
     def __init__(self, setup: Setup):
@@ -205,7 +206,7 @@ class Agent:
                 if rank == 0 and (text := worker.new_output()):
                     self._add_event("output", text=text)
                 progress, stopped = worker.read_status()
-                # Steps are reported once a second, other changes at once.
+                # Steps are reported once a second, and other changes immediately.
                 key = (worker.attempt, progress[2], worker.steps > 0, stopped)
                 if reports.get(rank) == key and now - last < REPORT_SECONDS:
                     continue

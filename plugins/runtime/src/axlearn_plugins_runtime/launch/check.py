@@ -133,12 +133,12 @@ def reduced_words(
     Args:
         config: Config of the run.
         machine: Machine of its target.
-        processes: Requested number of processes.
+        processes: Number of processes that were requested.
         fewer: Number of processes that are left.
-        devices: Devices of all requested processes.
+        devices: Number of devices of all requested processes.
 
     Returns:
-        Arguments to append to those of `axlearn train`, or None if the mesh or the batch does not support that few processes.
+        Arguments to append to those of `axlearn train`, or None if the mesh or the batch does not support so few processes.
     """
     remaining = devices // processes * fewer
     if machine is not None:

@@ -1,4 +1,4 @@
-"""Classification of process exits by exit code, signal, and the report of the process."""
+"""Classification of process exits by exit code, signal, and the process's own report."""
 
 import signal
 from collections.abc import Iterable, Mapping
@@ -39,7 +39,7 @@ class Exit:
 
     Attributes:
         code: Exit code as returned by `wait`. Negative for a signal.
-        kind: Kind that the process reported, or empty.
+        kind: Kind of exit that the process reported, or empty.
         message: Error message.
     """
 
@@ -97,7 +97,7 @@ def classify_exit(end: Exit, tail: str, phase: str = "") -> tuple[Kind, str]:
     Args:
         end: Exit code and report of the process.
         tail: Last lines of its output.
-        phase: Phase that it was in. An error while it waited for a batch counts as a data error.
+        phase: Phase that the process was in. An error while it waited for a batch counts as a data error.
     """
     if end.code == 0:
         return "finished", "finished"
@@ -123,7 +123,7 @@ _RANK = ("request", "infrastructure", "stalled", "data", "user", "preempted", "p
 
 
 def root_cause(deaths: Iterable[Death]) -> Death | None:
-    """Return the death that caused the others, or None if `deaths` is empty."""
+    """Return the death that caused all other deaths, or None if `deaths` is empty."""
     return min(deaths, key=lambda death: _RANK.index(death.kind), default=None)
 
 

@@ -13,17 +13,17 @@ class Limits:
     """Limits for a job.
 
     Attributes:
-        budgets: Number of restarts by kind of death.
-        host_deaths: Number of deaths caused by a host after which it is set aside.
-        crash_loop: Number of consecutive deaths without a newer checkpoint after which the job stops.
-        freeze_seconds: Maximum time that a signal may stop a process.
+        budgets: Allowed number of restarts for each kind of death.
+        host_deaths: A host is set aside after it has caused this many deaths.
+        crash_loop: The job stops after this many consecutive deaths without a newer checkpoint.
+        freeze_seconds: Maximum time for which a signal may stop a process.
         hang_seconds: Maximum time of a step, or of a wait for a batch.
         save_seconds: Maximum time of a save. The last save of a run waits until everything is written.
         start_seconds: Maximum time of the first step and of any other phase.
         host_seconds: Time to wait for a host before training resumes with fewer hosts. The first attempt waits ten times as long
             for all hosts.
         settle_seconds: Time to wait for the root cause after a process reports a lost peer.
-        grace_seconds: Maximum time to save after SIGTERM.
+        grace_seconds: Maximum time that a process may take to save after SIGTERM.
         look_seconds: Maximum wait for an event.
     """
 
@@ -86,7 +86,7 @@ class Tally:
 
     @staticmethod
     def advice(death: Death) -> str:
-        """Return the fix line for a death."""
+        """Return the line of a message that suggests a fix for a death."""
         if death.kind in ("user", "data"):
             return "fix: see the error in the log of that rank; --option budget-user=N or budget-data=N allows more restarts"
         return "fix: check the hosts in processes.jsonl; save more often if processes die before a checkpoint"

@@ -11,7 +11,7 @@ class Host:
 
     Attributes:
         number: Index in the pool.
-        limit: Number of deaths after which it is set aside.
+        limit: Number of deaths after which the host is set aside.
         name: Name for messages.
         address: Address for other hosts.
         present: True if its agent responds.

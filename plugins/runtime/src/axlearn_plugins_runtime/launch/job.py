@@ -18,8 +18,8 @@ class Job:
     Attributes:
         name: Name of the job. Letters, digits and dashes, as Slurm and Kubernetes require.
         experiment: Name of an experiment, or path of a run file as given.
-        document: Text of the run file, or None for the name of an experiment.
-        bases: Texts of the run files that `document` is based on, by name.
+        document: Content of the run file, or None if `experiment` is the name of an experiment.
+        bases: Contents of the run files that `document` is based on, by name.
         words: Options of `axlearn train`, as given (`--set`, `--with`, `--steps`, ...).
         run_dir: Absolute path or URI of the run directory.
         hosts: Number of machines that train.
@@ -51,14 +51,14 @@ class Job:
         return self.hosts * self.processes_per_host
 
     def files(self, folder: str) -> dict[str, str]:
-        """Return the texts of the run files by path in a folder on a different machine, the main one first.
+        """Return the contents of the run files, keyed by their paths in a folder on another machine, main file first.
 
         Returns an empty dict if the job has no run file.
         """
         return {} if self.document is None else place_files(self.experiment, self.document, self.bases, folder)
 
     def train_words(self, experiment: str | None = None) -> tuple[str, ...]:
-        """Return the arguments of `axlearn` that train. They are identical on every host.
+        """Return the `axlearn` arguments that start training. They are identical on every host.
 
         Args:
             experiment: Path to which the launcher wrote the run file (default: the original path).

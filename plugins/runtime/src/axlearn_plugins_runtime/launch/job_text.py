@@ -1,4 +1,4 @@
-"""Options with a single line of text."""
+"""Launcher options that hold a single line of text."""
 
 from typing import Any
 
@@ -12,5 +12,5 @@ def single_line(instance: object, attribute: "attrs.Attribute[str | None]", valu
 
 
 def line(default: str | None = None) -> Any:
-    """Return a field for a single line of text."""
+    """Return a field that holds a single line of text."""
     return attrs.field(default=default, validator=single_line)

@@ -51,7 +51,7 @@ class KubernetesOptions:
         toleration: Key of a taint that the pods tolerate.
         host_network: Use the network of the node.
         restarts: Maximum number of restarts of the whole JobSet. Evictions do not count.
-        grace: Seconds between the notice of an eviction and the end of the pod.
+        grace: Seconds between an eviction notice and the end of the pod.
         hang_seconds: Seconds without progress after which a pod is restarted.
         save_seconds: The same limit during a save.
         start_seconds: The same limit for restoring, compiling, the first step, and an evaluation.
@@ -216,7 +216,7 @@ def _check_pod_names(job: Job, slices: int, per_slice: int) -> None:
 
 
 def _trainer(job: Job, slices: int) -> Manifest:
-    """Return the container of a host, with the variables to join the job."""
+    """Return the container of a host, with the variables that it needs to join the job."""
     env = [
         _field("AXLEARN_ATTEMPT", "jobset.sigs.k8s.io/restart-attempt"),
         _field("AXLEARN_SLICE", "jobset.sigs.k8s.io/job-index"),

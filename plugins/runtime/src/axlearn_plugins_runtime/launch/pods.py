@@ -82,7 +82,7 @@ def node_selector(job: Job) -> Manifest:
 
 
 def resources(job: Job) -> Manifest:
-    """Return the chips of a host as requests and limits."""
+    """Return the chips of a host as resource requests and limits."""
     machine = job.machine
     names = {"tpu": "google.com/tpu", "gpu": "nvidia.com/gpu", "neuron": "aws.amazon.com/neuron"}
     if machine is None or machine.target.platform not in names:

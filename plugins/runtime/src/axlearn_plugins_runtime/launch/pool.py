@@ -20,7 +20,7 @@ class Pool(Protocol):
         ...
 
     def ask_all(self, hosts: Sequence[int], method: str, *args: Any) -> dict[int, Any]:
-        """Call a method of several agents in parallel. Return the results by host, without lost hosts."""
+        """Call a method of several agents in parallel. Return the results by host, excluding lost hosts."""
         ...
 
     def wait(self, timeout: float) -> list[tuple[int, dict[str, Any]]]:

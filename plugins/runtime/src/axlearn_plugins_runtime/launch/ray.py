@@ -148,7 +148,7 @@ class RayLauncher:
 
 
 def _connection_failure(address: str, text: str) -> str:
-    """Return the message for a failed connection: Ray's first line, or both versions if they differ."""
+    """Return the message for a failed connection. It quotes Ray's first line, or both sets of versions if they differ."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines or "ersion mismatch" not in lines[0]:
         reason = lines[0] if lines else "no reason was given"

@@ -18,9 +18,9 @@ DELIMITER = "AXLEARN_RUN_FILE"
 
 
 def read_document(name: str) -> str:
-    """Return the text of a run file. If it is the config of a run, make its asset paths absolute.
+    """Return the content of a run file. If it is the config of a run, make its asset paths absolute.
 
-    The paths must be absolute because the text is later read from a different folder.
+    The paths must be absolute because the content is later read from a different folder.
     """
     text = Path(name).read_text(encoding="utf-8")
     data = parse(text, name).data
@@ -40,9 +40,9 @@ def read_document(name: str) -> str:
 
 
 def read_bases(experiment: str) -> dict[str, str]:
-    """Return the texts of the files that a run file is based on, by their names in `experiment:`, nearest first.
+    """Return the contents of the files that a run file is based on, keyed by their names in `experiment:`, nearest first.
 
-    The request must already be resolved. This ensures that the files can be read and are not circular.
+    The request must already be resolved. This ensures that the files can be read and do not form a cycle.
     """
     texts: dict[str, str] = {}
     name: str | None = experiment
@@ -54,7 +54,7 @@ def read_bases(experiment: str) -> dict[str, str]:
 
 
 def place_files(experiment: str, document: str, bases: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Return the texts of run files by path in a folder, with references to their new paths. The main file is first.
+    """Return the contents of run files, keyed by path in a folder, main file first. References use the new paths.
 
     Args:
         experiment: Name of the run file, as given.
@@ -76,8 +76,8 @@ def write_script(files: Mapping[str, str], script: str = "the script") -> list[s
     """Return shell lines that write files.
 
     Args:
-        files: Texts by path.
-        script: Name of the script, for errors.
+        files: Contents of the files, by path.
+        script: Name of the script, for use in error messages.
 
     Raises:
         RequestError: A file contains the delimiter line.

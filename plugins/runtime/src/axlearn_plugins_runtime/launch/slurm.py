@@ -39,9 +39,9 @@ class SlurmOptions:
         partition, account, qos, reservation, constraint, time, mem: Options for `sbatch`.
         gpu_type: GPU type in `--gpus-per-node`, if the site requires one.
         exclusive: Allocate whole nodes.
-        grace: Seconds before the time limit at which the run saves and is requeued.
+        grace: The run saves and is requeued this many seconds before the time limit.
         restarts: Maximum number of additional attempts in one allocation.
-        crash_loop: Number of consecutive attempts without a new checkpoint after which the job stops.
+        crash_loop: The job stops after this many consecutive attempts without a new checkpoint.
         python: Python interpreter on the nodes (default: this one).
         folder: Folder for the run file and exit codes, reachable from all nodes (default: `launch` in the run directory).
         setup: Shell line to run before training, such as `module load cuda`.
@@ -182,7 +182,7 @@ def render_script(job: Job) -> str:
 
 
 def exports(environment: Mapping[str, str]) -> str:
-    """Return shell lines that set variables."""
+    """Return shell lines that export environment variables."""
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in environment.items())
 
 

@@ -1,4 +1,4 @@
-"""Supervised jobs: the setup of the agents, and the supervision of a run."""
+"""Set up the agents of a job, and supervise its run."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ def is_uri(run_dir: str) -> bool:
 
 
 def compile_cache(job: Job) -> str | None:
-    """Return the directory of compiled programs, or None.
+    """Return the directory of compiled programs, or None if they are not cached.
 
     Rank 0 writes it and all ranks read it, so all hosts must be able to reach it.
     """

@@ -215,7 +215,8 @@ class Supervisor:
                 assert cause is not None
                 if cause.kind not in ("peer", "preempted"):
                     return cause
-                # A process that lost a peer may be reported before the peer. A process that saves after SIGTERM needs time.
+                # A process that lost a peer may be reported before the peer itself. A process that saves after SIGTERM needs
+                # time.
                 if deadline is None:
                     peer = cause.kind == "peer"
                     deadline = self.now() + (self.limits.settle_seconds if peer else self.limits.grace_seconds)
@@ -250,7 +251,7 @@ class Supervisor:
         sys.stderr.flush()
 
     def _on_cold(self, host: Host, attempt: Attempt | None, event: Mapping[str, Any]) -> None:
-        """Record a failure of the host, because a warm process died before it had a rank."""
+        """Record a failure of the host, because a warm process died before it was assigned a rank."""
         lines = [line for line in event["message"].splitlines() if line.strip()]
         reason = f"a process cannot start on the host: {lines[-1] if lines else event['code']}"
         self._record_failure(host, reason)

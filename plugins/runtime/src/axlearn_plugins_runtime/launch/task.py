@@ -1,4 +1,4 @@
-"""A trainer started by a scheduler. It finds its rank, trains, and exits with a code for the kind of failure.
+"""A trainer started by a scheduler. It finds its rank, trains, and exits with a code that identifies the kind of failure.
 
     python -m axlearn_plugins_runtime.launch.task slurm|kubernetes|sky train EXPERIMENT ...
 

@@ -2,7 +2,7 @@
 
     python -m axlearn_plugins_runtime.launch.worker DESCRIPTOR WORDS...
 
-The agent of the host has the other end of the socket DESCRIPTOR. Messages are JSON objects, one per line:
+The host's agent holds the other end of the socket DESCRIPTOR. Messages are JSON objects, one per line:
 
 - `{"ready": true}`, to the agent after all imports.
 - `{"import": FILE}`, from the agent: import the modules listed in FILE. May be repeated.

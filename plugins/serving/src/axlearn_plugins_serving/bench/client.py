@@ -1,4 +1,4 @@
-"""The benchmark's client, which sends a load and measures each request."""
+"""The benchmark's client, which sends the requests of a load and measures each one."""
 
 import asyncio
 import json

@@ -153,7 +153,7 @@ class RouterEngine:
         return bool(self._entries)
 
     def statistics(self) -> Statistics:
-        """Return statistics summed over all workers.
+        """Return statistics summed across all workers.
 
         `waiting` counts the requests that wait in the router.
         """

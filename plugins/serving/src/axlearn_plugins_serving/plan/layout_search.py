@@ -139,7 +139,7 @@ def search_serving(
         progress: Called with a line for each compiled layout.
 
     Raises:
-        RequestError: If the target has no figures or the shipped layout cannot be planned.
+        RequestError: If the target has no known performance numbers, or if the shipped layout cannot be planned.
     """
     if not machine.target.peak_flops or machine.target.hbm_bytes is None:
         raise RequestError(
@@ -180,7 +180,7 @@ def _plan_layout(
         plan = plan_server(
             attrs.evolve(request, target=layout.machine.name), engine_config([*settings, *layout_settings])
         )
-    except RequestError as error:  # the number of devices may not divide the heads
+    except RequestError as error:  # the number of heads may not be divisible by the number of devices
         if layout.shipped:
             raise
         failures.append((" ".join(layout.words), str(error).splitlines()[0]))

@@ -126,7 +126,7 @@ def plan_model(
     Raises:
         RequestError: If the model does not generate tokens, the directory exists, or no installed compiler supports the
             machine.
-        ConfigError: If the number of devices does not divide the number of heads or the width.
+        ConfigError: If the number of heads or the width is not divisible by the number of devices.
     """
     check_decoder(model)
     check_absent(export)

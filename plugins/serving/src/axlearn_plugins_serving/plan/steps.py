@@ -32,7 +32,7 @@ from axlearn_plugins_transformer.layer_roles import ExpertsRole
 
 LAYERS = "decoder.num_layers"
 DEPTHS = (2, 3)
-"""Numbers of layers to compile if a model has many equal layers. Figures for all layers are extrapolated linearly."""
+"""Numbers of layers to compile if a model has many equal layers. The figures for the whole model are extrapolated linearly."""
 
 
 @attrs.frozen(kw_only=True)
@@ -75,7 +75,7 @@ class StepPlan:
         prompt: Number of prompt tokens.
         compiled: The compiler's figures.
         flops: Total FLOPs of all devices.
-        traffic: Bytes read and written in one device's memory.
+        traffic: Bytes read from and written to the memory of one device.
         roofline: Shortest possible time.
     """
 
@@ -156,7 +156,7 @@ class Steps:
             return ()
         try:
             programs = [self._build(patch(self.model, {LAYERS: depth})) for depth in self.depths]
-        except ConfigError:  # layers may differ by their index
+        except ConfigError:  # layers may depend on their index
             return ()
         first, second = (shard_bytes(p.arguments("serve", self.buckets[0])[:2]) for p in programs)
         whole = shard_bytes(self.program.arguments("serve", self.buckets[0])[:2])
@@ -188,7 +188,7 @@ class Steps:
     def _work(self, bucket: StepBucket, requests: int, prompt: int, context: int) -> tuple[float, float]:
         """Return the FLOPs and the memory traffic of a step.
 
-        FLOPs are summed over all devices. Traffic is in bytes, for one device.
+        FLOPs are summed across all devices. Traffic is in bytes, for one device.
         """
         tokens = requests + prompt
         results = requests + -(-prompt // bucket.chunk) if bucket.chunk else requests
@@ -215,7 +215,7 @@ class Steps:
         return max((experts.top_k for experts in find(self.model, ExpertsRole).values()), default=1)
 
     def _query_width(self) -> float:
-        """Return the total width of a token's queries, over all heads and layers."""
+        """Return the total width of a token's queries, across all heads and layers."""
         ops = [c.op for c in self.choices() if isinstance(c.op, PagedAttentionOp)]
         layers = find(self.model, LAYERS).get(LAYERS, 1)
         return max((op.query.shape[1] * op.query.shape[2] for op in ops), default=0) * layers

@@ -11,7 +11,7 @@ import click
 
 from axlearn_core.cli.terminal import echo
 
-_SWITCH_SECONDS = 5e-4  # with Python's 5 ms, the engine's thread would wait for the event loop after each step
+_SWITCH_SECONDS = 5e-4  # at Python's default of 5 ms, the engine's thread would wait for the event loop after each step
 
 
 @click.command()
@@ -195,7 +195,7 @@ def _check_replica_options(context: click.Context) -> None:
 
 
 def _options_set(context: click.Context, chosen: Callable[[str], bool]) -> list[str]:
-    """Return the spellings of the chosen parameters that the user set."""
+    """Return the options among the chosen ones that the user set, as spelled on the command line."""
     default = click.core.ParameterSource.DEFAULT
     names = [(p.name, p.opts[0]) for p in context.command.params if p.name]
     return [option for name, option in names if chosen(name) and context.get_parameter_source(name) != default]

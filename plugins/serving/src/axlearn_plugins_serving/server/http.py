@@ -22,7 +22,7 @@ T = TypeVar("T", bound=BaseModel)
 async def read_body(request: HttpRequest) -> bytes:
     """Return the body of a request with the content type JSON.
 
-    Browsers send such a request across sites only if the server allows it, which this server never does.
+    Browsers send cross-site requests of this type only if the server allows them, which this server never does.
 
     Raises:
         ApiError: 415 for any other content type.
@@ -80,7 +80,7 @@ async def _with_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 async def respond(request: HttpRequest, answer: Coroutine[Any, Any, Any], job: Job) -> Response:
-    """Return the answer of a job as JSON.
+    """Return a job's answer as JSON.
 
     End the job if the client disconnects first.
     """

@@ -145,7 +145,7 @@ class LimitRequests:
         try:
             async with asyncio.timeout(self._limits.body_seconds) as timeout:
                 while True:
-                    if size >= LARGE and not share.size:  # unread data stays at the client
+                    if size >= LARGE and not share.size:  # unread data stays with the client
                         timeout.reschedule(None)
                         await share.begin(int(length) if length.isdecimal() else limit)
                         timeout.reschedule(asyncio.get_running_loop().time() + self._limits.body_seconds)

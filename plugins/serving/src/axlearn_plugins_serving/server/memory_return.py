@@ -19,7 +19,7 @@ def _trim() -> Callable[[int], int] | None:
 def return_memory() -> None:
     """Return unused pages to the operating system.
 
-    The C library would otherwise keep them, for each thread.
+    Otherwise, the C library would keep them separately for each thread.
     """
     if (trim := _trim()) is not None:
         trim(0)
@@ -49,7 +49,8 @@ class Budget:
     """A budget of bytes that tasks share. Tasks wait for their share in order of arrival.
 
     Args:
-        limit: Maximum number of bytes in use at a time. A task that asks for more than this waits until all bytes are free.
+        limit: Maximum number of bytes in use at a time. A task that asks for more than this waits until the whole budget is
+            free.
     """
 
     def __init__(self, limit: int):

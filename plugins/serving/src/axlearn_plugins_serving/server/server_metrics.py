@@ -1,4 +1,4 @@
-"""The metrics of `/metrics`, in Prometheus' text format."""
+"""The metrics that `/metrics` serves, in Prometheus' text format."""
 
 from collections.abc import Callable, Iterable
 

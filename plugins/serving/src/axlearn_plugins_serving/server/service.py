@@ -110,7 +110,7 @@ class Service:
             for text in texts:
                 prompts.append(self.text.encode_prompt(text))
                 if limited:
-                    self.text_limit.check_tokens(len(prompts[-1]), "prompt")  # fail before tokenizing the others
+                    self.text_limit.check_tokens(len(prompts[-1]), "prompt")  # fail before tokenizing any other text
             return prompts
 
         return await self.text_pool.run(encode, sum(map(len, texts)))

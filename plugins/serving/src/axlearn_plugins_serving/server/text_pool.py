@@ -25,7 +25,7 @@ gigabytes of memory."""
 
 
 class TextPool:
-    """Threads for work on texts: parsing, rendering, tokenizing.
+    """Threads that process texts: parse, render and tokenize them.
 
     Short texts are processed in the event loop, long texts in two threads, and huge texts in a third. A prompt of a few pages
     therefore never waits behind a client that sends megabytes.

@@ -19,7 +19,7 @@ _STEPS, _SEEDS, _MAX_STEPS = 50, 3, 1000
     type=click.Choice(["configs", "steps"]),
     default="configs",
     show_default=True,
-    help="Search the config changes between the runs, or the first step that differs.",
+    help="Bisect the config changes between the runs, or find the first step that differs.",
 )
 @click.option("--metric", metavar="NAME", help="Name of a scalar of each step (default: loss; over steps: any scalar).")
 @click.option(

@@ -29,8 +29,8 @@ class Mask:
     def block(self, queries: Range, keys: Range) -> bool | None:
         """Return whether a block of the mask is visible.
 
-        Returns True if all keys are visible to all queries, False if none are, and None otherwise or if unknown. The
-        result is meaningful only if query i and key i have the same position.
+        Returns True if all keys are visible to all queries, False if none are, and None if only some are or this is unknown.
+        The result is meaningful only if query i and key i have the same position.
         """
         return None
 
@@ -59,7 +59,7 @@ class Mask:
 
     @property
     def parts(self) -> tuple["Mask", ...]:
-        """The masks that this mask combines. A (query, key) pair is visible if all of them show it."""
+        """The masks that this mask combines. A (query, key) pair is visible if none of them hides it."""
         return (self,)
 
 
@@ -112,7 +112,7 @@ class Causal(Mask):
 
 @_mask
 class SlidingWindow(Mask):
-    """A mask that shows each query the last `size` keys and all later keys.
+    """A mask that lets each query attend to only the last `size` keys and all later keys.
 
     The last keys include the query's own. Combine the mask with `Causal`.
     """
@@ -136,7 +136,7 @@ class SlidingWindow(Mask):
 
 @_mask
 class Segments(Mask):
-    """A mask that shows each query the keys of its own document.
+    """A mask that lets each query attend to only the keys of its own document.
 
     Attributes:
         queries: Segment ids of the queries, int32 [B, Q].
@@ -153,7 +153,7 @@ class Segments(Mask):
 
 @_mask
 class Prefix(Mask):
-    """A mask that shows each query the first `length` keys of its row.
+    """A mask that lets each query attend to only the first `length` keys of its row.
 
     Attributes:
         length: int32 [B].
@@ -174,12 +174,12 @@ class And(Mask):
     masks: tuple[Mask, ...]
 
     def block(self, queries: Range, keys: Range) -> bool | None:
-        """Return False if any mask hides the block, and True if all masks show it."""
+        """Return False if any mask hides the block, and True if it is visible in all masks."""
         blocks = [m.block(queries, keys) for m in self.masks]
         return False if False in blocks else (True if all(blocks) else None)
 
     def materialize(self, queries, keys, query_slots=None, key_slots=None) -> jax.Array:
-        """Return the conjunction. Parts that are known to show everything are skipped."""
+        """Return the conjunction. Parts that are known to hide nothing are skipped."""
         aligned = query_slots is None and key_slots is None
         parts = [m for m in self.masks if not (aligned and m.block(queries, keys))] or [Full()]
         result = parts[0].materialize(queries, keys, query_slots, key_slots)
@@ -204,7 +204,7 @@ class Or(Mask):
     masks: tuple[Mask, ...]
 
     def block(self, queries: Range, keys: Range) -> bool | None:
-        """Return True if any mask shows the block, and False if all masks hide it."""
+        """Return True if the block is visible in any mask, and False if all masks hide it."""
         blocks = [m.block(queries, keys) for m in self.masks]
         return True if True in blocks else (False if all(f is False for f in blocks) else None)
 
@@ -237,7 +237,7 @@ def visible(context: Context, window: int | None = None, *, causal: bool = True)
 
 
 def visible_pairs(mask: Mask, queries: int, keys: int) -> float:
-    """Return the share of (query, key) pairs that a mask shows, from its structure.
+    """Return the share of (query, key) pairs that a mask leaves visible, based on its structure.
 
     Partially visible blocks count as half. Parts that depend on data (segments, prefixes) count as if they hid nothing.
     """

@@ -1,4 +1,4 @@
-"""Optional capabilities of text inputs and tokenizers. Callers also work if a capability is missing."""
+"""Optional capabilities of text inputs and tokenizers. Callers must handle tokenizers and inputs without them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class HasBosId(Protocol):
 
 @runtime_checkable
 class SpellsBos(Protocol):
-    """A tokenizer that knows the spelling of its BOS token.
+    """A tokenizer that exposes its BOS token as a string.
 
     Attributes:
         bos_token: Spelling, such as `<s>`, or None if the tokenizer has no BOS token.
@@ -55,7 +55,7 @@ class SpellsBos(Protocol):
 
 @runtime_checkable
 class SpellsEos(Protocol):
-    """A tokenizer that knows the spelling of its end-of-document (EOS) token.
+    """A tokenizer that exposes its end-of-document (EOS) token as a string.
 
     Attributes:
         eos_token: Spelling, such as `</s>`.

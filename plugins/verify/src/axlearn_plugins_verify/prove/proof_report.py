@@ -63,7 +63,7 @@ def _failure(proof: Proof, check: Check) -> list[str]:
         return [*lines, "the smallest config that fails is unknown: a second check of this config passed", ""]
     lines.append(f"smallest config that fails: {minimize.command(minimal)}")
     if minimal.removed:
-        lines.append(f"  without effect on the failure: {', '.join(minimal.removed)}")
+        lines.append(f"  no effect on the failure: {', '.join(minimal.removed)}")
     if not minimal.complete:
         lines.append("  the time limit was reached, so more may be without effect")
     return [*lines, ""]

@@ -1,4 +1,4 @@
-"""Record statistics of the outputs of modules, and of the gradients with respect to them, while a step is computed.
+"""While a step is computed, record statistics of module outputs and of the gradients with respect to them.
 
 Callbacks in the compiled program send each tensor to the host, which keeps its statistics.
 """
@@ -176,7 +176,7 @@ class ProbeRecorder(Recorder):
         self.arrivals[site].append(Statistics.measure("", "", value, self.rows))
 
     def statistics(self) -> list[Statistics]:
-        """Return what was measured since the last call. Outputs are in the order of the calls, gradients in the opposite order."""
+        """Return the measurements since the last call. Outputs are in the order of the calls, gradients in the opposite order."""
         jax.effects_barrier()
         calls = [(site, statistics) for group in self._loops() for site, statistics in self._order(group)]
         self.arrivals.clear()
@@ -199,7 +199,7 @@ class ProbeRecorder(Recorder):
 
     @staticmethod
     def _number_calls(sites: Sequence[_Site]) -> list[int]:
-        """Return the number of the model's call that each site belongs to. Calls that never ran do not count."""
+        """For each site, return the number of the model call that it belongs to. Calls that never ran do not count."""
         calls: defaultdict[str, set[int]] = defaultdict(set)
         for site in sites:
             calls[site.root].add(site.call)
@@ -207,7 +207,7 @@ class ProbeRecorder(Recorder):
         return [numbers[site.root][site.call] for site in sites]
 
     def _order(self, group: Sequence[int]) -> Iterator[tuple[_Site, Statistics]]:
-        """Yield what was measured in a loop, one iteration at a time."""
+        """Yield the measurements of a loop, one iteration at a time."""
         count = len(self.arrivals[group[0]])
         for iteration in range(count):
             index = iteration if self.what == "outputs" else count - 1 - iteration
@@ -262,7 +262,7 @@ def measure_parameters(gradients: Any, layers: dict[str, int]) -> list[Statistic
 
 
 def relative_error(one: Statistics, other: Statistics) -> float:
-    """Return the norm of the difference between two executions of a tensor, relative to the second one's norm."""
+    """Return the norm of the difference between a tensor's values in two executions, relative to the norm of the second."""
     if one.shape != other.shape:
         return float("inf")
     a, b = one.sample.astype(np.float64), other.sample.astype(np.float64)
