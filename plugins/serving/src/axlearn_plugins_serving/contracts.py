@@ -347,11 +347,11 @@ class ReadsWeights(Protocol):
     """Opened weights that have not been read yet, such as an `axlearn_core.run.RunWeights`."""
 
     def specs(self) -> Mapping[str, Any]:
-        """Return path -> shape and dtype of each tensor."""
+        """Return the shape and dtype of each tensor, by path."""
         ...
 
     def read(self, pattern: str = "**") -> Mapping[str, Any]:
-        """Return path -> tensor for each tensor whose path matches the pattern."""
+        """Return the tensors whose paths match the pattern, by path."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Stacks of different layers, with an `Alternate` in any slot of the layer config.
+"""Stacks of different layers, which an `Alternate` in any slot of the layer config creates.
 
     feed_forward: {type: alternate, children: [{type: gated-feed-forward}, {type: mixture-of-experts}]}
 
@@ -37,7 +37,7 @@ class Alternate(Node[Any]):
         return self.first[index] if index < lead else self.children[(index - lead) % len(self.children)]
 
     def build(self, **_: object) -> Any:
-        """Raise ConfigError: only a stack of layers can resolve an `alternate`."""
+        """Raise ConfigError, because only a stack of layers can resolve an `alternate`."""
         raise ConfigError(
             Problem(
                 path="model",

@@ -71,7 +71,7 @@ def cached_slots(context: Context) -> jax.Array:
 
 
 class AttentionLayer(Protocol):
-    """Mixes information between positions.
+    """A layer that mixes information between positions.
 
     It is built with `input_dim`, `rngs` and `precision`.
     """
@@ -102,9 +102,9 @@ class Attention(Layer):
             head_dim: Size of a head (default: the width divided by `num_heads`).
             position: Position encoding, or None.
             qk_norm: Norm over each head of queries and keys, or None.
-            scale: Factor on the scores (default: head_dim ** -0.5).
+            scale: Factor applied to the scores (default: head_dim ** -0.5).
             softcap: Soft cap of the scores, or None.
-            window: Number of positions that a query sees, including its own: an int, a node that builds an int or None,
+            window: Number of positions that a query attends to, including its own: an int, a node that builds an int or None,
                 or None for all.
             causal: Hide later positions from each query. Set it to False for encoders.
             kernel: Implementation of the `attention` op, or of the op that `kv_cache` uses. None selects the best one.
@@ -210,7 +210,7 @@ class Attention(Layer):
         )
 
     def attend(self, op: attention.AttentionOp, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
-        """Attend to the keys of the op, or to those of the cache and the op's: -> ([B, S, N, V], new cache)."""
+        """Attend to the op's keys and, with a cache, to the cached keys too: -> ([B, S, N, V], new cache)."""
         cfg = self.cfg
         if cache is None:
             return op.compute_context(cfg.kernel), None

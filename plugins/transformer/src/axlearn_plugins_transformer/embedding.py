@@ -55,8 +55,7 @@ class Embedding(Layer):
         """Embed the tokens: int32 [B, S] -> [B, S, D]."""
         table = self.computed(self.weight)
         if tokens.size == 1 and is_sharded():
-            # For a single-row lookup, XLA on GPUs would emit a slice, which gathers the whole sharded table. Look up two rows
-            # instead.
+            # For a single-row lookup, XLA on GPUs would emit a slice, which gathers the whole sharded table. Look up two rows.
             x = table[jnp.broadcast_to(tokens.reshape(1), (2,))][:1].reshape(*tokens.shape, -1)
         else:
             x = table[tokens]

@@ -25,7 +25,7 @@ RESIDUAL = ("batch", "residual_sequence", "activation_embed")
 
 
 class TransformerLayer(Layer):
-    """`x + post_norm(attention(norm(x)))`, then the same with the feed-forward layer.
+    """`x + post_norm(attention(norm(x)))`, followed by the same computation with the feed-forward layer.
 
     With only `norm`, this is a pre-norm block. With `norm=None` and `post_norm`, only the output is normalized (OLMo 2).
     With both, input and output are normalized (Gemma 2). `norm_sum` applies `post_norm` after the residual sum, as in the

@@ -1,4 +1,4 @@
-"""Names of JAX and environment variables that this plugin changes, with reasons.
+"""Names in JAX and environment variables that this plugin changes, and why.
 
 - `jnp.float32` means float64 while a check is repeated in float64, since layers name it for softmax, norms and losses. Remove when
   those computations follow the precision of the layer.
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 
 def hide_partitioner_warnings() -> None:
-    """Hide XLA's warnings about inefficient meshes. The meshes of a proof only have to be correct."""
+    """Hide XLA's warnings about inefficient meshes. The meshes of a proof have to be correct, but not efficient."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 

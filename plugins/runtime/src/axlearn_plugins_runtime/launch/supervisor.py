@@ -215,8 +215,7 @@ class Supervisor:
                 assert cause is not None
                 if cause.kind not in ("peer", "preempted"):
                     return cause
-                # A process that lost a peer may be reported before the peer itself. A process that saves after SIGTERM needs
-                # time.
+                # A process that lost a peer may be reported before that peer. A process that saves after SIGTERM needs time.
                 if deadline is None:
                     peer = cause.kind == "peer"
                     deadline = self.now() + (self.limits.settle_seconds if peer else self.limits.grace_seconds)

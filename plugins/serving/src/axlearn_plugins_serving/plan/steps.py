@@ -32,7 +32,7 @@ from axlearn_plugins_transformer.layer_roles import ExpertsRole
 
 LAYERS = "decoder.num_layers"
 DEPTHS = (2, 3)
-"""Numbers of layers to compile if a model has many equal layers. The figures for the whole model are extrapolated linearly."""
+"""Numbers of layers to compile if a model has many equal layers. The whole model's figures are extrapolated linearly."""
 
 
 @attrs.frozen(kw_only=True)

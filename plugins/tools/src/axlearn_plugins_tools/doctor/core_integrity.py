@@ -33,8 +33,8 @@ def find_replaced_attributes() -> Iterator[Finding]:
 def replaced_attributes() -> Iterator[tuple[str, str]]:
     """Yield the replaced functions, methods and classes of the core.
 
-    Compares the source file of each imported core module with the module's members, so it finds replacements no matter
-    when they happened. Ignores decorated functions and methods.
+    Compares the source file of each imported core module with the module's members, so it finds replacements regardless of when
+    they were made. Ignores decorated functions and methods.
 
     Yields:
         The dotted name, and a description of the current value.

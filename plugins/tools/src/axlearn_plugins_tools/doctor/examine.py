@@ -81,7 +81,7 @@ def examine(names: Registry) -> Iterator[Finding]:
 def examine_indexes() -> Iterator[Finding]:
     """Yield a finding for each index of names, and a warning for each conflict.
 
-    Two indexes conflict if they assign a name to different distributions.
+    Two indexes conflict if they assign the same name to different distributions.
     """
     owners: dict[tuple[str, str], tuple[str, Index]] = {}
     for index in indexes():
@@ -142,7 +142,7 @@ def _find_unknown_ops(manager: pluggy.PluginManager, entry: Entry) -> Iterator[F
 
 
 def _find_missing_listeners(manager: pluggy.PluginManager, entry: Entry) -> Iterator[Finding]:
-    """Yield an error for each run listener that cannot be loaded. Such a listener would end every run."""
+    """Yield an error for each run listener that cannot be loaded. Such a listener would make every run fail."""
     locations, failures = _hook_answers(manager.hook.axlearn_run_listeners, entry)
     yield from failures
     for location in locations:

@@ -46,7 +46,7 @@ class Data:
     Attributes:
         kind: Kind of all rows.
         items: Texts, rows with messages, or `Question`s.
-        places: File and line of each row, for messages.
+        places: File and line of each row, for use in error messages.
     """
 
     kind: Kind
@@ -55,7 +55,7 @@ class Data:
 
 
 def read(pattern: str, *, text_field: str = "text", limit: int | None = None) -> Data:
-    """Return the rows of files. All rows must be of one kind.
+    """Return the rows of files. All rows must be of the same kind.
 
     Args:
         pattern: A path, a glob or a URL. Each JSONL line or Parquet row is one row. Any other file is one text.

@@ -1,4 +1,4 @@
-"""Metrics of a model on data: perplexity, bits per byte, and accuracy."""
+"""Evaluate a model on data: perplexity, bits per byte, and accuracy."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ class Subject:
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """Tokens that a document begins with."""
+        """Tokens at the beginning of every document."""
         return self.processor.document_prefix
 
     def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -72,7 +72,7 @@ class Subject:
 
         Args:
             ids: Tokens of the text.
-            location: Name of the text in the message.
+            location: Name of the text, for use in the error message.
         """
         check_ids(self.tokenizer, ids, vocabulary_size(self.scorer.model), location)
 

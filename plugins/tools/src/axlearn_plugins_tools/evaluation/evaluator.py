@@ -1,4 +1,4 @@
-"""Evaluation on files during training."""
+"""Evaluate a model on files during training."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any

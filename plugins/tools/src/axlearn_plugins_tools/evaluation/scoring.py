@@ -39,7 +39,7 @@ class Window(NamedTuple):
 
 @attrs.frozen
 class Score:
-    """Log-likelihood of those tokens of a text that count.
+    """Log-likelihood of the tokens of a text that count.
 
     Attributes:
         log_likelihood: Sum of the natural logarithms of the tokens' probabilities.
@@ -61,8 +61,8 @@ def windows(ids: Sequence[int], counted: Sequence[bool], *, length: int, stride:
         ids: Tokens of the text. The first is only used as context.
         counted: Whether each token counts.
         length: Length of the longest row.
-        stride: Maximum number of new tokens per row. The remaining tokens are context that overlaps the previous row.
-            The default is `length`, which is the fastest. A smaller stride gives each token more context.
+        stride: Maximum number of new tokens per row. The other tokens of a row are context that overlaps the previous row. The
+            default is `length`, which is the fastest. A smaller stride gives each token more context.
     """
     step = min(stride or length, length)
     for start in range(1, len(ids), step):
@@ -77,7 +77,7 @@ class Scorer:
     """Scores texts with one model. Compiles once per shape.
 
     Args:
-        model: A `CausalLM`. Its `decoder` returns hidden states, and its `logits` the logits for them.
+        model: A `CausalLM`. Its `decoder` returns hidden states, and its `logits` method computes the logits from them.
         length: Length of the longest row, in tokens.
         batch_tokens: Number of tokens per batch, including padding.
         program: Program of the model's experiment. By default, a new program for one device.

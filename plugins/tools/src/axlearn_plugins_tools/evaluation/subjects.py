@@ -42,7 +42,7 @@ def subject_in(uri: str | Path, *, step: int | None = None, length: int | None =
     """Return the `Subject` of a run, or of a path or URI that an installed plugin can open.
 
     Raises:
-        CheckpointError: If there is nothing to load, or no checkpoint of this step.
+        CheckpointError: If there is nothing to load, or if this step has no checkpoint.
     """
     from axlearn_core.train import load
 

@@ -37,7 +37,7 @@ def component(name: str, settings: Mapping[str, Any]) -> tuple[Node[Any], dict[s
         settings: Settings as in a file.
 
     Raises:
-        RequestError: If no component has that name, or it has no such setting.
+        RequestError: If no component has that name, or if it does not have one of the settings.
     """
     node = Decoder(registry()).decode({"type": name, **settings}, Node[Any])
     fields = get_fields(node)

@@ -1,4 +1,4 @@
-"""Rematerialization for layers whose tags are not all known."""
+"""Rematerialization for layers that may have unknown tags."""
 
 import attrs
 

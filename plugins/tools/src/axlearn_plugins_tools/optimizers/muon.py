@@ -18,10 +18,10 @@ class Muon(Node[Optimizer]):
     """Orthogonalized momentum for matrices (Jordan, 2024), and AdamW for all other parameters.
 
     The logical axes of a parameter determine the dimensions of its matrix. `layers` and `experts` are batches of
-    matrices. Attention's `[embed, heads, head_dim]` is a matrix from `embed` to the other two axes. AdamW trains all
-    parameters with a `vocab` axis, and all parameters with fewer than two axes per layer, such as norms and biases,
-    with or without axis names. Updates are scaled to the size of AdamW's, `rms * sqrt(max(in, out))` (Liu et al.,
-    2025), so both can use the same learning rate.
+    matrices. A projection of attention, `[embed, heads, head_dim]`, is a matrix from `embed` to the other two axes. AdamW
+    trains all parameters with a `vocab` axis, and all parameters with fewer than two axes per layer, such as norms and biases,
+    with or without axis names. Updates are scaled to the size of AdamW's, `rms * sqrt(max(in, out))` (Liu et al., 2025), so
+    both can use the same learning rate.
 
     Attributes:
         learning_rate: Value or schedule.
@@ -33,8 +33,8 @@ class Muon(Node[Optimizer]):
         b1: Decay of AdamW's first moment.
         b2: Decay of AdamW's second moment.
         eps: Added to denominators.
-        embedding_rate: Factor for the learning rate and decay of tables whose first axis is `vocab`: embeddings, output
-            layers that are tied to them, and learned positions.
+        embedding_rate: Factor applied to the learning rate and weight decay of tables whose first axis is `vocab`: embeddings,
+            output layers that are tied to them, and learned positions.
     """
 
     learning_rate: float | Node[Schedule] = setting(default=Cosine(), ge=0)

@@ -45,7 +45,7 @@ class ScheduleFree(Node[Optimizer]):
         b2: Decay of the second moment.
         eps: Added to denominators.
         weight_decay: Decoupled weight decay, multiplied by the learning rate.
-        weight_lr_power: The weight of an iterate in the average is the largest learning rate so far to this power.
+        weight_lr_power: The weight of an iterate in the average is the largest learning rate so far, raised to this power.
     """
 
     learning_rate: float | Node[Schedule] = setting(default=Constant(peak=2.5e-3), ge=0)
@@ -112,7 +112,7 @@ class UseScheduleFree(Feature):
 
 
 def _constant(optimizer: Any) -> Any:
-    """Return the learning rate of an optimizer without its decay."""
+    """Return an optimizer's learning rate without its decay."""
     rate = get_learning_rate(optimizer)
     if isinstance(rate, WarmsUp):
         return Constant(peak=rate.peak, warmup_steps=rate.warmup_steps)

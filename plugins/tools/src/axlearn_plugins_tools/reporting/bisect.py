@@ -46,7 +46,7 @@ class Change:
 
 @attrs.frozen
 class Score:
-    """A metric of short training runs that only differ in their seeds.
+    """A metric of short training runs that differ only in their seeds.
 
     Attributes:
         values: Mean over the last quarter of the steps, for each seed.
@@ -56,7 +56,7 @@ class Score:
 
     @property
     def mean(self) -> float:
-        """Mean over the seeds."""
+        """Mean across seeds."""
         return statistics.fmean(self.values)
 
     @property
@@ -67,7 +67,7 @@ class Score:
 
 @attrs.frozen(kw_only=True)
 class Result:
-    """Result of a bisection.
+    """The result of a bisection.
 
     Attributes:
         first: Metric of the first run.
@@ -101,7 +101,7 @@ class OutOfTrainings(Exception):
 
 
 def is_clear(first: Score, second: Score) -> bool:
-    """Return whether two scores differ by more than their errors explain."""
+    """Return whether the difference between two scores is too large for their errors to explain."""
     return abs(first.mean - second.mean) > max(CLEAR * math.hypot(first.error, second.error), 1e-12)
 
 
@@ -151,7 +151,7 @@ def bisect(
     Args:
         first: Config of the first run.
         second: Config of the second run.
-        metric: Name of the metric, for messages.
+        metric: Name of the metric, for use in messages.
         score: Trains a config. Raises `OutOfTrainings`, or `RequestError` if the config cannot be trained.
         progress: Receives a line of text after each score.
     """

@@ -71,7 +71,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 def smooth(values: Sequence[tuple[float, float]], window: int) -> list[tuple[float, float]]:
     """Return the mean over about `window` points around each point. The mean does not lag.
 
-    The window is symmetric at the start, because a loss is steep there, and is truncated at the end.
+    Near the start, the window shrinks symmetrically, because a loss is steep there. At the end, it is truncated.
     """
     sums = [0.0, *itertools.accumulate(y for _, y in values)]
     result = []

@@ -97,8 +97,8 @@ def compare_values(first: np.ndarray, second: np.ndarray) -> tuple[int, float]:
 
     Returns:
         The number of elements that differ, and the largest difference relative to the largest magnitude in both arrays. Two
-        elements differ if their bits do or, for different dtypes, if their values do. The relative difference is infinite if only
-        one of two elements is finite.
+        elements differ if their bits differ or, if the dtypes are different, if their values differ. The relative difference is
+        infinite if only one of two elements is finite.
     """
     flat = first.reshape(-1), second.reshape(-1)
     count, largest, scale = 0, 0.0, 0.0

@@ -36,7 +36,7 @@ class Difference:
         name: Config path, or the key of a fact.
         first: Value in the first run, or `ABSENT`.
         second: Value in the second run, or `ABSENT`.
-        sources: What set the value in each run, or empty if it is unknown.
+        sources: Source of the value in each run. Empty if it is unknown.
     """
 
     name: str
@@ -186,7 +186,7 @@ class Comparison:
 
     @property
     def timeline(self) -> list[tuple[int, str, list[str]]]:
-        """Step, part and names of the differences, in the order in which they arise. Step 0 is before the first step."""
+        """Step, part and names of the differences, in the order in which they arise. Step 0 precedes the first step."""
         events = [(0, part, [d.name for d in self.parts[part]]) for part in PARTS if self.parts[part]]
         steps = sorted({d.first.step for d in self.scalars.differences})
         events += [(s, "scalars", [d.name for d in self.scalars.differences if d.first.step == s]) for s in steps]
@@ -255,7 +255,7 @@ def compare_runs(first: Run, second: Run, *, tolerance: float = TOLERANCE) -> Co
 
 
 def _compare_configs(first: Run, second: Run) -> dict[str, list[Difference]]:
-    """Return the differing leaves, split by what they set: seeds, data, or anything else."""
+    """Return the leaves that differ, split by what they control: seeds, data, or anything else."""
     parts: dict[str, list[Difference]] = {"seeds": [], "data": [], "config": []}
     for difference in diff_values(first.settings, second.settings):
         path = difference.name
@@ -283,7 +283,7 @@ def _compare_locks(first: Run, second: Run) -> tuple[dict[str, list[Difference]]
 
 
 def find_source(lock: Mapping[str, Any], path: str) -> str:
-    """Return what last set a config value, such as `--set seed=1`. Empty if the lock does not record it."""
+    """Return the most recent source of a config value, such as `--set seed=1`. Empty if the lock does not record it."""
     provenance = lock.get("provenance")
     chain = provenance.get(path) if isinstance(provenance, Mapping) else None
     last = chain[-1] if isinstance(chain, list) and chain else None
@@ -339,7 +339,7 @@ def relative_difference(first: float, second: float) -> float:
 def compare_scalars(
     first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]], tolerance: float = TOLERANCE
 ) -> Scalars:
-    """Compare the records of two `metrics.jsonl` files at the steps that both have."""
+    """Compare the records of two `metrics.jsonl` files at the steps that both contain."""
     one, other = read_scalars(first), read_scalars(second)
     names = [name for name in one if name in other]
     differences = [d for name in names if (d := _compare_scalar(name, one[name], other[name], tolerance))]
@@ -397,7 +397,7 @@ def diff_positions(first: Run, second: Run, step: int) -> list[Difference]:
 
 
 def describe_counts(parts: Mapping[str, Sequence[Difference]]) -> str:
-    """Return the number of differences by part: `2 config values, 1 seed`."""
+    """Return the number of differences by part, such as `2 config values, 1 seed`."""
     nouns = {
         "config": ("config value", ""),
         "seeds": ("seed", ""),

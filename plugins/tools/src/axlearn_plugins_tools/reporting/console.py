@@ -106,7 +106,7 @@ class ConsoleTracker(Configurable):
     def _ends_at(self, values: Mapping[str, float]) -> float | None:
         """Return the estimated end time of the last step, on the monotonic clock.
 
-        The estimate includes evaluations and saves between steps. Returns None if there is no estimate.
+        The estimate accounts for evaluations and saves between steps. Returns None if there is no estimate.
         """
         (then, first), (now, last) = self._seen[0], self._seen[-1]
         per_step = (now - then) / (last - first) if last > first else values.get("step_seconds")
@@ -140,7 +140,7 @@ class _TerminalBar:
 
 
 class _Remaining(ProgressColumn):
-    """Remaining time, counted down between two logged steps."""
+    """The remaining time, which counts down between two logged steps."""
 
     def render(self, task: Task) -> Text:
         """Format the time until the `ends_at` field."""

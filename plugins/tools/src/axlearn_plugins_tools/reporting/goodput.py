@@ -30,7 +30,7 @@ class Attempt:
         first_step: Number of completed steps at the start.
         last_step: Number of completed steps at the last record.
         seconds: Seconds by phase.
-        ended: Whether the process ended on its own: it finished, stopped or failed, and was not killed.
+        ended: Whether the process ended on its own (finished, stopped or failed) and was not killed.
         place: Host and process id.
     """
 
@@ -45,7 +45,7 @@ class Attempt:
 
 @attrs.frozen(kw_only=True)
 class Goodput:
-    """Time of all attempts, divided by what it was spent on.
+    """Time of all attempts, broken down by what it was spent on.
 
     Attributes:
         attempts: All attempts, oldest first.

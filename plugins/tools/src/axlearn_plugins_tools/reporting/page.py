@@ -124,9 +124,9 @@ def html_page(title: str, path: str, head: str, sections: Sequence[tuple[str, st
 
     Args:
         title: Title as plain text.
-        path: Place that the page describes, as plain text.
+        path: Location of the run or file that the page describes, as plain text.
         head: HTML above the sections.
-        sections: Name and HTML of each section. Empty ones are omitted.
+        sections: Name and HTML of each section. Empty sections are omitted.
     """
     body = "".join(f"<section><h2>{text(name)}</h2>{content}</section>" for name, content in sections if content)
     return (

@@ -1,4 +1,4 @@
-"""Convert the deaths of a run's processes into incidents that state the cause, replacement and cost."""
+"""Convert the deaths of a run's processes into incidents that state the cause, the replacement and the cost."""
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime

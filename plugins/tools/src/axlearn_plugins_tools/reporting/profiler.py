@@ -1,4 +1,4 @@
-"""Traces of training steps by JAX's profiler, for TensorBoard or Perfetto."""
+"""Trace training steps with JAX's profiler, for TensorBoard or Perfetto."""
 
 from pathlib import Path
 from typing import Any

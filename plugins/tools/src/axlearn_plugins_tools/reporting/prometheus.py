@@ -24,9 +24,8 @@ DISCOVERY = "prometheus.json"
 class PrometheusTracker(Configurable):
     """Serves `http://HOST:PORT/metrics` during training.
 
-    The endpoint has the values of the last logged step, the progress, the goodput by phase, and the numbers of
-    checkpoints, failed saves and incidents. `RUN_DIR/prometheus.json` has its address in the format of
-    `file_sd_configs`.
+    The endpoint reports the values of the last logged step, the progress, the goodput by phase, and the numbers of checkpoints,
+    failed saves and incidents. `RUN_DIR/prometheus.json` contains its address in the format of `file_sd_configs`.
     """
 
     @node
@@ -34,7 +33,8 @@ class PrometheusTracker(Configurable):
         """Address to listen on.
 
         Attributes:
-            host: Address of this machine. The endpoint has no authentication, so use loopback or a private network.
+            host: Address of this machine to listen on. The endpoint has no authentication, so use loopback or a private
+                network.
             port: Port. 0 picks a free port.
         """
 

@@ -34,11 +34,11 @@ class CannotRerun(Exception):
 
 @attrs.frozen(eq=False)
 class Sketches:
-    """A few numbers about each array of a model. They tell whether arrays differ, without keeping the arrays.
+    """A few numbers about each array of a model. They show whether arrays differ without keeping the arrays themselves.
 
     Attributes:
         paths: Path of each array.
-        checksums: Checksum of the bits of each array. The checksums differ if a single element does.
+        checksums: Checksum of the bits of each array. Two checksums differ even if only a single element differs.
         projections: Products of each array with fixed random signs.
         norms: Euclidean norm of each array.
     """
@@ -75,7 +75,7 @@ class StepRecord:
         step: Number of the step, from 1.
         scalars: Scalars of the step by name.
         batch: Hash of the batch.
-        position: Files and offsets of the batch, or its number in the stream.
+        position: Files and offsets of the batch, or its index in the stream.
         arrays: Parameters and variables after the step.
     """
 
@@ -148,7 +148,7 @@ def _check_loop(run: Run, config: Any, start: int) -> None:
 
 
 def _perturb(params: Any, sizes: Mapping[str, float]) -> Any:
-    """Change each floating-point parameter by a random sign times its size, by at least one unit of rounding."""
+    """Change each floating-point parameter by a random sign times a fraction of its size, at least one unit of rounding."""
     changed = {}
     for number, (path, x) in enumerate(flatten(params).items()):
         if jnp.issubdtype(x.dtype, jnp.floating):

@@ -41,7 +41,7 @@ class GrowingFile:
     """A file of JSON objects, one per line, that another part of the program appends to.
 
     Args:
-        path: Path, which may not exist yet.
+        path: Path of the file, which may not exist yet.
         take: Called once with each object.
         clear: Called before the file is reread from the start because it became shorter.
     """
@@ -77,8 +77,8 @@ class RunFiles:
     """Attempts, checkpoints, incidents and process events from a run directory, read incrementally.
 
     Attributes:
-        checkpoints: Number of complete saves, over all attempts.
-        failed_saves: Number of failed saves, over all attempts.
+        checkpoints: Number of complete saves, across all attempts.
+        failed_saves: Number of failed saves, across all attempts.
         checkpoint: Step and time (seconds since 1970) of the newest complete save, or None.
         incidents: Number of violations by watchdog rule.
         processes: Number of records in `processes.jsonl`, by event.

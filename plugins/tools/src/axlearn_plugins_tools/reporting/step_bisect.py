@@ -42,7 +42,7 @@ class Interval:
 
 @attrs.frozen
 class Reading:
-    """A value of a step in both runs.
+    """The value of a scalar or an array at a step, in both runs.
 
     Attributes:
         name: Name of a scalar or path of an array.
@@ -70,7 +70,7 @@ class Divergence:
 
     Attributes:
         step: Number of the step.
-        cause: What differs first: `parameters` before the step, its `data`, its `scalars`, or its `update`.
+        cause: What differs first: the `parameters` before the step, or the step's `data`, `scalars` or `update`.
         positions: Position of the step in the data, in each run.
         same_batch: Whether the step has the same batch in both runs.
         scalars: Scalars of the step that differ.
@@ -91,7 +91,7 @@ class Divergence:
 
 @attrs.frozen(kw_only=True)
 class Result:
-    """Result of a search for the first step at which two runs diverge.
+    """The result of a search for the first step at which two runs diverge.
 
     Attributes:
         interval: Steps between which the runs diverge, according to their files.
@@ -100,7 +100,7 @@ class Result:
         start: Checkpoint from which steps were run again, or None.
         reruns: Number of times that steps were run again.
         ended: Why the search ended.
-        notes: Sentences about steps that did not reproduce, and about this machine.
+        notes: Sentences about steps that could not be reproduced, and about this machine.
     """
 
     interval: Interval
@@ -307,7 +307,7 @@ def _compare_scalars(
 
 
 def _check_records(runs: Sequence[Run], stretches: Sequence[Stretch], limit: float) -> list[str]:
-    """Return a sentence for each run whose steps do not reproduce its records, and the drift of this machine."""
+    """Return a sentence for each run whose re-run steps do not match its records, and the drift of this machine."""
     notes = []
     for run, stretch in zip(runs, stretches, strict=True):
         recorded = read_scalars(run.metrics)

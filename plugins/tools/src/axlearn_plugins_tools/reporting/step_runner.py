@@ -33,7 +33,7 @@ class ComputedStep:
         scalars: Scalars of the step.
         state: State after the step.
         before: State before the step. None unless it was kept.
-        position: Position of the batch in the data, or None if the input does not know it. Its `str` is for messages.
+        position: Position of the batch in the data, or None if the input does not know it. Its `str` is for use in messages.
     """
 
     number: int
@@ -135,7 +135,7 @@ def read_checkpoint(checkpointer: Any, step: int, like: Any) -> tuple[Any, dict[
 
 
 def restore_state(checkpointer: Any, program: Program, step: int) -> tuple[Any, dict[str, Any]]:
-    """Read the state of a checkpoint and its `extra`. Weights without a training state start a new one, as in training."""
+    """Read a checkpoint's state and `extra`. Weights without a training state start a new state, as in training."""
     state, extra = read_checkpoint(checkpointer, step, program.state)
     if extra.get(WEIGHTS_ONLY):
         config: Any = program.config

@@ -22,7 +22,7 @@ class TensorBoardTracker(Configurable):
         """Settings for `TensorBoardTracker`.
 
         Attributes:
-            flush_seconds: Maximum time that values are buffered in memory before they are written with fsync.
+            flush_seconds: Maximum time for which values are buffered in memory before they are written with fsync.
         """
 
         flush_seconds: float = setting(default=10.0, ge=0)

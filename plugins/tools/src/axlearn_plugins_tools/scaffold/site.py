@@ -50,7 +50,7 @@ def build_site(project: Path, out: Path) -> Path:
         raise RequestError(f"{out} cannot be written: {error.strerror}\n    fix: use another --out") from error
     command = [sys.executable, "-m", "sphinx", "-b", "html", "-q", "-W", "--keep-going"]
     command += ["-c", str(project / "docs"), "-d", str(out.parent / f".{out.name}-cache"), str(project), str(out)]
-    # Sphinx imports modules to read their docstrings. Keep these imports off accelerators that a run may use.
+    # Sphinx imports modules to read their docstrings. Keep these imports from using accelerators that a run may need.
     result = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, cwd=project)
     if result.returncode:
         raise WorkError(

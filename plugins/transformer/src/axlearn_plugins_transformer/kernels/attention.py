@@ -35,13 +35,13 @@ class AttentionOp(Op[Any]):
         query: [B, Q, N, H].
         key: [B, K, G, H].
         value: [B, K, G, V]. In most models, V is H.
-        mask: Keys that each query sees.
-        scale: Factor on the queries.
+        mask: Mask that determines which keys each query attends to.
+        scale: Factor applied to the queries.
         softcap: Bound on the scores, applied with a tanh: (-softcap, softcap). None does not cap them.
         bias: Bias added to the scores, or None.
         sinks: Logit of each query head for attending to nothing, [N], or None. It takes part in the softmax but has no value
             (Agarwal et al., 2025, gpt-oss).
-        log_sum_exp: Whether to return the logarithm of the softmax's denominator too.
+        log_sum_exp: Whether to also return the logarithm of the softmax's denominator.
         query_slots: Slots of the queries for the mask, int32 [B or 1, Q]. None means their indices.
         key_slots: Slots of the keys for the mask, int32 [B or 1, K]. None means their indices.
     """
@@ -107,26 +107,26 @@ class AttentionOp(Op[Any]):
         }
 
     def flops(self) -> float:
-        """Count two matmuls over all pairs of positions, including masked pairs."""
+        """Count two matmuls for all pairs of positions, including masked pairs."""
         batch, queries, heads, size = self.query.shape
         return 2.0 * batch * heads * queries * self.key.shape[1] * (size + self.value.shape[3])
 
     def visible(self) -> float:
-        """Return the share of position pairs that the mask shows."""
+        """Return the share of position pairs that the mask leaves visible."""
         return visible_pairs(self.mask, self.query.shape[1], self.key.shape[1]) if self.aligned else 1.0
 
     def kernel_flops(self, operands: Sequence[Shape], results: Sequence[Shape], *, opaque: bool) -> float | None:
-        """Count from the arrays [B, T, H, D] of a launch, forward or backward."""
+        """Count the FLOPs of a forward or backward launch from its arrays [B, T, H, D]."""
         arrays = [shape for shape in operands if len(shape) == 4]
         if not opaque or len(arrays) < 3:
             return None
         (batch, length, heads, size), key, value = arrays[:3]
-        # A forward launch has no gradient operand. Backward launches compute all gradients, the query's, or the other two.
+        # A forward launch has no gradient operand. A backward launch computes all gradients, the query's, or the other two.
         products = 2 if len(arrays) == 3 else {0: 5, 1: 3, 2: 4}[len(results)]
         return 1.0 * products * batch * length * heads * key[1] * (size + value[3])
 
     def resize(self, sizes: Mapping[int, int]) -> Self:
-        """Shrink sliding windows with the number of keys, so that they still hide some."""
+        """Shrink sliding windows along with the number of keys, so that the windows still hide some keys."""
         op, length = super().resize(sizes), self.key.shape[1]
         scale = op.key.shape[1] / length
 

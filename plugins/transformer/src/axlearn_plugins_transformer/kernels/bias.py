@@ -1,6 +1,6 @@
 """Symbolic biases on attention scores.
 
-As with a mask, a kernel can materialize a bias.
+A kernel can materialize a bias, as it can a mask.
 
 Queries and keys are indexed by slot, as in `masks`.
 """

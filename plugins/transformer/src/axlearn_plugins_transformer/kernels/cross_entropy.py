@@ -22,7 +22,7 @@ from axlearn_plugins_transformer.kernels.per_device import count_shards
 
 WEIGHT_AXES = ("embed", "vocab")
 LOGIT_BYTES = 2**28
-"""Bytes of logits that a device has in memory at a time if `Options.chunk` is None."""
+"""Bytes of logits that a device holds in memory at a time if `Options.chunk` is None."""
 MIN_POSITIONS = 512
 """Minimum number of positions per device in such a chunk. With fewer, reading the output layer dominates the time."""
 
@@ -103,7 +103,7 @@ class CrossEntropyOp(Op[tuple[jax.Array, jax.Array]]):
     def reference(self) -> tuple[jax.Array, jax.Array]:
         """Scan over chunks of positions.
 
-        Loss and gradients take three matmuls, none of which is recomputed.
+        The loss and its gradients take three matmuls, none of which is recomputed.
 
         The scan accumulates the gradient of the output layer. If it takes less memory, the scan instead saves the gradients of
         the logits in the dtype of the matmuls, and a single matmul after the scan computes the gradient of the output layer.

@@ -1,10 +1,10 @@
 """Batch-invariant attention.
 
-A row's result is bitwise independent of the other rows. The kernels are for training and serving.
+The result for a row is bitwise independent of all other rows. The kernels are for training and serving.
 
 Each query is in a tile of `ROWS` rows. A loop multiplies the tile by the keys of its request in blocks of `KEYS`, starting
 at slot 0. All sums therefore follow the order of the slots, regardless of the batch, the chunks of a prompt and the pages
-of a cache. Both kernels run the same loop. A block that a query does not see does not change its sums.
+of a cache. Both kernels run the same loop. A block that is hidden from a query does not change the query's sums.
 
 The kernels call separate ops, so a plugin can implement both ops with a different order of summation. It must use the same
 order for both. Its kernels decide from the `traits` of an op whether they support it. Both ops of a model have equal traits, so
@@ -201,7 +201,7 @@ def _attend_rows(op: InvariantAttentionOp) -> jax.Array:
             return tuple(lax.dynamic_slice_in_dim(y, index * KEYS, KEYS, axis=1) for y in (keys, values))  # type: ignore[return-value]
 
         def tile(x: tuple[jax.Array, jax.Array]) -> jax.Array:
-            # Loop over all blocks, although a query sees only earlier ones: only a loop of static length has a backward pass.
+            # Loop over all blocks, although later ones are hidden, because only a loop of static length has a backward pass.
             return _attend_tile(op, *x, length, -(-length // KEYS), block)
 
         result = lax.map(tile, (_split_tiles(query, count), positions))

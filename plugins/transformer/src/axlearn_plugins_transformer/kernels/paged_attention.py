@@ -53,15 +53,15 @@ class PagedAttentionOp(Op[jax.Array]):
         lengths: Tokens of each request including new ones, int32 [R].
         starts: Index of each request's first new token, int32 [R + 1]. The last entry is the end of the last request.
         count: Number of requests, int32 [1]. Later entries of the other arrays are unused.
-        scale: Factor on the queries.
-        window: Number of last keys that a query sees, or None for all.
+        scale: Factor applied to the queries.
+        window: Number of most recent keys that a query attends to, or None for all.
         softcap: Bound on the scores, applied with a tanh: (-softcap, softcap). None does not cap them.
         bias: Bias added to the scores, indexed by position in the request, or None.
         value_size: Use the first `value_size` elements of the keys as values (latent attention). None stores values
             separately.
         heads_first: Whether pages are [P, 2, G, S, H], with all keys of a page before all values. This is the fastest
             layout for processors without matrix units.
-        scales: Factors on the elements of narrow pages, float32 [P, S, 2 G] or [P, 2, G, S]. None for unscaled pages.
+        scales: Factors applied to the elements of narrow pages, float32 [P, S, 2 G] or [P, 2, G, S]. None for unscaled pages.
         finite: Whether all elements of the pages are finite, including unwritten slots. If not, kernels mask those slots.
         split: The information in `starts` as a static value, or None if it depends on the data.
         local: Whether the arrays are the shards of one device; see `on_each_device`.
@@ -166,7 +166,7 @@ class PagedAttentionOp(Op[jax.Array]):
         return 2.0 * tokens * heads * self.table.shape[1] * self.page_size * (size + (self.value_size or size))
 
     def kernel_flops(self, operands: Sequence[Shape], results: Sequence[Shape], *, opaque: bool) -> float | None:
-        """Count from the queries [T, N, H] of a launch."""
+        """Count the FLOPs of a launch from its queries [T, N, H]."""
         if not opaque:
             return None
         tokens, heads, size = operands[0]

@@ -1,4 +1,4 @@
-"""Run kernels on several devices, each on its shard of the activations."""
+"""Run kernels on several devices, each of which processes its shard of the activations."""
 
 import math
 from collections.abc import Callable, Sequence

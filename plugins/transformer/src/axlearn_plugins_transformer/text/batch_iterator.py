@@ -105,7 +105,7 @@ class Batches:
         return {"batches": self._count, "shards": self._shards}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Move to a position from `get_state`.
+        """Move to a position that `get_state` returned.
 
         Raise InputError if it belongs to a different pipeline.
         """
@@ -158,7 +158,7 @@ def _close(streams: dict[tuple[int, ...], Any]) -> None:
 
 
 def _restore_tuples(state: Any) -> Any:
-    """Convert lists back to tuples in a state that went through JSON.
+    """Convert lists back to tuples in a state that was loaded from JSON.
 
     Grain compares these positions as tuples.
     """

@@ -39,7 +39,7 @@ _PLAIN_WITH_CALLS = PLAIN.replace(
     "{{ (call.function or call) | tojson }}{% endfor %}{{ eos_token }}",
 )
 
-EOS = "\ufdd2"  # a noncharacter, like `BEGIN` and `END`; replaces an end-of-document token without a spelling
+EOS = "\ufdd2"  # a noncharacter, like `BEGIN` and `END`; replaces an end-of-document token that has no spelling
 _TOKENIZER_CONFIG, _SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 """Path of the template for conversations with tools, relative to a `chat_template.jinja`."""

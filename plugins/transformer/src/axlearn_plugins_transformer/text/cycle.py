@@ -13,7 +13,7 @@ Permutation = Callable[[int], int]
 """Index into an endless sequence -> number below `count`. Each number occurs once in every `count` indices."""
 
 SHUFFLE_RATIO = 4
-"""An epoch is shuffled as a whole if it has at least this many times as many numbers as the window."""
+"""An epoch is shuffled as a whole if it is at least this many times as long as the window."""
 
 
 @attrs.frozen
@@ -30,8 +30,8 @@ class Cycle:
     has the same order.
 
     Attributes:
-        count: How many numbers an epoch has.
-        window: How many consecutive numbers must be distinct.
+        count: Number of elements in an epoch.
+        window: Number of consecutive numbers that must be distinct.
         seed: Seed of the block shuffles.
         permutation: Shuffles a whole epoch. None disables shuffling.
     """
@@ -57,7 +57,7 @@ class Permutations:
     """A new NumPy permutation for each epoch. All numbers of an epoch are in memory.
 
     Attributes:
-        count: How many numbers an epoch has.
+        count: Number of elements in an epoch.
         seed: Random seed.
     """
 
@@ -77,7 +77,7 @@ def shuffle_blocks(order: np.ndarray, window: int, rng: np.random.Generator) -> 
 
     Args:
         order: Order of the numbers before the shuffle, the same in every epoch.
-        window: How many consecutive numbers must be distinct, at most the length of `order`.
+        window: Number of consecutive numbers that must be distinct, at most the length of `order`.
         rng: Random generator for the epoch.
     """
     size = max(1, len(order) - window + 1)

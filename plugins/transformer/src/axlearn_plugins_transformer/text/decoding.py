@@ -116,7 +116,7 @@ class StreamDecoder:
 class WindowDecoder:
     """A decoder for any tokenizer.
 
-    It decodes a window of recent tokens again for each new token.
+    For each new token, it decodes a window of recent tokens again.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int]):
@@ -168,7 +168,8 @@ class StopFinder:
 
         Args:
             text: The piece.
-            shown: Whether it is part of the output. The spelling of a special token is not, but may match a stop string.
+            shown: Whether it is part of the output. The spelling of a special token is not part of the output, but may match a
+                stop string.
         """
         if self.matched_stop is not None:
             return ""

@@ -1,7 +1,8 @@
-"""Fingerprints of data files, with which a run detects that its data changed.
+"""Fingerprints of data files, which a run uses to detect that its data has changed.
 
 Data of up to `BLOCKS * BLOCK` bytes (256 MiB) is hashed completely. For more data, evenly spaced blocks of each file are
-hashed, including its first and last block. Files behind a URL use the ETag or checksum of their store, or else two blocks.
+hashed, including its first and last block. For files behind a URL, the ETag or checksum from their store is used, or else two
+blocks are hashed.
 """
 
 import functools

@@ -66,7 +66,8 @@ class LanguageModelInput(Configurable):
             sequence_length: Tokens per row.
             source: Source of the documents.
             tokenizer: Tokenizer.
-            special_tokens: Treat special tokens that a document spells out (`<|endoftext|>`) as text, or parse them.
+            special_tokens: Whether to parse special tokens that a document spells out (`<|endoftext|>`) or to treat them as
+                text.
             packing: How to pack documents into rows: `concat`, `first-fit` or `none`.
             shuffle: Shuffle the documents.
             num_shards: Number of fixed streams that the rows come from. Any number of processes that divides it gives the
@@ -181,7 +182,7 @@ class LanguageModelInput(Configurable):
         batch = documents[start : start + max(1, count)]
         try:
             ids = self._encode([d.text for d in batch])
-        except InputError:  # one of them fails; return the documents before it first
+        except InputError:  # one of them fails; first return the documents before it
             return self._encode_until_failure(batch)
         return [self._example(d, i) for d, i in zip(batch, ids, strict=True)]
 

@@ -1,6 +1,6 @@
-"""Find the document in the data files that a piece of a row comes from, for messages.
+"""Find the document in the data files that a piece of a row comes from, for use in messages.
 
-A position only says which records a shard reads. The documents of these records are tokenized again and searched for the tokens
+A position says only which records a shard reads. The documents of these records are tokenized again and searched for the tokens
 of the piece.
 """
 

@@ -16,7 +16,7 @@ def long_text_error(
         total: Number of texts, or None if only one was read.
         limit: Maximum number of tokens of a text.
         sequence_length: Value of `input.sequence_length`.
-        fix: Alternative to raising `input.sequence_length`.
+        fix: Fix to suggest as an alternative to raising `input.sequence_length`.
     """
     location, count = lengths[0]
     longest, most = max(lengths, key=lambda item: item[1])

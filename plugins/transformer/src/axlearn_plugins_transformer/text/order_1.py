@@ -1,4 +1,4 @@
-"""The order in which versions before `positions.ORDER` read data.
+"""The order in which versions older than `positions.ORDER` read data.
 
 Runs that started with it keep it.
 

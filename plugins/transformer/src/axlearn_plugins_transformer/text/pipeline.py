@@ -3,8 +3,8 @@
     large data: records -> every num_shards-th of a shuffled, endless order -> documents -> examples -> packed rows
     small data: all examples -> an endless order of packed rows -> every num_shards-th
 
-Each virtual shard is a separate pipeline. It produces the same rows of every batch, whichever process or worker runs it. The
-global stream therefore depends only on the seed and the number of virtual shards.
+Each virtual shard is a separate pipeline. It produces the same rows of every batch, regardless of which process or worker runs
+it. The global stream therefore depends only on the seed and the number of virtual shards.
 
 Legend: S sequence length, T tokens of a document.
 """
@@ -325,7 +325,7 @@ def training_rows_of_order_1(
 
 
 def _expand_documents(part: Part, encode: Encode) -> Expand:
-    # If the data contained any text, a shard would not miss it this often by chance.
+    # If the data contained any text, a shard would not miss it this many times in a row by chance.
     return Expand(functools.partial(make_examples, encode), 100 * len(part.records), part.records.name(0))
 
 

@@ -66,7 +66,7 @@ class SpellsEos(Protocol):
 
 @runtime_checkable
 class HasName(Protocol):
-    """A tokenizer with a name for messages.
+    """A tokenizer with a name for use in messages.
 
     Attributes:
         name: Path of its file, or the name of a built-in tokenizer.

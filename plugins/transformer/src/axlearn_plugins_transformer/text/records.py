@@ -1,6 +1,6 @@
 """Records: pieces of data files that Grain reads in random order.
 
-Each contains a few documents.
+Each record contains a few documents.
 
 Text and JSONL files are split into byte chunks at line ends, Parquet files into row groups. A huge file is therefore
 shuffled and sharded like many small files. Building a pipeline only requires file names and sizes.
@@ -49,7 +49,7 @@ class Records(Protocol):
         ...
 
     def name(self, index: int) -> str:
-        """Return the location of a record, for messages."""
+        """Return the location of a record, for use in messages."""
         ...
 
 
@@ -85,7 +85,7 @@ class LocatesText(Protocol):
         Args:
             index: Index of the record.
             document: A document of the record.
-            skipped: Bytes of its text before the place to name.
+            skipped: Number of bytes of its text before the position to locate.
         """
         ...
 

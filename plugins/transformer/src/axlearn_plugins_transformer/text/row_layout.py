@@ -166,7 +166,7 @@ def split_rows(rows: list[list[Span]], count: int) -> list[list[Span]]:
 
     Rows with one piece are not split.
 
-    A batch with more rows than an epoch would repeat rows. Emptier rows cost the same and avoid this.
+    A batch with more rows than an epoch would repeat rows. Emptier rows avoid this at no additional cost.
     """
     rows = list(rows)
     while len(rows) < count:

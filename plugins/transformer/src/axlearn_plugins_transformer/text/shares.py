@@ -1,4 +1,4 @@
-"""Distribute the rows of a batch over the sources of a mixture.
+"""Distribute the rows of a batch among the sources of a mixture.
 
 This module does not import Grain.
 """
@@ -15,8 +15,8 @@ class Shares:
     """Assigns each row to a part of the data.
 
     The rows of a turn, one per shard, are adjacent in a fixed pattern, so every batch has each part's share of rows. The
-    assignment of shards to the places of the pattern changes from turn to turn. Otherwise a shard could always read the
-    same part.
+    assignment of shards to the places of the pattern changes from turn to turn. Otherwise, a shard could end up always reading
+    the same part.
 
     Attributes:
         proportions: Integer weight of each part.

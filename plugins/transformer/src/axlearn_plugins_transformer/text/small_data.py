@@ -2,8 +2,8 @@
 
 This module does not import Grain.
 
-If each shard read different records, it would run out of them and repeat the records of other shards. Instead, rows are dealt to
-the shards in turn. They are different as long as there are enough of them, and every epoch contains each row once.
+If each shard read different records, it would run out of its own and repeat the records of other shards. Instead, rows are
+dealt to the shards in turn. They are different as long as there are enough of them, and every epoch contains each row once.
 
 Legend: S sequence length.
 """
@@ -32,7 +32,7 @@ def is_small(records: Records, tokens: int) -> bool:
     """Return whether to encode all records before the first batch.
 
     This is the case for at most 4 MiB of data, or for data that 64 batches use up, but never for more than 32 MiB, because one
-    token takes 12 bytes of memory. Records that do not know their size are not small.
+    token takes 12 bytes of memory. Records of unknown size do not count as small.
 
     Args:
         records: The data.

@@ -1,6 +1,6 @@
 """Sources of documents.
 
-They are files, the standard library of the running Python, and weighted mixtures of sources.
+A source is a set of files, the standard library of the running Python, or a weighted mixture of other sources.
 """
 
 import hashlib

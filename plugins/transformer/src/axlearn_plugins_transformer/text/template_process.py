@@ -34,7 +34,7 @@ class TemplateProcess:
 
     If it loops forever or exceeds the memory limit, its process is killed and restarted.
 
-    It is thread-safe: threads take turns.
+    It is thread-safe, because threads take turns.
 
     Args:
         source: The template.

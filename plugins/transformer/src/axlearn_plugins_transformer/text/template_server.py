@@ -2,7 +2,7 @@
 
 The first line of standard input is {"source"}; the answer is {}. Each line after it is {"variables", "today"}; the answer is
 {"text"}, {"error"}, or {"syntax", "line"} if the template itself is invalid. The process may use BYTES of memory. The parent
-enforces the time limit. The module imports Jinja but nothing of this framework, so that it starts fast.
+enforces the time limit. To start quickly, the module imports Jinja but nothing from this framework.
 """
 
 import datetime

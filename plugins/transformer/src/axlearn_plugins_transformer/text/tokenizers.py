@@ -60,7 +60,7 @@ class ByteTokenizer(Configurable):
 
 
 MAX_IDS = 1 << 24
-"""Limit on token ids. No real vocabulary comes near it; a larger id would only waste memory."""
+"""Limit on token ids. No real vocabulary comes close to it; a larger id would only waste memory."""
 BUILTIN = ("python-2k",)
 _EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]", "<|eot_id|>")
 
@@ -189,7 +189,7 @@ class TokenizerJson(Configurable):
         with _encoding(*texts):
             encodings = self._tokenizer.encode_batch_fast(
                 list(texts), add_special_tokens=False
-            )  # a third faster even for one text
+            )  # this is a third faster, even for a single text
         return [encoding.ids for encoding in encodings]
 
     def encode_prompt(self, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The URLs from which data may be read."""
+"""Restrictions on the URLs from which data may be read."""
 
 from axlearn_core.errors import InputError, RequestError
 from axlearn_core.plugins.manager import host

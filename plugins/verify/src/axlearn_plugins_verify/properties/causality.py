@@ -20,7 +20,7 @@ from axlearn_plugins_verify.prove.forward import (
 
 
 class Causality:
-    """Replaces the tokens after a position, which is different in each row, and compares the logits before it."""
+    """Replaces the tokens after a position, which differs from row to row, and compares the logits before it."""
 
     summary: ClassVar[str] = "a later token never changes an earlier logit"
 

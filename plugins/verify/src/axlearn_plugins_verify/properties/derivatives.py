@@ -22,7 +22,7 @@ TOLERANCE = 0.02
 ROUNDING = 8
 """Relative error of a loss that rounding explains, in units of the dtype's epsilon."""
 LARGEST_NOISE = 0.2
-"""A difference says nothing if its rounding error, relative to the typical derivative, exceeds this."""
+"""A difference is inconclusive if its rounding error, relative to the typical derivative, exceeds this."""
 LARGEST_SHARE = 0.5
 """If more than this share of the gradients has no usable difference, nothing is compared."""
 JUMP = 1e-3
@@ -32,7 +32,7 @@ DIRECTIONS = 5
 
 
 class Derivatives:
-    """Moves each parameter in a random direction, and compares the change of the loss to the gradient.
+    """Moves each parameter in a random direction, and compares the change in the loss with the gradient.
 
     The step is computed in float32 if the config has a 16-bit dtype, and every token uses all experts, because the loss jumps
     if a router chooses different experts. A difference counts if two step sizes agree on it. If the loss is not smooth, as with
@@ -119,7 +119,7 @@ def _locate(step: Step, wrong: Mapping[tuple[str, str], float]) -> Difference:
 def _directions(step: Step, path: str, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Return one random direction per layer of a parameter.
 
-    Each has the magnitude of the parameter's values in that layer, and is zero in all other layers.
+    Each direction has the magnitude of the parameter's values in its layer, and is zero in all other layers.
     """
     value = np.asarray(step.weights.params[path], np.float64)
     least = 1e-3 * float(np.sqrt(np.mean(np.square(value)))) + 1e-12

@@ -20,7 +20,7 @@ class Meshes:
     summary: ClassVar[str] = "a mesh gives the loss and the gradients of one device"
 
     def skip_reason(self, case: Any) -> str | None:
-        """Skip configs that no mesh of the local devices fits."""
+        """Skip configs that do not fit any mesh of the local devices."""
         return None if case.meshes else "no mesh of several devices divides the parameters and the batch"
 
     def check(self, case: Any) -> Outcome:

@@ -30,7 +30,7 @@ class MovingAverage:
         return "the learner keeps no moving average"
 
     def check(self, case: Any) -> Outcome:
-        """Compare the average of a few steps."""
+        """Compare the averages after a few steps."""
         program, decay = case.program(), get_learner_config(case.config).ema_decay
         batches = [program.put(case.batch(case.seed + i)) for i in range(STEPS)]
         train, state = program.compile("train", batches[0], **QUICK), program.init(case.seed)

@@ -1,4 +1,4 @@
-"""Padding changes nothing."""
+"""Padding does not change the results."""
 
 from typing import Any, ClassVar
 

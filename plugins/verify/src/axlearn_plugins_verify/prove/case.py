@@ -84,7 +84,7 @@ class Case:
         """Return a random batch for the input of a config.
 
         Args:
-            seed: Seed in addition to the case's.
+            seed: Seed to combine with the case's own.
             config: Config with the input (default: the case's own).
         """
         return synthetic_batch(self.config if config is None else config, self.seed * 1000 + (seed or 0))

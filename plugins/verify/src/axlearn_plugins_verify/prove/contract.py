@@ -1,4 +1,4 @@
-"""Contract of the properties that `axlearn prove` checks."""
+"""The interface of the properties that `axlearn prove` checks."""
 
 from typing import Any, ClassVar, Protocol
 
@@ -48,7 +48,7 @@ class Property(Protocol):
     """A property of a config, registered under the entry point group `axlearn.properties`.
 
     Attributes:
-        summary: What holds, as one sentence for the report.
+        summary: The statement that holds, as one sentence for the report.
     """
 
     summary: ClassVar[str]

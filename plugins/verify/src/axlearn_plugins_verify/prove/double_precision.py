@@ -1,7 +1,7 @@
-"""Repeat a check in float64, which decides if rounding in float32 leaves doubt.
+"""Repeat a check in float64, whose result decides if rounding in float32 leaves doubt.
 
 Layers compute some parts in float32 regardless of their dtype: softmax, norms, rotary angles, routers and the loss. They name
-the dtype `jnp.float32`, which means float64 while a check is repeated, so these parts are precise too. A failure in float64
+the dtype `jnp.float32`, which means float64 while a check is repeated, so these parts are precise, too. A failure in float64
 does not count if a layer still computes in float32.
 """
 
@@ -25,7 +25,7 @@ FLOATS = ("float32", "bfloat16", "float16")
 ALSO_IN_FLOAT32 = "also in float32"
 """Note on a check of a config with a 16-bit dtype."""
 VAGUE = 1e-4
-"""Tolerance in float32 above which a check says little. The largest among 14 shipped experiments is 5.7e-5, for `gemma3-4b`."""
+"""Tolerance in float32 above which a check is inconclusive. The largest for 14 shipped experiments is 5.7e-5 (`gemma3-4b`)."""
 
 
 def repeat_if_doubtful(case: Any, outcome: Outcome, config: Any, check: Callable[[Any], Outcome]) -> Outcome:

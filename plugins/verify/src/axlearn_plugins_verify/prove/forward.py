@@ -1,4 +1,4 @@
-"""Logits of language models for every token, and how much rounding alone moves them."""
+"""Compute a language model's logits for every token, and by how much rounding alone changes them."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -52,7 +52,7 @@ def competing_tokens(case: Any) -> str | None:
 
 
 def random_rows(case: Any, seed: int, rows: int | None = None, length: int | None = None) -> np.ndarray:
-    """Return random tokens, int32 [B, S], of the size of the input's batches unless given."""
+    """Return random tokens, int32 [B, S], in the shape of the input's batches unless a shape is given."""
     shape = rows_shape(case)
     vocabulary = case.program().functional.describe().vocab_size
     rng = np.random.default_rng((case.seed, seed))
@@ -110,7 +110,7 @@ def compute_logits(program: Program, weights: ModelWeights, rows: Rows) -> np.nd
 
 
 def product_rounding(program: Program, rows: Rows) -> float:
-    """Return the relative rounding of the operands of the forward pass's products in 8 bits, or 0 if there are none."""
+    """Return the relative rounding error of the operands in 8-bit products of the forward pass, or 0 if it has none."""
     with program.tracing("train"):
         traced = jax.make_jaxpr(forward(program))(program.weights_spec, dict(rows))
     products = (e for e in equations(traced.jaxpr) if e.primitive.name == "dot_general")
@@ -119,7 +119,7 @@ def product_rounding(program: Program, rows: Rows) -> float:
 
 
 def storage_rounding(dtype: Any) -> float:
-    """Return the relative rounding of numbers that are stored in 8 bits."""
+    """Return the relative rounding error of numbers that are stored in 8 bits."""
     return 1 / 127 if dtype == "int8" else float(jnp.finfo(dtype).eps)
 
 

@@ -165,7 +165,7 @@ def _smaller_values(config: Any) -> Iterator[tuple[str, Setting]]:
 
 
 def _kinds(node: Any) -> list[Any]:
-    """Return the kinds of layers that a node alternates between. Empty if it does not alternate."""
+    """Return the kinds of layers that a node alternates between. The result is empty if it does not alternate."""
     fields = children(node) if isinstance(node, Node) else {}
     if not isinstance(fields.get("children"), tuple) or not isinstance(fields.get("first"), tuple):
         return []

@@ -237,7 +237,7 @@ class Recorder:
     def record(self, path: str, tensor: str, value: Any) -> Any:
         """Record a tensor. Return the tensor with which the model continues.
 
-        Skips the parts of a model that run on each device separately, because their tensors are not those of the whole model.
+        Skips the parts of a model that run on each device separately, because their tensors cover only one device.
         """
         if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
             return value

@@ -38,7 +38,7 @@ class Check:
 
     Attributes:
         name: Name of the property.
-        summary: What holds, as one sentence.
+        summary: The statement that holds, as one sentence.
         seed: Seed of the weights and batches.
         status: `holds`, `FAILS`, `skipped` or `not run`.
         outcome: Result, or None if the check was skipped, not run, or ended with an error.
@@ -135,7 +135,7 @@ def prove(
     Args:
         request: A request, the name of an experiment, a YAML file, or a config.
         only: Names of the properties to check (default: all).
-        minutes: Time limit. Checks that would start after it are reported as not run.
+        minutes: Time limit. Checks that would start after this limit are reported as not run.
         seed: First seed of the weights and batches.
         seeds: Number of seeds.
         mesh: Shape of the only mesh to check, such as `{"data": 2}` (default: meshes that together have every axis).
@@ -163,7 +163,7 @@ def prove(
     for case in (first if n == 0 else first.with_seed(seed + n) for n in range(seeds)):
         for name, part in chosen.items():
             if case is not first and not _holds_so_far(checks, name):
-                continue  # the first seed says why
+                continue  # the first seed gives the reason
             check = (
                 check_property(name, part, case)
                 if time.monotonic() < deadline

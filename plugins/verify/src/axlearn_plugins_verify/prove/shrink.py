@@ -56,7 +56,7 @@ SIZES: Mapping[str, int] = {
     "window": 5,
 }
 OPTIONAL = ("loss_chunk",)
-"""Sizes that a small config needs although the large one leaves the choice to the layer."""
+"""Sizes that a small config must set, although the large one leaves the choice to the layer."""
 SMALLEST_WIDTH, SMALLEST_COUNT = 32, 4
 """Smallest sizes of fields whose names are not known: widths, and numbers of layers, heads or experts."""
 REFUSALS = (AxlearnError, ValueError, TypeError, ZeroDivisionError, AssertionError)
@@ -90,7 +90,7 @@ class Shrunk:
         config: The config.
         meshes: Shapes of meshes that together cover each axis that the config can use.
         changes: Config paths of the sizes that changed, with the old and the new value.
-        notes: What the original config has, but the small config or its meshes lack.
+        notes: Features of the original config that the small config or its meshes lack.
     """
 
     config: Any
@@ -170,7 +170,7 @@ def _is_inner(config: Any, path: str) -> bool:
 
 
 def _needed_layers(stack: Any) -> int:
-    """Return how many layers show each kind: the layers before the pattern, and two periods, so that they can be scanned."""
+    """Return how many layers cover every kind: those before the pattern, and two periods, so that they can be scanned."""
     needed = 2
     for _, node in walk(stack):
         names = children(node) if isinstance(node, Node) else {}
@@ -277,7 +277,7 @@ def _module_sizes(config: Any) -> Iterator[tuple[str, int]]:
 
 
 def _halved(value: int) -> Iterator[int]:
-    """Yield half of a size, half of that, and so on. Halving keeps most of the factors that layers may need."""
+    """Yield half of a size, then a quarter, and so on. Halving keeps most of the factors that layers may need."""
     least = SMALLEST_WIDTH if value > UNKNOWN else SMALLEST_COUNT
     while value % 2 == 0 and value // 2 >= least:
         value //= 2
@@ -365,7 +365,7 @@ def _vocabulary(config: Any) -> int:
 
 
 def _rows(rng: np.random.Generator, prefix: str, shapes: Mapping[str, Any], vocabulary: int) -> dict[str, np.ndarray]:
-    """Return tokens, what follows them, and the documents of each row."""
+    """Return the tokens of each row, the tokens that follow them, and the row's documents."""
     names = {suffix: f"{prefix}{suffix}" for suffix in ROWS if f"{prefix}{suffix}" in shapes}
     shape, _ = shapes[next(iter(names.values()))]
     if len(shape) < 2:

@@ -180,7 +180,7 @@ def last_gradient(
     """Return the wrong gradient that the backward pass computes first: that of the module that is called last.
 
     Args:
-        program: Program, which knows the stacked parameters.
+        program: Program that defines which parameters are stacked.
         expected: Correct gradients.
         actual: Gradients to compare.
         wrong: Paths of the parameters whose gradients differ.
@@ -214,7 +214,7 @@ def find_module(path: str, index: str, calls: Mapping[str, int]) -> str:
 
     Args:
         path: Path of the parameter, without the index of its layer.
-        index: Index of its layer, or an empty string.
+        index: Index of the parameter's layer, or an empty string.
         calls: Paths of the called modules.
     """
     parts = path.split(".")[:-1]

@@ -40,11 +40,11 @@ class ArrayDifference:
         path: Path of the array in the state.
         shape: Shape of the array.
         count: Number of elements that differ.
-        bits: Number of bits that differ, over all elements.
+        bits: Number of bits that differ, across all elements.
         index: Index of the first element that differs.
         recorded: This element in the checkpoint.
         replayed: This element in the replay.
-        bit: Position of the bit, counted from 0 for the lowest, if the arrays differ in only one bit.
+        bit: Position of the bit that differs, counted from 0 for the lowest, if the arrays differ in only one bit.
         error: Norm of the difference, relative to the norm of the checkpoint's array.
     """
 

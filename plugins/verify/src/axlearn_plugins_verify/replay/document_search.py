@@ -15,7 +15,7 @@ GREW = 4.0
 
 @attrs.frozen(kw_only=True)
 class Bisection:
-    """Result of a search for documents.
+    """The result of a search for documents.
 
     Attributes:
         documents: The documents to blame. If the search ended early, the smallest group that contains them. Empty if the step
@@ -94,7 +94,8 @@ def bisect_documents(
     """Find the documents that make a step abnormal.
 
     The search halves the documents, in the order of microbatches, rows and positions, until one is left. It then checks that
-    this document alone is abnormal, and that the step is normal without it. If not, it searches the rest.
+    this document alone is abnormal, and that the step is normal without it. If either check fails, it searches the remaining
+    documents.
 
     Args:
         batch: Arrays [B, ...] of the batch.

@@ -18,9 +18,9 @@ class Document:
         row: Index of the row in the global batch.
         number: Number of the document in its row, from 1. 0 stands for the whole row.
         start: First position of the document in the row.
-        stop: Position after the last.
+        stop: Position after the document's last token.
         microbatch: Index of the microbatch that computes the row.
-        source: File, and the place in it, if the input knows them.
+        source: File, and the position in it, if the input knows them.
     """
 
     row: int

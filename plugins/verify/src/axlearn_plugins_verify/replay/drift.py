@@ -1,4 +1,4 @@
-"""What changed since a run computed a step: its config, data, versions, devices, flags, or compiled step."""
+"""Find what has changed since a run computed a step: its config, data, versions, devices, flags, or compiled step."""
 
 import re
 from collections.abc import Mapping, Sequence

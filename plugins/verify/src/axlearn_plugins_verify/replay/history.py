@@ -1,4 +1,4 @@
-"""What a run recorded about its steps: checkpoints, configs, locks, and metrics. Nothing here writes to the run."""
+"""Read what a run recorded about its steps: checkpoints, configs, locks, and metrics. Nothing here writes to the run."""
 
 import math
 from collections.abc import Mapping
@@ -126,14 +126,14 @@ class History:
         return next((s for s in self.steps if s >= step), None)
 
     def config_of(self, step: int) -> Any:
-        """Return the config that a step was computed with: that of the next checkpoint, or else the run's config file."""
+        """Return the config that a step was computed with: the config of the next checkpoint, or else the run's config file."""
         saved = self.checkpoint_after(step)
         if saved is None or not isinstance(self.config.checkpointer, StorageCheckpointer.Config):
             return self.config
         return open_checkpoint(self.run.uri, self.run.storage, self.config, saved).config
 
     def lock_of(self, step: int) -> Mapping[str, Any]:
-        """Return the lock of the attempt that computed a step: that of the next checkpoint, or else the run's lock."""
+        """Return the lock of the attempt that computed a step: the lock of the next checkpoint, or else the run's lock."""
         saved = self.checkpoint_after(step)
         if saved is None or not isinstance(self.checkpointer, StorageCheckpointer):
             return self.run.lock

@@ -87,7 +87,7 @@ class Replay:
 
     @property
     def identical(self) -> bool | None:
-        """Whether everything that the run recorded is the same to the last bit. None if it recorded nothing."""
+        """Whether everything that the run recorded matches bit for bit. None if it recorded nothing."""
         if not self.compared_scalars and not self.compared_arrays:
             return None
         return not self.different_scalars and not self.different_arrays
@@ -212,12 +212,12 @@ def _compare(history: History, replayer: Replayer, step: int) -> tuple[Replay, C
 
 @attrs.frozen
 class _Inspection:
-    """Finds what is unusual in a step, with the weights before it.
+    """Finds unusual values in a step, using the weights from before the step.
 
     Attributes:
         bench: Computes parts of the step.
         step: The step.
-        usual: Another batch, which defines what is usual with these weights.
+        usual: Another batch, which defines the usual values with these weights.
         progress: Receives a line of text at each stage.
     """
 

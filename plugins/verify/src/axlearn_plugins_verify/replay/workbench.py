@@ -82,7 +82,7 @@ class Workbench:
         """Measure the outputs of all module calls, or the gradients of the loss with respect to them.
 
         Returns:
-            Statistics in the order of computation, one microbatch after the other.
+            Statistics in the order of computation, one microbatch after another.
         """
         return self._tracer.trace(batch, what)
 
@@ -170,7 +170,7 @@ def without_stages(program: Program) -> Program:
     """Return the program without pipeline stages.
 
     Layers of different stages run at the same time, so they have no order. The devices of the stages move to the `fsdp` axis. A
-    stack in stages is replaced with the plain stack that computes the same function.
+    stack that is split into stages is replaced with the plain stack that computes the same function.
     """
     config: Any = program.config
     plain = {

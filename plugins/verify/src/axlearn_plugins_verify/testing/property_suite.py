@@ -1,4 +1,4 @@
-"""Suite for the properties of `axlearn prove`."""
+"""The conformance suite for the properties that `axlearn prove` checks."""
 
 import contextlib
 import functools
