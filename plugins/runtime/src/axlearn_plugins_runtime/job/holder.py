@@ -37,7 +37,7 @@ class Holder:
 
     Args:
         storage: Storage of the location.
-        name: Name of the location, for messages.
+        name: Name of the location, for use in messages.
         run: Id of the run.
 
     Raises:
