@@ -263,8 +263,8 @@ class StorageCheckpointer(Configurable):
             like: State with the required shapes, dtypes, and shardings. It may be abstract.
 
         Raises:
-            CheckpointError: If the step does not exist, if a file is damaged, or if arrays are missing, unexpected, or have
-                the wrong shape.
+            CheckpointError: If the step does not exist, if a file is damaged, or if arrays are missing or unexpected, or have the
+                wrong shape.
         """
         checkpoint = self._verify_step(step)
         extra = self.read_extra(step)

@@ -30,7 +30,7 @@ from axlearn_core.errors import StorageError
 class HostBuffers:
     """Host memory for copies of shards.
 
-    Buffers are reused between saves, because allocating new pages takes many times longer than the copy.
+    Buffers are reused between saves, because allocating new pages takes many times longer than copying.
 
     Attributes:
         limit: Maximum bytes in use, or None. A single buffer may exceed it.

@@ -76,7 +76,7 @@ class Layout:
         """Return the partition of an array. A mesh axis shards only the first dimension that requests it.
 
         Raises:
-            ConfigError: If a logical axis has no rule, or if mesh axes do not divide a dimension.
+            ConfigError: If a logical axis has no rule, or if a dimension is not divisible by its mesh axes.
         """
         used: set[str] = set()
         parts: list[tuple[str, ...] | str | None] = []
@@ -111,7 +111,7 @@ class Layout:
         return math.prod(self.mesh.shape[a] for a in mesh_axes)
 
     def _indivisible_fix(self, axis: str | None, axes: Sequence[str | None], size: int, used: Collection[str]) -> str:
-        """Return what to change if the mesh does not divide a dimension.
+        """Suggest a fix for a dimension that is not divisible by its mesh axes.
 
         Args:
             axis: Logical axis of the dimension.

@@ -64,7 +64,7 @@ class DependsOnBatch(Protocol):
     """A module whose result for a row depends on the other rows of the batch.
 
     Attributes:
-        batch_dependence: Reason, as a predicate of the module (`"balances its load over the batch"`). None if its settings
+        batch_dependence: Reason, phrased as a predicate of the module (`"balances its load over the batch"`). None if its settings
             make it independent.
     """
 
@@ -106,7 +106,7 @@ class DescribesPosition(Protocol):
     """A batch iterator that can describe its position in the data."""
 
     def describe_position(self) -> Any:
-        """Return an object whose `str` describes the files and offsets of the last batch, for messages.
+        """Return an object whose `str` describes the files and offsets of the last batch, for use in messages.
 
         This is called at every step, so delay any lookup until `str` is called.
         """
@@ -213,7 +213,8 @@ class ObservesSteps(Protocol):
 
 @runtime_checkable
 class ChecksStart(Protocol):
-    """A training loop that has a requirement for starting a run, such as a finished source run. Resuming does not have it."""
+    """A training loop that can start a run only if a requirement is met, such as a finished source run. Resuming has no
+    requirement."""
 
     def check_start(self) -> None:
         """Check the requirements before anything is written. Called only at step 0.
@@ -247,7 +248,7 @@ class HasHeldOutLoss(Protocol):
     """A model whose training loss has terms that do not belong in evaluation, such as a penalty."""
 
     def held_out_loss(self, batch: Mapping[str, Any]) -> tuple[jax.Array, Mapping[str, Any]]:
-        """Return the mean loss and summaries of a held-out batch, without such terms."""
+        """Return the mean loss and summaries of a held-out batch, without the terms that do not belong in evaluation."""
         ...
 
 
@@ -267,7 +268,7 @@ class OwnsCheckpoints(Protocol):
 
     Attributes:
         run: ID of the run. The trainer sets it before the first save.
-        place: Location of the checkpoints: its `storage`, and its `name` for messages.
+        place: Location of the checkpoints: its `storage`, and its `name` for use in messages.
     """
 
     run: str
@@ -287,8 +288,8 @@ class ReportsSaves(Protocol):
     """A checkpointer that reports the result of each save.
 
     Attributes:
-        on_result: Called with the step of a checkpoint and None after success, or the reason for a failure. The trainer sets
-            it before the first save. It may be called from any thread, on each process.
+        on_result: Called with the step of a checkpoint, and with None if the save succeeded or the reason if it failed. The trainer
+            sets it before the first save. It may be called from any thread, on each process.
     """
 
     on_result: Callable[[int, str | None], None]
@@ -296,7 +297,7 @@ class ReportsSaves(Protocol):
 
 @runtime_checkable
 class KeepsLocalTier(Protocol):
-    """A checkpointer that also saves frequent local states on the machines of the job.
+    """A checkpointer that also saves the state locally on the job's machines, at shorter intervals.
 
     All processes must call these methods together.
     """

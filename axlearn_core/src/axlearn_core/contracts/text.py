@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TextFacts(Protocol):
-    """Facts about the text of a model.
+    """Facts about the text that a model reads and writes.
 
     Attributes:
         tokenizer: Tokenizer of the model.

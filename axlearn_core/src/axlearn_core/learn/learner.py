@@ -33,7 +33,7 @@ class ParameterRule(Node[None]):
             variables that training updates without gradients, such as router biases.
         optimizer: Optimizer for these parameters, instead of the learner's. Their gradients are excluded from the
             learner's clipping.
-        max_grad_norm: Maximum norm of the gradients of `optimizer`, over all its parameters.
+        max_grad_norm: Maximum norm of the gradients of `optimizer`, computed across all its parameters.
     """
 
     pattern: str = REQUIRED

@@ -31,7 +31,7 @@ class Order:
         Names in `before` and `after` that are not in `features` are ignored.
 
         Raises:
-            PluginError: If the constraints have a cycle or contradict the order of the stages.
+            PluginError: If the constraints form a cycle or contradict the order of the stages.
         """
         constraints = _collect_constraints(features, registry)
         names: list[str] = []

@@ -39,7 +39,7 @@ class FeatureUse:
     Attributes:
         name: Name of the feature.
         options: Options as plain data.
-        location: Source of the request, for messages.
+        location: Source of the request, for use in error messages.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Setting:
     Attributes:
         path: Path or pattern of the value.
         value: Value as plain data.
-        location: Source of the request, for messages.
+        location: Source of the request, for use in error messages.
     """
 
     path: str
@@ -152,8 +152,8 @@ class Request:
 
         Args:
             path: A path.
-            existing: Existing paths. Settings of these paths are included, whether given by name or by pattern. So are settings
-                of new paths below `path`.
+            existing: Existing paths. Settings of these paths are included, whether given by name or by pattern. Settings of new
+                paths below `path` are also included.
         """
         for settings in (*self.base_settings, self.file_settings, self.settings):
             fits = (s for s in settings if s.path.startswith(f"{path}.") or any(matches(s.path, p) for p in existing))

@@ -53,7 +53,7 @@ def derive_run(
         new_step: Step of the checkpoint (default: the step of `weights`).
         extra: Additional data for the checkpoint, such as the position in the input.
         lock: Lock of the new run.
-        add_files: Adds files to the directory before it appears.
+        add_files: Adds files to the directory before it becomes visible.
 
     Returns:
         The run directory.

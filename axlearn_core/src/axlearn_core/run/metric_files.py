@@ -16,7 +16,8 @@ Lines = list[tuple[bytes, dict[str, Any]]]
 
 
 def is_timing(name: str) -> bool:
-    """Return True for a logged value that measures time, such as `step_seconds`. It differs between equal runs."""
+    """Return True for a logged value that measures time, such as `step_seconds`. Such values differ even between runs with equal
+    results."""
     return name == "mfu" or name.endswith(("_seconds", "_per_second"))
 
 
