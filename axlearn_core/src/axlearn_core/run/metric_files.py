@@ -22,7 +22,7 @@ def is_timing(name: str) -> bool:
 
 
 def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Read the records of a file that a `JsonlTracker` writes. Also return a remark for each invalid line.
+    """Read the records of a file that a `JsonlTracker` writes. Also return a note for each invalid line.
 
     A missing file has no records. Raise `OSError` if the file cannot be read.
     """
@@ -59,11 +59,11 @@ def _parse(path: Path) -> tuple[Lines, list[str]]:
 
 
 def parse_records(data: bytes, name: str) -> tuple[Lines, list[str]]:
-    """Parse a file. Return its valid lines with their records, and a remark for each invalid line.
+    """Parse a file. Return its valid lines with their records, and a note for each invalid line.
 
     Args:
         data: Contents of the file.
-        name: Name of the file, for the remarks.
+        name: Name of the file, for use in the notes.
     """
     raw_lines = data.splitlines(keepends=True)
     lines: Lines = []

@@ -1,8 +1,8 @@
 """Store the frozen base of adapters in a narrower dtype.
 
-Layers round a parameter to their compute dtype before they use it. A base in that dtype therefore gives the same results as one
-in float32 that never changes, with half the memory. Layers that do not round (`FullPrecisionRole`) keep their dtype, and so do
-the adapters.
+Layers round a parameter to their compute dtype before they use it. A frozen base never changes, so storing it in that dtype gives
+the same results as float32 in half the memory. Layers that do not round (`FullPrecisionRole`) keep their dtype, and so do the
+adapters.
 """
 
 from typing import Any, TypeVar
