@@ -72,7 +72,7 @@ class SaveInProgress:
         """Wait until the checkpoint is complete.
 
         Args:
-            check: Called every few seconds. If it raises, the wait ends with its error, and Orbax's threads continue.
+            check: Called every few seconds. If it raises an error, the wait ends with that error, and Orbax's threads continue.
 
         Raises:
             TimeoutError: The save takes longer than its limit.

@@ -38,7 +38,7 @@ class Schedule(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """Share of ticks in which a stage is idle."""
+        """Fraction of ticks in which a stage is idle."""
         return (self.stages - 1) / self.ticks
 
     def work(self, tick: Any, stage: Any) -> Work:

@@ -164,7 +164,7 @@ def quickstart() -> Trainer.Config:
         dtype="float32",
         stack=Stack.Config(mode="unrolled"),
     )
-    # Layers that start close to the identity learn faster in the first few hundred steps, and this run is no longer.
+    # Layers that start close to the identity learn faster in the first few hundred steps, and this run is no longer than that.
     small = {f"decoder.layer.{part}.init.scale": 0.01 for part in ("attention.output", "feed_forward.down")}
     return Trainer.Config(
         model=patch(model, small),
