@@ -1,7 +1,7 @@
 """Private imports, patches, and environment variables. Each distribution keeps its own in one module with this name.
 
 A test forbids `_src`, `jaxlib._jax`, `unittest.mock`, patches, assignments to `__class__`, and changes to the environment in all
-other modules. Each `compat` module explains why it needs something, for which versions, and when it can be removed.
+other modules. Each `compat` module explains why each item is needed, for which versions, and when it can be removed.
 
 The core needs:
 
@@ -197,8 +197,9 @@ def glibc_tunables(environment: Mapping[str, str]) -> str:
 def restart_with_tunables() -> None:
     """Restart this program in the same process with `glibc_tunables`. Child processes get the original environment.
 
-    Call this first, because the program repeats everything before it. It does nothing if the settings are already present or
-    were already tried, if the C library is not glibc, if a debugger is attached, or if the program is read from standard input.
+    Call this first, because the program repeats everything that ran before the call. It does nothing if the settings are already
+    present or were already tried, if the C library is not glibc, if a debugger is attached, or if the program is read from standard
+    input.
     """
     tunables, this, current = glibc_tunables(os.environ), str(os.getpid()), os.environ.get("GLIBC_TUNABLES", "")
     process, _, users = os.environ.pop(RESTARTED, "").partition(" ")

@@ -161,7 +161,7 @@ class Checkpoints:
         Args:
             step: Step of the checkpoint.
             pieces: Also verify arrays. Not needed before reading them, because readers verify the hashes.
-            names: Files of the manifest to verify. None verifies all files.
+            names: Files in the manifest to verify. None verifies all files.
 
         Raises:
             CheckpointError: Lists each damaged file and explains how to continue from the previous checkpoint.

@@ -159,7 +159,7 @@ class _Reader:
 
 
 def _contiguous(piece: Piece, buffers: Sequence[_Buffer]) -> np.ndarray | None:
-    """Return a view for reading a piece without a copy. Return None unless the piece is contiguous in a single buffer."""
+    """Return a view for reading a piece without copying. Return None unless the piece is contiguous in a single buffer."""
     if len(buffers) != 1 or _overlap(piece.box, buffers[0].box) != piece.box:
         return None
     part = buffers[0].data[(*_get_slices(piece.box, buffers[0].box), ...)]

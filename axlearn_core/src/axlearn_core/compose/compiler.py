@@ -68,7 +68,7 @@ class Compiler:
         return merge_options(self.target.compiler_options if self.target else {}, choices, self.mesh.compiler_options)
 
     def options(self, name: str) -> dict[str, Any]:
-        """Return the XLA options for a traced function: `compiler_options`, and the options that its kernels require.
+        """Return the XLA options for a traced function: `compiler_options`, plus the options that its kernels require.
 
         Raises:
             ConfigError, PluginError: See `merge_options`.
@@ -118,7 +118,7 @@ class Compiler:
         Args:
             call: Function of arrays. It is traced once for each call to this method and each combination of argument shapes.
             name: Function of the program whose mesh rules and kernels it uses.
-            kernels: Kernel selection to use instead.
+            kernels: Kernel selection to use instead of that function's.
         """
 
         def run(*args: object) -> Any:

@@ -116,7 +116,7 @@ def get_compiler_client(device: Any) -> Any:
 
 
 def _count_domains(target: Target, devices: Sequence[Any]) -> int:
-    """Return the number of groups of devices with fast links: TPU slices, or GPU hosts."""
+    """Return the number of device groups that are connected by fast links: TPU slices, or GPU hosts."""
     if target.size in ("chips", "cores"):
         return len({get_slice_index(d) for d in devices})
     if target.size != "hosts" or jax.process_count() == 1:

@@ -99,7 +99,7 @@ class Functional:
 
     @classmethod
     def from_module(cls, model: object) -> "Functional":
-        """Split a model that is already built. It cannot be initialized again."""
+        """Split a model that is already built. The result cannot be initialized again."""
         graph, state = nnx.split(model)
         return cls._split(nnx.eval_shape(lambda: nnx.merge(graph, state)), None)
 

@@ -24,7 +24,7 @@ def make_mesh(config: Mesh, devices: Sequence[Any] | None = None, domains: int =
     Args:
         config: Mesh config.
         devices: Devices to use (default: all).
-        domains: Number of groups of devices with fast links.
+        domains: Number of device groups that are connected by fast links.
 
     Raises:
         ConfigError: If the shape does not match the number of devices or domains.
@@ -73,7 +73,7 @@ class Layout:
                 )
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int], path: str) -> PartitionSpec:
-        """Return the partition of an array. A mesh axis shards only the first dimension that requests it.
+        """Return the partition spec of an array. A mesh axis shards only the first dimension that requests it.
 
         Raises:
             ConfigError: If a logical axis has no rule, or if a dimension is not divisible by its mesh axes.

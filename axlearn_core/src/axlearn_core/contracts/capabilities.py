@@ -1,4 +1,4 @@
-"""Optional capabilities of components. Callers test for a capability with `isinstance`, and also work without it."""
+"""Optional capabilities of components. Callers test for a capability with `isinstance`, and also support components without it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class GeneratesTokens(Protocol):
             max_tokens: Maximum number of tokens.
             temperature: Sampling temperature. 0 selects the most likely token.
             seed: Seed for sampling.
-            eos_id: ID that ends the text. It is also yielded.
+            eos_id: ID of the token that ends the text. This token is also yielded.
             program: Program of the model's experiment. None compiles the model separately.
         """
         ...
@@ -118,13 +118,13 @@ class LocatesDocuments(Protocol):
     """A position (see `DescribesPosition`) that can name the source of a document in its batch."""
 
     def locate(self, batch: Mapping[str, Any], row: int, start: int, stop: int) -> str:
-        """Return the file of a document and the place in it, or an empty string if it is unknown.
+        """Return the file that a document is in and its place there, or an empty string if it is unknown.
 
         Args:
             batch: The batch, as the iterator returned it.
             row: Row of the document.
             start: First position of the document in the row.
-            stop: Position after the document's last one.
+            stop: Position just after the end of the document.
         """
         ...
 
@@ -367,7 +367,7 @@ class KeepsExecutables(Protocol):
     """A listener of a run that stores the compiled step for processes that resume the run."""
 
     def load_step(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Load the step for a batch into the program, on all processes or on none.
+        """Load the compiled step for a batch into the program, on all processes or on none.
 
         Returns:
             The facts that `keep_step` stored. Empty if the step is not loaded.

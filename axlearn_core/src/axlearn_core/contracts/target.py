@@ -123,7 +123,7 @@ class Machine:
 
     Attributes:
         chips: Total number of chips.
-        domains: Number of groups of chips with fast links: TPU slices, or GPU hosts.
+        domains: Number of chip groups that are connected by fast links: TPU slices, or GPU hosts.
     """
 
     name: str

@@ -62,7 +62,7 @@ class LearnerState(NamedTuple):
         ema: Float32 moving average of the trained parameters by dotted path, or None.
         updates: int32, number of updates.
         skipped: int32, number of updates that were skipped because a gradient or the loss was not finite.
-        skipped_in_a_row: int32, number of skipped updates since the last update.
+        skipped_in_a_row: int32, number of updates skipped since the last successful one.
     """
 
     optimizer: Any

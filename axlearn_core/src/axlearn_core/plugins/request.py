@@ -75,7 +75,7 @@ class Request:
     Attributes:
         experiment: Name of an experiment, path of a YAML file, or config.
         features: Features to add to the experiment.
-        without: Features to remove from those of the file or the mesh rule.
+        without: Features of the file or the mesh rule to remove.
         settings: Values set on the command line or in Python. They are applied last.
         file_settings: Values set by the run file.
         base_settings: Values set by the files that the run file is based on, innermost first. Later values take precedence.

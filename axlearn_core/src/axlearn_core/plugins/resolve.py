@@ -152,7 +152,7 @@ def resolve(
         RequestError: If a name is unknown, a path does not match, a value is invalid, features conflict, or a feature of the
             mesh rule is not installed.
     """
-    prepare_backends()  # the caller may start JAX with the config before it calls us again
+    prepare_backends()  # the caller may use the config to start JAX before it calls this again
     names = names or registry()
     if not isinstance(request, Request):
         request = Request.from_arguments(request, **options)

@@ -237,7 +237,7 @@ def check_config(
         config: New config.
         allow_drift: Accept changes that affect what the run computes.
         find_source: Returns the source of a setting by config path, or None.
-        untrained: The run has only weights, which no training step has used. Only its model and tokenizer must stay the same.
+        untrained: The run has only weights and has not been trained yet. Only its model and tokenizer must stay the same.
 
     Raises:
         CheckpointError: If the changes affect what the run computes. The message starts with `subject`.

@@ -33,7 +33,7 @@ class ArrayFormat:
         zarr3: Use version 3 of the zarr format. If False, use version 2.
         compression: Compress with zstd.
         max_host_bytes: Limit on copies in host memory, in bytes. None copies everything at once.
-        timeout_seconds: Limit on a save. None uses Orbax's limit of 20 minutes.
+        timeout_seconds: Time limit for a save. None uses Orbax's limit of 20 minutes.
     """
 
     ocdbt: bool = True
@@ -62,7 +62,7 @@ class SaveInProgress:
 
     Attributes:
         response: Orbax's response object.
-        timeout_seconds: Limit on the save, for the error message.
+        timeout_seconds: Time limit of the save, for use in the error message.
     """
 
     response: Any

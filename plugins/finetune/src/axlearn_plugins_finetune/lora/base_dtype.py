@@ -66,7 +66,8 @@ def adapter_dtype(cfg: Node[Any]) -> str | None:
 def restore_base(cfg: Tree) -> Tree:
     """Undo `store_base`: store all parameters in the dtype of the adapters.
 
-    Call it before the adapters are removed. A dense model is trained in this dtype, and its weights are sums with adapters.
+    Call it before the adapters are removed. A dense model is trained in this dtype, and its weights are the sums of the base and
+    the adapters.
     """
     dtype = adapter_dtype(cfg)
     if dtype is None or _param_dtype(get_model_config(cfg)) in (None, dtype):

@@ -79,7 +79,7 @@ def _mapping(hf: Settings, key: str) -> Mapping[str, Any]:
 
 
 def _entries(hf: Settings, kind: Kind, kinds: Sequence[Kind]) -> tuple[str, Mapping[str, Any]]:
-    """Return (path, entries) for a kind of layers, in the form that transformers 5 uses."""
+    """Return (path, entries) for a kind of layer, in the form that transformers 5 uses."""
     written = _mapping(hf, "rope_parameters")
     nested = sorted(name for name, value in written.items() if isinstance(value, Mapping))
     names = [k.name for k in kinds]
