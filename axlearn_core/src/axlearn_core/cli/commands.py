@@ -53,7 +53,7 @@ def parent(name: str) -> str | None:
 
 
 def children(name: str) -> dict[str, str]:
-    """Return the direct subcommands that plugins add: each full name, by its last word."""
+    """Return the direct subcommands that plugins add: the full name of each, keyed by its last word."""
     names = sorted(n for n in plugin_commands() if n.startswith(f"{name}-") and parent(n) == name)
     return {n.removeprefix(f"{name}-"): n for n in names}
 

@@ -70,7 +70,7 @@ def local_devices(machine: Machine | None) -> Sequence[Any]:
 
 
 def detect() -> DetectedMachine:
-    """Detect the machine of this job. In a job with several processes, all must call this after joining."""
+    """Detect the machine of this job. In a job with several processes, all of them must call this after joining the job."""
     devices = jax.devices()
     counts = collections.Counter(d.device_kind for d in devices)
     target = host().target(devices[0].device_kind) if len(counts) == 1 else None

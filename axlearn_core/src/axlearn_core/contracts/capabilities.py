@@ -324,7 +324,7 @@ class KeepsLocalTier(Protocol):
 
 @runtime_checkable
 class StopsEarly(Protocol):
-    """A listener of a run that can stop it before `max_steps`, for example after a signal."""
+    """A run listener that can stop the run before `max_steps`, for example after a signal."""
 
     def begin(self) -> None:
         """Called when the loop starts. The listener may replace the session's `batches`."""
@@ -355,7 +355,7 @@ class StopsEarly(Protocol):
 
 @runtime_checkable
 class MirrorsRun(Protocol):
-    """A listener of a run at a URI that copies the run's files to the storage."""
+    """A run listener that copies the files of a run at a URI to the storage."""
 
     def push(self) -> None:
         """Copy changed files to the storage."""
@@ -364,7 +364,7 @@ class MirrorsRun(Protocol):
 
 @runtime_checkable
 class KeepsExecutables(Protocol):
-    """A listener of a run that stores the compiled step for processes that resume the run."""
+    """A run listener that stores the compiled step for processes that resume the run."""
 
     def load_step(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Load the compiled step for a batch into the program, on all processes or on none.

@@ -12,7 +12,7 @@ class RequestLayout(Protocol):
     """Layout of a training run on a machine (`--layout FILE`). It changes how the run executes, but not what it computes."""
 
     def apply(self, request: Any) -> Any:
-        """Return a `Request` without `layout` and with the settings of the layout. The request's own settings override them.
+        """Return a `Request` that has the settings of the layout instead of `layout`. The request's own settings override them.
 
         Raises:
             RequestError: If the request is for a different machine.

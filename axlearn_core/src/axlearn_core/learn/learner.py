@@ -110,9 +110,8 @@ class Learner(Configurable):
 
         Raises:
             RequestError: If a rule matches no parameter.
-            ConfigError: If all parameters are frozen, or if a rule disables weight decay but the optimizer has no mask. Also
-                if the optimizer provides evaluation parameters, but the learner has an EMA or scales the optimizer's
-                updates.
+            ConfigError: If all parameters are frozen, if a rule disables weight decay but the optimizer has no mask, or if the
+                optimizer provides evaluation parameters but the learner has an EMA or scales the optimizer's updates.
         """
         plan = self._plan(params)
         self._check_evaluation(plan)

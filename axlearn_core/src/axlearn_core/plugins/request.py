@@ -237,7 +237,7 @@ def _split_options(text: str) -> list[str]:
 
 
 def is_file(experiment: str | Path) -> bool:
-    """Return True if an experiment is a file: a `Path`, a name ending in `.yaml` or `.yml`, or a name with a slash."""
+    """Return True if an experiment is a file: a `Path`, a name ending in `.yaml` or `.yml`, or a name that contains a slash."""
     return isinstance(experiment, Path) or experiment.endswith((".yaml", ".yml")) or "/" in experiment
 
 

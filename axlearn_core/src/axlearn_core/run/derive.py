@@ -47,7 +47,7 @@ def derive_run(
 
     Args:
         weights: Source weights.
-        out: New run directory, which must be empty or not exist yet.
+        out: New run directory, which must either be empty or not exist yet.
         config: Trainer config of the new run. Its assets are copied to the run.
         transform: Returns the parameters and variables of the model in `config` by dotted path.
         new_step: Step of the checkpoint (default: the step of `weights`).

@@ -21,7 +21,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 20.0
 
 
 class ObjectStorage:
-    """Storage in the objects below a prefix of a bucket; see `axlearn_core.contracts.storage.Storage`.
+    """Storage in the objects under a prefix in a bucket; see `axlearn_core.contracts.storage.Storage`.
 
     A file is kept in memory while it is written; the checkpointer's files are 64 MiB. Since a folder cannot be renamed, it is
     written directly to its final location. It is complete when its `MARKER` exists.

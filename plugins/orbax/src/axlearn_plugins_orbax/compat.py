@@ -148,7 +148,7 @@ def read_trees(path: str) -> dict[str | None, Any]:
 
 
 def _find_emulator() -> None:
-    """Point TensorStore to an emulator of Google Cloud Storage, for which it reads a separate variable."""
+    """Point TensorStore to a Google Cloud Storage emulator, whose address it reads from a separate variable."""
     if (emulator := os.environ.get("STORAGE_EMULATOR_HOST")) is not None:
         os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", emulator)
 
@@ -199,9 +199,9 @@ def preserved_steps(
     Args:
         steps: Steps of all checkpoints.
         ranks: Ranks of the steps that have a metric. Larger is better.
-        last: Number of newest steps to keep.
+        last: Number of most recent steps to keep.
         every: Keep the steps that are multiples of this number.
-        best: Number of steps with the largest ranks to keep.
+        best: Number of top-ranked steps to keep.
     """
     policies = ocp.training.preservation_policies
     selected: list[Any] = [policies.LatestN(last)]
