@@ -56,7 +56,7 @@ def equation_flops(eqn: Any) -> int:
 
 
 def loop_carries(eqn: Any, body: Any) -> tuple[int, int]:
-    """Return (index of the first carried input of a loop's body, number of carried values), or zeros without a loop.
+    """Return (index of the first carried input of a loop's body, number of carried values), or zeros if there is no loop.
 
     Args:
         eqn: An equation of a jaxpr.

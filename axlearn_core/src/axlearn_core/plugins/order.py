@@ -17,7 +17,7 @@ class Order:
 
     Attributes:
         names: Names of the features, first to last.
-        predecessors: For each feature, the features of its stage that `before` and `after` put before it, directly or
+        predecessors: For each feature, the features in its stage that `before` and `after` place ahead of it, directly or
             transitively.
     """
 

@@ -4,7 +4,7 @@ Only one tile of logits exists at a time, on the chip.
 
 tokamax's loss does not support per-position weights. The kernel therefore computes only the log of each position's
 normalizer Z and, in the backward pass, the gradient through log Z. The backward kernel multiplies by exp(logit - log Z);
-subtracting log c from log Z scales that by c. XLA computes the target's logit, its gradient, weights and z-loss.
+subtracting log c from log Z scales that factor by c. XLA computes the target's logit, its gradient, weights and z-loss.
 
 B rows, S positions, T = B * S, D width, V vocabulary.
 """
