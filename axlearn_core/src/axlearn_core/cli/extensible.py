@@ -131,8 +131,7 @@ class ExtensibleCommand(click.Command):
         return options
 
     def _unknown_option_error(self, error: click.NoSuchOption) -> click.UsageError:
-        """Return the error for an unknown option. It suggests the commands or the package that have this option, or the nearest
-        names."""
+        """Return the error for an unknown option. It suggests commands or a package with that option, or the nearest names."""
         from axlearn_core.plugins.index import find_package
 
         option, line = error.option_name, command_line(self.entry_name)

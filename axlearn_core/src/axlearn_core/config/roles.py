@@ -27,8 +27,7 @@ class Role:
 
 
 class StackRole(Role, fields=("mode", "remat")):
-    """A stack of layers: `mode` is `scan` or `unrolled`, and `remat` selects the parts of a layer that the backward pass
-    recomputes."""
+    """A stack of layers: `mode` is `scan` or `unrolled`, and `remat` selects what the backward pass recomputes in a layer."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Optional capabilities of components. Callers test for a capability with `isinstance`, and also support components without it."""
+"""Optional capabilities of components. Callers test for them with `isinstance`, and also support components without them."""
 
 from __future__ import annotations
 
@@ -213,8 +213,7 @@ class ObservesSteps(Protocol):
 
 @runtime_checkable
 class ChecksStart(Protocol):
-    """A training loop that can start a run only if a requirement is met, such as a finished source run. Resuming has no
-    requirement."""
+    """A training loop that needs something to start a run, such as a finished source run, but not to resume one."""
 
     def check_start(self) -> None:
         """Check the requirements before anything is written. Called only at step 0.

@@ -16,8 +16,7 @@ Lines = list[tuple[bytes, dict[str, Any]]]
 
 
 def is_timing(name: str) -> bool:
-    """Return True for a logged value that measures time, such as `step_seconds`. Such values differ even between runs with equal
-    results."""
+    """Return True for a logged value that measures time, such as `step_seconds`. It may differ between identical runs."""
     return name == "mfu" or name.endswith(("_seconds", "_per_second"))
 
 

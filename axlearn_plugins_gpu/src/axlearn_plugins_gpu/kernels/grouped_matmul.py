@@ -31,7 +31,7 @@ OUTER_ROWS = 64
 
 
 class _Tokamax:
-    """Base class for both kernels. All rows of a block belong to the same group, so work is proportional to the number of rows."""
+    """Base class for both kernels. A block's rows all belong to one group, so work is proportional to the number of rows."""
 
     mosaic: bool
 

@@ -38,8 +38,7 @@ class _Mosaic:
     """Kernel tiled over positions, width and vocabulary. The backward pass recomputes the logits."""
 
     def supports(self, op: CrossEntropyOp, context: KernelContext) -> str | None:
-        """Support v5 and later, dimensions that are multiples of the lane count, and an unsharded vocabulary, without a soft
-        cap."""
+        """Support v5 and later, unsharded vocabularies, and dimensions that are multiples of `LANES`, but no soft cap."""
         if reason := tokamax.unavailable_reason():
             return reason
         if context.target == "tpu-v4":

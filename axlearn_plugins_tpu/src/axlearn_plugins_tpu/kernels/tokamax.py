@@ -47,7 +47,7 @@ class _Mosaic:
     """Grouped matmul kernel. A tile spans several groups only at their boundaries. The kernel pipelines its loads."""
 
     def supports(self, op: "GroupedMatmulOp", context: KernelContext) -> str | None:
-        """Support v5 and later, and bfloat16 or float32 matrices with dimensions that are multiples of the lane count."""
+        """Support v5 and later, and bfloat16 or float32 matrices with dimensions that are multiples of `LANES`."""
         if reason := unavailable_reason():
             return reason
         dtypes = set(op.dtypes.values())

@@ -104,8 +104,7 @@ class S3Objects:
             raise
 
     def _call(self, name: str, **fields: Any) -> Any:
-        """Return the response, or None if a range starts at the end of an object or if a conditional write found an existing
-        object."""
+        """Return the response, or None if a range starts at an object's end, or a conditional write finds an existing object."""
         try:
             return getattr(self.client, name)(Bucket=self.bucket, **fields)
         except errors.ClientError as error:

@@ -57,7 +57,7 @@ def read_json(directory: Path, name: str) -> Any:
 
 
 def _finite(text: str) -> float:
-    """Parse a JSON number. Reject `NaN`, `Infinity` and `1e999`, which Python accepts but which are never valid sizes or rates."""
+    """Parse a JSON number. Reject `NaN`, `Infinity` and `1e999`, which Python accepts but are never valid sizes or rates."""
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text} is not a JSON number")
     return number
