@@ -1,19 +1,19 @@
 """Private imports, patches, and environment variables. Each distribution keeps its own in one module with this name.
 
 A test forbids `_src`, `jaxlib._jax`, `unittest.mock`, patches, assignments to `__class__`, and changes to the environment in all
-other modules. Each `compat` module explains why it needs something, for which versions, and when it can be removed.
+other modules. Each `compat` module explains why each item is needed, for which versions, and when it can be removed.
 
 The core needs:
 
-- `jax._src.distributed` (0.10 to 0.12): the client of the coordinator, and the index of a process before JAX has started. Remove
-  it when JAX offers public names.
-- `jax._src.xla_bridge` (0.10 to 0.12): whether JAX has started. Remove it when JAX offers a public name.
-- three environment variables that JAX reads once, and one of the `tokenizers` library.
+- `jax._src.distributed` (0.10 to 0.12): the client of the coordinator, and the index of a process before JAX has started. Remove it
+  when JAX has public equivalents.
+- `jax._src.xla_bridge` (0.10 to 0.12): whether JAX has started. Remove it when JAX has a public equivalent.
+- three environment variables that JAX reads once, and one that the `tokenizers` library reads.
 - `GLIBC_TUNABLES` (glibc 2.35 and later), which glibc reads when a process starts. Remove it when `mallopt` supports huge pages, or
   when XLA reuses one step's memory for the next.
 - the `__class__` of two packages (all versions of Python). Python looks up `__call__` on the class of an object, and assigning
-  `__class__` is the documented way to change the class of a module ("Customizing module attribute access" in its reference). Remove
-  it when modules support `__call__`.
+  `__class__` is the documented way to change the class of a module ("Customizing module attribute access" in the language
+  reference). Remove it when modules support `__call__`.
 """
 
 import contextlib
@@ -130,7 +130,7 @@ def has_jax_started() -> bool:
 
 
 def process_index() -> int:
-    """Return the index of this process in its job. Does not import or start JAX, as `jax.process_index` does."""
+    """Return the index of this process in its job. Unlike `jax.process_index`, this neither imports nor starts JAX."""
     jax: Any = sys.modules.get("jax")
     if has_jax_started():
         return jax.process_index()
@@ -197,8 +197,9 @@ def glibc_tunables(environment: Mapping[str, str]) -> str:
 def restart_with_tunables() -> None:
     """Restart this program in the same process with `glibc_tunables`. Child processes get the original environment.
 
-    Call this first, because the program repeats everything before it. It does nothing if the settings are already present or
-    were already tried, if the C library is not glibc, in a debugger, or if the program is read from standard input.
+    Call this first, because the program repeats everything that ran before the call. It does nothing if the settings are already
+    present or were already tried, if the C library is not glibc, if a debugger is attached, or if the program is read from standard
+    input.
     """
     tunables, this, current = glibc_tunables(os.environ), str(os.getpid()), os.environ.get("GLIBC_TUNABLES", "")
     process, _, users = os.environ.pop(RESTARTED, "").partition(" ")

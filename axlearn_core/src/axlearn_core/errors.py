@@ -61,7 +61,7 @@ class MissingFileError(StorageError):
 
 
 def reason(error: BaseException) -> str:
-    """Return the reason for an error in one line: the operating system's message, or else the error's own."""
+    """Return the reason for an error on one line: the operating system's message, or else the error's own message."""
     text = error.strerror if isinstance(error, OSError) else None
     return (text or str(error) or type(error).__name__).splitlines()[0]
 

@@ -21,7 +21,7 @@ class Priority:
     Attributes:
         value: Priority. The kernel with the highest priority that supports a call is used; kernels with a negative priority
             must be named in a config.
-        reason: Reason for the value as long as it has not been measured.
+        reason: Reason for the value until it is measured.
         source: Source of the value; see the module docstring.
     """
 

@@ -12,8 +12,8 @@
   public names, and they query the local device. Remove when they have public names and accept a target.
 
 `JAX_SKIP_CUDA_CONSTRAINTS_CHECK` is set on a machine without a driver before JAX looks for devices, and before a program is
-compiled for an abstract GPU. Importing the plugin does not set it. Without it, JAX's CUDA plugin searches for the CUDA
-libraries, prints that they are missing, and refuses to start as a compiler.
+compiled for an abstract GPU. Importing the plugin does not set it. Without it, JAX's CUDA plugin searches for the CUDA libraries,
+reports that they are missing, and refuses to start as a compiler.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ MOSAIC = ("jax.experimental.mosaic.gpu.core", "jax.experimental.mosaic.gpu.utils
 
 
 def cudnn() -> Any:
-    """Return JAX's binding of cuDNN attention, below the public function."""
+    """Return JAX's internal binding of cuDNN attention, which the public function uses."""
     return importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
 
 

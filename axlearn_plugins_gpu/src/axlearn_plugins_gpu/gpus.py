@@ -1,6 +1,6 @@
 """GPU targets, with figures from NVIDIA's data sheets. Does not import JAX.
 
-Peak FLOP/s are for dense matmuls; data sheets that assume structured sparsity print twice as much. The float32 peak is the
+Peak FLOP/s are for dense matmuls; data sheets that assume structured sparsity list twice as much. The float32 peak is the
 peak of TF32 tensor cores, which JAX uses for float32 matmuls by default. Memory is the amount that the driver reports for a
 whole GPU. NVLink figures count one direction. Networks and hosts are those of NVIDIA's DGX systems, with one network
 adapter per GPU.

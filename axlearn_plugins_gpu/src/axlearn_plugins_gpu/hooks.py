@@ -28,9 +28,9 @@ def axlearn_mesh_rules() -> list[MeshRule]:
 
 @hookimpl
 def axlearn_before_devices(platforms: Sequence[str] | None) -> None:
-    """Keep JAX's CUDA plugin from searching for CUDA libraries, and complaining, on a machine without a driver.
+    """On a machine without a driver, keep JAX's CUDA plugin from searching for CUDA libraries and printing errors.
 
-    Do nothing if the user requested platforms, because an error about CUDA is then wanted or cannot occur.
+    Do nothing if the user requested platforms, because an error about CUDA is then either appropriate or impossible.
     """
     if platforms is None and not any(
         Path(p).exists() for p in ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")

@@ -20,7 +20,7 @@ PACKAGES = {"remat": "axlearn-plugins-tools"}
 def rules() -> list[MeshRule]:
     """Return the mesh rules: FSDP, plus tensor parallelism within each host for large models.
 
-    Large models also split the residual stream over the GPUs of a host. The split is by width, unlike Megatron-LM's sequence
+    Large models also split the residual stream across the GPUs of a host. The split is by width, unlike Megatron-LM's sequence
     parallelism, which splits by position (Korthikanti et al., 2022). Activations between layers then need an eighth of the
     memory, with the same NVLink traffic.
     """

@@ -44,7 +44,7 @@ class _Flash:
     """Flash attention kernel of the Neuron SDK; see the module docstring."""
 
     def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
-        """Support self-attention with head sizes up to 128 and lengths in tiles of 512, without a soft cap or a bias."""
+        """Support self-attention with head sizes up to 128 and lengths that are multiples of 512, without a soft cap or a bias."""
         if reason := unavailable_reason(("jax-neuronx", "neuronx-cc")):
             return reason
         return unsupported_reason(op)
@@ -118,7 +118,7 @@ def _forward_kernel(attention: Any, grid: tuple[Any, ...], tile: int, *operands:
 
 
 def _grid(language: Any, rows: int, heads: int) -> tuple[int, Any]:
-    """Return a grid with one program per row and head. An even number of heads is spread over a device's two cores."""
+    """Return a grid with one program per row and head. An even number of heads is split between a device's two cores."""
     return rows, heads if heads % 2 else language.nc(2) * (heads // 2)
 
 

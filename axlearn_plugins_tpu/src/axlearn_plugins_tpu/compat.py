@@ -4,7 +4,7 @@
 - `TensorCoreMesh` of Pallas, patched while a kernel of tokamax 0.0.14 is traced: tokamax starts the kernel on every core,
   but may divide its tiles among fewer cores. Remove when it starts the kernel only on those cores.
 
-On a machine without a TPU, libtpu searches for the machine's TPU description and prints that it is missing. It also lets
+On a machine without a TPU, libtpu searches for the machine's TPU description and reports that it is missing. It also lets
 only one process load it at a time, to protect the TPU. The environment variables below provide the description, and declare
 that libtpu is used only to compile. They are set before JAX looks for devices, and when something is compiled for an absent
 TPU. Importing the plugin does not set them.

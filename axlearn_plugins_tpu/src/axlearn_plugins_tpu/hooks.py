@@ -27,9 +27,9 @@ def has_local_tpu(bus: Path = Path("/sys/bus/pci/devices")) -> bool:
 
 @hookimpl
 def axlearn_before_devices(platforms: Sequence[str] | None) -> None:
-    """Describe a host to libtpu on a machine without a TPU. JAX loads libtpu as a compiler, which would print warnings.
+    """Describe a host to libtpu on a machine without a TPU. JAX loads libtpu as a compiler, which otherwise prints warnings.
 
-    Do nothing if the user requested platforms, because an error about TPUs is then wanted or cannot occur.
+    Do nothing if the user requested platforms, because an error about TPUs is then either appropriate or impossible.
     """
     if platforms is None and not has_local_tpu():
         compat.describe_host("v5litepod-4")

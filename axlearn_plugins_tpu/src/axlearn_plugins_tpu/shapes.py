@@ -1,7 +1,7 @@
 """Compute the shape of a TPU slice from its number of chips. Does not import JAX.
 
-Slices of v4, v5p and 7x are three-dimensional: the shapes listed here below 64 chips, and boxes of 4 x 4 x 4 chips for 64 chips
-or more. Slices of v5e and v6e are two-dimensional. If several shapes are possible, the one closest to a cube is used, as in
+Slices of v4, v5p and 7x are three-dimensional: the shapes listed here for fewer than 64 chips, and boxes of 4 x 4 x 4 chips for 64
+chips or more. Slices of v5e and v6e are two-dimensional. If several shapes are possible, the one closest to a cube is used, as in
 Cloud TPU. Sources: cloud.google.com/tpu/docs/types-topologies, /v5e, /v5p, /v6e, /tpu7x.
 """
 

@@ -52,7 +52,7 @@ class Fault:
         kind: One of `KINDS`.
         step: Number of finished steps at which the fault is injected.
         rank: Rank of the process.
-        seconds: Duration, for kinds that end.
+        seconds: Duration, for kinds of faults that end.
         number: Selects the file and the bit to flip, or gives the number of bytes that still fit.
     """
 
@@ -213,7 +213,7 @@ def kill(pid: int) -> str:
 
 
 def stop(pid: int, seconds: float) -> str:
-    """Suspend a process for some seconds."""
+    """Suspend a process for a number of seconds."""
     os.kill(pid, signal.SIGSTOP)
     time.sleep(seconds)
     with contextlib.suppress(ProcessLookupError):
@@ -222,7 +222,7 @@ def stop(pid: int, seconds: float) -> str:
 
 
 def slow(pid: int, seconds: float, share: float = 0.1) -> str:
-    """Let a process run for only a share of the time."""
+    """Let a process run for only a fraction of the time."""
     end = time.monotonic() + seconds
     try:
         while time.monotonic() < end:
@@ -256,7 +256,7 @@ def corrupt_file(directory: Path, number: int, pattern: str = "**/*") -> str:
 
 
 def fill(pid: int, limit: int, seconds: float) -> str:
-    """Stop the files of a process from growing beyond `limit` bytes for some seconds.
+    """Stop the files of a process from growing beyond `limit` bytes for a number of seconds.
 
     Writes fail with EFBIG; on a full disk, they would fail with ENOSPC. To test a disk that is really full, use
     `mount -t tmpfs -o size=...`, which needs root.

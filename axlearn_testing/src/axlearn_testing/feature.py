@@ -167,7 +167,7 @@ def resolve_features(tree: Node[Any], *features: str, full_result: bool = False)
 
 
 def apply_feature(feature: Feature, tree: Node[Any], label: str) -> Node[Any] | None:
-    """Apply a feature to a config. Return None if the feature refuses with a helpful error."""
+    """Apply a feature to a config. Return None if the feature refuses the config with a helpful error."""
     try:
         return feature.apply(tree)
     except ConfigError as error:

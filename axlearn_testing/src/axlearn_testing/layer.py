@@ -139,7 +139,7 @@ class LayerSuite:
             size = norm(leaf) / leaf.size**0.5
             step = STEP * min(
                 1.0, 10 * size or 0.1
-            )  # use a smaller step for small leaves; a later norm would be nonlinear
+            )  # small leaves need a smaller step, or a later norm would be nonlinear
 
             def value(x: object, path: str = path) -> Any:
                 outputs = _run(type(self))(floats | {path: x}, fixed).outputs

@@ -22,7 +22,7 @@ class LearnerSuite:
     Attributes:
         config: Config of the learner.
         tolerance: Tolerance between a whole batch and microbatches, relative to the norm of each array.
-        max_steps: Number of steps, which is the horizon of schedules.
+        max_steps: Number of steps, which is also the horizon of schedules.
     """
 
     config: Node[Any]

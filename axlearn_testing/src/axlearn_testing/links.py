@@ -16,7 +16,7 @@ from axlearn_core.errors import StorageError
 
 
 class TcpLink:
-    """Forwards TCP connections from a port of 127.0.0.1 to an address, and can cut them. Use it as a context manager.
+    """Forwards TCP connections from a port on 127.0.0.1 to an address, and can cut them. Use it as a context manager.
 
     Attributes:
         port: Local port to connect to.
@@ -102,7 +102,7 @@ class HttpFaults:
         failing: Fraction of requests that are answered with 503. Half of these requests are processed first.
         hanging: Fraction of requests that are processed, but answered after the client's timeout.
         seconds: Delay of hanging requests.
-        counts: Numbers of `good`, `503` and `late` answers.
+        counts: Number of `good`, `503` and `late` responses.
         observe: Function that is called with the environment of each request.
     """
 

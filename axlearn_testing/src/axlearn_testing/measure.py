@@ -152,7 +152,7 @@ class ProfilerSuite(_ObserverSuite):
 
     Attributes:
         config: Config of the profiler. If it has a window, the window must be within the first five steps.
-        remote: Reason why it leaves no files in the run directory, such as a service that receives the profile.
+        remote: Reason why it leaves no files in the run directory, for example because it sends the profile to a service.
     """
 
     slot = "profiler"
@@ -189,9 +189,9 @@ class WatchdogSuite(_ObserverSuite):
     """Tests that every watchdog must pass.
 
     Attributes:
-        config: Config of the watchdog, with a limit of about `seconds`, so that tests can see it act.
-        seconds: Seconds without a beat after which it acts.
-        acted: Returns whether the watchdog has acted, given the run directory. None if a test cannot see or survive its action.
+        config: Config of the watchdog, with a limit of about `seconds`, so that tests can observe it act.
+        seconds: Seconds without a heartbeat after which it acts.
+        acted: Returns whether the watchdog has acted, given the run directory. None if a test cannot observe or survive its action.
     """
 
     slot = "watchdog"
@@ -247,7 +247,7 @@ class WatchdogSuite(_ObserverSuite):
         assert not acted(tmp_path), "it acted after close()"
 
     def _action_check(self) -> Callable[[Path], bool]:
-        """Return `acted` as a function. Skip the test if the watchdog's actions cannot be seen."""
+        """Return `acted` as a function. Skip the test if the watchdog's actions cannot be observed."""
         acted = type(self).acted
         if acted is None:
             pytest.skip("needs a way to see the watchdog act: set `acted`")

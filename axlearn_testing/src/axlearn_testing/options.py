@@ -62,7 +62,7 @@ class CommandOptionSuite:
         command: Name of the command, such as `train`, or `plan-search` for `axlearn plan search`.
         name: Option with its hyphens, such as `--seed`.
         value: Value of the option as the command line parses it; True for a flag.
-        arguments: Arguments of the command, including the option, with which it works.
+        arguments: Arguments with which the command works, including the option.
         experiment: Experiment to apply `value` to.
         exit_code: Expected exit code.
     """

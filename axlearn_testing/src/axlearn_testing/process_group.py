@@ -1,4 +1,4 @@
-"""Suite for process groups. Each test starts new processes, because a process joins only one job in its lifetime."""
+"""Suite for process groups. Each test starts new processes, because a process can join only one job in its lifetime."""
 
 import os
 import pickle

@@ -19,8 +19,8 @@ class TrackerSuite:
     Attributes:
         config: Config of the tracker.
         read: Function from the run directory to (step, values) of each log call, for trackers whose files can be read.
-        remote: Reason why logs do not appear in the run directory or on standard error, such as a service that receives
-            them.
+        remote: Reason why logs do not appear in the run directory or on standard error, for example because they are sent to a
+            service.
     """
 
     config: Node[Any]

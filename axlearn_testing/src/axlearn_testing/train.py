@@ -44,7 +44,7 @@ class Noise(Configurable):
 
     @node
     class Config(Configurable.Config["Noise"]):
-        """`bad` is the number of a batch of NaNs, if any."""
+        """`bad` is the index of a batch of NaNs, if any."""
 
         bad: int | None = None
 
@@ -52,7 +52,7 @@ class Noise(Configurable):
         self.cfg = cfg
 
     def train(self) -> "Numbers":
-        """Return endless batches."""
+        """Return an endless stream of batches."""
         return Numbers(bad=self.cfg.bad)
 
     def evaluation(self) -> "Numbers":
@@ -119,7 +119,7 @@ class Journal(Configurable):
             signal.raise_signal(signal.SIGTERM)
 
     def text(self, step: int, name: str, value: str) -> None:
-        """Store a text."""
+        """Store text."""
         self.entries.append(("text", step, name, value))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Exchange values between processes through the job's coordinator, with a timeout that names the missing processes.
+"""Exchange values between processes through the job's coordinator. A timeout error names the missing processes.
 
 Device collectives have no timeout. If one process never enters a collective, the other processes block until heartbeats fail.
 """
@@ -38,7 +38,7 @@ def gather_objects(value: object, name: str, seconds: float = PEER_SECONDS) -> l
         text = _collect(client, key, name, seconds)
         client.key_value_set_bytes(f"{key}/all", text)
         if number:
-            client.key_value_delete(f"axlearn/{number - 1}/")  # all processes have arrived, so they have read it
+            client.key_value_delete(f"axlearn/{number - 1}/")  # all processes have arrived, so they have read the previous values
     else:
         try:
             text = client.blocking_key_value_get_bytes(f"{key}/all", int((seconds + _GRACE) * 1000))

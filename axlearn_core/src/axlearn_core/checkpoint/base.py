@@ -65,7 +65,7 @@ class StorageCheckpointer(Configurable):
         files: Text files to store in each checkpoint, by name. A value is the text or a function that returns it.
         run: ID of the run that owns the saved checkpoints. Checkpoints of other runs are never deleted.
         on_result: See `axlearn_core.contracts.capabilities.ReportsSaves`.
-        max_saves_in_flight: Maximum number of concurrent saves. Another save waits for the oldest to finish.
+        max_saves_in_flight: Maximum number of concurrent saves. Any further save waits for the oldest one to finish.
         layout_file: Path, within a checkpoint, of a file that every checkpoint of this class contains.
     """
 
@@ -83,7 +83,7 @@ class StorageCheckpointer(Configurable):
             best_metric: Name of one of the metrics passed to `save`.
             best_mode: `min` if smaller values are better, `max` if larger values are.
             uri: Location of the checkpoints, if not the run directory: a path, or a URI that a plugin supports.
-            max_failed_saves: Number of consecutive failed saves that only log a warning. One more stops training.
+            max_failed_saves: Number of consecutive failed saves that only log a warning. One more failure stops training.
         """
 
         every_steps: int = setting(default=500, ge=1)
@@ -111,10 +111,10 @@ class StorageCheckpointer(Configurable):
         self._opened = False
 
     def _copy(self, step: int, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
-        """Copy arrays to host memory. They may be donated after this returns.
+        """Copy arrays to host memory. The originals may be donated after this returns.
 
         Returns:
-            A function that writes this process's part of the step to the staging folder. It runs in a thread.
+            A function that writes this process's part of the checkpoint to the staging folder. It runs in a thread.
         """
         raise NotImplementedError
 
@@ -263,8 +263,8 @@ class StorageCheckpointer(Configurable):
             like: State with the required shapes, dtypes, and shardings. It may be abstract.
 
         Raises:
-            CheckpointError: If the step does not exist, if a file is damaged, or if arrays are missing, unexpected, or have
-                the wrong shape.
+            CheckpointError: If the step does not exist, if a file is damaged, or if arrays are missing or unexpected, or have the
+                wrong shape.
         """
         checkpoint = self._verify_step(step)
         extra = self.read_extra(step)

@@ -73,7 +73,7 @@ class Manifest:
     Attributes:
         arrays: Arrays by dotted path in the training state. `ArrayInfo.path` differs from it if an earlier version stored the
             array under a different path; see `migrated`.
-        files: `bytes` and `sha256` by path. For files of pieces, an index contains the hashes instead.
+        files: `bytes` and `sha256` by path. For files that consist of pieces, an index contains the hashes instead.
         run: ID of the run that wrote the checkpoint, or empty if unknown.
     """
 
@@ -87,7 +87,7 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Total size of all files."""
+        """Total size of all files in bytes."""
         return sum(f["bytes"] for f in self.files.values())
 
     def migrated(self, expected: Collection[str]) -> "Manifest":
@@ -105,8 +105,8 @@ class Checkpoints:
     """The checkpoints in a storage folder.
 
     Attributes:
-        name: Name of the location, for messages.
-        folder: Folder in the storage: empty, or with a trailing `/`.
+        name: Name of the location, for use in error messages.
+        folder: Path of the folder in the storage: empty, or ending in `/`.
     """
 
     storage: Storage
@@ -161,7 +161,7 @@ class Checkpoints:
         Args:
             step: Step of the checkpoint.
             pieces: Also verify arrays. Not needed before reading them, because readers verify the hashes.
-            names: Files of the manifest to verify. None verifies all files.
+            names: Files in the manifest to verify. None verifies all files.
 
         Raises:
             CheckpointError: Lists each damaged file and explains how to continue from the previous checkpoint.
@@ -226,7 +226,7 @@ def parse(data: bytes, step: int, place: str) -> Manifest:
     Args:
         data: Contents of the file.
         step: Step of the checkpoint.
-        place: Location of the checkpoint, for messages.
+        place: Location of the checkpoint, for use in error messages.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: If the manifest is damaged.

@@ -51,7 +51,7 @@ def rank_steps(cfg: Any, manifests: Mapping[int, Manifest]) -> dict[int, tuple[f
 
 
 def is_created_by(storage: Storage, folder: str, files: Sequence[str], run: str) -> bool:
-    """Return True if a save of `run` created the folder, which contains `files`."""
+    """Return True if a save by `run` created the folder that contains `files`."""
     if (marker := f"{folder}/{START_MARKER}") not in files:
         return False
     try:
@@ -64,7 +64,7 @@ def clear_staging(place: Checkpoints, step: int, run: str) -> None:
     """Empty the staging folder of a step.
 
     Raises:
-        StorageError: If the folder contains files of a different run.
+        StorageError: If the folder contains files from a different run.
     """
     storage, target = place.storage, f"{place.folder}{step}"
     folder = storage.staging(target)
@@ -92,7 +92,7 @@ def remove_unfinished(place: Checkpoints, run: str) -> None:
 
 
 def set_aside(place: Checkpoints, steps: Iterable[int], restored: int) -> None:
-    """Rename the checkpoints of later steps after a run has gone back to step `restored`."""
+    """Rename the checkpoints of later steps after a run has been rolled back to step `restored`."""
     for step in steps:
         aside = f"{place.folder}{step}.superseded-{int(time.time())}"
         place.storage.commit(f"{place.folder}{step}", aside)

@@ -32,7 +32,7 @@ class ShardedCheckpointer(StorageCheckpointer):
             max_host_bytes: Maximum host memory for copies of a process's shards, or the size of the largest shard if that is
                 larger. `save` waits for free memory. None means no limit.
             max_bytes_per_second: Maximum write rate of each process. None means no limit.
-            max_saves_in_flight: Maximum number of concurrent saves. Another save waits for the oldest to finish.
+            max_saves_in_flight: Maximum number of concurrent saves. Any further save waits for the oldest one to finish.
         """
 
         max_host_bytes: int | None = setting(default=None, ge=1, hide_default=True)

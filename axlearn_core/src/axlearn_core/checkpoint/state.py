@@ -89,7 +89,7 @@ def rebuild_state(like: object, names: Iterable[str], loaded: Mapping[str, jax.A
 def check_same(
     step: int, expected: Mapping[str, ArrayInfo], stored_arrays: Mapping[str, ArrayInfo], *, unexpected: bool
 ) -> None:
-    """Raise one `CheckpointError` that lists all arrays that are missing, unexpected, or have the wrong shape or dtype."""
+    """Raise one `CheckpointError` that lists all arrays that are missing or unexpected, or have the wrong shape or dtype."""
     problems = []
     for path, info in expected.items():
         if path not in stored_arrays:
@@ -121,7 +121,7 @@ def agree(local_error: Exception | None, cause: BaseException | None, failure: s
     Args:
         local_error: Error of this process, or None.
         cause: Cause of `local_error`.
-        failure: Message on the other processes, followed by `on process N`.
+        failure: Error message on the other processes, which continues with `on process N`.
     """
     if jax.process_count() > 1:
         flags = gather_objects(local_error is not None, "checkpoint")

@@ -1,4 +1,4 @@
-"""Open a `Storage`: `LocalStorage` for directories, or a plugin's (`axlearn_checkpoint_storage`) for other URI schemes."""
+"""Open a `Storage`: `LocalStorage` for directories, or a plugin's storage (`axlearn_checkpoint_storage`) for other schemes."""
 
 import os
 import re

@@ -34,7 +34,7 @@ def read_index(
     Args:
         storage: Storage of the checkpoint.
         root: Folder of the checkpoint, with a trailing `/`.
-        files: Files in its manifest.
+        files: Files that the checkpoint's manifest lists.
         folder: `WEIGHTS` or `NON_WEIGHTS`.
 
     Raises:
@@ -102,7 +102,7 @@ def _read_array(
 def spread_sharding(sharding: Sharding, shape: Sequence[int]) -> Sharding:
     """Return a sharding for reading an array, in which each replica reads only a part of it.
 
-    If the shape is not divisible, or if the array is in host memory, each replica reads its entire shard.
+    If the shape cannot be split evenly, or if the array is in host memory, each replica reads its entire shard.
     """
     if jax.process_count() == 1 or not isinstance(sharding, NamedSharding) or sharding.is_fully_addressable:
         return sharding
@@ -159,7 +159,7 @@ class _Reader:
 
 
 def _contiguous(piece: Piece, buffers: Sequence[_Buffer]) -> np.ndarray | None:
-    """Return a view for reading a piece without a copy. Return None unless the piece is contiguous in a single buffer."""
+    """Return a view for reading a piece without copying. Return None unless the piece is contiguous in a single buffer."""
     if len(buffers) != 1 or _overlap(piece.box, buffers[0].box) != piece.box:
         return None
     part = buffers[0].data[(*_get_slices(piece.box, buffers[0].box), ...)]

@@ -30,7 +30,7 @@ from axlearn_core.errors import StorageError
 class HostBuffers:
     """Host memory for copies of shards.
 
-    Buffers are reused between saves, because allocating new pages takes many times longer than the copy.
+    Buffers are reused between saves, because allocating new pages takes many times longer than copying.
 
     Attributes:
         limit: Maximum bytes in use, or None. A single buffer may exceed it.
@@ -124,7 +124,7 @@ class PartWriter:
         self._lock = threading.Lock()
 
     def copy(self, arrays: Mapping[str, jax.Array]) -> None:
-        """Copy the shards to host memory. They may be donated after this returns.
+        """Copy the shards to host memory. The originals may be donated after this returns.
 
         Writing starts after copying, so that it does not slow down the copies. If host memory is limited, the two overlap.
         """
@@ -147,7 +147,7 @@ class PartWriter:
             the copy is made immediately because files are written concurrently.
         """
         buffer = self.buffers.take(data.nbytes, wait=False)
-        if buffer is None:  # files that are not full yet may hold the memory
+        if buffer is None:  # the memory may be held by files that are not full yet
             self._flush()
             buffer = self.buffers.take(data.nbytes)
         assert buffer is not None

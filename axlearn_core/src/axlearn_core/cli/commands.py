@@ -1,6 +1,6 @@
 """Names of all commands, from the core and from plugins. This module does not import the commands.
 
-The name of a command defines its parent: `checkpoint-list` is `axlearn checkpoint list`, because `checkpoint` is a command.
+The name of a command determines its parent: `checkpoint-list` is `axlearn checkpoint list`, because `checkpoint` is a command.
 """
 
 import functools
@@ -32,7 +32,7 @@ def _plugin_commands(path: Sequence[str], block: str) -> Mapping[str, tuple[str,
 
         entries = {name: claims[0] for name, claims in registry().claims["commands"].items()}
         return {name: (entry.value, entry.origin) for name, entry in entries.items()}
-    # Do not import the registry: it would double the time that `--help` takes.
+    # Do not import the registry: importing it would double the time that `--help` takes.
     from axlearn_core.plugins.index import entry_points
 
     points = entry_points().select(group="axlearn.commands")
@@ -53,7 +53,7 @@ def parent(name: str) -> str | None:
 
 
 def children(name: str) -> dict[str, str]:
-    """Return the direct subcommands that plugins add: each full name, by its last word."""
+    """Return the direct subcommands that plugins add: the full name of each, keyed by its last word."""
     names = sorted(n for n in plugin_commands() if n.startswith(f"{name}-") and parent(n) == name)
     return {n.removeprefix(f"{name}-"): n for n in names}
 
@@ -66,6 +66,6 @@ def related_commands(name: str) -> list[str]:
 
 
 def command_line(name: str) -> str:
-    """Return how a command is invoked, such as `axlearn checkpoint list`."""
+    """Return a command as the user types it, such as `axlearn checkpoint list`."""
     prefix = parent(name)
     return f"{command_line(prefix)} {name.removeprefix(f'{prefix}-')}" if prefix else f"axlearn {name}"

@@ -71,7 +71,7 @@ REQUEST_OPTIONS = (
 
 
 def request_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --with, --without, --set, --target, --layout and --steps to a command with an `experiment` argument.
+    """Add --with, --without, --set, --target, --layout and --steps to a command that has an `experiment` argument.
 
     The command receives a `request` (`axlearn_core.plugins.request.Request`) in place of these options and the argument.
     """

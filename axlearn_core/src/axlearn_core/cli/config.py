@@ -32,7 +32,7 @@ def config(context: click.Context) -> None:
 
     axlearn-plugins-tools adds `bisect`.
     """
-    if context.invoked_subcommand in config.commands:  # commands of plugins may compute
+    if context.invoked_subcommand in config.commands:  # commands from plugins may compute
         no_devices()
 
 

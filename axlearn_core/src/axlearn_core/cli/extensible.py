@@ -81,7 +81,7 @@ class ExtensibleCommand(click.Command):
                 formatter.write_dl([(word, summary(values[name][0]) or "") for word, name in subcommands.items()])
 
     def _split_subcommand(self, args: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Return the words of the selected subcommand and the other arguments."""
+        """Return the words of the selected subcommand and the remaining arguments."""
         if args and args[0] in children(self.entry_name):
             return [args[0]], list(args[1:])
         option_names = {name for parameter in self.params for name in parameter.opts}
@@ -131,7 +131,7 @@ class ExtensibleCommand(click.Command):
         return options
 
     def _unknown_option_error(self, error: click.NoSuchOption) -> click.UsageError:
-        """Return the error for an unknown option. It suggests the commands or package with this option, or the nearest names."""
+        """Return the error for an unknown option. It suggests commands or a package with that option, or the nearest names."""
         from axlearn_core.plugins.index import find_package
 
         option, line = error.option_name, command_line(self.entry_name)
@@ -159,7 +159,7 @@ class ExtensibleCommand(click.Command):
 
 
 def change_request(request: "Request") -> "Request":
-    """Apply the plugin options on the command line to the request, sorted by name."""
+    """Apply the plugin options on the command line to the request, in alphabetical order."""
     context = click.get_current_context(silent=True)
     options: dict[str, Any] = context.meta.get(_PLUGIN_VALUES, {}) if context else {}
     for _, (option, value) in sorted(options.items()):

@@ -123,7 +123,7 @@ def _unknown_command_error(
 
 
 def _translate_error(error: Exception) -> Exception:
-    """Convert JAX and NumPy errors about devices and memory to errors with advice. Return other errors unchanged."""
+    """Convert JAX and NumPy errors about devices and memory to errors that suggest a fix. Return other errors unchanged."""
     from axlearn_core.errors import RequestError, WorkError
 
     text = str(error)

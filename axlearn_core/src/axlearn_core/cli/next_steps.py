@@ -1,4 +1,4 @@
-"""The commands to run next, which a command prints after it has written a run."""
+"""Suggest commands to run next. Commands that write a run print these suggestions."""
 
 import shlex
 from typing import Any
@@ -30,13 +30,13 @@ def after_training(run_dir: str, request: Request) -> list[str]:
 
 
 def after_import(run_dir: str) -> list[str]:
-    """Return commands that use a run with the weights of another run or model, and train it further."""
+    """Return commands that use a run with the weights of another run or model, and that continue training it."""
     config: Any = Run(run_dir).config
     return [*_use_commands(run_dir, config), train_command(run_dir, config)]
 
 
 def train_command(run_dir: str, config: Any) -> str:
-    """Return the command that trains a run further. It includes the settings that the config still lacks."""
+    """Return the command that continues training a run. It includes the settings that the config still lacks."""
     try:
         check(config)
         unset: list[str] = []
@@ -49,7 +49,7 @@ def train_command(run_dir: str, config: Any) -> str:
 
 
 def _use_commands(run_dir: str, config: Any) -> list[str]:
-    """Return the command that chats with a run or continues a text. Empty if the run's model does not generate text."""
+    """Return the command for chatting with a run or for continuing a prompt. Empty if the run's model does not generate text."""
     model, run = get_model_config(config), shlex.quote(run_dir)
     if model is None or not (isinstance(model.owner, type) and issubclass(model.owner, GeneratesTokens)):
         return []

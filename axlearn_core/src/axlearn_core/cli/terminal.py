@@ -20,7 +20,7 @@ def echo(text: object = "", *, err: bool = False) -> None:
 
 
 def visible(text: str) -> str:
-    """Escape control characters in a text, except colors."""
+    """Escape control characters in text, except color codes."""
     from axlearn_core.errors import escape_controls
 
     parts = _STYLE.split(text)

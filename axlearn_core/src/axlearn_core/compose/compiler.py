@@ -34,7 +34,7 @@ class Compiler:
     Attributes:
         functions: Functions by name.
         layout: Device mesh with resolved logical axes.
-        target: Facts about the hardware, or None if no plugin knows it.
+        target: Facts about the hardware, or None if no plugin describes it.
         platform: Platform of the devices, which determines the available kernels.
         parts: Abstract arrays with shardings for each `Part`.
         mesh: Mesh config.
@@ -68,7 +68,7 @@ class Compiler:
         return merge_options(self.target.compiler_options if self.target else {}, choices, self.mesh.compiler_options)
 
     def options(self, name: str) -> dict[str, Any]:
-        """Return the XLA options for a traced function: `compiler_options`, and the options that its kernels require.
+        """Return the XLA options for a traced function: `compiler_options`, plus the options that its kernels require.
 
         Raises:
             ConfigError, PluginError: See `merge_options`.
@@ -113,12 +113,12 @@ class Compiler:
         return stack
 
     def compile_trial(self, call: Callable[..., Any], name: str = "train", kernels: Selection | None = None) -> Any:
-        """Compile a function of the model that the program does not declare, for a few calls, without most optimizations.
+        """Compile a function that the program does not declare. Most optimizations are off, since it is called only a few times.
 
         Args:
-            call: Function of arrays. It is traced once per call of this method and per combination of argument shapes.
+            call: Function of arrays. It is traced once for each call to this method and each combination of argument shapes.
             name: Function of the program whose mesh rules and kernels it uses.
-            kernels: Kernel selection to use instead.
+            kernels: Kernel selection to use instead of that function's.
         """
 
         def run(*args: object) -> Any:
@@ -127,7 +127,7 @@ class Compiler:
 
         options: dict[str, Any] = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else {}
         if options and version("jaxlib").startswith("0.10."):  # later versions lack this option
-            options["xla_cpu_use_fusion_emitters"] = False  # they take a third of the time
+            options["xla_cpu_use_fusion_emitters"] = False  # fusion emitters take a third of the compile time
         return jax.jit(run, compiler_options=options or None)
 
     def arguments(self, name: str, bucket: object = None) -> tuple[Any, ...]:
@@ -163,7 +163,7 @@ class Compiler:
         return self._compiled[key]
 
     def compile_all(self, functions: Sequence[tuple[str, Any]]) -> None:
-        """Compile pairs of function and bucket, two at a time on CPUs. The calling thread traces them with its JAX config.
+        """Compile (function, bucket) pairs, two at a time on CPUs. The calling thread traces them with its JAX config.
 
         Raises:
             RequestError, ConfigError: See `compile`.

@@ -70,7 +70,7 @@ def local_devices(machine: Machine | None) -> Sequence[Any]:
 
 
 def detect() -> DetectedMachine:
-    """Detect the machine of this job. In a job with several processes, all must call this after joining."""
+    """Detect the machine of this job. In a job with several processes, all of them must call this after joining the job."""
     devices = jax.devices()
     counts = collections.Counter(d.device_kind for d in devices)
     target = host().target(devices[0].device_kind) if len(counts) == 1 else None
@@ -116,7 +116,7 @@ def get_compiler_client(device: Any) -> Any:
 
 
 def _count_domains(target: Target, devices: Sequence[Any]) -> int:
-    """Return the number of groups of devices with fast links: TPU slices, or GPU hosts."""
+    """Return the number of device groups that are connected by fast links: TPU slices, or GPU hosts."""
     if target.size in ("chips", "cores"):
         return len({get_slice_index(d) for d in devices})
     if target.size != "hosts" or jax.process_count() == 1:

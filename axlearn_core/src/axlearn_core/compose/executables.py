@@ -247,7 +247,7 @@ def _short(value: object) -> str:
 
 
 def _cpu_features(features: bool) -> str:
-    """Return the host's architecture and, if `features`, a hash of its instruction sets, which XLA for CPU compiles for."""
+    """Return the host's architecture and, if `features`, a hash of the instruction sets that XLA for CPU targets."""
     if not features:
         return platform.machine()
     try:

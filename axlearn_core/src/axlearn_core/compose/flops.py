@@ -56,7 +56,7 @@ def equation_flops(eqn: Any) -> int:
 
 
 def loop_carries(eqn: Any, body: Any) -> tuple[int, int]:
-    """Return (index of the first carried input of a loop's body, number of carried values), or zeros without a loop.
+    """Return (index of the first carried input of a loop's body, number of carried values), or zeros if there is no loop.
 
     Args:
         eqn: An equation of a jaxpr.
@@ -66,8 +66,8 @@ def loop_carries(eqn: Any, body: Any) -> tuple[int, int]:
         return eqn.params["body_nconsts"], len(eqn.outvars)
     if eqn.primitive.name != "scan":
         return 0, 0
-    # The parameters with these numbers depend on the JAX version. Scanned operands and stacked results have one more axis
-    # outside the body.
+    # The equation parameters that hold these counts depend on the JAX version. Scanned operands and stacked results have one
+    # more axis outside the body.
     scanned = sum(o.aval.ndim != i.aval.ndim for o, i in zip(eqn.invars, body.invars, strict=True))
     carried = sum(o.aval.ndim == i.aval.ndim for o, i in zip(eqn.outvars, body.outvars, strict=True))
     return len(eqn.invars) - carried - scanned, carried
@@ -107,7 +107,7 @@ def mapped_devices(params: Mapping[str, Any]) -> int:
 
 
 class Gradients:
-    """Tells which products of a jaxpr the backward pass of a loss needs.
+    """Determines which products of a jaxpr the backward pass of a loss needs.
 
     The gradient of an operand of a product takes as many FLOPs as the product itself. It is needed if the operand depends on an
     array that training updates, and if the loss depends on the product. A product of two such operands counts three times. A
@@ -121,7 +121,7 @@ class Gradients:
     """
 
     def __init__(self, jaxpr: Jaxpr, inputs: Sequence[bool], outputs: Sequence[bool]):
-        """Follow the values of a jaxpr.
+        """Trace how values depend on each other in a jaxpr.
 
         Args:
             jaxpr: The jaxpr.
@@ -196,7 +196,7 @@ def _trace_back(jaxpr: Jaxpr, outputs: Sequence[bool]) -> set[Variable]:
 
 
 def _matches(eqn: JaxprEqn, jaxpr: Jaxpr) -> bool:
-    """Return whether the operands and results of an equation are the inputs and outputs of a jaxpr that it calls."""
+    """Return True if the operands and results of an equation are the inputs and outputs of a jaxpr that it calls."""
     inputs = len(eqn.invars) - _skipped(eqn)
     return len(jaxpr.invars) == inputs and len(jaxpr.outvars) == len(eqn.outvars)
 

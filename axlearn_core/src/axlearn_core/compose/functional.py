@@ -48,7 +48,7 @@ class Functional:
         learned: Paths of the variables that are `LearnedVariable`s.
         totals: `jax.ShapeDtypeStruct` of each `StepTotal` by path.
         streams: `jax.ShapeDtypeStruct` of each part of a random stream by path. Empty if the model draws no random numbers.
-        batch_dependence: Reasons why the result of a row depends on the other rows of the batch. Empty if rows are independent.
+        batch_dependence: Reasons why the result for a row depends on the other rows of the batch. Empty if rows are independent.
         unnamed: Paths of parameters without axis names, which are replicated.
     """
 
@@ -99,7 +99,7 @@ class Functional:
 
     @classmethod
     def from_module(cls, model: object) -> "Functional":
-        """Split a model that is already built. It cannot be initialized again."""
+        """Split a model that is already built. The result cannot be initialized again."""
         graph, state = nnx.split(model)
         return cls._split(nnx.eval_shape(lambda: nnx.merge(graph, state)), None)
 
@@ -154,7 +154,7 @@ class Functional:
         return params, {path: v.get_value() for path, v in flat if path in self.variables}
 
     def bind(self, params: Params, variables: Params | None = None, key: jax.Array | None = None) -> Any:
-        """Return the model with the given arrays. Traceable, without cost at run time.
+        """Return the model with the given arrays. Traceable, at no cost at run time.
 
         Args:
             params: Parameters by path.

@@ -69,7 +69,7 @@ def read_compile_settings() -> dict[str, str]:
 
 
 class DescribedProgram(Protocol):
-    """The attributes of a `Compiler` that an identity uses."""
+    """The attributes of a `Compiler` that an identity depends on."""
 
     functions: dict[str, Function]
     layout: Layout
@@ -95,7 +95,7 @@ def program_identity(
 
     Returns:
         The identity. None if a config contains code or objects that only exist in this process: code outside plugins and
-        installed distributions, functions that were created by other functions, or objects without a value.
+        installed distributions, functions that were created by other functions, or objects that cannot be compared by value.
     """
     parts, packages = {}, set()
     for name, config in configs.items():

@@ -35,7 +35,7 @@ class KernelNotes:
 
 
 def replaced_kernels(function: str, choices: Sequence[Choice]) -> list[Decision]:
-    """Return the decisions to use a different kernel from the one that the config names."""
+    """Return the decisions to use a kernel other than the one that the config names."""
     replaced = [choice for choice in choices if choice.named not in (None, choice.name)]
     decisions = [
         Decision(

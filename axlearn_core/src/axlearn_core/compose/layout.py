@@ -24,7 +24,7 @@ def make_mesh(config: Mesh, devices: Sequence[Any] | None = None, domains: int =
     Args:
         config: Mesh config.
         devices: Devices to use (default: all).
-        domains: Number of groups of devices with fast links.
+        domains: Number of device groups that are connected by fast links.
 
     Raises:
         ConfigError: If the shape does not match the number of devices or domains.
@@ -73,10 +73,10 @@ class Layout:
                 )
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int], path: str) -> PartitionSpec:
-        """Return the partition of an array. A mesh axis shards only the first dimension that requests it.
+        """Return the partition spec of an array. A mesh axis shards only the first dimension that requests it.
 
         Raises:
-            ConfigError: If a logical axis has no rule, or if mesh axes do not divide a dimension.
+            ConfigError: If a logical axis has no rule, or if a dimension is not divisible by its mesh axes.
         """
         used: set[str] = set()
         parts: list[tuple[str, ...] | str | None] = []
@@ -111,7 +111,7 @@ class Layout:
         return math.prod(self.mesh.shape[a] for a in mesh_axes)
 
     def _indivisible_fix(self, axis: str | None, axes: Sequence[str | None], size: int, used: Collection[str]) -> str:
-        """Return what to change if the mesh does not divide a dimension.
+        """Suggest a fix for a dimension that is not divisible by its mesh axes.
 
         Args:
             axis: Logical axis of the dimension.

@@ -42,7 +42,7 @@ class FrozenModel(nnx.Module):
             setattr(self, path, Frozen(value, out_sharding=axes[path], eager_sharding=False))
 
     def bind(self) -> Any:
-        """Return the model in evaluation mode, without gradients. Traceable, without cost at run time."""
+        """Return the model in evaluation mode, without gradients. Traceable, at no cost at run time."""
         params, variables = (
             {path: lax.stop_gradient(getattr(self, path).get_value()) for path in specs}
             for specs in (self.functional.abstract, self.functional.variables)
@@ -144,7 +144,7 @@ class ModelAndObjective:
 
     @property
     def batch_dependence(self) -> tuple[str, ...]:
-        """Reasons why the loss of a row depends on the other rows of the batch. Empty if rows are independent."""
+        """Reasons why the loss for a row depends on the other rows of the batch. Empty if rows are independent."""
         reasons = self.objective.batch_dependence if self.objective is not None else ()
         return (*self.model.batch_dependence, *(f"objective: {reason.strip()}" for reason in reasons))
 

@@ -41,7 +41,7 @@ def merge_options(target: Mapping[str, Any], choices: Sequence[Choice], config: 
 
 
 def check_refusal(choices: Sequence[Choice], config: Mapping[str, Any], refusal: str) -> None:
-    """Raise an error that names the source of an option, if XLA's error message `refusal` mentions it.
+    """Raise an error that names the source of an option if XLA's error message `refusal` mentions the option.
 
     Raises:
         PluginError: If a kernel needs the option.

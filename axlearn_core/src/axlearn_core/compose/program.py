@@ -259,7 +259,7 @@ def check_program(config: Experiment, machine: Machine | None = None) -> ModelAn
         The model and its objective.
 
     Raises:
-        ConfigError: If a module is invalid, if a logical axis has no rule, or if mesh axes do not divide a dimension.
+        ConfigError: If a module is invalid, if a logical axis has no rule, or if a dimension is not divisible by its mesh axes.
         RequestError: If the learner rejects the parameters.
     """
     functional = Functional.from_config(config.model)
@@ -286,8 +286,8 @@ def compose(config: Experiment, devices: Sequence[Any] | None = None, *, machine
         machine: Machine that the devices belong to. If None, JAX's device kind identifies it.
 
     Raises:
-        ConfigError: If the mesh does not fit the devices, if a logical axis has no rule, or if mesh axes do not divide a
-            dimension.
+        ConfigError: If the mesh does not fit the devices, if a logical axis has no rule, or if a dimension is not divisible by its
+            mesh axes.
         RequestError: If the devices do not match `machine`.
     """
     return Program(config, devices, machine)

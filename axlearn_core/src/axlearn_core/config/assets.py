@@ -128,7 +128,7 @@ class RunFolder(Protocol):
 
     @property
     def name(self) -> str:
-        """Path of the run's config file, for messages."""
+        """Path of the run's config file, for use in error messages."""
         ...
 
     def find(self, path: str) -> str | None:
@@ -145,7 +145,7 @@ class LocalRun:
     """A run in a local or mounted directory. Implements `RunFolder`.
 
     Attributes:
-        name: Path of the run's config file, for messages.
+        name: Path of the run's config file, for use in error messages.
         folders: Directories to search, in order.
     """
 

@@ -225,7 +225,7 @@ def _hints(function: object) -> dict[str, Any]:
     try:
         return typing.get_type_hints(function.__init__ if isinstance(function, type) else function)
     except (NameError, TypeError, AttributeError):
-        return {}  # annotations of other libraries may use names that are imported only for type checking
+        return {}  # annotations in other libraries may use names that are imported only for type checking
 
 
 def _checked_annotation(annotation: object) -> Any:

@@ -47,7 +47,7 @@ class Names(Protocol):
 
 @runtime_checkable
 class NamesValues(Protocol):
-    """Names that can also print values that a file cannot store."""
+    """`Names` that can also format values that a file cannot store."""
 
     def format_value(self, value: object) -> str:
         """Return the value as human-readable text."""

@@ -18,7 +18,7 @@ def text(value: object) -> str:
 
 
 def tag(name: str, content: str, kind: str = "") -> str:
-    """Return an element. `content` is HTML, and `kind` is its class."""
+    """Return an element. `content` is HTML, and `kind` is the element's class."""
     return f'<{name} class="{text(kind)}">{content}</{name}>' if kind else f"<{name}>{content}</{name}>"
 
 

@@ -33,7 +33,7 @@ from axlearn_core.errors import ConfigError, Problem
 
 
 class Required(enum.Enum):
-    """The type of `REQUIRED`; an enum member keeps its identity through pickling."""
+    """The type of `REQUIRED`; an enum member keeps its identity when it is pickled."""
 
     REQUIRED = "REQUIRED"
 

@@ -27,7 +27,7 @@ class Role:
 
 
 class StackRole(Role, fields=("mode", "remat")):
-    """A stack of layers: `mode` is `scan` or `unrolled`, and `remat` says which parts of a layer the backward pass recomputes."""
+    """A stack of layers: `mode` is `scan` or `unrolled`, and `remat` selects what the backward pass recomputes in a layer."""
 
     __slots__ = ()
 
@@ -44,7 +44,7 @@ class FullPrecisionRole(Role, fields=("param_dtype",)):
 class CompetingTokensRole(Role):
     """A part in which the tokens of a row compete, for example for the capacity of an expert.
 
-    The result of a token depends on later tokens of its row, on padding, and on other documents in the row, even if attention
+    The result for a token depends on later tokens of its row, on padding, and on other documents in the row, even if attention
     hides them from the token.
     """
 

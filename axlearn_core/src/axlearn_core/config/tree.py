@@ -327,7 +327,7 @@ SKIP: Any = object()
 
 
 class _Edits:
-    """Counts the edits of one walk and collects the problems."""
+    """Counts the edits during one walk and collects the problems."""
 
     def __init__(self, edit: Edit):
         self.edit, self.count = edit, 0

@@ -25,7 +25,7 @@ class Mismatch(Exception):
 
 
 def describe(annotation: object) -> str:
-    """Format an annotation for messages: `int`, `tuple[str, ...]`, `Node[Norm] or null`."""
+    """Format an annotation for error messages: `int`, `tuple[str, ...]`, `Node[Norm] or null`."""
     if annotation is None or annotation is types.NoneType:
         return "null"
     if annotation is Any:

@@ -1,4 +1,4 @@
-"""Optional capabilities of components. Callers test for a capability with `isinstance`, and also work without it."""
+"""Optional capabilities of components. Callers test for them with `isinstance`, and also support components without them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class GeneratesTokens(Protocol):
             max_tokens: Maximum number of tokens.
             temperature: Sampling temperature. 0 selects the most likely token.
             seed: Seed for sampling.
-            eos_id: ID that ends the text. It is also yielded.
+            eos_id: ID of the token that ends the text. This token is also yielded.
             program: Program of the model's experiment. None compiles the model separately.
         """
         ...
@@ -64,7 +64,7 @@ class DependsOnBatch(Protocol):
     """A module whose result for a row depends on the other rows of the batch.
 
     Attributes:
-        batch_dependence: Reason, as a predicate of the module (`"balances its load over the batch"`). None if its settings
+        batch_dependence: Reason, phrased as a predicate of the module (`"balances its load over the batch"`). None if its settings
             make it independent.
     """
 
@@ -106,7 +106,7 @@ class DescribesPosition(Protocol):
     """A batch iterator that can describe its position in the data."""
 
     def describe_position(self) -> Any:
-        """Return an object whose `str` describes the files and offsets of the last batch, for messages.
+        """Return an object whose `str` describes the files and offsets of the last batch, for use in messages.
 
         This is called at every step, so delay any lookup until `str` is called.
         """
@@ -118,13 +118,13 @@ class LocatesDocuments(Protocol):
     """A position (see `DescribesPosition`) that can name the source of a document in its batch."""
 
     def locate(self, batch: Mapping[str, Any], row: int, start: int, stop: int) -> str:
-        """Return the file of a document and the place in it, or an empty string if it is unknown.
+        """Return the file that a document is in and its place there, or an empty string if it is unknown.
 
         Args:
             batch: The batch, as the iterator returned it.
             row: Row of the document.
             start: First position of the document in the row.
-            stop: Position after the document's last one.
+            stop: Position just after the end of the document.
         """
         ...
 
@@ -213,7 +213,7 @@ class ObservesSteps(Protocol):
 
 @runtime_checkable
 class ChecksStart(Protocol):
-    """A training loop that has a requirement for starting a run, such as a finished source run. Resuming does not have it."""
+    """A training loop that needs something to start a run, such as a finished source run, but not to resume one."""
 
     def check_start(self) -> None:
         """Check the requirements before anything is written. Called only at step 0.
@@ -247,7 +247,7 @@ class HasHeldOutLoss(Protocol):
     """A model whose training loss has terms that do not belong in evaluation, such as a penalty."""
 
     def held_out_loss(self, batch: Mapping[str, Any]) -> tuple[jax.Array, Mapping[str, Any]]:
-        """Return the mean loss and summaries of a held-out batch, without such terms."""
+        """Return the mean loss and summaries of a held-out batch, without the terms that do not belong in evaluation."""
         ...
 
 
@@ -267,7 +267,7 @@ class OwnsCheckpoints(Protocol):
 
     Attributes:
         run: ID of the run. The trainer sets it before the first save.
-        place: Location of the checkpoints: its `storage`, and its `name` for messages.
+        place: Location of the checkpoints: its `storage`, and its `name` for use in messages.
     """
 
     run: str
@@ -287,8 +287,8 @@ class ReportsSaves(Protocol):
     """A checkpointer that reports the result of each save.
 
     Attributes:
-        on_result: Called with the step of a checkpoint and None after success, or the reason for a failure. The trainer sets
-            it before the first save. It may be called from any thread, on each process.
+        on_result: Called with the step of a checkpoint, and with None if the save succeeded or the reason if it failed. The trainer
+            sets it before the first save. It may be called from any thread, on each process.
     """
 
     on_result: Callable[[int, str | None], None]
@@ -296,7 +296,7 @@ class ReportsSaves(Protocol):
 
 @runtime_checkable
 class KeepsLocalTier(Protocol):
-    """A checkpointer that also saves frequent local states on the machines of the job.
+    """A checkpointer that also saves the state locally on the job's machines, at shorter intervals.
 
     All processes must call these methods together.
     """
@@ -323,7 +323,7 @@ class KeepsLocalTier(Protocol):
 
 @runtime_checkable
 class StopsEarly(Protocol):
-    """A listener of a run that can stop it before `max_steps`, for example after a signal."""
+    """A run listener that can stop the run before `max_steps`, for example after a signal."""
 
     def begin(self) -> None:
         """Called when the loop starts. The listener may replace the session's `batches`."""
@@ -354,7 +354,7 @@ class StopsEarly(Protocol):
 
 @runtime_checkable
 class MirrorsRun(Protocol):
-    """A listener of a run at a URI that copies the run's files to the storage."""
+    """A run listener that copies the files of a run at a URI to the storage."""
 
     def push(self) -> None:
         """Copy changed files to the storage."""
@@ -363,10 +363,10 @@ class MirrorsRun(Protocol):
 
 @runtime_checkable
 class KeepsExecutables(Protocol):
-    """A listener of a run that stores the compiled step for processes that resume the run."""
+    """A run listener that stores the compiled step for processes that resume the run."""
 
     def load_step(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Load the step for a batch into the program, on all processes or on none.
+        """Load the compiled step for a batch into the program, on all processes or on none.
 
         Returns:
             The facts that `keep_step` stored. Empty if the step is not loaded.

@@ -1,6 +1,6 @@
 """Get the components of an experiment from its root config. Each function returns None if the config lacks the component.
 
-The root is usually the config of a trainer, which has all of them. Features, plans, and readers of runs accept any node and
+The root is usually the config of a trainer, which has all of them. Features, plans, and code that reads runs accept any node and
 use these functions, so that the field names are only defined here.
 """
 
@@ -44,7 +44,7 @@ def belongs_to_weights(path: str) -> bool:
 
 
 def get_objective_config(config: object) -> Any:
-    """Return the config of the objective. Also None if the model is trained with its own loss."""
+    """Return the config of the objective. Also returns None if the model is trained with its own loss."""
     return _field(config, "objective")
 
 
@@ -69,7 +69,7 @@ def get_checkpointer_config(config: object) -> Any:
 
 
 def get_text_facts(config: object) -> Any:
-    """Return the config with facts about the model's text. Also None if an import did not set them."""
+    """Return the config with facts about the model's text. Also returns None if an import did not set them."""
     return _field(config, "text")
 
 
@@ -118,7 +118,7 @@ def batch_size(config: object) -> int | None:
 
 
 def num_shards(config: object) -> int | None:
-    """Return the number of data shards of the input. Also None if each row is a shard."""
+    """Return the number of data shards of the input. Also returns None if each row is a shard."""
     return _field(get_input_config(config), "num_shards")
 
 

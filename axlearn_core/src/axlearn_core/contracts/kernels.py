@@ -29,11 +29,11 @@ class KernelImplementation:
         load: `"module:attribute"` of the `Kernel`.
         priority: The kernel with the highest priority among those that support a call is used. The reference has priority 0.
         platforms: JAX platforms that the kernel supports. Empty means all.
-        tags: Activation tags of residuals that only this kernel has. A config may name them on any machine. They have no
+        tags: Activation tags of residuals that only this kernel produces. A config may name them on any machine. They have no
             effect if a different kernel is used.
         compiler_options: XLA options by platform, for every program that contains this kernel. A config that sets one of
             them to a different value is an error.
-        interpreter: `"module:function"` that returns a context manager. Within it, the kernel runs on CPUs, however slowly. None
+        interpreter: `"module:function"` that returns a context manager. Within it, the kernel runs on CPUs, although slowly. None
             if the kernel does not need it or has none.
         hardware_only: Why there is no interpreter, as a sentence without its subject: `runs only on NVIDIA GPUs`.
         extras: Optional operands and results of the op that the kernel supports, such as `sinks`; see `Call.extras`.

@@ -57,7 +57,7 @@ class MeshRule:
         rules: Mesh axes for each logical axis. They override the default rules.
         features: Features to apply, in the syntax of the command line (`remat:save=[query,key]`).
         packages: Distribution that provides each feature, for the error message if it is not installed.
-        fallback_shape: Mesh shape to use if the config has none and the default shape does not divide its parameters. This also
+        fallback_shape: Mesh shape to use if the config has none and the default shape cannot shard its parameters. This also
             applies to a detected machine if `detected` is False, because the run would fail otherwise.
         detected: If False, the rule applies only if the user names the target, not if the machine is detected.
     """

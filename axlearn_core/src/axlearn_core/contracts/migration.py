@@ -27,7 +27,7 @@ class ArrayMigration(Protocol):
     """Maps the arrays of a checkpoint from an earlier version to their current paths."""
 
     def __call__(self, stored: Collection[str], expected: Collection[str]) -> Mapping[str, str | None]:
-        """Return the current path of each renamed array by stored path, or None if this version does not need it.
+        """Map the stored path of each renamed array to its current path, or to None if this version does not need the array.
 
         Arrays that are not in the result keep their paths.
 

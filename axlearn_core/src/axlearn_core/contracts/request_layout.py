@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 class RequestLayout(Protocol):
-    """Layout of a training run on a machine (`--layout FILE`). It changes the execution but not the mathematics."""
+    """Layout of a training run on a machine (`--layout FILE`). It changes how the run executes, but not what it computes."""
 
     def apply(self, request: Any) -> Any:
-        """Return a `Request` without `layout` and with the settings of the layout. The request's own settings override them.
+        """Return a `Request` that has the settings of the layout instead of `layout`. The request's own settings override them.
 
         Raises:
             RequestError: If the request is for a different machine.
@@ -20,9 +20,9 @@ class RequestLayout(Protocol):
         ...
 
     def check(self, before: Node[Any], after: Node[Any]) -> None:
-        """Compare the config without and with the layout.
+        """Compare the configs with and without the layout.
 
         Raises:
-            RequestError: If the layout is for a different model, or if it changes the mathematics.
+            RequestError: If the layout is for a different model, or if it changes what the run computes.
         """
         ...

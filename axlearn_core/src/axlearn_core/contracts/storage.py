@@ -85,7 +85,7 @@ class ForeignCheckpoints(Protocol):
     """Checkpoints that a different library wrote. They have no manifest, so their files cannot be verified.
 
     Attributes:
-        writer: Name of the library, for messages.
+        writer: Name of the library, for use in messages.
     """
 
     writer: str

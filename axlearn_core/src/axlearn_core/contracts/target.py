@@ -41,7 +41,7 @@ class Target:
         domain_shape: `"module:function"` that returns the number of chips along each dimension of a domain of a `Machine`. It
             raises `RequestError` if no domain has that size. None if chips are not arranged in a grid.
         lowering: `"module:function"` that returns a context manager for this target. It is active while programs are lowered,
-            for settings that JAX's lowering cannot receive otherwise. None if it is not needed.
+            for settings that JAX's lowering cannot receive in any other way. None if it is not needed.
         stand_in: Reason why a program compiled without the hardware differs from the real one. Empty if it does not.
         compiler_options: Options for `Lowered.compile`.
         source: Source of the figures.
@@ -123,7 +123,7 @@ class Machine:
 
     Attributes:
         chips: Total number of chips.
-        domains: Number of groups of chips with fast links: TPU slices, or GPU hosts.
+        domains: Number of chip groups that are connected by fast links: TPU slices, or GPU hosts.
     """
 
     name: str
@@ -154,7 +154,7 @@ class DetectedMachine:
 
     Attributes:
         description: Human-readable description: `8 x NVIDIA H100 80GB HBM3`.
-        machine: The machine, or None if no installed plugin knows it.
+        machine: The machine, or None if no installed plugin recognizes it.
     """
 
     description: str

@@ -1,6 +1,7 @@
 """Optional capabilities of tokenizers, and the text facts of a model.
 
-Callers test for a capability with `isinstance`, and also work without it. The conformance suite checks each capability.
+Callers test for a capability with `isinstance`, and also support tokenizers without it. The conformance suite checks each
+capability.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TextFacts(Protocol):
-    """Facts about the text of a model.
+    """Facts about the text that a model reads and writes.
 
     Attributes:
         tokenizer: Tokenizer of the model.
@@ -51,7 +52,7 @@ class EncodesBatches(Protocol):
     """A tokenizer that encodes several texts in parallel."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the IDs of each text, as `encode` does. Raise `InputError` if `encode` does for one of them."""
+        """Return the IDs of each text, as `encode` does. Raise `InputError` if `encode` raises it for one of them."""
         ...
 
 

@@ -1,1 +1,1 @@
-"""Ops that layers call, their XLA reference implementations, and the selection among implementations."""
+"""Ops that layers call, their XLA reference implementations, and kernel selection."""

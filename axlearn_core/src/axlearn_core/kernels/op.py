@@ -41,8 +41,8 @@ class Op(Generic[R]):
     def extras(self) -> tuple[str, ...]:
         """Return the names of the optional operands and results that this call uses.
 
-        The selection rejects kernels that do not declare them, so a kernel that was written before the op had an optional
-        operand never drops it. The reference supports all of them.
+        The selection rejects kernels that do not declare them, so a kernel that was written before the op had an optional operand
+        never silently ignores the operand. The reference supports all of them.
         """
         return ()
 

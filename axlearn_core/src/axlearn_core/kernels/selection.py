@@ -118,7 +118,7 @@ class Choice:
         """Description of the call: `rms_norm(x float32[4, 64, 16], ...) on cpu`."""
         return f"{self.op} on {self.context.platform}"
 
-    def __str__(self) -> str:  # run locks store this form and compare it between versions
+    def __str__(self) -> str:  # run locks store this form and compare it across versions
         shapes = {name: tuple(x.shape) for name, x in self.op.operands().items()}
         request = (
             f"OpRequest(op={self.op.name!r}, platform={self.context.platform!r}, shapes={shapes}, "

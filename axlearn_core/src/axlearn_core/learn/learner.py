@@ -33,7 +33,7 @@ class ParameterRule(Node[None]):
             variables that training updates without gradients, such as router biases.
         optimizer: Optimizer for these parameters, instead of the learner's. Their gradients are excluded from the
             learner's clipping.
-        max_grad_norm: Maximum norm of the gradients of `optimizer`, over all its parameters.
+        max_grad_norm: Maximum norm of the gradients of `optimizer`, computed across all its parameters.
     """
 
     pattern: str = REQUIRED
@@ -62,7 +62,7 @@ class LearnerState(NamedTuple):
         ema: Float32 moving average of the trained parameters by dotted path, or None.
         updates: int32, number of updates.
         skipped: int32, number of updates that were skipped because a gradient or the loss was not finite.
-        skipped_in_a_row: int32, number of skipped updates since the last update.
+        skipped_in_a_row: int32, number of updates skipped since the last successful one.
     """
 
     optimizer: Any
@@ -110,9 +110,8 @@ class Learner(Configurable):
 
         Raises:
             RequestError: If a rule matches no parameter.
-            ConfigError: If all parameters are frozen, or if a rule disables weight decay but the optimizer has no mask. Also
-                if the optimizer provides evaluation parameters, but the learner has an EMA or scales the optimizer's
-                updates.
+            ConfigError: If all parameters are frozen, if a rule disables weight decay but the optimizer has no mask, or if the
+                optimizer provides evaluation parameters but the learner has an EMA or scales the optimizer's updates.
         """
         plan = self._plan(params)
         self._check_evaluation(plan)

@@ -136,7 +136,7 @@ def _draws_nothing(dropout: nnx.Dropout) -> bool:
 
 
 def _problems(module: nnx.Module) -> Iterator[Problem]:
-    arrays: dict[tuple[Any, ...], tuple[str, bool]] = {}  # path -> description, is a random key
+    arrays: dict[tuple[Any, ...], tuple[str, bool]] = {}  # path -> (description, whether it is a random key)
     for key, value in nnx.to_flat_state(nnx.state(module)):
         if not isinstance(value, nnx.Variable):
             arrays[key] = _describe(value)

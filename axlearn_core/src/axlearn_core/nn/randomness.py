@@ -62,7 +62,7 @@ def fold_in(tree: object, index: object) -> Any:
 
 
 def split_leading(array: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
-    """Split an array along its first axis. Use `lax.split`, which has the cheaper gradient, except for random keys."""
+    """Split an array along its first axis. Use `lax.split`, whose gradient is cheaper, except for random keys."""
     if not is_key(array):
         return list(lax.split(array, sizes, axis=0))
     starts = [sum(sizes[:i]) for i in range(len(sizes))]

@@ -24,10 +24,10 @@ class Placement:
     rules: Rules
 
     def spec(self, shape: Sequence[int], axes: Sequence[str | None]) -> PartitionSpec:
-        """Return the partition of an activation by its logical axes.
+        """Return the partition spec of an activation, given its logical axes.
 
-        A mesh axis shards the first dimension that requests it. A dimension is not sharded if its mesh axes do not divide
-        its size.
+        A mesh axis shards the first dimension that requests it. A dimension is not sharded if its size is not divisible by its mesh
+        axes.
         """
         used: set[str] = set()
         parts: list[tuple[str, ...] | None] = []
@@ -68,8 +68,8 @@ def is_sharded() -> bool:
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Constrain the sharding of `x`, given a logical axis name per dimension. None leaves a dimension unsharded.
 
-    This is a hint to the compiler. Unlike a parameter's dimension, a dimension of `x` is left unsharded if its mesh axes do not
-    divide it.
+    This is a hint to the compiler. Unlike a parameter's dimension, a dimension of `x` is left unsharded if it is not divisible by
+    its mesh axes.
     """
     placement = _active.get()
     if placement is None:

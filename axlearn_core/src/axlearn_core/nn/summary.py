@@ -1,4 +1,4 @@
-"""`Summary`: a statistic that can be combined over layers, microbatches, and batches.
+"""`Summary`: a statistic that can be combined across layers, microbatches, and batches.
 
 Shapes: B rows, S positions. Padding never counts; see `axlearn_core.nn.padding`.
 """

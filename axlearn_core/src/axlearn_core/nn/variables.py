@@ -40,7 +40,7 @@ def get_values(state: Any) -> Values:
 
 
 def written(module: object, before: Values) -> Values:
-    """Return the variables that changed from the values `before` within the same trace."""
+    """Return the variables whose values differ from those in `before`, within the same trace."""
     if not before:
         return {}
     now = get_values(nnx.state(module))

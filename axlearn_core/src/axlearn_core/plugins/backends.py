@@ -16,5 +16,5 @@ def prepare_backends() -> None:
     try:
         plugins = host()
     except PluginError:
-        return  # the first caller that needs a hook raises it; all others work without the broken plugin
+        return  # the first caller that needs a hook raises the error; other callers work without the broken plugin
     plugins.hook.axlearn_before_devices(platforms=requested_platforms())

@@ -43,7 +43,7 @@ class Feature(Node[Any]):
     """Base class for features. The fields are the options that a user can set. A feature has no other state.
 
     Features are applied in the order of their stages, not in the order in which the user lists them. Within a stage, `before`
-    and `after` define the order. Features without a defined order are applied by name. The stages are:
+    and `after` define the order. Features without a defined order are applied in alphabetical order. The stages are:
 
     - `replace`: replace components (RoPE, MoE).
     - `wrap`: wrap components (LoRA, quantization).
@@ -99,7 +99,8 @@ class Feature(Node[Any]):
     def in_effect(self, cfg: Node[Any]) -> bool:
         """Return True if the config already has this feature. This is called only if `apply` changed nothing.
 
-        If True, the request succeeds and reports that the feature changed nothing. If False, the request fails. The default
-        is True because `apply` raises an error if there is nothing to change. Override this method if `apply` does not raise it.
+        If True, the request succeeds and reports that the feature changed nothing. If False, the request fails. The default is True
+        because `apply` raises an error if there is nothing to change. Override this method if `apply` does not raise an error in
+        that case.
         """
         return self.apply(cfg) == cfg

@@ -131,7 +131,7 @@ def unknown_name_error(kind: str, group: str, name: str, candidates: Sequence[st
     """Return the error for an unknown name. It suggests the package that provides the name, or the nearest names.
 
     Args:
-        kind: Kind of the name for the message, such as `feature`.
+        kind: Kind of name for the error message, such as `feature`.
         group: Group of the name in the indexes.
         name: The unknown name.
         candidates: The installed names.

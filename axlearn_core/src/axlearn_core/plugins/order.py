@@ -17,7 +17,7 @@ class Order:
 
     Attributes:
         names: Names of the features, first to last.
-        predecessors: For each feature, the features of its stage that `before` and `after` put before it, directly or
+        predecessors: For each feature, the features in its stage that `before` and `after` place ahead of it, directly or
             transitively.
     """
 
@@ -31,7 +31,7 @@ class Order:
         Names in `before` and `after` that are not in `features` are ignored.
 
         Raises:
-            PluginError: If the constraints have a cycle or contradict the order of the stages.
+            PluginError: If the constraints form a cycle or contradict the order of the stages.
         """
         constraints = _collect_constraints(features, registry)
         names: list[str] = []

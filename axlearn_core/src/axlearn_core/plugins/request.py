@@ -39,7 +39,7 @@ class FeatureUse:
     Attributes:
         name: Name of the feature.
         options: Options as plain data.
-        location: Source of the request, for messages.
+        location: Source of the request, for use in error messages.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Setting:
     Attributes:
         path: Path or pattern of the value.
         value: Value as plain data.
-        location: Source of the request, for messages.
+        location: Source of the request, for use in error messages.
     """
 
     path: str
@@ -75,7 +75,7 @@ class Request:
     Attributes:
         experiment: Name of an experiment, path of a YAML file, or config.
         features: Features to add to the experiment.
-        without: Features to remove from those of the file or the mesh rule.
+        without: Features of the file or the mesh rule to remove.
         settings: Values set on the command line or in Python. They are applied last.
         file_settings: Values set by the run file.
         base_settings: Values set by the files that the run file is based on, innermost first. Later values take precedence.
@@ -152,8 +152,8 @@ class Request:
 
         Args:
             path: A path.
-            existing: Existing paths. Settings of these paths are included, whether given by name or by pattern. So are settings
-                of new paths below `path`.
+            existing: Existing paths. Settings of these paths are included, whether given by name or by pattern. Settings of new
+                paths below `path` are also included.
         """
         for settings in (*self.base_settings, self.file_settings, self.settings):
             fits = (s for s in settings if s.path.startswith(f"{path}.") or any(matches(s.path, p) for p in existing))
@@ -237,7 +237,7 @@ def _split_options(text: str) -> list[str]:
 
 
 def is_file(experiment: str | Path) -> bool:
-    """Return True if an experiment is a file: a `Path`, a name ending in `.yaml` or `.yml`, or a name with a slash."""
+    """Return True if an experiment is a file: a `Path`, a name ending in `.yaml` or `.yml`, or a name that contains a slash."""
     return isinstance(experiment, Path) or experiment.endswith((".yaml", ".yml")) or "/" in experiment
 
 

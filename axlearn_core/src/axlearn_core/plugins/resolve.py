@@ -152,7 +152,7 @@ def resolve(
         RequestError: If a name is unknown, a path does not match, a value is invalid, features conflict, or a feature of the
             mesh rule is not installed.
     """
-    prepare_backends()  # the caller may start JAX with the config before it calls us again
+    prepare_backends()  # the caller may use the config to start JAX before it calls this again
     names = names or registry()
     if not isinstance(request, Request):
         request = Request.from_arguments(request, **options)
@@ -203,7 +203,7 @@ class _RuleChoice:
 
     Attributes:
         machine: The machine. None if no mesh rule is applied, or if no installed package supports the machine.
-        rule_title: Title of the rule with its source, for messages.
+        rule_title: Title of the rule with its source, for use in messages.
         rule: The mesh rule to apply, or None.
         fallback_rule: Title, rule, and machine, if the rule has a mesh shape for parameters that cannot be sharded. It is set
             even if the rule is not applied.
@@ -220,7 +220,7 @@ class _RuleChoice:
 
 
 class _RuleChooser:
-    """Choose the machine and the mesh rule of a request."""
+    """Chooses the machine and the mesh rule of a request."""
 
     def __init__(self, base: _BaseConfig, request: Request, names: Registry, detect: Detect | None):
         self.base, self.request, self.names, self.detect = base, request, names, detect
@@ -558,7 +558,7 @@ def _apply_feature(tree: Node[Any], feature: Feature, entry: Entry) -> Node[Any]
 
 
 def _check_execution(changes: tuple[Change, ...], before: Node[Any], after: Node[Any], entry: Entry) -> None:
-    """Raise `PluginError` if a feature of the `execute` stage changes more than the execution."""
+    """Raise `PluginError` if a feature of the `execute` stage changes fields that affect more than execution."""
     for change, kind in change_kinds(changes, before, after):
         if kind not in ("execution", "microbatches"):
             raise PluginError(

@@ -107,7 +107,7 @@ class StoredRun:
     """A run whose files are in one or more storage folders. Implements `axlearn_core.config.assets.RunFolder`.
 
     Attributes:
-        name: Path of the run's config file, for messages.
+        name: Path of the run's config file, for use in error messages.
         places: Folders to search for its files, in order.
     """
 
@@ -115,7 +115,7 @@ class StoredRun:
     places: Sequence[Place]
 
     def find(self, path: str) -> str | None:
-        """See `RunFolder`. A remote file is copied to the user's cache, with the other files in its folder."""
+        """See `RunFolder`. A remote file is copied to the user's cache, together with the other files in its folder."""
         for storage, folder in self.places:
             if isinstance(storage, LocalStorage):
                 location = LocalRun(self.name, (storage.root / folder,)).find(path)
@@ -136,7 +136,7 @@ def attach_assets(tree: Tree, name: str, places: Sequence[Place]) -> Tree:
 
     Args:
         tree: A config.
-        name: Path of its file, for messages.
+        name: Path of its file, for use in error messages.
         places: Folders to search for the run's files.
 
     Raises:

@@ -47,13 +47,13 @@ def derive_run(
 
     Args:
         weights: Source weights.
-        out: New run directory, which must be empty or not exist yet.
+        out: New run directory, which must either be empty or not exist yet.
         config: Trainer config of the new run. Its assets are copied to the run.
         transform: Returns the parameters and variables of the model in `config` by dotted path.
         new_step: Step of the checkpoint (default: the step of `weights`).
         extra: Additional data for the checkpoint, such as the position in the input.
         lock: Lock of the new run.
-        add_files: Adds files to the directory before it appears.
+        add_files: Adds files to the directory before it becomes visible.
 
     Returns:
         The run directory.

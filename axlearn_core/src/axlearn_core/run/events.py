@@ -69,7 +69,7 @@ class RunListener:
     def saving(self, step: int) -> None:
         """Called before a save, and after the last save is complete. Raise an error to stop the run before the save.
 
-        If one process of a job raises, all processes stop.
+        If one process of a job raises an error, all processes stop.
         """
 
     def saved(self, step: int, reason: str | None) -> None:

@@ -16,12 +16,12 @@ Lines = list[tuple[bytes, dict[str, Any]]]
 
 
 def is_timing(name: str) -> bool:
-    """Return True for a logged value that measures time, such as `step_seconds`. It differs between equal runs."""
+    """Return True for a logged value that measures time, such as `step_seconds`. It may differ between identical runs."""
     return name == "mfu" or name.endswith(("_seconds", "_per_second"))
 
 
 def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Read the records of a file that a `JsonlTracker` writes. Also return a remark for each invalid line.
+    """Read the records of a file that a `JsonlTracker` writes. Also return a note for each invalid line.
 
     A missing file has no records. Raise `OSError` if the file cannot be read.
     """
@@ -58,11 +58,11 @@ def _parse(path: Path) -> tuple[Lines, list[str]]:
 
 
 def parse_records(data: bytes, name: str) -> tuple[Lines, list[str]]:
-    """Parse a file. Return its valid lines with their records, and a remark for each invalid line.
+    """Parse a file. Return its valid lines with their records, and a note for each invalid line.
 
     Args:
         data: Contents of the file.
-        name: Name of the file, for the remarks.
+        name: Name of the file, for use in the notes.
     """
     raw_lines = data.splitlines(keepends=True)
     lines: Lines = []

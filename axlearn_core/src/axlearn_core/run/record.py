@@ -49,7 +49,7 @@ def batch_dependence(config: object) -> tuple[str, ...]:
 
 
 def short_hash(config: Node[Any]) -> str:
-    """Return an eight-digit hash of the config's mathematics, independent of its execution and number of steps."""
+    """Return an eight-digit hash of what the config computes, regardless of how it executes and of the number of steps."""
     config = hash_asset_paths(config)
     decisive = mathematics(config)
     cut = microbatches(config)
@@ -68,7 +68,7 @@ class RefusedChange:
 
 
 def find_refused_changes(changes: tuple[Change, ...], old: Node[Any], config: Node[Any]) -> list[RefusedChange]:
-    """Return the changes to the mathematics between the config of a run and a new config."""
+    """Return the changes between the config of a run and a new config that affect what the run computes."""
     kinds = change_kinds(changes, old, config)
     reasons = batch_dependence(config) if any(kind == "microbatches" for _, kind in kinds) else ()
     return [
@@ -86,7 +86,7 @@ class RunDir:
         path: Local directory. For a run at a URI, it is a working copy.
         resumes: True if the directory contains a run that will be resumed.
         notes: Messages about changes to the config.
-        allow_drift: True if changes to the mathematics are allowed.
+        allow_drift: True if changes that affect what the run computes are allowed.
         uri: URI of the run, or None.
     """
 
@@ -119,7 +119,7 @@ class RunDir:
             path: Directory, which may not exist.
             config: Resolved config of the request.
             old: Config in the directory, or None.
-            allow_drift: Resume even if the mathematics changed.
+            allow_drift: Resume even if the new config computes something else.
             find_source: Returns the source of a setting by config path, or None. Used in error messages.
             uri: URI of the run, if the directory is a working copy.
             untrained: See `check_config`.
@@ -196,7 +196,7 @@ def parse_lock(data: bytes, name: str) -> dict[str, Any]:
 
     Args:
         data: Contents of the file.
-        name: Name of the file, for the error.
+        name: Name of the file, for use in the error message.
 
     Raises:
         CheckpointError: If the file is damaged.
@@ -232,15 +232,15 @@ def check_config(
     """Return the changes between the config of a run and a new config.
 
     Args:
-        subject: Name of the run, for the error.
+        subject: Name of the run, for use in the error message.
         old: Config of the run.
         config: New config.
-        allow_drift: Accept changes to the mathematics.
+        allow_drift: Accept changes that affect what the run computes.
         find_source: Returns the source of a setting by config path, or None.
-        untrained: The run has only weights, which no training step has used. Only its model and tokenizer must stay the same.
+        untrained: The run has only weights and has not been trained yet. Only its model and tokenizer must stay the same.
 
     Raises:
-        CheckpointError: If the changes affect the mathematics. The message starts with `subject`.
+        CheckpointError: If the changes affect what the run computes. The message starts with `subject`.
     """
     old = align_assets(old, config)
     changes = diff(old, config, code_name)

@@ -25,7 +25,7 @@ def read_run_config(
 
     Args:
         storage: Storage of the file.
-        uri: URI of the storage, for messages.
+        uri: URI of the storage, for use in error messages.
         path: Path of the file in the storage.
         places: Folders to search for the run's assets (default: the folder of the file).
 

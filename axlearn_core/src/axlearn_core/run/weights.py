@@ -98,7 +98,7 @@ class RunWeights:
 
     @cached_property
     def _stored_paths(self) -> dict[str, str]:
-        """Path in the checkpoint of each parameter and variable of the model, by path in the model."""
+        """Checkpoint path of each parameter and variable, by its path in the model."""
         parts = (p.partition(".") for p in self.checkpoint.arrays)
         weights = ((part, path) for part, _, path in parts if part in ("params", "variables"))
         return {path: f"{part}.{path}" for part, path in weights if not path.startswith(PREFIX)}
@@ -138,7 +138,7 @@ def check_tensors(name: str, model: Mapping[str, Any], stored: Mapping[str, Any]
     """Compare the paths and shapes of a model's tensors with those of the stored tensors.
 
     Raises:
-        CheckpointError: Lists tensors that are missing (with the nearest stored path), unexpected, or have the wrong shape.
+        CheckpointError: Lists tensors that are missing (with the nearest stored path) or unexpected, or that have the wrong shape.
     """
     spare = stored.keys() - model.keys()
     problems = []

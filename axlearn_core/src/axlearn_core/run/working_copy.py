@@ -37,7 +37,7 @@ def fetch_files(storage: Storage, uri: str, path: Path) -> list[str]:
 
     Args:
         storage: Storage of the run.
-        uri: URI of the run, for the error.
+        uri: URI of the run, for use in the error message.
         path: Path of the working copy.
 
     Returns:

@@ -50,8 +50,8 @@ def train(
         target: Machine to run on, such as `cpu-8` (eight virtual devices) or `h100-8x64`. Its mesh rule applies; `none`
             applies no mesh rule. The default is the machine that JAX detects, with only the execution settings of its mesh
             rule.
-        run_dir: A path or a storage URI. The default is `runs/<experiment>-<hash of the mathematics>`.
-        allow_drift: Resume a run even if its mathematics or data changed.
+        run_dir: A path or a storage URI. The default is `runs/<experiment>-<hash>`, with a hash of what the config computes.
+        allow_drift: Resume a run even if its data or what it computes has changed.
         restore_step: Step of the checkpoint to resume from (default: the newest).
         restart: Start at step 0 and set existing metrics and checkpoints aside.
 

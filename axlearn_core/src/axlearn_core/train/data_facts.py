@@ -14,7 +14,7 @@ SHOWN = 12
 
 
 def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts of `Input.describe` as JSON represents them."""
+    """Return the facts from `Input.describe` as JSON represents them."""
     return json.loads(json.dumps(dict(facts), default=str))
 
 
@@ -29,7 +29,7 @@ def check_facts(run_dir: Path, old: object, new: Mapping[str, Any], *, allow_dri
     """Compare the data facts of a checkpoint with the current ones. Every process must call it.
 
     Args:
-        run_dir: Run directory, for the message.
+        run_dir: Run directory, for use in the error message.
         old: Facts in the checkpoint. Facts that only one side has are ignored, because a different version may have written them.
         new: Current facts.
         allow_drift: Return the differences instead of raising.

@@ -48,7 +48,7 @@ def was_saved(session: Any, *, restart: bool) -> bool:
 
 
 def check_metrics(run_dir: RunDir, lock: Mapping[str, Any]) -> None:
-    """Refuse to start at step 0 if the run has metrics and its checkpoints are gone.
+    """Refuse to start at step 0 if the run has metrics but its checkpoints are gone.
 
     Raises:
         CheckpointError: The run had a checkpoint, but it has none now.

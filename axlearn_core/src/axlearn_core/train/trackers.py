@@ -124,7 +124,7 @@ class JsonlTracker(Configurable):
 
 
 class LinesTracker(Configurable):
-    """Prints the number of parameters, and one line with every value per call, to standard error.
+    """Prints to standard error: the number of parameters, and one line per call with every value.
 
     This is one of the default trackers.
 

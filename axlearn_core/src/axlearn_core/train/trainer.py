@@ -392,7 +392,7 @@ class Trainer(Configurable):
     def _restore(self, session: Session, target_step: int | None, *, restart: bool) -> None:
         """Restore the state, step and data position from a checkpoint. Do nothing if the run has no checkpoint.
 
-        The data position is valid only in the checkpoint's own data, so different data is refused.
+        The data position is valid only for the checkpoint's own data, so different data is refused.
         """
         program, checkpointer, run_dir = session.program, session.checkpointer, session.run_dir
         if restart:

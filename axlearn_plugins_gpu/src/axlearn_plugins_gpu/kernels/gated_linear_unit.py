@@ -44,7 +44,7 @@ class _Tokamax:
     mosaic: bool
 
     def supports(self, op: GatedLinearUnitOp, context: KernelContext) -> str | None:
-        """Support projections that are plain matrices, in one 16-bit dtype, with dimensions that the blocks divide."""
+        """Support projections that are plain matrices in one 16-bit dtype, with sides that are multiples of the block sizes."""
         if reason := tokamax.unavailable_reason() or unknown_gpu(context.target):
             return reason
         if self.mosaic and (reason := _mosaic_refusal(context.target)):

@@ -31,12 +31,12 @@ OUTER_ROWS = 64
 
 
 class _Tokamax:
-    """Base class for both kernels. All rows of a block belong to the same group, so work is proportional to the rows."""
+    """Base class for both kernels. A block's rows all belong to one group, so work is proportional to the number of rows."""
 
     mosaic: bool
 
     def supports(self, op: "GroupedMatmulOp", context: KernelContext) -> str | None:
-        """Support 16-bit dtypes and dimensions that the blocks divide."""
+        """Support 16-bit dtypes and dimensions that are multiples of the block sizes."""
         if reason := tokamax.unavailable_reason() or unknown_gpu(context.target):
             return reason
         if self.mosaic and (reason := refusal(context.target)):
@@ -46,7 +46,7 @@ class _Tokamax:
         return (_check_mosaic_shapes if self.mosaic else _check_triton_shapes)(op, context.target)
 
     def __call__(self, op: "GroupedMatmulOp") -> jax.Array:
-        """Return the matmul results, [M, N]. The caller has already split the operands over the devices."""
+        """Return the matmul results, [M, N]. The caller has already split the operands across devices."""
         kernel_selection: Any = selection.get_active_selection()  # not None: `supports` accepts only known GPUs
         return _product(op.lhs, op.rhs, op.sizes, kernel_selection.target, self.mosaic)
 

@@ -25,7 +25,7 @@ AXES = {
 
 
 class _Triton:
-    """RMS norm kernel with whole rows in registers. All arithmetic is in float32."""
+    """RMS norm kernel that keeps whole rows in registers. All arithmetic is in float32."""
 
     def supports(self, op: RMSNormOp, context: KernelContext) -> str | None:
         """Support rows of up to 16,384 elements, in one dtype of up to 32 bits."""

@@ -19,8 +19,8 @@ _TARGETS = {t.name: t for t in TARGETS}
 def use_target_chip() -> Iterator[None]:
     """Use the chip of the selected target while a kernel, or one of its derivatives, is traced.
 
-    Use this context around the function that one device runs, inside `per_device`, because no other mesh can be entered there.
-    It does nothing within a mesh, which already names its devices, or for targets that this plugin does not know, which use the
+    Use this context around the function that one device runs, inside `per_device`, because no other mesh can be entered there. It
+    does nothing within a mesh, which already names its devices, or for targets that this plugin does not support, which use the
     default device.
     """
     kernel_selection = selection.get_active_selection()

@@ -4,7 +4,7 @@ Only one tile of logits exists at a time, on the chip.
 
 tokamax's loss does not support per-position weights. The kernel therefore computes only the log of each position's
 normalizer Z and, in the backward pass, the gradient through log Z. The backward kernel multiplies by exp(logit - log Z);
-subtracting log c from log Z scales that by c. XLA computes the target's logit, its gradient, weights and z-loss.
+subtracting log c from log Z scales that factor by c. XLA computes the target's logit, its gradient, weights and z-loss.
 
 B rows, S positions, T = B * S, D width, V vocabulary.
 """
@@ -38,7 +38,7 @@ class _Mosaic:
     """Kernel tiled over positions, width and vocabulary. The backward pass recomputes the logits."""
 
     def supports(self, op: CrossEntropyOp, context: KernelContext) -> str | None:
-        """Support v5 and later, dimensions in whole lanes, and an unsplit vocabulary, without a soft cap."""
+        """Support v5 and later, unsharded vocabularies, and dimensions that are multiples of `LANES`, but no soft cap."""
         if reason := tokamax.unavailable_reason():
             return reason
         if context.target == "tpu-v4":

@@ -31,7 +31,7 @@ class _Megablox:
         return None
 
     def __call__(self, op: "GroupedMatmulOp") -> jax.Array:
-        """Return the matmul results, [M, N]. The caller has already split the operands over the devices."""
+        """Return the matmul results, [M, N]. The caller has already split the operands across devices."""
         kernel_selection = selection.get_active_selection()
         lhs, rhs = op.lhs, op.rhs
         rows = lhs.shape[0]

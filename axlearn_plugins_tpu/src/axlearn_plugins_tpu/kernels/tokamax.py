@@ -47,7 +47,7 @@ class _Mosaic:
     """Grouped matmul kernel. A tile spans several groups only at their boundaries. The kernel pipelines its loads."""
 
     def supports(self, op: "GroupedMatmulOp", context: KernelContext) -> str | None:
-        """Support v5 and later, and matrices with dimensions in whole lanes, in bfloat16 or float32."""
+        """Support v5 and later, and bfloat16 or float32 matrices with dimensions that are multiples of `LANES`."""
         if reason := unavailable_reason():
             return reason
         dtypes = set(op.dtypes.values())
@@ -61,7 +61,7 @@ class _Mosaic:
         return None
 
     def __call__(self, op: "GroupedMatmulOp") -> jax.Array:
-        """Return the matmul results, [M, N]. The caller has already split the operands over the devices."""
+        """Return the matmul results, [M, N]. The caller has already split the operands across devices."""
         kernel_selection = selection.get_active_selection()
         lhs, rhs = op.lhs, op.rhs
         rows = lhs.shape[0]

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class GcsObjects:
-    """The objects of a GCS bucket; see `Objects`."""
+    """The objects in a GCS bucket; see `Objects`."""
 
     def __init__(self, bucket: str):
         self.name = bucket

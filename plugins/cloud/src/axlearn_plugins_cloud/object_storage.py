@@ -21,14 +21,14 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 20.0
 
 
 class ObjectStorage:
-    """Storage in the objects below a prefix of a bucket; see `axlearn_core.contracts.storage.Storage`.
+    """Storage in the objects under a prefix in a bucket; see `axlearn_core.contracts.storage.Storage`.
 
-    A file is kept in memory while it is written; the checkpointer's files are 64 MiB. Since a folder cannot be renamed, it
-    is written in its final place. It is complete when its `MARKER` exists.
+    A file is kept in memory while it is written; the checkpointer's files are 64 MiB. Since a folder cannot be renamed, it is
+    written directly to its final location. It is complete when its `MARKER` exists.
 
     Attributes:
         objects: Client for the bucket.
-        uri: URI for messages.
+        uri: URI of the storage, for use in messages.
         prefix: Prefix of all keys, without surrounding slashes.
     """
 
@@ -68,7 +68,7 @@ class ObjectStorage:
         def create() -> bool:
             nonlocal attempts
             attempts += 1
-            # An earlier attempt may have succeeded although its response was lost.
+            # An earlier attempt may have succeeded even though its response was lost.
             return self.objects.put_new(key, data) or (attempts > 1 and self.objects.get(key) == data)
 
         return self._attempt(f"{self.uri}/{path}", create)

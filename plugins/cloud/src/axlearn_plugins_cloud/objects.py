@@ -9,7 +9,7 @@ class MissingObjectError(Exception):
 
 
 class TransientError(Exception):
-    """The store did not respond, or asked to retry later."""
+    """The store did not respond, or asked the client to retry later."""
 
 
 class RefusedError(Exception):
@@ -26,7 +26,7 @@ class RefusedError(Exception):
 
 
 class Objects(Protocol):
-    """The objects of one bucket. Must be thread-safe.
+    """The objects in one bucket. Implementations must be thread-safe.
 
     Calls raise `MissingObjectError`, `TransientError` or `RefusedError`. They do not retry.
     """

@@ -33,7 +33,7 @@ _session_lock = Lock()
 
 
 class S3Objects:
-    """The objects of an S3 bucket; see `Objects`."""
+    """The objects in an S3 bucket; see `Objects`."""
 
     def __init__(self, bucket: str):
         self.bucket = bucket
@@ -104,7 +104,7 @@ class S3Objects:
             raise
 
     def _call(self, name: str, **fields: Any) -> Any:
-        """Return the response, or None if a range starts at the end of an object, or a conditional write found one."""
+        """Return the response, or None if a range starts at an object's end, or a conditional write finds an existing object."""
         try:
             return getattr(self.client, name)(Bucket=self.bucket, **fields)
         except errors.ClientError as error:

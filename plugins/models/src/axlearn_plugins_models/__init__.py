@@ -1,1 +1,1 @@
-"""Published models (Llama, Gemma, Qwen, ...), Hugging Face import and export, and layers of other libraries."""
+"""Published models (Llama, Gemma, Qwen, ...), Hugging Face import and export, and layers from other libraries."""

@@ -76,7 +76,7 @@ _permute.defvjp(
 
 
 def _share_dropped(fits: jax.Array, counted: jax.Array | None) -> Summary:
-    """Return the share of dropped assignments [B, R], ignoring those that are not counted."""
+    """Return the fraction of assignments [B, R] that were dropped, ignoring those that are not counted."""
     fits = fits.astype(jnp.float32)
     if counted is None:
         return Summary(1 - jnp.mean(fits), jnp.float32(fits.size), "mean", "assignments")
@@ -170,9 +170,9 @@ class DroplessDispatch(Configurable):
 class CapacityDispatch(Configurable):
     """Gives each expert a fixed capacity per row and drops the remaining tokens.
 
-    This is the approach of GShard (Lepikhin et al., 2020). First choices take precedence over second choices, and
-    earlier positions over later ones. A dropped token skips the expert; only the residual stream carries it. The
-    summary `dropped_assignments` reports the dropped share.
+    This is the approach of GShard (Lepikhin et al., 2020). First choices take precedence over second choices, and earlier positions
+    over later ones. A dropped token skips the expert; only the residual stream carries it. The summary `dropped_assignments`
+    reports the fraction of dropped assignments.
     """
 
     @node

@@ -134,7 +134,7 @@ def build_stacked(cfg: Node[Any], count: int, *, rngs: nnx.Rngs, **offered: Any)
     Args:
         cfg: Config of one projection.
         count: Number of experts.
-        rngs: Random streams, split over the experts.
+        rngs: Random streams, split among the experts.
         **offered: Additional arguments for `cfg.build`.
 
     Raises:

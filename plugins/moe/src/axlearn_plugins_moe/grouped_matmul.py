@@ -153,7 +153,7 @@ def _outer(lhs: jax.Array, grads: jax.Array, sizes: jax.Array, block: int) -> ja
     return lax.scan(step, zeros, _blocks(sizes, lhs.shape[0] - block, block))[0]
 
 
-# A custom derivative, because the derivative of the loop adds an array of zeros per block to the gradient of `rhs`.
+# Use a custom derivative, because the loop's own derivative adds an array of zeros per block to the gradient of `rhs`.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _blocked_matmul(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, block: int) -> jax.Array:
     return _products(lhs, rhs, sizes, block, 0)

@@ -210,7 +210,7 @@ class ExpertChoiceRouter(LinearRouter):
     number of experts, including zero.
 
     **Not causal**: the experts of a token depend on later tokens, in training and in evaluation. A language model
-    therefore sees some of the future, which it does not have during generation. In generation, a row of one token uses
+    therefore sees some of the future, which it does not have during generation. During generation, a row of one token uses
     its `top_k` most probable experts, and the padding of a prompt competes with the prompt's tokens.
     """
 

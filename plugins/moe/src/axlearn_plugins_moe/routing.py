@@ -77,7 +77,7 @@ def load_balance_loss(expert: jax.Array, probabilities: jax.Array, *, per_row: b
     It is 1 if the load is even and E if one expert gets every token.
 
     Args:
-        expert: Experts of each token, int32 [B, R]. f_e is the share of assignments to expert e.
+        expert: Experts of each token, int32 [B, R]. f_e is the fraction of assignments to expert e.
         probabilities: float32 [B, S, E], summing to 1 over the experts. P_e is their mean over the tokens.
         per_row: Compute f_e and P_e per row instead of over the batch, and average the losses of the rows (the
             sequence-wise loss of DeepSeek-V3). Rows that contain only padding do not count.

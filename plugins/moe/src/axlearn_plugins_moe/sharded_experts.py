@@ -121,7 +121,7 @@ class _Axes:
 def run_sharded(local: Local, x: jax.Array, routing: Routing, experts: Experts, *, gather: bool = True) -> jax.Array:
     """Run `local` on every device, for its own experts.
 
-    The tokens are those of all devices that share the experts.
+    Each call gets the tokens of all devices that share the experts.
 
     Args:
         local: `(x, routing, experts, device) -> [b, s, D]`, the partial sum of these experts.

@@ -16,8 +16,8 @@ from axlearn_plugins_finetune.conversion import FRESH, ZERO, transfer_params
 def bridge(path: str, shape: Sequence[int], axes: Sequence[str | None], old: Callable[[str], np.ndarray | None]) -> Any:
     """Return the initial value of a parameter that the dense model lacks.
 
-    See `axlearn_plugins_finetune.conversion.Bridge`. Routers are initialized randomly. So are shared experts, except
-    that their last matrix is zero, so they initially contribute nothing.
+    See `axlearn_plugins_finetune.conversion.Bridge`. Routers and shared experts are initialized randomly, except that the last
+    matrix of a shared expert is zero, so it initially contributes nothing.
     """
     parts = path.split(".")
     if "shared" in parts:

@@ -42,9 +42,9 @@ SPECIAL = "Orbax loses or misplaces arrays if a path contains glob or URL charac
 class OrbaxCheckpointer(StorageCheckpointer):
     """A checkpointer that writes and reads arrays with Orbax, on local paths and `gs://`.
 
-    Each step has an Orbax checkpoint in `state/`, with a `weights` item for the arrays of the model and an `others` item. When
-    Orbax has finished, each process hashes a share of the files, and the manifest records all hashes. A restore first compares
-    the hashes. Steps that plain Orbax wrote are also readable, but their files cannot be verified.
+    Each step has an Orbax checkpoint in `state/`, with a `weights` item for the arrays of the model and an `others` item for the
+    remaining arrays. When Orbax has finished, each process hashes a share of the files, and the manifest records all hashes. A
+    restore first compares the hashes. Steps that plain Orbax wrote are also readable, but their files cannot be verified.
 
     Orbax's policies decide which steps to save and which to preserve.
     """
@@ -61,7 +61,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
             compression: Compress with zstd. Trained weights barely shrink, and a save takes several times as long.
             max_host_bytes: Limit on copies of arrays in host memory, in bytes. `save` waits for memory. None copies everything at
                 once.
-            timeout_seconds: Limit on a save. A save that takes longer fails.
+            timeout_seconds: Time limit for a save. A save that takes longer fails.
         """
 
         ocdbt: bool = True

@@ -33,7 +33,7 @@ class ArrayFormat:
         zarr3: Use version 3 of the zarr format. If False, use version 2.
         compression: Compress with zstd.
         max_host_bytes: Limit on copies in host memory, in bytes. None copies everything at once.
-        timeout_seconds: Limit on a save. None uses Orbax's limit of 20 minutes.
+        timeout_seconds: Time limit for a save. None uses Orbax's limit of 20 minutes.
     """
 
     ocdbt: bool = True
@@ -62,7 +62,7 @@ class SaveInProgress:
 
     Attributes:
         response: Orbax's response object.
-        timeout_seconds: Limit on the save, for the error message.
+        timeout_seconds: Time limit of the save, for use in the error message.
     """
 
     response: Any
@@ -72,7 +72,7 @@ class SaveInProgress:
         """Wait until the checkpoint is complete.
 
         Args:
-            check: Called every few seconds. If it raises, the wait ends with its error, and Orbax's threads continue.
+            check: Called every few seconds. If it raises an error, the wait ends with that error, and Orbax's threads continue.
 
         Raises:
             TimeoutError: The save takes longer than its limit.
@@ -148,7 +148,7 @@ def read_trees(path: str) -> dict[str | None, Any]:
 
 
 def _find_emulator() -> None:
-    """Point TensorStore to an emulator of Google Cloud Storage, for which it reads a separate variable."""
+    """Point TensorStore to a Google Cloud Storage emulator, whose address it reads from a separate variable."""
     if (emulator := os.environ.get("STORAGE_EMULATOR_HOST")) is not None:
         os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", emulator)
 
@@ -199,9 +199,9 @@ def preserved_steps(
     Args:
         steps: Steps of all checkpoints.
         ranks: Ranks of the steps that have a metric. Larger is better.
-        last: Number of newest steps to keep.
+        last: Number of most recent steps to keep.
         every: Keep the steps that are multiples of this number.
-        best: Number of steps with the largest ranks to keep.
+        best: Number of top-ranked steps to keep.
     """
     policies = ocp.training.preservation_policies
     selected: list[Any] = [policies.LatestN(last)]

@@ -1,4 +1,4 @@
-"""Export of a run's parameters to MaxText, Tunix or plain Orbax checkpoints, and import from them."""
+"""Export a run's parameters to MaxText, Tunix or plain Orbax checkpoints, and import parameters from them."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -117,7 +117,7 @@ def find_checkpoint(directory: str, step: int | None) -> tuple[str, str | None]:
         (path of the checkpoint, name of the item if `directory` is an item, else None)
 
     Raises:
-        RequestError: There is no checkpoint, or none for this step, or an axlearn run wrote it.
+        RequestError: There is no checkpoint, there is none for this step, or an axlearn run wrote it.
     """
     root = compat.open_path(directory)
     names = sorted(p.name for p in root.iterdir()) if root.is_dir() else []

@@ -57,7 +57,7 @@ class OrbaxTrees:
         }
 
     def read(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """Read arrays by the paths of `arrays` into the shardings of `like`.
+        """Read arrays, named by their paths in `arrays`, into the shardings of `like`.
 
         Raises:
             CheckpointError: Orbax cannot read the files.

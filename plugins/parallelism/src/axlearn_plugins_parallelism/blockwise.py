@@ -119,7 +119,7 @@ class Scores:
 
 
 def _roles(mask: masks.Mask) -> Any:
-    """Return the mask with each array replaced with its role: `queries`, `keys` or `rows`."""
+    """Return the mask with each array replaced by its role: `queries`, `keys` or `rows`."""
     kind: Any = type(mask)
     if isinstance(mask, masks.Segments):
         return kind("queries", "keys")

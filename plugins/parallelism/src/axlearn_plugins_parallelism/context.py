@@ -67,7 +67,8 @@ class _SequenceKernel:
     def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
         """Return the reason why a call is not supported, or None.
 
-        Supports every call with an unsharded sequence, and self-attention if the number of devices divides the sequence length.
+        Supports every call with an unsharded sequence, and self-attention if the sequence length is divisible by the number of
+        devices.
         """
         place = placement()
         axes = sequence_axes(place)

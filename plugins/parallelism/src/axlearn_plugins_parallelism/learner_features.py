@@ -50,7 +50,7 @@ class OptimizerPrecision(Feature):
 class OffloadOptimizer(Feature):
     """Offloading of the optimizer's moments to host memory between steps.
 
-    Each update loads the moments to the device and writes them back. The results do not change. If the experiment already has
+    Each update loads the moments onto the device and writes them back. The results do not change. If the experiment already has
     the feature, nothing changes.
     """
 

@@ -33,7 +33,7 @@ class PrunedFunction(NamedTuple):
     reads: list[int]
 
     def bind(self, leaves: Sequence[jax.Array], *args: Any) -> tuple[Callable[..., Any], list[jax.Array]]:
-        """Return (function of the parameters that it reads, these parameters). Other parameters and `args` become constants."""
+        """Return (function of the parameters that it reads, those parameters). Other parameters and `args` become constants."""
 
         def call(read: Sequence[jax.Array], *more: Any) -> Any:
             merged = list(leaves)

@@ -114,7 +114,7 @@ class _Gradients:
         variables: Initial variables of the layers.
         reports: Shapes of (losses, summaries) of a stage's layers.
         post: The part after the stack.
-        scales: Share of each microbatch in the loss, [M], and the sum of the weights.
+        scales: Relative weight of each microbatch in the loss, [M], and the sum of the weights.
     """
 
     place: Placement

@@ -175,7 +175,7 @@ def stage_rules(place: Placement) -> dict[str, tuple[str, ...]]:
 
 
 def check_rows(place: Placement, rows: int) -> None:
-    """Raise `ConfigError` if the devices of a stage cannot split the rows of a microbatch equally."""
+    """Raise `ConfigError` if the devices of a stage cannot split the rows of a microbatch evenly."""
     devices = math.prod(place.mesh.shape[a] for a in place.rules.get("batch", ()) if a != AXIS)
     if rows % devices:
         got = f"{rows} rows per microbatch for {devices} devices that share the batch"
@@ -257,7 +257,7 @@ def _update_variables(variables: KindVariables, updates: KindVariables) -> KindV
 
 
 def _with_reports(stage: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """Wrap a stage so that it returns (y, (losses, summaries)) instead of adding these to the active collector."""
+    """Wrap a stage so that it returns (y, (losses, summaries)) instead of adding the reports to the active collector."""
 
     def run(*args: Any) -> Any:
         with summaries.collect() as collector:

@@ -38,7 +38,7 @@ class Schedule(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """Share of ticks in which a stage is idle."""
+        """Fraction of ticks in which a stage is idle."""
         return (self.stages - 1) / self.ticks
 
     def work(self, tick: Any, stage: Any) -> Work:
@@ -74,7 +74,7 @@ class OneForwardOneBackward(NamedTuple):
 
     @property
     def phases(self) -> tuple[range, range, range]:
-        """Ticks with only forward work, with both, and with only backward work."""
+        """Ticks with only forward work, with both kinds of work, and with only backward work."""
         fill, drain = self.stages - 1, self.microbatches + self.stages - 1
         return range(fill), range(fill, drain), range(drain, drain + fill)
 

@@ -97,7 +97,7 @@ class QuantizedLinear(Linear):
         return Rule(cfg.weights, cfg.activations, cfg.gradients, cfg.tile_size)
 
     def _magnitudes(self, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the magnitudes that scale activations and weights, and update the history. Return () without a history."""
+        """Return the magnitudes that scale activations and weights, and update the history. Return () if there is no history."""
         if self.cfg.history is None:
             return ()
         return self._largest(self.activation_magnitudes, x), self._largest(self.weight_magnitudes, weight)

@@ -16,9 +16,8 @@ from axlearn_core.cli.terminal import echo
 def convert(run_dir: str, new_run_dir: str, with_: Sequence[str], set_: Sequence[str], step: int | None) -> None:
     """Convert RUN_DIR to a new run with other features.
 
-    Copies the parameters that both models have. The bridges of the features compute
-    the others. NEW_RUN_DIR starts at step 0 with a new optimizer state, and continues
-    the training data of RUN_DIR.
+    Copies the parameters that both models have. The features' bridges compute all other parameters. NEW_RUN_DIR starts at step 0
+    with a new optimizer state, and continues the training data of RUN_DIR.
     """
     from axlearn_core.cli.next_steps import after_import, print_next_steps
     from axlearn_plugins_finetune.conversion.convert import convert_run

@@ -1,4 +1,4 @@
-"""Convert a trained run to a run with other features."""
+"""Convert a trained run to a run with different features."""
 
 import shlex
 from collections.abc import Iterator, Sequence

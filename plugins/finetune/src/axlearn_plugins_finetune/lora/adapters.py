@@ -121,7 +121,7 @@ class AdapterExport:
         params: Path -> parameter of the adapters.
         scales: Path of an adapted map -> alpha / rank.
         base: `fingerprint` of the base weights from training.
-        run: The run with these weights, under the name that it had in training. None if unknown.
+        run: The run with these weights, under the name that it had during training. None if unknown.
         variables: Path -> variable of the model after training. These replace the variables of the base.
         dtype: Dtype of the base weights in training, if all of them had the same dtype. None if unknown.
     """
@@ -150,7 +150,7 @@ class AdapterExport:
             )
 
     def check_shapes(self, params: Params) -> None:
-        """Raise `RequestError` unless `params` has the maps that the adapters belong to. The parameters may be abstract."""
+        """Raise `RequestError` unless `params` contains the maps that the adapters belong to. The parameters may be abstract."""
         for path, value in self.variables.items():
             shape = tuple(params[path].shape) if path in params else None
             if shape != tuple(value.shape):

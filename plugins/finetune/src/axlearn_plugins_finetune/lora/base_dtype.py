@@ -1,8 +1,8 @@
 """Store the frozen base of adapters in a narrower dtype.
 
-Layers round a parameter to their compute dtype before they use it. A base in that dtype therefore gives the same results as one
-in float32 that never changes, with half the memory. Layers that do not round (`FullPrecisionRole`) keep their dtype, and so do
-the adapters.
+Layers round a parameter to their compute dtype before they use it. A frozen base never changes, so storing it in that dtype gives
+the same results as float32 in half the memory. Layers that do not round (`FullPrecisionRole`) keep their dtype, and so do the
+adapters.
 """
 
 from typing import Any, TypeVar
@@ -66,7 +66,8 @@ def adapter_dtype(cfg: Node[Any]) -> str | None:
 def restore_base(cfg: Tree) -> Tree:
     """Undo `store_base`: store all parameters in the dtype of the adapters.
 
-    Call it before the adapters are removed. A dense model is trained in this dtype, and its weights are sums with adapters.
+    Call it before the adapters are removed. A dense model is trained in this dtype, and its weights are the sums of the base and
+    the adapters.
     """
     dtype = adapter_dtype(cfg)
     if dtype is None or _param_dtype(get_model_config(cfg)) in (None, dtype):

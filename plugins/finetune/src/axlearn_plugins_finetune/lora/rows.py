@@ -175,7 +175,7 @@ class RowAdapters:
 
     @property
     def rank(self) -> int:
-        """Largest rank of all adapters (R)."""
+        """Largest rank among all adapters (R)."""
         return max(x.params[f"{path}.lora_a"].shape[-1] for x in self.exported.values() for path in x.scales)
 
     def apply(self, model: Tree) -> Tree:

@@ -64,7 +64,7 @@ class AdaptedWeights:
 
     @property
     def step(self) -> int:
-        """Number of training steps of the base."""
+        """Number of steps that the base was trained for."""
         return self.base.step
 
     @property

@@ -35,7 +35,7 @@ class DPO(Configurable, nnx.Module):
 
         Attributes:
             beta: How strongly the model is pulled toward the reference.
-            label_smoothing: Assumed share of pairs with swapped labels (Mitchell, 2023).
+            label_smoothing: Assumed fraction of pairs with swapped labels (Mitchell, 2023).
             reference: Config of the reference. None uses the model's config.
             reference_weights: Path or URI of the reference's weights. None uses the initial weights of training.
             loss_chunk: Positions per row whose logits are in memory at a time.
@@ -65,8 +65,8 @@ class DPO(Configurable, nnx.Module):
 
         Returns:
             (loss, summaries), averaged over pairs. `reward_chosen` and `reward_rejected` are beta times the log-ratios,
-            `reward_margin` is their difference, and `reward_accuracy` is the share of pairs with a positive margin. `weight` is the
-            number of pairs.
+            `reward_margin` is their difference, and `reward_accuracy` is the fraction of pairs with a positive margin. `weight` is
+            the number of pairs.
         """
         rows = {name: _pairs_as_rows(batch, name) for name in ("tokens", "targets", "weights")}
         with summaries.collect() as collected:

@@ -23,7 +23,7 @@ class Dpo(Feature):
     """Direct preference optimization (DPO; Rafailov et al., 2023, arXiv 2305.18290).
 
     `data` is a JSONL file or a list of them, as paths or globs, with rows `{"prompt": ..., "chosen": ..., "rejected": ...}`.
-    Held-out rows are in separate files (`validation`), or are a share of `data` (`validation_fraction`, 0.1). `beta` sets how
+    Held-out rows are in separate files (`validation`), or are a fraction of `data` (`validation_fraction`, 0.1). `beta` sets how
     strongly the model is pulled toward the reference.
 
     `base` is a run, or other weights, to start training from. The frozen reference has the initial weights of the model. With LoRA,

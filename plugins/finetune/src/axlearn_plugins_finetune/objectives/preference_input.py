@@ -102,7 +102,7 @@ class PreferenceInput(Configurable):
         self.pairs = {split: self._fitting_pairs(split) for split in SPLITS}
 
     def train(self) -> "PreferenceBatches":
-        """Return endless batches. The batches of all processes form the global batch, and each pass has its own order.
+        """Return batches endlessly. The batches of all processes form the global batch, and each pass has its own order.
 
         The pairs of a batch are distinct. If there are fewer pairs than the batch size, each batch has all pairs and repeats some.
         """

@@ -47,7 +47,7 @@ class PreferenceRecords(ConversationRecords):
 class PreferenceFiles(ChatFiles):
     """Preferences in JSONL files (paths, globs or fsspec URLs), one per line.
 
-    Building the source reads and checks every row. A share of the rows can be held out by a hash of their content.
+    Building the source reads and checks every row. A fraction of the rows, selected by a hash of their content, can be held out.
     """
 
     records = PreferenceRecords

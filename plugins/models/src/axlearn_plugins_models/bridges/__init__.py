@@ -1,1 +1,1 @@
-"""Adapters that use modules of other libraries as layers."""
+"""Adapters that use modules from other libraries as layers."""

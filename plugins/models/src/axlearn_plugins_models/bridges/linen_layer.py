@@ -25,7 +25,7 @@ class LinenLayer(WrappedLayer):
     - Parameters are `nnx.Param`s at `module.<path in Linen>`. Axis names come from `nn.with_logical_partitioning` and from
       `axes`. Parameters without axis names are replicated.
     - Other collections (`batch_stats`) are variables, which are written in training and read in evaluation.
-    - Random numbers (dropout) come from a stream of the layer, under Linen's stream names. In evaluation there are none.
+    - Random numbers (dropout) come from a stream of the layer, under Linen's stream names. In evaluation, none are drawn.
     - `deterministic`, `use_running_average`, `train`, `training` and `is_training` are passed if the module's `__call__`
       has such an argument.
     - A module with the fields `dtype` and `param_dtype` gets the layer's dtypes in these fields. Parameters of other

@@ -65,7 +65,7 @@ class DeepSeekV3(Family):
         return {"mla": latent, "moe": experts}
 
     def settings(self, hf: Settings) -> Json:
-        """Return the size of the dense layers, the position encoding, and the attention scale that YaRN changes."""
+        """Return settings for the size of the dense layers, the position encoding, and the attention scale that YaRN changes."""
         rope, size = parameters(hf), hf.need("intermediate_size")
         settings = {f"{d.ATTENTION}.position": read_rope(hf, interleaved=hf.get("rope_interleave", True))}
         if rope.get("mscale_all_dim"):

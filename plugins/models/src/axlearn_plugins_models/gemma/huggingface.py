@@ -40,7 +40,7 @@ class Gemma2(Family):
         return {"interleave": {"every": interval, "window": hf.need("sliding_window")}}
 
     def settings(self, hf: Settings) -> Json:
-        """Return norms with an offset, scaled embeddings, and the position encoding."""
+        """Return settings for norms with an offset, scaled embeddings, and the position encoding."""
         norm = {"type": "rms-norm", "eps": float(hf.get("rms_norm_eps", 1e-6)), "offset": 1.0}
         norms = dict.fromkeys((f"{d.LAYER}.norm", f"{d.LAYER}.post_norm", "model.decoder.norm"), norm)
         return {**norms, "model.decoder.embedding.scale": True, f"{d.ATTENTION}.position": self.position(hf)}
@@ -82,7 +82,7 @@ class Gemma3(Gemma2):
     every = 6
 
     def settings(self, hf: Settings) -> Json:
-        """Return Gemma 2's settings and the per-head norm."""
+        """Return Gemma 2's settings plus the per-head norm."""
         settings = super().settings(hf)
         return settings | {f"{d.ATTENTION}.qk_norm": settings[f"{d.LAYER}.norm"]}
 

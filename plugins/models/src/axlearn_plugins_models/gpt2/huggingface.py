@@ -44,7 +44,7 @@ class GPT2(Family):
     )  # fmt: skip
 
     def settings(self, hf: Settings) -> Json:
-        """Return the norms, feed-forward layers, biases and positions."""
+        """Return settings for the norms, feed-forward layers, biases and positions."""
         if (name := hf.get("activation_function", "gelu_new")) not in d.ACTIVATIONS:
             raise unsupported("activation_function", name, d.ACTIVATIONS)
         norm = {"type": "layer-norm", "eps": float(hf.get("layer_norm_epsilon", 1e-5))}

@@ -109,7 +109,7 @@ class RopeDecoder(Family):
     rope: ClassVar[Kind] = ALL_LAYERS
 
     def settings(self, hf: Settings) -> Json:
-        """Return the position encoding."""
+        """Return the settings for the position encoding."""
         return {f"{ATTENTION}.position": read_rope(hf, rope=parameters(hf, self.rope))}
 
     def export_keys(self, config: Any) -> Json:

@@ -1,4 +1,4 @@
-"""Text files of an exported model, with which `transformers` encodes, ends and samples text as the run does."""
+"""Text files of an exported model, which make `transformers` encode, end and sample text as the run does."""
 
 import json
 import os

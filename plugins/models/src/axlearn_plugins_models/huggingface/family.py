@@ -40,7 +40,7 @@ keys."""
 
 
 class Settings(Mapping[str, Any]):
-    """A `config.json` that raises for missing keys. A key may list alternatives: `num_experts|num_local_experts`."""
+    """A `config.json` that raises an error for missing keys. A key may list alternatives: `num_experts|num_local_experts`."""
 
     def __init__(self, data: Mapping[str, Any]):
         self.data, self.used = data, set[str]()
@@ -214,7 +214,7 @@ class Family(Configurable):
         return data | self.compatibility_keys(data)
 
     def differences(self, data: Mapping[str, Any], config: Any) -> list[Change]:
-        """Return the differences that change results, between the model of a `config.json` and that of a config."""
+        """Return the differences that affect results between the model of a `config.json` and that of a config."""
         theirs: Any = self.resolve(data)[0].config
         old, new = _with_derived_sizes(theirs.model), _with_derived_sizes(config.model)
         return [change for change, kind in change_kinds(diff(old, new), old, new) if kind == "mathematics"]

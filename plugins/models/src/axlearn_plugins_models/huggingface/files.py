@@ -1,8 +1,9 @@
 """Read and write the safetensors files of a model directory.
 
-The format (huggingface.co/docs/safetensors) is: the length of the header in eight bytes, the header as JSON (name -> dtype,
-shape, begin and end of the bytes), then the bytes. This module reads the header itself, so that it can read a tensor in
-slices into its own memory. The library maps the file, whose pages would count as used memory until the system reclaims them.
+The format (huggingface.co/docs/safetensors) is: the length of the header in eight bytes, the header as JSON (name -> dtype, shape,
+begin and end of the bytes), then the bytes. This module reads the header itself, so that it can read a tensor in slices into its
+own memory. The safetensors library maps the file into memory instead, and the mapped pages would count as used memory until the
+system reclaims them.
 """
 
 import json
@@ -214,10 +215,10 @@ def check_tensors(
         stored: Tensors in the directory.
         expected: Name -> shape.
         spare: Additional names that may exist.
-        location: Directory, for the message.
+        location: Directory, for use in the error message.
 
     Raises:
-        CheckpointError: If tensors are missing, unused, or have the wrong shape. The message lists all of them.
+        CheckpointError: If tensors are missing or unused, or have the wrong shape. The message lists all of them.
     """
     stray = sorted(stored.keys() - expected.keys() - set(spare))
     problems = []

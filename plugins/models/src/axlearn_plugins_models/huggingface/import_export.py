@@ -38,7 +38,7 @@ SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 
 
 def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set: Iterable[str] = ()) -> Source:
-    """Write a run at step 0 with the weights of a model directory. The run appears atomically.
+    """Write a run at step 0 with the weights of a model directory. The run directory is created atomically.
 
     The run contains only weights. Training that starts from it begins with a new optimizer state.
 
@@ -100,7 +100,7 @@ def _keep_files(source: Source, run_dir: Path) -> None:
 def export_run(
     run_dir: str | Path, directory: str | Path, *, step: int | None = None, dtype: str | None = None
 ) -> None:
-    """Write the model of a run in Hugging Face format. The directory appears atomically.
+    """Write the model of a run in Hugging Face format. The directory is created atomically.
 
     Args:
         run_dir: Run directory or URI.
@@ -215,7 +215,7 @@ def _describe_run(run_files: Mapping[str, bytes], config: Any, text: TextProcess
     """Return the family and `config.json` of a run.
 
     Uses the `config.json` of the import. A run that was trained or merged from an import uses the one next to its tokenizer.
-    These files contain facts that `find_family` cannot know. If neither describes the run's model anymore, builds a new one.
+    These files contain facts that `find_family` cannot determine. If neither describes the run's model anymore, builds a new one.
     """
     data = json.loads(run_files.get(CONFIG, b"{}"))
     if data and (description := _match_config(data, config)):

@@ -1,4 +1,4 @@
-"""Safe access to files of an untrusted model directory: only inside it, only regular files, only of limited size."""
+"""Safe access to files in an untrusted model directory: only regular files of limited size inside the directory."""
 
 import json
 import math
@@ -19,7 +19,7 @@ def member(directory: Path, name: str) -> Path:
     of its `blobs`.
 
     Raises:
-        CheckpointError: If the name leads out of the directory, or the file is not regular.
+        CheckpointError: If the name points outside the directory, or the file is not regular.
     """
     file = directory / name
     if Path(name).name != name:
@@ -44,7 +44,7 @@ def member(directory: Path, name: str) -> Path:
 
 
 def read_json(directory: Path, name: str) -> Any:
-    """Read a JSON file of a directory. Raise `CheckpointError` if it cannot be read."""
+    """Read a JSON file in a directory. Raise `CheckpointError` if it cannot be read."""
     file = member(directory, name)
     if (size := file.stat().st_size) > JSON_BYTES:
         raise CheckpointError(f"{file} has {size:,} bytes\n    expected: at most {JSON_BYTES:,}")
@@ -57,7 +57,7 @@ def read_json(directory: Path, name: str) -> Any:
 
 
 def _finite(text: str) -> float:
-    """Parse a JSON number. Reject `NaN`, `Infinity` and `1e999`, which Python accepts but no size or rate may be."""
+    """Parse a JSON number. Reject `NaN`, `Infinity` and `1e999`, which Python accepts but are never valid sizes or rates."""
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text} is not a JSON number")
     return number

@@ -79,7 +79,7 @@ def _mapping(hf: Settings, key: str) -> Mapping[str, Any]:
 
 
 def _entries(hf: Settings, kind: Kind, kinds: Sequence[Kind]) -> tuple[str, Mapping[str, Any]]:
-    """Return (path, entries) for a kind of layers, in the form that transformers 5 uses."""
+    """Return (path, entries) for a kind of layer, in the form that transformers 5 uses."""
     written = _mapping(hf, "rope_parameters")
     nested = sorted(name for name, value in written.items() if isinstance(value, Mapping))
     names = [k.name for k in kinds]
@@ -194,8 +194,8 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
 def write_mscale(rope: Json, sharpness: float) -> Json:
     """Return YaRN's `rope_parameters` for a model that multiplies its attention scale by `sharpness` ** 2, as DeepSeek does.
 
-    vLLM and DeepSeek's own code read `mscale` and `mscale_all_dim` but not `attention_factor`, so it is replaced if they
-    are equivalent. Rounding `mscale` to ten digits undoes the rounding of the number that was computed from it.
+    vLLM and DeepSeek's own code read `mscale` and `mscale_all_dim` but not `attention_factor`, so these keys replace it if they are
+    equivalent. Rounding `mscale` to ten digits undoes the rounding of the number that was computed from it.
     """
     factor, attention = rope["factor"], rope.get("attention_factor") or 0.0
     if factor <= 1:

@@ -133,7 +133,7 @@ def _json(directory: Path) -> Json:
 
 
 def _check_sizes(directory: Path, data: Json, count: int) -> None:
-    """Raise if a size is impossible, before anything of that size is built. `count` is the number of stored tensors."""
+    """Raise an error if a size is impossible, before anything of that size is built. `count` is the number of stored tensors."""
     problems = []
     for key, value in data.items():
         if type(value) is not int or any(part in key for part in _NO_SIZES):

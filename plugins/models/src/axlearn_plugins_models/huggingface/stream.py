@@ -59,7 +59,7 @@ def read(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], like
 
 
 def _read_to_host(needed: Sequence[Tensor], stored: Mapping[str, StoredTensor], like: Mapping[str, Any]) -> Params:
-    """Read into the memory that CPU devices compute with, a few tensors at a time, because new memory pages are slow."""
+    """Read into the memory that CPU devices compute with, a few tensors at a time, because allocating new pages is slow."""
     paths = {part.path for tensor in needed for part in tensor.parts if part.path in like}
     arrays = {path: HostArray(like[path]) for path in paths}
 

@@ -104,7 +104,7 @@ _axes = functools.cache(Axes.parse)
 
 @attrs.frozen
 class Part:
-    """The place of a tensor, or of a piece of it along the joined axis, in a parameter: `parameter[index]`.
+    """The location in a parameter, `parameter[index]`, of a tensor or of one piece of it along the joined axis.
 
     Attributes:
         path: Path of the parameter.

@@ -102,8 +102,8 @@ def read_text_facts(directory: Path, config: Mapping[str, Any], rows: int) -> Te
 def context_length(config: Mapping[str, Any]) -> int | None:
     """Return a model's context length in tokens, from its `config.json`, or None if the file does not state it.
 
-    RoPE that is scaled by a factor over an original length extends the context by that factor. `max_position_embeddings`
-    already includes the factor for the types `llama3` and `longrope`, and in files that state the longer length.
+    RoPE scaling relative to an original length extends the context by the scaling factor. `max_position_embeddings`
+    already includes this factor for the types `llama3` and `longrope`, and in files that state the longer length.
     """
     length = next((config[k] for k in ("max_position_embeddings", "n_positions") if type(config.get(k)) is int), None)
     scaling = config.get("rope_scaling") or config.get("rope_parameters")

@@ -164,11 +164,12 @@ def quickstart() -> Trainer.Config:
         dtype="float32",
         stack=Stack.Config(mode="unrolled"),
     )
-    # Layers that start close to the identity learn faster in the first few hundred steps, and this run is no longer.
+    # Layers that start close to the identity learn faster in the first few hundred steps, and this run is no longer than that.
     small = {f"decoder.layer.{part}.init.scale": 0.01 for part in ("attention.output", "feed_forward.down")}
     return Trainer.Config(
         model=patch(model, small),
-        # A short run needs a short gradient memory. Embeddings need a higher rate, since few tokens update each of them.
+        # A short run needs momentum that forgets old gradients quickly. Embeddings need a higher rate, since few tokens update
+        # each of them.
         learner=Learner.Config(
             optimizer=Muon(
                 learning_rate=WarmupStableDecay(peak=0.012, warmup_steps=20, decay_steps=0.6),

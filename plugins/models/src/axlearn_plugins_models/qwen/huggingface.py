@@ -15,7 +15,7 @@ class Qwen2(RopeDecoder):
     unused_keys = ("sliding_window", "layer_types")
 
     def settings(self, hf: Settings) -> Json:
-        """Return the position encoding and the biases."""
+        """Return settings for the position encoding and the biases."""
         return super().settings(hf) | {f"{ATTENTION}.{part}.bias": True for part in ("query", "key", "value")}
 
 
@@ -28,7 +28,7 @@ class Qwen3(RopeDecoder):
     unused_keys: ClassVar = ("sliding_window", "layer_types")
 
     def settings(self, hf: Settings) -> Json:
-        """Return the position encoding and the per-head norm."""
+        """Return settings for the position encoding and the per-head norm."""
         norm = {"type": "rms-norm", "eps": float(hf.get("rms_norm_eps", 1e-6))}
         return super().settings(hf) | {f"{ATTENTION}.qk_norm": norm}
 

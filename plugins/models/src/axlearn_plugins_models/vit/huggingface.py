@@ -51,7 +51,7 @@ class ViT(Family):
     )  # fmt: skip
 
     def settings(self, hf: Settings) -> Json:
-        """Return the number of classes, from the label names. transformers omits two placeholder names."""
+        """Return settings for the number of classes, derived from the label names. transformers omits two placeholder names."""
         return {"model.num_classes": len(hf.get("id2label") or (0, 1))}
 
     def export_keys(self, config: Any) -> Json:

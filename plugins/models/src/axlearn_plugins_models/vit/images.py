@@ -172,7 +172,7 @@ class ImageArrays(Images):
     """Images from .npz files (`numpy.savez`): `images` uint8 [n, E, E, C] and `labels` integer [n], reshuffled for each
     pass.
 
-    Values 0 to 255 become -1 to 1. A fraction of the images is held out: the last ones in each file.
+    Values from 0 to 255 are mapped to the range from -1 to 1. A fraction of the images is held out: the last ones in each file.
     """
 
     @node

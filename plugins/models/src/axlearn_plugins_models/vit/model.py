@@ -51,7 +51,7 @@ class PatchEmbedding(Layer):
         init: Node[Initializer] = setting(default=Normal(stddev=0.02), kind="training")
 
         def validate(self) -> Iterable[Problem]:
-            """Yield a problem if the patch size does not divide the image size."""
+            """Yield a problem if the image size is not a multiple of the patch size."""
             yield from super().validate()
             if (
                 isinstance(self.image_size, int)
