@@ -1,8 +1,8 @@
 """Part 1: compare the results and gradients of every kernel with the reference, on the cases of the kernel tests.
 
 The reference is XLA's implementation in float32 on the same inputs. Errors are relative to the norm of each array. In a
-rehearsal, Triton kernels run in Pallas' interpreter. Mosaic and cuDNN kernels have no interpreter, so their cases are
-skipped with a note.
+rehearsal, kernels run in the interpreter that they declare. The cases of kernels without an interpreter are skipped
+with a note.
 """
 
 import contextlib
@@ -33,17 +33,18 @@ def measure(context: Context) -> None:
 
     platform = "gpu" if context.rehearsal else device.platform
     target = REHEARSED_TARGET if context.rehearsal else machine_of(device).target.name
-    for op, implementation, case, interpreted in _in_turn(context, gpu_op_cases, selection, platform):
+    for op, implementation, case in _in_turn(context, gpu_op_cases, selection, platform):
         name = f"{op}/{implementation.name}/{case.name}"
-        if context.rehearsal and not interpreted:
+        if context.rehearsal and implementation.interpreter is None:
             context.record(name, skipped="needs a GPU, because this kernel has no interpreter")
             continue
         suite = gpu_op_cases.suite_of(op, implementation.name, target, platform)
-        context.attempt(name, functools.partial(_compare, suite, case, interpreted), seconds=SECONDS)
+        interpreter = implementation.interpreter if context.rehearsal else None
+        context.attempt(name, functools.partial(_compare, suite, case, interpreter), seconds=SECONDS)
 
 
 def _in_turn(context: Context, gpu_op_cases: Any, selection: Any, platform: str) -> Iterator[Any]:
-    """Return the op, kernel, case, and whether to interpret it, with the first case of every kernel first.
+    """Return the op, kernel and case, with the first case of every kernel first.
 
     Each case is compiled, so time may run out. In this order, every kernel runs once before any kernel runs all of its
     cases.
@@ -53,19 +54,21 @@ def _in_turn(context: Context, gpu_op_cases: Any, selection: Any, platform: str)
         cases = gpu_op_cases.cases_of(op, small=context.rehearsal)
         for implementation in selection.installed(gpu_op_cases.OPS[op]):
             if platform in implementation.platforms:
-                interpreted = context.rehearsal and "triton" in implementation.name
+                interpreted = context.rehearsal and implementation.interpreter is not None
                 tried = cases[:1] if interpreted else cases  # the interpreter takes seconds per case
-                columns.append([(op, implementation, case, interpreted) for case in tried])
+                columns.append([(op, implementation, case) for case in tried])
     for row in itertools.zip_longest(*columns):
         yield from (entry for entry in row if entry is not None)
 
 
-def _compare(suite: Any, case: Any, interpreted: bool) -> dict[str, Any]:
+def _compare(suite: Any, case: Any, interpreter: str | None) -> dict[str, Any]:
     """Return the errors of results and gradients, and whether both are within the test's tolerance."""
+    from axlearn_core.plugins.targets import load
     from support import gpu_op_cases
 
     started = time.perf_counter()
-    with gpu_op_cases.interpreter() if interpreted else contextlib.nullcontext():
+    interpret: Any = contextlib.nullcontext if interpreter is None else load(interpreter)
+    with interpret():
         reason = suite.refusal(case)
         if reason is not None:
             return {"refused": reason}
@@ -74,7 +77,7 @@ def _compare(suite: Any, case: Any, interpreted: bool) -> dict[str, Any]:
     forward = gpu_op_cases.relative_error(results, expected)
     backward = gpu_op_cases.relative_error(gradients, expected_gradients)
     figures = {"forward_error": forward, "backward_error": backward, "tolerance": case.tolerance}
-    figures |= {"seconds": time.perf_counter() - started, "interpreted": interpreted}
+    figures |= {"seconds": time.perf_counter() - started, "interpreted": interpreter is not None}
     # Comparisons with NaN are False.
     if not all(error is None or error <= case.tolerance for error in (forward, backward)):
         figures["error"] = f"results differ by {forward}, gradients by {backward}; expected at most {case.tolerance}"
