@@ -83,6 +83,7 @@ def test_published_rates_and_minutes(benchmark):
     assert fan_out[-1] == pytest.approx(8 * 1.8e12 / 125e9), "without a broadcast"
 
 
+@pytest.mark.slow
 def test_the_report_says_what_is_published_measured_and_assumed(benchmark, tmp_path):
     text = "\n".join(benchmark.report(benchmark.Study(days=2, seed=0)))
     for name, one in benchmark.ASSUMPTIONS.items():

@@ -26,6 +26,7 @@ def check(results):
     assert [r for r in results if r.differing] == []
 
 
+@pytest.mark.slow
 def test_scores_of_a_large_batch_equal_those_of_small_ones(parity):
     check(parity.compare(parity.model_config(64, layers=1, vocabulary=64), ELEMENTS, 16, ["score"]))
 

@@ -34,6 +34,7 @@ def test_a_dry_run_of_a_target(target, tmp_path):
     assert "| prompt tokens that were cached, most | 0.0% |" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_target_that_nobody_knows():
     result = serving("--dry-run", "--target", "h1000")
     assert result.returncode == 1

@@ -114,6 +114,7 @@ def test_a_run_without_its_files_is_one_clear_error(tmp_path, tokenizer):
         go_on(tmp_path / "run", steps=2)
 
 
+@pytest.mark.slow
 def test_a_copied_config_gets_the_same_run_name_from_any_folder(tmp_path, tokenizer):
     train(tmp_path / "run", tokenizer, steps=1)
     first, _ = default_run_dir("x", ax.resolve(tmp_path / "run/config.yaml").config)
@@ -212,6 +213,7 @@ def test_a_run_made_of_another_does_not_need_it(kind, imported, tmp_path):
         assert (tmp_path / "exported/tokenizer.json").is_file()
 
 
+@pytest.mark.slow
 def test_exported_adapters_name_the_base_that_they_need(imported, tmp_path):
     base, _ = imported
     convert_run(base, tmp_path / "adapted", with_=["lora:rank=2"])

@@ -181,11 +181,13 @@ def _remat(layer, x):
     return y
 
 
+@pytest.mark.slow
 def test_remat_knows_the_tags_and_changes_no_number(build, grads, close, normal):
     layer, x, probe = build(), normal(2, 37, 16), normal(2, 37, 16, seed=1)
     close(grads(layer, x, probe, _remat)[3], grads(layer, x, probe)[3], 1e-6)
 
 
+@pytest.mark.slow
 def test_summaries_say_how_the_experts_are_used(build, run):
     layer = build(num_experts=4, top_k=1)
     layer.router.weight[...] = jnp.zeros_like(layer.router.weight[...]).at[:, 2].set(5.0)

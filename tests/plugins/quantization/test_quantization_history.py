@@ -56,6 +56,7 @@ def test_what_is_larger_than_the_history_saturates(layer):
     assert away(layer(10 * one), 10 * build(Linear.Config())(one)) < 0.045  # now the history contains 10
 
 
+@pytest.mark.slow
 def test_gradients_are_close():
     exact, close = build(Linear.Config()), build(QuantizedLinear.Config(**FP8, history=3))
     x, to = inputs(3.0), jax.random.normal(jax.random.key(2), (3, 40, 4, 32))

@@ -133,6 +133,7 @@ def test_equal_seeds_draw_equal_tokens_in_any_batch():
     assert len(set(alone)) > 3
 
 
+@pytest.mark.slow
 def test_draws_have_the_probabilities_of_the_model():
     rows, vocab = 4096, 8
     logits = jnp.asarray(np.log([[0.4, 0.2, 0.1, 0.1, 0.1, 0.05, 0.03, 0.02]]), jnp.float32)

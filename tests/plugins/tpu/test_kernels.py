@@ -238,6 +238,7 @@ def product(*operands):
     return GroupedMatmulOp(*operands).run()
 
 
+@pytest.mark.slow_cases("tpu-v5p-8")
 @pytest.mark.parametrize("generation", not_only("tpu-v5p-8", GENERATIONS))
 def test_grouped_products_compile_for_every_generation(generation):
     lhs, rhs, sizes = ((300, 256), "bfloat16"), ((3, 256, 512), "bfloat16"), ((3,), "int32")

@@ -82,6 +82,7 @@ def test_seeds_temperature_and_top_k(tiny, build):
     assert draw(temperature=9.0, seed=4, top_k=1) == cold
 
 
+@pytest.mark.slow
 def test_sampling_draws_from_the_distribution():
     logits = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
     draws = [functions.Draw(jax.random.key(0), jnp.int32(i), jnp.float32(1.0)) for i in range(600)]

@@ -205,6 +205,7 @@ def test_what_a_device_has_of_the_pages_is_counted():
         assert "signed 32-bit index" in TRITON.supports(narrow, H100)
 
 
+@pytest.mark.slow
 def test_devices_attend_with_their_own_heads():
     op = finite_call((2, 1, 8, [30, 40, 50]), heads=8, groups=4)
     with logical_rules(make_mesh(Mesh(shape={"fsdp": 2, "tensor": 4})), DEFAULT_RULES):
@@ -295,6 +296,7 @@ def test_it_compiles(target):
         assert kernel_calls(text) == (0, (split[0] > 0) + (sizes.get("chunks", 4) > 0))
 
 
+@pytest.mark.slow
 def test_no_page_is_copied():
     sizes = shapes(places=3000)
     text, _ = compiled(functools.partial(serve, split=(16, 32)), "h100-1x1", *sizes)

@@ -74,6 +74,7 @@ def test_without_the_library_the_reason_says_what_to_install(monkeypatch, versio
     assert version is None or version in reason
 
 
+@pytest.mark.slow_cases("h100")
 @pytest.mark.parametrize("target", TARGETS)
 def test_grouped_products_compile_forward_and_backward(library, target):
     shapes = [((512, 256), jnp.bfloat16), ((4, 256, 512), jnp.bfloat16), ((4,), jnp.int32)]

@@ -68,6 +68,7 @@ def test_a_round_trip_changes_no_bit(tmp_path, monkeypatch):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_templates_by_name_come_along(tmp_path):
     directory = model_copy("qwen3", tmp_path)
     (directory / "chat_template.jinja").write_text("plain")

@@ -74,6 +74,7 @@ def test_three_steps_of_adamw(imported):
     assert np.abs(np.asarray(losses) - expected["losses"]).max() < 1e-4
 
 
+@pytest.mark.slow
 def test_a_round_trip_changes_no_bit(tmp_path):
     source = tmp_path / "hf"
     shutil.copytree(FIXTURE, source)

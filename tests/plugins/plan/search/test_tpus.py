@@ -87,6 +87,7 @@ def test_an_interleaved_chunk_computes_without_rematerialisation():
     assert columns["head"] == 2 * 70
 
 
+@pytest.mark.slow
 def test_logits_are_tokens_times_vocabulary():
     space = rank.Space(Request.from_arguments("llama2-7b", target="tpu-v5p-8"), ())
     mesh = MeshChoice(shape={"fsdp": 2, "tensor": 2})

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from click.testing import CliRunner, Result
 
 from axlearn_core.cli.main import cli
@@ -16,6 +17,7 @@ def run(*words: str) -> Result:
 HOOK = "@hookimpl\ndef axlearn_targest():\n    return []"
 
 
+@pytest.mark.slow
 def test_doctor_goes_on_and_lists_everything(install, monkeypatch):
     points = {"components": {"well": "well_part:Part"}, "features": {"twice": "well_part:Twice"}}
     install("axlearn-plugins-well", modules={"well_part": "class Part:\n    pass"}, points=points)

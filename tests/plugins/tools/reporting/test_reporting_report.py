@@ -183,6 +183,7 @@ def test_only_metrics_or_only_a_lock_make_a_page(tmp_path):
     assert "<svg" not in page
 
 
+@pytest.mark.slow
 def test_a_long_run_stays_a_small_page_and_keeps_its_spikes(tmp_path):
     make(tmp_path)
     with (tmp_path / "metrics.jsonl").open("w") as file:

@@ -24,6 +24,7 @@ def state(**changes):
     return TrainState(step=jnp.zeros(()), params=ARRAYS | changes, variables={}, rng=jnp.zeros(2), learner=())
 
 
+@pytest.mark.slow
 def test_equal_arrays_have_equal_sketches():
     assert sketch(state()).compare(sketch(state())) == {}
 

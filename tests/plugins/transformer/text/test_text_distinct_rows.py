@@ -265,6 +265,7 @@ def test_neighbours_of_a_cycle_are_different(count, window):
     assert [Cycle(count, window, 3, None)(i) for i in range(2 * count)] == 2 * list(range(count))
 
 
+@pytest.mark.slow
 def test_shards_never_read_one_record_at_the_same_time(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 9000)
     for chunk in (1000, 250, 90):  # as many records as shards plus one, some more, many more
