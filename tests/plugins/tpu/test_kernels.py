@@ -110,7 +110,7 @@ def paged_call(heads=8, groups=4, size=128, dtype="bfloat16", pages="bfloat16", 
     ("options", "reason"),
     [
         ({}, None),
-        ({"dtype": "float16", "pages": "float16"}, "it needs one dtype, bfloat16 or float32"),
+        ({"dtype": "float16", "pages": "float16"}, "all operands must have the same dtype, bfloat16 or float32"),
         ({"pages": "float32"}, "got bfloat16, float32"),
         ({"size": 64}, "it needs head size 128, got 64"),
         ({"size": 256}, "it needs head size 128, got 256"),

@@ -38,7 +38,9 @@ def gather_objects(value: object, name: str, seconds: float = PEER_SECONDS) -> l
         text = _collect(client, key, name, seconds)
         client.key_value_set_bytes(f"{key}/all", text)
         if number:
-            client.key_value_delete(f"axlearn/{number - 1}/")  # all processes have arrived, so they have read the previous values
+            client.key_value_delete(
+                f"axlearn/{number - 1}/"
+            )  # all processes have arrived, so they have read the previous values
     else:
         try:
             text = client.blocking_key_value_get_bytes(f"{key}/all", int((seconds + _GRACE) * 1000))

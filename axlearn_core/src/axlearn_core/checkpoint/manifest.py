@@ -71,7 +71,7 @@ class Manifest:
     """Contents of one checkpoint.
 
     Attributes:
-        arrays: Arrays by dotted path in the training state. `ArrayInfo.path` differs from it if an earlier version stored the
+        arrays: Arrays keyed by dotted path in the training state. `ArrayInfo.path` differs from it if an earlier version stored the
             array under a different path; see `migrated`.
         files: `bytes` and `sha256` by path. For files that consist of pieces, an index contains the hashes instead.
         run: ID of the run that wrote the checkpoint, or empty if unknown.

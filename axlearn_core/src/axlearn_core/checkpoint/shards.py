@@ -158,7 +158,7 @@ class BinaryFile:
 
 
 def render_index(described: Mapping[str, Mapping[str, Any]], files: Sequence[BinaryFile]) -> bytes:
-    """Serialize the index of one process: the shape, dtype, and pieces of its arrays by path."""
+    """Serialize the index of one process: the shape, dtype, and pieces of its arrays keyed by path."""
     arrays: dict[str, Any] = {path: {**info, "pieces": []} for path, info in described.items()}
     for number, file in enumerate(files):
         for path, piece in file.pieces():

@@ -29,7 +29,7 @@ class DamagedError(Exception):
 def read_index(
     storage: Storage, root: str, files: Mapping[str, Mapping[str, Any]], folder: str = WEIGHTS
 ) -> dict[str, StoredArray]:
-    """Read the index of a folder in a checkpoint. Return the folder's arrays by path.
+    """Read the index of a folder in a checkpoint. Return the folder's arrays keyed by path.
 
     Args:
         storage: Storage of the checkpoint.

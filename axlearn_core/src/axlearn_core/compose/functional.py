@@ -157,7 +157,7 @@ class Functional:
         """Return the model with the given arrays. Traceable, at no cost at run time.
 
         Args:
-            params: Parameters by path.
+            params: Parameters keyed by path.
             variables: Variables by path. Optional if the model has none. Missing step totals are zero.
             key: Random key for this call. If None, the model is in evaluation mode: it draws no random numbers and only
                 reads its variables (flax's `deterministic` and `use_running_average`).

@@ -147,8 +147,8 @@ class Layout:
 
         Args:
             tree: Tree of abstract arrays.
-            shardings: Shardings of parameters by path.
-            shapes: Abstract parameters by path.
+            shardings: Shardings of parameters keyed by path.
+            shapes: Abstract parameters keyed by path.
         """
 
         def place(path: Any, leaf: Any) -> NamedSharding:

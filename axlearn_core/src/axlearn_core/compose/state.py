@@ -10,7 +10,7 @@ from axlearn_core.compose.functional import Params
 
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Training state of a run, a pytree. Its parts are flat dicts by dotted path.
+    """Training state of a run, a pytree. Its parts are flat dicts keyed by dotted path.
 
     Attributes:
         step: int32, number of completed steps.

@@ -148,7 +148,7 @@ class Loss(Protocol):
         """Return `(loss, (summaries, new variables))`. The loss is a float32 scalar; for summaries, see `Model.loss`.
 
         Args:
-            params: Parameters by path. Gradients are with respect to these.
+            params: Parameters keyed by path. Gradients are with respect to these.
             variables: Variables of the model by path. Empty if it has none.
             batch: Arrays [B, ...].
             key: Random key for this call, or None for a model without state.
@@ -158,7 +158,7 @@ class Loss(Protocol):
 
 @offers("max_steps", "axes")
 class Learner(Protocol):
-    """Updates parameters from gradients. The trainer offers `axes`, the logical axis names of parameters by path."""
+    """Updates parameters from gradients. The trainer offers `axes`, the logical axis names of parameters keyed by path."""
 
     def init(self, params: Any) -> Any:
         """Return the initial state (optimizer moments, EMA, counters) for a pytree of parameters."""

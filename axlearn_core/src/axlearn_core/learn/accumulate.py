@@ -40,7 +40,7 @@ def value_and_grad(
     Args:
         loss: See `contracts.parts.Loss`.
         params: Parameters to differentiate.
-        variables: Arrays by path, before the step.
+        variables: Arrays keyed by path, before the step.
         batch: Pytree of arrays [B, ...].
         key: Key of the step, or None if the model draws no random numbers.
         num_microbatches: Number of microbatches K, a divisor of B. Microbatch k consists of rows k, k + K, ..., so that

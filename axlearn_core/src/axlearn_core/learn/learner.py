@@ -58,8 +58,8 @@ class LearnerState(NamedTuple):
     """State of a learner.
 
     Attributes:
-        optimizer: State of the optax optimizer. It represents parameters as a dict by dotted path, without frozen parameters.
-        ema: Float32 moving average of the trained parameters by dotted path, or None.
+        optimizer: State of the optax optimizer. It represents parameters as a dict keyed by dotted path, without frozen parameters.
+        ema: Float32 moving average of the trained parameters keyed by dotted path, or None.
         updates: int32, number of updates.
         skipped: int32, number of updates that were skipped because a gradient or the loss was not finite.
         skipped_in_a_row: int32, number of updates skipped since the last successful one.
@@ -75,7 +75,7 @@ class LearnerState(NamedTuple):
 class Learner(Configurable):
     """The default learner. Implements `axlearn_core.contracts.parts.Learner`.
 
-    It supports any pytree of parameters: a dict by dotted path, nested dicts, or an `nnx.State`. One global gradient norm
+    It supports any pytree of parameters: a dict keyed by dotted path, nested dicts, or an `nnx.State`. One global gradient norm
     is used for clipping, logging, and detecting non-finite gradients. Parameters with a separate optimizer have a
     separate norm.
     """

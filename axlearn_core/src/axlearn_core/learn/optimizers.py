@@ -36,7 +36,7 @@ class EvaluatesWith(Protocol):
 
         Args:
             state: State of the transformation that `build` returns.
-            params: Trained parameters by path.
+            params: Trained parameters keyed by path.
         """
         ...
 

@@ -49,7 +49,7 @@ class Feature(Node[Any]):
     - `wrap`: wrap components (LoRA, quantization).
     - `tune`: set values.
     - `execute`: change how the program runs (remat, pipeline parallelism). Such a feature may only change fields of the
-      kinds `execution` and `microbatches`. If it changes any other field, an error names the path.
+      kinds `execution` and `microbatches`. If it changes any other field, an error message names the path.
     """
 
     stage: ClassVar[Stage] = "tune"

@@ -39,7 +39,8 @@ def find_mesh_replacement(tree: Node[Any], rule: MeshRule, machine: Machine) -> 
         return None
     try:
         check(tree)
-    except RequestError: return None  # reported later, together with all other problems
+    except RequestError:
+        return None  # reported later, together with all other problems
     # This imports JAX, which programs for several devices need anyway.
     find_problem: Any = load("axlearn_core.compose.program:find_layout_problem")
     parts = types.SimpleNamespace(

@@ -83,7 +83,7 @@ class RunCheckpoint:
         """Read arrays. Only the pieces that this process needs are read and verified.
 
         Args:
-            like: Abstract arrays by path in the training state. A sharding of None means the default device.
+            like: Abstract arrays keyed by path in the training state. A sharding of None means the default device.
 
         Raises:
             CheckpointError: If a file is damaged.

@@ -183,7 +183,7 @@ def select_tensors(
 
 
 def split_weights(tensors: Mapping[str, Any], functional: Functional) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a mapping of tensors by dotted path into parameters and variables."""
+    """Split a mapping of tensors keyed by dotted path into parameters and variables."""
     variables = functional.variables
     return {p: x for p, x in tensors.items() if p not in variables}, {p: tensors[p] for p in variables if p in tensors}
 

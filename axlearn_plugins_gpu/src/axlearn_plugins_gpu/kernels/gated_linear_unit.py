@@ -54,7 +54,7 @@ class _Tokamax:
             return "it needs plain matrices, and a projection has more than a matrix (an adapter, a bias, quantization)"
         dtypes = set(op.dtypes.values())
         if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16"}:
-            return f"it needs one dtype, bfloat16 or float16, got {', '.join(sorted(dtypes))}"
+            return f"all operands must have the same dtype, bfloat16 or float16, got {', '.join(sorted(dtypes))}"
         if op.activation == "gelu":
             return "it does not support the error function; gelu_tanh is an approximation without it"
         if len(shape) != 3 or op.operands()["gate"].shape != op.operands()["up"].shape:

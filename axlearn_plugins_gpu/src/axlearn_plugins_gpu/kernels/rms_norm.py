@@ -28,7 +28,7 @@ class _Triton:
     """RMS norm kernel that keeps whole rows in registers. All arithmetic is in float32."""
 
     def supports(self, op: RMSNormOp, context: KernelContext) -> str | None:
-        """Support rows of up to 16,384 elements, in one dtype of up to 32 bits."""
+        """Support rows of up to 16,384 elements, if all arrays have the same dtype, of at most 32 bits."""
         if reason := tokamax.unavailable_reason() or unknown_gpu(context.target):
             return reason
         dtypes, shape = set(op.dtypes.values()), op.x.shape

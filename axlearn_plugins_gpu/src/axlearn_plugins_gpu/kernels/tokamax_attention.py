@@ -61,7 +61,7 @@ class _Tokamax:
             return reason
         dtypes = set(op.dtypes.values())
         if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16"}:
-            return f"it needs one dtype, bfloat16 or float16, got {', '.join(sorted(dtypes))}"
+            return f"all operands must have the same dtype, bfloat16 or float16, got {', '.join(sorted(dtypes))}"
         if not op.aligned:
             return "queries and keys are not at the same positions"
         if op.bias is not None:

@@ -27,7 +27,7 @@ class _Megablox:
         if min(inner, outer) < LANES:
             return f"the matrices are {inner} x {outer}; both dimensions must be at least {LANES}"
         if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float32"}:
-            return f"it needs one dtype, bfloat16 or float32, got {', '.join(sorted(dtypes))}"
+            return f"all operands must have the same dtype, bfloat16 or float32, got {', '.join(sorted(dtypes))}"
         return None
 
     def __call__(self, op: "GroupedMatmulOp") -> jax.Array:

@@ -37,7 +37,7 @@ class _RaggedPaged:
         (_, heads, size), (_, _, num_heads, _) = op.query.shape, op.pages.shape
         dtypes = {op.dtypes[name] for name in ("query", "pages")}
         if len(dtypes) > 1 or not dtypes <= BYTES.keys():
-            return f"it needs one dtype, bfloat16 or float32, got {', '.join(sorted(dtypes))}"
+            return f"all operands must have the same dtype, bfloat16 or float32, got {', '.join(sorted(dtypes))}"
         if size != LANES:
             return f"it needs head size {LANES}, got {size}"
         if (entries := math.prod(op.table.shape)) > MAX_ENTRIES:

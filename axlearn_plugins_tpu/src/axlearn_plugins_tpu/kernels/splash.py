@@ -120,7 +120,7 @@ class _Splash:
         if mask.count("segments") > 1 or mask.count("prefix") > 1:
             return f"it supports one set of segments and one prefix ({mask})"
         if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float32"}:
-            return f"it needs one dtype, bfloat16 or float32, got {', '.join(sorted(dtypes))}"
+            return f"all operands must have the same dtype, bfloat16 or float32, got {', '.join(sorted(dtypes))}"
         return None
 
     def __call__(self, op: AttentionOp) -> jax.Array:

@@ -57,7 +57,7 @@ class _Mosaic:
             if size % LANES:
                 return f"the dimension {size} is not a multiple of {LANES}"
         if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float32"}:
-            return f"it needs one dtype, bfloat16 or float32, got {', '.join(sorted(dtypes))}"
+            return f"all operands must have the same dtype, bfloat16 or float32, got {', '.join(sorted(dtypes))}"
         return None
 
     def __call__(self, op: "GroupedMatmulOp") -> jax.Array:

@@ -37,7 +37,7 @@ def nest(arrays: Mapping[str, Any], leaf: str | None = None) -> dict[str, Any]:
     """Return nested dicts of arrays.
 
     Args:
-        arrays: Arrays by dotted path.
+        arrays: Arrays keyed by dotted path.
         leaf: Key of a dict that wraps each array, or None.
 
     Raises:

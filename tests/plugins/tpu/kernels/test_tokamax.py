@@ -96,7 +96,7 @@ def call(inner=256, outer=512, dtype="bfloat16", other="bfloat16", target="tpu-v
         ({"dtype": "float32", "other": "float32"}, None),
         ({"target": ""}, None),
         ({"dtype": "float32"}, "got bfloat16, float32"),
-        ({"dtype": "float16", "other": "float16"}, "it needs one dtype, bfloat16 or float32"),
+        ({"dtype": "float16", "other": "float16"}, "all operands must have the same dtype, bfloat16 or float32"),
         ({"inner": 64}, "the dimension 64 is not a multiple of 128"),
         ({"outer": 192}, "the dimension 192 is not a multiple of 128"),
         ({"target": "tpu-v4"}, "not v4"),

@@ -174,7 +174,9 @@ class _SourceParams:
         value = self.params.get(path)
         if value is None:
             return None
-        value = np.asarray(value)  # slice on the host, because a device would compile a program for each of the many shapes
+        value = np.asarray(
+            value
+        )  # slice on the host, because a device would compile a program for each of the many shapes
         return value if row is None else value[row]
 
 

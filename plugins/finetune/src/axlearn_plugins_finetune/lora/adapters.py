@@ -1,6 +1,6 @@
 """Merge adapters into weights, unmerge them, and read and write them as separate files.
 
-Parameters are flat dicts by dotted path (`decoder.layer.attention.query.lora_a`). `scales` maps the path of each adapted map
+Parameters are flat dicts keyed by dotted path (`decoder.layer.attention.query.lora_a`). `scales` maps the path of each adapted map
 (`decoder.layer.attention.query`) to alpha / rank. `scales_of(model)` returns it.
 
 Exported adapters consist of two files:

@@ -161,7 +161,7 @@ class PeerWatch(RunListener):
             self._notice.stdin.write(text.replace("\n", " ") + "\n")
 
     def _withdraw_notice(self) -> None:
-        """End the shell without printing the notice."""
+        """Exit the shell without printing the notice."""
         notice, self._notice = self._notice, None
         if notice is not None and notice.stdin is not None:
             with contextlib.suppress(OSError):

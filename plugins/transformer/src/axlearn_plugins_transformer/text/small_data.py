@@ -3,7 +3,7 @@
 This module does not import Grain.
 
 If each shard read different records, it would run out of its own and repeat the records of other shards. Instead, rows are
-dealt to the shards in turn. They are different as long as there are enough of them, and every epoch contains each row once.
+assigned to the shards round-robin. They are different as long as there are enough of them, and every epoch contains each row once.
 
 Legend: S sequence length.
 """

@@ -112,7 +112,7 @@ def _locate(step: Step, wrong: Mapping[tuple[str, str], float]) -> Difference:
         layer=modules[path, layer],
         tensor=f"gradient of {path}",
         error=wrong[path, layer],
-        detail=f"differs from the change of the loss{more}",
+        detail=f"differs from the change in the loss{more}",
     )
 
 

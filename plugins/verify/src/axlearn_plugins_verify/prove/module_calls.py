@@ -50,7 +50,7 @@ def is_located() -> bool:
 
 
 def unlocated(error: float) -> Difference:
-    """Return the difference of a check that does not name a layer."""
+    """Return the difference found by a check that does not name a layer."""
     return Difference(layer="", tensor="result", error=error)
 
 

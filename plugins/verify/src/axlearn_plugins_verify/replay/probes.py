@@ -247,7 +247,7 @@ def measure_parameters(gradients: Any, layers: dict[str, int]) -> list[Statistic
 
     Args:
         gradients: Gradients by path.
-        layers: Axis of the layers, for each stack of parameters by path. Each layer is measured separately.
+        layers: Axis of the layers, for each stack of parameters keyed by path. Each layer is measured separately.
     """
     measured = []
     for path, gradient in gradients.items():
