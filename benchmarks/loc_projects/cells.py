@@ -88,9 +88,9 @@ class HandDropout(nnx.Module):
     def __init__(self, layer: Any):
         self.layer = layer
 
-    def init_cache(self, batch: int, length: int) -> Any:
-        """Return the cache of the layer."""
-        return self.layer.init_cache(batch, length)
+    def cache_spec(self) -> Any:
+        """Return the entries of the layer's cache."""
+        return self.layer.cache_spec()
 
     def __call__(self, x: Any, *args: Any) -> Any:
         """Apply the layer to [B, S, D] and drop half of its output."""

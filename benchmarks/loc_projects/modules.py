@@ -48,9 +48,9 @@ class Attention{i}(Layer):
         if cfg.position is not None:
             self.position = self.child(cfg.position, rngs=rngs, num_heads=heads[0], head_dim=heads[1])
 
-    def init_cache(self, batch, length):
+    def cache_spec(self):
         heads, width = self.cfg.num_heads, self.cfg.input_dim
-        return build_cache(self.cfg.kv_cache).init(batch, length, heads, width // heads, self.precision.compute)
+        return build_cache(self.cfg.kv_cache).spec(heads, width // heads, self.precision.compute)
 
     def __call__(self, x, context, cache=None):
         q, k, v = self.query(x), self.key(x), self.value(x)
@@ -84,8 +84,8 @@ class Block{i}(Layer):
         self.first_norm = self.child(cfg.norm, rngs=rngs, dim=cfg.input_dim)
         self.second_norm = self.child(cfg.norm, rngs=rngs, dim=cfg.input_dim)
 
-    def init_cache(self, batch, length):
-        return self.attention.init_cache(batch, length)
+    def cache_spec(self):
+        return self.attention.cache_spec()
 
     def __call__(self, x, context, cache=None):
 {forward}

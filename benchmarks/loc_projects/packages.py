@@ -84,8 +84,8 @@ class Fp8Cache(Configurable):
     def __init__(self, cfg):
         self.cfg, self.arrays = cfg, ContiguousCache.Config().build()
 
-    def init(self, batch, length, num_kv_heads, head_dim, dtype):
-        return self.arrays.init(batch, length, num_kv_heads, head_dim, self.cfg.dtype)
+    def spec(self, num_kv_heads, head_dim, dtype, window=None):
+        return self.arrays.spec(num_kv_heads, head_dim, self.cfg.dtype, window)
 
     def attend(self, cache, op, slots, kernel):
         cache, seen = self.arrays.append(cache, op.key, op.value, slots)

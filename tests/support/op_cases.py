@@ -10,6 +10,7 @@ from flax import nnx
 from axlearn_core.nn.layer import Precision
 from axlearn_core.nn.linear import Linear
 from axlearn_plugins_moe.grouped_matmul import GroupedMatmulOp
+from axlearn_plugins_recurrent.kernels.linear_attention import LinearAttentionOp
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropyOp, Options
@@ -18,6 +19,7 @@ from axlearn_plugins_transformer.kernels.invariant import InvariantAttentionOp, 
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, Split
 from axlearn_plugins_transformer.kernels.rms_norm import RMSNormOp
+from axlearn_plugins_transformer.recurrence import Reload
 from axlearn_testing import Case
 
 RNG = np.random.default_rng(0)
@@ -224,6 +226,43 @@ def _invariant_pages():
         yield paged(name, op=InvariantPagedAttentionOp, **split, **more)
 
 
+def _recur(kernel, query, key, value, decay, strength=None, documents=None, state=None, reload=None, chunk=None):
+    reload = None if reload is None else Reload(restarts=reload[0], states=reload[1], chunk=chunk)
+    return LinearAttentionOp(
+        query, key, value, decay, strength=strength, documents=documents, state=state, reload=reload, scale=0.3
+    ).run(kernel)
+
+
+def _recurrences():
+    rows, size, keys, heads, groups, length = 2, 8, 16, 4, 2, 100
+
+    def case(name, *, delta=True, element=False, dtype="float32", tokens=length, chunk=None, **optional):
+        key = normal(rows, tokens, groups, keys)
+        operands = [
+            normal(rows, tokens, groups, keys, dtype=dtype),
+            (key / jnp.linalg.norm(key, axis=-1, keepdims=True)).astype(dtype),
+            normal(rows, tokens, heads, size, dtype=dtype),
+            -jnp.abs(normal(rows, tokens, heads, keys) if element else normal(rows, tokens, heads)),
+            jnp.abs(jnp.sin(normal(rows, tokens, heads))) if delta else None,
+        ]
+        run = functools.partial(_recur, chunk=chunk, **optional)
+        return Case(name=f"{name}-{dtype}", run=run, operands=tuple(operands), tolerance=TOLERANCE[dtype])
+
+    documents = jnp.asarray(np.sort(RNG.integers(0, 6, (rows, length)), axis=1), jnp.int32)
+    state = normal(rows, heads, keys, size)
+    reload = jnp.asarray([[True, False, True], [False, True, False]]), normal(rows, 3, heads, keys, size)
+    yield case("delta")
+    yield case("delta", dtype="bfloat16")
+    yield case("delta-elements", element=True)
+    yield case("delta-documents", documents=documents, state=state)
+    yield case("elements-documents", element=True, documents=documents, state=state)
+    yield case("sum", delta=False)
+    yield case("sum-documents", delta=False, documents=documents)
+    yield case("reload", tokens=96, chunk=32, reload=reload)
+    yield case("odd-chunks", tokens=30, chunk=10, reload=reload, element=True)
+    yield case("one-token", tokens=1, state=state)
+
+
 CASES = {
     AttentionOp: list(_attentions()),
     InvariantAttentionOp: list(_invariant_attentions()),
@@ -231,6 +270,7 @@ CASES = {
     CrossEntropyOp: list(_entropies()),
     GatedLinearUnitOp: list(_gated_units()),
     GroupedMatmulOp: list(_grouped()),
+    LinearAttentionOp: list(_recurrences()),
     PagedAttentionOp: list(_pages()),
     RMSNormOp: list(_norms()),
 }

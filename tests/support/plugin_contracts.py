@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_plugins_models.vit.model import ImageClassifier
+from axlearn_plugins_transformer.recurrence import Sequences
 from axlearn_testing.contracts import B, Contract, D, S, context, like, normal
 
 EXPERTS, TOP_K = 8, 2
@@ -34,6 +35,13 @@ CONTRACTS = (
         arguments=("x",),
         offered={"input_dim": D, "num_experts": EXPERTS, "top_k": TOP_K},
         inputs=normal(B, S, D),
+    ),
+    Contract(
+        name="convolution",
+        arguments=("x", "sequences", "state"),
+        offered={"channels": (D,), "axes": ("embed",)},
+        inputs=lambda rng: (normal(B, S, D)(rng)[0], Sequences(), None),
+        outputs=None,
     ),
     Contract(
         name="position-embedding",
@@ -92,6 +100,68 @@ def mixture_of_experts(params, x):
     return y
 
 
+def convolve(x, weight, bias, ids):
+    """Sum the products of the latest inputs of the same document with the weights, one token at a time."""
+    rows = []
+    for row in range(x.shape[0]):
+        tokens = []
+        for t in range(x.shape[1]):
+            taps = [(t - d, weight[-1 - d]) for d in range(weight.shape[0])]
+            y = sum(jnp.where(ids[row, s] == ids[row, t], x[row, s] * w, 0) for s, w in taps if s >= 0)
+            tokens.append(jax.nn.silu(y if bias is None else y + bias))
+        rows.append(jnp.stack(tokens))
+    return jnp.stack(rows)
+
+
+def recur(query, key, value, decay, strength, ids):
+    """Compute linear attention, one token at a time."""
+    repeats = value.shape[2] // query.shape[2]
+    query, key = (jnp.repeat(x, repeats, axis=2) for x in (query, key))
+    rows = []
+    for row in range(value.shape[0]):
+        state, tokens = jnp.zeros((*key.shape[2:], value.shape[-1])), []
+        for t in range(value.shape[1]):
+            state = jnp.where(ids[row, t] == ids[row, max(0, t - 1)], state, 0)
+            k, v = key[row, t], value[row, t]
+            state = state * jnp.exp(decay[row, t])[:, None, None]
+            if strength is not None:
+                v = strength[row, t, :, None] * (v - jnp.einsum("hk,hkv->hv", k, state))
+            state = state + k[:, :, None] * v[:, None]
+            tokens.append(jnp.einsum("hk,hkv->hv", query[row, t], state))
+        rows.append(jnp.stack(tokens))
+    return jnp.stack(rows)
+
+
+def gated_delta_net(params, x, context):
+    """Yang et al., 2024, with a convolution and an output gate."""
+    maps = {n: jnp.einsum("bsd,dhk->bshk", x, params[f"{n}.weight"]) for n in ("query", "key", "value", "gate")}
+    q, k, v = (
+        convolve(maps[n], params[f"{n}_convolution.weight"], None, context.segment_ids)
+        for n in ("query", "key", "value")
+    )
+    q, k = (y / jnp.sqrt(jnp.sum(y * y, -1, keepdims=True) + 1e-6) for y in (q, k))
+    decay = -jnp.exp(params["log_rate"])[None, None] * jax.nn.softplus(
+        x @ params["decay.weight"] + params["time_bias"][None, None]
+    )
+    strength = jax.nn.sigmoid(x @ params["strength.weight"])
+    y = recur(q, k, v, decay, strength, context.segment_ids) * q.shape[-1] ** -0.5
+    y = y / jnp.sqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6) * params["norm.weight"][None, None, None]
+    return jnp.einsum("bshv,hvd->bsd", y * jax.nn.silu(maps["gate"]), params["output.weight"]), None
+
+
+def mamba2(params, x, context):
+    """Dao & Gu, 2024."""
+    names = ("query", "key", "value")
+    maps = {n: jnp.einsum("bsd,dhk->bshk", x, params[f"{n}.weight"]) for n in (*names, "gate")}
+    weights = {n: (params[f"{n}_convolution.weight"], params[f"{n}_convolution.bias"]) for n in names}
+    q, k, v = (convolve(maps[n], *weights[n], context.segment_ids) for n in names)
+    step = jax.nn.softplus(x @ params["step.weight"] + params["step_bias"][None, None])
+    y = recur(q, k, v * step[..., None], -jnp.exp(params["log_rate"])[None, None] * step, None, context.segment_ids)
+    y = (y + params["skip"][None, None, :, None] * v) * jax.nn.silu(maps["gate"])
+    y = y / jnp.sqrt(jnp.mean(y * y, (-2, -1), keepdims=True) + 1e-5) * params["norm"][None, None]
+    return jnp.einsum("bshv,hvd->bsd", y, params["output.weight"]), None
+
+
 ANY_INPUTS = Contract(
     name="wrapped", arguments=("inputs",), offered={"input_dim": D}, inputs=normal(B, S, D), outputs=like(0)
 )
@@ -102,6 +172,6 @@ REFERENCES = {
     "quantized-linear": {"reference": staticmethod(linear), "reference_tolerance": 0.02},
     **{
         f.__name__.replace("_", "-"): {"reference": staticmethod(f)}
-        for f in (softmax_router, sigmoid_router, expert_choice_router, mixture_of_experts)
+        for f in (softmax_router, sigmoid_router, expert_choice_router, mixture_of_experts, gated_delta_net, mamba2)
     },
 }

@@ -12,7 +12,7 @@ from axlearn_plugins_serving.contracts import Request, Sampling
 from axlearn_plugins_serving.drafting import NgramDrafter
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.local_engine import serve
-from axlearn_plugins_serving.paged_cache_feature import visible_window
+from axlearn_plugins_transformer.cache_spec import read_window
 from axlearn_plugins_transformer.generate import Generator
 from support import serving_models
 from support.fake_runner import FakeRunner, next_token
@@ -101,7 +101,7 @@ def test_a_model_of_windows_gives_its_tokens_from_fewer_blocks():
 
 
 def test_a_layer_that_sees_everything_keeps_all_blocks():
-    assert visible_window(serving_models.config()) is None
-    assert visible_window(serving_models.config("interleave:window=8")) is None
     everywhere = patch(serving_models.config(), {"decoder.layer.attention.window": 8})
-    assert visible_window(everywhere) == 8
+    configs = serving_models.config(), serving_models.config("interleave:window=8"), everywhere
+    specs = [cfg.build(rngs=nnx.Rngs(0)).cache_spec() for cfg in configs]
+    assert [read_window(spec) for spec in specs] == [None, None, 8]

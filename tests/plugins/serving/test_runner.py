@@ -1,5 +1,6 @@
 """The runner: requests get the tokens that they get alone, nothing compiles after warm-up, and blocks move."""
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -95,7 +96,7 @@ def test_blocks_are_copied_read_and_written():
     other_blocks = [b for b in range(instance.num_blocks) if b not in first.blocks[0]][: len(first.blocks[0])]
     instance.copy_blocks(list(zip(first.blocks[0], other_blocks, strict=True)))
     contents = instance.read_blocks(first.blocks[0])
-    instance.write_blocks(first.blocks[0], contents.__class__(map(_zeros, contents)))
+    instance.write_blocks(first.blocks[0], jax.tree.map(np.zeros_like, contents))
     first.blocks[0] = other_blocks
     first.step({0: None})
     instance.write_blocks(first.blocks[0], contents)
@@ -105,10 +106,6 @@ def test_blocks_are_copied_read_and_written():
     for _ in range(3):
         first.step({0: None})
     assert first.outputs[0] == expected
-
-
-def _zeros(layer):
-    return {name: np.zeros_like(x) for name, x in layer.items()}
 
 
 @pytest.mark.slow

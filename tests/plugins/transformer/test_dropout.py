@@ -144,8 +144,8 @@ class OwnBlock(Layer):
         self.attention = self.child(cfg.attention, rngs=rngs, input_dim=cfg.input_dim)
         self.feed_forward = self.child(cfg.feed_forward, rngs=rngs, input_dim=cfg.input_dim)
 
-    def init_cache(self, batch, length):
-        return self.attention.init_cache(batch, length)
+    def cache_spec(self):
+        return self.attention.cache_spec()
 
     def __call__(self, x, context, cache=None):
         y, cache = self.attention(x, context, cache)

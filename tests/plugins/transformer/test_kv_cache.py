@@ -9,6 +9,7 @@ from axlearn_core.config import Configurable, node
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.errors import RequestError
 from axlearn_core.kernels import selection
+from axlearn_plugins_transformer.cache_spec import CacheEntry
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 
@@ -26,8 +27,8 @@ class Pages(Configurable):
     def __init__(self, cfg: Config):
         self.cfg = cfg
 
-    def init(self, batch, length, num_kv_heads, head_dim, dtype):
-        return jnp.zeros((batch * length // SIZE, SIZE, 2 * num_kv_heads, head_dim), dtype)
+    def spec(self, num_kv_heads, head_dim, dtype, window=None):
+        return CacheEntry(per="page", shape=(SIZE, 2 * num_kv_heads, head_dim), dtype=dtype, page_size=SIZE)
 
     def attend(self, cache, op, slots, kernel):
         if op.bias is not None:
@@ -117,7 +118,7 @@ class Appending(Configurable):
     def __init__(self, cfg: Config):
         self.cfg = cfg
 
-    def init(self, batch, length, num_kv_heads, head_dim, dtype):
+    def spec(self, num_kv_heads, head_dim, dtype, window=None):
         raise AssertionError
 
     def append(self, cache, key, value, slots):

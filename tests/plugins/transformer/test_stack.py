@@ -50,7 +50,7 @@ class Block(Layer):
     def __call__(self, x, context, cache=None):
         return self.inner(x), None if cache is None else cache + 1
 
-    def init_cache(self, batch, length):
+    def init_cache(self):
         return jnp.full((), self.inner.cfg.width, jnp.int32)
 
 
@@ -137,7 +137,7 @@ def test_equal_layers_stay_one_stack():
 def test_with_a_cache_each_layer_gets_its_own():
     stack = Stack(Stack.Config())
     layers = make(stack, block((2, 3)), 4)
-    cache = tuple(layer.init_cache(1, 8) for layer in each_layer(layers, 4))
+    cache = tuple(layer.init_cache() for layer in each_layer(layers, 4))
     x = jnp.ones((1, 1, 4))
     for module in (layers, unstack(layers, 4)):
         _, new = stack(module, x, Context(), cache)
@@ -148,7 +148,7 @@ def test_with_a_cache_each_layer_gets_its_own():
 def test_with_a_cache_the_code_of_a_kind_is_traced_once(children, traced, monkeypatch):
     stack, x, widths = Stack(Stack.Config()), jnp.ones((1, 1, 4)), []
     layers = make(stack, block(children), 4)
-    cache = tuple(layer.init_cache(1, 8) for layer in each_layer(layers, 4))
+    cache = tuple(layer.init_cache() for layer in each_layer(layers, 4))
     expected, _ = stack(layers, x, Context(), cache)
     call = Wide.__call__
     monkeypatch.setattr(Wide, "__call__", lambda self, x: (widths.append(self.cfg.width), call(self, x))[1])

@@ -11,15 +11,15 @@ from axlearn_plugins_transformer.causal_lm import SplitDecoder
 from axlearn_plugins_transformer.dropout import DropoutTransformerLayer
 from axlearn_plugins_transformer.layer_roles import SplitLayerRole
 from axlearn_plugins_transformer.stack import Stack
-from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
+from axlearn_plugins_transformer.transformer import Cache, Decoder, TransformerLayer
 
 
 @pytest.mark.slow
 def test_a_decoder_finishes_only_the_tokens_that_somebody_asks_for(tiny, build):
     decoder, tokens = build(tiny()).decoder.unstacked(), jnp.asarray([[3, 1, 4, 1, 5, 9, 2]])
     assert isinstance(decoder, SplitDecoder)
-    expected, after = decoder(tokens, Context(), decoder.init_cache(1, 16))
-    begun, cache = decoder.begin(tokens, Context(), decoder.init_cache(1, 16))
+    expected, after = decoder(tokens, Context(), Cache.empty(decoder.cache_spec(), 1, 16))
+    begun, cache = decoder.begin(tokens, Context(), Cache.empty(decoder.cache_spec(), 1, 16))
     jax.tree.map(np.testing.assert_array_equal, cache, after)
     assert not np.allclose(begun, decoder.finish(begun))
     for some in ([6], [1, 4], list(range(7))):
@@ -32,8 +32,8 @@ def test_stacked_layers_and_a_single_one_are_run_whole(tiny, build, layers):
     decoder = build(tiny({"decoder.num_layers": layers})).decoder
     decoder = decoder.unstacked() if layers == 1 else decoder
     tokens = jnp.asarray([[3, 1, 4]])
-    begun, _ = decoder.begin(tokens, Context(), decoder.init_cache(1, 4))
-    expected, _ = decoder(tokens, Context(), decoder.init_cache(1, 4))
+    begun, _ = decoder.begin(tokens, Context(), Cache.empty(decoder.cache_spec(), 1, 4))
+    expected, _ = decoder(tokens, Context(), Cache.empty(decoder.cache_spec(), 1, 4))
     np.testing.assert_array_equal(begun, expected)
     np.testing.assert_array_equal(decoder.finish(begun), expected)
 
@@ -70,9 +70,9 @@ def test_what_a_subclass_computes_is_not_taken_apart(tiny, changed):
     cfg = tiny(edits[changed])
     plain, decoder = (c.build(rngs=nnx.Rngs(0)).decoder.unstacked() for c in (tiny(), cfg))
     tokens = jnp.asarray([[3, 1, 4, 1, 5]])
-    expected, _ = decoder(tokens, Context(), decoder.init_cache(1, 8))
-    assert not np.allclose(expected, plain(tokens, Context(), plain.init_cache(1, 8))[0], atol=1e-2)
-    begun, _ = decoder.begin(tokens, Context(), decoder.init_cache(1, 8))
+    expected, _ = decoder(tokens, Context(), Cache.empty(decoder.cache_spec(), 1, 8))
+    assert not np.allclose(expected, plain(tokens, Context(), Cache.empty(plain.cache_spec(), 1, 8))[0], atol=1e-2)
+    begun, _ = decoder.begin(tokens, Context(), Cache.empty(decoder.cache_spec(), 1, 8))
     np.testing.assert_allclose(decoder.finish(begun), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -102,7 +102,7 @@ def test_a_layer_is_taken_apart_if_its_own_class_states_its_halves(tiny, kind, a
     decoder = cfg.build(rngs=nnx.Rngs(0)).decoder.unstacked()
     decoder.eval()
     tokens = jnp.asarray([[3, 1, 4, 1, 5]])
-    expected, _ = decoder(tokens, Context(), decoder.init_cache(1, 8))
-    begun, _ = decoder.begin(tokens, Context(), decoder.init_cache(1, 8))
+    expected, _ = decoder(tokens, Context(), Cache.empty(decoder.cache_spec(), 1, 8))
+    begun, _ = decoder.begin(tokens, Context(), Cache.empty(decoder.cache_spec(), 1, 8))
     assert np.array_equal(begun, expected) is not apart
     np.testing.assert_allclose(decoder.finish(begun), expected, rtol=1e-5, atol=1e-5)

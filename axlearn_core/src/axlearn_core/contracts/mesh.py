@@ -33,6 +33,7 @@ DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
     "experts": ("expert",),
     "norm": (),
     "rank": (),  # the low rank of a factored matrix
+    "taps": (),  # the positions that a convolution reads
 }
 """Fully sharded data parallelism over `fsdp`, tensor parallelism over `tensor`.
 

@@ -71,9 +71,10 @@ class CosineAttention(Layer):
         if cfg.position is not None:
             self.position = self.child(cfg.position, rngs=rngs, num_heads=self.heads[0], head_dim=self.heads[1])
 
-    def init_cache(self, batch: int, length: int) -> Any:
-        """Return an empty cache for `batch` rows of at most `length` tokens."""
-        return build_cache(self.cfg.kv_cache).init(batch, length, *self.heads, self.precision.compute)
+    def cache_spec(self) -> Any:
+        """Return the entries of the cache; see `axlearn_plugins_transformer.cache_spec`."""
+        layout, window = build_cache(self.cfg.kv_cache), window_of(self.cfg.window)
+        return layout.spec(*self.heads, self.precision.compute, window)
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
         """Return the output, [B, S, D], and the new cache.
@@ -81,7 +82,7 @@ class CosineAttention(Layer):
         Args:
             x: Input, [B, S, D].
             context: Positions and segments of the batch.
-            cache: Cache from `init_cache`, or None in training.
+            cache: Arrays of `cache_spec`, or None in training.
         """
         cfg = self.cfg
         query, key, bias = _normalize(self.query(x)), _normalize(self.key(x)), None

@@ -24,11 +24,11 @@ class Int8Cache(Configurable):
     def __init__(self, cfg: Config):
         self.arrays = ContiguousCache.Config().build()
 
-    def init(self, batch: int, length: int, num_kv_heads: int, head_dim: int, dtype: str) -> Any:
-        """Return an empty cache."""
+    def spec(self, num_kv_heads: int, head_dim: int, dtype: str, window: int | None = None) -> Any:
+        """Return the entries of the cache."""
         return {
-            "values": self.arrays.init(batch, length, num_kv_heads, head_dim, "int8"),
-            "scales": self.arrays.init(batch, length, num_kv_heads, 1, "float32"),
+            "values": self.arrays.spec(num_kv_heads, head_dim, "int8", window),
+            "scales": self.arrays.spec(num_kv_heads, 1, "float32", window),
         }
 
     def attend(self, cache: Any, op: AttentionOp, slots: jax.Array, kernel: str | None) -> tuple[jax.Array, Any]:

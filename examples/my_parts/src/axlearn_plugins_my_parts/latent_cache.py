@@ -23,10 +23,9 @@ class Int8LatentCache(Configurable):
     def __init__(self, cfg: Config):
         self.arrays = ContiguousLatentCache.Config().build()
 
-    def init(self, batch: int, length: int, dim: int, dtype: str) -> Any:
-        """Return an empty cache."""
-        scales = self.arrays.init(batch, length, 1, "float32")
-        return {"latents": self.arrays.init(batch, length, dim, "int8"), "scales": scales}
+    def spec(self, dim: int, dtype: str, window: int | None = None) -> Any:
+        """Return the entries of the cache."""
+        return {"latents": self.arrays.spec(dim, "int8", window), "scales": self.arrays.spec(1, "float32", window)}
 
     def attend(
         self, cache: Any, latents: jax.Array, slots: jax.Array, attention: LatentAttentionOp, kernel: str | None

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from axlearn_plugins_serving.blocks import BlockPool, Key, block_keys, root_key, tail_key
 from axlearn_plugins_serving.request_state import RequestState
+from axlearn_plugins_serving.snapshots import Snapshots
 
 
 class Match(NamedTuple):
@@ -13,10 +14,12 @@ class Match(NamedTuple):
     Attributes:
         shared: Blocks that contain the beginning of the prompt, in order.
         source: Block that contains the rest of the prompt. After it is copied, only one token is left to compute.
+        state: Row with the recurrent state after the shared blocks.
     """
 
     shared: list[int]
     source: int | None
+    state: int | None = None
 
 
 class Cache:
@@ -27,10 +30,20 @@ class Cache:
         slots: Maximum number of running requests.
         prefixes: Whether requests with a common prefix share the prefix's blocks.
         window: Number of keys that a token attends to in any layer, including itself; None if there is no limit.
+        snapshots: Saved recurrent states, for a model that has them. A request can then share a prefix only if the state after it
+            was saved.
     """
 
-    def __init__(self, pool: BlockPool, slots: int, *, prefixes: bool = True, window: int | None = None):
-        self.pool, self.prefixes, self.window = pool, prefixes, window
+    def __init__(
+        self,
+        pool: BlockPool,
+        slots: int,
+        *,
+        prefixes: bool = True,
+        window: int | None = None,
+        snapshots: Snapshots | None = None,
+    ):
+        self.pool, self.prefixes, self.window, self.snapshots = pool, prefixes, window, snapshots
         self.version = 0
         self._slots = list(range(slots - 1, -1, -1))
         self._announced: Counter[Key] = Counter()  # keys of blocks that requests are computing
@@ -52,6 +65,8 @@ class Cache:
         size, length = self.pool.block_size, len(state.tokens)
         full = (length - 1) // size  # always compute the last token, because its logits are needed
         shared = self.pool.match(state.keys[:full])
+        if self.snapshots is not None:
+            return self._find_state(self.snapshots, state, shared, full)
         if len(shared) < full:
             return None if state.keys[len(shared)] in self._announced else Match(shared, None)
         if length - full * size == 1:
@@ -63,6 +78,14 @@ class Cache:
             key = self._prompt_tail_key(state, length)
             source = self.pool.tail(key)
         return None if source is None and key in self._announced else Match(shared, source)
+
+    def _find_state(self, snapshots: Snapshots, state: RequestState, shared: list[int], full: int) -> Match | None:
+        """Find the longest cached prefix, of at most `shared`, after which the recurrent state was saved."""
+        count, row = snapshots.find(state.keys[: len(shared)])
+        if count < full and state.keys[full - 1] in self._announced:  # its request saves the state after this block
+            return None
+        state.branch = len(shared)
+        return Match(shared[:count], None, row)
 
     def begin(self, state: RequestState, match: Match, *, headroom: int = 0) -> list[tuple[int, int]] | None:
         """Give a waiting request a slot, and blocks for all its tokens.
@@ -82,7 +105,9 @@ class Cache:
         self.pool.hold(shared)
         fresh = self.pool.allocate(count)
         assert fresh is not None
-        state.blocks, state.slot = shared + fresh, self._slots.pop()
+        if self.snapshots is not None and match.state is not None:
+            self.snapshots.use(state.keys[len(shared) - 1])
+        state.blocks, state.slot, state.restored = shared + fresh, self._slots.pop(), match.state
         state.target, state.stored, state.shares = length, len(shared), True
         state.computed = len(shared) * size if match.source is None else length - 1
         self._announce(state)
@@ -102,10 +127,55 @@ class Cache:
         state.blocks += blocks
         return True
 
+    def plan_snapshots(self, state: RequestState, start: int, end: int, chunk: int) -> dict[int, int]:
+        """Return the rows in which a step saves a request's recurrent state, by position.
+
+        States are saved before the last token of a prompt, at the end of a prefix that the request shares with others, and at
+        the latest block boundary of an output.
+
+        Args:
+            state: State of the request.
+            start: Position of the first token of the step.
+            end: Position after the last token.
+            chunk: Number of prompt tokens that are computed together. States between its multiples do not exist.
+        """
+        rows: dict[int, int] = {}
+        if self.snapshots is None or not (state.shares and self.prefixes):
+            return rows
+        size = self.pool.block_size
+        boundaries = {state.branch * size, (state.target - 1) // size * size}
+        for position in sorted(boundaries) if start < state.target else [end // size * size]:
+            exists = (position - start) % chunk == 0 or position == end or start >= state.target
+            if start < position <= end and exists and not self._is_saved(self.snapshots, state, position):
+                row = self.snapshots.take()
+                if row is not None:
+                    rows[position] = row
+                    state.saved.append((position, row))
+        return rows
+
+    def _is_saved(self, snapshots: Snapshots, state: RequestState, position: int) -> bool:
+        index = position // self.pool.block_size - 1
+        return index < len(state.keys) and snapshots.has(state.keys[index])
+
+    def _store_states(self, snapshots: Snapshots, state: RequestState) -> None:
+        """Share the saved states whose tokens are known."""
+        size, count = self.pool.block_size, min(state.computed, len(state.tokens))
+        while state.saved and state.saved[0][0] <= count:
+            position, row = state.saved.popleft()
+            self._compute_keys(state)
+            key = state.keys[position // size - 1]
+            snapshots.register(key, row)
+            if position > state.target:  # one state for the output of each request
+                if state.output_state not in (None, key):
+                    snapshots.discard(state.output_state)
+                state.output_state = key
+
     def store(self, state: RequestState) -> None:
-        """Share the blocks that submitted steps computed for a request."""
+        """Share the blocks and states that submitted steps computed for a request."""
         if not (state.shares and self.prefixes):
             return
+        if self.snapshots is not None:
+            self._store_states(self.snapshots, state)
         size = self.pool.block_size
         full = min(state.computed, len(state.tokens)) // size
         if full > state.stored:
@@ -143,6 +213,11 @@ class Cache:
         while state.announced:
             self._retract(state.announced.popleft())
         self.pool.release(state.blocks[state.freed :])
+        if self.snapshots is not None:
+            for _, row in state.saved:
+                self.snapshots.release(row)
+        state.saved.clear()
+        state.restored, state.output_state, state.branch = None, None, 0
         self._slots.append(state.slot)
         state.blocks, state.slot = [], None
         state.computed = state.target = state.stored = state.freed = 0
@@ -154,6 +229,8 @@ class Cache:
         """
         self.version += 1
         self.pool.forget()
+        if self.snapshots is not None:
+            self.snapshots.forget()
         self._announced.clear()
         for state in running:
             state.shares = False

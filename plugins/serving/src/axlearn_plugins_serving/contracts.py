@@ -271,6 +271,8 @@ class Row:
         mask: Mask for the chosen token; see `Constraint.mask`.
         targets: The token after each of `tokens`, if their log-probabilities are requested. The target after the last prompt
             token is 0, and its log-probability is ignored.
+        state: Row of the pool of recurrent states to continue from, if it is not the slot's. See `KeepsStates`.
+        snapshots: Rows of the pool in which to save the state, by position: a row holds the state after this number of tokens.
     """
 
     slot: int
@@ -280,6 +282,8 @@ class Row:
     sample: bool = True
     mask: np.ndarray | None = None
     targets: Sequence[int] | None = None
+    state: int | None = None
+    snapshots: Mapping[int, int] = {}
 
 
 @attrs.frozen(kw_only=True)
@@ -327,6 +331,20 @@ class HasWindow(Protocol):
     """
 
     window: int | None
+
+
+@runtime_checkable
+class KeepsStates(Protocol):
+    """A runner that keeps recurrent states in a pool of `max_rows` + `num_snapshots` rows.
+
+    The first `max_rows` rows belong to the slots. The engine saves states in the other rows, so that requests with a common prefix
+    and preempted requests can continue from there.
+
+    Attributes:
+        num_snapshots: Number of additional rows; None if the model has no recurrent states.
+    """
+
+    num_snapshots: int | None
 
 
 @runtime_checkable
@@ -396,7 +414,7 @@ class Runner(Protocol):
         decode_steps: Maximum value of `steps` in `submit`.
         adapters: Names of the LoRA adapters that requests can use.
 
-    A runner may also implement `HasWindow`, `HasProgram` or `HoldsResources`.
+    A runner may also implement `HasWindow`, `KeepsStates`, `HasProgram` or `HoldsResources`.
     """
 
     vocab_size: int

@@ -21,6 +21,7 @@ from axlearn_plugins_serving.cache import Cache
 from axlearn_plugins_serving.contracts import (
     HasWindow,
     HoldsResources,
+    KeepsStates,
     Output,
     QueueFullError,
     Request,
@@ -35,6 +36,7 @@ from axlearn_plugins_serving.request_state import RequestState
 from axlearn_plugins_serving.results import constraint_mask, read_part
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_serving.scheduler import Limits, Part, PriorityScheduler, Scheduler, SchedulerOutput
+from axlearn_plugins_serving.snapshots import Snapshots
 
 
 class _InFlightStep(NamedTuple):
@@ -91,6 +93,7 @@ class ServingEngine(Configurable):
             runner.max_rows,
             prefixes=cfg.prefix_cache,
             window=runner.window if isinstance(runner, HasWindow) else None,
+            snapshots=_snapshots(cfg, runner),
         )
         self.limits = Limits(
             rows=runner.max_rows,
@@ -239,7 +242,12 @@ class ServingEngine(Configurable):
                     outputs.append(Output(id=state.request.id, finish="error", error=problem))
                     self._remove_request(state)
                     continue
-            rows.append(_build_row(part, mask, token_known=self._uses_drafts(state)))
+            row = _build_row(part, mask, token_known=self._uses_drafts(state))
+            if self.cache.snapshots is not None:
+                end = part.start + part.count + (plan.steps - 1 if part.decodes else 0)
+                snapshots = self.cache.plan_snapshots(state, part.start, end, self.runner.chunk)
+                row, state.restored = attrs.evolve(row, state=state.restored, snapshots=snapshots), None
+            rows.append(row)
             parts.append(part)
         plan.parts = parts
         return rows
@@ -260,6 +268,8 @@ class ServingEngine(Configurable):
             self.runner.copy_blocks(plan.copies)
         with self.meter.time_runner():  # on CPU devices, this may wait for the step in flight
             pending = self.runner.submit(rows, plan.steps)
+        if self.cache.snapshots is not None:
+            self.cache.snapshots.submitted()
         for part in plan.parts:
             state = part.state
             state.computed = part.start + part.count + (plan.steps - 1 if part.decodes else 0)
@@ -330,6 +340,19 @@ def _build_row(part: Part, mask: Any, *, token_known: bool) -> Row:
         slot=state.slot, tokens=tokens, start=part.start, blocks=state.blocks, sample=part.sample, mask=mask,
         targets=targets,
     )  # fmt: skip
+
+
+def _snapshots(cfg: ServingEngine.Config, runner: Runner) -> Snapshots | None:
+    """Return the saved states of a model with recurrent layers, or None."""
+    if not isinstance(runner, KeepsStates) or runner.num_snapshots is None:
+        return None
+    if cfg.drafter is not None:
+        raise RequestError(
+            "a model with recurrent layers cannot be served with a drafter, because its state cannot return to before a rejected "
+            "draft\n"
+            f"    got: serving.drafter={type(cfg.drafter).__qualname__}\n    fix: set serving.drafter=null"
+        )
+    return Snapshots(runner.max_rows, runner.num_snapshots)
 
 
 def _context_length(cfg: ServingEngine.Config, runner: Runner) -> int:

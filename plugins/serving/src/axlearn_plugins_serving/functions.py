@@ -7,7 +7,8 @@ Legend: R rows of one token, K chunks of C tokens, L = R + K, T = R + K C, D wid
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
@@ -49,6 +50,7 @@ class Sizes:
         min_rows: Minimum number of rows outside attention. Steps are padded to it, so that results do not depend on the number of
             rows.
         layout: Layout of the linear maps' weights; None keeps the training layout.
+        snapshots: Number of recurrent states to keep for later requests, besides one per slot.
     """
 
     blocks: int
@@ -59,6 +61,7 @@ class Sizes:
     adapters: int = 0
     min_rows: int = 1
     layout: WeightLayout | None = None
+    snapshots: int = 0
 
 
 class ServingFunctions:
@@ -75,6 +78,7 @@ class ServingFunctions:
         head = children(decoder.cfg)["head"] if isinstance(decoder.cfg, OutputHeadRole) else None
         self._tied = head is None
         self.specs: dict[str, Any] = dict(self._generation.specs)
+        self.cache_spec = self._generation.bind(self._generation.specs).cache_spec()
 
     def declare(self) -> Mapping[str, Function]:
         """Return the functions that create the inputs of steps, by name."""
@@ -143,6 +147,9 @@ class ServingFunctions:
         }
 
     def _step_functions(self, weights: Any, tables: Any, cache: Any) -> Mapping[str, Function]:
+        pages = any(entry.per == "page" for entry in jax.tree.leaves(self.cache_spec))
+        required = (PagedAttentionOp.name,) if pages else ()
+
         def inputs(bucket: StepBucket) -> tuple[Any, ...]:
             return weights, cache, tables, Array((bucket.length,), jnp.int32)
 
@@ -154,7 +161,7 @@ class ServingFunctions:
                 donate=(1, 2),
                 takes_model=False,
                 takes_bucket=True,
-                required_kernels=(PagedAttentionOp.name,),
+                required_kernels=required,
                 describe="run one step and choose the next tokens",
             ),
             "serve_decode": Function(
@@ -164,17 +171,17 @@ class ServingFunctions:
                 donate=(1, 2),
                 takes_model=False,
                 takes_bucket=True,
-                required_kernels=(PagedAttentionOp.name,),
+                required_kernels=required,
                 describe="run several decoding steps",
             ),
         }
 
     def _block_functions(self, cache: Any) -> Mapping[str, Function]:
         ids = Array((self.sizes.blocks_per_call,), jnp.int32)
-        contents_spec = jax.tree.map(lambda s: Array((self.sizes.blocks_per_call, *s.shape[1:]), s.dtype), cache)
+        contents = tuple(Array((self.sizes.blocks_per_call, *s.shape[1:]), s.dtype) for s in self._pages(cache))
         return {
             "serve_copy": Function(
-                call=lambda cache, source, target: jax.tree.map(
+                call=lambda cache, source, target: self._map_pages(
                     lambda x: x.at[target].set(x.at[source].get(mode="clip"), mode="drop"), cache
                 ),
                 inputs=lambda _: (cache, ids, ids),
@@ -184,16 +191,16 @@ class ServingFunctions:
                 describe="copy cache blocks",
             ),
             "serve_read": Function(
-                call=lambda cache, source: jax.tree.map(lambda x: x.at[source].get(mode="clip"), cache),
+                call=lambda cache, source: tuple(x.at[source].get(mode="clip") for x in self._pages(cache)),
                 inputs=lambda _: (cache, ids),
                 takes_model=False,
                 describe="read blocks",
             ),
             "serve_write": Function(
-                call=lambda cache, target, contents: jax.tree.map(
+                call=lambda cache, target, contents: self._map_pages(
                     lambda x, new: x.at[target].set(new, mode="drop"), cache, contents
                 ),
-                inputs=lambda _: (cache, ids, contents_spec),
+                inputs=lambda _: (cache, ids, contents),
                 outputs=lambda _: cache,
                 donate=(0,),
                 takes_model=False,
@@ -206,8 +213,23 @@ class ServingFunctions:
         return {**flat, HEAD: model.decoder.head_weight()} if self._tied else flat
 
     def _build_cache(self) -> Any:
-        model = self._generation.bind(self._generation.specs)
-        return model.init_cache(1, self.sizes.blocks * self.sizes.block_size).layers
+        sizes = self.sizes
+        leading = {"page": (sizes.blocks,), "request": (sizes.slots + sizes.snapshots,)}
+        return jax.tree.map(lambda entry: entry.empty(leading[entry.per]), self.cache_spec)
+
+    def _map_pages(self, change: Callable[..., jax.Array], cache: Any, *others: Sequence[Any]) -> Any:
+        """Replace the arrays of a cache that have a leading axis of blocks.
+
+        `others` are sequences with an item for each of these arrays.
+        """
+        items = iter(zip(*others, strict=True)) if others else itertools.repeat(())
+        return jax.tree.map(lambda e, x: change(x, *next(items)) if e.per == "page" else x, self.cache_spec, cache)
+
+    def _pages(self, cache: Any) -> tuple[Any, ...]:
+        """Return the arrays of a cache that have a leading axis of blocks."""
+        pages: list[Any] = []
+        self._map_pages(lambda x: pages.append(x) or x, cache)
+        return tuple(pages)
 
     def _run_decoder(self, arrays: Arrays, cache: Any, tables: Tables, step: Step) -> tuple[Any, jax.Array, Any]:
         """Return the model, the decoder output before `finish` [T, D] and the new cache."""
@@ -306,8 +328,7 @@ class ServingFunctions:
 
         def one(index: jax.Array, state: Any) -> Any:
             results, cache, tables = state
-            tokens = jnp.where(index > 0, -1, step.tokens)
-            substep = attrs.evolve(step, start=step.start + index, tokens=tokens)
+            substep = step.substep(index, self.sizes.block_size)
             model, x, cache = self._run_decoder(arrays, cache, tables, substep)
             logits = self._logits(model, arrays, tables, x[substep.last_indices()], substep.slot)
             sampled, tables = self._choose_tokens(logits, tables, substep)

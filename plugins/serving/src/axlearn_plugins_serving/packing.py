@@ -10,6 +10,7 @@ import numpy as np
 from axlearn_plugins_serving.contracts import Row, RowResult, Sampling, TokenLogprobs
 from axlearn_plugins_serving.step_inputs import KIND, LOGPROBS, MASKED, SAMPLED, TARGETS, StepBucket
 from axlearn_plugins_serving.token_sampling import DRAWN, FULL, GREEDY
+from axlearn_plugins_transformer.recurrence import NOWHERE, PREVIOUS, ZERO
 
 
 @attrs.define
@@ -33,6 +34,11 @@ class _Part:
     start: int
     tokens: Sequence[int]
     last: bool
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + max(1, len(self.tokens))
 
 
 def sampling_kind(sampling: Sampling, masked: bool) -> int:
@@ -64,6 +70,9 @@ class Packer:
             step_chunks, chunks = chunks[: self.max_chunks], chunks[self.max_chunks :]
             bucket = self._find_bucket(len(step_rows), len(step_chunks))
             packed, step = bucket.empty(self.unused)
+            if bucket.states:
+                self._write_states(step, step_rows, rows)
+                self._write_states(step, step_chunks, rows)
             for index, part in [*enumerate(step_rows), *enumerate(step_chunks, bucket.rows)]:
                 self._write_part(step, index, part, rows[part.index], options[part.index])
                 place = places[part.index]
@@ -106,6 +115,30 @@ class Packer:
             step.flags[index] = SAMPLED | (MASKED if row.mask is not None else 0)
             step.header[KIND] = max(step.header[KIND], sampling_kind(sampling, row.mask is not None))
             step.header[LOGPROBS] |= sampling.logprobs is not None
+
+    @staticmethod
+    def _write_states(step: Any, parts: Sequence[_Part], rows: Sequence[Row]) -> None:
+        """Write the rows of the pool of states that the parts of a call read, write and save.
+
+        `parts` are the chunks of a call, or single tokens of different rows.
+        """
+        for index, part in enumerate(parts):
+            row, singles = rows[part.index], step.bucket.rows
+            single = len(row.tokens) <= 1 and row.targets is None
+            continues = index > 0 and parts[index - 1].index == part.index
+            continued = index + 1 < len(parts) and parts[index + 1].index == part.index
+            if continues:
+                read = PREVIOUS
+            elif part.start > row.start or row.state is None:
+                read = ZERO if part.start == 0 else row.slot
+            else:
+                read = row.state
+            save = row.snapshots.get(part.end, NOWHERE)
+            if single:  # the runner may choose several tokens, and saves the state at the end of a block
+                save = next(iter(row.snapshots.values()), NOWHERE)
+            # Only the last part of a row writes to its slot, because the order of writes to the same place is undefined.
+            place = index if single else singles + index
+            step.states[:, place] = read, NOWHERE if continued else row.slot, save
 
 
 class PendingStep:

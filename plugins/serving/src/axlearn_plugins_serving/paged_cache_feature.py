@@ -4,17 +4,15 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import attrs
 
-from axlearn_core.config import Node, find, node, setting
+from axlearn_core.config import Node, node, setting
 from axlearn_core.config.slots import list_slots
 from axlearn_core.config.tree import children, edit_nodes, find_slots
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
-from axlearn_plugins_transformer.alternate import Alternate
-from axlearn_plugins_transformer.attention import window_of
 from axlearn_plugins_transformer.attention_variants.latent_cache import LatentCache
 from axlearn_plugins_transformer.attention_variants.paged_latent_cache import PagedLatentCache
 from axlearn_plugins_transformer.kv_cache import KVCache
-from axlearn_plugins_transformer.layer_roles import AttentionKernelRole, WindowRole
+from axlearn_plugins_transformer.layer_roles import AttentionKernelRole
 from axlearn_plugins_transformer.paged_cache import PagedCache
 
 Tree = TypeVar("Tree", bound=Node[Any])
@@ -89,34 +87,12 @@ class UseFloat8Cache(UsePagedCache):
     store: Literal["int8", "float8_e4m3fn"] | None = "float8_e4m3fn"
 
 
-def keeps_cache(part: Node[Any]) -> bool:
-    """Return True if a node has a slot for a cache."""
-    return bool(list_slots(type(part), KVCache) or list_slots(type(part), LatentCache))
-
-
 def has_latents(model: Node[Any]) -> bool:
     """Return True if a model's config has latent attention.
 
     Latent attention caches one vector per token for all heads.
     """
     return bool(find_slots(model, LatentCache))
-
-
-def visible_window(model: Any) -> int | None:
-    """Return how many keys a token attends to in any layer, including itself.
-
-    Returns None if a layer attends to all keys.
-    """
-    if not isinstance(model, Node):
-        return None
-    windows: list[int | None] = []
-    for part in find(model, Node).values():
-        if keeps_cache(part):
-            window = children(part)["window"] if isinstance(part, WindowRole) else None
-            choices = (*window.first, *window.children) if isinstance(window, Alternate) else (window,)
-            windows += [window_of(choice) for choice in choices]
-    sizes = [window for window in windows if window is not None]
-    return max(sizes) if windows and len(sizes) == len(windows) else None
 
 
 def _latent_dtype_problem(store: str) -> Problem:

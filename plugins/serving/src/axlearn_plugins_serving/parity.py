@@ -15,7 +15,7 @@ from axlearn_core.nn.linear import Linear
 from axlearn_plugins_serving.contracts import HasConfig
 from axlearn_plugins_serving.paged_cache_feature import has_latents
 from axlearn_plugins_transformer.attention_variants.alibi import Alibi
-from axlearn_plugins_transformer.layer_roles import ExpertsRole
+from axlearn_plugins_transformer.layer_roles import ExpertsRole, RecurrentRole
 
 ROWS = 64
 """Minimum number of rows outside attention in `parity` mode. XLA for CPU multiplies fewer rows with a different algorithm. The
@@ -111,6 +111,8 @@ def check_parity(
         reasons.append(f"it computes in {model.precision.compute}, so its rounding depends on the order of sums")
     if find(model.cfg, ExpertsRole):
         reasons.append("it has experts, whose number of rows depends on the tokens that choose them")
+    if find(model.cfg, RecurrentRole):
+        reasons.append("it has recurrent layers, which compute a prompt in chunks and an output token by token")
     if has_latents(model.cfg):
         reasons.append("it has latent attention, which the engine's steps compute in the latent space, unlike training")
     if reasons:

@@ -26,6 +26,10 @@ class RequestState:
         keys: Keys of the full blocks in `tokens` that have been computed so far.
         key_version: Version of the weights that `keys` belong to.
         announced: Keys of blocks that the request is computing. The last key may be for a partial block.
+        restored: Row with the recurrent state from which the next step continues; None if it continues from the slot's.
+        saved: (position, row) of the recurrent states that submitted steps save and that have no key yet.
+        branch: Number of leading blocks that were cached when the request started, whether or not their state was.
+        output_state: Key of the state saved for the output, which the next one replaces.
         stored: Number of `blocks` whose content is registered in the cache.
         shares: Whether other requests may use its blocks. False after the weights change.
         cached_tokens: Number of prompt tokens that were in the cache when the request started; None before it starts.
@@ -37,9 +41,9 @@ class RequestState:
     """
 
     __slots__ = (
-        "announced", "arrival", "blocks", "cached_tokens", "computed", "finished", "freed", "indexed",
-        "inflight", "key_version", "keys", "limit", "places", "prompt_length", "prompt_logprobs", "request", "seed",
-        "sent_prompt_logprobs", "shares", "slot", "stored", "target", "tokens",
+        "announced", "arrival", "blocks", "branch", "cached_tokens", "computed", "finished", "freed", "indexed",
+        "inflight", "key_version", "keys", "limit", "output_state", "places", "prompt_length", "prompt_logprobs",
+        "request", "restored", "saved", "seed", "sent_prompt_logprobs", "shares", "slot", "stored", "target", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, *, seed: int, arrival: int, limit: int):
@@ -52,6 +56,10 @@ class RequestState:
         self.keys: list[Key] = []
         self.key_version = -1
         self.announced: deque[Key] = deque()
+        self.restored: int | None = None
+        self.saved: deque[tuple[int, int]] = deque()
+        self.branch = 0
+        self.output_state: Key | None = None
         self.shares = True
         self.cached_tokens: int | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []

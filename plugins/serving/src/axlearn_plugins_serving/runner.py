@@ -15,7 +15,8 @@ from flax import nnx
 
 from axlearn_core.compose import Function, Functional, ModelWeights, Program
 from axlearn_core.compose.model_program import ModelProgram
-from axlearn_core.config import Configurable, Node, node, setting
+from axlearn_core.config import Configurable, Node, find, node, setting
+from axlearn_core.config.tree import find_slots
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Target
 from axlearn_core.errors import Problem, RequestError
@@ -23,12 +24,15 @@ from axlearn_core.run.notices import log_message
 from axlearn_plugins_serving.contracts import Row, Sampling, SubmittedStep
 from axlearn_plugins_serving.functions import ServingFunctions, Sizes
 from axlearn_plugins_serving.packing import Packer, PendingStep
-from axlearn_plugins_serving.paged_cache_feature import UsePagedCache, visible_window
+from axlearn_plugins_serving.paged_cache_feature import UsePagedCache
 from axlearn_plugins_serving.parity import check_parity, min_rows
 from axlearn_plugins_serving.programs import BackgroundLoader, Shapes, identity, list_functions, load_programs
 from axlearn_plugins_serving.serving_linear import WeightLayout, describe_kept_layouts, stores_transposed
 from axlearn_plugins_serving.step_inputs import StepBucket
 from axlearn_plugins_serving.token_sampling import MAX_BIAS, table_row
+from axlearn_plugins_transformer.cache_spec import has_states, read_window
+from axlearn_plugins_transformer.kv_cache import KVCache
+from axlearn_plugins_transformer.layer_roles import RecurrentRole
 
 if TYPE_CHECKING:
     from axlearn_plugins_finetune.lora.rows import RowAdapters
@@ -73,6 +77,8 @@ class ModelRunner(Configurable):
             cache_dtype: Storage dtype of cached keys and values, with a scale per token and head. None uses the model's dtype.
             adapters: Name -> directory written by `axlearn lora export`. Requests select an adapter by name.
             kernel: Kernel of the `paged_attention` op; None picks the best kernel for the mode.
+            num_snapshots: Number of recurrent states to keep for later requests, if the model has recurrent layers. None keeps two
+                per running request.
         """
 
         block_size: int = setting(default=32, ge=1)
@@ -89,6 +95,7 @@ class ModelRunner(Configurable):
         cache_dtype: Literal["int8", "float8_e4m3fn"] | None = None
         adapters: Mapping[str, str] = {}
         kernel: str | None = None
+        num_snapshots: int | None = setting(default=None, ge=0)
 
         def validate(self) -> Iterable[Problem]:
             """Report invalid buckets, and caches that hold too many tokens."""
@@ -120,14 +127,19 @@ class ModelRunner(Configurable):
             """Number of blocks in the cache."""
             return self.num_blocks or self.max_rows * self.blocks_per_request
 
-        def buckets(self) -> list[StepBucket]:
-            """Return the shapes of steps, in ascending order."""
+        @property
+        def total_snapshots(self) -> int:
+            """Number of recurrent states to keep for later requests."""
+            return 2 * self.max_rows if self.num_snapshots is None else self.num_snapshots
+
+        def buckets(self, *, states: bool = False) -> list[StepBucket]:
+            """Return the shapes of steps, in ascending order. `states` is set for models with recurrent layers."""
             rows = sorted({min(n, self.max_rows) for n in (*self.row_buckets, self.max_rows)})
             most = -(-self.max_step_tokens // self.chunk)
             chunks = sorted({min(n, most) for n in (*self.chunk_buckets, most)})
 
             def bucket(rows: int, chunks: int) -> StepBucket:
-                return StepBucket(rows, chunks, self.chunk, self.blocks_per_request)
+                return StepBucket(rows, chunks, self.chunk, self.blocks_per_request, states)
 
             prompt_only = [bucket(0, k) for k in sorted({chunks[0], most})]
             return [*[bucket(n, 0) for n in rows], *prompt_only, *[bucket(rows[-1], k) for k in chunks]]
@@ -150,11 +162,11 @@ class ModelRunner(Configurable):
         self.max_prompt_tokens = -(-cfg.max_step_tokens // cfg.chunk) * cfg.chunk
         self.max_batch_tokens = self.max_prompt_tokens + cfg.max_rows
         self.vocab_size: int = model.vocab_size
-        self.window = visible_window(model.cfg)
         if cfg.mode == "parity":
             check_parity(model, self.adapters, cfg.cache_dtype, program, cfg.kernel)
         self.program = RunnerProgram.for_program(program, cfg, model)
-        self.buckets = self.program.buckets
+        self.buckets, self.window = self.program.buckets, read_window(self.program.cache_spec)
+        self.num_snapshots = cfg.total_snapshots if has_states(self.program.cache_spec) else None
         for note in self.program.notes():
             log_message(f"note: {note}")
         if programs is not None:
@@ -241,7 +253,7 @@ class ModelRunner(Configurable):
             contents = jax.device_get(read(self.cache, self._pad_ids(part)))
             parts.append(jax.tree.map(lambda x, n=len(part): x[:n], contents))
         if not parts:
-            return jax.tree.map(lambda x: np.zeros((0, *x.shape[1:]), x.dtype), self.cache)
+            return tuple(np.zeros((0, *s.shape[1:]), s.dtype) for s in self.program.trace("serve_read").out_info)
         return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
     def write_blocks(self, blocks: Sequence[int], contents: Any) -> None:
@@ -316,15 +328,17 @@ class RunnerProgram(ModelProgram):
 
         `model` is the config of a `CausalLM`; see `ModelProgram` for the other arguments.
         """
-        self.cfg, self.model, self.buckets = cfg, model, cfg.buckets()
+        self.cfg, self.model = cfg, model
         self._weight_layout: WeightLayout | None = _weight_layout(cfg, model, devices)
         kernel = cfg.kernel or ("invariant" if cfg.mode == "parity" else None)
         on_cpu = devices[0].platform == "cpu"
         cache = UsePagedCache(page_size=cfg.block_size, heads_first=on_cpu, store=cfg.cache_dtype, kernel=kernel)
-        served = cache.apply(model)
+        # A model without attention has no cache of tokens.
+        served = model if find(model, RecurrentRole) and not find_slots(model, KVCache) else cache.apply(model)
         if cfg.adapters:
             served = read_adapters(cfg.adapters).apply(served)
         super().__init__(Functional.from_config(served), devices, mesh, target, self._declare)
+        self.buckets = cfg.buckets(states=has_states(self.cache_spec))
 
     @classmethod
     def for_program(
@@ -356,6 +370,11 @@ class RunnerProgram(ModelProgram):
         return program
 
     @property
+    def cache_spec(self) -> Any:
+        """The entries of each layer's cache; see `axlearn_plugins_transformer.cache_spec`."""
+        return self._serving.cache_spec
+
+    @property
     def configs(self) -> Mapping[str, Node[Any]]:
         """The configs that determine the functions."""
         return {"model": self.model, "runner": self.cfg}
@@ -371,6 +390,7 @@ class RunnerProgram(ModelProgram):
             adapters=len(cfg.adapters),
             min_rows=min_rows(model) if cfg.mode == "parity" else 1,
             layout=self._weight_layout,
+            snapshots=cfg.total_snapshots,
         )
         self._serving = ServingFunctions(model, sizes)
         return self._serving.declare()

@@ -12,12 +12,17 @@ import numpy as np
 
 from axlearn_plugins_transformer.kernels.paged_attention import Split
 from axlearn_plugins_transformer.paged_cache import PagedSlots
+from axlearn_plugins_transformer.recurrence import NOWHERE, ZERO, StateRows
 
 SAMPLED, MASKED = 1, 2
 """Flags of a row: choose its next token; apply the slot's mask."""
 KIND, LOGPROBS, TARGETS = 0, 1, 2
 """Header indices: the kind of sampling, and whether to report log-probabilities of chosen tokens and of targets."""
 HEADER = 4
+STATES = READ, WRITE, SAVE = 0, 1, 2
+"""Indices of `Step.states`."""
+NO_STATE = ZERO, NOWHERE, NOWHERE
+"""`Step.states` of a row that is not assigned."""
 
 
 @attrs.frozen
@@ -29,12 +34,14 @@ class StepBucket:
         chunks: K.
         chunk: C.
         blocks: M.
+        states: Whether the model has recurrent states.
     """
 
     rows: int
     chunks: int
     chunk: int
     blocks: int
+    states: bool = False
 
     @property
     def results(self) -> int:
@@ -54,6 +61,7 @@ class StepBucket:
         return {
             "header": (HEADER,), "slot": per_result, "flags": per_result, "start": per_result, "count": per_result,
             "tokens": (self.tokens,), "targets": per_chunk, "table": (self.results, self.blocks),
+            "states": (len(STATES), self.results if self.states else 0),
         }  # fmt: skip
 
     @property
@@ -79,6 +87,7 @@ class StepBucket:
         step = self.unpack(packed)
         step.slot[:] = unused
         step.tokens[:] = 0
+        step.states[:] = np.asarray(NO_STATE, np.int32)[:, None]
         return packed, step
 
 
@@ -95,6 +104,7 @@ class Step:
         tokens: [T]; -1 stands for the last token chosen for the slot.
         targets: [K, C].
         table: [L, M], blocks of each row.
+        states: [3, L], rows of the pool of states to read, write and save; see `StateRows`. [3, 0] for a model without states.
     """
 
     bucket: StepBucket
@@ -106,6 +116,7 @@ class Step:
     tokens: jax.Array
     targets: jax.Array
     table: jax.Array
+    states: jax.Array
 
     def positions(self) -> tuple[jax.Array, jax.Array]:
         """Return the position, int32 [T], and the validity, bool [T], of each token.
@@ -138,7 +149,25 @@ class Step:
             lengths=jnp.where(self.count > 0, self.start + counts, counts),
             write=write,
             split=Split(rows, chunk),
+            states=self._state_rows() if self.bucket.states else None,
         )
+
+    def _state_rows(self) -> StateRows:
+        read, write, save = self.states
+        return StateRows(
+            read=read, write=write, save=save, counts=self.count, singles=self.bucket.rows, chunk=self.bucket.chunk
+        )
+
+    def substep(self, index: jax.Array, block_size: int) -> "Step":
+        """Return the step in which each single row decodes its next token but `index`.
+
+        States are read where the previous token wrote them, and saved only at the end of a block.
+        """
+        tokens, start = jnp.where(index > 0, -1, self.tokens), self.start + index
+        read, write, save = self.states
+        ends = (start[: read.shape[0]] + 1) % block_size == 0
+        states = jnp.stack([jnp.where(index > 0, write, read), write, jnp.where(ends, save, NOWHERE)])
+        return attrs.evolve(self, start=start, tokens=tokens, states=states)
 
     def last_indices(self) -> jax.Array:
         """Return the index of each row's last token along T, int32 [L]."""

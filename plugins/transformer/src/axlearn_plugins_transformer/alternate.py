@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from axlearn_core.config import REQUIRED, Node, map, node
+from axlearn_core.config import REQUIRED, Node, node
+from axlearn_core.config.tree import children, with_children
 from axlearn_core.errors import ConfigError, Problem
 
 
@@ -59,12 +60,19 @@ def change_slot(slot: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def layer_configs(layer: Node[Any], num_layers: int) -> list[Node[Any]]:
-    """Return the config of each layer, with each `Alternate` replaced by the layer's node."""
+    """Return the config of each layer, with each `Alternate` replaced by the layer's node.
 
-    def resolve_layer(index: int) -> Node[Any]:
-        return map(layer, lambda part: part.select(index) if isinstance(part, Alternate) else part)
+    An `Alternate` within a node of another `Alternate` counts only layers whose node has the same type. For example, if every
+    fourth layer has attention, and every second attention layer has a window, every eighth layer has a window.
+    """
+    return [_resolve(layer, i) for i in range(num_layers)]
 
-    return [resolve_layer(i) for i in range(num_layers)]
+
+def _resolve(part: Any, index: int) -> Any:
+    if isinstance(part, Alternate):
+        chosen = part.select(index)
+        return _resolve(chosen, sum(type(part.select(i)) is type(chosen) for i in range(index)))
+    return with_children(part, {name: _resolve(child, index) for name, child in children(part).items()})
 
 
 class LayerPattern(NamedTuple):

@@ -80,8 +80,8 @@ class AttentionLayer(Protocol):
         """Apply the layer: [B, S, D] and its cache -> ([B, S, D], new cache)."""
         ...
 
-    def init_cache(self, batch: int, length: int) -> Any:
-        """Return an empty cache for `batch` rows of at most `length` tokens."""
+    def cache_spec(self) -> Any:
+        """Return the entries of the cache; see `KeepsCache`."""
         ...
 
 
@@ -166,9 +166,10 @@ class Attention(Layer):
         if cfg.position is not None:
             self.position = self.child(cfg.position, rngs=rngs, head_dim=self.head_dim, num_heads=cfg.num_heads)
 
-    def init_cache(self, batch: int, length: int) -> Any:
-        """Return an empty cache for `batch` rows of at most `length` tokens."""
-        return build_cache(self.cfg.kv_cache).init(batch, length, self.kv_heads, self.head_dim, self.precision.compute)
+    def cache_spec(self) -> Any:
+        """Return the entries of the cache; see `KeepsCache`."""
+        layout, window = build_cache(self.cfg.kv_cache), window_of(self.cfg.window)
+        return layout.spec(self.kv_heads, self.head_dim, self.precision.compute, window)
 
     def mask(self, context: Context) -> masks.Mask:
         """Return the attention mask."""

@@ -34,8 +34,8 @@ class DecoderModel(Protocol):
         """Return the output weight, [D, V]."""
         ...
 
-    def init_cache(self, batch: int, length: int) -> Any:
-        """Return an empty cache for `batch` rows of at most `length` tokens."""
+    def cache_spec(self) -> tuple[Any, ...]:
+        """Return the entries of each layer's cache; see `KeepsCache`."""
         ...
 
     def unstacked(self) -> Any:
@@ -219,7 +219,11 @@ class CausalLM(Layer):
 
     def init_cache(self, batch: int, length: int) -> Any:
         """Return an empty cache for `batch` rows of at most `length` tokens."""
-        return self.decoder.init_cache(batch, length)
+        return Cache.empty(self.cache_spec(), batch, length)
+
+    def cache_spec(self) -> tuple[Any, ...]:
+        """Return the entries of each layer's cache; see `KeepsCache`."""
+        return self.decoder.cache_spec()
 
     def unstacked(self) -> "CausalLM":
         """Return this model in the form that decodes fastest. It is not for training."""

@@ -97,9 +97,9 @@ class DropoutOutput(Layer):
         self.base = self.child(cfg.base, rngs=rngs, input_dim=cfg.input_dim)
         self.dropout = nnx.Dropout(cfg.dropout, rngs=rngs)
 
-    def init_cache(self, batch: int, length: int) -> Any:
-        """Return an empty cache; see `AttentionLayer`."""
-        return self.base.init_cache(batch, length)
+    def cache_spec(self) -> Any:
+        """Return the entries of the layer's cache; see `KeepsCache`."""
+        return self.base.cache_spec()
 
     def __call__(self, x: jax.Array, *args: Any) -> Any:
         """Call `base` on [B, S, D] and apply dropout to its output.

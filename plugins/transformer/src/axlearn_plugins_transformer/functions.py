@@ -161,7 +161,8 @@ class GenerationFunctions:
         The prompt is the first `length` tokens of [1, S].
         """
         model = self.bind(arrays)
-        hidden, cache = model.decoder(tokens, Context(), cache)
+        real = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < length
+        hidden, cache = model.decoder(tokens, Context(real=real), cache)
         last = lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=1)
         return pick(model.logits(last)[0, 0], draw, bucket.top_k), dataclasses.replace(cache, length=length)
 

@@ -12,6 +12,7 @@ from jax import lax
 
 from axlearn_core.config import Configurable, Node, node
 from axlearn_core.errors import RequestError
+from axlearn_plugins_transformer.cache_spec import CacheEntry
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 
 
@@ -29,8 +30,15 @@ class CacheContents(NamedTuple):
 class KVCache(Protocol):
     """The layout of a cache, and attention over it. It is built without arguments."""
 
-    def init(self, batch: int, length: int, num_kv_heads: int, head_dim: int, dtype: str) -> Any:
-        """Return an empty cache."""
+    def spec(self, num_kv_heads: int, head_dim: int, dtype: str, window: int | None = None) -> Any:
+        """Return a pytree of `CacheEntry`: the arrays of the cache.
+
+        Args:
+            num_kv_heads: K.
+            head_dim: H.
+            dtype: Dtype of the keys and values.
+            window: Number of keys that a query attends to, or None for all.
+        """
         ...
 
     def attend(self, cache: Any, op: AttentionOp, slots: jax.Array, kernel: str | None) -> tuple[jax.Array, Any]:
@@ -39,7 +47,7 @@ class KVCache(Protocol):
         Slots after the new tokens may contain arbitrary values; the causal mask hides them.
 
         Args:
-            cache: Cache from `init` or an earlier call.
+            cache: Arrays of `spec`, from an earlier call or all zero.
             op: Attention of the new tokens (queries [B, S, N, H], keys and values [B, S, K, H]), with mask, scale, soft
                 cap and bias, but without slots.
             slots: Slots of the new tokens, int32 [B or 1, S], consecutive in each row.
@@ -58,10 +66,10 @@ def build_cache(cfg: Node[Any]) -> Any:
     """Build the layout of a cache.
 
     Raises:
-        RequestError: The layout does not have `init` and `attend` methods.
+        RequestError: The layout does not have `spec` and `attend` methods.
     """
     layout = cfg.build()
-    missing = [name for name in ("init", "attend") if not callable(getattr(layout, name, None))]
+    missing = [name for name in ("spec", "attend") if not callable(getattr(layout, name, None))]
     if missing:
         raise RequestError(
             f"the cache layout {type(layout).__name__} has no method `{'` and no `'.join(missing)}`\n"
@@ -82,10 +90,10 @@ class ContiguousCache(Configurable):
     def __init__(self, cfg: Config):
         self.cfg = cfg
 
-    def init(self, batch: int, length: int, num_kv_heads: int, head_dim: int, dtype: str) -> dict[str, jax.Array]:
-        """Return an empty cache."""
-        shape = (batch, length, num_kv_heads, head_dim)
-        return {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
+    def spec(self, num_kv_heads: int, head_dim: int, dtype: str, window: int | None = None) -> dict[str, CacheEntry]:
+        """Return the entries of keys and values, which are stored per token."""
+        entry = CacheEntry(per="token", shape=(num_kv_heads, head_dim), dtype=dtype, window=window)
+        return {"key": entry, "value": entry}
 
     def append(
         self, cache: dict[str, jax.Array], key: jax.Array, value: jax.Array, slots: jax.Array

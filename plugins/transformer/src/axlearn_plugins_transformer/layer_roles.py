@@ -27,6 +27,12 @@ class AttentionKernelRole(Role, fields=("kernel",)):
     __slots__ = ()
 
 
+class RecurrentRole(Role):
+    """A layer that keeps a state per request instead of its tokens; see `axlearn_plugins_transformer.recurrence`."""
+
+    __slots__ = ()
+
+
 class LanguageModelRole(Role, fields=("vocab_size", "decoder")):
     """A model that builds a `LanguageModel`.
 

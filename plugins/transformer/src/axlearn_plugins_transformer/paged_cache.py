@@ -14,9 +14,11 @@ import jax.numpy as jnp
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.errors import RequestError
 from axlearn_core.nn.sharding import constrain
+from axlearn_plugins_transformer.cache_spec import CacheEntry
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import Causal, Mask, SlidingWindow
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, Split
+from axlearn_plugins_transformer.recurrence import StateRows
 
 
 @jax.tree_util.register_dataclass
@@ -31,12 +33,14 @@ class PagedSlots:
         lengths: Number of tokens in each request, including the new ones, int32 [R].
         write: Destination `page * S + slot` of each new token, int32 [T]. Tokens with an index after the last page are dropped.
         split: Number of new tokens per request.
+        states: Rows of recurrent states, for models that have them.
     """
 
     table: jax.Array
     lengths: jax.Array
     write: jax.Array
     split: Split = dataclasses.field(metadata={"static": True})
+    states: StateRows | None = None
 
     @classmethod
     def from_slots(cls, slots: jax.Array, rows: int, pages: int, size: int) -> "PagedSlots":
@@ -132,26 +136,34 @@ class PagedCache(Configurable):
     def __init__(self, cfg: Config):
         self.cfg = cfg
 
-    def init(self, batch: int, length: int, num_kv_heads: int, head_dim: int, dtype: str) -> dict[str, jax.Array]:
-        """Return pages [P, S, 2 G, H] for `batch` rows of `length` tokens.
+    def spec(self, num_kv_heads: int, head_dim: int, dtype: str, window: int | None = None) -> dict[str, CacheEntry]:
+        """Return the entries of the pages, [S, 2 G, H], and of the scales.
 
         The keys of head g are at index 2 g, and its values at 2 g + 1.
         """
-        size = self.cfg.page_size
-        inner = (2, num_kv_heads, size) if self.cfg.heads_first else (size, 2 * num_kv_heads)
-        shape, store = (batch * -(-length // size), *inner), self.cfg.store
-        pages = self._place(jnp.zeros((*shape, head_dim), store or dtype))
-        return {"pages": pages} if store is None else {"pages": pages, "scales": self._place(jnp.zeros(shape), -1)}
+        size, store = self.cfg.page_size, self.cfg.store
+        shape = (2, num_kv_heads, size) if self.cfg.heads_first else (size, 2 * num_kv_heads)
+        kind: dict[str, Any] = {"per": "page", "page_size": size, "window": window}
+        axes = self._axes[1:]
+        pages = {"pages": CacheEntry(shape=(*shape, head_dim), dtype=store or dtype, axes=axes, **kind)}
+        return (
+            pages
+            if store is None
+            else {**pages, "scales": CacheEntry(shape=shape, dtype="float32", axes=axes[:-1], **kind)}
+        )
+
+    @property
+    def _axes(self) -> tuple[str | None, ...]:
+        """Logical axes of the pages."""
+        heads = "activation_kv"
+        return (None, None, heads, None, None) if self.cfg.heads_first else (None, None, heads, None)
 
     def _place(self, array: jax.Array, last: int = 0) -> jax.Array:
         """Shard an array by heads.
 
         `last` is -1 if the array does not have the dimension H.
         """
-        axes = (
-            (None, None, "activation_kv", None, None) if self.cfg.heads_first else (None, None, "activation_kv", None)
-        )
-        return constrain(array, *axes[: len(axes) + last])
+        return constrain(array, *self._axes[: len(self._axes) + last])
 
     def attend(
         self, cache: dict[str, jax.Array], op: AttentionOp, slots: Any, kernel: str | None

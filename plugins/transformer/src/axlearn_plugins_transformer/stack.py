@@ -43,8 +43,8 @@ class StackLayer(Protocol):
         """Apply the layer: [B, S, D] and its cache -> ([B, S, D], new cache)."""
         ...
 
-    def init_cache(self, batch: int, length: int) -> Any:
-        """Return an empty cache for `batch` rows of at most `length` tokens."""
+    def cache_spec(self) -> Any:
+        """Return the entries of the cache; see `KeepsCache`."""
         ...
 
 

@@ -14,6 +14,7 @@ from axlearn_core.errors import Problem
 from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.attention import Attention, AttentionLayer
+from axlearn_plugins_transformer.cache_spec import empty_cache
 from axlearn_plugins_transformer.embedding import Embedding, OutputHead, PositionEmbedding, TokenEmbedding
 from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward
 from axlearn_plugins_transformer.layer_roles import OutputHeadRole, SequentialRole, SplitDecoderRole, SplitLayerRole
@@ -68,9 +69,9 @@ class TransformerLayer(Layer):
                 if norm is not None:
                     setattr(self, f"{half}_{name}", self.child(norm, rngs=rngs, dim=cfg.input_dim))
 
-    def init_cache(self, batch: int, length: int) -> Any:
-        """Return an empty cache for `batch` rows of at most `length` tokens."""
-        return self.attention.init_cache(batch, length)
+    def cache_spec(self) -> Any:
+        """Return the entries of the cache; see `KeepsCache`."""
+        return self.attention.cache_spec()
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
         """Apply the layer: [B, S, D] and its cache -> ([B, S, D], new cache)."""
@@ -103,12 +104,17 @@ class Cache:
     """The caches of all layers.
 
     Attributes:
-        layers: One entry per layer, in the layout of the attention's `kv_cache`.
+        layers: One entry per layer, with the arrays that its `cache_spec` declares.
         length: Number of used slots, int32 [] or [B]. Lowering it discards later tokens.
     """
 
     layers: tuple[Any, ...]
     length: jax.Array
+
+    @classmethod
+    def empty(cls, spec: tuple[Any, ...], rows: int, length: int) -> "Cache":
+        """Return an empty cache for `rows` rows of at most `length` tokens, with the entries of each layer in `spec`."""
+        return cls(empty_cache(spec, rows, length), jnp.zeros((), jnp.int32))
 
 
 class Decoder(Layer):
@@ -161,7 +167,7 @@ class Decoder(Layer):
         Args:
             tokens: int32 [B, S]. With a cache, these follow the cached tokens.
             context: Context of the layers.
-            cache: Cache from `init_cache` or an earlier call, or None.
+            cache: Cache from `Cache.empty` or an earlier call, or None.
         """
         x, context = self._embed(tokens, context, cache)
         x, entries = self.cfg.stack.build()(self.layer, x, context, None if cache is None else cache.layers)
@@ -220,10 +226,9 @@ class Decoder(Layer):
         )
         return nnx.merge(*nnx.split(last), copy=True) if splittable else None
 
-    def init_cache(self, batch: int, length: int) -> Cache:
-        """Return an empty cache for `batch` rows of at most `length` tokens."""
-        entries = tuple(x.init_cache(batch, length) for x in each_layer(self.layer, self.cfg.num_layers))
-        return Cache(entries, jnp.zeros((), jnp.int32))
+    def cache_spec(self) -> tuple[Any, ...]:
+        """Return the entries of each layer's cache; see `KeepsCache`."""
+        return tuple(layer.cache_spec() for layer in each_layer(self.layer, self.cfg.num_layers))
 
     def unstacked(self) -> "Decoder":
         """Return a copy of this decoder with separate layers. The copy shares all other parameters."""

@@ -11,6 +11,7 @@ import pytest
 from axlearn_core.nn.layer import Context
 from axlearn_plugins_transformer import attention
 from axlearn_plugins_transformer.attention_variants.alibi import Alibi, slopes
+from axlearn_plugins_transformer.cache_spec import empty_cache
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.masks import Causal, Prefix, SlidingWindow
@@ -106,7 +107,7 @@ def test_the_layer_with_a_cache_is_the_layer_without(layer, run, kv_heads, norma
     q, k, v = (np.einsum("bsd,dnh->bsnh", x, part.weight[...]) for part in (module.query, module.key, module.value))
     by_hand = np.einsum("bsnh,nhd->bsd", reference(q, k, v, slopes(4), 6**-0.5), module.output.weight[...])
     np.testing.assert_allclose(expected, by_hand, rtol=1e-4, atol=1e-4)
-    cache, parts = module.init_cache(2, 12), []
+    cache, parts = empty_cache(module.cache_spec(), 2, 12), []
     for start, end in ((0, 3), (3, 4), (4, 5), (5, 8)):
         slots = jnp.arange(start, end, dtype=jnp.int32)[None]
         y, cache = run(module, x[:, start:end], Context(positions=slots, slots=slots), cache)

@@ -13,6 +13,7 @@ from axlearn_core.nn.linear import Linear
 from axlearn_plugins_rope.rotary import RotaryEmbedding
 from axlearn_plugins_transformer.attention_variants.alibi import Alibi
 from axlearn_plugins_transformer.attention_variants.latent import LatentAttention
+from axlearn_plugins_transformer.cache_spec import empty_cache
 
 PAPER = LatentAttention.Config(
     num_heads=3,
@@ -119,7 +120,7 @@ def test_with_a_cache_is_without(layer, run, name, normal):
     module = layer(variant(name))
     x = normal(2, 8, 24, seed=1)
     expected, _ = run(module, x, Context())
-    cache = module.init_cache(2, 12)
+    cache = empty_cache(module.cache_spec(), 2, 12)
     assert {leaf.shape for leaf in jax.tree.leaves(cache)} == {(2, 12, 10 + 4)}  # d_c + d_h^R numbers per token
     parts = []
     for start, end in ((0, 3), (3, 4), (4, 5), (5, 8)):
@@ -134,7 +135,7 @@ def test_rows_of_different_length_share_a_cache(layer, run, normal):
     module = layer(PAPER)
     x = normal(2, 6, 24, seed=1)
     slots = jnp.arange(6, dtype=jnp.int32)[None]
-    _, cache = run(module, x, Context(positions=slots, slots=slots), module.init_cache(2, 8))
+    _, cache = run(module, x, Context(positions=slots, slots=slots), empty_cache(module.cache_spec(), 2, 8))
     last = normal(2, 1, 24, seed=2)
     ends = jnp.asarray([[6], [4]], jnp.int32)  # the last two of the second row were padding
     y, _ = run(module, last, Context(positions=ends, slots=ends), cache)
@@ -161,7 +162,7 @@ def test_decoding_makes_no_keys_or_values_of_the_heads(layer):
         result = jax.make_jaxpr(lambda x, c: module(x, Context(positions=at, slots=at), c))(x, cache)
         return {s for s in shapes_in(result.jaxpr) if len(s) == 4 and 500 in s and 3 in s and s[-1] != 500}
 
-    cache = module.init_cache(1, 500)
+    cache = empty_cache(module.cache_spec(), 1, 500)
     assert (1, 500, 3, 8) in largest(2, cache)
     assert not largest(1, cache)
 
@@ -178,7 +179,7 @@ def test_projections_of_other_kinds_are_absorbed_too(layer, run, normal):
     module = layer(attrs.evolve(PAPER, key=other, value=other))
     x = normal(1, 5, 24, seed=1)
     expected, _ = run(module, x, Context())
-    cache, slots = module.init_cache(1, 5), jnp.arange(5, dtype=jnp.int32)[None]
+    cache, slots = empty_cache(module.cache_spec(), 1, 5), jnp.arange(5, dtype=jnp.int32)[None]
     _, cache = run(module, x[:, :4], Context(positions=slots[:, :4], slots=slots[:, :4]), cache)
     y, _ = run(module, x[:, 4:], Context(positions=slots[:, 4:], slots=slots[:, 4:]), cache)
     np.testing.assert_allclose(y[:, 0], expected[:, 4], rtol=1e-4, atol=1e-5)
@@ -203,7 +204,7 @@ def test_documents_in_a_row_do_not_see_one_another(layer, run, normal):
     np.testing.assert_allclose(y[:, :3], run(module, x[:, :3], Context())[0], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(y[:, 3:], run(module, x[:, 3:], Context())[0], rtol=1e-4, atol=1e-5)
     with pytest.raises(RequestError, match="leave out segment_ids"):
-        module(x, Context(segment_ids=ids), module.init_cache(1, 8))
+        module(x, Context(segment_ids=ids), empty_cache(module.cache_spec(), 1, 8))
 
 
 def test_heads_that_do_not_divide_the_width():

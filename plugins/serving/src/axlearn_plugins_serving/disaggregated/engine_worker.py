@@ -144,6 +144,7 @@ def main(descriptor: int) -> int:
     connection = multiprocessing.connection.Connection(descriptor)
     settings: Settings = pickle.loads(connection.recv_bytes())
     from axlearn_core.errors import AxlearnError
+    from axlearn_plugins_serving.disaggregated.handoff import check_transfers
     from axlearn_plugins_serving.engine_devices import set_up_devices
     from axlearn_plugins_serving.open_engine import open_engine, open_with_programs
 
@@ -151,6 +152,7 @@ def main(descriptor: int) -> int:
     try:
         options = {"config": settings.config, "step": settings.step, "programs": settings.programs}
         opened = (open_engine if settings.needs_programs else open_with_programs)(settings.uri, **options)
+        check_transfers(opened.engine)
     except AxlearnError as error:
         connection.send(Failed(str(error), request_wrong=isinstance(error, RequestError) or error.exit_code == 2))
         return error.exit_code

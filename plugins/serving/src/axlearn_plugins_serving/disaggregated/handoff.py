@@ -12,6 +12,7 @@ import attrs
 import jax
 import numpy as np
 
+from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.blocks import block_keys, root_key
 from axlearn_plugins_serving.engine import ServingEngine
 
@@ -38,6 +39,16 @@ class Transfer:
     def remove(self) -> None:
         """Remove the file if it still exists."""
         Path(self.path).unlink(missing_ok=True)
+
+
+def check_transfers(engine: ServingEngine) -> None:
+    """Raise RequestError if the blocks of a prompt do not contain all that another engine needs."""
+    if engine.cache.snapshots is not None:
+        raise RequestError(
+            "prefill and decode cannot be separated for a model with recurrent layers\n"
+            "    got: a model with recurrent states, which are not part of the blocks that are transferred\n"
+            "    fix: serve it with replicas, or in one process"
+        )
 
 
 def shared_folder() -> "tempfile.TemporaryDirectory[str]":
@@ -82,8 +93,7 @@ def read_prefix(engine: ServingEngine, tokens: tuple[int, ...], adapter: str | N
             end = begin + int(np.prod(shape)) * np.dtype(dtype).itemsize
             arrays.append(data[begin:end].view(np.dtype(dtype)).reshape(shape)[matched:])
             begin = end
-        cache: Any = engine.runner.cache  # type: ignore[attr-defined]  # for its tree structure
-        engine.runner.write_blocks(blocks, jax.tree.unflatten(jax.tree.structure(cache), arrays))
+        engine.runner.write_blocks(blocks, tuple(arrays))
         for block, key in zip(blocks, keys[matched:], strict=True):
             pool.set_content(block, key)
         pool.release(blocks)

@@ -122,12 +122,10 @@ class LatentAttention(Layer):
         if cfg.position is not None:
             self.position = self.child(cfg.position, rngs=rngs, head_dim=self.rope_dim, num_heads=heads)
 
-    def init_cache(self, batch: int, length: int) -> Any:
-        """Return an empty cache for `batch` rows of at most `length` tokens.
-
-        The cache holds R + P numbers per token.
-        """
-        return build_cache(self.cfg.latent_cache).init(batch, length, self.rank + self.rope_dim, self.precision.compute)
+    def cache_spec(self) -> Any:
+        """Return the entries of the cache, which holds R + P numbers per token."""
+        layout, window = build_cache(self.cfg.latent_cache), window_of(self.cfg.window)
+        return layout.spec(self.rank + self.rope_dim, self.precision.compute, window)
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
         """Apply the layer: [B, S, D] and its cache -> ([B, S, D], new cache)."""

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from axlearn_core.config import Configurable, node
+from axlearn_plugins_transformer.cache_spec import CacheEntry
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 
 
@@ -31,8 +32,8 @@ class LatentCache(Protocol):
     It is built without arguments.
     """
 
-    def init(self, batch: int, length: int, dim: int, dtype: str) -> Any:
-        """Return an empty cache."""
+    def spec(self, dim: int, dtype: str, window: int | None = None) -> Any:
+        """Return a pytree of `CacheEntry` for latents of size `dim`; see `KVCache.spec`."""
         ...
 
     def attend(
@@ -43,7 +44,7 @@ class LatentCache(Protocol):
         Slots after the new tokens may contain arbitrary values; the causal mask hides them.
 
         Args:
-            cache: Cache from `init` or an earlier call.
+            cache: Arrays of `spec`, from an earlier call or all zero.
             latents: Latents of the new tokens, [B, S, L].
             slots: Slots of the new tokens, int32 [B or 1, S], consecutive in each row.
             attention: Builds the op in which the new tokens attend to latents.
@@ -68,9 +69,9 @@ class ContiguousLatentCache(Configurable):
     def __init__(self, cfg: Config):
         self.cfg = cfg
 
-    def init(self, batch: int, length: int, dim: int, dtype: str) -> jax.Array:
-        """Return an empty cache."""
-        return jnp.zeros((batch, length, dim), dtype)
+    def spec(self, dim: int, dtype: str, window: int | None = None) -> CacheEntry:
+        """Return the entry of the latents, which are stored per token."""
+        return CacheEntry(per="token", shape=(dim,), dtype=dtype, window=window)
 
     def append(self, cache: jax.Array, latents: jax.Array, slots: jax.Array) -> tuple[jax.Array, SeenLatents]:
         """Write latents to the slots, which are consecutive in each row."""

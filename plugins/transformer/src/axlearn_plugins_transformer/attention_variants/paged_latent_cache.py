@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.errors import RequestError
 from axlearn_plugins_transformer.attention_variants.latent_cache import LatentAttentionOp, SeenLatents
+from axlearn_plugins_transformer.cache_spec import CacheEntry
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 from axlearn_plugins_transformer.paged_cache import PagedSlots, window_size, write_slots
 
@@ -33,13 +34,10 @@ class PagedLatentCache(Configurable):
     def __init__(self, cfg: Config):
         self.cfg = cfg
 
-    def init(self, batch: int, length: int, dim: int, dtype: str) -> dict[str, jax.Array]:
-        """Return pages [P, S, L] for `batch` rows of `length` tokens.
-
-        The pages are replicated across devices.
-        """
+    def spec(self, dim: int, dtype: str, window: int | None = None) -> dict[str, CacheEntry]:
+        """Return the entry of the pages, [S, L]. They are replicated across devices."""
         size = self.cfg.page_size
-        return {"pages": jnp.zeros((batch * -(-length // size), size, dim), dtype)}
+        return {"pages": CacheEntry(per="page", shape=(size, dim), dtype=dtype, page_size=size, window=window)}
 
     def attend(
         self,

@@ -11,6 +11,7 @@ import pytest
 
 from axlearn_core.config import Node
 from axlearn_core.errors import RequestError
+from axlearn_plugins_transformer.cache_spec import empty_cache
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import Causal, Mask, SlidingWindow
 from axlearn_plugins_transformer.kv_cache import build_cache
@@ -44,7 +45,7 @@ class KVCacheSuite:
 
     def empty(self, dtype: str = "float32") -> Any:
         """Return an empty cache of `length` slots."""
-        return build_cache(self.config).init(B, self.length, K, H, dtype)
+        return empty_cache(build_cache(self.config).spec(K, H, dtype), B, self.length)
 
     def attend(self, cache: Any, op: AttentionOp, rows: Sequence[Any], slots: Any, kernel: str | None = None) -> Any:
         """Attend for some tokens of each row (slices or indices).

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_plugins_transformer.attention_variants.latent_cache import SeenLatents
+from axlearn_plugins_transformer.cache_spec import empty_cache
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import Causal, Mask
 from axlearn_plugins_transformer.kv_cache import build_cache
@@ -40,7 +41,7 @@ class LatentCacheSuite(KVCacheSuite):
 
     def empty(self, dtype: str = "float32") -> Any:
         """Return an empty cache of `length` slots."""
-        return build_cache(self.config).init(B, self.length, L, dtype)
+        return empty_cache(build_cache(self.config).spec(L, dtype), B, self.length)
 
     def step(self, cache: Any, op: AttentionOp, slots: jax.Array, kernel: str | None = None) -> Any:
         """Call the layout once, with the op's latents at `slots` [B or 1, S].

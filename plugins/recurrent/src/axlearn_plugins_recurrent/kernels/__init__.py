@@ -1,0 +1,1 @@
+"""The `linear_attention` op and its kernels."""

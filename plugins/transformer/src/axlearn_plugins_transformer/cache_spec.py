@@ -1,0 +1,75 @@
+"""Declarations of the arrays that a layer keeps between calls, and the arrays themselves.
+
+A layer declares its cache in `cache_spec()`, as a pytree of `CacheEntry`. Whoever runs the layer allocates the arrays: generation
+gives each row its own, and a serving engine keeps one pool of pages and one of recurrent states for all requests.
+"""
+
+from typing import Any, Literal, Protocol
+
+import attrs
+import jax
+import jax.numpy as jnp
+
+from axlearn_core.nn.sharding import constrain
+
+
+@attrs.frozen(kw_only=True)
+class CacheEntry:
+    """One array of a layer's cache.
+
+    Attributes:
+        per: What an item of the array belongs to. A `token` and a `page` of tokens are written once. The item of a `request` (a
+            row) is a state that every call replaces; it is zero before the first token.
+        shape: Shape of an item.
+        dtype: Dtype of the array.
+        axes: Logical axis names of `shape`; empty if devices keep copies.
+        page_size: Tokens per page, if `per` is `page`.
+        window: Number of tokens, including the current one, that the layer reads. Older items may be discarded. None if it reads
+            all of them.
+    """
+
+    per: Literal["token", "page", "request"]
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str | None, ...] = ()
+    page_size: int = 1
+    window: int | None = None
+
+    def leading(self, rows: int, length: int) -> tuple[int, ...]:
+        """Return the leading dimensions of the array for `rows` rows of at most `length` tokens."""
+        if self.per == "token":
+            return rows, length
+        return (rows * -(-length // self.page_size),) if self.per == "page" else (rows,)
+
+    def empty(self, leading: tuple[int, ...]) -> jax.Array:
+        """Return an array of zeros, [*leading, *shape], sharded by `axes`."""
+        array = jnp.zeros((*leading, *self.shape), self.dtype)
+        return constrain(array, *(None,) * len(leading), *self.axes) if self.axes else array
+
+
+class KeepsCache(Protocol):
+    """A layer that keeps arrays between calls."""
+
+    def cache_spec(self) -> Any:
+        """Return a pytree of `CacheEntry`. The layer's cache has the same structure, with an array for each entry."""
+        ...
+
+
+def empty_cache(spec: Any, rows: int, length: int) -> Any:
+    """Return the empty cache of a spec for `rows` rows of at most `length` tokens."""
+    return jax.tree.map(lambda entry: entry.empty(entry.leading(rows, length)), spec)
+
+
+def read_window(spec: Any) -> int | None:
+    """Return how many tokens, including the current one, the layers of a spec read from their caches of tokens.
+
+    Returns None if a layer reads all tokens, or no layer keeps tokens.
+    """
+    windows = [entry.window for entry in jax.tree.leaves(spec) if entry.per != "request"]
+    sizes = [window for window in windows if window is not None]
+    return max(sizes) if windows and len(sizes) == len(windows) else None
+
+
+def has_states(spec: Any) -> bool:
+    """Return True if a layer of a spec keeps a recurrent state."""
+    return any(entry.per == "request" for entry in jax.tree.leaves(spec))

@@ -1,0 +1,27 @@
+import jax.numpy as jnp
+
+from axlearn_plugins_transformer.cache_spec import CacheEntry, empty_cache, has_states, read_window
+
+
+def entry(per, **options):
+    return CacheEntry(per=per, shape=(2, 3), dtype="bfloat16", **options)
+
+
+def test_arrays_have_an_item_for_each_token_page_or_row():
+    spec = {"token": entry("token"), "page": (entry("page", page_size=4),), "request": entry("request")}
+    cache = empty_cache(spec, 2, 10)
+    assert cache["token"].shape == (2, 10, 2, 3)
+    assert cache["page"][0].shape == (6, 2, 3)
+    assert cache["request"].shape == (2, 2, 3)
+    assert cache["request"].dtype == jnp.bfloat16
+
+
+def test_a_window_is_known_only_if_every_cache_of_tokens_has_one():
+    assert read_window((entry("page", window=8), entry("page", window=12), entry("request"))) == 12
+    assert read_window((entry("page", window=8), entry("page"))) is None
+    assert read_window((entry("request"),)) is None
+
+
+def test_states_belong_to_requests():
+    assert has_states({"a": entry("token"), "b": entry("request")})
+    assert not has_states({"a": entry("page")})
