@@ -15,6 +15,7 @@ SLOW_CASES = {
     "gated_linear_unit": ("gelu*", "silu-80-*"),
     "grouped_matmul": ("0-0-200-*", "1-2-3-*", "*-bfloat16"),
     "invariant_attention": ("causal-*",),
+    "linear_attention": ("delta-bfloat16", "delta-elements-*", "delta-float32", "reload-*", "sum-float32"),
     "paged_attention": ("prefill-*", "split-bfloat16-*", "split-bias-*", "split-finite-*", "split-w*"),
 }
 """Cases of each op that other cases cover in part, and that take seconds to compile."""

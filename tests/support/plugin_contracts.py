@@ -101,35 +101,32 @@ def mixture_of_experts(params, x):
 
 
 def convolve(x, weight, bias, ids):
-    """Sum the products of the latest inputs of the same document with the weights, one token at a time."""
-    rows = []
-    for row in range(x.shape[0]):
-        tokens = []
-        for t in range(x.shape[1]):
-            taps = [(t - d, weight[-1 - d]) for d in range(weight.shape[0])]
-            y = sum(jnp.where(ids[row, s] == ids[row, t], x[row, s] * w, 0) for s, w in taps if s >= 0)
-            tokens.append(jax.nn.silu(y if bias is None else y + bias))
-        rows.append(jnp.stack(tokens))
-    return jnp.stack(rows)
+    """Sum the products of the latest inputs of the same document with the weights."""
+    y = jnp.zeros_like(x) if bias is None else jnp.broadcast_to(bias[None, None], x.shape)
+    for distance in range(weight.shape[0]):
+        earlier, same = jnp.roll(x, distance, axis=1), jnp.roll(ids, distance, axis=1) == ids
+        same = same & (jnp.arange(x.shape[1]) >= distance)[None]
+        y = y + jnp.where(same[..., None, None], earlier * weight[-1 - distance][None, None], 0)
+    return jax.nn.silu(y)
 
 
 def recur(query, key, value, decay, strength, ids):
     """Compute linear attention, one token at a time."""
     repeats = value.shape[2] // query.shape[2]
     query, key = (jnp.repeat(x, repeats, axis=2) for x in (query, key))
-    rows = []
-    for row in range(value.shape[0]):
-        state, tokens = jnp.zeros((*key.shape[2:], value.shape[-1])), []
-        for t in range(value.shape[1]):
-            state = jnp.where(ids[row, t] == ids[row, max(0, t - 1)], state, 0)
-            k, v = key[row, t], value[row, t]
-            state = state * jnp.exp(decay[row, t])[:, None, None]
-            if strength is not None:
-                v = strength[row, t, :, None] * (v - jnp.einsum("hk,hkv->hv", k, state))
-            state = state + k[:, :, None] * v[:, None]
-            tokens.append(jnp.einsum("hk,hkv->hv", query[row, t], state))
-        rows.append(jnp.stack(tokens))
-    return jnp.stack(rows)
+    same = jnp.roll(ids, 1, axis=1) == ids
+
+    def step(state, token):
+        q, k, v, g, b, same = token
+        state = jnp.where(same[:, None, None, None], state, 0) * jnp.exp(g)[..., None, None]
+        if b is not None:
+            v = b[..., None] * (v - jnp.einsum("bhk,bhkv->bhv", k, state))
+        state = state + k[..., None] * v[:, :, None]
+        return state, jnp.einsum("bhk,bhkv->bhv", q, state)
+
+    state = jnp.zeros((len(value), *key.shape[2:], value.shape[-1]))
+    tokens = [None if x is None else jnp.moveaxis(x, 1, 0) for x in (query, key, value, decay, strength, same)]
+    return jnp.moveaxis(jax.lax.scan(step, state, tuple(tokens))[1], 0, 1)
 
 
 def gated_delta_net(params, x, context):

@@ -2,8 +2,8 @@
 
 `jaxlib._jax.make_mpi_collectives`: a CPU client with more than 2,048 devices needs a cross-process collectives
 implementation, because XLA assumes that the devices beyond that number belong to other processes. Nothing runs on the
-client, so the implementation is never called. Needed for jaxlib 0.10 to 0.12. Remove when a client for abstract devices does
-not need it, or when Neuron's compiler describes its topologies to JAX.
+client, so the implementation is never called. Needed for jaxlib 0.10 to 0.12. Remove once clients for
+abstract devices no longer need it, or once Neuron's compiler describes its topologies to JAX.
 """
 
 import importlib

@@ -73,7 +73,7 @@ def test_logits_are_the_same_in_any_chunks(feature):
 def test_a_server_gives_the_tokens_of_generate(feature, sizes):
     model, rng = make(feature), np.random.default_rng(0)
     prompts = [rng.integers(0, 64, n).tolist() for n in (3, 13, 70, 33)]
-    prompts += [prompts[2][:64] + [1, 2, 3], prompts[2]]
+    prompts += [[*prompts[2][:64], 1, 2, 3], prompts[2]]
     generator = Generator(model)
     expected = [tuple(generator(prompt, max_tokens=40)) for prompt in prompts]
     settings = {"runner.max_rows": 3, "runner.max_context": 128, "hold_seconds": 9.0, **sizes}

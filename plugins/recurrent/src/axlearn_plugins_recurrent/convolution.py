@@ -12,7 +12,6 @@ from flax import nnx
 from jax import lax
 
 from axlearn_core.config import REQUIRED, Node, interface, node, setting
-from axlearn_core.errors import RequestError
 from axlearn_core.nn.initializers import Constant, Initializer, VarianceScaling
 from axlearn_core.nn.layer import Layer, Precision, expand_to
 from axlearn_plugins_transformer.cache_spec import CacheEntry
@@ -110,17 +109,10 @@ class ShortConvolution(Layer):
         return y, latest
 
     def _run_chunks(self, x: jax.Array, sequences: Sequences, reload: Reload) -> tuple[jax.Array, jax.Array]:
-        width, chunk = self.cfg.width, reload.chunk
-        if chunk < width - 1:
-            raise RequestError(
-                f"a convolution of {width} tokens reaches over more than one chunk\n    got: chunks of {chunk} tokens\n"
-                f"    expected: at least {width - 1}\n    fix: raise the runner's `chunk`"
-            )
+        chunk = reload.chunk
         chunks = x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
-        tails = chunks[:, :, chunk - (width - 1) :]
-        previous = jnp.concatenate([jnp.zeros_like(tails[:, :1]), tails[:, :-1]], axis=1)
-        restarts = reload.restarts.reshape(*reload.restarts.shape, *(1,) * (previous.ndim - 2))
-        earlier = jnp.where(restarts, reload.states.astype(x.dtype), previous)
+        restarts = reload.restarts.reshape(*reload.restarts.shape, *(1,) * (chunks.ndim - 2))
+        earlier = self._before_chunks(chunks, restarts, reload.states.astype(x.dtype))
 
         def flatten(array: jax.Array) -> jax.Array:
             return array.reshape(-1, *array.shape[2:])
@@ -128,3 +120,22 @@ class ShortConvolution(Layer):
         real = None if sequences.real is None else sequences.real.reshape(-1, chunk)
         y, latest = self._run(flatten(chunks), None, real, flatten(earlier))
         return y.reshape(x.shape), latest.reshape(*chunks.shape[:2], *latest.shape[1:])
+
+    def _before_chunks(self, chunks: jax.Array, restarts: jax.Array, states: jax.Array) -> jax.Array:
+        """Return the inputs before each chunk, [B, K, W - 1, ...]. A chunk that others follow has no padding.
+
+        Args:
+            chunks: [B, K, C, ...].
+            restarts: Whether a chunk begins with its state, bool [B, K, 1, ...].
+            states: [B, K, W - 1, ...].
+        """
+        count = self.cfg.width - 1
+        if chunks.shape[2] >= count:
+            tails = chunks[:, :, -count:]
+            previous = jnp.concatenate([jnp.zeros_like(tails[:, :1]), tails[:, :-1]], axis=1)
+            return jnp.where(restarts, states, previous)
+        earlier, latest = [], jnp.zeros_like(states[:, 0])
+        for index in range(chunks.shape[1]):  # the convolution reaches over several chunks
+            earlier.append(jnp.where(restarts[:, index], states[:, index], latest))
+            latest = jnp.concatenate([earlier[-1], chunks[:, index]], axis=1)[:, -count:]
+        return jnp.stack(earlier, axis=1)

@@ -27,6 +27,7 @@ def error(result, expected):
     return float(jnp.linalg.norm(result - expected) / jnp.linalg.norm(expected))
 
 
+@pytest.mark.slow_cases("1.0-*", "0.001-*")
 @pytest.mark.parametrize("element", [False, True], ids=["head", "element"])
 @pytest.mark.parametrize("decay", [1e-3, 1.0, 100.0])
 def test_chunks_equal_the_recurrence(element, decay):

@@ -75,7 +75,7 @@ def _passes(pipeline: Pipeline, sizes: Sizes, chunk: float, residuals: float) ->
     loop = common | {"ends": 4 * batch, "layer": layer}
     if pipeline.rounds == 1:
         loop |= {"tick": chunk * sizes.kept, "gradients": 2 * sizes.layers}
-    else:  # the layers inside a chunk are not rematerialized separately; a tick has the gradients of one chunk
+    else:  # the layers inside a chunk are not rematerialized separately; a tick holds the gradients of one chunk
         gradients = (1 + 1 / pipeline.rounds) * sizes.layers
         loop |= {"tick": chunk * sizes.saved_without_remat, "head": 2 * sizes.vocabulary, "gradients": gradients}
     return [loss, loop]

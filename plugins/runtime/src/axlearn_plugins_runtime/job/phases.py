@@ -95,7 +95,7 @@ class PhaseClock:
 
     def checkpoint(self, step: int, reason: str | None) -> None:
         """Record the result of a save. See `axlearn_core.contracts.capabilities.ReportsSaves`."""
-        with contextlib.suppress(OSError):  # a full disk already failed the save, and training may continue
+        with contextlib.suppress(OSError):  # the save has failed because the disk is full; training may continue
             if reason is None:
                 self.write("saved", checkpoint=step)
             else:

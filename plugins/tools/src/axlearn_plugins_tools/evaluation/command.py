@@ -48,7 +48,7 @@ def evaluate(
     from axlearn_plugins_tools.evaluation.evaluate import evaluate as run
     from axlearn_plugins_tools.evaluation.subjects import subject_in
 
-    # Read all data before the model, to report errors in it early.
+    # Read all the data before loading the model, so that errors in the data are reported early.
     sets = {name: read(name, text_field=text_field, limit=limit) for name in data}
     subject = subject_in(model, step=step, length=max_length)
     results = [{"name": n, "kind": d.kind, **run(subject, d, stride=stride)} for n, d in sets.items()]
