@@ -67,7 +67,7 @@ class InputSuite:
         assert evaluation, "the evaluation has no batches"
         dtypes = {**LANGUAGE_MODEL, **self.dtypes}
         first = training[0]
-        assert len({str(describe([b])) for b in training}) > 1, "all training batches are equal"
+        assert len({str(describe([b])) for b in training}) > 1, "all training batches are identical"
         for batch in (*training, *evaluation):
             rows = {k: x.shape[0] for k, x in batch.items()}
             assert len(set(rows.values())) == 1, f"the arrays of a batch must have the same number of rows: {rows}"

@@ -40,7 +40,7 @@ def printable(text: str) -> str:
 
 
 def show_parameters(info: Mapping[str, Any], unit: str = "") -> str:
-    """Format a run's number of parameters, and the number of trained parameters if training updates only some of them."""
+    """Format a run's parameter count, and its trainable parameter count if training updates only some of them."""
     total = info["parameters"]
     trained = info.get("trained_parameters", total)
     return f"{total:,}{unit}" + ("" if trained == total else f", of which {trained:,} are trained")

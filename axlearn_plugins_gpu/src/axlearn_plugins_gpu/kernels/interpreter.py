@@ -1,4 +1,4 @@
-"""Run Triton kernels on CPUs in Pallas' interpreter, which is slow and meant for tests and proofs."""
+"""Run Triton kernels on CPUs in the Pallas interpreter, which is slow and meant for tests and proofs."""
 
 import contextlib
 import itertools

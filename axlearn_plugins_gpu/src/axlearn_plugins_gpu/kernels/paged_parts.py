@@ -29,7 +29,7 @@ MIN_KEYS = 16
 
 
 class Parts(NamedTuple):
-    """Partial results of attention to parts of the keys, float32.
+    """Partial attention results, each over a subset of the keys, in float32.
 
     Attributes:
         result: [K, R, G, Q, H], weighted sums of values.

@@ -56,7 +56,7 @@ class GroupedMatmulOp(Op[jax.Array]):
         return self.flops()
 
     def sample(self, rng: np.random.Generator) -> Self:
-        """Sample uneven groups that contain all rows, one of them empty if there are more than two."""
+        """Sample uneven groups that together cover all rows. If there are more than two groups, one is empty."""
         count = self.sizes.shape[0]
         shares = rng.dirichlet(np.ones(count - (count > 2)))
         sizes = np.zeros(count, int)

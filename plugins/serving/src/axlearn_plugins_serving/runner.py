@@ -432,7 +432,7 @@ class RunnerProgram(ModelProgram):
 
 
 def model_weights(functional: Functional, model: Any) -> ModelWeights:
-    """Return the arrays of a model, which may lack the adapters of `functional`."""
+    """Return the arrays of a model. The model may lack the adapters of `functional`."""
     flat = {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(nnx.state(model))}
     parts = functional.abstract, functional.variables
     return ModelWeights(*({p: flat[p] for p in part if p in flat} for part in parts))

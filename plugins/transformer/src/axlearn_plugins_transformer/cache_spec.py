@@ -56,7 +56,7 @@ class KeepsCache(Protocol):
 
 
 def empty_cache(spec: Any, rows: int, length: int) -> Any:
-    """Return the empty cache of a spec for `rows` rows of at most `length` tokens."""
+    """Return an empty cache with the entries of a spec, for `rows` rows of at most `length` tokens."""
     return jax.tree.map(lambda entry: entry.empty(entry.leading(rows, length)), spec)
 
 

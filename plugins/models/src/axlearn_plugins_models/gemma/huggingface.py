@@ -72,7 +72,7 @@ KINDS = (
     Kind("sliding_attention", "rope_local_base_freq", 10_000.0, scaled=False),
     Kind("full_attention", "rope_theta", 1_000_000.0, scaled=True),
 )
-"""Kinds of layers in Gemma 3. If a file lacks a theta, it means the default of transformers."""
+"""Kinds of layers in Gemma 3. If a file has no theta, the default of transformers applies."""
 
 
 class Gemma3(Gemma2):

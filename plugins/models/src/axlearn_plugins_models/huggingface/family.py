@@ -235,7 +235,7 @@ def _width(model: Any) -> int:
 
 
 def _with_hidden_sizes(model: Node[Any]) -> Node[Any]:
-    """Replace hidden sizes that are relative to the width with numbers."""
+    """Convert hidden sizes that are relative to the width into absolute sizes."""
     width = _width(model)
 
     def derive(part: Node[Any]) -> Node[Any]:

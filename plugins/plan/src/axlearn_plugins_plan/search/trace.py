@@ -108,7 +108,7 @@ class StepTrace:
 
     @cached_property
     def heads(self) -> tuple[Activation, ...]:
-        """Largest activation with attention heads. Empty if no activation matches."""
+        """Largest activation that has an axis of attention heads. Empty if no activation matches."""
         return _largest(a for a in self.layer if a.axes == HEADS)
 
     @cached_property

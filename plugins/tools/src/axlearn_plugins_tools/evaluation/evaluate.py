@@ -130,7 +130,7 @@ def _losses(scores: Sequence[Score], size: float) -> dict[str, Any]:
 
 
 def choices(subject: Subject, data: Data) -> dict[str, Any]:
-    """Return the metrics of questions.
+    """Return the metrics for a set of questions.
 
     `accuracy` selects the choice with the highest log-likelihood given the prompt. `accuracy_normalized` selects the
     choice with the highest log-likelihood per character. Ties go to the first choice.

@@ -21,7 +21,7 @@ def is_url(path: str) -> bool:
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """Return fsspec's filesystem for a URL, and the path in it.
+    """Return the fsspec filesystem for a URL, and the path in it.
 
     Raises:
         InputError: The protocol is not allowed (see `urls`), or fsspec or its driver is missing.

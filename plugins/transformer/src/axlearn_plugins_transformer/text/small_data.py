@@ -96,7 +96,7 @@ class SmallData:
             records += [i] * len(new_examples)
         if not examples:
             raise InputError(
-                f"{source.name(0)} and the records after it contain nothing to learn: no document gives a row"
+                f"{source.name(0)} and the records after it contain nothing to train on: no document yields a row"
             )
         lengths = np.array([len(e) for e in examples], np.int64)
         packed = functools.partial(PackedLayout, single=self.packing == "none", batches=self.batches)

@@ -52,7 +52,7 @@ class Replayer:
     def open(
         cls, history: History, step: int, closing: ExitStack, *, allow_drift: bool = False, from_start: bool = False
     ) -> "Replayer":
-        """Restore the newest checkpoint before a step, and position the data.
+        """Restore the newest checkpoint before a step, and move the data to the same position.
 
         Args:
             history: The run.
