@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from axlearn_core.config import patch
+from axlearn_core.config import get, patch
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.nn.layer import Context, Precision
 from axlearn_core.plugins.resolve import resolve
@@ -18,6 +18,7 @@ from axlearn_plugins_serving.local_engine import serve
 from axlearn_plugins_transformer.cache_spec import empty_cache
 from axlearn_plugins_transformer.generate import Generator
 from axlearn_plugins_transformer.norm import RMSNorm
+from axlearn_plugins_verify.properties.derivatives import with_all_experts
 from support import serving_models
 from support.needs import needs, require
 
@@ -95,6 +96,20 @@ def test_a_server_keeps_one_state_per_request():
     assert cache[0]["state"].shape == (5, 4, 16, 16)
     assert cache[0]["query"].shape == (5, 3, 4, 16)
     assert cache[1]["pages"].shape[0] == 6, "pages of 32 tokens for three requests of 64"
+
+
+def test_latent_attention_next_to_a_recurrent_layer_is_paged():
+    config = resolve(patch(resolve("quickstart").config, serving_models.SMALL), with_=[FEATURES["delta"], "mla"]).config
+    model = config.model.build(rngs=nnx.Rngs(0))
+    with serve(model, set={"runner.max_rows": 1, "runner.max_context": 64}, warm_up=False) as engine:
+        assert "pages" in engine.engine.runner.cache[1]
+
+
+def test_groups_of_a_state_space_layer_are_no_groups_of_experts():
+    config = resolve("quickstart", with_=[FEATURES["mamba2"]]).config
+    assert with_all_experts(config) == config
+    config = resolve("quickstart", with_=["moe:num_experts=8,top_k=2"]).config
+    assert get(with_all_experts(config), "model.decoder.layer.feed_forward.top_k") == 8
 
 
 def test_parity_mode_is_refused():

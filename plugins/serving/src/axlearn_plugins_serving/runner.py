@@ -30,6 +30,7 @@ from axlearn_plugins_serving.programs import BackgroundLoader, Shapes, identity,
 from axlearn_plugins_serving.serving_linear import WeightLayout, describe_kept_layouts, stores_transposed
 from axlearn_plugins_serving.step_inputs import StepBucket
 from axlearn_plugins_serving.token_sampling import MAX_BIAS, table_row
+from axlearn_plugins_transformer.attention_variants.latent_cache import LatentCache
 from axlearn_plugins_transformer.cache_spec import has_states, read_window
 from axlearn_plugins_transformer.kv_cache import KVCache
 from axlearn_plugins_transformer.layer_roles import RecurrentRole
@@ -334,7 +335,8 @@ class RunnerProgram(ModelProgram):
         on_cpu = devices[0].platform == "cpu"
         cache = UsePagedCache(page_size=cfg.block_size, heads_first=on_cpu, store=cfg.cache_dtype, kernel=kernel)
         # A model without attention has no cache of tokens.
-        served = model if find(model, RecurrentRole) and not find_slots(model, KVCache) else cache.apply(model)
+        has_attention = find_slots(model, KVCache) or find_slots(model, LatentCache)
+        served = model if find(model, RecurrentRole) and not has_attention else cache.apply(model)
         if cfg.adapters:
             served = read_adapters(cfg.adapters).apply(served)
         super().__init__(Functional.from_config(served), devices, mesh, target, self._declare)

@@ -93,10 +93,10 @@ def with_all_experts(config: Any) -> Any:
     """Return the config with routers that choose every expert."""
     experts = find(config.model, ExpertsRole)
     edits = {f"model.{path}.top_k": node.num_experts for path, node in experts.items()}
-    groups = {
-        path: value for path, value in walk(config.model) if path.endswith(".num_groups") and isinstance(value, int)
-    }
-    edits |= {f"model.{path.removesuffix('num_groups')}top_groups": value for path, value in groups.items()}
+    values = dict(walk(config.model))
+    for path in values:
+        if path.endswith(".top_groups"):  # a router that first chooses groups of experts
+            edits[f"model.{path}"] = values[f"{path.removesuffix('top_groups')}num_groups"]
     return patch(config, edits) if edits else config
 
 
