@@ -133,7 +133,7 @@ def gated_delta_net(params, x, context):
     """Yang et al., 2024, with a convolution and an output gate."""
     maps = {n: jnp.einsum("bsd,dhk->bshk", x, params[f"{n}.weight"]) for n in ("query", "key", "value", "gate")}
     q, k, v = (
-        convolve(maps[n], params[f"{n}_convolution.weight"], None, context.segment_ids)
+        convolve(maps[n], params[f"convolutions.{n}.weight"], None, context.segment_ids)
         for n in ("query", "key", "value")
     )
     q, k = (y / jnp.sqrt(jnp.sum(y * y, -1, keepdims=True) + 1e-6) for y in (q, k))
@@ -150,7 +150,7 @@ def mamba2(params, x, context):
     """Dao & Gu, 2024."""
     names = ("query", "key", "value")
     maps = {n: jnp.einsum("bsd,dhk->bshk", x, params[f"{n}.weight"]) for n in (*names, "gate")}
-    weights = {n: (params[f"{n}_convolution.weight"], params[f"{n}_convolution.bias"]) for n in names}
+    weights = {n: (params[f"convolutions.{n}.weight"], params[f"convolutions.{n}.bias"]) for n in names}
     q, k, v = (convolve(maps[n], *weights[n], context.segment_ids) for n in names)
     step = jax.nn.softplus(x @ params["step.weight"] + params["step_bias"][None, None])
     y = recur(q, k, v * step[..., None], -jnp.exp(params["log_rate"])[None, None] * step, None, context.segment_ids)

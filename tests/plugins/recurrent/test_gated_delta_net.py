@@ -130,6 +130,12 @@ def test_padding_leaves_the_state_unchanged():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), padded, exact)
 
 
+def test_a_prefix_that_attends_in_both_directions_is_refused():
+    layer = GatedDeltaNet.Config(num_heads=2, input_dim=8).build(rngs=nnx.Rngs(0), precision=Precision())
+    with pytest.raises(RequestError, match="no prefix can attend in both directions"):
+        layer(jnp.zeros((1, 4, 8)), Context(prefix=jnp.asarray([2], jnp.int32)))
+
+
 def test_a_cached_row_is_one_document():
     layer = GatedDeltaNet.Config(num_heads=2, input_dim=8).build(rngs=nnx.Rngs(0), precision=Precision())
     with pytest.raises(RequestError, match="one document per row"):
@@ -203,8 +209,8 @@ def test_gated_delta_net_equals_that_of_qwen3_next():
             "gate.weight": gate.reshape(32, 4, 12), "strength.weight": strength, "decay.weight": decay,
             "output.weight": module.out_proj.weight.T.reshape(4, 12, 32), "log_rate": module.A_log,
             "time_bias": module.dt_bias, "norm.weight": module.norm.weight,
-            "query_convolution.weight": taps[0].reshape(4, 2, 8), "key_convolution.weight": taps[1].reshape(4, 2, 8),
-            "value_convolution.weight": taps[2].reshape(4, 4, 12),
+            "convolutions.query.weight": taps[0].reshape(4, 2, 8), "convolutions.key.weight": taps[1].reshape(4, 2, 8),
+            "convolutions.value.weight": taps[2].reshape(4, 4, 12),
         },
     )  # fmt: skip
 
@@ -233,8 +239,8 @@ def test_mamba2_equals_that_of_transformers():
         "step_bias": module.dt_bias, "skip": module.D, "norm": module.norm.weight.reshape(8, 8),
     }  # fmt: skip
     for name, tap, bias, shape in zip(("value", "key", "query"), taps, biases, ((8, 8), (2, 6), (2, 6)), strict=True):
-        weights[f"{name}_convolution.weight"] = tap.reshape(4, *shape)
-        weights[f"{name}_convolution.bias"] = bias.reshape(shape)
+        weights[f"convolutions.{name}.weight"] = tap.reshape(4, *shape)
+        weights[f"convolutions.{name}.bias"] = bias.reshape(shape)
     compare(layer.build(rngs=nnx.Rngs(0), precision=Precision()), module, weights)
 
 
@@ -258,7 +264,7 @@ def test_kimi_delta_attention_equals_that_of_transformers():
     layer = attrs.evolve(layer, norm=RMSNorm.Config(eps=1e-5))
     maps = {name: getattr(module, f"{name[0]}_proj").weight.T.reshape(32, 4, 8) for name in ("query", "key", "value")}
     weights = {f"{name}.weight": weight for name, weight in maps.items()}
-    weights |= {f"{name}_convolution.weight": tap for name, tap in zip(maps, taps, strict=True)}
+    weights |= {f"convolutions.{name}.weight": tap for name, tap in zip(maps, taps, strict=True)}
     weights |= {
         "decay_down.weight": down.T, "decay.weight": up.T.reshape(8, 4, 8), "strength.weight": module.b_proj.weight.T,
         "gate_down.weight": module.g_a_proj.weight.T, "gate.weight": module.g_b_proj.weight.T.reshape(8, 4, 8),

@@ -52,12 +52,18 @@ def test_options_apply_to_layers_that_exist():
         ("mamba2", "gated-delta-net", "gated-delta-net cannot change the recurrent layers"),
         ("gated-delta-net", "gated-delta-net:attention_every=2", "cannot change the recurrent layers"),
         ("gated-delta-net", "kimi-delta-attention", "kimi-delta-attention cannot change the recurrent layers"),
+        ("kimi-delta-attention", "gated-delta-net", "gated-delta-net cannot change the recurrent layers"),
     ],
 )
 def test_a_second_kind_is_refused(first, second, message):
     config = resolve("quickstart", with_=[first]).config
     with pytest.raises(RequestError, match=message):
         resolve(config, with_=[second])
+
+
+def test_attention_that_sees_later_positions_is_refused():
+    with pytest.raises(RequestError, match=r"causal: mamba2 cannot replace attention that sees later positions"):
+        resolve("vit-tiny", with_=["mamba2"])
 
 
 def test_attention_with_an_unknown_number_of_heads_is_refused():

@@ -1,6 +1,8 @@
 import jax.numpy as jnp
+import pytest
 
-from axlearn_plugins_transformer.cache_spec import CacheEntry, empty_cache, has_states, read_window
+from axlearn_core.errors import RequestError
+from axlearn_plugins_transformer.cache_spec import CacheEntry, empty_cache, has_states, read_window, spec_of
 
 
 def entry(per, **options):
@@ -20,6 +22,13 @@ def test_a_window_is_known_only_if_every_cache_of_tokens_has_one():
     assert read_window((entry("page", window=8), entry("page", window=12), entry("request"))) == 12
     assert read_window((entry("page", window=8), entry("page"))) is None
     assert read_window((entry("request"),)) is None
+
+
+def test_a_layer_without_a_cache_is_named():
+    with pytest.raises(
+        RequestError, match=r"object cannot generate text: it has no method `cache_spec`\n(.*\n)+.*KeepsCache"
+    ):
+        spec_of(object())
 
 
 def test_states_belong_to_requests():

@@ -3,7 +3,6 @@
 Legend: B sequences, S tokens, D width, G heads of queries and keys, H heads of values, K key size, V value size.
 """
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -21,21 +20,18 @@ from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_recurrent.convolution import ShortConvolution, TokenConvolution
 from axlearn_plugins_recurrent.decay_initializers import LogUniformRate, TimeStepBias
 from axlearn_plugins_recurrent.kernels.linear_attention import LinearAttentionOp
-from axlearn_plugins_transformer.cache_spec import CacheEntry
+from axlearn_plugins_recurrent.linear_attention_layer import HEADS, LinearAttentionLayer, part_of
 from axlearn_plugins_transformer.layer_roles import RecurrentRole
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
-from axlearn_plugins_transformer.recurrence import Reload, Sequences, run_recurrent
-
-HEADS = ("batch", "sequence", "activation_heads", None)
-"""Logical axes of values."""
+from axlearn_plugins_transformer.recurrence import Sequences, run_recurrent
 
 
-class GatedDeltaNet(Layer):
+class GatedDeltaNet(LinearAttentionLayer):
     """Linear attention with the delta rule and a decay (Yang et al., 2024, arXiv 2412.06464).
 
     Each head keeps a matrix that maps keys to values. A token multiplies it by a decay, and replaces a share of the value that is
-    stored under its key. With `decay="element"`, `rank` and a sigmoid gate, this is Kimi delta attention (Kimi Team, 2025, arXiv
-    2510.26692).
+    stored under its key. With `decay_per="element"`, `rank` and a sigmoid gate, this is Kimi delta attention (Kimi Team, 2025,
+    arXiv 2510.26692).
 
         q, k, v = convolutions of query(x), key(x), value(x);  q and k are normalized to length 1
         decay = -exp(log_rate) softplus(decay(x) + time_bias),  strength = sigmoid(strength(x))
@@ -139,24 +135,7 @@ class GatedDeltaNet(Layer):
         self.log_rate = self.parameter(rngs, cfg.rate_init, (heads,), ("heads",))
         self.time_bias = self.parameter(rngs, cfg.time_init, decays, value_axes[: len(decays)])
         self.norm = self.child(cfg.norm, rngs=rngs, dim=values[1])
-        if cfg.convolution is not None:
-
-            def convolve(channels: tuple[int, ...], axes: tuple[str, ...]) -> Any:
-                return self.child(cfg.convolution, rngs=rngs, channels=channels, axes=axes)  # type: ignore[arg-type]
-
-            self.query_convolution = convolve(keys, key_axes)
-            self.key_convolution = convolve(keys, key_axes)
-            self.value_convolution = convolve(values, value_axes)
-
-    def cache_spec(self) -> dict[str, CacheEntry]:
-        """Return the entries of the state: one matrix per head, and the latest inputs of the convolutions."""
-        shape = (self.cfg.num_heads, self.keys[1], self.values[1])
-        spec = {"state": CacheEntry(per="request", shape=shape, dtype="float32", axes=("activation_heads", None, None))}
-        if self.cfg.convolution is not None:
-            spec["query"] = self.query_convolution.cache_spec()
-            spec["key"] = self.key_convolution.cache_spec()
-            spec["value"] = self.value_convolution.cache_spec()
-        return spec
+        self.build_convolutions(cfg.convolution, rngs, key_axes, value_axes)
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
         """Apply the layer: [B, S, D] and its state -> ([B, S, D], new state)."""
@@ -164,7 +143,7 @@ class GatedDeltaNet(Layer):
 
     def mix(self, x: jax.Array, sequences: Sequences, state: Any) -> tuple[jax.Array, Any]:
         """Process the tokens of sequences; see `Recurrence`."""
-        query, key, value, new = self.project(x, sequences, state)
+        query, key, value, latest = self.project(x, sequences, state)
         decay, strength = self.gates(x)
         result = LinearAttentionOp(
             _unit(query),
@@ -178,32 +157,7 @@ class GatedDeltaNet(Layer):
             scale=self.keys[1] ** -0.5,
         ).run(self.cfg.kernel)
         y = tag(constrain(result.values, *HEADS), "context")
-        return self.finish(y, x), {"state": result.states, **new}
-
-    def project(
-        self, x: jax.Array, sequences: Sequences, state: Any
-    ) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, jax.Array]]:
-        """Compute queries [B, S, G, K], keys [B, S, G, K], values [B, S, H, V], and the latest inputs of the convolutions."""
-        key_axes = (
-            "batch",
-            "sequence",
-            "activation_heads" if self.keys[0] == self.values[0] else "activation_kv",
-            None,
-        )
-        query = constrain(tag(self.query(x), "query"), *key_axes)
-        key = constrain(tag(self.key(x), "key"), *key_axes)
-        value = constrain(tag(self.value(x), "value"), *HEADS)
-        new: dict[str, jax.Array] = {}
-        if self.cfg.convolution is not None:
-
-            def convolve(convolution: Any, y: jax.Array, name: str) -> jax.Array:
-                y, new[name] = convolution(y, part_of(sequences, name), None if state is None else state[name])
-                return y
-
-            query = convolve(self.query_convolution, query, "query")
-            key = convolve(self.key_convolution, key, "key")
-            value = convolve(self.value_convolution, value, "value")
-        return query, key, value, new
+        return self.finish(y, x), {"state": result.states, **latest}
 
     def gates(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Compute the decays, float32 [B, S, H] or [B, S, H, K], and the strengths, float32 [B, S, H]."""
@@ -220,15 +174,6 @@ class GatedDeltaNet(Layer):
         activate = jax.nn.silu if self.cfg.gate_activation == "silu" else jax.nn.sigmoid
         gate = activate(self.gate(source).astype(jnp.float32)).astype(values.dtype)
         return tag(self.output(self.norm(values) * gate), "attention_out")
-
-
-def part_of(sequences: Sequences, name: str) -> Sequences:
-    """Return sequences whose chunks begin with one part of the state."""
-    reload = sequences.reload
-    if reload is None:
-        return sequences
-    part = Reload(restarts=reload.restarts, states=reload.states[name], chunk=reload.chunk)
-    return dataclasses.replace(sequences, reload=part)
 
 
 def _unit(x: jax.Array) -> jax.Array:

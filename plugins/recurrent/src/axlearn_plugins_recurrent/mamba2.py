@@ -20,14 +20,13 @@ from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_recurrent.convolution import ShortConvolution, TokenConvolution
 from axlearn_plugins_recurrent.decay_initializers import LogUniformRate, TimeStepBias
-from axlearn_plugins_recurrent.gated_delta_net import HEADS, part_of
 from axlearn_plugins_recurrent.kernels.linear_attention import LinearAttentionOp
-from axlearn_plugins_transformer.cache_spec import CacheEntry
+from axlearn_plugins_recurrent.linear_attention_layer import HEADS, LinearAttentionLayer, part_of
 from axlearn_plugins_transformer.layer_roles import RecurrentRole
 from axlearn_plugins_transformer.recurrence import Sequences, run_recurrent
 
 
-class Mamba2(Layer):
+class Mamba2(LinearAttentionLayer):
     """A state-space layer whose decay, input and output depend on the token.
 
     In the terms of linear attention, the paper's x, B and C are values, keys and queries:
@@ -103,42 +102,25 @@ class Mamba2(Layer):
                     fix="set head_dim to a divisor of the inner width",
                 )
             )
-        self.heads, self.groups = (heads, cfg.head_dim), (cfg.num_groups, cfg.state_dim)
+        self.values, self.keys = (heads, cfg.head_dim), (cfg.num_groups, cfg.state_dim)
         head_axes, group_axes = ("heads", "head_dim"), ("kv", "head_dim")
 
         def project(cfg_map: Node[Projection], out: tuple[int, ...], *axes: str | None) -> Any:
             return self.child(cfg_map, rngs=rngs, input_dims=(width,), output_dims=out, axes=("embed", *axes))
 
-        self.query = project(cfg.query, self.groups, *group_axes)
-        self.key = project(cfg.key, self.groups, *group_axes)
-        self.value = project(cfg.value, self.heads, *head_axes)
-        self.gate = project(cfg.gate, self.heads, *head_axes)
+        self.query = project(cfg.query, self.keys, *group_axes)
+        self.key = project(cfg.key, self.keys, *group_axes)
+        self.value = project(cfg.value, self.values, *head_axes)
+        self.gate = project(cfg.gate, self.values, *head_axes)
         self.step = project(cfg.step, (heads,), "heads")
         self.output = self.child(
-            cfg.output, rngs=rngs, input_dims=self.heads, output_dims=(width,), axes=(*head_axes, "embed")
+            cfg.output, rngs=rngs, input_dims=self.values, output_dims=(width,), axes=(*head_axes, "embed")
         )
         self.log_rate = self.parameter(rngs, cfg.rate_init, (heads,), ("heads",))
         self.step_bias = self.parameter(rngs, cfg.step_init, (heads,), ("heads",))
         self.skip = self.parameter(rngs, Constant(value=1.0), (heads,), ("heads",))
-        self.norm = self.parameter(rngs, Constant(value=1.0), self.heads, head_axes)
-        if cfg.convolution is not None:
-
-            def convolve(channels: tuple[int, ...], axes: tuple[str, ...]) -> Any:
-                return self.child(cfg.convolution, rngs=rngs, channels=channels, axes=axes)  # type: ignore[arg-type]
-
-            self.query_convolution = convolve(self.groups, group_axes)
-            self.key_convolution = convolve(self.groups, group_axes)
-            self.value_convolution = convolve(self.heads, head_axes)
-
-    def cache_spec(self) -> dict[str, CacheEntry]:
-        """Return the entries of the state: one matrix per head, and the latest inputs of the convolutions."""
-        shape = (self.heads[0], self.groups[1], self.heads[1])
-        spec = {"state": CacheEntry(per="request", shape=shape, dtype="float32", axes=("activation_heads", None, None))}
-        if self.cfg.convolution is not None:
-            spec["query"] = self.query_convolution.cache_spec()
-            spec["key"] = self.key_convolution.cache_spec()
-            spec["value"] = self.value_convolution.cache_spec()
-        return spec
+        self.norm = self.parameter(rngs, Constant(value=1.0), self.values, head_axes)
+        self.build_convolutions(cfg.convolution, rngs, group_axes, head_axes)
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
         """Apply the layer: [B, S, D] and its state -> ([B, S, D], new state)."""
@@ -146,19 +128,7 @@ class Mamba2(Layer):
 
     def mix(self, x: jax.Array, sequences: Sequences, state: Any) -> tuple[jax.Array, Any]:
         """Process the tokens of sequences; see `Recurrence`."""
-        query = constrain(tag(self.query(x), "query"), "batch", "sequence", "activation_kv", None)
-        key = constrain(tag(self.key(x), "key"), "batch", "sequence", "activation_kv", None)
-        value = constrain(tag(self.value(x), "value"), *HEADS)
-        new: dict[str, jax.Array] = {}
-        if self.cfg.convolution is not None:
-
-            def convolve(convolution: Any, y: jax.Array, name: str) -> jax.Array:
-                y, new[name] = convolution(y, part_of(sequences, name), None if state is None else state[name])
-                return y
-
-            query = convolve(self.query_convolution, query, "query")
-            key = convolve(self.key_convolution, key, "key")
-            value = convolve(self.value_convolution, value, "value")
+        query, key, value, latest = self.project(x, sequences, state)
         step = self.step(x).astype(jnp.float32)
         step = jax.nn.softplus(step + expand_to(self.step_bias[...].astype(jnp.float32), 3))
         step = sequences.clear_padding(step)
@@ -173,12 +143,12 @@ class Mamba2(Layer):
             scale=1.0,
         ).run(self.cfg.kernel)
         y = result.values + lax.expand_dims(self.computed(self.skip), (0, 1, 3)) * value
-        return self.finish(tag(constrain(y, *HEADS), "context"), x), {"state": result.states, **new}
+        return self.finish(tag(constrain(y, *HEADS), "context"), x), {"state": result.states, **latest}
 
     def finish(self, values: jax.Array, x: jax.Array) -> jax.Array:
         """Gate, normalize and project [B, S, H, P] to [B, S, D]. `x` is the input of the layer."""
         y = values.astype(jnp.float32) * jax.nn.silu(self.gate(x).astype(jnp.float32))
-        grouped = y.reshape(*y.shape[:2], self.groups[0], -1)
+        grouped = y.reshape(*y.shape[:2], self.keys[0], -1)
         scale = lax.rsqrt(jnp.mean(grouped * grouped, axis=-1, keepdims=True) + self.cfg.eps)
         y = (grouped * scale).reshape(y.shape).astype(values.dtype) * expand_to(self.computed(self.norm), y.ndim)
         return tag(self.output(y), "attention_out")

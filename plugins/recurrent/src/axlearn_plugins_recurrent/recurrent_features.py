@@ -1,10 +1,12 @@
 """The features `gated-delta-net`, `kimi-delta-attention` and `mamba2`."""
 
-from typing import Any, Literal, TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import attrs
 
 from axlearn_core.config import Node, get_options, node, setting
+from axlearn_core.config.node import get_fields
 from axlearn_core.config.tree import fill_slots
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
@@ -20,22 +22,27 @@ EVERY = 4
 
 
 class RecurrentFeature(Feature):
-    """Base class of features that put a recurrent layer into most layers, and keep attention in every nth layer."""
+    """Base class of features that put a recurrent layer into most layers, and keep attention in every nth layer.
+
+    Class attributes of a subclass:
+
+    - `label`: name of the feature, for messages;
+    - `kind`: config class of the layer;
+    - `form`: fields that distinguish the layer from others of its class;
+    - `defaults`: values of options that are not set, if they differ from those of the layer.
+
+    Every option but `attention_every` sets the field of the layer with its name.
+    """
 
     stage = "replace"
     before = ("alibi", "mla", "rope")  # they change the attention that is left
     no_bridge = "it keeps a state of fixed size instead of all keys and values; the weights of attention have no equivalent in it"
+    label = ""
+    kind = GatedDeltaNet.Config
+    form = MappingProxyType({})
+    defaults = MappingProxyType({})
 
-    label = ""  # the name of the feature, for messages
     attention_every: int | None
-
-    def make(self, attention: Any) -> Any:
-        """Return the recurrent layer, given the attention that it replaces."""
-        raise NotImplementedError
-
-    def edit(self, layer: Any) -> Any:
-        """Return a recurrent layer with the options that were given, or None if it is of a different kind."""
-        raise NotImplementedError
 
     def apply(self, cfg: Tree) -> Tree:
         """Replace the attention in every slot for it. If the model already has recurrent layers, set the given options."""
@@ -60,15 +67,50 @@ class RecurrentFeature(Feature):
                     fix=f"apply {self.label} before the feature that alternates, or write the `alternate` yourself",
                 )
             )
-        new = self.make(old)
         every = EVERY if self.attention_every is None else self.attention_every
+        new = self._make(old)
         return new if every == 0 else Alternate(children=(new,) * (every - 1) + (old,))
+
+    def _make(self, attention: Any) -> Any:
+        fields = get_fields(attention)
+        if fields.get("causal") is False:
+            raise ConfigError(
+                Problem(
+                    path="causal",
+                    message=f"{self.label} cannot replace attention that sees later positions; a state has only earlier ones",
+                    got="False",
+                    expected="causal attention",
+                    fix=f"leave {self.label} out",
+                )
+            )
+        values = {**self.form, **self.defaults, **self._options()}
+        if "num_heads" in get_fields(self) and "num_heads" not in values:
+            values["num_heads"] = self._heads_of(attention)
+        return self.kind(**values)
+
+    def _heads_of(self, attention: Any) -> int:
+        if isinstance(attention, Attention.Config):
+            return attention.num_heads
+        raise ConfigError(
+            Problem(
+                path="",
+                message=f"{self.label} cannot take the number of heads from the attention that it replaces",
+                got=type(attention).__qualname__,
+                fix=f"set num_heads, as in --with {self.label}:num_heads=16",
+            )
+        )
+
+    def _options(self) -> dict[str, Any]:
+        options = get_options(self)
+        options.pop("attention_every", None)
+        return options
 
     def _edit(self, layer: Any) -> Any:
         if not isinstance(layer, RecurrentRole):
             return layer
-        edited = self.edit(layer)
-        if edited is None or self.attention_every is not None:
+        fields = get_fields(layer)
+        same = isinstance(layer, self.kind) and all(fields[name] == value for name, value in self.form.items())
+        if not same or self.attention_every is not None:
             raise ConfigError(
                 Problem(
                     path="",
@@ -77,23 +119,7 @@ class RecurrentFeature(Feature):
                     fix=f"leave {self.label} out, or edit the `alternate` in the attention slot",
                 )
             )
-        return edited
-
-
-def _heads(attention: Any, number: int | None, name: str) -> int:
-    """Return the number of heads of a recurrent layer: the given one, or that of the attention."""
-    if number is not None:
-        return number
-    if isinstance(attention, Attention.Config):
-        return attention.num_heads
-    raise ConfigError(
-        Problem(
-            path="",
-            message=f"{name} cannot take the number of heads from the attention that it replaces",
-            got=type(attention).__qualname__,
-            fix=f"set num_heads, as in --with {name}:num_heads=16",
-        )
-    )
+        return attrs.evolve(layer, **self._options())
 
 
 @node
@@ -112,24 +138,13 @@ class UseGatedDeltaNet(RecurrentFeature):
     """
 
     label = "gated-delta-net"
+    form = MappingProxyType({"decay_per": "head"})
 
     attention_every: int | None = setting(default=None, ge=0)
     num_heads: int | None = setting(default=None, ge=1)
     num_key_heads: int | None = setting(default=None, ge=1)
     key_dim: int | None = setting(default=None, ge=1)
     value_dim: int | None = setting(default=None, ge=1)
-
-    def make(self, attention: Any) -> GatedDeltaNet.Config:
-        """See `RecurrentFeature.make`."""
-        heads = _heads(attention, self.num_heads, self.label)
-        return GatedDeltaNet.Config(**{"num_heads": heads, **self._options()})
-
-    def edit(self, layer: Any) -> Any:
-        """See `RecurrentFeature.edit`."""
-        return attrs.evolve(layer, **self._options()) if isinstance(layer, GatedDeltaNet.Config) else None
-
-    def _options(self) -> dict[str, Any]:
-        return get_options(self, "num_heads", "num_key_heads", "key_dim", "value_dim")
 
 
 @node
@@ -147,26 +162,13 @@ class UseKimiDeltaAttention(RecurrentFeature):
     """
 
     label = "kimi-delta-attention"
+    form = MappingProxyType({"decay_per": "element"})
+    defaults = MappingProxyType({"gate_activation": "sigmoid", "rank": 128})
 
     attention_every: int | None = setting(default=None, ge=0)
     num_heads: int | None = setting(default=None, ge=1)
     key_dim: int | None = setting(default=None, ge=1)
     rank: int | None = setting(default=None, ge=1)
-
-    def make(self, attention: Any) -> GatedDeltaNet.Config:
-        """See `RecurrentFeature.make`."""
-        sigmoid: Literal["sigmoid"] = "sigmoid"
-        form: dict[str, Any] = {"decay_per": "element", "gate_activation": sigmoid, "rank": 128}
-        heads = _heads(attention, self.num_heads, self.label)
-        return GatedDeltaNet.Config(**{"num_heads": heads, **form, **self._options()})
-
-    def edit(self, layer: Any) -> Any:
-        """See `RecurrentFeature.edit`."""
-        is_kimi = isinstance(layer, GatedDeltaNet.Config) and layer.decay_per == "element"
-        return attrs.evolve(layer, **self._options()) if is_kimi else None
-
-    def _options(self) -> dict[str, Any]:
-        return get_options(self, "num_heads", "key_dim", "rank")
 
 
 @node
@@ -183,19 +185,9 @@ class UseMamba2(RecurrentFeature):
     """
 
     label = "mamba2"
+    kind = Mamba2.Config
 
     attention_every: int | None = setting(default=None, ge=0)
     head_dim: int | None = setting(default=None, ge=1)
     state_dim: int | None = setting(default=None, ge=1)
     num_groups: int | None = setting(default=None, ge=1)
-
-    def make(self, attention: Any) -> Mamba2.Config:
-        """See `RecurrentFeature.make`."""
-        return Mamba2.Config(**self._options())
-
-    def edit(self, layer: Any) -> Any:
-        """See `RecurrentFeature.edit`."""
-        return attrs.evolve(layer, **self._options()) if isinstance(layer, Mamba2.Config) else None
-
-    def _options(self) -> dict[str, Any]:
-        return get_options(self, "head_dim", "state_dim", "num_groups")

@@ -227,9 +227,8 @@ class ServingFunctions:
 
     def _pages(self, cache: Any) -> tuple[Any, ...]:
         """Return the arrays of a cache that have a leading axis of blocks."""
-        pages: list[Any] = []
-        self._map_pages(lambda x: pages.append(x) or x, cache)
-        return tuple(pages)
+        arrays = zip(jax.tree.leaves(self.cache_spec), jax.tree.leaves(cache), strict=True)
+        return tuple(array for entry, array in arrays if entry.per == "page")
 
     def _run_decoder(self, arrays: Arrays, cache: Any, tables: Tables, step: Step) -> tuple[Any, jax.Array, Any]:
         """Return the model, the decoder output before `finish` [T, D] and the new cache."""

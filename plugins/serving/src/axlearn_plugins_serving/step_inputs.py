@@ -19,10 +19,8 @@ SAMPLED, MASKED = 1, 2
 KIND, LOGPROBS, TARGETS = 0, 1, 2
 """Header indices: the kind of sampling, and whether to report log-probabilities of chosen tokens and of targets."""
 HEADER = 4
-STATES = READ, WRITE, SAVE = 0, 1, 2
-"""Indices of `Step.states`."""
 NO_STATE = ZERO, NOWHERE, NOWHERE
-"""`Step.states` of a row that is not assigned."""
+"""`Step.states` of a row that is not assigned: the rows to read, write and save."""
 
 
 @attrs.frozen
@@ -61,7 +59,7 @@ class StepBucket:
         return {
             "header": (HEADER,), "slot": per_result, "flags": per_result, "start": per_result, "count": per_result,
             "tokens": (self.tokens,), "targets": per_chunk, "table": (self.results, self.blocks),
-            "states": (len(STATES), self.results if self.states else 0),
+            "states": (len(NO_STATE), self.results if self.states else 0),
         }  # fmt: skip
 
     @property

@@ -4,12 +4,13 @@ A layer declares its cache in `cache_spec()`, as a pytree of `CacheEntry`. Whoev
 gives each row its own, and a serving engine keeps one pool of pages and one of recurrent states for all requests.
 """
 
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
 import jax
 import jax.numpy as jnp
 
+from axlearn_core.errors import RequestError
 from axlearn_core.nn.sharding import constrain
 
 
@@ -47,12 +48,29 @@ class CacheEntry:
         return constrain(array, *(None,) * len(leading), *self.axes) if self.axes else array
 
 
+@runtime_checkable
 class KeepsCache(Protocol):
     """A layer that keeps arrays between calls."""
 
     def cache_spec(self) -> Any:
         """Return a pytree of `CacheEntry`. The layer's cache has the same structure, with an array for each entry."""
         ...
+
+
+def spec_of(layer: object) -> Any:
+    """Return the entries of a layer's cache.
+
+    Raises:
+        RequestError: The layer does not declare a cache.
+    """
+    if not isinstance(layer, KeepsCache):
+        raise RequestError(
+            f"{type(layer).__name__} cannot generate text: it has no method `cache_spec`\n"
+            f"    got: a layer from {type(layer).__module__}\n"
+            "    expected: a method that returns the entries of the layer's cache\n"
+            f"    fix: see `KeepsCache` in {__name__}, which replaces `init_cache`"
+        )
+    return layer.cache_spec()
 
 
 def empty_cache(spec: Any, rows: int, length: int) -> Any:

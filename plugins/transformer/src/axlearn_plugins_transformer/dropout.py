@@ -13,6 +13,7 @@ from axlearn_core.errors import Problem
 from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_transformer.attention import AttentionLayer
+from axlearn_plugins_transformer.cache_spec import spec_of
 from axlearn_plugins_transformer.embedding import Embedding
 from axlearn_plugins_transformer.feed_forward import FeedForward
 from axlearn_plugins_transformer.layer_roles import SplitLayerRole
@@ -99,7 +100,7 @@ class DropoutOutput(Layer):
 
     def cache_spec(self) -> Any:
         """Return the entries of the layer's cache; see `KeepsCache`."""
-        return self.base.cache_spec()
+        return spec_of(self.base)
 
     def __call__(self, x: jax.Array, *args: Any) -> Any:
         """Call `base` on [B, S, D] and apply dropout to its output.

@@ -137,8 +137,13 @@ def run_recurrent(run: Recurrence, x: jax.Array, context: Context, cache: Any) -
         [B, S, D] and the new states.
 
     Raises:
-        RequestError: If cached rows contain several documents.
+        RequestError: If cached rows contain several documents, or if a prefix of the rows attends in both directions.
     """
+    if context.prefix is not None:
+        raise RequestError(
+            "a recurrent layer reads tokens in order, so no prefix can attend in both directions\n"
+            "    got: a batch with `prefix`\n    fix: train without prefixes, or without recurrent layers"
+        )
     if cache is None:
         y, _ = run(x, Sequences(segment_ids=context.segment_ids, real=context.real), None)
         return y, None

@@ -14,7 +14,7 @@ from axlearn_core.errors import Problem
 from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.attention import Attention, AttentionLayer
-from axlearn_plugins_transformer.cache_spec import empty_cache
+from axlearn_plugins_transformer.cache_spec import empty_cache, spec_of
 from axlearn_plugins_transformer.embedding import Embedding, OutputHead, PositionEmbedding, TokenEmbedding
 from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward
 from axlearn_plugins_transformer.layer_roles import OutputHeadRole, SequentialRole, SplitDecoderRole, SplitLayerRole
@@ -71,7 +71,7 @@ class TransformerLayer(Layer):
 
     def cache_spec(self) -> Any:
         """Return the entries of the cache; see `KeepsCache`."""
-        return self.attention.cache_spec()
+        return spec_of(self.attention)
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
         """Apply the layer: [B, S, D] and its cache -> ([B, S, D], new cache)."""
@@ -228,7 +228,7 @@ class Decoder(Layer):
 
     def cache_spec(self) -> tuple[Any, ...]:
         """Return the entries of each layer's cache; see `KeepsCache`."""
-        return tuple(layer.cache_spec() for layer in each_layer(self.layer, self.cfg.num_layers))
+        return tuple(spec_of(layer) for layer in each_layer(self.layer, self.cfg.num_layers))
 
     def unstacked(self) -> "Decoder":
         """Return a copy of this decoder with separate layers. The copy shares all other parameters."""

@@ -55,7 +55,7 @@ class LinearAttentionOp(Op[LinearAttentionResult]):
         value: [B, T, H, V].
         decay: Logarithm of the decay, at most 0: float32 [B, T, H], or [B, T, H, K] per element.
         strength: Share of the old value that a token replaces, float32 [B, T, H]; None adds values without the delta rule.
-        documents: int32 [B, T], not decreasing. The state is reset between tokens with different numbers. None if there is one.
+        documents: int32 [B, T], not decreasing. The state is reset if the number changes. None if each sequence is one document.
         state: State before the first token, float32 [B, H, K, V]; None is zero.
         reload: States with which chunks of T / M tokens begin; see `Reload`.
         scale: Factor applied to the results.
@@ -100,7 +100,8 @@ class LinearAttentionOp(Op[LinearAttentionResult]):
     def per_head(self) -> tuple[jax.Array, jax.Array]:
         """Return the queries and keys for each head of the values, float32 [B, T, H, K]."""
         repeats = self.value.shape[2] // self.query.shape[2]
-        return tuple(jnp.repeat(x.astype(jnp.float32), repeats, axis=2) for x in (self.query, self.key))  # type: ignore[return-value]
+        query, key = (jnp.repeat(x.astype(jnp.float32), repeats, axis=2) for x in (self.query, self.key))
+        return query, key
 
     def initial(self) -> jax.Array:
         """Return the state before the first token, float32 [B, H, K, V]."""
