@@ -259,6 +259,7 @@ def _recurrences():
     yield case("sum", delta=False)
     yield case("sum-documents", delta=False, documents=documents)
     yield case("reload", tokens=96, chunk=32, reload=reload)
+    yield case("long-chunks", tokens=192, chunk=64, reload=reload)
     yield case("odd-chunks", tokens=30, chunk=10, reload=reload, element=True)
     yield case("one-token", tokens=1, state=state)
 

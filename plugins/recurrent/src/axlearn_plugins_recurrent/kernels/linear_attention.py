@@ -171,7 +171,9 @@ class Chunked:
     def __call__(self, op: LinearAttentionOp) -> LinearAttentionResult:
         """Compute the op."""
         tokens = op.value.shape[1]
-        size = min(CHUNK, -(-tokens // BLOCK) * BLOCK) if op.reload is None else op.reload.chunk
+        size = min(CHUNK, -(-tokens // BLOCK) * BLOCK)
+        if op.reload is not None:
+            size = op.reload.chunk if op.reload.chunk % CHUNK else CHUNK
         count = -(-tokens // size)
 
         def split(x: jax.Array) -> jax.Array:
@@ -204,11 +206,15 @@ class Chunked:
             targets, entering = solution[..., : value.shape[-1]], solution[..., value.shape[-1] :]
         outward = key * jnp.exp(later) * leaves
         retention = jnp.swapaxes(jnp.exp(total[..., -1:, :]) * enters[..., -1:, :], -1, -2)  # [M, B, H, K or 1, 1]
-        reload = (
-            None
-            if op.reload is None
-            else (jnp.moveaxis(op.reload.restarts, 1, 0), jnp.moveaxis(op.reload.states, 1, 0))
-        )
+        reload, parts = None, 1
+        if op.reload is not None:
+            parts = (
+                op.reload.chunk // size
+            )  # only the first part of a chunk may restart, and the last one has its state
+            first = jnp.arange(count) % parts == 0
+            restarts = jnp.repeat(op.reload.restarts, parts, axis=1) & first[None]
+            states = jnp.repeat(op.reload.states, parts, axis=1)
+            reload = jnp.moveaxis(restarts, 1, 0), jnp.moveaxis(states, 1, 0)
 
         def step(state: jax.Array, chunk: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
             query, scores, targets, entering, outward, retention, reload = chunk
@@ -226,7 +232,7 @@ class Chunked:
         result = jnp.moveaxis(jnp.moveaxis(result, 2, 3), 0, 1)  # [B, M, C, H, V]
         result = result.reshape(result.shape[0], -1, *result.shape[3:])[:, :tokens]
         if states is not None:
-            state = jnp.moveaxis(states, 0, 1)
+            state = jnp.moveaxis(states[parts - 1 :: parts], 0, 1)
         return LinearAttentionResult((result * op.scale).astype(op.value.dtype), state)
 
 
