@@ -25,7 +25,7 @@ TESTS = tuple(
         "plugins/gpu/kernels/test_tokamax_attention",
     )
 )
-"""What depends most on versions: jaxprs, kernels that need more than JAX's public names, and the GPU compiler."""
+"""Tests of code that is sensitive to the JAX version: jaxprs, kernels that use private names of JAX, and the GPU compiler."""
 
 
 def call(title: str, *command: str, show: bool = False, cwd: Path = ROOT, **variables: str) -> None:

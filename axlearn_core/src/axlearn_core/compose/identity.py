@@ -164,7 +164,7 @@ def value_text(value: object) -> str | None:
 
 
 def _is_bound(value: object) -> bool:
-    """Return True for a method of an object. C functions, which are bound to their modules, do not count."""
+    """Return True if the value is a bound method. C functions, which are bound to their modules, do not count."""
     is_method = isinstance(value, MethodType | BuiltinMethodType | MethodWrapperType)
     return is_method and not isinstance(value.__self__, ModuleType | None)
 

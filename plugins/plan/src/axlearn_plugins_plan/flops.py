@@ -103,7 +103,7 @@ def works(
     op: Op[Any] | None = None,
     gradients: Gradients | None = None,
 ) -> Iterator[Work]:
-    """Yield the live equations in a jaxpr, and in the jaxprs that it calls, that perform floating-point operations.
+    """Yield the live equations that perform floating-point operations, in a jaxpr and in the jaxprs that it calls.
 
     The body of a loop is multiplied by its trip count, or counts once if the trip count is unknown. A conditional counts as its
     most expensive branch. A kernel counts as the FLOPs that its op reports (`Op.kernel_flops`). If the op reports none, the

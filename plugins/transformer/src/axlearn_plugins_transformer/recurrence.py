@@ -190,6 +190,6 @@ def _run_step(run: Recurrence, x: jax.Array, rows: StateRows, cache: Any) -> tup
 
 
 def _read(pool: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return rows of a pool, and zeros for `ZERO` and `PREVIOUS`."""
+    """Return rows from a pool, with zeros for `ZERO` and `PREVIOUS`."""
     values = pool.at[jnp.maximum(rows, 0)].get(mode="clip")
     return jnp.where(rows.reshape(-1, *(1,) * (pool.ndim - 1)) >= 0, values, jnp.zeros((), pool.dtype))

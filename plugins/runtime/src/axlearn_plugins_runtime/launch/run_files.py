@@ -73,7 +73,7 @@ def place_files(experiment: str, document: str, bases: Mapping[str, str], folder
 
 
 def write_script(files: Mapping[str, str], script: str = "the script") -> list[str]:
-    """Return shell lines that write files.
+    """Return shell commands that write files.
 
     Args:
         files: Contents of the files, by path.

@@ -100,7 +100,7 @@ def _tokens_response(tokens: Sequence[int], context: int) -> Response:
 
 
 async def detokenize(request: HttpRequest) -> Response:
-    """Return the text of token ids."""
+    """Decode token ids to text."""
     service: Service = request.app.state.service
     body = await read_json(DetokenizeRequest, request)
     service.adapter(body.model)

@@ -16,7 +16,7 @@ from axlearn_plugins_verify.prove.forward import EPSILON, compute_dtype, precise
 from axlearn_plugins_verify.prove.training_step import STACKED, Step, find_module, gradient_errors
 
 STEPS = (2.0**-5, 2.0**-6, 2.0**-7)
-"""Sizes of the parameter changes in a difference, relative to the parameters."""
+"""Finite-difference step sizes, relative to the parameters."""
 TOLERANCE = 0.02
 """Largest error of a derivative, relative to the typical derivative in a random direction."""
 ROUNDING = 8
