@@ -9,7 +9,7 @@ random numbers and `nn.variables` for other state. Broadcasting never adds dimen
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axlearn_core.config import Configurable, Node, node, setting
-from axlearn_core.errors import Problem, nearest
+from axlearn_core.errors import Problem, RequestError, nearest
 from axlearn_core.nn.initializers import Initializer
 from axlearn_core.nn.module_checks import check_part
 
@@ -46,6 +46,10 @@ class Context:
         prefix: int32 [B], length of the prefix of each row that attends in both directions. None means causal attention.
         slots: int32 [B or 1, S], cache slots of the tokens. None if there is no cache.
         real: bool [B, S], False for padding. None means that `segment_ids` marks the padding.
+        extras: The batch's other entries by name, [B, ...] each. Use `extra` to read one.
+        layer_inputs: An input per layer by name, such as per-layer embeddings. A decoder sets arrays [B, L, ...] for L layers, and
+            each layer sees its own part, [B, ...].
+        shared: Values that earlier layers of the stack shared with later ones. Use `share` and `read_shared`.
     """
 
     positions: jax.Array | None = None
@@ -53,12 +57,45 @@ class Context:
     prefix: jax.Array | None = None
     slots: jax.Array | None = None
     real: jax.Array | None = None
+    extras: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    layer_inputs: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    shared: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def tokens(self) -> jax.Array | None:
         """Return a bool mask [B, S] that is False for padding, or None if all positions are tokens."""
         if self.real is not None or self.segment_ids is None:
             return self.real
         return self.segment_ids > 0
+
+    def extra(self, name: str) -> jax.Array:
+        """Return another entry of the batch.
+
+        Raises:
+            RequestError: The batch has no such entry.
+        """
+        return _look_up(self.extras, name, "the batch has no entry", "add the entry to the batch, or remove the layer")
+
+    def share(self, name: str, value: Any) -> None:
+        """Share a value with the later layers of the stack: an array, or a tree of arrays such as keys and values.
+
+        Layers that share a value under the same name must share equal shapes. Gradients flow through shared values.
+        """
+        self.shared[name] = value
+
+    def read_shared(self, name: str) -> Any:
+        """Return the value that an earlier layer of the stack shared most recently.
+
+        Raises:
+            RequestError: No earlier layer shares a value with this name.
+        """
+        fix = "put a layer that calls `share` before this layer"
+        return _look_up(self.shared, name, "no earlier layer shares", fix)
+
+
+def _look_up(values: Mapping[str, Any], name: str, failure: str, fix: str) -> Any:
+    if name in values:
+        return values[name]
+    raise RequestError(f"{failure} {name!r}\n    expected: one of {sorted(values)}\n    fix: {fix}")
 
 
 class Layer(Configurable, nnx.Module):

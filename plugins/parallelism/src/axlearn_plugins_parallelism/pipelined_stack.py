@@ -7,6 +7,8 @@ The compiler handles all other axes, so layers have the same sharding as without
 differentiating the loop, so the backward pass runs the ticks in reverse.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -76,6 +78,10 @@ class PipelinedStack(Stack):
         if cache is not None or isinstance(layers, nnx.List):
             return super().__call__(layers, x, context, cache)
         if self.cfg.schedule == "1f1b" and (call := stack_call()) is not None:
+            if context.layer_inputs:
+                raise _incompatible(
+                    "schedule", "1f1b does not differentiate inputs of layers", _names(context.layer_inputs)
+                )
             return call.answer(self, layers, x, context), None
         if x.shape[0] % count:
             if place is None or stages == 1:  # for example a single row, to inspect its logits
@@ -126,8 +132,11 @@ class PipelinedStack(Stack):
         """
         if chunk.rounds == 1:
 
-            def stage(x: jax.Array, context: Context, _: jax.Array, index: jax.Array, variables: KindVariables) -> Any:
-                y, _, updates = Stack.run(self, chunk.layers(leaves, index).replace_variables(variables), x, context)
+            def stage(
+                x: jax.Array, context: Context, round: jax.Array, index: jax.Array, variables: KindVariables
+            ) -> Any:
+                layers = chunk.layers(leaves, index).replace_variables(variables)
+                y, updates = _run_chunk(functools.partial(Stack.run, self), layers, x, context, round)
                 return y, _update_variables(variables, updates)
 
             return _with_reports(stage)
@@ -143,9 +152,8 @@ class PipelinedStack(Stack):
                 return lax.dynamic_index_in_dim(leaf, round, keepdims=False)
 
             values = jax.tree.map(row, variables)
-            y, _, updates = plain.run(
-                chunk.layers([row(leaf) for leaf in local], index).replace_variables(values), x, context
-            )
+            layers = chunk.layers([row(leaf) for leaf in local], index).replace_variables(values)
+            y, updates = _run_chunk(plain.run, layers, x, context, round)
             put = lambda all, one: lax.dynamic_update_index_in_dim(all, one.astype(all.dtype), round, 0)  # noqa: E731
             return y, jax.tree.map(put, variables, _update_variables(values, updates))
 
@@ -158,6 +166,24 @@ class PipelinedStack(Stack):
             return result
 
         return run_and_check
+
+
+def _run_chunk(
+    run: Callable[..., Any], layers: Layers, x: jax.Array, context: Context, round: jax.Array
+) -> tuple[jax.Array, KindVariables]:
+    """Run this device's chunk of layers for one round, with the chunk's part of the layers' inputs."""
+    size = len(layers.kinds)
+    first = (round * lax.axis_size(AXIS) + lax.axis_index(AXIS)) * size
+    inputs = {k: lax.dynamic_slice_in_dim(v, first, size, axis=1) for k, v in context.layer_inputs.items()}
+    context = dataclasses.replace(context, layer_inputs=inputs, shared={})
+    y, _, updates = run(layers, x, context)
+    if context.shared:
+        raise _incompatible("layers", "layers of different stages cannot share values", _names(context.shared))
+    return y, updates
+
+
+def _names(values: Iterable[str]) -> str:
+    return ", ".join(sorted(values))
 
 
 class _SaveTagged(Remat):

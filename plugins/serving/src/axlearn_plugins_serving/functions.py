@@ -26,7 +26,7 @@ from axlearn_plugins_serving import token_sampling
 from axlearn_plugins_serving.serving_linear import WeightLayout, lay_out_maps
 from axlearn_plugins_serving.step_inputs import KIND, LOGPROBS, MASKED, SAMPLED, TARGETS, Step, StepBucket
 from axlearn_plugins_serving.token_sampling import ChosenTokens, Tables
-from axlearn_plugins_transformer.causal_lm import SplitDecoder
+from axlearn_plugins_transformer.causal_lm import splits_decoder
 from axlearn_plugins_transformer.functions import Arrays, GenerationFunctions
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 from axlearn_plugins_transformer.layer_roles import OutputHeadRole
@@ -242,9 +242,13 @@ class ServingFunctions:
         tokens, positions = self._pad(tokens), self._pad(positions)
         slots = dataclasses.replace(slots, write=self._pad(slots.write, self.sizes.blocks * self.sizes.block_size))
         context = Context(positions=positions[:, None], slots=slots)  # type: ignore[arg-type]
-        run = model.decoder.begin if isinstance(model.decoder, SplitDecoder) else model.decoder
+        cache = Cache(cache, jnp.zeros((), jnp.int32))
         with self._select_adapters(tables, step.slot[step.row_indices()]):
-            x, new = run(tokens[:, None], context, Cache(cache, jnp.zeros((), jnp.int32)))
+            if splits_decoder(model):
+                inputs, context, options = model.decoder_inputs({"tokens": tokens[:, None]}, context)
+                x, new = model.decoder.begin(inputs, context, cache, **options)
+            else:
+                x, new = model.hidden_states({"tokens": tokens[:, None]}, context, cache)
         return model, x[:, 0], new.layers
 
     def _pad(self, x: jax.Array, value: int = 0) -> jax.Array:
@@ -264,7 +268,7 @@ class ServingFunctions:
     def _logits(self, model: Any, arrays: Arrays, tables: Tables, x: jax.Array, slots: jax.Array) -> jax.Array:
         """Compute the logits from outputs of `_run_decoder`."""
         hidden = self._pad(x)[:, None]
-        if isinstance(model.decoder, SplitDecoder):
+        if splits_decoder(model):
             with self._select_adapters(tables, slots):
                 hidden = model.decoder.finish(hidden)
         logits = model.logits(hidden, arrays.get(HEAD))[:, 0].astype(jnp.float32)

@@ -20,6 +20,10 @@ from axlearn_plugins_transformer.layer_roles import LanguageModelRole
 from axlearn_plugins_transformer.transformer import Cache, Decoder
 
 
+FACTS = ("positions", "segment_ids", "prefix")
+"""Entries of a batch that describe its tokens."""
+
+
 class DecoderModel(Protocol):
     """Maps token ids to hidden states.
 
@@ -40,6 +44,15 @@ class DecoderModel(Protocol):
 
     def unstacked(self) -> Any:
         """Return the decoder in the form that decodes fastest."""
+        ...
+
+
+@runtime_checkable
+class EmbedsTokens(Protocol):
+    """A `DecoderModel` that accepts embeddings in `__call__` and `begin`, as the argument `embeddings`."""
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Embed the tokens: int32 [B, S] -> [B, S, D]."""
         ...
 
 
@@ -73,6 +86,10 @@ class LanguageModel(Protocol):
     """
 
     decoder: Any
+
+    def hidden_states(self, batch: Batch, context: Context | None = None, cache: Any = None) -> tuple[jax.Array, Any]:
+        """Return the hidden states of a batch, [B, S, D], and the new cache."""
+        ...
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Compute the logits: [..., D] -> [..., V]."""
@@ -141,9 +158,38 @@ class CausalLM(Layer):
         Returns:
             Logits [B, S, V] in `output_dtype`. With a cache, the pair (logits, new cache).
         """
-        x, new = self.decoder(tokens, Context(positions=positions, segment_ids=segment_ids), cache)
+        x, new = self.hidden_states({"tokens": tokens}, Context(positions=positions, segment_ids=segment_ids), cache)
         logits = self.logits(x)
         return logits if cache is None else (logits, new)
+
+    def embed(self, inputs: Batch) -> jax.Array:
+        """Return the embeddings of the tokens, [B, S, D]: the input of the first layer.
+
+        A subclass may add other inputs, such as projected image features, at the positions of their tokens.
+
+        Args:
+            inputs: `tokens`, int32 [B, S], and what else the batch contains, [B, ...] each. Serving offers only `tokens`.
+        """
+        return self.decoder.embed(inputs["tokens"])
+
+    def hidden_states(self, batch: Batch, context: Context | None = None, cache: Any = None) -> tuple[jax.Array, Any]:
+        """Return the hidden states of a batch, [B, S, D], and the new cache.
+
+        Training, objectives, scoring, generation and serving call this method or `decoder_inputs`.
+
+        Args:
+            batch: See `loss`. Only `tokens` is required.
+            context: Context of the layers (default: `batch_context(batch)`).
+            cache: Cache from `init_cache` or an earlier call, or None.
+        """
+        tokens, context, options = self.decoder_inputs(batch, context)
+        return self.decoder(tokens, context, cache, **options)
+
+    def decoder_inputs(self, batch: Batch, context: Context | None = None) -> tuple[jax.Array, Context, dict[str, Any]]:
+        """Return the tokens, the context and the other arguments with which the decoder runs on a batch."""
+        context = batch_context(batch) if context is None else context
+        options = {"embeddings": self.embed(batch)} if isinstance(self.decoder, EmbedsTokens) else {}
+        return batch["tokens"], context, options
 
     def logits(self, hidden: jax.Array, head: Any = None) -> jax.Array:
         """Compute the logits of hidden states: [B, S, D] -> [B, S, V] in `output_dtype`.
@@ -174,25 +220,38 @@ class CausalLM(Layer):
             layers. Evaluation on held-out data adds no other terms.
         """
         arrays = {k: v for k, v in batch.items() if v is not None}
-        z_loss = 0.0 if summaries.is_held_out() else self.cfg.z_loss
         with summaries.collect() as collector:
-            hidden, _ = self.decoder(arrays["tokens"], batch_context(arrays))
-        if "weights" in arrays:
-            weight = jnp.sum(arrays["weights"])
-            weights = arrays["weights"] / jnp.where(weight > 0, weight, 1.0)
-        else:
-            size = arrays["targets"].size
-            weight, weights = jnp.float32(size), jnp.full(arrays["targets"].shape, 1 / size, jnp.float32)
-        op = CrossEntropyOp(hidden, self.decoder.head_weight(), arrays["targets"], weights, self._options(z_loss))
-        loss, entropy = op.run(self.cfg.loss_kernel)
-        report = {"weight": weight, **collector.summaries, **collector.losses}
-        if z_loss:
-            report["z_loss"] = loss - entropy
-        if z_loss or collector.losses:
-            report["cross_entropy"] = entropy
+            hidden, _ = self.hidden_states(arrays)
+            loss, report = self.losses(hidden, arrays)
+        if collector.losses:
+            report = {"cross_entropy": loss, **report}
+        report = {**report, **collector.summaries, **collector.losses}
         for value in collector.losses.values():
             loss = loss + value
         return loss, report
+
+    def losses(self, hidden: jax.Array, batch: Batch) -> tuple[jax.Array, dict[str, Any]]:
+        """Compute the losses of the hidden states of a batch: the mean cross-entropy in nats, plus the z-loss.
+
+        A subclass may add losses, such as the prediction of several tokens, with `summaries.add_loss`.
+
+        Args:
+            hidden: Result of `hidden_states`, [B, S, D].
+            batch: See `loss`.
+
+        Returns:
+            (loss, summaries): `weight` is the number of targets. With a z-loss, `z_loss` and `cross_entropy` are its parts.
+        """
+        z_loss = 0.0 if summaries.is_held_out() else self.cfg.z_loss
+        targets, weights = batch["targets"], batch.get("weights")
+        if weights is None:
+            weight, weights = jnp.float32(targets.size), jnp.full(targets.shape, 1 / targets.size, jnp.float32)
+        else:
+            weight = jnp.sum(weights)
+            weights = weights / jnp.where(weight > 0, weight, 1.0)
+        op = CrossEntropyOp(hidden, self.decoder.head_weight(), targets, weights, self._options(z_loss))
+        loss, entropy = op.run(self.cfg.loss_kernel)
+        return loss, {"weight": weight, **({"z_loss": loss - entropy, "cross_entropy": entropy} if z_loss else {})}
 
     def held_out_loss(self, batch: Batch) -> tuple[jax.Array, Mapping[str, Any]]:
         """Compute the mean cross-entropy of the targets, in nats.
@@ -232,15 +291,22 @@ class CausalLM(Layer):
         return copy
 
 
+def splits_decoder(model: Any) -> bool:
+    """Return True if the decoder computes all of `model.hidden_states` and can skip the end of it; see `SplitDecoder`."""
+    is_plain = isinstance(model, CausalLM) and type(model).hidden_states is CausalLM.hidden_states
+    return is_plain and isinstance(model.decoder, SplitDecoder)
+
+
 def batch_context(batch: Batch) -> Context:
     """Return the context that the layers need for a batch.
 
     The batch may lack entries of `contracts.parts.Batch`.
     """
-    arrays = {k: batch.get(k) for k in ("positions", "segment_ids", "prefix")}
+    positions, segment_ids, prefix = (batch.get(name) for name in FACTS)
     weights = batch.get("weights")
-    real = None if arrays["segment_ids"] is not None or weights is None else padding.make_token_mask(weights)
-    return Context(**arrays, real=real)
+    real = None if segment_ids is not None or weights is None else padding.make_token_mask(weights)
+    extras = {k: v for k, v in batch.items() if k not in {"tokens", "targets", "weights", *FACTS} and v is not None}
+    return Context(positions=positions, segment_ids=segment_ids, prefix=prefix, real=real, extras=extras)
 
 
 def _constrain_logits(logits: jax.Array) -> jax.Array:

@@ -162,7 +162,7 @@ class GenerationFunctions:
         """
         model = self.bind(arrays)
         real = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < length
-        hidden, cache = model.decoder(tokens, Context(real=real), cache)
+        hidden, cache = model.hidden_states({"tokens": tokens}, Context(real=real), cache)
         last = lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=1)
         return pick(model.logits(last)[0, 0], draw, bucket.top_k), dataclasses.replace(cache, length=length)
 
@@ -210,7 +210,7 @@ def score(
     Returns:
         Log-likelihood of each row, float32 [B], and whether every target is the most probable token, bool [B].
     """
-    hidden, _ = model.decoder(tokens, Context())
+    hidden, _ = model.hidden_states({"tokens": tokens}, Context())
     chunk = bucket.chunk
     count = -(-tokens.shape[1] // chunk)
 

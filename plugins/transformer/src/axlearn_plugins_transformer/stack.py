@@ -3,11 +3,13 @@
 A scan compiles each kind of layer once.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.core import Tracer
@@ -28,7 +30,9 @@ from axlearn_plugins_transformer.stack_layers import (
     Layers,
     MixedLayers,
     VariableRecord,
+    split_inputs,
     split_rows,
+    stack_inputs,
     write_variables,
 )
 
@@ -158,27 +162,23 @@ class Stack(Configurable):
         Return the output, the new cache, and the variables that they wrote.
         """
         remat = None if self.cfg.remat is None or cache is not None else self.cfg.remat.build()
-        shared = cache is not None and isinstance(x, Tracer)
-        layer = functools.cache(functools.partial(_layer, layers.graphs, context, remat, shared))
+        shared_code = cache is not None and isinstance(x, Tracer)
+        layer = functools.cache(functools.partial(_layer, layers.graphs, context, remat, shared_code))
         unrolled = self.cfg.mode == "unrolled" or cache is not None
         first = [layers.graphs.index(graph) for graph in layers.graphs]  # separate layers of one kind have equal graphs
+        inputs = split_inputs(context.layer_inputs, len(layers.kinds))
+        carry: Carry = x, dict(context.shared)
         entries, reports, record = [], [], VariableRecord(layers.separate)
         for part in layers.group(LayerPattern(0, len(layers.kinds), 1) if unrolled else find_pattern(layers.kinds)):
             if part.scan_states is not None:
-
-                def body(x: jax.Array, states: Any, part: LayerGroup = part) -> tuple[jax.Array, list[Any]]:
-                    rows, results = part.rows(states), []
-                    for kind in part.kinds:
-                        x, (_, *result) = layer(kind, True)(x, next(rows[kind]))
-                        results.append(tuple(result))
-                    return x, results
-
-                x, results = lax.scan(body, x, part.scan_states)
+                repeats = jax.tree.leaves(part.scan_states)[0].shape[0]
+                row_inputs = [next(inputs) for _ in range(repeats * len(part.kinds))]
+                carry, results = _scan(layer, part, carry, stack_inputs(row_inputs, repeats))
                 reports += [report for report, _ in results]
                 record.add_repeats(part.kinds, [values for _, values in results])
             for kind, state in part.layers:
-                x, (entry, report, values) = layer(first[kind])(
-                    x, state, None if cache is None else cache[len(entries)]
+                carry, (entry, report, values) = layer(first[kind])(
+                    carry, state, next(inputs), None if cache is None else cache[len(entries)]
                 )
                 entries.append(entry)
                 reports.append(report)
@@ -186,26 +186,70 @@ class Stack(Configurable):
         if remat is not None:
             remat.check()
         summaries.add_layers(reports)
+        x, shared = carry
+        context.shared.update(shared)
         return x, None if cache is None else tuple(entries), record.collect()
 
 
+Carry = tuple[jax.Array, dict[str, Any]]
+"""The output of a layer, and the values that it and earlier layers shared."""
+LayerInputs = dict[str, jax.Array]
+"""`Context.layer_inputs`."""
+
+
+def _scan(layer: Callable[..., Any], part: LayerGroup, carry: Carry, inputs: Sequence[LayerInputs]) -> Any:
+    """Scan over the repeats of a group. Return the last carry and, for each kind in a repeat, its stacked results."""
+
+    def body(carry: Carry, repeat: Any) -> tuple[Carry, list[Any]]:
+        (states, inputs), names = repeat, set(carry[1])
+        rows, results = part.rows(states), []
+        for kind, layer_inputs in zip(part.kinds, inputs, strict=True):
+            carry, (_, *result) = layer(kind, True)(carry, next(rows[kind]), layer_inputs)
+            results.append(tuple(result))
+        if set(carry[1]) != names:
+            raise _SharesMore(jax.tree.map(lambda value: (value.shape, value.dtype), carry[1]))
+        return carry, results
+
+    try:
+        return lax.scan(body, carry, (part.scan_states, inputs))
+    except _SharesMore as error:
+        # The trace has shown that each read follows a write within a repeat, so no layer reads these zeros.
+        zeros = {name: _zeros(value) for name, value in error.shapes.items() if name not in carry[1]}
+        return lax.scan(body, (carry[0], {**zeros, **carry[1]}), (part.scan_states, inputs))
+
+
+class _SharesMore(Exception):
+    """Layers share values that were not shared before the scan."""
+
+    def __init__(self, shapes: dict[str, Any]):
+        super().__init__()
+        self.shapes = shapes
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda s: jnp.zeros(*s), shapes, is_leaf=lambda s: isinstance(s, tuple) and len(s) == 2)
+
+
 def _layer(
-    graphs: Sequence[Any], context: Context, remat: Remat | None, shared: bool, kind: int, in_loop: bool = False
+    graphs: Sequence[Any], context: Context, remat: Remat | None, shared_code: bool, kind: int, in_loop: bool = False
 ) -> Callable[..., Any]:
     """Return the function for a kind of layer.
 
-    Its signature is `(x, arrays, cache) -> (x, (cache, (losses, summaries), variables))`. With `shared`, the code of a
-    kind is traced and lowered once, each layer calls it, and XLA inlines the calls.
+    Its signature is `(carry, arrays, layer_inputs, cache) -> (carry, (cache, (losses, summaries), variables))`. With
+    `shared_code`, the code of a kind is traced and lowered once, each layer calls it, and XLA inlines the calls.
     """
 
-    def run(x: jax.Array, state: Any, cache: Any = None) -> tuple[Any, Any]:
+    def run(carry: Carry, state: Any, layer_inputs: LayerInputs, cache: Any = None) -> tuple[Any, Any]:
+        x, shared = carry
+        row = dataclasses.replace(context, layer_inputs=layer_inputs, shared=dict(shared))
         old_values = variables.get_values(state)
         module = nnx.merge(graphs[kind], state, copy=True)
-        with summaries.collect() as collected, padding.use_context(context):
-            x, cache = module(constrain(x, "batch", "residual_sequence", "activation_embed"), context, cache)
-        return x, (cache, (collected.losses, collected.summaries), variables.written(module, old_values))
+        with summaries.collect() as collected, padding.use_context(row):
+            x, cache = module(constrain(x, "batch", "residual_sequence", "activation_embed"), row, cache)
+        results = cache, (collected.losses, collected.summaries), variables.written(module, old_values)
+        return (x, row.shared), results
 
-    if shared:
+    if shared_code:
         return share_code(run)
     if remat is None:
         return jax.checkpoint(run, policy=_no_view, prevent_cse=False) if in_loop else run

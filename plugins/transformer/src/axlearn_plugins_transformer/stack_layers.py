@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from axlearn_core.errors import RequestError
 from axlearn_core.nn import randomness, variables
 from axlearn_plugins_transformer.alternate import LayerPattern
 
@@ -174,6 +175,32 @@ def split_rows(state: Any, count: int, sizes: Sequence[int] | None = None) -> li
     leaves, tree = jax.tree.flatten(state)
     split = [randomness.split_leading(leaf, tuple(sizes or (1,) * count)) for leaf in leaves]
     return [tree.unflatten([p[i] if sizes else _squeeze(p[i]) for p in split]) for i in range(count)]
+
+
+def split_inputs(inputs: Mapping[str, jax.Array], num_layers: int) -> Iterator[dict[str, jax.Array]]:
+    """Split `Context.layer_inputs`, [B, L, ...] by name, into the inputs of each layer, [B, ...] by name.
+
+    Raises:
+        RequestError: An array does not have an input for each layer.
+    """
+    for name, array in inputs.items():
+        if array.ndim < 2 or array.shape[1] != num_layers:
+            raise RequestError(
+                f"layer_inputs[{name!r}] does not have an input for each layer\n"
+                f"    got: {list(array.shape)}\n    expected: [rows, {num_layers}, ...]"
+            )
+    return iter([{name: array[:, layer] for name, array in inputs.items()} for layer in range(num_layers)])
+
+
+def join_inputs(inputs: Sequence[Mapping[str, jax.Array]]) -> dict[str, jax.Array]:
+    """Join the inputs of layers; see `split_inputs`."""
+    return {name: jnp.stack([row[name] for row in inputs], axis=1) for name in inputs[0]}
+
+
+def stack_inputs(inputs: Sequence[dict[str, jax.Array]], repeats: int) -> list[dict[str, jax.Array]]:
+    """Stack inputs of `repeats` times n layers for a scan. Return n dicts of arrays [repeats, ...]."""
+    count = len(inputs) // repeats
+    return [{k: jnp.stack([row[k] for row in inputs[i::count]]) for k in inputs[i]} for i in range(count)]
 
 
 def _squeeze(array: jax.Array) -> jax.Array:

@@ -20,6 +20,7 @@ from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForwa
 from axlearn_plugins_transformer.layer_roles import OutputHeadRole, SequentialRole, SplitDecoderRole, SplitLayerRole
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
 from axlearn_plugins_transformer.stack import LayerStack, Stack, StackLayer, each_layer, unstack
+from axlearn_plugins_transformer.stack_layers import join_inputs, split_inputs
 
 RESIDUAL = ("batch", "residual_sequence", "activation_embed")
 """Logical axes of the residual stream."""
@@ -159,8 +160,27 @@ class Decoder(Layer):
         if cfg.head is not None:
             self.head = self.child(cfg.head, rngs=rngs, **sizes)
 
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Embed the tokens: int32 [B, S] -> [B, S, D]."""
+        return self.embedding(tokens)
+
+    def layer_inputs(self, tokens: jax.Array, embeddings: jax.Array) -> dict[str, jax.Array]:
+        """Return an input for each layer by name, [B, L, ...] for L layers.
+
+        A subclass may return per-layer embeddings, for example. The layers read `Context.layer_inputs`.
+
+        Args:
+            tokens: int32 [B, S].
+            embeddings: Their embeddings, [B, S, D].
+        """
+        return {}
+
     def __call__(
-        self, tokens: jax.Array, context: Context, cache: Cache | None = None
+        self,
+        tokens: jax.Array,
+        context: Context,
+        cache: Cache | None = None,
+        embeddings: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         """Return the hidden states of the tokens, [B, S, D], and the new cache.
 
@@ -168,23 +188,29 @@ class Decoder(Layer):
             tokens: int32 [B, S]. With a cache, these follow the cached tokens.
             context: Context of the layers.
             cache: Cache from `Cache.empty` or an earlier call, or None.
+            embeddings: Embeddings of the tokens, [B, S, D]. None calls `embed`.
         """
-        x, context = self._embed(tokens, context, cache)
+        x, context = self._embed(tokens, context, cache, embeddings)
         x, entries = self.cfg.stack.build()(self.layer, x, context, None if cache is None else cache.layers)
         return self._normalize(x), None if cache is None else Cache(entries, cache.length + tokens.shape[1])
 
-    def begin(self, tokens: jax.Array, context: Context, cache: Cache) -> tuple[jax.Array, Cache]:
+    def begin(
+        self, tokens: jax.Array, context: Context, cache: Cache, embeddings: jax.Array | None = None
+    ) -> tuple[jax.Array, Cache]:
         """Run everything except the feed-forward half of the last layer and the final norm.
 
         If the layers are not separate, run the whole decoder. See `SplitDecoder`.
         """
         last = self._last_layer()
         if last is None:
-            x, after = self(tokens, context, cache)
+            x, after = self(tokens, context, cache, embeddings)
             assert after is not None
             return x, after
-        x, context = self._embed(tokens, context, cache)
-        x, entries = self.cfg.stack.build()(nnx.List(self.layer[:-1]), x, context, cache.layers[:-1])
+        x, context = self._embed(tokens, context, cache, embeddings)
+        *inputs, last_inputs = split_inputs(context.layer_inputs, len(self.layer))
+        leading = dataclasses.replace(context, layer_inputs=join_inputs(inputs))
+        x, entries = self.cfg.stack.build()(nnx.List(self.layer[:-1]), x, leading, cache.layers[:-1])
+        context = dataclasses.replace(context, layer_inputs=last_inputs)
         x, entry = last.attention_half(constrain(x, *RESIDUAL), context, cache.layers[-1])
         return x, Cache((*entries, entry), cache.length + tokens.shape[1])
 
@@ -193,9 +219,13 @@ class Decoder(Layer):
         last = self._last_layer()
         return x if last is None else self._normalize(last.feed_forward_half(x))
 
-    def _embed(self, tokens: jax.Array, context: Context, cache: Cache | None) -> tuple[jax.Array, Context]:
-        """Return the input of the first layer, [B, S, D], and a context with the cache slots."""
-        x = self.embedding(tokens)
+    def _embed(
+        self, tokens: jax.Array, context: Context, cache: Cache | None, embeddings: jax.Array | None
+    ) -> tuple[jax.Array, Context]:
+        """Return the input of the first layer, [B, S, D], and a context with the cache slots and the layers' inputs."""
+        x = self.embed(tokens) if embeddings is None else embeddings
+        # A new dict for `shared`, because layers write to it.
+        context = dataclasses.replace(context, layer_inputs=self.layer_inputs(tokens, x), shared={})
         if cache is not None and context.slots is None:
             slots = jnp.reshape(cache.length, (-1, 1)) + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
             positions = slots if context.positions is None else context.positions

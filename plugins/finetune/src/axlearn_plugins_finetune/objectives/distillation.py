@@ -18,7 +18,6 @@ from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.nn import summaries
 from axlearn_core.train.evaluation_loss import model_loss
 from axlearn_plugins_finetune.objectives.sequences import check_language_model, sum_over_positions
-from axlearn_plugins_transformer.causal_lm import batch_context
 
 
 class Distillation(Configurable, nnx.Module):
@@ -77,12 +76,11 @@ class Distillation(Configurable, nnx.Module):
             targets, and `weight` is the number of targets.
         """
         inputs = {k: v for k, v in batch.items() if v is not None}
-        context = batch_context(inputs)
         weights = inputs.get("weights", jnp.ones(inputs["targets"].shape, jnp.float32))
         with summaries.collect() as collected:
-            hidden, _ = model.decoder(inputs["tokens"], context)
+            hidden, _ = model.hidden_states(inputs)
         teacher = self.teacher.bind()
-        teacher_hidden, _ = teacher.decoder(inputs["tokens"], context)
+        teacher_hidden, _ = teacher.hidden_states(inputs)
 
         def chunk_losses(part: Any) -> tuple[jax.Array, jax.Array]:
             hidden, teacher_hidden, targets, weights = part

@@ -14,8 +14,7 @@ from jax import lax
 from axlearn_core.compose import FrozenModel
 from axlearn_core.config import Configurable, Node, find, node, setting
 from axlearn_core.contracts.parts import Batch, Model
-from axlearn_core.nn import padding, summaries
-from axlearn_core.nn.layer import Context
+from axlearn_core.nn import summaries
 from axlearn_plugins_finetune.lora.lora_linear import LoraLinear, is_adapted
 from axlearn_plugins_finetune.objectives.preference_input import ANSWERS
 from axlearn_plugins_finetune.objectives.sequences import check_language_model, log_probabilities
@@ -100,7 +99,7 @@ class DPO(Configurable, nnx.Module):
 
     def _scores(self, model: Any, rows: Mapping[str, jax.Array]) -> jax.Array:
         """Return the log-probabilities of the chosen and rejected answers, float32 [B, 2]."""
-        hidden, _ = model.decoder(rows["tokens"], Context(real=padding.make_token_mask(rows["weights"])))
+        hidden, _ = model.hidden_states(rows)
         scores = log_probabilities(model, hidden, rows["targets"], rows["weights"], self.cfg.loss_chunk)
         return scores.reshape(-1, len(ANSWERS))
 

@@ -15,7 +15,6 @@ from axlearn_core.config.roles import CompetingTokensRole
 from axlearn_core.config.tree import children
 from axlearn_core.contracts.capabilities import DeclaresBatches, HasVocabulary
 from axlearn_core.contracts.experiment import get_input_config
-from axlearn_core.nn.layer import Context
 from axlearn_plugins_transformer.causal_lm import LanguageModel
 from axlearn_plugins_verify.prove import module_calls
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
@@ -94,8 +93,7 @@ def forward(program: Program) -> Callable[[ModelWeights, Rows], jax.Array]:
 
     def run(weights: ModelWeights, rows: Rows) -> jax.Array:
         model = program.functional.bind(weights.params, weights.variables)
-        context = Context(positions=rows.get("positions"), segment_ids=rows.get("segment_ids"))
-        hidden, _ = model.decoder(rows["tokens"], context)
+        hidden, _ = model.hidden_states(rows)
         return model.logits(hidden)
 
     return run
