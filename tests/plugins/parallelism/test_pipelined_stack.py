@@ -5,13 +5,14 @@ import numpy as np
 import pytest
 
 from axlearn_core.compose import compose
-from axlearn_core.config import patch
+from axlearn_core.config import patch, replace_config
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.errors import ConfigError
 from axlearn_core.nn.summaries import get_scalars
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_parallelism.pipelined_stack import PipelinedStack
-from support import toy_models
+from axlearn_plugins_transformer.attention import Attention
+from support import extended_models, toy_models
 
 
 def program(*features, shape=None, layers=2, rows=None):
@@ -68,9 +69,8 @@ def test_parameters_equal_a_plain_stack_and_each_stage_has_its_own():
         assert instance.state.params[path].sharding.spec[0] == "pipeline", path
 
 
-def loss_and_summaries(shape):
+def loss_and_summaries(instance):
     """Return the training loss and the summaries of a batch, without gradients."""
-    instance = program("pipeline:microbatches=2", "moe:num_experts=2,top_k=1", shape=shape)
     functions = instance.functions["train"].call.__self__
 
     def run(params, batch):
@@ -85,7 +85,10 @@ def loss_and_summaries(shape):
 
 
 def test_stages_report_the_losses_of_microbatches_in_sequence():
-    (loss, report), (loss_there, report_there) = (loss_and_summaries(s) for s in ({"fsdp": 1}, {"pipeline": 2}))
+    (loss, report), (loss_there, report_there) = (
+        loss_and_summaries(program("pipeline:microbatches=2", "moe:num_experts=2,top_k=1", shape=shape))
+        for shape in ({"fsdp": 1}, {"pipeline": 2})
+    )
     assert report["load_balance"] > 0
     assert report_there == {name: pytest.approx(value, rel=1e-5, abs=1e-6) for name, value in report.items()}
     assert loss_there == pytest.approx(loss, rel=1e-6)
@@ -98,3 +101,38 @@ def test_other_features_reach_the_pipelined_stack():
     assert isinstance(stack, PipelinedStack.Config)
     assert stack.remat is not None
     assert stack.mode == "unrolled"
+
+
+def with_model(change, *features, shape):
+    """Compose the small quickstart with a changed model."""
+    small = toy_models.small("quickstart")
+    cfg = resolve(patch(small, {"model": change(small.model)}), with_=features).config
+    return compose(
+        patch(cfg, {"mesh": Mesh(shape=shape, rules=cfg.mesh.rules)}), jax.devices()[: int(np.prod([*shape.values()]))]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", [["pipeline:microbatches=2"], ["pipeline:microbatches=2,schedule=interleaved"]])
+def test_each_stage_gets_the_inputs_of_its_layers(features):
+    def change(model):
+        return patch(extended_models.per_layer(model), {"decoder.num_layers": 4})
+
+    losses = [
+        loss_and_summaries(with_model(change, *features, shape=shape))[0] for shape in ({"fsdp": 1}, {"pipeline": 2})
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_what_stages_cannot_pass_on_is_refused():
+    instance = with_model(extended_models.per_layer, "pipeline:microbatches=2,schedule=1f1b", shape={"pipeline": 2})
+    with pytest.raises(ConfigError, match=r"1f1b does not differentiate inputs of layers\n.*got: per_layer"):
+        traced(instance)
+
+    def share(model):
+        attention = replace_config(model.decoder.layer.attention, Attention, extended_models.SourceAttention.Config())
+        return patch(model, {"decoder.layer.attention": attention})
+
+    instance = with_model(share, "pipeline:microbatches=2", shape={"pipeline": 2})
+    with pytest.raises(ConfigError, match=r"layers of different stages cannot share values\n.*got: kv"):
+        traced(instance)

@@ -11,6 +11,7 @@ from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.contracts import Row, Sampling
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_transformer.generate import Generator
+from support import extended_models
 from support.serving_models import FAMILIES, SIZES, Requests, config, family, model, prompts, runner
 
 
@@ -31,6 +32,13 @@ def test_requests_together_get_what_each_gets_alone(features):
     for seed in range(3):
         check(instance, model(*features), seed)
     assert instance.compilations == 0
+
+
+@pytest.mark.slow
+def test_added_inputs_and_shared_caches_give_the_same_tokens():
+    extended = extended_models.extended(config()).build(rngs=nnx.Rngs(0))
+    instance = ModelRunner.Config(**SIZES).build(model=extended)
+    check(instance, extended, seed=0, count=4)
 
 
 @pytest.mark.slow

@@ -5,15 +5,17 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from axlearn_core.config import replace_config
 from axlearn_core.errors import RequestError
 from axlearn_core.nn import summaries
 from axlearn_core.nn.layer import Context
 from axlearn_core.nn.remat import Remat
 from axlearn_core.nn.sharding import constrain, logical_rules
-from axlearn_plugins_transformer.causal_lm import num_params
+from axlearn_plugins_transformer.causal_lm import CausalLM, batch_context, num_params
 from axlearn_plugins_transformer.embedding import Embedding
 from axlearn_plugins_transformer.norm import LayerNorm, RMSNorm
 from axlearn_plugins_transformer.transformer import TransformerLayer
+from support import extended_models
 
 QUICK = {"xla_backend_optimization_level": 0}
 
@@ -377,3 +379,42 @@ def test_constraints_follow_the_rules_and_vanish_on_one_device():
     with logical_rules(mesh, RULES):
         assert jax.jit(run)(jnp.zeros((8, 6))).sharding.spec == PartitionSpec(("data", "fsdp"), "tensor")
         assert jax.jit(run)(jnp.zeros((6, 6))).sharding.spec == PartitionSpec(None, "tensor")  # 4 do not divide 6
+
+
+def captioner(tiny, build):
+    model = build(replace_config(tiny(), CausalLM, extended_models.Captioner.Config()))
+    images = jax.random.normal(jax.random.key(3), (2, extended_models.FEATURES))
+    tokens = jax.random.randint(jax.random.key(4), (2, 12), 3, 64).at[:, 2].set(extended_models.IMAGE)
+    return model, {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1), "images": images}
+
+
+def test_inputs_and_losses_of_a_subclass_are_used_by_training_and_evaluation(tiny, build, run):
+    model, batch = captioner(tiny, build)
+    loss, report = run(model, batch, call=_loss)
+    assert {"second_token", "cross_entropy"} <= report.keys()
+    np.testing.assert_allclose(loss, report["cross_entropy"] + report["second_token"], rtol=1e-6)
+    held_out, measured = run(model, batch, call=lambda m, b: m.held_out_loss(b))
+    np.testing.assert_allclose(held_out, report["cross_entropy"], rtol=1e-6)
+    np.testing.assert_allclose(measured["second_token"], report["second_token"], rtol=1e-6)
+    other, _ = run(model, {**batch, "images": -batch["images"]}, call=_loss)
+    assert abs(float(other - loss)) > 1e-3
+
+
+def test_per_layer_inputs_and_shared_caches_decode_as_the_whole_row(tiny, build, run, batch):
+    model = build(extended_models.extended(tiny({"decoder.num_layers": 3})))
+    tokens = batch["tokens"][:, :8]
+    expected = run(model, tokens)
+    separate = model.unstacked()
+    cache = separate.init_cache(2, 16)
+    assert [len(jax.tree.leaves(layer)) for layer in cache.layers] == [2, 0, 0]
+    first, cache = run(separate, tokens[:, :5], cache=cache)
+    hidden, cache = run(separate, tokens[:, 5:], cache, call=lambda m, t, c: m.decoder.begin(t, Context(), c))
+    last = run(separate, hidden, call=lambda m, x: m.logits(m.decoder.finish(x)))
+    np.testing.assert_allclose(jnp.concatenate([first, last], 1), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_missing_entry_of_the_batch_is_named():
+    context = batch_context({"tokens": jnp.zeros((1, 2), jnp.int32), "images": jnp.ones((1, 3))})
+    np.testing.assert_array_equal(context.extra("images"), jnp.ones((1, 3)))
+    with pytest.raises(RequestError, match=r"the batch has no entry 'audio'\n *expected: one of \['images'\]"):
+        context.extra("audio")

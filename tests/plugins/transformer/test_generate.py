@@ -7,6 +7,7 @@ from axlearn_core.errors import RequestError
 from axlearn_plugins_transformer import functions
 from axlearn_plugins_transformer.generate import Generator, generate
 from axlearn_plugins_transformer.norm import RMSNorm
+from support import extended_models
 
 VARIANTS = {
     "llama": {},
@@ -132,3 +133,20 @@ def test_end_tokens_of_the_model_join_those_of_the_call(eos_id, ends, monkeypatc
     generator = Generator()
     generator.vocab_size, generator.end_tokens = 10, frozenset({5})
     assert generator([1], max_tokens=1, eos_id=eos_id) == ends
+
+
+def test_other_inputs_of_a_prompt_reach_the_model(tiny, build):
+    model = build(extended_models.extended(tiny()))
+    prompt, images = [5, 9, extended_models.IMAGE, 7], jnp.asarray([[0.5, -2.0, 1.0]])
+    whole = jax.jit(lambda tokens: model.logits(model.hidden_states({"tokens": tokens, "images": images})[0]))
+    expected = list(prompt)
+    for _ in range(4):
+        row = jnp.asarray([expected + [9] * (8 - len(expected))])
+        expected.append(int(jnp.argmax(whole(row)[0, len(expected) - 1])))
+    generator = Generator(model)
+    assert list(generator(prompt, max_tokens=4, extras={"images": images})) == expected[4:]
+    assert list(generator(prompt, max_tokens=4, extras={"images": -images})) != expected[4:]
+    with pytest.raises(
+        RequestError, match=r"extras\['images'\] must have one row\n *got: shape \[3\]\n *expected: \[1, \.\.\.\]"
+    ):
+        generator(prompt, max_tokens=1, extras={"images": images[0]})

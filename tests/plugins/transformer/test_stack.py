@@ -203,3 +203,85 @@ def test_features_reach_the_children_and_each_layer_has_its_own():
 def test_where_no_stack_chooses_it_says_so():
     with pytest.raises(ConfigError, match="must be below a stack of layers"):
         Alternate(children=(Wide.Config(),)).build()
+
+
+class Sharing(Layer):
+    """Add a value that it shares, or that an earlier layer shared, and its input."""
+
+    @node
+    class Config(Layer.Config["Sharing"]):
+        input_dim: int = interface(default=REQUIRED)
+        shares: bool = True
+
+    def __init__(self, cfg, *, rngs, precision):
+        super().__init__(cfg, precision=precision)
+        self.up = self.child(
+            Linear.Config(),
+            rngs=rngs,
+            input_dims=(cfg.input_dim,),
+            output_dims=(cfg.input_dim,),
+            axes=("embed", "mlp"),
+        )
+
+    def __call__(self, x, context, cache=None):
+        if self.cfg.shares:
+            context.share("value", {"x": jnp.tanh(self.up(x))})
+        return x + context.read_shared("value")["x"] + context.layer_inputs["bias"][:, None], None
+
+
+SHARED = {
+    "the first layer shares": ((False,), (True,), 5),
+    "a layer in each repeat": ((True, False, False), (), 7),
+    "layers before the repeats and in them": ((False, True), (True,), 6),
+}
+
+
+@pytest.mark.fast_cases("a layer in each repeat")
+@pytest.mark.parametrize("case", SHARED)
+def test_shared_values_and_inputs_reach_layers_in_a_scan_as_unrolled(case):
+    children, first, count = SHARED[case]
+    sharing = lambda flags: tuple(Sharing.Config(shares=s) for s in flags)  # noqa: E731
+    cfg = Alternate(children=sharing(children), first=sharing(first))
+    scan, unrolled, remat = (
+        Stack(Stack.Config(mode=mode, remat=remat))
+        for mode, remat in (("scan", None), ("unrolled", None), ("scan", Remat.Config(save=())))
+    )
+    layers = make(scan, cfg, count)
+    x, bias = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(2, 3, 4), (2, count, 4)]))
+
+    def loss(stack, layers, bias):
+        y, _ = stack(layers, x, Context(layer_inputs={"bias": bias}))
+        return jnp.sum(y**2)
+
+    expected, shared = x, {}
+    for number, layer in enumerate(unstack(layers, count)):
+        expected, _ = layer(expected, Context(layer_inputs={"bias": bias[:, number]}, shared=shared))
+    results = [
+        jax.jit(jax.value_and_grad(lambda state, bias, g=graph, s=stack: loss(s, nnx.merge(g, state), bias), (0, 1)))(
+            state, bias
+        )
+        for stack in (scan, unrolled, remat)
+        for graph, state in [nnx.split(layers)]
+    ]
+    for value, gradients in results:
+        close(value, jnp.sum(expected**2))
+        jax.tree.map(close, gradients, results[0][1])
+    assert all(max(np.abs(g).max() for g in jax.tree.leaves(tree)) > 1e-3 for tree in results[0][1])
+
+
+def test_a_value_that_no_earlier_layer_shares_is_refused():
+    cfg = Alternate(children=(Sharing.Config(shares=False), Sharing.Config()))
+    context = Context(layer_inputs={"bias": jnp.zeros((1, 4, 4))})
+    for mode in ("scan", "unrolled"):
+        stack = Stack(Stack.Config(mode=mode))
+        with pytest.raises(RequestError, match=r"no earlier layer shares 'value'\n *expected: one of \[\]\n *fix"):
+            stack(make(stack, cfg, 4), jnp.ones((1, 2, 4)), context)
+
+
+def test_an_array_without_an_input_for_each_layer_is_refused():
+    stack = Stack(Stack.Config())
+    layers = make(stack, Sharing.Config(), 4)
+    with pytest.raises(
+        RequestError, match=r"layer_inputs\['bias'\].*\n *got: \[1, 3, 4\]\n *expected: \[rows, 4, \.\.\.\]"
+    ):
+        stack(layers, jnp.ones((1, 2, 4)), Context(layer_inputs={"bias": jnp.zeros((1, 3, 4))}))

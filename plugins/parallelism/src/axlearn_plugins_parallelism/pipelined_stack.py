@@ -313,7 +313,8 @@ def _microbatches(tree: Any, rows: int, count: int) -> tuple[Any, Callable[[jax.
 
 
 def _constrain_residual(x: jax.Array) -> jax.Array:
-    return constrain(x, *(None, *RESIDUAL)[: x.ndim])
+    axes = (None, *RESIDUAL) if x.ndim <= 4 else (None, "batch", *(None,) * (x.ndim - 2))
+    return constrain(x, *axes[: x.ndim])
 
 
 def _run_sequentially(

@@ -45,12 +45,14 @@ class GenerationBucket:
         cache: Capacity of the cache, in tokens.
         sampled: Whether to sample tokens. If False, decoding is greedy.
         top_k: Number of most probable tokens to sample from, or None for all.
+        extras: Name, shape and dtype of each other input of the prompt.
     """
 
     prompt: int
     cache: int
     sampled: bool = False
     top_k: int | None = None
+    extras: tuple[tuple[str, tuple[int, ...], str], ...] = ()
 
 
 class Draw(NamedTuple):
@@ -127,7 +129,12 @@ class GenerationFunctions:
             ),
             "prefill": Function(
                 call=self.prefill,
-                inputs=lambda b: inputs(b, tokens=Array((1, b.prompt), jnp.int32), length=scalar),
+                inputs=lambda b: inputs(
+                    b,
+                    tokens=Array((1, b.prompt), jnp.int32),
+                    length=scalar,
+                    extras={name: Array(shape, dtype) for name, shape, dtype in b.extras},
+                ),
                 get_bucket=lambda batch: GenerationBucket(batch["tokens"].shape[1], batch["tokens"].shape[1]),
                 outputs=outputs,
                 donate=(1,),
@@ -153,16 +160,17 @@ class GenerationFunctions:
         cache: Any,
         tokens: jax.Array,
         length: jax.Array,
+        extras: Arrays,
         draw: Draw | None,
         bucket: GenerationBucket,
     ) -> tuple[jax.Array, Any]:
         """Return the token after the prompt, and the cache that contains the prompt.
 
-        The prompt is the first `length` tokens of [1, S].
+        The prompt is the first `length` tokens of [1, S]. `extras` are the other inputs of the model, [1, ...] each.
         """
         model = self.bind(arrays)
         real = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < length
-        hidden, cache = model.hidden_states({"tokens": tokens}, Context(real=real), cache)
+        hidden, cache = model.hidden_states({"tokens": tokens, **extras}, Context(real=real, extras=extras), cache)
         last = lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=1)
         return pick(model.logits(last)[0, 0], draw, bucket.top_k), dataclasses.replace(cache, length=length)
 

@@ -3,7 +3,7 @@
 Prefill the prompt, then run one compiled decode step per token. Each step updates the cache in place.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -58,6 +58,7 @@ class Generator:
         seed: int = 0,
         eos_id: int | Collection[int] | None = None,
         top_k: int | None = None,
+        extras: Mapping[str, Any] | None = None,
     ) -> Iterator[int]:
         """Yield up to `max_tokens` tokens.
 
@@ -71,9 +72,11 @@ class Generator:
             seed: Seed for sampling.
             eos_id: One end token or several. None ignores end tokens and generates `max_tokens` tokens.
             top_k: Number of most probable tokens to sample from (default: all).
+            extras: Other inputs of the model by name, [1, ...] each. The model's `embed` and its layers get them with the prompt.
 
         Raises:
-            RequestError: The prompt is empty, a token is not in the vocabulary, or a number is out of range.
+            RequestError: The prompt is empty, a token is not in the vocabulary, a number is out of range, or an extra does not have
+                one row.
         """
         vocab = self.vocab_size
         unknown = [t for t in prompt_ids if not 0 <= t < vocab]
@@ -89,7 +92,14 @@ class Generator:
         end_tokens = (
             frozenset() if eos_id is None else self.end_tokens | ({eos_id} if isinstance(eos_id, int) else set(eos_id))
         )
-        return self._tokens(list(prompt_ids), max_tokens, temperature, seed, end_tokens, top_k)
+        arrays = {name: np.asarray(value) for name, value in (extras or {}).items()}
+        for name, array in arrays.items():
+            if array.ndim < 1 or array.shape[0] != 1:
+                raise RequestError(
+                    f"cannot generate: extras[{name!r}] must have one row\n"
+                    f"    got: shape {list(array.shape)}\n    expected: [1, ...]"
+                )
+        return self._tokens(list(prompt_ids), max_tokens, temperature, seed, end_tokens, top_k, arrays)
 
     def _tokens(
         self,
@@ -99,6 +109,7 @@ class Generator:
         seed: int,
         end_tokens: Collection[int],
         top_k: int | None,
+        extras: Mapping[str, np.ndarray],
     ) -> Iterator[int]:
         padded = max(SMALLEST_PROMPT, 1 << (len(prompt) - 1).bit_length())
         length = -(-max(padded, len(prompt) + max_tokens) // CACHE_STEP) * CACHE_STEP
@@ -111,8 +122,9 @@ class Generator:
             draw = Draw(key, np.int32(index), scale) if sampled else None
             if index == 0:
                 tokens = np.asarray([prompt + [0] * (padded - len(prompt))], np.int32)
-                prefill = self.program.compile("prefill", bucket)
-                token, cache = prefill(self.arrays, cache, tokens, np.int32(len(prompt)), draw)
+                shapes = tuple((name, array.shape, str(array.dtype)) for name, array in sorted(extras.items()))
+                prefill = self.program.compile("prefill", attrs.evolve(bucket, extras=shapes))
+                token, cache = prefill(self.arrays, cache, tokens, np.int32(len(prompt)), dict(extras), draw)
             else:
                 token, cache = self.program.compile("decode", step_bucket)(self.arrays, cache, token, draw)
             if (token_id := int(token)) in end_tokens:
@@ -128,9 +140,16 @@ def generate(
     seed: int = 0,
     eos_id: int | Collection[int] | None = None,
     top_k: int | None = None,
+    extras: Mapping[str, Any] | None = None,
     program: Program | None = None,
 ) -> Iterator[int]:
     """Yield the tokens that follow a prompt. For several prompts, create a `Generator` and reuse it."""
     return Generator(model, program)(
-        prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, eos_id=eos_id, top_k=top_k
+        prompt_ids,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        eos_id=eos_id,
+        top_k=top_k,
+        extras=extras,
     )

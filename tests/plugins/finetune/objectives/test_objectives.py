@@ -10,10 +10,11 @@ from safetensors.numpy import load_file
 
 from axlearn_core.compose import ModelWeights, compose
 from axlearn_core.compose.flops import count_flops
-from axlearn_core.config import patch
+from axlearn_core.config import node, patch, replace_config
 from axlearn_core.errors import ConfigError
 from axlearn_core.learn.paths import flatten
 from axlearn_core.run import open_weights
+from axlearn_plugins_transformer.causal_lm import CausalLM
 from support import toy_models
 from support.cli_runs import SETTINGS, axlearn, losses, metrics
 
@@ -330,3 +331,24 @@ def test_a_reference_counts_as_one_forward_pass(features):
 
     (both, forward), (policy, passes) = counts(program(PAIRS, *features)), counts(program(*features))
     assert (both - forward / 2) / (forward / 2) == pytest.approx(policy / passes, rel=0.02)
+
+
+class Doubled(CausalLM):
+    """A model with doubled embeddings."""
+
+    @node
+    class Config(CausalLM.Config):
+        pass
+
+    def embed(self, inputs):
+        return 2 * super().embed(inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", ["distill", PAIRS])
+def test_objectives_use_the_embeddings_of_a_subclass(feature):
+    plain = program(feature)
+    model = replace_config(plain.config.model, CausalLM, Doubled.Config())
+    doubled = compose(patch(plain.config, {"model": model}), jax.devices()[:1])
+    losses = [float(loss(trainer, moved(trainer))[0][0]) for trainer in (plain, doubled)]
+    assert abs(losses[0] - losses[1]) > 1e-4

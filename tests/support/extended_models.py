@@ -1,0 +1,124 @@
+"""Models that add inputs and losses to a causal language model, and layers that share values."""
+
+import jax.numpy as jnp
+
+from axlearn_core.config import node, patch, replace_config
+from axlearn_core.nn import summaries
+from axlearn_core.nn.linear import Linear
+from axlearn_plugins_transformer.alternate import Alternate
+from axlearn_plugins_transformer.attention import Attention, cached_slots
+from axlearn_plugins_transformer.causal_lm import CausalLM
+from axlearn_plugins_transformer.embedding import Embedding
+from axlearn_plugins_transformer.kv_cache import build_cache
+from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
+
+IMAGE, FEATURES = 2, 3
+"""Token id at the position of an image, and the size of its features."""
+
+
+class Captioner(CausalLM):
+    """A model that reads `images`, float32 [B, 3], at image tokens, and also predicts the second-next token."""
+
+    @node
+    class Config(CausalLM.Config):
+        pass
+
+    def __init__(self, cfg, *, rngs):
+        super().__init__(cfg, rngs=rngs)
+        width = self.decoder.cfg.hidden_dim
+        linear = {"rngs": rngs, "output_dims": (width,)}
+        self.projector = self.child(Linear.Config(), input_dims=(FEATURES,), axes=(None, "embed"), **linear)
+        self.second = self.child(Linear.Config(), input_dims=(width,), axes=("embed", "mlp"), **linear)
+
+    def embed(self, inputs):
+        x = super().embed(inputs)
+        if "images" not in inputs:
+            return x
+        images = self.projector(inputs["images"])[:, None]
+        return jnp.where((inputs["tokens"] == IMAGE)[..., None], images, x)
+
+    def losses(self, hidden, batch):
+        loss, report = super().losses(hidden, batch)
+        later = {"targets": jnp.roll(batch["targets"], -1, axis=1)}
+        summaries.add_loss("second_token", 0.3 * super().losses(jnp.tanh(self.second(hidden)), later)[0])
+        return loss, report
+
+
+class PerLayerDecoder(Decoder):
+    """A decoder with an embedding of each token for each layer."""
+
+    @node
+    class Config(Decoder.Config):
+        pass
+
+    def __init__(self, cfg, *, rngs, precision):
+        super().__init__(cfg, rngs=rngs, precision=precision)
+        size = cfg.num_layers * cfg.hidden_dim
+        self.per_layer = self.child(Embedding.Config(), rngs=rngs, vocab_size=cfg.vocab_size, dim=size)
+
+    def layer_inputs(self, tokens, embeddings):
+        rows, length, width = embeddings.shape
+        values = self.per_layer(tokens).reshape(rows, length, -1, width)
+        return {"per_layer": jnp.moveaxis(values, 2, 1)}
+
+
+class PerLayerBlock(TransformerLayer):
+    """A transformer layer that adds its own embedding of each token."""
+
+    @node
+    class Config(TransformerLayer.Config):
+        pass
+
+    def __call__(self, x, context, cache=None):
+        return super().__call__(x + context.layer_inputs["per_layer"], context, cache)
+
+
+class SourceAttention(Attention):
+    """Attention that shares its keys and values with later layers."""
+
+    @node
+    class Config(Attention.Config):
+        pass
+
+    def attend(self, op, context, cache=None):
+        y, cache = super().attend(op, context, cache)
+        context.share("kv", {"key": op.key, "value": op.value, "cache": cache})
+        return y, cache
+
+
+class BorrowingAttention(Attention):
+    """Attention to the keys and values of an earlier layer, including the cached ones. It has no cache of its own."""
+
+    @node
+    class Config(Attention.Config):
+        pass
+
+    def cache_spec(self):
+        return ()
+
+    def scores(self, query, key, value, context):
+        kv = context.read_shared("kv")
+        return super().scores(query, kv["key"], kv["value"], context)
+
+    def attend(self, op, context, cache=None):
+        shared = context.read_shared("kv")["cache"]
+        if shared is None:
+            return super().attend(op, context)
+        y, _ = build_cache(self.cfg.kv_cache).attend(shared, op, cached_slots(context), self.cfg.kernel)
+        return y, cache
+
+
+def per_layer(cfg):
+    """Return the config of a model with per-layer embeddings."""
+    cfg = replace_config(cfg, Decoder, PerLayerDecoder.Config())
+    return replace_config(cfg, TransformerLayer, PerLayerBlock.Config())
+
+
+def extended(cfg):
+    """Return the config of a captioner with per-layer embeddings, whose later layers use the keys of the first."""
+    attention = cfg.decoder.layer.attention
+    sources, borrowers = (
+        replace_config(attention, Attention, kind.Config()) for kind in (SourceAttention, BorrowingAttention)
+    )
+    cfg = patch(cfg, {"decoder.layer.attention": Alternate(children=(borrowers,), first=(sources,))})
+    return per_layer(replace_config(cfg, CausalLM, Captioner.Config()))
