@@ -5,7 +5,7 @@ other modules. Each `compat` module explains why each item is needed, for which 
 
 The core needs:
 
-- `jax._src.distributed` (0.10 to 0.12): the client of the coordinator, and the index of a process before JAX has started. Remove it
+- `jax._src.distributed` (0.10 to 0.12): the coordinator's client, and a process's index before JAX has started. Remove it
   when JAX has public equivalents.
 - `jax._src.xla_bridge` (0.10 to 0.12): whether JAX has started. Remove it when JAX has a public equivalent.
 - three environment variables that JAX reads once, and one that the `tokenizers` library reads.

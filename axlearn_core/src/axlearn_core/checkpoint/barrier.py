@@ -15,7 +15,7 @@ from axlearn_core.compat import coordination_client
 from axlearn_core.errors import WorkError
 
 PEER_SECONDS = 1800.0
-"""Seconds to wait for the other processes. Must be longer than the slowest save takes."""
+"""Seconds to wait for the other processes. Must be longer than the slowest save."""
 _GRACE = 60.0
 _numbers = count()
 

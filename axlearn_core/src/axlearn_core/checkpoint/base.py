@@ -48,7 +48,7 @@ class ArrayReader(Protocol):
 
 TextFiles = Mapping[str, str | Callable[[], str]]
 WEIGHTS_ONLY = "weights_only"
-"""Key in `extra` that marks a checkpoint with only `step`, `params`, and `variables`. A run can start from it."""
+"""Key in `extra` that marks a checkpoint that contains only `step`, `params`, and `variables`. A run can start from it."""
 
 
 class StorageCheckpointer(Configurable):

@@ -16,7 +16,7 @@ from axlearn_core.errors import StorageError
 log = logging.getLogger(__name__)
 
 START_MARKER = "begun.json"
-"""First file of a save, which names the run that owns it."""
+"""First file of a save. It names the run that owns the save."""
 
 
 def list_expired_steps(cfg: Any, manifests: Mapping[int, Manifest]) -> list[int]:

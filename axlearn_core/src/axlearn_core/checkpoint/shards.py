@@ -1,4 +1,4 @@
-"""File format of arrays: shards are split into pieces that are written, read, and verified separately.
+"""File format for arrays: shards are split into pieces that are written, read, and verified separately.
 
     weights/0-0.bin   a file of process 0: consecutive pieces of at most `PIECE` bytes, in C order
     weights/0-1.bin   the next file, started when the first reaches `FILE` bytes

@@ -58,7 +58,7 @@ class Objective(Protocol):
 
     Evaluation does not use `loss`, which may include regularization. It uses the `evaluation_loss` of this objective or of
     one that it wraps (`capabilities.HasEvaluationLoss`), or else the loss of the model. If the loss of a row depends on the
-    other rows of the batch, set the `batch_dependence` attribute to the reason, as in a layer.
+    other rows of the batch, set the `batch_dependence` attribute to the reason, as layers do.
     """
 
     def loss(self, model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Mapping[str, Any]]:
@@ -304,7 +304,7 @@ class ProcessGroup(Protocol):
     """Connects the processes of a job."""
 
     def initialize(self) -> None:
-        """Join the job. Called once per process, before JAX initializes devices. No-op if the process has joined."""
+        """Join the job. Called once per process, before JAX initializes devices. No-op if the process has already joined."""
         ...
 
 
@@ -351,7 +351,7 @@ class Weights(Protocol):
             shardings: Shardings by path, for at least the matching tensors. None uses the default device.
 
         Raises:
-            RequestError: If no tensor matches, if a sharding is missing, or if one has an unknown path.
+            RequestError: If no tensor matches, if a sharding is missing, or if a path in `shardings` is unknown.
             CheckpointError: If a file is damaged. The message names the file and the tensor.
         """
         ...

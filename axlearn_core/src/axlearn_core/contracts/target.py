@@ -36,7 +36,7 @@ class Target:
         host_bytes: Host memory per device, in bytes. None if unknown.
         link_bandwidth: Bytes/s that one device sends within its domain (a TPU slice or an NVLink host) over all links.
         network_bandwidth: Bytes/s that one device sends out of its domain.
-        topology: `"module:function"` that returns described JAX devices of a `Machine`, for compiling without the hardware.
+        topology: `"module:function"` that returns the described JAX devices of a `Machine`, for compiling without the hardware.
             It raises `RequestError` if the compiler is not installed. None if compiling requires the hardware.
         domain_shape: `"module:function"` that returns the number of chips along each dimension of a domain of a `Machine`. It
             raises `RequestError` if no domain has that size. None if chips are not arranged in a grid.
@@ -123,7 +123,7 @@ class Machine:
 
     Attributes:
         chips: Total number of chips.
-        domains: Number of chip groups that are connected by fast links: TPU slices, or GPU hosts.
+        domains: Number of chip groups with fast internal links: TPU slices or GPU hosts.
     """
 
     name: str

@@ -24,7 +24,7 @@ REFERENCE = "xla"
 
 
 class _Reference:
-    """Kernel that computes the reference of any op."""
+    """Kernel that computes the reference for any op."""
 
     def supports(self, op: Call[Any], context: KernelContext) -> str | None:
         """Support every call."""
@@ -130,7 +130,7 @@ class Choice:
 
 @attrs.define(eq=False)
 class Selection:
-    """Kernel selection of one program.
+    """Kernel selection for one program.
 
     Attributes:
         platform: Platform that the program runs on.

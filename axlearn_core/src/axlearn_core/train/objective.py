@@ -31,7 +31,7 @@ class ModelLoss(Configurable, nnx.Module):
 
 @attrs.frozen(eq=False)
 class FrozenWeights:
-    """External weights of the frozen models of an objective.
+    """External weights for an objective's frozen models.
 
     Attributes:
         program: Program of the run.
