@@ -62,7 +62,7 @@ class FunctionPlan:
         frozen_bytes: Bytes per device of the float32 parameters that a training step does not update.
         compute_dtype: Dtype in which the model computes. None if the model does not specify one.
         features: Names of the applied features.
-        largest_batch: The largest batch that fits. None if it was not searched for.
+        largest_batch: The largest batch that fits. None if no search was run.
         tags: Activation tags of a training step. Empty if the model has no tags.
         gradient_bytes: Bytes of the trained parameters' gradients. 0 if the function does not differentiate.
         compiler_options: XLA options from the target, the kernels and the config.
@@ -163,7 +163,7 @@ def compose_program(resolved: Resolved) -> tuple[Program, dict[str, jax.ShapeDty
     Fields that only affect the data (files, a tokenizer) may be unset if the input can report its batch shapes without them.
 
     Returns:
-        The program, and a mapping from the name of each array of a batch to its shape and dtype.
+        The program, and a mapping from the name of each array in a batch to its shape and dtype.
 
     Raises:
         ConfigError: Any other field is missing or invalid.

@@ -56,15 +56,15 @@ class ServingEngine(Configurable):
         Attributes:
             runner: Computes the steps. It is offered `model` and `program`.
             scheduler: Chooses what each step computes. It is offered `cache` and `limits`.
-            drafter: Drafts tokens for greedy requests, which the model verifies if a step has room. None disables drafts.
+            drafter: Drafts tokens for greedy requests. The model verifies the drafts if a step has room. None disables drafts.
             max_waiting: Maximum number of waiting requests; additional requests are rejected.
             max_context: Maximum number of tokens in a prompt and its output. None uses the runner's limit: its
                 `max_context`, or less if its cache is smaller.
             prefix_cache: Whether requests with a common prefix share the prefix's cached blocks.
-            pipeline: Whether to plan a step while the previous one computes.
+            pipeline: Whether to plan a step while the previous one runs.
             tensor_parallel: Number of devices that split each matrix multiplication and the heads of the cache. None uses one
                 device, or two virtual CPU devices if JAX has them and the model's sizes are divisible by two. `axlearn serve`
-                creates them on two or more cores.
+                creates them on machines with two or more cores.
             hold_seconds: Decode up to `runner.decode_steps` tokens in one dispatch if they take at most this many seconds in
                 total. A new request may wait this long for the step to end.
         """

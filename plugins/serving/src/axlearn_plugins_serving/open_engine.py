@@ -124,7 +124,7 @@ def open_with_programs(
 ) -> OpenedEngine:
     """Call `open_engine` with programs that the user did not name.
 
-    If the programs do not fit, log a warning and compile the functions instead.
+    If the programs do not match, log a warning and compile the functions instead.
     """
     try:
         return open_engine(uri, config=config, step=step, programs=programs, report=report)

@@ -34,7 +34,7 @@ from axlearn_plugins_verify.prove.forward import (
 )
 
 BLOCK = 2
-"""Tokens per block of the cache, so that short prompts have several."""
+"""Tokens per cache block. The number is small, so that short prompts span several blocks."""
 CHUNK, STEP = 2, 4
 """Prompt tokens per row of a step, and per step."""
 RUNNING = 3
@@ -169,7 +169,7 @@ class Answer:
 
 
 def serve_requests(engine: ServingEngine, requests: Sequence[Request]) -> Mapping[str, Answer]:
-    """Run requests. The second and third arrive after the first token of the first, and the last when all others decode."""
+    """Run requests. The second and third arrive after the first one's first token, and the last when all others decode."""
     answers = {request.id: Answer() for request in requests}
     first, *others, last = requests
 

@@ -1,4 +1,4 @@
-"""`ModelRunner`: compute steps of a model with a cache of blocks.
+"""`ModelRunner`: compute a model's steps with a cache of blocks.
 
 It compiles its functions before the first request.
 
@@ -418,7 +418,7 @@ class RunnerProgram(ModelProgram):
         return {**{name: [None] for name in SETUP_FUNCTIONS}, **self.step_shapes()}
 
     def notes(self) -> tuple[str, ...]:
-        """Return notes about linear maps that keep the weight layout of training.
+        """Return notes about linear maps that keep the training weight layout.
 
         There are none if all maps keep it.
         """
@@ -457,7 +457,7 @@ def read_adapters(directories: Mapping[str, str]) -> "RowAdapters":
 
 
 def _weight_layout(cfg: ModelRunner.Config, model: Node[Any], devices: Sequence[Any]) -> WeightLayout | None:
-    """Return the weight layout of linear maps. None keeps the layout of training."""
+    """Return the weight layout of linear maps. None keeps the training layout."""
     if cfg.mode == "parity":
         return "column_parallel" if len(devices) > 1 else None
     return "transposed" if not cfg.adapters and stores_transposed(model, devices) else None

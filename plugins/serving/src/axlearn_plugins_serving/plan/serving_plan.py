@@ -111,7 +111,7 @@ def plan_model(
     notes: Sequence[str] = (),
     export: Path | None = None,
 ) -> ServingPlan:
-    """Compile the steps of a server for a machine and analyze the compiled programs.
+    """Compile a server's steps for a machine and analyze the compiled programs.
 
     Args:
         model: Config of a `CausalLM`. Its `param_dtype` is the dtype of the weights.

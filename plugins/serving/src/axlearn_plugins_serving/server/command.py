@@ -164,7 +164,7 @@ _VLLM_OPTIONS = ("uri", "host", "port", "served_model_name", "api_key_env", "ste
 
 
 def _check_vllm_options(context: click.Context) -> None:
-    """Raise an error for options that only the axlearn engine has.
+    """Raise an error for options that only the axlearn engine supports.
 
     Raises:
         RequestError: If such an option is set.
@@ -195,7 +195,7 @@ def _check_replica_options(context: click.Context) -> None:
 
 
 def _options_set(context: click.Context, chosen: Callable[[str], bool]) -> list[str]:
-    """Return the options among the chosen ones that the user set, as spelled on the command line."""
+    """Return the chosen options that the user set, as spelled on the command line."""
     default = click.core.ParameterSource.DEFAULT
     names = [(p.name, p.opts[0]) for p in context.command.params if p.name]
     return [option for name, option in names if chosen(name) and context.get_parameter_source(name) != default]
