@@ -175,7 +175,7 @@ def open_directory(directory: str) -> Path:
     """Create the directory of a tier if it does not exist, with mode 700. Expand environment variables in its path.
 
     Raises:
-        RequestError: A variable is not set, the directory cannot be created or written, or others may write to it.
+        RequestError: A variable is not set, the directory cannot be created or written, or other users may write to it.
     """
     path = Path(os.path.expandvars(directory)).expanduser()
     fix = "set checkpointer.local.directory to a directory on a local disk or in /dev/shm"

@@ -202,7 +202,7 @@ def identity(program: Program) -> dict[str, str] | None:
 
 
 def check_private(folder: Path) -> None:
-    """Raise `RequestError` if a folder or a file in it belongs to another user or is writable by others."""
+    """Raise `RequestError` if a folder or a file in it belongs to another user or is writable by other users."""
     for path in (folder, *folder.iterdir()):
         status = path.stat()
         if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
@@ -223,7 +223,7 @@ def check_seal(folder: Path) -> None:
 
 
 def _seals(folder: Path) -> dict[str, str]:
-    """Return the signatures of an index by this user and, if there is one, by the supervisor.
+    """Return this user's signature of an index and, if there is a supervisor, the supervisor's signature.
 
     The index contains the hashes of the executables.
     """

@@ -101,7 +101,7 @@ def with_all_experts(config: Any) -> Any:
 
 
 def _locate(step: Step, wrong: Mapping[tuple[str, str], float]) -> Difference:
-    """Name the wrong gradient that the backward pass computes first: the one of the module that is called last."""
+    """Name the wrong gradient that the backward pass computes first: the gradient of the module that is called last."""
     if not module_calls.is_located():
         return module_calls.unlocated(max(wrong.values()))
     calls = {record.layer: index for index, record in enumerate(step.trace()[1])}

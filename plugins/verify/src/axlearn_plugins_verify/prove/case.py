@@ -54,7 +54,7 @@ class Case:
         )
 
     def program(self, config: Any = None, shape: Mapping[str, int] | None = None) -> Program:
-        """Compose a config, or return its program if it was composed before.
+        """Compose a config, or return its program if it has already been composed.
 
         Args:
             config: Config to compose (default: the case's own).

@@ -149,7 +149,7 @@ def first_difference(
 
     Returns:
         The difference. If the errors grow so slowly that no record differs by the whole tolerance, the first one that differs by
-        a fraction of it. None if no record that both runs have differs.
+        a fraction of it. None if no record that the runs have in common differs.
     """
     later = {(r.layer, r.tensor): r for r in reversed(other)}
     pairs = [(r, select_one(r.value), select_other(m.value)) for r in one if (m := later.get((r.layer, r.tensor)))]

@@ -38,7 +38,7 @@ class Check:
 
     Attributes:
         name: Name of the property.
-        summary: The statement that holds, as one sentence.
+        summary: The statement that the property makes, as one sentence.
         seed: Seed of the weights and batches.
         status: `holds`, `FAILS`, `skipped` or `not run`.
         outcome: Result, or None if the check was skipped, not run, or ended with an error.
@@ -57,7 +57,7 @@ class Check:
 
 @attrs.frozen(kw_only=True)
 class Proof:
-    """Result of a proof.
+    """The result of a proof.
 
     Attributes:
         title: Name of the experiment, with its features.
@@ -138,7 +138,7 @@ def prove(
         minutes: Time limit. Checks that would start after this limit are reported as not run.
         seed: First seed of the weights and batches.
         seeds: Number of seeds.
-        mesh: Shape of the only mesh to check, such as `{"data": 2}` (default: meshes that together have every axis).
+        mesh: Shape of the only mesh to check, such as `{"data": 2}` (default: meshes that together cover every axis).
         progress: Called after each check.
         options: Arguments of `Request.from_arguments`, if `request` is not a `Request`.
 

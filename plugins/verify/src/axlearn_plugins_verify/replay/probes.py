@@ -176,7 +176,7 @@ class ProbeRecorder(Recorder):
         self.arrivals[site].append(Statistics.measure("", "", value, self.rows))
 
     def statistics(self) -> list[Statistics]:
-        """Return the measurements since the last call. Outputs are in the order of the calls, gradients in the opposite order."""
+        """Return the measurements since the last call. Outputs are in the order of the calls, gradients in reverse order."""
         jax.effects_barrier()
         calls = [(site, statistics) for group in self._loops() for site, statistics in self._order(group)]
         self.arrivals.clear()

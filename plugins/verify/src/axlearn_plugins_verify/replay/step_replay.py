@@ -32,7 +32,7 @@ from axlearn_plugins_verify.replay.replayer import Replayer, change_program
 from axlearn_plugins_verify.replay.workbench import Measure, Workbench
 
 NAMED = 16
-"""Maximum number of documents whose files are looked up, which tokenizes records again."""
+"""Maximum number of documents whose files are looked up. Each lookup tokenizes records again."""
 
 Progress = Callable[[str], None]
 

@@ -30,7 +30,7 @@ class Measure:
     """Loss and gradient statistics for a batch.
 
     Attributes:
-        loss: Mean loss of the targets.
+        loss: Mean loss over the targets.
         norm: Norm of the gradients of the trained parameters.
         nonfinite: Number of non-finite values in these gradients.
     """

@@ -87,7 +87,7 @@ class PropertySuite:
             assert again == outcome, f"a second check of seed {seed} differs: {outcome}, then {again}"
 
     def test_fault_is_found(self) -> None:
-        """Plant the fault, and expect a failure that names a place."""
+        """Introduce the fault, and expect a failure that names a place."""
         cls = type(self)
         if cls.fault is None and not self.faulty_features and not self.faulty_settings:
             pytest.fail(
