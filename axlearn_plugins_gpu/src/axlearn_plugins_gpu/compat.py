@@ -91,7 +91,7 @@ def patch_tokamax_indexer(change: Callable[[Any], Any]) -> contextlib.AbstractCo
 
 
 def has_platform(name: str) -> bool:
-    """Return whether JAX knows a platform, started or not."""
+    """Return whether a platform is registered with JAX, even if it has not started."""
     bridge: Any = importlib.import_module("jax._src.xla_bridge")
     return name in bridge._backend_factories
 

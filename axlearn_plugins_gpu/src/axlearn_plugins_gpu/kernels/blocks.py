@@ -225,7 +225,7 @@ MOSAIC_LATER: Tables = {
     ),
 }
 """The same sizes for the newer version of tokamax. Blackwell's backward pass has two kernels, as Hopper's does. Each keeps
-fewer matmul results in tensor memory (heads of 256 still do not fit), and its loop over blocks is not unrolled.
+fewer matmul results in tensor memory (heads of size 256 still do not fit), and its loop over blocks is not unrolled.
 """
 
 TRITON_ATTENTION: Tables = {

@@ -1,4 +1,4 @@
-"""Attention by cuDNN: FlashAttention-2 on Ampere, FlashAttention-3's schedule on Hopper, and cuDNN's own on Blackwell.
+"""Attention with cuDNN: FlashAttention-2 on Ampere, FlashAttention-3's schedule on Hopper, and cuDNN's own on Blackwell.
 
 cuDNN handles causal masks and sliding windows and skips hidden blocks. The rest of a mask is added to the scores as a bias
 of 0 or a large negative number, [B, 1, Q, K], in the dtype of the queries.

@@ -53,7 +53,7 @@ class Rule:
 
     Attributes:
         weights: Dtype of the weights.
-        activations: Dtype of the activations. None leaves both them and the matmul in floating point.
+        activations: Dtype of the activations. None leaves both the activations and the matmul in floating point.
         gradients: Dtype of the gradients in both matmuls of the backward pass. None does not quantize these matmuls.
         tile_size: Number of elements along the last contracted dimension that share a scale. None means all.
     """
