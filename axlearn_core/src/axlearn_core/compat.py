@@ -30,7 +30,7 @@ from typing import Any
 _lock = threading.Lock()
 TUNABLES = ("glibc.malloc.hugetlb=1", "glibc.cpu.x86_non_temporal_threshold=8388608")
 """Settings for training processes. Huge pages: XLA's CPU client frees the memory after each step, and allocating it again in
-pages of 4 KiB can take a third of the step time. Copies of at least 8 MiB, such as those made by a save, bypass the caches. By
+4 KiB pages can take a third of the step time. Copies of at least 8 MiB, such as those made by a save, bypass the caches. By
 default, glibc's threshold is three eighths of the last-level cache, which can be hundreds of MB."""
 RESTARTED = "AXLEARN_RESTARTED"
 _values: dict[tuple[int, str], list[tuple[object, object]]] = {}

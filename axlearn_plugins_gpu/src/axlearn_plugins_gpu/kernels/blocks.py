@@ -195,7 +195,7 @@ class AttentionBlocks:
 Tables = Mapping[tuple[int, int], Sequence[AttentionBlocks]]
 
 _BLACKWELL = functools.partial(AttentionBlocks, query=256, key=128, multiple=256)
-"""A pair of multiprocessors shares 256 queries. All 256 must exist, because the first ones decide which keys are visited."""
+"""A pair of multiprocessors shares 256 queries. All 256 must exist: the first ones determine which keys are visited."""
 
 MOSAIC: Tables = {
     (9, 0): (
@@ -266,7 +266,7 @@ class PagedBlocks:
 PAGED: dict[tuple[int, int], PagedBlocks] = dict.fromkeys(
     ((8, 0), (9, 0), (10, 0)), PagedBlocks(rows=64, keys=128, warps=8, stages=2)
 )
-"""Block sizes of `paged_attention`, by compute capability: JAX's defaults for pages of 16 slots, except for its 16 rows."""
+"""Block sizes of `paged_attention`, by compute capability: JAX's defaults for pages of 16 slots, with more rows."""
 
 
 def paged_blocks(target: str, rows: int, size: int, *, wide: bool) -> PagedBlocks:

@@ -99,14 +99,14 @@ def check_hosts(config: Any, machine: Machine | None, hosts: int | None, process
         product *= abs(size)  # -1 takes the remaining devices
     if shape and -1 not in shape.values() and product % processes:
         raise RequestError(
-            f"mesh.shape {shape} has {product} devices, which {processes} processes cannot share equally\n"
+            f"mesh.shape {shape} has {product} devices, which cannot be divided evenly among {processes} processes\n"
             f"    got: --hosts {hosts} --processes-per-host {processes_per_host}\n"
             "    fix: use a number of hosts that divides it, or set one mesh axis to -1"
         )
     rows = batch_size(config)
     if rows is not None and rows % processes:
         raise RequestError(
-            f"input.batch_size {rows} cannot be shared equally by {processes} processes\n"
+            f"input.batch_size {rows} cannot be divided evenly among {processes} processes\n"
             f"    got: --hosts {hosts} --processes-per-host {processes_per_host}\n"
             f"    fix: {_list_sizes(rows, processes_per_host, hosts)}"
         )

@@ -46,7 +46,10 @@ class Derivatives:
         return None
 
     def check(self, case: Any) -> Outcome:
-        """Compare each gradient with differences of the loss. If one is wrong, or if float32 hides many, float64 decides."""
+        """Compare each gradient with differences of the loss.
+
+        If a gradient is wrong, or if many are inconclusive in float32, float64 decides.
+        """
         config = with_all_experts(precise_config(case.config))
         with module_calls.without_location():
             outcome, skipped = self._check(case, config)
