@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 PIECE, FILE = 16 * 2**20, 64 * 2**20
 PREFIXES = ("params.", "variables.", "learner.ema.")
-"""Path prefixes of weights: those of the model and of its moving average."""
+"""Path prefixes of weights: the model's weights and their moving average."""
 Box = tuple[tuple[int, int], ...]
 """Start and end along each axis."""
 

@@ -148,7 +148,7 @@ class Loss(Protocol):
         """Return `(loss, (summaries, new variables))`. The loss is a float32 scalar; for summaries, see `Model.loss`.
 
         Args:
-            params: Parameters keyed by path. Gradients are with respect to these.
+            params: Parameters keyed by path. Gradients are with respect to these parameters.
             variables: Variables of the model by path. Empty if it has none.
             batch: Arrays [B, ...].
             key: Random key for this call, or None for a model without state.

@@ -53,7 +53,7 @@ class FunctionPlan:
         hbm_traffic: Bytes read from and written to device memory. None if the compiler stopped.
         collectives: Collectives of the program. None if the compiler stopped.
         rows: Number of rows in the batch.
-        tokens: Number of tokens in the batch. None if the function takes no tokens.
+        tokens: Number of tokens in the batch. None if the function does not take tokens.
         batch_shards: Number of devices or groups of devices that a batch is sharded over.
         batch_unit: The mesh, the microbatches and the input require the number of rows in a batch to be a multiple of this
             number.

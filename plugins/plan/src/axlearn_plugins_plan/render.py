@@ -60,7 +60,7 @@ def text(plan: FunctionPlan, remedies: Sequence[Remedy] = (), *, verbose: bool =
 
 
 def title(plan: FunctionPlan) -> str:
-    """Return the first line of a plan: what was planned, and for which machine."""
+    """Return the first line of a plan, which states what was planned and for which machine."""
     machine = plan.machine
     per = f" of {machine.target.devices_per_chip} devices each" if machine.target.devices_per_chip > 1 else ""
     chips = counted(machine.chips, "chip")

@@ -49,7 +49,7 @@ def _version(metadata: Any, name: str) -> str:
 
 @attrs.frozen
 class Rule:
-    """Quantization of a matmul of activations and weights. Converts to a `qwix.QtRule`.
+    """Quantization of a matmul between activations and weights. Converts to a `qwix.QtRule`.
 
     Attributes:
         weights: Dtype of the weights.

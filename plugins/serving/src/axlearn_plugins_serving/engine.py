@@ -229,7 +229,7 @@ class ServingEngine(Configurable):
         return self.runner.decode_steps if self.meter.fits(self.runner.decode_steps, self.config.hold_seconds) else 1
 
     def _build_rows(self, plan: SchedulerOutput, outputs: list[Output]) -> list[Row]:
-        """Build the rows of a plan.
+        """Build the rows for a plan.
 
         End each request whose constraint fails, and remove its part from the plan.
         """

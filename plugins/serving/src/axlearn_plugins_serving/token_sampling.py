@@ -85,7 +85,7 @@ class Tables:
         )
 
     def rows(self, slots: jax.Array) -> "Tables":
-        """Return the rows of `slots`, int32 [L]. Slots out of range get an arbitrary row."""
+        """Return the rows of `slots`, int32 [L]. Slots that are out of range get an arbitrary row."""
         return jax.tree.map(lambda x: x.at[slots].get(mode="clip"), self)
 
 
@@ -113,7 +113,7 @@ def choose(logits: jax.Array, tables: Tables, slots: jax.Array, masked: jax.Arra
         tables: Sampling state of all slots.
         slots: int32 [L], slot of each row.
         masked: bool [L], whether the slot's mask applies.
-        kind: int32 [], kind of sampling of the step.
+        kind: int32 [], kind of sampling in the step.
 
     Returns:
         int32 [L].

@@ -1,4 +1,4 @@
-"""A cache of the compiled step in the run directory. A process that resumes the run loads it instead of tracing.
+"""A cache of the compiled step in the run directory. A process that resumes the run loads the step instead of tracing it.
 
     compiled/<identity>/executables.json    index with the source and target; see `axlearn_core.compose.executables`
     compiled/<identity>/train-0.executable  the compiled program

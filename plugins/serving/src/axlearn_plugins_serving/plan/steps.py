@@ -197,7 +197,7 @@ class Steps:
         specs = self.program.arguments("serve", bucket)[0]
         for path, array in weights.items():
             size, rows, share = math.prod(array.shape), tokens, 1.0
-            if ".embedding." in f".{path}":  # only some of its rows are read
+            if ".embedding." in f".{path}":  # only some of the rows are read
                 continue
             if array.axes[-1:] == ("vocab",):
                 rows = results

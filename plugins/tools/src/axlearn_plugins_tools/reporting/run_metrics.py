@@ -141,7 +141,7 @@ class RunCollector(Collector):
         evaluation: Values of the last evaluation by name.
         logged_step: Last logged step.
         logged_time: Time at which that step was logged, in seconds since 1970, or 0.
-        max_steps: Number of steps of the run.
+        max_steps: Number of steps in the run.
     """
 
     def __init__(self, run_dir: Path, *, max_steps: int, start_step: int, info: Mapping[str, str]):
@@ -164,7 +164,7 @@ class RunCollector(Collector):
     def _progress(self) -> Iterable[Metric]:
         step = max(self.logged_step, self._files.step)
         yield GaugeMetricFamily("axlearn_train_step", "Number of finished steps.", value=step)
-        yield GaugeMetricFamily("axlearn_train_max_steps", "Number of steps of the run.", value=self.max_steps)
+        yield GaugeMetricFamily("axlearn_train_max_steps", "Number of steps in the run.", value=self.max_steps)
         yield GaugeMetricFamily(
             "axlearn_train_logged_time_seconds",
             "Time when the last step was logged, in seconds since 1970.",

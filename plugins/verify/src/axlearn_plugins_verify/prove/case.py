@@ -1,4 +1,4 @@
-"""A shrunk config with its programs, weights and batches: what properties check."""
+"""A shrunk config with its programs, weights and batches, which properties check."""
 
 import hashlib
 from collections.abc import Mapping, Sequence

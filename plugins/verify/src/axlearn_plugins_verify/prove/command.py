@@ -66,7 +66,7 @@ def prove(
 
 
 def _parse_mesh(text: str) -> dict[str, int]:
-    """Parse the sizes of the axes of a mesh."""
+    """Parse the sizes of a mesh's axes."""
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(axis.strip() and size.strip().isdigit() for axis, _, size in pairs):
         raise RequestError(

@@ -64,7 +64,7 @@ REFUSALS = (AxlearnError, ValueError, TypeError, ZeroDivisionError, AssertionErr
 MORE_ATTEMPTS = 6
 """Number of combinations of sizes to try after the first valid one, to keep more operations."""
 INNER = 48
-"""Hidden size of the parts of a layer. It differs from the width, so that a product in the wrong order is an error."""
+"""Hidden size inside the parts of a layer. It differs from the width, so that a product in the wrong order is an error."""
 STEPS = 8
 """Value of `max_steps`."""
 ALTERNATIVES: Mapping[str, tuple[int, ...]] = {
