@@ -33,7 +33,7 @@ MOSAIC = ("jax.experimental.mosaic.gpu.core", "jax.experimental.mosaic.gpu.utils
 
 
 def cudnn() -> Any:
-    """Return JAX's internal binding of cuDNN attention, which the public function uses."""
+    """Return JAX's internal binding for cuDNN attention, which the public function uses."""
     return importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
 
 

@@ -92,7 +92,7 @@ def remove_unfinished(place: Checkpoints, run: str) -> None:
 
 
 def set_aside(place: Checkpoints, steps: Iterable[int], restored: int) -> None:
-    """Rename the checkpoints of later steps after a run has been rolled back to step `restored`."""
+    """Rename the checkpoints from later steps after a run has been rolled back to step `restored`."""
     for step in steps:
         aside = f"{place.folder}{step}.superseded-{int(time.time())}"
         place.storage.commit(f"{place.folder}{step}", aside)

@@ -102,7 +102,7 @@ class Compiler:
         return self._selections[name]
 
     def choices(self, name: str = "train") -> list[Choice]:
-        """Return the kernel choices of a traced function, one per distinct call."""
+        """Return the kernel choices for a traced function, one per distinct call."""
         return self.selection(name).choices
 
     def tracing(self, name: str, kernels: Selection | None = None) -> AbstractContextManager[Any]:

@@ -73,7 +73,7 @@ class Layout:
                 )
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int], path: str) -> PartitionSpec:
-        """Return the partition spec of an array. A mesh axis shards only the first dimension that requests it.
+        """Return the partition spec for an array. A mesh axis shards only the first dimension that requests it.
 
         Raises:
             ConfigError: If a logical axis has no rule, or if a dimension is not divisible by its mesh axes.

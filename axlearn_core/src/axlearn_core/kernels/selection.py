@@ -136,7 +136,7 @@ class Selection:
         platform: Platform that the program runs on.
         target: Name of the hardware, or empty if unknown.
         gradients: True if the program computes gradients.
-        declared: Returns the kernels of an op class.
+        declared: Returns the kernels for an op class.
         choices: Choices in trace order, one per distinct call.
         required: Names of the ops that must use the kernel that the config names. None means all ops.
     """

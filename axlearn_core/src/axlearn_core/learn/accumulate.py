@@ -41,7 +41,7 @@ def value_and_grad(
         params: Parameters to differentiate.
         variables: Arrays keyed by path, before the step.
         batch: Pytree of arrays [B, ...].
-        key: Key of the step, or None if the model draws no random numbers.
+        key: Key for the step, or None if the model draws no random numbers.
         num_microbatches: Number of microbatches K, a divisor of B. Microbatch k consists of rows k, k + K, ..., so that
             every device that holds rows of the batch works on each microbatch.
 

@@ -84,7 +84,7 @@ class ObservingWatchdogListener(WatchdogListener):
 
 
 def watchdog_listener(watchdog: Watchdog) -> WatchdogListener:
-    """Return the listener of a watchdog. If the watchdog observes steps, the listener also passes it each step's scalars."""
+    """Return the listener for a watchdog. If the watchdog observes steps, the listener also passes it each step's scalars."""
     return (ObservingWatchdogListener if isinstance(watchdog, ObservesSteps) else WatchdogListener)(watchdog)
 
 

@@ -208,7 +208,7 @@ class Session:
                     self.log(self.step, values)
 
     def save(self, *, force: bool = False) -> None:
-        """Start saving a checkpoint of this step if one is due or `force` is True."""
+        """Start saving a checkpoint at this step if one is due or `force` is True."""
         if self.step == self._saved_step:
             return
         save = self.checkpointer.save
@@ -257,7 +257,7 @@ class Session:
             self.run_dir.write_fact(SAVED, True)
 
     def is_save_due(self) -> bool:
-        """Return True if a checkpoint of this step is due."""
+        """Return True if a checkpoint is due at this step."""
         tier = self._local_tier
         return self.checkpointer.due(self.step) or (tier is not None and tier.local_due(self.step))
 

@@ -1,6 +1,6 @@
 """The node-local tier: frequent checkpoints of the training state on the local machine.
 
-DIRECTORY/RUN/process-0/120/      checkpoint of all shards on the devices of process 0, at step 120
+DIRECTORY/RUN/process-0/120/      checkpoint of all shards on process 0's devices, at step 120
     part.json                     its process, attempt and timeline
     manifest.json, state/, ...    as in every checkpoint
 DIRECTORY/RUN/process-3/120/      copy from another machine

@@ -74,7 +74,7 @@ class TieredCheckpointer(ShardedCheckpointer):
         """The fields of the core's checkpointer, and the local tier.
 
         Attributes:
-            local: Settings of the local tier.
+            local: Settings for the local tier.
         """
 
         local: Node[LocalTier] = LocalTier.Config()

@@ -320,7 +320,7 @@ class ServingEngine(Configurable):
 
 
 def _build_row(part: Part, mask: Any, *, token_known: bool) -> Row:
-    """Build the row of a part.
+    """Build the row for a part.
 
     If `token_known` is True, the row contains the last token, because the runner's last token may follow a rejected draft.
     """

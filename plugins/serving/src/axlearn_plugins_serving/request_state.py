@@ -13,7 +13,7 @@ class RequestState:
 
     Attributes:
         request: The request as it was added.
-        seed: Seed of its random numbers.
+        seed: Seed for its random numbers.
         arrival: Sequence number of the request.
         limit: Maximum number of output tokens.
         tokens: Prompt tokens, followed by the output tokens that have been read from the runner.

@@ -77,7 +77,7 @@ class ModelRunner(Configurable):
             mode: `fast`, or `parity` for results that match the training program in its batch-invariant mode bit for bit.
             cache_dtype: Storage dtype of cached keys and values, with a scale per token and head. None uses the model's dtype.
             adapters: Name -> directory written by `axlearn lora export`. Requests select an adapter by name.
-            kernel: Kernel of the `paged_attention` op; None picks the best kernel for the mode.
+            kernel: Kernel for the `paged_attention` op; None picks the best kernel for the mode.
             num_snapshots: Number of recurrent states to keep for later requests, if the model has recurrent layers. None keeps two
                 per running request.
         """

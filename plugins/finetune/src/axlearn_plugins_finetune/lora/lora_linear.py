@@ -42,7 +42,7 @@ class LoraLinear(Layer):
             base: Projection of any kind.
             rank: Inner dimension of the product of A and B.
             alpha: Scale of the update, which is multiplied by alpha / rank.
-            init: Initializer of A, scaled by the fan of all input dimensions.
+            init: Initializer for A, scaled by the fan of all input dimensions.
         """
 
         input_dims: tuple[int, ...] = interface(default=REQUIRED)

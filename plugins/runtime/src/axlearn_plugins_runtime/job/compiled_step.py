@@ -165,7 +165,7 @@ class CompiledStep(RunListener):
 
 
 def compiled_step(session: Any) -> CompiledStep | None:
-    """Return the listener of a run, or None if the run is at a URI or `keep_compiled_step` is False."""
+    """Return the listener for a run, or None if the run is at a URI or `keep_compiled_step` is False."""
     keeps = session.program.config.keep_compiled_step and session.uri is None
     return CompiledStep(session.path, session.program) if keeps else None
 

@@ -147,7 +147,7 @@ class ClockListener(RunListener):
 
 
 def phase_clock(session: Any) -> ClockListener:
-    """Return the listener of a run."""
+    """Return the listener for a run."""
     return ClockListener(session.start_time)
 
 

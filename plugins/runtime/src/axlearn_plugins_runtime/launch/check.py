@@ -31,7 +31,7 @@ def make_job(
 
     Args:
         experiment: Name of an experiment, or path of a run file.
-        train: Options of `axlearn train` as parsed by click: `with_`, `without`, `set_`, `steps`, `target`, `allow_drift`.
+        train: Options for `axlearn train` as parsed by click: `with_`, `without`, `set_`, `steps`, `target`, `allow_drift`.
         run_dir: Run directory (default: as for `axlearn train`).
         name: Name of the job (default: the last part of the run directory).
         hosts: Number of hosts that train (default: the target's number of hosts, or 1).

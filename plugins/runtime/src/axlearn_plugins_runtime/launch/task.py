@@ -32,7 +32,7 @@ FIRST_PORT, PORTS = 24576, 8192
 
 
 def coordinator_port(attempt: int) -> int:
-    """Return the port of an attempt.
+    """Return the port for an attempt.
 
     Ports differ between attempts, because a process that joins the coordinator of an older attempt would end the job.
     """

@@ -35,7 +35,7 @@ def compare_checkpoints(first: Run, second: Run, common: Checkpoints, step: int 
         step: Step of the checkpoint (default: the last common one).
 
     Raises:
-        RequestError: If the runs have no common checkpoint of `step`.
+        RequestError: If the runs have no common checkpoint at `step`.
         CheckpointError: If a file is damaged.
     """
     if step is not None and step not in common.steps:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a run, from logged values and the files of the run directory."""
+"""Prometheus metrics for a run, from logged values and the files in the run directory."""
 
 import json
 from collections import Counter

@@ -166,7 +166,7 @@ def compare_call(call: KernelCall, seed: int) -> Outcome:
 
     Args:
         call: Call with a kernel that this machine can run.
-        seed: Seed of the operands.
+        seed: Seed for the operands.
     """
     small = shrink_op(call.op, call.accepts)
     outcome = _compare(call, small, seed)

@@ -24,7 +24,7 @@ class Case:
         config: The shrunk config, `Trainer.Config`.
         original: The config before shrinking.
         meshes: Shapes of meshes that together cover each axis that the config can use.
-        seed: Seed of the weights and batches.
+        seed: Seed for the weights and batches.
         target: Hardware that the request names, or None.
     """
 

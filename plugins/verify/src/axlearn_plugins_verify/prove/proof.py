@@ -39,7 +39,7 @@ class Check:
     Attributes:
         name: Name of the property.
         summary: The statement that the property makes, as one sentence.
-        seed: Seed of the weights and batches.
+        seed: Seed for the weights and batches.
         status: `holds`, `FAILS`, `skipped` or `not run`.
         outcome: Result, or None if the check was skipped, not run, or ended with an error.
         reason: Why the property was skipped or not run, or the error that ended the check.
@@ -136,7 +136,7 @@ def prove(
         request: A request, the name of an experiment, a YAML file, or a config.
         only: Names of the properties to check (default: all).
         minutes: Time limit. Checks that would start after this limit are reported as not run.
-        seed: First seed of the weights and batches.
+        seed: First seed for the weights and batches.
         seeds: Number of seeds.
         mesh: Shape of the only mesh to check, such as `{"data": 2}` (default: meshes that together cover every axis).
         progress: Called after each check.
