@@ -52,9 +52,9 @@ class Model(Protocol):
 class Objective(Protocol):
     """A training objective: an `nnx.Module` that computes a loss from a bound model and a batch.
 
-    The trainer offers `model`, the config of the trained model. The arrays of the objective are part of the training state,
-    with the prefix `objective.`. The learner trains each `nnx.Param`, and other variables are kept. Use an
-    `axlearn_core.compose.FrozenModel` for a model that is not trained.
+    The trainer offers `model`, the config of the trained model. The arrays of the objective are part of the training state, with
+    the prefix `objective.`. The learner trains each `nnx.Param`. Other variables keep the values that `loss` assigns to them. Use
+    an `axlearn_core.compose.FrozenModel` for a model that is not trained.
 
     Evaluation does not use `loss`, which may include regularization. It uses the `evaluation_loss` of this objective or of
     one that it wraps (`capabilities.HasEvaluationLoss`), or else the loss of the model. If the loss of a row depends on the

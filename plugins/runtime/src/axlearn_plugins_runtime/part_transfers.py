@@ -1,4 +1,4 @@
-"""Transfers of local-tier parts between machines, over the links of the devices."""
+"""Transfers of local-tier parts between machines, over the device links."""
 
 import functools
 import os
@@ -184,7 +184,7 @@ def from_json(rows: Sequence[Any]) -> list[Need]:
 
 
 def exchange_bytes(chunk: np.ndarray, pairs: Pairs) -> np.ndarray:
-    """Send bytes between processes over the links of the devices, which requires no network service or authentication.
+    """Send bytes between processes over the device links. This requires neither a network service nor authentication.
 
     All processes must call it together.
 
