@@ -50,7 +50,7 @@ def gather_objects(value: object, name: str, seconds: float = PEER_SECONDS) -> l
     if "late" in answer:
         late = ", ".join(map(str, answer["late"]))
         raise WorkError(
-            f"{name}: waited {seconds:g} s for process {late}\n    fix: check if it is still running and what it does; "
+            f"{name}: waited {seconds:g} s for process {late}\n    fix: check whether it is still running and what it is doing; "
             "if its storage is slow, increase the timeout"
         )
     return answer["values"]

@@ -272,7 +272,7 @@ def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str
                 path=join(path, name),
                 message=f"would be lost: {type(new).__qualname__} has no such field",
                 got=show(old[name]),
-                fix=f"leave out this replacement, or the component or setting; a feature can discard it with drop={name!r}",
+                fix=f"remove this replacement, or the component or setting; a feature can discard it with drop={name!r}",
             )
             for name in lost
         )

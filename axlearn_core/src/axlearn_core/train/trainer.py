@@ -420,7 +420,7 @@ class Trainer(Configurable):
         session.set_start_step(step)
         session.state, session.has_new_state = state, bool(extra.get(WEIGHTS_ONLY))
         if session.has_new_state:
-            log_message(f"starting from the weights of step {step} with a new optimizer state")
+            log_message(f"starting from the weights at step {step} with a new optimizer state")
             session.state = program.begin(self.config.seed, state)
         else:
             log_message(f"resuming from the checkpoint of step {step}")

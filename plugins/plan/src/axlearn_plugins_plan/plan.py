@@ -310,7 +310,7 @@ def add_largest_batch(plan: FunctionPlan, resolved: Resolved, progress: Callable
         nonlocal compiles
         compiles += 1
         progress(
-            f"searching the largest batch that fits: compiling {rows:,} rows ({compiles} of at most {MAX_COMPILES})"
+            f"searching for the largest batch that fits: compiling {rows:,} rows ({compiles} of at most {MAX_COMPILES})"
         )
         config = patch(resolved.config, {"input.batch_size": rows})
         program, batch = compose_program(attrs.evolve(resolved, config=config))

@@ -304,5 +304,5 @@ def parse_vary(names: str | None, options: Sequence[str]) -> tuple[str, ...]:
     parts = tuple(n.strip() for n in (names or "").split(",") if n.strip())
     for name in parts:
         if name not in options:
-            raise unknown("part of a layout that --vary takes", name, options)
+            raise unknown("part of a layout that --vary accepts", name, options)
     return parts

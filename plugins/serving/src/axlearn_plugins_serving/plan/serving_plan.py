@@ -138,7 +138,7 @@ def plan_model(
         raise RequestError(
             "a plan covers one replica, whose devices split each matrix multiplication\n"
             f"    got: serving.tensor_parallel={config.tensor_parallel}, and {machine.devices} devices of {machine.name}\n"
-            "    fix: leave one of them out, or name a target with as many devices"
+            "    fix: remove one of them, or name a target with as many devices"
         )
     started = time.perf_counter()
     steps = Steps(runner, model, machine, mesh or tensor_parallel(machine))

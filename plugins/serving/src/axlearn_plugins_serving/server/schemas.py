@@ -366,7 +366,7 @@ class TokenizeRequest(Body):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("pass either prompt or messages")
         if self.tools is not None and self.messages is None:
-            raise ValueError("tools need messages: leave tools out if there is a prompt")
+            raise ValueError("tools need messages: omit tools if there is a prompt")
         return self
 
 

@@ -31,7 +31,7 @@ BUCKETS = {
 LOGGED = {
     "loss": "Training loss at the last logged step.",
     "step_seconds": "Seconds per step since the previous logged step.",
-    "tokens_per_second": "Tokens per second over all processes.",
+    "tokens_per_second": "Tokens per second across all processes.",
     "mfu": "Model FLOP utilization, from 0 to 1.",
 }
 """Values that have their own metric. All other values are `axlearn_train_scalar{name=...}`."""
@@ -187,7 +187,7 @@ class RunCollector(Collector):
             "axlearn_train_goodput_ratio", "Share of time spent on kept steps.", value=goodput.share
         )
         seconds = GaugeMetricFamily(
-            "axlearn_train_phase_seconds", "Seconds over all attempts, by phase.", labels=["phase", "bucket"]
+            "axlearn_train_phase_seconds", "Seconds across all attempts, by phase.", labels=["phase", "bucket"]
         )
         for phase, value in goodput.seconds.items():
             seconds.add_metric([phase, BUCKETS[phase]], value)

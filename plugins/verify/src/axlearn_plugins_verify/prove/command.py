@@ -22,7 +22,7 @@ from axlearn_plugins_verify.compat import hide_partitioner_warnings
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of weights and batches.")
 @click.option("--seeds", type=click.IntRange(min=1), default=2, show_default=True, help="Number of seeds.")
 @click.option(
-    "--mesh", metavar="AXIS=N,...", help="Check only this mesh (default: meshes that together have every axis)."
+    "--mesh", metavar="AXIS=N,...", help="Check only this mesh (default: meshes that together cover every axis)."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--report", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.html", help="Write a page.")
