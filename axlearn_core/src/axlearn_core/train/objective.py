@@ -35,7 +35,7 @@ class FrozenWeights:
 
     Attributes:
         program: Program of the run.
-        sources: Opened weights of each frozen model, by path.
+        sources: Weights opened for each frozen model, by path.
     """
 
     program: Program

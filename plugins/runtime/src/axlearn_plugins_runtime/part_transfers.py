@@ -16,7 +16,7 @@ from axlearn_plugins_runtime.local_tier import LocalParts, Need, Part, find_over
 
 CHUNK = 16 * 2**20
 Pairs = tuple[tuple[int, int], ...]
-"""(source, destination) process indices. A process is the source and the destination of at most one pair each."""
+"""(source, destination) process indices. A process is the source of at most one pair and the destination of at most one."""
 
 
 @attrs.frozen

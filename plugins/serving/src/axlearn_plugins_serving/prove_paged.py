@@ -44,10 +44,10 @@ RUNNING = 3
 class PagedDecoding:
     """Serves four greedy requests with the engine of `axlearn serve`, and compares them with the forward pass.
 
-    The prompts have different lengths and are computed in chunks. The second prompt begins like the first, so it shares the
-    first one's blocks. The fourth request has a higher priority and arrives when all slots are taken, so the third one loses
-    its blocks and is computed again. Each token must have the largest logit of the forward pass, up to rounding, and the
-    log-probabilities of tokens must be equal.
+    The prompts have different lengths and are computed in chunks. The second prompt starts with the same tokens as the first, so
+    it shares the first one's blocks. The fourth request has a higher priority and arrives when all slots are taken, so the third
+    one loses its blocks and is computed again. Each token must have the largest logit of the forward pass, up to rounding, and
+    the log-probabilities of tokens must be equal.
     """
 
     summary: ClassVar[str] = "the paged engine gives the tokens and the logits of the forward pass"

@@ -1,4 +1,4 @@
-"""The agent on each host: keeps warm processes, assigns ranks to them, and watches and ends them. Does not need Ray."""
+"""The agent on each host: keeps warm processes, assigns ranks to them, watches them, and ends them. Does not need Ray."""
 
 import collections
 import contextlib
