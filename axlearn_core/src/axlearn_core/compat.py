@@ -5,7 +5,7 @@ other modules. Each `compat` module explains why each item is needed, for which 
 
 The core needs:
 
-- `jax._src.distributed` (0.10 to 0.12): the client of the coordinator, and the index of a process before JAX has started. Remove it
+- `jax._src.distributed` (0.10 to 0.12): the coordinator's client, and a process's index before JAX has started. Remove it
   when JAX has public equivalents.
 - `jax._src.xla_bridge` (0.10 to 0.12): whether JAX has started. Remove it when JAX has a public equivalent.
 - three environment variables that JAX reads once, and one that the `tokenizers` library reads.
@@ -30,7 +30,7 @@ from typing import Any
 _lock = threading.Lock()
 TUNABLES = ("glibc.malloc.hugetlb=1", "glibc.cpu.x86_non_temporal_threshold=8388608")
 """Settings for training processes. Huge pages: XLA's CPU client frees the memory after each step, and allocating it again in
-pages of 4 KiB can take a third of the step time. Copies of at least 8 MiB, such as those made by a save, bypass the caches. By
+4 KiB pages can take a third of the step time. Copies of at least 8 MiB, such as those made by a save, bypass the caches. By
 default, glibc's threshold is three eighths of the last-level cache, which can be hundreds of MB."""
 RESTARTED = "AXLEARN_RESTARTED"
 _values: dict[tuple[int, str], list[tuple[object, object]]] = {}

@@ -33,7 +33,7 @@ MOSAIC = ("jax.experimental.mosaic.gpu.core", "jax.experimental.mosaic.gpu.utils
 
 
 def cudnn() -> Any:
-    """Return JAX's internal binding of cuDNN attention, which the public function uses."""
+    """Return JAX's internal binding for cuDNN attention, which the public function uses."""
     return importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
 
 
@@ -91,7 +91,7 @@ def patch_tokamax_indexer(change: Callable[[Any], Any]) -> contextlib.AbstractCo
 
 
 def has_platform(name: str) -> bool:
-    """Return whether JAX knows a platform, started or not."""
+    """Return whether a platform is registered with JAX, even if it has not started."""
     bridge: Any = importlib.import_module("jax._src.xla_bridge")
     return name in bridge._backend_factories
 

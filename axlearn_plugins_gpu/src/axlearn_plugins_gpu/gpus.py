@@ -22,7 +22,7 @@ OPTIONS: Mapping[str, Any] = {
     # Process two layers per iteration of the loop over layers: gather one layer's parameters while the other is computed.
     "xla_gpu_enable_while_loop_double_buffering": True,
 }
-"""Compiler options for every GPU. All supported versions of XLA have these. Only some have the pipelined-collective flags."""
+"""Compiler options for every GPU. Pipelined-collective flags are omitted, because some XLA versions lack them."""
 
 
 def _peaks(bfloat16: float, tf32: float, eight_bits: float, *, fp8: bool = True) -> dict[str, float]:

@@ -25,7 +25,7 @@ from axlearn_plugins_transformer.kernels.masks import And, Causal, Full
 from axlearn_plugins_transformer.kernels.per_device import per_device
 
 TILES = (2048, 1024, 512)
-"""Tile sizes of the forward kernel, in keys; the largest one that divides the number of keys is used."""
+"""Tile sizes for the forward kernel, in keys; the largest one that divides the number of keys is used."""
 
 HEADS = ("batch", None, "activation_heads", None)
 HIDDEN = -30_000.0
@@ -41,7 +41,7 @@ class _Static(NamedTuple):
 
 
 class _Flash:
-    """Flash attention kernel of the Neuron SDK; see the module docstring."""
+    """Flash attention kernel from the Neuron SDK; see the module docstring."""
 
     def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
         """Support self-attention with head sizes up to 128 and lengths that are multiples of 512, without a soft cap or a bias."""

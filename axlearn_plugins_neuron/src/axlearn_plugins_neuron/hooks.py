@@ -31,7 +31,7 @@ def axlearn_remat_policies() -> list[RematPolicy]:
 
 @hookimpl
 def axlearn_kernels() -> list[KernelImplementation]:
-    """Return the flash attention kernel of the Neuron SDK."""
+    """Return the flash attention kernel from the Neuron SDK."""
     load = "axlearn_plugins_neuron.flash_attention:NKI_FLASH"
     return [
         KernelImplementation(

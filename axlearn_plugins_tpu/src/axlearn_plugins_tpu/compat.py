@@ -1,6 +1,6 @@
 """Private names of tokamax that this plugin uses, and environment variables for libtpu.
 
-- `tokamax._src.ops` (0.0.12, 0.0.14): the kernels that take explicit tile sizes are not public. Remove when they do.
+- `tokamax._src.ops` (0.0.12, 0.0.14): the kernels that accept explicit tile sizes are not public. Remove when they are.
 - `TensorCoreMesh` of Pallas, patched while a kernel of tokamax 0.0.14 is traced: tokamax starts the kernel on every core,
   but may divide its tiles among fewer cores. Remove when it starts the kernel only on those cores.
 

@@ -3,7 +3,7 @@
 Within a slice, parameters are sharded over all chips (FSDP), and the links are fast enough for that. Across slices, over
 the slower network, replicas only sum their gradients. A v5e or v6e chip has at most a third of the memory of a v5p chip, so
 its activations are offloaded to host memory or recomputed. AXLearn offloads every matmul on v5e (arXiv 2507.05411). At the
-25 GB/s per chip that a search assumes (docs/search.md), that transfer would take longer than the computation of the step, so only
+25 GB/s per chip that a search assumes (docs/search.md), that transfer would take longer than the step's computation, so only
 attention is offloaded here. A v5e chip multiplies 8-bit integers twice as fast as bfloat16, so its linear layers are
 quantized, as in AXLearn; `--without quantization` disables that.
 """

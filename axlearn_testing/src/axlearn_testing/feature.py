@@ -17,7 +17,7 @@ class FeatureSuite:
     Attributes:
         name: Registered name of the feature.
         options: Options after the name in `--with NAME:OPTIONS`; the default is the feature's `example`.
-        experiments: Experiments to test the feature on; the default is all installed ones.
+        experiments: Experiments to test the feature on; the default is all installed experiments.
         others: Features to combine it with; the default is all other installed features.
     """
 

@@ -60,7 +60,7 @@ class LayerSuite:
         reference_tolerance: Like `tolerance`, but for the comparison with the reference.
         difference_tolerance: Like `tolerance`, but for the comparison of gradients with finite differences.
         meshes: Number of random meshes to test.
-        seed: Seed of the parameters, inputs and meshes.
+        seed: Seed for the parameters, inputs and meshes.
     """
 
     config: Node[Any]

@@ -25,9 +25,9 @@ class ObjectiveSuite:
 
     Attributes:
         config: Config of the objective.
-        model: Config of the model; the default has eight parameters and takes batches of `x` [8, 4] and `y` [8, 2].
+        model: Config of the model; the default has eight parameters and accepts batches of `x` [8, 4] and `y` [8, 2].
         tolerance: Tolerance between one device and eight, and between a whole batch and microbatches.
-        mesh: Shape of the mesh of eight devices.
+        mesh: Shape of the eight-device mesh.
         options: Config path -> a value that changes the loss, its summaries or the gradients. The default changes every
             number and switch of the config.
     """

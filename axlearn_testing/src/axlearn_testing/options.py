@@ -34,7 +34,7 @@ class CommandSuite:
         return registry().entry("commands", self.name)
 
     def summary(self) -> str | None:
-        """Return the command's line in the help of its parent command."""
+        """Return the command's line in its parent command's help text."""
         return summary(plugin_commands()[self.name][0])
 
     def test_command_matches_entry_point_name(self) -> None:
@@ -113,7 +113,7 @@ class CommandOptionSuite:
 
 
 def _check_help(line: str) -> str:
-    """Return the help of a command, run in a new process. Assert that it does not import JAX."""
+    """Return a command's help text, printed in a new process. Assert that it does not import JAX."""
     code = (
         "import sys\nfrom axlearn_core.cli.main import cli\n"
         f"cli({[*line.split()[1:], '--help']!r}, standalone_mode=False)\n"

@@ -18,7 +18,7 @@ DEVICES = 8
 
 
 class WeightsSuite:
-    """Tests that all weights must pass; see `axlearn_core.contracts.parts.Weights`.
+    """Tests that every implementation of `Weights` must pass; see `axlearn_core.contracts.parts.Weights`.
 
     Subclasses define a `weights` method, which opens the weights to test.
     """

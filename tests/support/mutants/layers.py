@@ -62,8 +62,8 @@ def _layer(wrong: str = "") -> type:
 LAYERS = mutants(
     _layer(),
     {
-        "computes in another dtype": (_layer("dtype"), "test_output_shapes_and_dtypes"),
-        "returns another shape": (_layer("shape"), "test_output_shapes_and_dtypes"),
+        "computes in a different dtype": (_layer("dtype"), "test_output_shapes_and_dtypes"),
+        "returns a different shape": (_layer("shape"), "test_output_shapes_and_dtypes"),
         "divides by zero": (_layer("nan"), "test_outputs_are_finite"),
         "has an axis without a name": (_layer("unnamed"), "test_every_parameter_axis_is_named"),
         "has an axis that no rule covers": (_layer("unknown"), "test_every_parameter_axis_is_named"),

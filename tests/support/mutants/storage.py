@@ -137,7 +137,7 @@ STORAGES = mutants(
     },
 ) + mutants(
     _storage(LocalStorage),
-    {"raises errors of the operating system": (_storage(Untyped), "test_an_empty_storage_has_no_files")},
+    {"raises the operating system's errors": (_storage(Untyped), "test_an_empty_storage_has_no_files")},
     errors=(FileNotFoundError,),
 )
 
@@ -175,9 +175,9 @@ WEIGHTS = mutants(
     _weights(),
     {
         "has a negative step": (_weights("step"), "test_properties_are_valid"),
-        "has other paths than the model": (_weights("path"), "test_specs_match_model"),
-        "reads another dtype than declared": (_weights("dtype"), "test_tensors_match_specs"),
-        "has other values on other devices": (_weights("devices"), "test_shardings_do_not_change_values"),
+        "has different paths than the model": (_weights("path"), "test_specs_match_model"),
+        "reads a different dtype than declared": (_weights("dtype"), "test_tensors_match_specs"),
+        "has different values on different devices": (_weights("devices"), "test_shardings_do_not_change_values"),
         "accepts unknown paths": (_weights("silent"), "test_invalid_requests_raise"),
         "places tensors that have no sharding": (_weights("default"), "test_invalid_requests_raise"),
     },

@@ -15,7 +15,7 @@ from axlearn_core.compat import coordination_client
 from axlearn_core.errors import WorkError
 
 PEER_SECONDS = 1800.0
-"""Seconds to wait for the other processes. Must be longer than the slowest save takes."""
+"""Seconds to wait for the other processes. Must be longer than the slowest save."""
 _GRACE = 60.0
 _numbers = count()
 
@@ -50,7 +50,7 @@ def gather_objects(value: object, name: str, seconds: float = PEER_SECONDS) -> l
     if "late" in answer:
         late = ", ".join(map(str, answer["late"]))
         raise WorkError(
-            f"{name}: waited {seconds:g} s for process {late}\n    fix: check if it is still running and what it does; "
+            f"{name}: waited {seconds:g} s for process {late}\n    fix: check whether it is still running and what it is doing; "
             "if its storage is slow, increase the timeout"
         )
     return answer["values"]

@@ -48,7 +48,7 @@ class ArrayReader(Protocol):
 
 TextFiles = Mapping[str, str | Callable[[], str]]
 WEIGHTS_ONLY = "weights_only"
-"""Key in `extra` that marks a checkpoint with only `step`, `params`, and `variables`. A run can start from it."""
+"""Key in `extra` that marks a checkpoint that contains only `step`, `params`, and `variables`. A run can start from it."""
 
 
 class StorageCheckpointer(Configurable):
@@ -338,7 +338,7 @@ class StorageCheckpointer(Configurable):
         return bool(multihost_utils.broadcast_one_to_all(np.asarray(is_new))) if jax.process_count() > 1 else is_new
 
     def _open(self) -> None:
-        """Before the first save, delete unfinished saves. After a rollback, also rename the checkpoints of later steps."""
+        """Before the first save, delete unfinished saves. After a rollback, also rename the checkpoints from later steps."""
         if not self._opened:
             remove_unfinished(self.place, self.run)
             if self._restored is not None:

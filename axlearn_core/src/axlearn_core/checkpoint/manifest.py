@@ -32,7 +32,7 @@ WEIGHTS, NON_WEIGHTS = f"{STATE}/weights/", f"{STATE}/others/"
 """Folders that contain arrays."""
 FORMAT = 3
 LAST_READER = "5eb2bae"
-"""Last commit of axlearn-core that reads formats 1 and 2."""
+"""Last commit of axlearn-core that can read formats 1 and 2."""
 _PART = 16 * 2**20
 
 
@@ -71,8 +71,8 @@ class Manifest:
     """Contents of one checkpoint.
 
     Attributes:
-        arrays: Arrays keyed by dotted path in the training state. `ArrayInfo.path` differs from it if an earlier version stored the
-            array under a different path; see `migrated`.
+        arrays: Arrays keyed by dotted path in the training state. `ArrayInfo.path` differs from the key if an earlier version
+            stored the array under a different path; see `migrated`.
         files: `bytes` and `sha256` by path. For files that consist of pieces, an index contains the hashes instead.
         run: ID of the run that wrote the checkpoint, or empty if unknown.
     """
@@ -244,7 +244,7 @@ def parse(data: bytes, step: int, place: str) -> Manifest:
 
 
 def describe(data: bytes) -> dict[str, Any]:
-    """Return the manifest entry of a file: its size and hash."""
+    """Return the manifest entry for a file: its size and hash."""
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 

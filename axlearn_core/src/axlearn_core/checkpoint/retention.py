@@ -16,7 +16,7 @@ from axlearn_core.errors import StorageError
 log = logging.getLogger(__name__)
 
 START_MARKER = "begun.json"
-"""First file of a save, which names the run that owns it."""
+"""First file of a save. It names the run that owns the save."""
 
 
 def list_expired_steps(cfg: Any, manifests: Mapping[int, Manifest]) -> list[int]:
@@ -92,7 +92,7 @@ def remove_unfinished(place: Checkpoints, run: str) -> None:
 
 
 def set_aside(place: Checkpoints, steps: Iterable[int], restored: int) -> None:
-    """Rename the checkpoints of later steps after a run has been rolled back to step `restored`."""
+    """Rename the checkpoints from later steps after a run has been rolled back to step `restored`."""
     for step in steps:
         aside = f"{place.folder}{step}.superseded-{int(time.time())}"
         place.storage.commit(f"{place.folder}{step}", aside)

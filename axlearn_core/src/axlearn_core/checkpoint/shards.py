@@ -1,4 +1,4 @@
-"""File format of arrays: shards are split into pieces that are written, read, and verified separately.
+"""File format for arrays: shards are split into pieces that are written, read, and verified separately.
 
     weights/0-0.bin   a file of process 0: consecutive pieces of at most `PIECE` bytes, in C order
     weights/0-1.bin   the next file, started when the first reaches `FILE` bytes
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 PIECE, FILE = 16 * 2**20, 64 * 2**20
 PREFIXES = ("params.", "variables.", "learner.ema.")
-"""Path prefixes of weights: those of the model and of its moving average."""
+"""Path prefixes of weights: the model's weights and their moving average."""
 Box = tuple[tuple[int, int], ...]
 """Start and end along each axis."""
 

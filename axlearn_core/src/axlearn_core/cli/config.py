@@ -128,7 +128,7 @@ def explain(request: Request, path: str, as_json: bool) -> None:
 @experiment_argument
 @request_options
 @click.option(
-    "--no-data", is_flag=True, help="Do not open the data and the tokenizer, such as on a machine without them."
+    "--no-data", is_flag=True, help="Do not open the data and the tokenizer, for example on a machine that lacks them."
 )
 @json_option
 def check(request: Request, no_data: bool, as_json: bool) -> None:

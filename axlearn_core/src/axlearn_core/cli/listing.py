@@ -130,7 +130,7 @@ def _print_entries(group: Any, as_json: bool) -> None:
 
 
 def _entry_row(entry: Entry) -> dict[str, Any]:
-    """Return the row of an entry point for `list`."""
+    """Return the row for an entry point in `list`."""
     return {
         "name": entry.name,
         "distribution": entry.distribution,

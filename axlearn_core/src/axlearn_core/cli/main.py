@@ -132,7 +132,7 @@ def _translate_error(error: Exception) -> Exception:
             f"JAX has no devices: {text}\n    fix: check the environment variable JAX_PLATFORMS, or unset it"
         )
     if isinstance(error, MemoryError) or text.startswith("RESOURCE_EXHAUSTED"):
-        reason = text.partition("\n")[0] or "the system has no memory left"
+        reason = text.partition("\n")[0] or "the system is out of memory"
         return WorkError(
             f"out of memory: {reason}\n"
             "    fix: reduce the batch size, or use `--with remat`; `axlearn plan` estimates the memory of a step"

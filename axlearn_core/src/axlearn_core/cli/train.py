@@ -15,7 +15,7 @@ from axlearn_core.cli.terminal import echo
 @experiment_argument
 @request_options
 @click.option(
-    "--run-dir", metavar="DIR|URI", help="Run directory (default: runs/<experiment>-<hash of the mathematics>)."
+    "--run-dir", metavar="DIR|URI", help="Run directory (default: runs/<experiment>-<hash of the computation>)."
 )
 @click.option(
     "--restore-step",
@@ -23,7 +23,7 @@ from axlearn_core.cli.terminal import echo
     type=click.IntRange(min=1),
     help="Step of the checkpoint to restore (default: the newest).",
 )
-@click.option("--allow-drift", is_flag=True, help="Resume although the mathematics or the data changed.")
+@click.option("--allow-drift", is_flag=True, help="Resume even if the computation or the data changed.")
 @click.option("--dry-run", is_flag=True, help="Print what would run, without writing files.")
 @click.option("--restart", is_flag=True, help="Start at step 0; renames earlier metrics and checkpoints.")
 def train(

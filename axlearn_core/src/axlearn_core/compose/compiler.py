@@ -102,7 +102,7 @@ class Compiler:
         return self._selections[name]
 
     def choices(self, name: str = "train") -> list[Choice]:
-        """Return the kernel choices of a traced function, one per distinct call."""
+        """Return the kernel choices for a traced function, one per distinct call."""
         return self.selection(name).choices
 
     def tracing(self, name: str, kernels: Selection | None = None) -> AbstractContextManager[Any]:
@@ -250,16 +250,17 @@ class Compiler:
     ) -> None:
         """Export compiled functions, so that another process on the same kind of machine can `load` them.
 
-        The devices may be described devices. The executables load on real devices that match the description.
+        The devices may be descriptions of devices that are not present. The executables load on real devices that match the
+        description.
 
         Args:
             directory: New directory, which is written atomically.
             functions: Buckets by function name, such as `{"train": [batch], "decode": [bucket, ...]}`.
-            identity: All inputs of the programs by name. With it, `load` does not need to trace the programs.
+            identity: Everything that determines the programs, by name. If given, `load` does not need to trace the programs.
             facts: See `executables.write`.
 
         Raises:
-            RequestError: If a function is unknown or takes packed integers, or if the directory exists.
+            RequestError: If a function is unknown or has packed integer arguments, or if the directory already exists.
         """
         executables.environment(self.layout.mesh.devices)
         compiled = {}
@@ -296,7 +297,7 @@ class Compiler:
         return list(dict.fromkeys(name for name, _ in entries))
 
     def exported(self, name: str, bucket: object = None) -> bool:
-        """Return True if `load` found a function for a bucket."""
+        """Return True if `load` found an executable for this function and bucket."""
         return (name, str(_bucket_key(bucket))) in self._exported
 
     def verify(self) -> None:

@@ -42,7 +42,7 @@ def cpu(machine: Machine) -> Sequence[Any]:
 
 
 def virtual(count: int) -> None:
-    """Give this process `count` virtual CPU devices and no other devices. No-op if JAX has started."""
+    """Give this process `count` virtual CPU devices and no other devices. No-op if JAX has already started."""
     compat.forget_device_count()
     with contextlib.suppress(RuntimeError):  # JAX has started
         jax.config.update("jax_num_cpu_devices", count)
@@ -116,7 +116,7 @@ def get_compiler_client(device: Any) -> Any:
 
 
 def _count_domains(target: Target, devices: Sequence[Any]) -> int:
-    """Return the number of device groups that are connected by fast links: TPU slices, or GPU hosts."""
+    """Return the number of device groups with fast internal links: TPU slices or GPU hosts."""
     if target.size in ("chips", "cores"):
         return len({get_slice_index(d) for d in devices})
     if target.size != "hosts" or jax.process_count() == 1:
@@ -135,7 +135,7 @@ def _check_count(machine: Machine, devices: Sequence[Any]) -> Sequence[Any]:
 
 
 def topology_devices(machine: Machine) -> Sequence[Any]:
-    """Return described devices of a machine, for compiling without the hardware.
+    """Return the described devices of a machine, for compiling without the hardware.
 
     Raises:
         RequestError: If the target cannot be compiled without its hardware, or if its compiler is not installed.

@@ -83,7 +83,7 @@ def environment(devices: Any) -> dict[str, Any]:
 def _compiler(device: Any) -> str:
     if device.platform != "gpu":
         return device.client.platform_version
-    # The client of real GPUs reports the driver's version, but that of described GPUs reports the kind of GPU.
+    # The client for real GPUs reports the driver's version, but the client for described GPUs reports the GPU kind.
     packages = ("jax-cuda12-pjrt", "jax-cuda13-pjrt", "jax-rocm60-pjrt", "jax-rocm7-pjrt")
     return ", ".join(f"{p} {v}" for p in packages if (v := _version(p))) or device.client.platform_version
 
@@ -110,7 +110,7 @@ def write(
         directory: New directory.
         devices: See `environment`.
         functions: The compiled function, its `program_hash`, and its `Executable.kernels`, by function and bucket.
-        identity: Inputs of the programs by name; see `Compiler.load`.
+        identity: Everything that determines the programs, by name; see `Compiler.load`.
         facts: JSON-serializable data for `read_facts`.
 
     Raises:
@@ -171,7 +171,7 @@ def read_index(
 
 
 def read_facts(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the facts of an export."""
+    """Return the facts stored in an export."""
     return dict(json.loads((Path(directory) / INDEX).read_text()).get("facts") or {})
 
 

@@ -113,7 +113,8 @@ class Gradients:
     array that training updates, and if the loss depends on the product. A product of two such operands counts three times. A
     product of an activation and a frozen weight counts twice, or once if nothing before it is trained.
 
-    All iterations of a loop are treated alike: a value that depends on a trained array in one iteration does so in all of them.
+    All iterations of a loop are treated alike: a value that depends on a trained array in one iteration is assumed to do so in
+    all of them.
 
     Attributes:
         dependent: Variables that depend on trained arrays.
@@ -138,7 +139,7 @@ class Gradients:
         return 1 + sum(_marks(eqn.invars[:2], self.dependent))
 
     def inside(self, eqn: JaxprEqn, jaxpr: Jaxpr) -> "Gradients":
-        """Return the `Gradients` of a jaxpr that an equation calls."""
+        """Return the `Gradients` for a jaxpr that an equation calls."""
         inputs, outputs = _marks(eqn.invars, self.dependent), _marks(eqn.outvars, self.needed)
         if not _matches(eqn, jaxpr):
             return Gradients(jaxpr, [any(inputs)] * len(jaxpr.invars), [any(outputs)] * len(jaxpr.outvars))
@@ -146,7 +147,7 @@ class Gradients:
 
 
 def gradients_of_loss(jaxpr: Jaxpr, trained: Sequence[bool]) -> Gradients:
-    """Return the `Gradients` of a jaxpr's first result with respect to its trained inputs."""
+    """Return the `Gradients` for a jaxpr's first result with respect to its trained inputs."""
     return Gradients(jaxpr, trained, [True] + [False] * (len(jaxpr.outvars) - 1))
 
 

@@ -42,7 +42,7 @@ class Functional:
 
     Attributes:
         abstract: `jax.ShapeDtypeStruct` of each parameter by path.
-        axes: Logical axis name, or None, of each dimension of a parameter, by path.
+        axes: Logical axis name (or None) for each dimension of each parameter, by path.
         variables: `jax.ShapeDtypeStruct` of each variable by path.
         variable_axes: Logical axis names of the variables, like `axes`.
         learned: Paths of the variables that are `LearnedVariable`s.
@@ -83,7 +83,7 @@ class Functional:
         def build(key: jax.Array) -> Any:
             # Parameters have a separate stream, so their values do not depend on the other random numbers that modules draw.
             rngs = nnx.Rngs(params=key, default=jax.random.fold_in(key, 1))
-            with nnx.use_eager_sharding(False):  # axis names are logical, so the program does the sharding, not flax
+            with nnx.use_eager_sharding(False):  # axis names are logical, so the program, not flax, does the sharding
                 return module_checks.check_part(config.build(rngs=rngs, **offered), config)
 
         try:
@@ -154,7 +154,7 @@ class Functional:
         return params, {path: v.get_value() for path, v in flat if path in self.variables}
 
     def bind(self, params: Params, variables: Params | None = None, key: jax.Array | None = None) -> Any:
-        """Return the model with the given arrays. Traceable, at no cost at run time.
+        """Return the model with the given arrays. Traceable, with no runtime cost.
 
         Args:
             params: Parameters keyed by path.
@@ -262,7 +262,7 @@ def _not_an_array(path: str, variable: object, value: object) -> Problem:
 
 
 def _batch_dependence(model: Any, streams: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the reasons why microbatches differ from the whole batch, each with the path of a module."""
+    """Return the reasons why results for microbatches differ from those for the whole batch, each with the path of a module."""
     keys = [path.rpartition(".")[0].removesuffix(".rngs") for path, spec in streams.items() if randomness.is_key(spec)]
     reasons = [f"{path} draws random numbers" for path in keys]
     for path, module in nnx.iter_modules(model):

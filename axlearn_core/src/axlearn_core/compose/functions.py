@@ -24,7 +24,7 @@ class Part(enum.Enum):
 
 @attrs.frozen
 class Array:
-    """An abstract array with a logical axis name, or None, per dimension.
+    """An abstract array with a logical axis name (or None) for each dimension.
 
     Attributes:
         path: Name of the array in error messages.
@@ -51,7 +51,7 @@ class Function:
         frozen: Paths of the parameters that the function returns unchanged, so it does not need their gradients.
         required_kernels: Names of the ops that must use the kernel that the config names. This applies to every op if the
             function differentiates. Other ops may fall back to a different kernel, and the fallback is reported.
-        runs_once: Optimize compile time instead of run time.
+        runs_once: Optimize for compile time instead of run time.
         takes_bucket: Pass the bucket to `call` as the last argument, which is static.
         takes_model: Pass the bound model to `call` as the first argument. Only for functions that a model declares.
         get_bucket: Returns the bucket for a batch of the experiment, for plans and explanations.
@@ -84,7 +84,7 @@ class DeclaresModelFunctions(Protocol):
 
 
 def model_functions(functional: Functional) -> dict[str, Function]:
-    """Return the functions that a model declares. They take `ModelWeights` instead of the bound model."""
+    """Return the functions that a model declares. They accept `ModelWeights` instead of the bound model."""
     model = functional.describe()
     return convert_functions(model.functions() if isinstance(model, DeclaresModelFunctions) else {}, functional)
 

@@ -1,8 +1,8 @@
 """Compute the identity of a compiled program without tracing it: everything that the program depends on, by name.
 
-Equal identities imply equal programs, and only this module defines them. When an export is loaded, `executables` always
-compares `read_compile_settings()` (compiler flags and JAX options) with the exported values. For the compiled step of a run and
-the programs of a server, the identity is compared too, so that these programs can be loaded without tracing.
+Equal identities imply equal programs, and only this module defines them. When an export is loaded, `executables` always compares
+`read_compile_settings()` (compiler flags and JAX options) with the exported values. For a run's compiled step and a server's
+programs, the identity is compared too, so that these programs can be loaded without tracing.
 """
 
 import functools
@@ -89,7 +89,7 @@ def program_identity(
     """Return everything that functions of a program depend on, by name.
 
     Args:
-        program: Program with the functions. It also provides the shapes of arrays that no config defines.
+        program: Program that contains the functions. It also provides the shapes of arrays that no config defines.
         functions: Names of the functions whose donation and gradients are included. Their code is always included.
         configs: All configs that the functions read, by name.
 

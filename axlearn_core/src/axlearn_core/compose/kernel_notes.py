@@ -27,7 +27,7 @@ class KernelNotes:
         self._reported: set[Decision] = set()
 
     def report(self, function: str, choices: Sequence[Choice]) -> None:
-        """Report new kernel choices of a function."""
+        """Report new kernel choices for a function."""
         for decision in replaced_kernels(function, choices):
             if decision not in self._reported:
                 self._reported.add(decision)

@@ -16,7 +16,7 @@ _KEYS = (jax.tree_util.DictKey, jax.tree_util.FlattenedIndexKey)
 
 
 def make_mesh(config: Mesh, devices: Sequence[Any] | None = None, domains: int = 1) -> jax.sharding.Mesh:
-    """Create the device mesh of a config.
+    """Create the device mesh that a config describes.
 
     On TPUs, neighbors on a mesh axis are physical neighbors if the topology allows it. If there are several domains, only
     the outermost axes span them.
@@ -24,7 +24,7 @@ def make_mesh(config: Mesh, devices: Sequence[Any] | None = None, domains: int =
     Args:
         config: Mesh config.
         devices: Devices to use (default: all).
-        domains: Number of device groups that are connected by fast links.
+        domains: Number of device groups with fast internal links.
 
     Raises:
         ConfigError: If the shape does not match the number of devices or domains.
@@ -73,7 +73,7 @@ class Layout:
                 )
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int], path: str) -> PartitionSpec:
-        """Return the partition spec of an array. A mesh axis shards only the first dimension that requests it.
+        """Return the partition spec for an array. A mesh axis shards only the first dimension that requests it.
 
         Raises:
             ConfigError: If a logical axis has no rule, or if a dimension is not divisible by its mesh axes.

@@ -42,7 +42,7 @@ class FrozenModel(nnx.Module):
             setattr(self, path, Frozen(value, out_sharding=axes[path], eager_sharding=False))
 
     def bind(self) -> Any:
-        """Return the model in evaluation mode, without gradients. Traceable, at no cost at run time."""
+        """Return the model in evaluation mode, without gradients. Traceable, with no runtime cost."""
         params, variables = (
             {path: lax.stop_gradient(getattr(self, path).get_value()) for path in specs}
             for specs in (self.functional.abstract, self.functional.variables)
@@ -71,7 +71,7 @@ class ModelAndObjective:
             model: The functional of `config.model`, if it is already built.
 
         Raises:
-            ConfigError: If the objective is not a module, or if a frozen model cannot start with the weights of the model.
+            ConfigError: If the objective is not a module, or if a frozen model cannot start with the model's weights.
         """
         model = Functional.from_config(config.model) if model is None else model
         node = get_objective_config(config)
@@ -150,7 +150,7 @@ class ModelAndObjective:
 
     @cached_property
     def frozen(self) -> dict[str, FrozenModel]:
-        """Frozen models of the objective by path, such as `objective.reference`."""
+        """The objective's frozen models by path, such as `objective.reference`."""
         if self.objective is None:
             return {}
         modules = nnx.iter_modules(self.objective.describe())
@@ -170,7 +170,7 @@ class ModelAndObjective:
 
     @cached_property
     def fixed(self) -> tuple[str, ...]:
-        """Paths of the arrays of frozen models."""
+        """Paths of arrays that belong to frozen models."""
         return tuple(
             f"{prefix}.{path}"
             for prefix, model in self.frozen.items()
@@ -188,7 +188,7 @@ class ModelAndObjective:
         )
 
     def select_model_weights(self, weights: ModelWeights) -> ModelWeights:
-        """Select the model's weights from the weights of the model and the objective."""
+        """Select the model's weights from the combined weights of the model and its objective."""
         if self.objective is None:
             return weights
         return ModelWeights(

@@ -26,10 +26,10 @@ from axlearn_core.errors import ConfigError, counted
 from axlearn_core.plugins.manager import host
 
 SMALL_BATCH = 2**20
-"""Maximum size, in bytes, of a batch that is copied one extra time, which is faster than the Python calls that avoid it."""
+"""Maximum size, in bytes, of a batch for which one extra copy is faster than the Python calls that would avoid it."""
 
 BatchShapes = Mapping[str, tuple[tuple[int, ...], Any]]
-"""Shape and dtype of each array of a batch by name."""
+"""Shape and dtype of each array in a batch, by name."""
 
 
 class Experiment(Protocol):
@@ -93,7 +93,7 @@ class Program(Compiler):
         return self.compile("init")(jax.random.key(seed))
 
     def begin(self, seed: int, state: Any) -> Any:
-        """Start a run with the weights and the step of `state`, a new root key, and a new learner state.
+        """Start a run with the weights and the step from `state`, a new root key, and a new learner state.
 
         The model's weights are donated. Parts of the objective that start as copies of the model are copied again. The
         objective's other arrays are taken from `state`, or initialized if they are abstract there.
@@ -118,7 +118,7 @@ class Program(Compiler):
         return self.compile("train", batch)(state, batch)
 
     def eval_step(self, state: object, batch: Mapping[str, jax.Array]) -> dict[str, Any]:
-        """Return the sums of one evaluation batch; see `axlearn_core.train.step.TrainingFunctions.evaluate`."""
+        """Return the sums for one evaluation batch; see `axlearn_core.train.step.TrainingFunctions.evaluate`."""
         return self.compile("evaluate", batch)(state, batch)
 
     def weights(self, state: object) -> ModelWeights:
@@ -126,7 +126,7 @@ class Program(Compiler):
         return self.function("weights").call(state)
 
     def model(self, state: object) -> Any:
-        """Return the model with the weights of a state, as an `nnx.Module` in evaluation mode."""
+        """Return the model with the weights from a state, as an `nnx.Module` in evaluation mode."""
         weights = self.weights(state)
         return self.functional.bind(weights.params, weights.variables)
 
@@ -208,7 +208,7 @@ def _global(sharding: NamedSharding, value: Any) -> jax.Array:
 
 
 def _batch_shapes(config: object) -> BatchShapes:
-    """Return the arrays of a batch that the input declares, or an empty dict."""
+    """Return the batch arrays that the input declares, or an empty dict."""
     source = get_input_config(config)
     return source.batch_shapes() if isinstance(source, DeclaresBatches) else {}
 
@@ -247,7 +247,7 @@ def _lay_out(mesh: Mesh, trained: ModelAndObjective, devices: int) -> Layout:
 
 
 def check_program(config: Experiment, machine: Machine | None = None) -> ModelAndObjective:
-    """Check an experiment like `compose`, but without devices or arrays.
+    """Check an experiment as `compose` does, but without devices or arrays.
 
     Build the model and the learner abstractly, trace the loss of a batch, and shard parameters and batches over the mesh.
 

@@ -132,7 +132,7 @@ class RunFolder(Protocol):
         ...
 
     def find(self, path: str) -> str | None:
-        """Return a local path of a file of the run, or None if it does not exist."""
+        """Return a local path for a file in the run, or None if it does not exist."""
         ...
 
     def holds(self, path: str) -> bool:

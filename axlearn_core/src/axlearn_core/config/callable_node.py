@@ -23,7 +23,7 @@ from axlearn_core.config.node import (
 from axlearn_core.config.types import freeze
 from axlearn_core.errors import ConfigError, Problem, RequestError, nearest
 
-# A required parameter with one of these names receives the parent's offer without being listed.
+# A required parameter with one of these names receives the parent's value even if it is not listed.
 OFFERED = frozenset(
     {
         *("rngs", "precision", "axes", "dim", "input_dim", "output_dim", "input_dims", "output_dims"),
@@ -152,7 +152,7 @@ def _unknown_parameter(function: object, name: str, names: Sequence[str]) -> Req
 
 
 def configured_class(function: Callable[..., Any], interface_names: tuple[str, ...] = ()) -> type[Node[Any]]:
-    """Return the node class of a callable. The class is cached."""
+    """Return the node class for a callable. The class is cached."""
     return _make_class(
         function, interface_names
     )  # pass both, because the cache would treat f(a) and f(a, ()) as different calls

@@ -120,7 +120,7 @@ def _html(value: object, name: str, *, is_open: bool = False) -> str:
 
 
 SHOWN_CHANGES = 40
-"""Maximum number of changes in a table that is expanded at first."""
+"""Maximum number of changes in a table that is initially expanded."""
 
 _MARKS = {"added": "+", "removed": "-", "changed": "~"}
 

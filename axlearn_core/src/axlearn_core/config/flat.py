@@ -34,7 +34,7 @@ def is_named(value: object) -> bool:
 
 @attrs.frozen
 class Leaf:
-    """A value of a tree with its path and kind."""
+    """A value in a tree, with its path and kind."""
 
     path: str
     value: Any

@@ -22,7 +22,7 @@ from axlearn_core.config.node import Kind, Node, get_fields, marked_kind
 from axlearn_core.config.tree import children, get, join, walk
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""All kinds, from the smallest effect on results to the largest."""
+"""All kinds, ordered from the smallest effect on results to the largest."""
 
 DECISIVE: tuple[Kind, ...] = ("training", "precision", "mathematics")
 """Kinds that determine the losses of a run."""

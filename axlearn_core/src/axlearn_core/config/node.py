@@ -84,8 +84,8 @@ def setting(
             class without changing existing configs.
         asset: The value is a path to a file, and every run keeps a copy of that file. The field has type `str | None`.
             See `axlearn_core.config.assets`.
-        label: The value names the config and affects nothing: it is omitted from comparisons, hashes, and diffs. Files contain
-            it unless it has its default value. It must be usable as part of a directory name.
+        label: The value only names the config. It has no effect, so it is omitted from comparisons, hashes, and diffs. Files
+            contain it unless it has its default value. It must be usable as part of a directory name.
         siblings: Names of files in the same folder as the asset. A run copies the ones that exist.
         ge, gt, le, lt: Bounds, checked when the value is a number.
 

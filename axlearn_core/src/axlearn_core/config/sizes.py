@@ -1,4 +1,4 @@
-"""Sizes relative to a base size, which are resolved when the layer is built.
+"""Sizes that are relative to a base size and resolved when the layer is built.
 
 A feature can therefore set such a size without knowing the base size, which the user may change later.
 """
@@ -14,7 +14,7 @@ class Scaled(Node[int]):
     multiple_of: int = setting(default=1, ge=1)
 
     def build(self, *, base: int, **_: object) -> int:
-        """Return the size for a base size."""
+        """Return the size, computed from `base`."""
         size = round(base * self.factor, 6)  # 8/3 is inexact, but 8/3 * 384 must be 1024
         return -int(-size // self.multiple_of) * self.multiple_of
 

@@ -56,7 +56,7 @@ def walk(tree: object, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from walk(child, join(path, name))
 
 
-def map(tree: object, function: Callable[[Any], Any]) -> Any:  # the usual name of this operation
+def map(tree: object, function: Callable[[Any], Any]) -> Any:  # the usual name for this operation
     """Apply `function` to every node, children first. Do not visit the nodes that it returns."""
     tree = with_children(tree, {k: map(v, function) for k, v in children(tree).items()})
     return function(tree) if isinstance(tree, Node) else tree
@@ -181,7 +181,7 @@ def patch(tree: object, edits: Mapping[str, Any], decode: Decode | None = None) 
     problems: list[Problem] = []
     for pattern, value in sorted(edits.items(), key=lambda e: e[0].count(".")):
         try:
-            # Only the first problems show nearest names, which are slow to compute.
+            # Only the first few problems show nearest names, which are slow to compute.
             for path in expand(tree, pattern, hint=len(problems) < SHOWN_PROBLEMS):
                 tree = _set(tree, path.split(".") if path else [], decode(tree, path, value) if decode else value, "")
         except ConfigError as error:
@@ -272,7 +272,7 @@ def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str
                 path=join(path, name),
                 message=f"would be lost: {type(new).__qualname__} has no such field",
                 got=show(old[name]),
-                fix=f"leave out this replacement, or the component or setting; a feature can discard it with drop={name!r}",
+                fix=f"remove this replacement, or the component or setting; a feature can discard it with drop={name!r}",
             )
             for name in lost
         )
@@ -302,7 +302,7 @@ def find_slots(tree: object, protocol: type) -> dict[str, Any]:
 
 
 def replaced_nodes(before: object, after: object, pattern: str) -> dict[str, tuple[Node[Any], Any]]:
-    """Return the nodes at a pattern that were replaced by plain values other than None: path -> (node, value)."""
+    """Return the nodes that match a pattern and were replaced by plain values other than None: path -> (node, value)."""
 
     def values(tree: object) -> dict[str, Any]:
         if "*" in pattern:

@@ -25,7 +25,7 @@ class HasVocabulary(Protocol):
 
 @runtime_checkable
 class HasProcessGroup(Protocol):
-    """Config of an experiment whose processes must join before JAX initializes devices."""
+    """Config of an experiment whose processes must join a job before JAX initializes devices."""
 
     distributed: Node[ProcessGroup]
 
@@ -94,7 +94,7 @@ class SummarizesData(Protocol):
     """An input that can summarize its data for the user."""
 
     def summarize(self) -> Mapping[str, str]:
-        """Return a few words for each part, such as `{"data": "3 files, 1,204 bytes"}`.
+        """Return a short description of each part, such as `{"data": "3 files, 1,204 bytes"}`.
 
         The checks before a run print these summaries.
         """
@@ -287,7 +287,7 @@ class ReportsSaves(Protocol):
     """A checkpointer that reports the result of each save.
 
     Attributes:
-        on_result: Called with the step of a checkpoint, and with None if the save succeeded or the reason if it failed. The trainer
+        on_result: Called with the step of a checkpoint and the reason why its save failed, or None if it succeeded. The trainer
             sets it before the first save. It may be called from any thread, on each process.
     """
 
@@ -354,7 +354,7 @@ class StopsEarly(Protocol):
 
 @runtime_checkable
 class MirrorsRun(Protocol):
-    """A run listener that copies the files of a run at a URI to the storage."""
+    """A run listener that copies the files of a run at a URI to its storage."""
 
     def push(self) -> None:
         """Copy changed files to the storage."""

@@ -34,7 +34,7 @@ class KernelImplementation:
         compiler_options: XLA options by platform, for every program that contains this kernel. A config that sets one of
             them to a different value is an error.
         interpreter: `"module:function"` that returns a context manager. Within it, the kernel runs on CPUs, although slowly. None
-            if the kernel does not need it or has none.
+            if the kernel does not need one or has none.
         hardware_only: Why there is no interpreter, as a sentence without its subject: `runs only on NVIDIA GPUs`.
         extras: Optional operands and results of the op that the kernel supports, such as `sinks`; see `Call.extras`.
     """

@@ -16,7 +16,7 @@ DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
     # activations
     "batch": ("data", "fsdp", "expert"),
     "sequence": ("seq",),
-    "residual_sequence": ("seq",),  # the sequence between blocks, which process each position separately
+    "residual_sequence": ("seq",),  # the sequence between blocks, where each position is processed separately
     "activation_embed": (),
     "activation_mlp": ("tensor",),
     "activation_heads": ("tensor",),
@@ -52,12 +52,12 @@ class MeshRule:
     """Layout and features for a set of machines. If several rules match, the most specific one applies.
 
     Attributes:
-        target: Pattern of machine names (`tpu-v5e-*`, `h100-8x*`).
+        target: Pattern for machine names (`tpu-v5e-*`, `h100-8x*`).
         parameters: Range of model sizes, in parameters: inclusive minimum and exclusive maximum.
         shape: Sizes of mesh axes; see `Size`.
         rules: Mesh axes for each logical axis. They override the default rules.
         features: Features to apply, in the syntax of the command line (`remat:save=[query,key]`).
-        packages: Distribution that provides each feature, for the error message if it is not installed.
+        packages: Distribution that provides each feature, named in the error message if it is not installed.
         fallback_shape: Mesh shape to use if the config has none and the default shape cannot shard its parameters. This also
             applies to a detected machine if `detected` is False, because the run would fail otherwise.
         detected: If False, the rule applies only if the user names the target, not if the machine is detected.
@@ -105,7 +105,7 @@ class Mesh(Node[None]):
     Attributes:
         shape: Sizes of mesh axes. One axis may be -1, for all remaining devices. An empty shape puts all devices on `fsdp`.
         rules: Mesh axes for each logical axis. They override the default rules.
-        targets: Mesh rules, keyed by a pattern of machine names. A matching rule replaces the rules of plugins.
+        targets: Mesh rules, keyed by a pattern for machine names. A matching rule replaces the rules from plugins.
         compiler_options: XLA options. They override the target's options.
     """
 

@@ -12,7 +12,7 @@ class ConfigMigration(Protocol):
     """Migrates a resolved config to the current version."""
 
     def __call__(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the config in the format of this version. A config of this version is returned unchanged.
+        """Return the config in the format of this version. A config that already has this format is returned unchanged.
 
         Args:
             config: Plain data as in `config.yaml`: mappings with `type`, lists, and scalars. Do not modify it.

@@ -15,7 +15,7 @@ class CommandOption:
 
     Attributes:
         help: One line for `--help`.
-        change: Takes the value of the option (True for a flag) and the `Request`, and returns the new request.
+        change: Receives the value of the option (True for a flag) and the `Request`, and returns the new request.
         metavar: Placeholder for the value in `--help`. None makes the option a flag.
     """
 

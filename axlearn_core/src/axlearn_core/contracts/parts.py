@@ -52,13 +52,13 @@ class Model(Protocol):
 class Objective(Protocol):
     """A training objective: an `nnx.Module` that computes a loss from a bound model and a batch.
 
-    The trainer offers `model`, the config of the trained model. The arrays of the objective are part of the training state,
-    with the prefix `objective.`. The learner trains each `nnx.Param`, and other variables are kept. Use an
-    `axlearn_core.compose.FrozenModel` for a model that is not trained.
+    The trainer offers `model`, the config of the trained model. The arrays of the objective are part of the training state, with
+    the prefix `objective.`. The learner trains each `nnx.Param`. Other variables keep the values that `loss` assigns to them. Use
+    an `axlearn_core.compose.FrozenModel` for a model that is not trained.
 
     Evaluation does not use `loss`, which may include regularization. It uses the `evaluation_loss` of this objective or of
     one that it wraps (`capabilities.HasEvaluationLoss`), or else the loss of the model. If the loss of a row depends on the
-    other rows of the batch, set the `batch_dependence` attribute to the reason, as in a layer.
+    other rows of the batch, set the `batch_dependence` attribute to the reason, as layers do.
     """
 
     def loss(self, model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Mapping[str, Any]]:
@@ -148,7 +148,7 @@ class Loss(Protocol):
         """Return `(loss, (summaries, new variables))`. The loss is a float32 scalar; for summaries, see `Model.loss`.
 
         Args:
-            params: Parameters keyed by path. Gradients are with respect to these.
+            params: Parameters keyed by path. Gradients are with respect to these parameters.
             variables: Variables of the model by path. Empty if it has none.
             batch: Arrays [B, ...].
             key: Random key for this call, or None for a model without state.
@@ -304,7 +304,7 @@ class ProcessGroup(Protocol):
     """Connects the processes of a job."""
 
     def initialize(self) -> None:
-        """Join the job. Called once per process, before JAX initializes devices. No-op if the process has joined."""
+        """Join the job. Called once per process, before JAX initializes devices. No-op if the process has already joined."""
         ...
 
 
@@ -351,7 +351,7 @@ class Weights(Protocol):
             shardings: Shardings by path, for at least the matching tensors. None uses the default device.
 
         Raises:
-            RequestError: If no tensor matches, if a sharding is missing, or if one has an unknown path.
+            RequestError: If no tensor matches, if a sharding is missing, or if a path in `shardings` is unknown.
             CheckpointError: If a file is damaged. The message names the file and the tensor.
         """
         ...

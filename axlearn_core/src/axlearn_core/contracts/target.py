@@ -36,9 +36,9 @@ class Target:
         host_bytes: Host memory per device, in bytes. None if unknown.
         link_bandwidth: Bytes/s that one device sends within its domain (a TPU slice or an NVLink host) over all links.
         network_bandwidth: Bytes/s that one device sends out of its domain.
-        topology: `"module:function"` that returns described JAX devices of a `Machine`, for compiling without the hardware.
+        topology: `"module:function"` that returns the described JAX devices of a `Machine`, for compiling without the hardware.
             It raises `RequestError` if the compiler is not installed. None if compiling requires the hardware.
-        domain_shape: `"module:function"` that returns the number of chips along each dimension of a domain of a `Machine`. It
+        domain_shape: `"module:function"` that returns the number of chips along each dimension of a domain in a `Machine`. It
             raises `RequestError` if no domain has that size. None if chips are not arranged in a grid.
         lowering: `"module:function"` that returns a context manager for this target. It is active while programs are lowered,
             for settings that JAX's lowering cannot receive in any other way. None if it is not needed.
@@ -84,7 +84,7 @@ class Target:
 
     @property
     def form(self) -> str:
-        """Human-readable format of machine names."""
+        """Human-readable format for machine names."""
         unit = {"devices": "DEVICES", "chips": "CHIPS[xSLICES]", "cores": "CORES[xSLICES]", "hosts": "CHIPSxHOSTS"}
         return f"{self.name}-{unit[self.size]}"
 
@@ -123,7 +123,7 @@ class Machine:
 
     Attributes:
         chips: Total number of chips.
-        domains: Number of chip groups that are connected by fast links: TPU slices, or GPU hosts.
+        domains: Number of chip groups with fast internal links: TPU slices or GPU hosts.
     """
 
     name: str

@@ -58,7 +58,7 @@ class EncodesBatches(Protocol):
 
 @runtime_checkable
 class CountsBytes(Protocol):
-    """A tokenizer that knows the number of bytes in each token."""
+    """A tokenizer that reports the number of bytes in each token."""
 
     def token_bytes(self) -> np.ndarray:
         """Return the bytes of text per token, float32 [vocab_size]. Special tokens have 0."""

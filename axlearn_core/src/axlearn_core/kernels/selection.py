@@ -24,7 +24,7 @@ REFERENCE = "xla"
 
 
 class _Reference:
-    """Kernel that computes the reference of any op."""
+    """Kernel that computes the reference for any op."""
 
     def supports(self, op: Call[Any], context: KernelContext) -> str | None:
         """Support every call."""
@@ -130,13 +130,13 @@ class Choice:
 
 @attrs.define(eq=False)
 class Selection:
-    """Kernel selection of one program.
+    """Kernel selection for one program.
 
     Attributes:
         platform: Platform that the program runs on.
         target: Name of the hardware, or empty if unknown.
         gradients: True if the program computes gradients.
-        declared: Returns the kernels of an op class.
+        declared: Returns the kernels for an op class.
         choices: Choices in trace order, one per distinct call.
         required: Names of the ops that must use the kernel that the config names. None means all ops.
     """

@@ -31,18 +31,17 @@ def value_and_grad(
 ) -> Any:
     """Return `((loss, summaries, variables), grads)` for the mean loss over a batch.
 
-    A scan runs the microbatches sequentially, so only the activations of one microbatch are live. Each microbatch is
-    weighted by `summaries["weight"]`, the number of targets in its mean (default: 1), so the result equals that of the
-    whole batch. `weight` is summed, and the other scalars are averaged with the same weights. An
-    `axlearn_core.nn.summaries.Summary` defines how it is combined. Each microbatch receives the variables of the previous
-    one and draws different random numbers.
+    A scan runs the microbatches sequentially, so only the activations of one microbatch are live. Each microbatch is weighted by
+    `summaries["weight"]`, the number of targets in its mean (default: 1), so the result equals the result for the whole batch.
+    `weight` is summed, and the other scalars are averaged with the same weights. An `axlearn_core.nn.summaries.Summary` defines
+    how it is combined. Each microbatch receives the variables of the previous one and draws different random numbers.
 
     Args:
         loss: See `contracts.parts.Loss`.
         params: Parameters to differentiate.
         variables: Arrays keyed by path, before the step.
         batch: Pytree of arrays [B, ...].
-        key: Key of the step, or None if the model draws no random numbers.
+        key: Key for the step, or None if the model draws no random numbers.
         num_microbatches: Number of microbatches K, a divisor of B. Microbatch k consists of rows k, k + K, ..., so that
             every device that holds rows of the batch works on each microbatch.
 

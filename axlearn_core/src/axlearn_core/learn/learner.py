@@ -89,7 +89,7 @@ class Learner(Configurable):
             max_grad_norm: Maximum global norm of the gradients, or None to disable clipping.
             accumulate_steps: Number of microbatches per step. The mean gradient does not depend on it, unless the model
                 draws random numbers or normalizes over its batch.
-            ema_decay: Decay of a moving average of the parameters, which evaluation uses. None disables it.
+            ema_decay: Decay rate of the moving average of the parameters, which evaluation uses. None disables the average.
             rules: Settings for subsets of the parameters.
         """
 

@@ -7,7 +7,7 @@ mask                 function from params to a tree of bools, True for parameter
                      optax's other name, `weight_decay_mask`)
 axes                 logical axis names of each parameter by path, or None if unknown
 
-If an optimizer evaluates with different parameters from the ones it trains (schedule-free), its node also has an
+If an optimizer evaluates with parameters other than the ones it trains (schedule-free), its node also has an
 `evaluation_params(state, params) -> params` method; see `EvaluatesWith`.
 """
 
@@ -29,7 +29,7 @@ Optimizer = optax.GradientTransformation
 
 @runtime_checkable
 class EvaluatesWith(Protocol):
-    """Node of an optimizer that evaluates with different parameters from the ones it trains."""
+    """Node of an optimizer that evaluates with parameters other than the ones it trains."""
 
     def evaluation_params(self, state: Any, params: Any) -> Any:
         """Return the parameters for evaluation and export. Pure and traceable.

@@ -19,7 +19,7 @@ from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.nn.randomness import is_key, is_stream
 
 LIBRARIES = {"flax.linen.module": ("Linen", "linen-layer"), "equinox._module": ("Equinox", "equinox-layer")}
-"""Library and wrapper component by the Python module of the library's base class."""
+"""Library and wrapper component, keyed by the Python module of the library's base class."""
 
 
 class UnfitPart(ConfigError):

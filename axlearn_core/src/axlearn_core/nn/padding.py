@@ -31,7 +31,7 @@ def use_context(context: Context | None) -> Iterator[None]:
 def tokens(rows: int, length: int) -> jax.Array | None:
     """Return a mask [B, S] that is True for tokens, or None if all positions count.
 
-    All positions also count in a layer whose positions differ from those of the batch, such as a pooled sequence. Such a
+    All positions also count in a layer whose positions differ from the batch's positions, as after pooling. Such a
     layer can activate its own context.
     """
     context = _active.get()

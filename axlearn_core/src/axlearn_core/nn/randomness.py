@@ -34,7 +34,7 @@ def derive(spec: Any, path: str, key: jax.Array | None) -> jax.Array:
     Args:
         spec: Shape and dtype. The leading axes of a stacked stream index layers.
         path: Dotted path of the variable in the model.
-        key: Key of the step, or None if no random numbers are drawn.
+        key: Key for the step, or None if no random numbers are drawn.
     """
     if not is_key(spec):
         return jnp.zeros(spec.shape, spec.dtype)

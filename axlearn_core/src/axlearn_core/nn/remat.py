@@ -28,7 +28,7 @@ _tag_log: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("axle
 
 
 def tag(x: jax.Array, name: str) -> jax.Array:
-    """Tag `x` for remat policies. Tags have no cost at run time."""
+    """Tag `x` for remat policies. Tags have no runtime cost."""
     tags = _tag_log.get()
     if tags is not None:
         tags.add(name)

@@ -24,7 +24,7 @@ class Placement:
     rules: Rules
 
     def spec(self, shape: Sequence[int], axes: Sequence[str | None]) -> PartitionSpec:
-        """Return the partition spec of an activation, given its logical axes.
+        """Return the partition spec for an activation, given its logical axes.
 
         A mesh axis shards the first dimension that requests it. A dimension is not sharded if its size is not divisible by its mesh
         axes.

@@ -188,7 +188,7 @@ def open_folder(uri: str | Path, storage: Storage, step: int | None = None) -> R
 
 
 def _find_run_directory(uri: str | Path) -> list[Place]:
-    """Return the run directory that contains a checkpoints folder. Empty if `uri` has a different name."""
+    """Return the run directory that contains the checkpoints folder `uri`. Empty if the folder has a different name."""
     run, _, name = str(uri).rstrip("/").rpartition("/")
     return [(open_storage(run or "."), "")] if name == CHECKPOINTS else []
 

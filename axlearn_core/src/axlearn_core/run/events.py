@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Position = Literal["first", "middle", "last"]
 POSITIONS: tuple[Position, ...] = get_args(Position)
 owns_process = threading.Event()
-"""Set by the command line during a run. Listeners may then exit the process, because the process does nothing except this run."""
+"""Set by the command line during a run. Listeners may then exit the process, because it does nothing but this run."""
 
 
 class RunListener:
@@ -61,7 +61,7 @@ class RunListener:
         """Called after a step has finished, with its scalars, such as `loss`."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Called with scalars to log: those of a step, or the results of an evaluation."""
+        """Called with scalars to log: the scalars of a step, or the results of an evaluation."""
 
     def text(self, step: int, name: str, value: str) -> None:
         """Called with a sample or message to log."""

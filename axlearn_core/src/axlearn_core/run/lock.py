@@ -66,6 +66,6 @@ def make_lock(
 
 
 def peak_flops(program: Program) -> float | None:
-    """Return the total dense bfloat16 peak of all devices, in FLOP/s, or None if no plugin recognizes the hardware."""
+    """Return the combined dense bfloat16 peak of all devices, in FLOP/s, or None if no plugin recognizes the hardware."""
     peak = program.target.peak_flops.get("bfloat16") if program.target else None
     return peak * program.layout.mesh.size if peak else None

@@ -49,7 +49,7 @@ def batch_dependence(config: object) -> tuple[str, ...]:
 
 
 def short_hash(config: Node[Any]) -> str:
-    """Return an eight-digit hash of what the config computes, regardless of how it executes and of the number of steps."""
+    """Return an eight-digit hash of what the config computes, ignoring execution settings and the number of steps."""
     config = hash_asset_paths(config)
     decisive = mathematics(config)
     cut = microbatches(config)
@@ -61,7 +61,7 @@ def short_hash(config: Node[Any]) -> str:
 
 @attrs.frozen
 class RefusedChange:
-    """A config change that prevents resuming a run. `reason` may be empty if the kind of the field is sufficient."""
+    """A config change that prevents resuming a run. `reason` may be empty if the field's kind explains it."""
 
     change: Change
     reason: str = ""
@@ -119,7 +119,7 @@ class RunDir:
             path: Directory, which may not exist.
             config: Resolved config of the request.
             old: Config in the directory, or None.
-            allow_drift: Resume even if the new config computes something else.
+            allow_drift: Resume even if the new config computes something different.
             find_source: Returns the source of a setting by config path, or None. Used in error messages.
             uri: URI of the run, if the directory is a working copy.
             untrained: See `check_config`.

@@ -148,7 +148,7 @@ class Run:
         )
 
     def find_weights(self, step: int | None = None) -> "RunWeights | None":
-        """Open the weights of a checkpoint like `weights`, but return None if this is not a run."""
+        """Open the weights of a checkpoint as `weights` does, but return None if this is not a run."""
         from axlearn_core.run.weights import open_run_weights
 
         prepare_backends()
@@ -180,7 +180,7 @@ class Run:
         new_step: int | None = None,
         lock: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Write a new run with transformed weights of this run; see `axlearn_core.run.derive.derive_run`.
+        """Write a new run with weights transformed from this run's; see `axlearn_core.run.derive.derive_run`.
 
         Args:
             out: New run directory.

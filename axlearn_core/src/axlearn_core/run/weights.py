@@ -161,7 +161,7 @@ def select_tensors(
     """Return the shardings of the tensors that match a pattern, by path. For `Weights.read`.
 
     Raises:
-        RequestError: If no tensor matches, if a sharding is missing, or if one has an unknown path.
+        RequestError: If no tensor matches, if a sharding is missing, or if a path in `shardings` is unknown.
     """
     paths = select(pattern, specs, setting=f"the weights of {name}")
     if shardings is None:

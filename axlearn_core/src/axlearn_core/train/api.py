@@ -47,9 +47,8 @@ def train(
         with_: Features, as on the command line (`"rope:theta=500000"`) or as a map from name to options.
         set: Settings, as on the command line (`"seed=1"`) or as a map from path to value.
         steps: Value of `max_steps`.
-        target: Machine to run on, such as `cpu-8` (eight virtual devices) or `h100-8x64`. Its mesh rule applies; `none`
-            applies no mesh rule. The default is the machine that JAX detects, with only the execution settings of its mesh
-            rule.
+        target: Machine to run on, such as `cpu-8` (eight virtual devices) or `h100-8x64`. Its mesh rule applies; `none` applies
+            no mesh rule. The default is the machine that JAX detects, with only the execution settings from its mesh rule.
         run_dir: A path or a storage URI. The default is `runs/<experiment>-<hash>`, with a hash of what the config computes.
         allow_drift: Resume a run even if its data or what it computes has changed.
         restore_step: Step of the checkpoint to resume from (default: the newest).
@@ -82,7 +81,7 @@ def train(
     trainer = resolved.config.build()
     try:
         return trainer.run(checked, restore_step=restore_step, restart=restart, **facts)
-    except RollBack as back:  # once: a run that restores a given step does not roll back
+    except RollBack as back:  # only once: a run that restores a given step does not roll back
         log_message(f"rolling back to the checkpoint of step {back.step}")
         return trainer.run(attrs.evolve(checked, resumes=True), restore_step=back.step, **facts)
 
@@ -142,7 +141,7 @@ def prepare(request: Request, run_dir: str | Path | None, restore_step: int | No
 
 
 def locate_run(run_dir: str | Path | None, experiment: str, config: Any) -> tuple[Path, str | None, tuple[str, ...]]:
-    """Return (local directory, URI if the directory is a working copy, notes for the user) of a run.
+    """Return (local directory, URI if the directory is a working copy, notes for the user) for a run.
 
     Raises:
         RequestError: The URI cannot be read, the run cannot be stored at a URI, or several earlier runs match the config.

@@ -26,7 +26,7 @@ def log_context(config: Any) -> None:
 
 
 def check_facts(run_dir: Path, old: object, new: Mapping[str, Any], *, allow_drift: bool) -> list[str]:
-    """Compare the data facts of a checkpoint with the current ones. Every process must call it.
+    """Compare the data facts in a checkpoint with the current facts. Every process must call it.
 
     Args:
         run_dir: Run directory, for use in the error message.

@@ -1,4 +1,4 @@
-"""Checks of a training request before it runs: they open the data, but write nothing and compile nothing."""
+"""Check a training request before it runs: open the data, but write nothing and compile nothing."""
 
 import math
 from collections.abc import Mapping

@@ -54,7 +54,7 @@ def _compare(facts: Mapping[str, str], name: str, seconds: float = PEER_SECONDS)
     counts = Counter(digests)
     if len(counts) == 1:
         return
-    # Only one process of the majority and a few of the remaining processes send their configs. Gathering thousands of configs
+    # Only one process from the majority and a few of the remaining processes send their configs. Gathering thousands of configs
     # would take too long.
     majority = digests.index(counts.most_common(1)[0][0])
     others = [rank for rank, other in enumerate(digests) if other != digests[majority]]

@@ -1,4 +1,4 @@
-"""Listeners of a run: the config's trackers, watchdog and profiler, and the listeners of installed packages."""
+"""Listeners of a run: the config's trackers, watchdog and profiler, and the listeners from installed packages."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -31,7 +31,7 @@ class TrackerListener(RunListener):
 
     @property
     def tracker(self) -> Tracker:
-        """The tracker. It exists once the run is restored."""
+        """The tracker. It exists once the run has been restored."""
         assert self._tracker is not None
         return self._tracker
 
@@ -84,7 +84,7 @@ class ObservingWatchdogListener(WatchdogListener):
 
 
 def watchdog_listener(watchdog: Watchdog) -> WatchdogListener:
-    """Return the listener of a watchdog. If the watchdog observes steps, the listener also passes it each step's scalars."""
+    """Return the listener for a watchdog. If the watchdog observes steps, the listener also passes it each step's scalars."""
     return (ObservingWatchdogListener if isinstance(watchdog, ObservesSteps) else WatchdogListener)(watchdog)
 
 
@@ -114,7 +114,7 @@ class ProfilerListener(RunListener):
 
 
 def plugin_listeners(session: Any) -> list[tuple[RunListener, Entry | None]]:
-    """Return the listeners of installed packages, ordered by `RunListener.position`.
+    """Return the listeners from installed packages, ordered by `RunListener.position`.
 
     Returns:
         Each listener with the plugin to name in its errors, or None.

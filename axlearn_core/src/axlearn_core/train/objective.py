@@ -31,11 +31,11 @@ class ModelLoss(Configurable, nnx.Module):
 
 @attrs.frozen(eq=False)
 class FrozenWeights:
-    """External weights of the frozen models of an objective.
+    """External weights for an objective's frozen models.
 
     Attributes:
         program: Program of the run.
-        sources: Opened weights of each frozen model, by path.
+        sources: Weights opened for each frozen model, by path.
     """
 
     program: Program

@@ -63,17 +63,17 @@ class Session:
         program: Compiled functions.
         state: Training state after `step` steps.
         batches: Training data stream.
-        events: Listeners: trackers, watchdog, profiler, clock, and those of installed packages.
+        events: Listeners: trackers, watchdog, profiler, clock, and listeners from installed packages.
         run_dir: The checked run directory.
         lock: Lock of the resumed run, or empty for a new run.
         run_id: ID of the run, which its checkpoints store.
         has_new_state: False if the training state was restored. True if the run is new or starts from weights alone.
         kept_step: Step of the newest checkpoint that is known to be complete.
-        peak_flops: Total peak of all devices for the dtype in use, in FLOP/s. None if it is unknown.
+        peak_flops: Combined peak throughput of all devices for the dtype in use, in FLOP/s. None if it is unknown.
         metrics: Latest value of each metric.
         data_facts: Facts about the data from `Input.describe`. Each checkpoint stores them.
         stop_signal: Signal that stopped the job, set once `should_stop` has returned True.
-        start_time: Start of this attempt, in seconds of the monotonic clock.
+        start_time: Start time of this attempt, in seconds on the monotonic clock.
     """
 
     program: Program
@@ -185,7 +185,7 @@ class Session:
         self.events.phase(phase, self.step, count_as)
 
     def report_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Notify the listeners of the scalars of a finished step."""
+        """Pass the scalars of a finished step to the listeners."""
         self.events.notify("step", step, values)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -208,7 +208,7 @@ class Session:
                     self.log(self.step, values)
 
     def save(self, *, force: bool = False) -> None:
-        """Start saving a checkpoint of this step if one is due or `force` is True."""
+        """Start saving a checkpoint at this step if one is due or `force` is True."""
         if self.step == self._saved_step:
             return
         save = self.checkpointer.save
@@ -257,7 +257,7 @@ class Session:
             self.run_dir.write_fact(SAVED, True)
 
     def is_save_due(self) -> bool:
-        """Return True if a checkpoint of this step is due."""
+        """Return True if a checkpoint is due at this step."""
         tier = self._local_tier
         return self.checkpointer.due(self.step) or (tier is not None and tier.local_due(self.step))
 
@@ -268,7 +268,7 @@ class Session:
             raise RollBack(behind)
 
     def describe_batch(self) -> Callable[[], str]:
-        """Return a function that describes the latest batch: as the input does, or else by its number.
+        """Return a function that describes the latest batch, either as the input does or by its number.
 
         It is called only if a message needs the description.
         """

@@ -76,13 +76,13 @@ class TrainingFunctions:
         }
 
     def init(self, key: jax.Array) -> TrainState:
-        """Return the state of step 0."""
+        """Return the state for step 0."""
         model_key, root = jax.random.split(key)
         weights = ModelWeights(*self.functional.init_arrays(model_key))
         return self._make_state(self.trained.init_objective(model_key, weights), root)
 
     def begin(self, key: jax.Array, weights: ModelWeights) -> TrainState:
-        """Return the state of step 0 with these weights."""
+        """Return the state for step 0 with these weights."""
         model_key, root = jax.random.split(key)
         return self._make_state(self.trained.init_objective(model_key, weights), root)
 
@@ -176,7 +176,7 @@ class TrainingFunctions:
         return {**sums, "summaries": reported} if reported else sums
 
     def place(self, shardings: TrainState, state: TrainState) -> TrainState:
-        """Return the shardings of the state. A learner may place its part in a different memory, such as host memory."""
+        """Return the shardings of the state. A learner may place its part in other memory, such as host memory."""
         if not isinstance(self.learner, PlacesState):
             return shardings
         return shardings.replace(learner=self.learner.place(shardings.learner, state.learner))

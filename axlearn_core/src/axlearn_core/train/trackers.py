@@ -139,7 +139,7 @@ class LinesTracker(Configurable):
         self._max_steps = 0
 
     def start(self, info: Mapping[str, Any]) -> None:
-        """Print the number of parameters. Store the number of steps of the run."""
+        """Print the number of parameters. Store the run's number of steps."""
         self._max_steps = int(info.get("max_steps", 0))
         if "parameters" in info:
             print(f"parameters: {show_parameters(info)}", file=sys.stderr, flush=True)

@@ -111,7 +111,7 @@ def _build_learner(learner: Node[LearnerProtocol], max_steps: int, trained: Mode
 
 @attrs.frozen(kw_only=True)
 class OpenParts:
-    """The parts of a run that read data, and what they found.
+    """The parts of a run that read data or check it, plus facts about the data and the model.
 
     Attributes:
         input: The input.
@@ -138,10 +138,10 @@ class Trainer(Configurable):
         """The root config. Paths such as `model.decoder.num_layers` start here.
 
         Execution settings determine how a run is measured, stored and laid out. They do not affect the updates.
-        `max_steps` does, because schedules end there; it may still be changed when a run is resumed.
+        `max_steps` does affect them, because schedules end there, but it may still be changed when a run is resumed.
 
         Attributes:
-            name: Name of the experiment, for the run directory and reports.
+            name: Name of the experiment, used for the run directory and in reports.
             objective: Training objective, or None for the model's own loss.
             keep_compiled_step: Cache the compiled step in the run directory, for processes that resume the run.
         """
@@ -235,7 +235,7 @@ class Trainer(Configurable):
         machine: Machine | None = None,
         decisions: Sequence[Decision] = (),
     ) -> Result:
-        """Train to `max_steps` in a checked run directory. Resume from the newest checkpoint if there is one.
+        """Train up to `max_steps` in a checked run directory. Resume from the newest checkpoint if there is one.
 
         Everything is built, and the checkpoint is verified, before anything is written.
 
@@ -420,7 +420,7 @@ class Trainer(Configurable):
         session.set_start_step(step)
         session.state, session.has_new_state = state, bool(extra.get(WEIGHTS_ONLY))
         if session.has_new_state:
-            log_message(f"starting from the weights of step {step} with a new optimizer state")
+            log_message(f"starting from the weights at step {step} with a new optimizer state")
             session.state = program.begin(self.config.seed, state)
         else:
             log_message(f"resuming from the checkpoint of step {step}")

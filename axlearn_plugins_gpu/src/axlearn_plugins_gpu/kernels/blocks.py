@@ -16,7 +16,7 @@ from axlearn_plugins_gpu.choices import NOT_MEASURED
 
 @attrs.frozen(kw_only=True)
 class Blocks:
-    """Block sizes of a matmul [m, k] x [k, n]: `warps` compute one block of the result, over blocks of k in `stages`."""
+    """Block sizes for a matmul [m, k] x [k, n]: `warps` compute one block of the result, over blocks of k in `stages`."""
 
     m: int
     n: int
@@ -36,11 +36,11 @@ GROUPED: dict[tuple[int, int], Blocks] = {
     (9, 0): Blocks(m=128, n=128, k=64, warps=8, stages=4),
     (10, 0): Blocks(m=128, n=128, k=64, warps=8, stages=4),
 }
-"""Block sizes of `grouped_matmul`, by compute capability."""
+"""Block sizes for `grouped_matmul`, by compute capability."""
 
 
 def grouped_blocks(target: str) -> Blocks:
-    """Return the block sizes of `grouped_matmul` for a GPU in `CHIPS`."""
+    """Return the block sizes that `grouped_matmul` uses on a GPU in `CHIPS`."""
     return GROUPED[CHIPS[target].capability]
 
 
@@ -85,12 +85,12 @@ GROUPED_MOSAIC: dict[tuple[int, int], PipelinedBlocks] = {
     (9, 0): PipelinedBlocks(m=128, n=64, k=128, stages=4, groups=32),
     (10, 0): PipelinedBlocks(m=128, n=128, k=128, stages=2, pair=True, outer=False),
 }
-"""Block sizes of `grouped_matmul` in Mosaic GPU, by compute capability, chosen from the sizes that tokamax itself tries."""
+"""Block sizes for `grouped_matmul` in Mosaic GPU, by compute capability, chosen from the sizes that tokamax itself tries."""
 
 GATED_MOSAIC: dict[tuple[int, int], PipelinedBlocks] = {
     (10, 0): PipelinedBlocks(m=128, n=64, k=64, stages=4, matrices=2),
 }
-"""Block sizes of `gated_linear_unit` in Mosaic GPU.
+"""Block sizes for `gated_linear_unit` in Mosaic GPU.
 
 Hopper has no entry, because JAX cannot lower tokamax's Hopper kernel, which reshapes a transposed array."""
 
@@ -103,7 +103,7 @@ GATED_MOSAIC_LATER: dict[tuple[int, int], PipelinedBlocks] = {
 
 @attrs.frozen(kw_only=True)
 class Rows:
-    """Block size of a normalization, in whole rows."""
+    """Block size for a normalization, in whole rows."""
 
     rows: int
     warps: int
@@ -168,14 +168,14 @@ class Backward:
 
 @attrs.frozen(kw_only=True)
 class AttentionBlocks:
-    """Block sizes of attention.
+    """Block sizes for attention.
 
     Attributes:
         largest: Maximum head size.
         query: Queries per block.
         key: Keys per block.
         stages: Number of pipeline stages.
-        backward: Block sizes of the backward pass, or None if it is not supported.
+        backward: Block sizes for the backward pass, or None if it is not supported.
         multiple: Required divisor of the sequence length.
         splits: Number of parts in which keys and values are loaded (Mosaic on Blackwell).
         warps: Warps per block (Triton only; Mosaic's kernels determine it).
@@ -195,7 +195,7 @@ class AttentionBlocks:
 Tables = Mapping[tuple[int, int], Sequence[AttentionBlocks]]
 
 _BLACKWELL = functools.partial(AttentionBlocks, query=256, key=128, multiple=256)
-"""A pair of multiprocessors shares 256 queries. All 256 must exist, because the first ones decide which keys are visited."""
+"""A pair of multiprocessors shares 256 queries. All 256 must exist: the first ones determine which keys are visited."""
 
 MOSAIC: Tables = {
     (9, 0): (
@@ -209,7 +209,7 @@ MOSAIC: Tables = {
         _BLACKWELL(largest=256, stages=2, splits=2, backward=None),
     ),
 }
-"""Block sizes of `attention` in Mosaic GPU, by compute capability, in order of head size.
+"""Block sizes for `attention` in Mosaic GPU, by compute capability, in order of head size.
 
 Blackwell's backward pass keeps five matmul results per block in tensor memory, which is too small for heads above 64. Its
 code is unrolled for every 128 queries: 4,096 queries took almost two minutes to compile.
@@ -225,7 +225,7 @@ MOSAIC_LATER: Tables = {
     ),
 }
 """The same sizes for the newer version of tokamax. Blackwell's backward pass has two kernels, as Hopper's does. Each keeps
-fewer matmul results in tensor memory (heads of 256 still do not fit), and its loop over blocks is not unrolled.
+fewer matmul results in tensor memory (heads of size 256 still do not fit), and its loop over blocks is not unrolled.
 """
 
 TRITON_ATTENTION: Tables = {
@@ -235,7 +235,7 @@ TRITON_ATTENTION: Tables = {
     )
     for capability in ((8, 0), (9, 0), (10, 0))
 }
-"""Block sizes of `attention` in Triton."""
+"""Block sizes for `attention` in Triton."""
 
 
 def attention_blocks(tables: Tables, target: str, size: int) -> AttentionBlocks | None:
@@ -266,7 +266,7 @@ class PagedBlocks:
 PAGED: dict[tuple[int, int], PagedBlocks] = dict.fromkeys(
     ((8, 0), (9, 0), (10, 0)), PagedBlocks(rows=64, keys=128, warps=8, stages=2)
 )
-"""Block sizes of `paged_attention`, by compute capability: JAX's defaults for pages of 16 slots, except for its 16 rows."""
+"""Block sizes for `paged_attention`, by compute capability: JAX's defaults for pages of 16 slots, with more rows."""
 
 
 def paged_blocks(target: str, rows: int, size: int, *, wide: bool) -> PagedBlocks:

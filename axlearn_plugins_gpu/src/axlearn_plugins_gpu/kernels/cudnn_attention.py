@@ -1,9 +1,9 @@
-"""Attention by cuDNN: FlashAttention-2 on Ampere, FlashAttention-3's schedule on Hopper, and cuDNN's own on Blackwell.
+"""Attention with cuDNN: FlashAttention-2 on Ampere, FlashAttention-3's schedule on Hopper, and cuDNN's own on Blackwell.
 
 cuDNN handles causal masks and sliding windows and skips hidden blocks. The rest of a mask is added to the scores as a bias
 of 0 or a large negative number, [B, 1, Q, K], in the dtype of the queries.
 
-The module calls JAX's binding of cuDNN below `jax.nn.dot_product_attention`, for two reasons. The public function queries
+The module calls JAX's binding for cuDNN below `jax.nn.dot_product_attention`, for two reasons. The public function queries
 the local GPU, but programs here are compiled for other GPUs. Its residuals also have no checkpoint names, so a backward
 pass with a saved context would still run the forward pass again for the softmax statistics.
 """

@@ -13,7 +13,7 @@ from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.kernels import tokamax
 
 _interpreted: Any = jax.make_user_context(False)
-"""Part of the key of JAX's caches, so that functions that were traced for a GPU are traced again."""
+"""Part of the key in JAX's caches, so that functions that were traced for a GPU are traced again."""
 
 
 @contextlib.contextmanager

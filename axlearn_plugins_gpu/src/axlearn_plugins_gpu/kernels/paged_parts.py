@@ -113,7 +113,7 @@ def _request_and_head(index: Any, groups: int) -> tuple[Any, Any]:
 
 
 def _head_spec(op: PagedAttentionOp, pages: jax.Array | None, index: int) -> Any:
-    """Return the spec of all keys (0) or values (1) of a head, in pages or their scales; None if there are no scales."""
+    """Return the block spec for all keys (0) or values (1) of a head, in pages or their scales; None if there are no scales."""
     if pages is None:
         return None
     groups, places = op.groups, pages.shape[0]

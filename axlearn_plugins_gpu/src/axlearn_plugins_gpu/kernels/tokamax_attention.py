@@ -1,9 +1,9 @@
 """Attention, using tokamax's FlashAttention: in Mosaic GPU on Hopper and Blackwell, and in Triton.
 
 Both kernels have lower priority than cuDNN and cover calls that it does not support: soft caps (Mosaic) and large heads on Ampere
-(Triton). Causal masks and sliding windows become ranges of keys, and the forward pass skips keys outside them. The rest of
-a mask is a boolean array [B, 1, Q, K]. The backward pass skips only keys that a causal mask hides; Mosaic's in tokamax
-0.0.12 on Blackwell skips nothing. Triton's backward pass also gets a window as a boolean array.
+(Triton). Causal masks and sliding windows become ranges of keys, and the forward pass skips keys outside them. The rest of a mask
+is a boolean array [B, 1, Q, K]. The backward pass skips only keys that a causal mask hides. On Blackwell, Mosaic's backward pass
+in tokamax 0.0.12 skips nothing. Triton's backward pass also gets a window as a boolean array.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from axlearn_plugins_gpu.kernels.mosaic import HOPPER, refusal, use_mosaic_targe
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 
 _STABLE = {"use_stable_softmax": True}
-"""With a soft cap, tokamax would by default not subtract the largest score, and its exponential overflows float16."""
+"""With a soft cap, tokamax would not subtract the largest score by default, so the exponential would overflow float16."""
 
 
 class _Static(NamedTuple):

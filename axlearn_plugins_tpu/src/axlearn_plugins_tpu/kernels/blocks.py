@@ -1,4 +1,4 @@
-"""Block sizes of kernels, by TPU generation. Does not import JAX.
+"""Block sizes for kernels, by TPU generation. Does not import JAX.
 
 A larger block reads operands fewer times and uses more of a core's vector memory. The entries are known to compile for
 their generation. They are starting points, not measured optima.
@@ -14,7 +14,7 @@ LANES = 128
 
 @attrs.frozen(kw_only=True)
 class SplashBlocks:
-    """Block sizes of splash attention, for heads of up to 512 bytes (256 elements in bfloat16).
+    """Block sizes for splash attention with heads of up to 512 bytes (256 elements in bfloat16).
 
     Attributes:
         query: Queries per block, forward.
@@ -38,7 +38,7 @@ class SplashBlocks:
 
 @attrs.frozen(kw_only=True)
 class GroupedBlocks:
-    """Tile sizes of a grouped matmul [M, K] x [G, K, N] in bfloat16; float32 halves the inner size."""
+    """Tile sizes for a grouped matmul [M, K] x [G, K, N] in bfloat16; float32 halves the inner size."""
 
     rows: int
     inner: int
@@ -78,7 +78,7 @@ GROUPED: Mapping[str, GroupedBlocks] = {
 
 
 def tiles(target: str, rows: int, matrix: tuple[int, ...], itemsize: int) -> tuple[int, int, int]:
-    """Return the tile sizes of a grouped matmul: rows (a multiple of `LANES`), inner and outer dimension.
+    """Return the tile sizes for a grouped matmul: rows (a multiple of `LANES`), inner and outer dimension.
 
     Args:
         target: Name of a TPU target; an unknown name selects the default.
@@ -94,7 +94,7 @@ def tiles(target: str, rows: int, matrix: tuple[int, ...], itemsize: int) -> tup
 
 @attrs.frozen(kw_only=True)
 class PagedBlocks:
-    """Block sizes of paged attention: queries per block, and keys per fetch."""
+    """Block sizes for paged attention: queries per block, and keys per fetch."""
 
     queries: int
     keys: int

@@ -10,7 +10,7 @@ from jax.experimental import pallas
 from axlearn_plugins_tpu import compat
 
 _interpreted: Any = jax.make_user_context(False)
-"""Part of the key of JAX's caches, so that functions that were traced for a TPU are traced again."""
+"""Part of the key in JAX's caches, so that functions that were traced for a TPU are traced again."""
 
 
 @contextlib.contextmanager

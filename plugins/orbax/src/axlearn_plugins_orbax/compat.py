@@ -131,7 +131,7 @@ def read_trees(path: str) -> dict[str | None, Any]:
     """Return the trees of a checkpoint without reading arrays.
 
     Returns:
-        Pytrees of objects with `shape` and `dtype` by item name, without items that are not trees of arrays. The name is None if
+        Pytrees of objects with `shape` and `dtype` by item name, excluding items that are not trees of arrays. The name is None if
         the checkpoint is one tree without items.
     """
     _find_emulator()

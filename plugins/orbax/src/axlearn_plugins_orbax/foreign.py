@@ -52,7 +52,7 @@ class ForeignSteps:
         return {p: (tuple(x.shape), str(x.dtype)) for p, x in self.open(step).arrays().items()}
 
     def describe(self, step: int) -> Manifest:
-        """Return a manifest of the arrays of a step, without files."""
+        """Return a manifest of the arrays in a step, without files."""
         return Manifest(step, {p: ArrayInfo(p, *info) for p, info in self.arrays(step).items()}, {}, {})
 
     def _is_foreign(self, files: set[str]) -> bool:
@@ -64,7 +64,7 @@ class ForeignSteps:
 
 
 def locate(place: Checkpoints, path: str) -> str:
-    """Convert a path in the storage of a folder of checkpoints to a path or URI for Orbax."""
+    """Convert a path in the storage of a checkpoints folder to a path or URI for Orbax."""
     if isinstance(place.storage, LocalStorage):
         return str(place.storage.root.absolute() / path)
     return f"{place.name.rstrip('/')}/{path.removeprefix(place.folder)}"

@@ -54,7 +54,7 @@ class OrbaxWeights:
             f"{path} (item {name}, layout {self.layout.name})",
             self.specs(),
             {p: self._stored[stored] for p, stored in self._paths.items()},
-            fix="use the experiment that these parameters belong to, with its features and sizes, or another layout",
+            fix="specify the experiment that produced these parameters, with its features and sizes, or another layout",
         )
 
     @cached_property

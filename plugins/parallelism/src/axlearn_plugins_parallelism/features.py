@@ -108,7 +108,7 @@ class SequenceParallel(Feature):
     stage = "execute"
 
     def apply(self, cfg: Tree) -> Tree:
-        """Add `tensor` to the mesh rule of `residual_sequence`."""
+        """Add `tensor` to the mesh rule for `residual_sequence`."""
         name = "residual_sequence"
         axes = get(cfg, "mesh.rules").get(name, DEFAULT_RULES[name])
         return cfg if "tensor" in axes else with_rules(cfg, {name: (*axes, "tensor")})

@@ -69,7 +69,7 @@ class LossParts:
     Attributes:
         loss: The loss.
         variables: Variables of the model.
-        key: Random key of the step, or None.
+        key: Random key for the step, or None.
         stack: The stack.
         leaves: List of parameters.
         tree: Tree structure of the parameters.

@@ -19,7 +19,7 @@ class PlacedLearner(Learner):
     """A `Learner` that can store the optimizer's moments in a different dtype or in host memory.
 
     Updates do not change: the state is loaded onto the device and cast to the optimizer's usual dtype, and stored again afterwards.
-    Scalars such as counters keep their dtype and memory.
+    Scalars such as counters keep their dtype and location.
     """
 
     @node

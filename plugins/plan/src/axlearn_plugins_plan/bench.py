@@ -89,7 +89,8 @@ def measure_step(
         resolved: The request, checked and resolved for the local devices.
         steps: Number of measured steps.
         warmup: Number of steps to run before the measurement.
-        trace: New or empty directory for the trace of the slowest of a few additional steps. If None, no step is traced.
+        trace: New or empty directory for a trace. A few additional steps run, and the slowest one's trace is kept. If None, no
+            step is traced.
         progress: Called with a line of text for each stage.
 
     Raises:

@@ -24,7 +24,7 @@ _BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _ALL_SLICES = re.compile(r'_xla_megascale_target="\{([\d,]+)\}')
 _SOME_SLICES = re.compile(r"_xla_megascale_target=\{\{([\d,]+|\d+->\d+)\}")
 _SLICE = 100_000
-"""The device numbers in a target encode the slice number, counted from 1, as a multiple of this."""
+"""The device numbers in a target encode the slice number, counted from 1, as a multiple of this number."""
 
 
 @attrs.frozen(kw_only=True)

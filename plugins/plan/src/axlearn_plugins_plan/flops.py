@@ -1,7 +1,7 @@
 """Count the floating-point operations of a program from its jaxpr, including those in kernels.
 
-There are two conventions for attention. *Full* counts all pairs of positions, as most published utilizations do (Chowdhery et al.,
-2022, appendix B). *Causal* counts only the pairs that the mask allows.
+There are two conventions for attention. *Full* counts all pairs of positions, as most published utilization figures do (Chowdhery
+et al., 2022, appendix B). *Causal* counts only the pairs that the mask allows.
 """
 
 import math

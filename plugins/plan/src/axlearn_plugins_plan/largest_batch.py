@@ -1,4 +1,4 @@
-"""Find the largest batch that fits a machine. Each step of the search compiles the program for one batch size."""
+"""Find the largest batch that fits on a machine. Each step of the search compiles the program for one batch size."""
 
 from collections.abc import Callable, Mapping
 

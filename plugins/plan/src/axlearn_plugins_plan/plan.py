@@ -53,7 +53,7 @@ class FunctionPlan:
         hbm_traffic: Bytes read from and written to device memory. None if the compiler stopped.
         collectives: Collectives of the program. None if the compiler stopped.
         rows: Number of rows in the batch.
-        tokens: Number of tokens in the batch. None if the function takes no tokens.
+        tokens: Number of tokens in the batch. None if the function does not take tokens.
         batch_shards: Number of devices or groups of devices that a batch is sharded over.
         batch_unit: The mesh, the microbatches and the input require the number of rows in a batch to be a multiple of this
             number.
@@ -62,7 +62,7 @@ class FunctionPlan:
         frozen_bytes: Bytes per device of the float32 parameters that a training step does not update.
         compute_dtype: Dtype in which the model computes. None if the model does not specify one.
         features: Names of the applied features.
-        largest_batch: The largest batch that fits. None if it was not searched for.
+        largest_batch: The largest batch that fits. None if no search was run.
         tags: Activation tags of a training step. Empty if the model has no tags.
         gradient_bytes: Bytes of the trained parameters' gradients. 0 if the function does not differentiate.
         compiler_options: XLA options from the target, the kernels and the config.
@@ -163,7 +163,7 @@ def compose_program(resolved: Resolved) -> tuple[Program, dict[str, jax.ShapeDty
     Fields that only affect the data (files, a tokenizer) may be unset if the input can report its batch shapes without them.
 
     Returns:
-        The program, and a mapping from the name of each array of a batch to its shape and dtype.
+        The program, and a mapping from the name of each array in a batch to its shape and dtype.
 
     Raises:
         ConfigError: Any other field is missing or invalid.
@@ -310,7 +310,7 @@ def add_largest_batch(plan: FunctionPlan, resolved: Resolved, progress: Callable
         nonlocal compiles
         compiles += 1
         progress(
-            f"searching the largest batch that fits: compiling {rows:,} rows ({compiles} of at most {MAX_COMPILES})"
+            f"searching for the largest batch that fits: compiling {rows:,} rows ({compiles} of at most {MAX_COMPILES})"
         )
         config = patch(resolved.config, {"input.batch_size": rows})
         program, batch = compose_program(attrs.evolve(resolved, config=config))

@@ -60,7 +60,7 @@ def text(plan: FunctionPlan, remedies: Sequence[Remedy] = (), *, verbose: bool =
 
 
 def title(plan: FunctionPlan) -> str:
-    """Return the first line of a plan: what was planned, and for which machine."""
+    """Return the first line of a plan, which states what was planned and for which machine."""
     machine = plan.machine
     per = f" of {machine.target.devices_per_chip} devices each" if machine.target.devices_per_chip > 1 else ""
     chips = counted(machine.chips, "chip")
@@ -216,14 +216,14 @@ def kernel_lines(choices: Sequence[Choice], *, verbose: bool = True) -> Iterator
 
 
 def _refusals(choice: Choice) -> dict[str, str]:
-    """Return the reason for each kernel of this platform that rejected the call, by kernel name."""
+    """Return the reason why each rejected kernel for this platform does not support the call, by kernel name."""
     platform = choice.context.platform
     elsewhere = {k.name for k in installed(type(choice.op)) if k.platforms and platform not in k.platforms}
     return {name: reason for name, reason in dict(choice.rejected).items() if name not in elsewhere}
 
 
 def rejection_reasons(choice: Choice) -> dict[str, str]:
-    """Return the reason for each implementation of the op that was not chosen, by name."""
+    """Return the reason why each other implementation of the op was not chosen, by name."""
     reasons, platform = dict(choice.rejected), choice.context.platform
     declared = installed(type(choice.op))
     best = next((k.priority for k in declared if k.name == choice.name), 0)

@@ -49,11 +49,11 @@ def _version(metadata: Any, name: str) -> str:
 
 @attrs.frozen
 class Rule:
-    """Quantization of a matmul of activations and weights. Converts to a `qwix.QtRule`.
+    """Quantization of a matmul between activations and weights. Converts to a `qwix.QtRule`.
 
     Attributes:
         weights: Dtype of the weights.
-        activations: Dtype of the activations. None leaves both them and the matmul in floating point.
+        activations: Dtype of the activations. None leaves both the activations and the matmul in floating point.
         gradients: Dtype of the gradients in both matmuls of the backward pass. None does not quantize these matmuls.
         tile_size: Number of elements along the last contracted dimension that share a scale. None means all.
     """

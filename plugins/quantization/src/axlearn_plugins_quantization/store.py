@@ -69,7 +69,7 @@ def quantize_run(
     """Write the run `out` with the weights of `run_dir` (a run or its URI) stored as integers.
 
     Returns:
-        Bytes of the parameters before and after.
+        Size of the parameters in bytes, before and after.
 
     Raises:
         RequestError: `run_dir` is not a run, `out` already exists, or `target` does not match any linear map.

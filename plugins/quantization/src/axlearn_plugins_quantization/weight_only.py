@@ -1,4 +1,4 @@
-"""Quantized weight storage for serving, which takes a quarter (int8) or an eighth (int4) of the memory of float32."""
+"""Quantized weight storage for serving, which takes a quarter (int8) or an eighth (int4) as much memory as float32."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal

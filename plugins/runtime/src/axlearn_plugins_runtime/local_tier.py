@@ -1,6 +1,6 @@
 """The node-local tier: frequent checkpoints of the training state on the local machine.
 
-DIRECTORY/RUN/process-0/120/      checkpoint of all shards on the devices of process 0, at step 120
+DIRECTORY/RUN/process-0/120/      checkpoint of all shards on process 0's devices, at step 120
     part.json                     its process, attempt and timeline
     manifest.json, state/, ...    as in every checkpoint
 DIRECTORY/RUN/process-3/120/      copy from another machine
@@ -175,7 +175,7 @@ def open_directory(directory: str) -> Path:
     """Create the directory of a tier if it does not exist, with mode 700. Expand environment variables in its path.
 
     Raises:
-        RequestError: A variable is not set, the directory cannot be created or written, or others may write to it.
+        RequestError: A variable is not set, the directory cannot be created or written, or other users may write to it.
     """
     path = Path(os.path.expandvars(directory)).expanduser()
     fix = "set checkpointer.local.directory to a directory on a local disk or in /dev/shm"

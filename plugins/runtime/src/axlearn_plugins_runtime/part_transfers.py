@@ -1,4 +1,4 @@
-"""Transfers of local-tier parts between machines, over the links of the devices."""
+"""Transfers of local-tier parts between machines, over the device links."""
 
 import functools
 import os
@@ -16,7 +16,7 @@ from axlearn_plugins_runtime.local_tier import LocalParts, Need, Part, find_over
 
 CHUNK = 16 * 2**20
 Pairs = tuple[tuple[int, int], ...]
-"""(source, destination) process indices. A process is the source and the destination of at most one pair each."""
+"""(source, destination) process indices. A process is the source of at most one pair and the destination of at most one."""
 
 
 @attrs.frozen
@@ -184,7 +184,7 @@ def from_json(rows: Sequence[Any]) -> list[Need]:
 
 
 def exchange_bytes(chunk: np.ndarray, pairs: Pairs) -> np.ndarray:
-    """Send bytes between processes over the links of the devices, which requires no network service or authentication.
+    """Send bytes between processes over the device links. This requires neither a network service nor authentication.
 
     All processes must call it together.
 

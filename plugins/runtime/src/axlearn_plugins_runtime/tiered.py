@@ -65,7 +65,7 @@ class TieredCheckpointer(ShardedCheckpointer):
     """The core's checkpointer with a local tier on the machines of the job.
 
     Each process writes all shards on its devices, including replicas, as a separate local checkpoint. A restore uses the newest
-    intact step: from this machine, from the machine of another process, or from the checkpoints, in this order. Damaged parts
+    intact step: from this machine, from the machine of another process, or from the checkpoints, in that order. Damaged parts
     and checkpoints are set aside.
     """
 
@@ -74,7 +74,7 @@ class TieredCheckpointer(ShardedCheckpointer):
         """The fields of the core's checkpointer, and the local tier.
 
         Attributes:
-            local: Settings of the local tier.
+            local: Settings for the local tier.
         """
 
         local: Node[LocalTier] = LocalTier.Config()

@@ -1,4 +1,4 @@
-"""Options of `axlearn train` that add the `shadow` feature. Does not import JAX."""
+"""Options for `axlearn train` that add the `shadow` feature. Does not import JAX."""
 
 from typing import Any
 

@@ -22,8 +22,8 @@ class RuleWatchdog(Configurable):
     """Checks rules from before the first compilation until the run ends, and runs the actions of broken rules.
 
     Incidents are logged to standard error and to `<run>/watchdog.jsonl`, one object per line. If native code holds the
-    interpreter lock, this thread cannot run. A faulthandler timer then writes the stacks after twice the limit of the phase,
-    and ends the process if the action of the rule is `restart-process`.
+    interpreter lock, this thread cannot run. A faulthandler timer then writes the stacks after twice the phase's limit, and ends
+    the process if the rule's action is `restart-process`.
     """
 
     @node

@@ -130,8 +130,8 @@ class Cache:
     def plan_snapshots(self, state: RequestState, start: int, end: int, chunk: int) -> dict[int, int]:
         """Return the rows in which a step saves a request's recurrent state, by position.
 
-        States are saved before the last token of a prompt, at the end of a prefix that the request shares with others, and at
-        the latest block boundary of an output.
+        States are saved before the last token of a prompt, at the end of a prefix that the request shares with other requests,
+        and at the latest block boundary of an output.
 
         Args:
             state: State of the request.

@@ -271,7 +271,7 @@ class Row:
         mask: Mask for the chosen token; see `Constraint.mask`.
         targets: The token after each of `tokens`, if their log-probabilities are requested. The target after the last prompt
             token is 0, and its log-probability is ignored.
-        state: Row of the pool of recurrent states to continue from, if it is not the slot's. See `KeepsStates`.
+        state: Row of the state pool to continue from, if it is not the slot's own row. See `KeepsStates`.
         snapshots: Rows of the pool in which to save the state, by position: a row holds the state after this number of tokens.
     """
 

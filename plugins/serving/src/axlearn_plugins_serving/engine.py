@@ -56,15 +56,15 @@ class ServingEngine(Configurable):
         Attributes:
             runner: Computes the steps. It is offered `model` and `program`.
             scheduler: Chooses what each step computes. It is offered `cache` and `limits`.
-            drafter: Drafts tokens for greedy requests, which the model verifies if a step has room. None disables drafts.
+            drafter: Drafts tokens for greedy requests. The model verifies the drafts if a step has room. None disables drafts.
             max_waiting: Maximum number of waiting requests; additional requests are rejected.
             max_context: Maximum number of tokens in a prompt and its output. None uses the runner's limit: its
                 `max_context`, or less if its cache is smaller.
             prefix_cache: Whether requests with a common prefix share the prefix's cached blocks.
-            pipeline: Whether to plan a step while the previous one computes.
+            pipeline: Whether to plan a step while the previous one runs.
             tensor_parallel: Number of devices that split each matrix multiplication and the heads of the cache. None uses one
                 device, or two virtual CPU devices if JAX has them and the model's sizes are divisible by two. `axlearn serve`
-                creates them on two or more cores.
+                creates them on machines with two or more cores.
             hold_seconds: Decode up to `runner.decode_steps` tokens in one dispatch if they take at most this many seconds in
                 total. A new request may wait this long for the step to end.
         """
@@ -229,7 +229,7 @@ class ServingEngine(Configurable):
         return self.runner.decode_steps if self.meter.fits(self.runner.decode_steps, self.config.hold_seconds) else 1
 
     def _build_rows(self, plan: SchedulerOutput, outputs: list[Output]) -> list[Row]:
-        """Build the rows of a plan.
+        """Build the rows for a plan.
 
         End each request whose constraint fails, and remove its part from the plan.
         """
@@ -320,7 +320,7 @@ class ServingEngine(Configurable):
 
 
 def _build_row(part: Part, mask: Any, *, token_known: bool) -> Row:
-    """Build the row of a part.
+    """Build the row for a part.
 
     If `token_known` is True, the row contains the last token, because the runner's last token may follow a rejected draft.
     """

@@ -266,7 +266,7 @@ class ServingFunctions:
         return row_adapters(jax.nn.one_hot(number - 1, self.sizes.adapters, dtype=jnp.float32))
 
     def _logits(self, model: Any, arrays: Arrays, tables: Tables, x: jax.Array, slots: jax.Array) -> jax.Array:
-        """Compute the logits from outputs of `_run_decoder`."""
+        """Compute the logits from the outputs of `_run_decoder`."""
         hidden = self._pad(x)[:, None]
         if splits_decoder(model):
             with self._select_adapters(tables, slots):

@@ -71,14 +71,14 @@ class LocalEngine:
         """Continue prompts in one batch, and return when all continuations have ended.
 
         Args:
-            prompts: One or several prompts, each given as text or as token ids.
+            prompts: One or more prompts, each given as text or as token ids.
             sampling: Sampling parameters; the default is the model's own.
             n: Number of samples per prompt. With a seed, sample i uses the seed plus i.
             stop: Texts that end a sample, including special tokens such as `<|im_end|>`. The sample's text ends before the first
                 of them.
             adapter: Name of one of the engine's adapters; None uses the base model.
             options: Fields of `Sampling` that override `sampling`, such as `max_tokens=64, temperature=0`. By default, each
-                sample has the log-probabilities of its tokens (`logprobs=0`).
+                sample includes the log-probabilities of its tokens (`logprobs=0`).
 
         Raises:
             RequestError: If a prompt or an option is invalid. Nothing is generated.

@@ -66,7 +66,7 @@ class Meter:
         self._plan_time = 0.0
 
     def record_submit(self, previous: SchedulerOutput | None) -> None:
-        """Count a step of the runner. `previous` is the step in flight before it."""
+        """Count a runner step. `previous` is the step in flight before it."""
         self.steps += 1
         if previous is None:
             self._free_time = time.perf_counter()

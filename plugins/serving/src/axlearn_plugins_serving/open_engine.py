@@ -124,7 +124,7 @@ def open_with_programs(
 ) -> OpenedEngine:
     """Call `open_engine` with programs that the user did not name.
 
-    If the programs do not fit, log a warning and compile the functions instead.
+    If the programs do not match, log a warning and compile the functions instead.
     """
     try:
         return open_engine(uri, config=config, step=step, programs=programs, report=report)
@@ -172,12 +172,12 @@ def build_engine(
         )
     config = fit_config(config or ServingEngine.Config(), model.cfg if isinstance(model, HasConfig) else None, text)
     if programs is not None and not isinstance(config.runner, ModelRunner.Config):
-        raise RequestError(f"a {type(config.runner).__qualname__} cannot load programs\n    fix: leave --programs out")
+        raise RequestError(f"a {type(config.runner).__qualname__} cannot load programs\n    fix: remove --programs")
     devices = 1 if program is None else program.layout.mesh.size
     if config.tensor_parallel not in (None, devices):
         raise RequestError(
             f"the model is on {devices} devices, but tensor_parallel is {config.tensor_parallel}\n"
-            "    fix: leave tensor_parallel out, serve the model by its path, or pass a program with as many devices"
+            "    fix: remove tensor_parallel, serve the model by its path, or pass a program with as many devices"
         )
     report("reading the weights")
     runner = config.runner.build(model=model, program=program, programs=programs, weights=weights)

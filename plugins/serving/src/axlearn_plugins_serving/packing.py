@@ -118,7 +118,7 @@ class Packer:
 
     @staticmethod
     def _write_states(step: Any, parts: Sequence[_Part], rows: Sequence[Row]) -> None:
-        """Write the rows of the pool of states that the parts of a call read, write and save.
+        """Fill in the rows of the state pool that the parts of a call read, write and save.
 
         `parts` are the chunks of a call, or single tokens of different rows.
         """

@@ -42,7 +42,7 @@ class UsePagedCache(Feature):
             path="model",
             message="paged-cache found no attention layer with a cache",
             expected="a layer with a slot `Node[KVCache]` or `Node[LatentCache]`",
-            fix="leave paged-cache out, or serve a model that generates text",
+            fix="remove paged-cache, or serve a model that generates text",
         )
         return edit_nodes(cfg, lambda _, part: self._replace_caches(part), no_match=no_match)
 
@@ -110,5 +110,5 @@ def _dtype_conflict(existing: Any, store: Any) -> Problem:
     return Problem(
         path="model",
         message=f"{names.get(existing, existing)} sets the cache's dtype, and {names.get(store, store)} sets a different one",
-        fix="leave one of them out",
+        fix="remove one of them",
     )

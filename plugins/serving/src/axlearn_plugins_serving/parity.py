@@ -100,7 +100,7 @@ def check_parity(
     if kernel not in (None, "invariant"):
         raise RequestError(
             f"the mode parity supports only the kernel 'invariant'\n    got: serving.runner.kernel={kernel}\n"
-            "    fix: leave the kernel out, or use mode=fast"
+            "    fix: remove the kernel setting, or use mode=fast"
         )
     reasons = []
     if cache_dtype is not None:

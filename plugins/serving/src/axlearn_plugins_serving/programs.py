@@ -19,7 +19,7 @@ from axlearn_plugins_serving.step_inputs import StepBucket
 
 
 class ProgramsError(RequestError):
-    """Raised if exported programs do not fit the server."""
+    """Raised if exported programs do not match the server."""
 
 
 FOLDER = "programs"
@@ -55,7 +55,7 @@ def check_absent(directory: Path | None) -> None:
 
 
 def load_programs(program: ModelProgram, functions: Shapes, configs: Mapping[str, Node[Any]], directory: Path) -> None:
-    """Load functions of a runner from a directory without tracing or compiling.
+    """Load a runner's functions from a directory without tracing or compiling.
 
     Raises:
         ProgramsError: If the programs are for a different model, machine or version, for different settings or code, or if one

@@ -34,7 +34,7 @@ from axlearn_plugins_verify.prove.forward import (
 )
 
 BLOCK = 2
-"""Tokens per block of the cache, so that short prompts have several."""
+"""Tokens per cache block. The number is small, so that short prompts span several blocks."""
 CHUNK, STEP = 2, 4
 """Prompt tokens per row of a step, and per step."""
 RUNNING = 3
@@ -44,10 +44,10 @@ RUNNING = 3
 class PagedDecoding:
     """Serves four greedy requests with the engine of `axlearn serve`, and compares them with the forward pass.
 
-    The prompts have different lengths and are computed in chunks. The second prompt begins like the first, so it shares the
-    first one's blocks. The fourth request has a higher priority and arrives when all slots are taken, so the third one loses
-    its blocks and is computed again. Each token must have the largest logit of the forward pass, up to rounding, and the
-    log-probabilities of tokens must be equal.
+    The prompts have different lengths and are computed in chunks. The second prompt starts with the same tokens as the first, so
+    it shares the first one's blocks. The fourth request has a higher priority and arrives when all slots are taken, so the third
+    one loses its blocks and is computed again. Each token must have the largest logit of the forward pass, up to rounding, and
+    the log-probabilities of tokens must be equal.
     """
 
     summary: ClassVar[str] = "the paged engine gives the tokens and the logits of the forward pass"
@@ -169,7 +169,7 @@ class Answer:
 
 
 def serve_requests(engine: ServingEngine, requests: Sequence[Request]) -> Mapping[str, Answer]:
-    """Run requests. The second and third arrive after the first token of the first, and the last when all others decode."""
+    """Run requests. The second and third arrive after the first one's first token, and the last when all others decode."""
     answers = {request.id: Answer() for request in requests}
     first, *others, last = requests
 

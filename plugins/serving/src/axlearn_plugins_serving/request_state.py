@@ -13,7 +13,7 @@ class RequestState:
 
     Attributes:
         request: The request as it was added.
-        seed: Seed of its random numbers.
+        seed: Seed for its random numbers.
         arrival: Sequence number of the request.
         limit: Maximum number of output tokens.
         tokens: Prompt tokens, followed by the output tokens that have been read from the runner.
@@ -26,7 +26,7 @@ class RequestState:
         keys: Keys of the full blocks in `tokens` that have been computed so far.
         key_version: Version of the weights that `keys` belong to.
         announced: Keys of blocks that the request is computing. The last key may be for a partial block.
-        restored: Row with the recurrent state from which the next step continues; None if it continues from the slot's.
+        restored: Row with the recurrent state from which the next step continues; None if it continues from the slot's state.
         saved: (position, row) of the recurrent states that submitted steps save and that have no key yet.
         branch: Number of leading blocks that were cached when the request started, whether or not their state was.
         output_state: Key of the state saved for the output, which the next one replaces.

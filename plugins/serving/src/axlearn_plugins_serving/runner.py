@@ -1,4 +1,4 @@
-"""`ModelRunner`: compute steps of a model with a cache of blocks.
+"""`ModelRunner`: compute a model's steps with a cache of blocks.
 
 It compiles its functions before the first request.
 
@@ -77,7 +77,7 @@ class ModelRunner(Configurable):
             mode: `fast`, or `parity` for results that match the training program in its batch-invariant mode bit for bit.
             cache_dtype: Storage dtype of cached keys and values, with a scale per token and head. None uses the model's dtype.
             adapters: Name -> directory written by `axlearn lora export`. Requests select an adapter by name.
-            kernel: Kernel of the `paged_attention` op; None picks the best kernel for the mode.
+            kernel: Kernel for the `paged_attention` op; None picks the best kernel for the mode.
             num_snapshots: Number of recurrent states to keep for later requests, if the model has recurrent layers. None keeps two
                 per running request.
         """
@@ -418,7 +418,7 @@ class RunnerProgram(ModelProgram):
         return {**{name: [None] for name in SETUP_FUNCTIONS}, **self.step_shapes()}
 
     def notes(self) -> tuple[str, ...]:
-        """Return notes about linear maps that keep the weight layout of training.
+        """Return notes about linear maps that keep the training weight layout.
 
         There are none if all maps keep it.
         """
@@ -457,7 +457,7 @@ def read_adapters(directories: Mapping[str, str]) -> "RowAdapters":
 
 
 def _weight_layout(cfg: ModelRunner.Config, model: Node[Any], devices: Sequence[Any]) -> WeightLayout | None:
-    """Return the weight layout of linear maps. None keeps the layout of training."""
+    """Return the weight layout of linear maps. None keeps the training layout."""
     if cfg.mode == "parity":
         return "column_parallel" if len(devices) > 1 else None
     return "transposed" if not cfg.adapters and stores_transposed(model, devices) else None

@@ -112,7 +112,7 @@ class Scheduler(Protocol):
 class PriorityScheduler(Configurable):
     """Continuous batching.
 
-    Each step decodes all requests that can decode, and is then filled up with chunks of prompts.
+    Each step decodes all requests that can decode, and is then filled with prompt chunks.
 
     Requests start by priority, and clients take turns. If the cache is full, the newest request of the lowest priority is
     preempted and computed again later.

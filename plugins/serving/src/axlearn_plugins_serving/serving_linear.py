@@ -82,7 +82,7 @@ class TransposedLinear(ServingLinear):
 
     @property
     def weight(self) -> Any:
-        """The weight in the layout of training, recomputed on each access."""
+        """The weight in the training layout, recomputed on each access."""
         weight = self.matrix.replace(self.matrix[...].T.reshape(*self.cfg.input_dims, *self.cfg.output_dims))
         weight.set_metadata(out_sharding=self.axes)
         return weight
@@ -159,7 +159,7 @@ def stores_transposed(model: Node[Any], devices: Sequence[Any]) -> bool:
 
 
 def describe_kept_layouts(model: Any) -> tuple[str, ...]:
-    """Describe the `Linear` subclasses that keep the layout of training.
+    """Describe the `Linear` subclasses that keep the training layout.
 
     Returns one sentence per class.
     """

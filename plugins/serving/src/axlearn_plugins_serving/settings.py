@@ -42,7 +42,7 @@ def add_adapters(config: ServingEngine.Config, adapters: Sequence[str]) -> Servi
     if not adapters:
         return config
     if not isinstance(runner, ModelRunner.Config):
-        raise RequestError(f"a {type(runner).__qualname__} does not support adapters\n    fix: leave --adapter out")
+        raise RequestError(f"a {type(runner).__qualname__} does not support adapters\n    fix: remove --adapter")
     directories = dict(runner.adapters)
     for text in adapters:
         name, _, directory = text.partition("=")

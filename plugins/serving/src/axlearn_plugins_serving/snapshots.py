@@ -24,7 +24,7 @@ class Snapshots:
         self._read: set[int] = set()  # rows that the step being planned reads
 
     def find(self, keys: Sequence[Key]) -> tuple[int, int | None]:
-        """Return the number of leading blocks after which a state is saved, as many as possible, and its row.
+        """Return the largest number of leading blocks after which a state is saved, and the state's row.
 
         Returns (0, None) if there is none.
         """

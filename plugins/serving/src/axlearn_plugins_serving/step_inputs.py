@@ -157,7 +157,7 @@ class Step:
         )
 
     def substep(self, index: jax.Array, block_size: int) -> "Step":
-        """Return the step in which each single row decodes its next token but `index`.
+        """Return the step in which each single-token row decodes the token `index` places after its next one.
 
         States are read where the previous token wrote them, and saved only at the end of a block.
         """

@@ -85,7 +85,7 @@ class Tables:
         )
 
     def rows(self, slots: jax.Array) -> "Tables":
-        """Return the rows of `slots`, int32 [L]. Slots out of range get an arbitrary row."""
+        """Return the rows of `slots`, int32 [L]. Slots that are out of range get an arbitrary row."""
         return jax.tree.map(lambda x: x.at[slots].get(mode="clip"), self)
 
 
@@ -113,7 +113,7 @@ def choose(logits: jax.Array, tables: Tables, slots: jax.Array, masked: jax.Arra
         tables: Sampling state of all slots.
         slots: int32 [L], slot of each row.
         masked: bool [L], whether the slot's mask applies.
-        kind: int32 [], kind of sampling of the step.
+        kind: int32 [], kind of sampling in the step.
 
     Returns:
         int32 [L].
@@ -157,7 +157,7 @@ def likeliest(logits: jax.Array) -> jax.Array:
 def draw(logits: jax.Array, rows: Tables) -> jax.Array:
     """Draw a token within the limits, float32 [L, V] -> int32 [L].
 
-    Temperature 0 takes the most likely token.
+    Temperature 0 picks the most likely token.
     """
     best = likeliest(logits)
     scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
@@ -235,7 +235,7 @@ def report(logits: jax.Array, token: jax.Array, needed: jax.Array) -> ChosenToke
 
 
 def record(tables: Tables, slots: jax.Array, token: jax.Array, sampled: jax.Array, kind: jax.Array) -> Tables:
-    """Update the tables with the tokens of the rows that `sampled`."""
+    """Update the tables with the tokens of the rows that `sampled` marks."""
     rows = jnp.where(sampled, slots, tables.last.shape[0])
     counts = lax.cond(kind == FULL, lambda c: c.at[rows, token].add(1, mode="drop"), lambda c: c, tables.counts)
     return dataclasses.replace(
@@ -247,7 +247,7 @@ def record(tables: Tables, slots: jax.Array, token: jax.Array, sampled: jax.Arra
 
 
 def table_row(sampling: Sampling, seed: int, output: Sequence[int], vocab: int, adapter: int = 0) -> Tables:
-    """Return the row of a request in the tables."""
+    """Return the tables' row for a request."""
     tokens, bias = np.full((MAX_BIAS,), vocab, np.int32), np.zeros((MAX_BIAS,), np.float32)
     for index, (token, value) in enumerate(sampling.logit_bias.items()):
         tokens[index], bias[index] = token, value

@@ -25,12 +25,12 @@ class WaitingQueue:
         return request.id in self._levels.get(request.priority, {}).get(request.client, ())
 
     def push(self, state: RequestState) -> None:
-        """Add a request after those of its client."""
+        """Add a request after its client's other requests."""
         self._client(state)[state.request.id] = state
         self._length += 1
 
     def push_front(self, state: RequestState) -> None:
-        """Add a preempted request before all others of its priority."""
+        """Add a preempted request before all other requests with its priority."""
         self.push(state)
         level = self._levels[state.request.priority]
         level[state.request.client].move_to_end(state.request.id, last=False)

@@ -1,7 +1,7 @@
 """Names in JAX and environment variables that this plugin changes, and why.
 
-- `jnp.float32` means float64 while a check is repeated in float64, since layers name it for softmax, norms and losses. Remove when
-  those computations follow the precision of the layer.
+- `jnp.float32` means float64 while a check is repeated in float64, since layers name it for softmax, norms and losses. Remove it
+  when those computations follow the precision of the layer.
 - `TF_CPP_MIN_LOG_LEVEL` is set before JAX is imported.
 """
 

@@ -291,9 +291,9 @@ def test_a_damaged_cache_is_compiled_again(compiler, tmp_path, request_, ranked)
     [
         (("--target", "cpu-8"), "the target 'cpu' lacks the hardware figures"),
         ((), "a search needs a target machine"),
-        (("--target", "h100-8x1", "--budget", "0"), "--budget takes a positive number"),
-        (("--target", "h100-8x1", "--budget", "soon"), "--budget takes a positive number"),
-        (("--target", "h100-8x1", "--chips", "9"), "--chips takes a range A..B"),
+        (("--target", "h100-8x1", "--budget", "0"), "--budget expects a positive number"),
+        (("--target", "h100-8x1", "--budget", "soon"), "--budget expects a positive number"),
+        (("--target", "h100-8x1", "--chips", "9"), "--chips expects a range A..B"),
         (("--target", "h100-8x1", "--chips", "3..3"), "no machine has a size in the range"),
         (("--target", "h100-8x1", "--vary", "bacth"), "bacth"),
         (("--target", "h100-8x1", "--function", "decode"), "--function is an option of `axlearn plan`"),

@@ -67,7 +67,7 @@ def test_variables_of_another_job_are_unset(tmp_path):
         (job(run_dir="/a\nb"), "cannot be used in a batch script"),
         (job(run_dir="/a%j"), "cannot be used in a batch script"),
         (job(document="experiment: a\nAXLEARN_RUN_FILE\n"), "ends it in the batch script"),
-        (job(processes_per_host=3, machine=H100.machine("h100-8x1")), "8 chips per host cannot be shared equally"),
+        (job(processes_per_host=3, machine=H100.machine("h100-8x1")), "8 chips per host cannot be divided evenly"),
     ],
 )
 def test_what_slurm_cannot_do_is_refused_with_the_remedy(one, message):

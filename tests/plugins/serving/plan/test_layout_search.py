@@ -84,10 +84,10 @@ def test_requests_are_doubled_until_they_no_longer_fit(monkeypatch):
         (["--target", "h100-1x1,h100-8x1"], "needs exactly one machine"),
         (["--target", "tpu-v5p-8", "--chips", "8..32"], "needs exactly one machine"),
         (["--target", "h100-1x1", "--png", "x.png"], "--png is an option of `axlearn plan search`"),
-        (["--target", "h100-1x1", "--vary", "batch"], "part of a layout that --vary takes"),
+        (["--target", "h100-1x1", "--vary", "batch"], "part of a layout that --vary accepts"),
         (["--target", "h100-1x1", "--function", "decode"], "--function is an option of `axlearn plan`"),
         (["--target", "h100-1x1", "--export", "x"], "--export is an option of `axlearn plan serve`"),
-        (["--target", "h100-1x1", "--budget", "0"], "--budget takes a positive number"),
+        (["--target", "h100-1x1", "--budget", "0"], "--budget expects a positive number"),
     ],
 )
 def test_what_is_refused(words, message):

@@ -67,7 +67,7 @@ def test_runs_that_differ_by_their_seeds_alone_are_not_searched():
     result = bisect(Config(), Config(a=1), "loss", lambda config: Score((1.0 + config.a * 1e-3, 1.1, 0.9)))
     assert not result.moving
     assert not result.clear
-    assert "by more than their seeds" in result.ended
+    assert "by more than the variation across seeds" in result.ended
     assert is_clear(Score((1.0, 1.0)), Score((2.0, 2.0)))
 
 

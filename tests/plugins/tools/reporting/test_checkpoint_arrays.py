@@ -112,7 +112,7 @@ def test_the_arrays_of_a_real_run_are_read_and_equal(copies):
 
 def test_a_step_that_is_not_common_is_refused(copies):
     first, second = copies
-    with pytest.raises(RequestError, match=r"no common checkpoint of step 15\n    expected: 10, 20"):
+    with pytest.raises(RequestError, match=r"no common checkpoint at step 15\n    expected: 10, 20"):
         compare_checkpoints(first, second, compare_runs(first, second).checkpoints, step=15)
 
 

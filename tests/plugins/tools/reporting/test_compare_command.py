@@ -57,7 +57,7 @@ def test_the_page_has_the_summary_and_escapes_values(runs):
         (["a"], "Missing argument 'RUN_B|URI'"),
         (["a", "b", "--tolerance", "-1"], "-1.0 is not in the range"),
         (["a", "b", "--step", "3", "--no-arrays"], "--step 3 selects the arrays"),
-        (["a", "b", "--step", "3"], "the runs have no common checkpoint of step 3"),
+        (["a", "b", "--step", "3"], "the runs have no common checkpoint at step 3"),
         (["a", "nowhere://b"], "no plugin supports"),
     ],
 )

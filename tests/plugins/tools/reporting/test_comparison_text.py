@@ -21,7 +21,7 @@ def comparison(tmp_path):
 
 def test_the_summary_is_in_the_order_of_the_differences(comparison):
     assert summarize(comparison) == [
-        "The runs start differently: 1 config value, 1 seed, 1 version. The config values do not change the mathematics.",
+        "The runs start differently: 1 config value, 1 seed, 1 version. The config values do not change the computation.",
         "Their scalars first differ at step 2; step 1 is identical (loss).",
         "A ends at step 4, B at step 5.",
         "The runs have no common checkpoint.",

@@ -2,9 +2,9 @@
 
 Everything here also applies to the models' other variables, such as running statistics.
 
-Parameters that both models have are matched by their name within a layer and the number of the layer, even if the layer is in a
-different stack. For parameters that the old model lacks, a feature's bridge computes the value or asks for initialization. A
-feature declares its bridge as
+Parameters that both models have are matched by layer number and by name within the layer, even if the layer is in a different
+stack. For parameters that the old model lacks, a feature's bridge computes the value or asks for initialization. A feature
+declares its bridge as
 
     bridge = "axlearn_plugins_moe.upcycle:bridge"        # "module:attribute", loaded when needed
 

@@ -30,7 +30,7 @@ from axlearn_plugins_finetune.lora.lora_linear import ADAPTERS, is_adapted
 Params = Mapping[str, Any]
 WEIGHTS, FACTS = "adapters.safetensors", "adapters.json"
 VARIABLES = "variables."
-"""Prefix of the path of a variable in the file."""
+"""Prefix of a variable's path in the file."""
 _FORMAT = 1
 
 

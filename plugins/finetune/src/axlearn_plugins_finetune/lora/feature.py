@@ -105,7 +105,7 @@ class Lora(Feature):
 
 
 def without_adapters(cfg: Tree) -> Tree:
-    """Return the config of the dense model, which undoes the `lora` feature."""
+    """Return the config of the dense model. This undoes the `lora` feature."""
 
     def undo(part: Node[Any]) -> Node[Any]:
         if isinstance(part, LoraLinear.Config):

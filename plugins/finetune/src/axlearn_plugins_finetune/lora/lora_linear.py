@@ -42,7 +42,7 @@ class LoraLinear(Layer):
             base: Projection of any kind.
             rank: Inner dimension of the product of A and B.
             alpha: Scale of the update, which is multiplied by alpha / rank.
-            init: Initializer of A, scaled by the fan of all input dimensions.
+            init: Initializer for A, scaled by the fan of all input dimensions.
         """
 
         input_dims: tuple[int, ...] = interface(default=REQUIRED)
@@ -80,7 +80,7 @@ class LoraMap:
     def add_adapters(
         self, cfg: LoraLinear.Config, *, axes: Sequence[str | None], rngs: nnx.Rngs, inherited: Precision
     ) -> None:
-        """Create the adapters of a projection that was built with these axes."""
+        """Create the adapters for a projection that was built with these axes."""
         precision = Precision(cfg.param_dtype or inherited.params, cfg.dtype or inherited.compute)
         count = len(cfg.input_dims)
         a_shape, b_shape = (*cfg.input_dims, cfg.rank), (cfg.rank, *cfg.output_dims)

@@ -50,7 +50,7 @@ def merge_run(run_dir: str | Path, out: str | Path, *, exported: Path | None = N
     The new run has no optimizer state, so its moments start at zero.
 
     Args:
-        run_dir: A run with adapters, or its URI. With `exported`, the run of their base.
+        run_dir: A run with adapters, or its URI. If `exported` is given, the run that contains their base.
         out: The new run directory, which must be empty or missing.
         exported: Directory of exported adapters.
         step: Step of the checkpoint. The default is the newest.

@@ -92,7 +92,7 @@ class RowMap:
     rows_inputs: int
 
     def add_rows(self, cfg: RowLoraLinear.Config, axes: Sequence[str | None], precision: Precision) -> None:
-        """Create the adapters of a projection that was built with these axes, as zeros."""
+        """Create zero-initialized adapters for a projection that was built with these axes."""
         count, dtype = len(cfg.input_dims), jnp.dtype(precision.params)
         a, b = (*cfg.input_dims, cfg.count, cfg.rank), (cfg.count, cfg.rank, *cfg.output_dims)
         self.rows_a = nnx.Param(jnp.zeros(a, dtype), out_sharding=(*axes[:count], None, "rank"), eager_sharding=False)

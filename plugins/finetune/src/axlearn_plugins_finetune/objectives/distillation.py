@@ -35,7 +35,7 @@ class Distillation(Configurable, nnx.Module):
             temperature: Temperature T.
             alpha: Weight of the divergence. The cross-entropy of the targets has the weight 1 - alpha.
             teacher: Config of the teacher. None uses the model's config.
-            teacher_weights: Path or URI of the teacher's weights. None uses the initial weights of training.
+            teacher_weights: Path or URI of the teacher's weights. None uses the weights that training starts from.
             loss_chunk: Positions per row whose logits are in memory at a time.
         """
 

@@ -23,9 +23,9 @@ from axlearn_plugins_finetune.objectives.sequences import check_language_model, 
 class DPO(Configurable, nnx.Module):
     """`-log sigmoid(beta * (log-ratio of the chosen answer - log-ratio of the rejected answer))`, averaged over pairs.
 
-    A log-ratio is the log-probability of an answer under the model minus its log-probability under a frozen reference. By default,
-    the reference has the initial weights of training. If the model has LoRA adapters and no reference is named, the reference is
-    the model without its adapters, which needs no extra memory.
+    A log-ratio is the log-probability of an answer under the model minus its log-probability under a frozen reference. By
+    default, the reference uses the weights that training starts from. If the model has LoRA adapters and no reference is named,
+    the reference is the model without its adapters, which needs no extra memory.
     """
 
     @node
@@ -36,7 +36,7 @@ class DPO(Configurable, nnx.Module):
             beta: How strongly the model is pulled toward the reference.
             label_smoothing: Assumed fraction of pairs with swapped labels (Mitchell, 2023).
             reference: Config of the reference. None uses the model's config.
-            reference_weights: Path or URI of the reference's weights. None uses the initial weights of training.
+            reference_weights: Path or URI of the reference's weights. None uses the weights that training starts from.
             loss_chunk: Positions per row whose logits are in memory at a time.
         """
 

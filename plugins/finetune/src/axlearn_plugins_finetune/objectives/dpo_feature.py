@@ -26,7 +26,7 @@ class Dpo(Feature):
     Held-out rows are in separate files (`validation`), or are a fraction of `data` (`validation_fraction`, 0.1). `beta` sets how
     strongly the model is pulled toward the reference.
 
-    `base` is a run, or other weights, to start training from. The frozen reference has the initial weights of the model. With LoRA,
+    `base` is a run, or other weights, to start training from. The frozen reference uses the model's initial weights. With LoRA,
     it is the model without its adapters. `reference` names different weights for it. `too_long` sets what happens to a pair that is
     longer than a row: `error` or `drop`.
 

@@ -41,7 +41,7 @@ class PreferenceInput(Configurable):
 
         Attributes:
             batch_size: Pairs per batch, across all processes.
-            sequence_length: Length of each of the two rows of a pair.
+            sequence_length: Length of each of a pair's two rows.
             source: Source of preferences.
             tokenizer: Tokenizer of the prompts and answers.
             special_tokens: `text` treats special tokens in the data as plain text; `parse` converts them to tokens.
@@ -58,7 +58,7 @@ class PreferenceInput(Configurable):
         too_long: Literal["error", "drop"] = "error"
 
         def batch_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-            """Return name -> (shape, dtype) of the arrays of a global batch. Does not read data."""
+            """Return name -> (shape, dtype) of the arrays in a global batch. Does not read data."""
             shape = (self.batch_size, self.sequence_length)
             return {f"{answer}_{name}": (shape, dtype) for answer in ANSWERS for name, dtype in DTYPES.items()}
 

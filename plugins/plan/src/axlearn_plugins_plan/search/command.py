@@ -96,5 +96,5 @@ def parse_positive(option: str, text: str | None, default: float) -> float:
     except ValueError:
         value = None
     if value is None or not math.isfinite(value) or value <= 0:
-        raise RequestError(f"{option} takes a positive number\n    got: {text!r}")
+        raise RequestError(f"{option} expects a positive number\n    got: {text!r}")
     return value

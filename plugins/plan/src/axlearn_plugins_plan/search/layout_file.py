@@ -84,7 +84,7 @@ class LayoutFile:
         )
 
     def check(self, before: Node[Any], after: Node[Any]) -> None:
-        """Raise `RequestError` if the layout does not fit the model. See `RequestLayout`."""
+        """Raise `RequestError` if the layout does not match the model. See `RequestLayout`."""
         if (digest := model_hash(after)) != self.model:
             raise RequestError(
                 f"{self.source} is a layout for a different model or different batches\n    got: {digest}\n"

@@ -44,7 +44,7 @@ def chip_range(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)\.\.(\d+)", text)
     low, high = (int(n) for n in match.groups()) if match else (0, 0)
     if not match or not 0 < low <= high:
-        raise RequestError(f"--chips takes a range A..B, such as 64..512\n    got: {text!r}")
+        raise RequestError(f"--chips expects a range A..B, such as 64..512\n    got: {text!r}")
     return low, high
 
 

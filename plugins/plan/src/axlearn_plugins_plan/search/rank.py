@@ -87,16 +87,16 @@ class Space:
 
     @property
     def rows(self) -> int:
-        """Rows per step of the request."""
+        """Rows per step in the request."""
         return max((s.shape[0] for s in self.batch.values() if s.shape), default=0)
 
     @property
     def tokens(self) -> int | None:
-        """Tokens per step of the request, or None for a batch without tokens."""
+        """Tokens per step in the request, or None for a batch without tokens."""
         return int(self.batch["tokens"].size) if "tokens" in self.batch else None
 
     def trace_remat(self, remat: str | None) -> StepTrace:
-        """Trace the request's step with a different rematerialization option, in the form that `--with` takes."""
+        """Trace the request's step with a different rematerialization option, in the form that `--with` accepts."""
         if remat not in self._programs:
             request = self.request
             if remat is not None:
@@ -107,7 +107,7 @@ class Space:
         return self._programs[remat][1]
 
     def remats(self) -> dict[str | None, StepTrace]:
-        """Return the trace of each option, excluding options that another one matches or beats in both memory and FLOPs."""
+        """Return the trace of each option, excluding options that another option matches or beats in both memory and FLOPs."""
         traces: dict[str | None, StepTrace] = {None: self.trace_remat(None)}
         if not self.varies_feature("remat"):
             return traces
@@ -304,5 +304,5 @@ def parse_vary(names: str | None, options: Sequence[str]) -> tuple[str, ...]:
     parts = tuple(n.strip() for n in (names or "").split(",") if n.strip())
     for name in parts:
         if name not in options:
-            raise unknown("part of a layout that --vary takes", name, options)
+            raise unknown("part of a layout that --vary accepts", name, options)
     return parts

@@ -87,7 +87,7 @@ def search(
     most: int = MAX_COMPILED,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Result:
-    """Rank the layouts of all spaces, and compile the best within the budget.
+    """Rank the layouts of all spaces, and compile the best ones within the budget.
 
     Args:
         request: The request for one experiment.

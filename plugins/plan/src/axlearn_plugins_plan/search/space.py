@@ -195,7 +195,7 @@ def microbatches(rows: int, shards: int) -> list[int]:
 
 
 def remat_options(tags: Sequence[Tag], offload: bool = False) -> list[str]:
-    """Return the rematerialization options to try, in the form that `--with` takes.
+    """Return the rematerialization options to try, in the form that `--with` accepts.
 
     They range from saving only the inputs of layers to saving every tag in `GROUPS`. Projections that are computed together are
     saved together. The options are each group alone, the prefixes of the groups sorted by saved FLOPs per byte, and each prefix

@@ -134,7 +134,7 @@ def single_device_config(config: Node[Any]) -> Node[Any]:
 
 
 def single_device_program(config: Node[Any], machine: Machine) -> Program:
-    """Compose the single-device config with the kernels of the machine.
+    """Compose the single-device config with the machine's kernels.
 
     The device is a CPU because the program is only traced.
     """

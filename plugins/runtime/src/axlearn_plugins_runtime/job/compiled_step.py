@@ -1,4 +1,4 @@
-"""A cache of the compiled step in the run directory. A process that resumes the run loads it instead of tracing.
+"""A cache of the compiled step in the run directory. A process that resumes the run loads the step instead of tracing it.
 
     compiled/<identity>/executables.json    index with the source and target; see `axlearn_core.compose.executables`
     compiled/<identity>/train-0.executable  the compiled program
@@ -165,7 +165,7 @@ class CompiledStep(RunListener):
 
 
 def compiled_step(session: Any) -> CompiledStep | None:
-    """Return the listener of a run, or None if the run is at a URI or `keep_compiled_step` is False."""
+    """Return the listener for a run, or None if the run is at a URI or `keep_compiled_step` is False."""
     keeps = session.program.config.keep_compiled_step and session.uri is None
     return CompiledStep(session.path, session.program) if keeps else None
 
@@ -202,7 +202,7 @@ def identity(program: Program) -> dict[str, str] | None:
 
 
 def check_private(folder: Path) -> None:
-    """Raise `RequestError` if a folder or a file in it belongs to another user or is writable by others."""
+    """Raise `RequestError` if a folder or a file in it belongs to another user or is writable by other users."""
     for path in (folder, *folder.iterdir()):
         status = path.stat()
         if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
@@ -223,7 +223,7 @@ def check_seal(folder: Path) -> None:
 
 
 def _seals(folder: Path) -> dict[str, str]:
-    """Return the signatures of an index by this user and, if there is one, by the supervisor.
+    """Return this user's signature of an index and, if there is a supervisor, the supervisor's signature.
 
     The index contains the hashes of the executables.
     """

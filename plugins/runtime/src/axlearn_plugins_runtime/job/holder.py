@@ -185,7 +185,7 @@ class HolderListener(RunListener):
 
 
 def lock_holder(session: Any) -> HolderListener:
-    """Return the listener of a run."""
+    """Return the listener for a run."""
     return HolderListener()
 
 

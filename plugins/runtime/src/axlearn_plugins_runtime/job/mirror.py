@@ -84,5 +84,5 @@ class MirrorListener(RunListener):
 
 
 def mirror(session: Any) -> MirrorListener | None:
-    """Return the listener of a run, or None if the run is in a local directory."""
+    """Return the listener for a run, or None if the run is in a local directory."""
     return None if session.uri is None else MirrorListener(session)

@@ -171,5 +171,5 @@ class PeerWatch(RunListener):
 
 
 def peer_watch(session: Any) -> PeerWatch:
-    """Return the listener of a run."""
+    """Return the listener for a run."""
     return PeerWatch(session.uri or str(session.path))

@@ -22,7 +22,7 @@ WRITE_EVERY = 5.0
 
 
 class PhaseClock:
-    """Sums the seconds of each phase in one attempt of a run.
+    """Adds up the seconds spent in each phase during one attempt of a run.
 
     Each line of the file is a record, a JSON object: `attempt` (its start time, which identifies it), `time`, `event` (`start`,
     `run`, `end`, `saved` or `save-failed`), `step` (finished steps), `seconds` (total of each phase so far), `host` and `pid`.
@@ -34,7 +34,7 @@ class PhaseClock:
         start_time: Start of the attempt on the clock of `now`, or None for the current time.
 
     Attributes:
-        seconds: Seconds of each phase, up to the last update.
+        seconds: Seconds spent in each phase, up to the last update.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic, start_time: float | None = None):
@@ -147,7 +147,7 @@ class ClockListener(RunListener):
 
 
 def phase_clock(session: Any) -> ClockListener:
-    """Return the listener of a run."""
+    """Return the listener for a run."""
     return ClockListener(session.start_time)
 
 

@@ -86,7 +86,7 @@ class EarlyStop(RunListener):
 
 
 def early_stop(session: Any) -> EarlyStop:
-    """Return the listener of a run."""
+    """Return the listener for a run."""
     return EarlyStop(session)
 
 

@@ -1,4 +1,4 @@
-"""The agent on each host: keeps warm processes, assigns ranks to them, and watches and ends them. Does not need Ray."""
+"""The agent on each host: keeps warm processes, assigns ranks to them, watches them, and ends them. Does not need Ray."""
 
 import collections
 import contextlib
@@ -31,7 +31,7 @@ TAIL = 4000
 
 @attrs.frozen(kw_only=True)
 class Setup:
-    """The settings of an agent.
+    """The settings for an agent.
 
     Attributes:
         words: Arguments of `axlearn`. If there is a `document`, the agent replaces the run file's path with that of its own copy.
@@ -93,7 +93,7 @@ class Agent:
 
         Args:
             attempt: Number of the attempt.
-            ranks: Environment of each rank on this host.
+            ranks: Environment for each rank on this host.
             words: Arguments to append to those of the setup.
         """
         self._starter.submit(self._start, attempt, dict(ranks), tuple(words))

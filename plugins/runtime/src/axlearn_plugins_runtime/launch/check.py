@@ -31,10 +31,10 @@ def make_job(
 
     Args:
         experiment: Name of an experiment, or path of a run file.
-        train: Options of `axlearn train` as parsed by click: `with_`, `without`, `set_`, `steps`, `target`, `allow_drift`.
+        train: Options for `axlearn train` as parsed by click: `with_`, `without`, `set_`, `steps`, `target`, `allow_drift`.
         run_dir: Run directory (default: as for `axlearn train`).
         name: Name of the job (default: the last part of the run directory).
-        hosts: Number of hosts that train (default: the number of hosts of the target, or 1).
+        hosts: Number of hosts that train (default: the target's number of hosts, or 1).
         spares: Number of spare hosts.
         processes_per_host: Trainer processes on each host.
         environment: Environment variables of every trainer.
@@ -96,17 +96,17 @@ def check_hosts(config: Any, machine: Machine | None, hosts: int | None, process
     shape = dict(config.mesh.shape)
     product = 1
     for size in shape.values():
-        product *= abs(size)  # -1 takes the remaining devices
+        product *= abs(size)  # -1 stands for the remaining devices
     if shape and -1 not in shape.values() and product % processes:
         raise RequestError(
-            f"mesh.shape {shape} has {product} devices, which {processes} processes cannot share equally\n"
+            f"mesh.shape {shape} has {product} devices, which cannot be divided evenly among {processes} processes\n"
             f"    got: --hosts {hosts} --processes-per-host {processes_per_host}\n"
             "    fix: use a number of hosts that divides it, or set one mesh axis to -1"
         )
     rows = batch_size(config)
     if rows is not None and rows % processes:
         raise RequestError(
-            f"input.batch_size {rows} cannot be shared equally by {processes} processes\n"
+            f"input.batch_size {rows} cannot be divided evenly among {processes} processes\n"
             f"    got: --hosts {hosts} --processes-per-host {processes_per_host}\n"
             f"    fix: {_list_sizes(rows, processes_per_host, hosts)}"
         )
@@ -135,10 +135,10 @@ def reduced_words(
         machine: Machine of its target.
         processes: Number of processes that were requested.
         fewer: Number of processes that are left.
-        devices: Number of devices of all requested processes.
+        devices: Total number of devices across all requested processes.
 
     Returns:
-        Arguments to append to those of `axlearn train`, or None if the mesh or the batch does not support so few processes.
+        Arguments to append to those of `axlearn train`, or None if the mesh or the batch does not support this few processes.
     """
     remaining = devices // processes * fewer
     if machine is not None:

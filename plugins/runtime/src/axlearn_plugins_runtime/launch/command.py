@@ -28,8 +28,8 @@ def _request(function: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option("--run-dir", metavar="DIR|URI", help="Run directory, reachable from all hosts.")
 @click.option("--name", metavar="NAME", help="Job name (default: from the run directory).")
-@click.option("--env", multiple=True, metavar="NAME=VALUE", help="Set a variable of every trainer.")
-@click.option("--option", "option", multiple=True, metavar="NAME=VALUE", help="Set an option of the launcher.")
+@click.option("--env", multiple=True, metavar="NAME=VALUE", help="Set a variable for every trainer.")
+@click.option("--option", "option", multiple=True, metavar="NAME=VALUE", help="Set a launcher option.")
 @_request
 @click.option("--allow-drift", is_flag=True, help="Resume even if the run's config or data changed.")
 @click.option("--dry-run", is_flag=True, help="Print the commands without starting anything.")

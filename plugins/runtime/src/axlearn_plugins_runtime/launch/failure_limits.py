@@ -64,7 +64,7 @@ class Tally:
         """Count the death of an attempt.
 
         Args:
-            death: Root cause of the end of the attempt.
+            death: Root cause of the attempt's end.
             start_step: Step of the checkpoint that the attempt started from, or None if it did not start.
 
         Returns:

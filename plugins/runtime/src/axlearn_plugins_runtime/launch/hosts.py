@@ -12,8 +12,8 @@ class Host:
     Attributes:
         number: Index in the pool.
         limit: Number of deaths after which the host is set aside.
-        name: Name for messages.
-        address: Address for other hosts.
+        name: Name for use in messages.
+        address: Address at which other hosts can reach it.
         present: True if its agent responds.
         proven: True if a process became ready on it since its last failure.
         training: True if ranks run on it.

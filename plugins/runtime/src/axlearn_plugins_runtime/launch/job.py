@@ -20,7 +20,7 @@ class Job:
         experiment: Name of an experiment, or path of a run file as given.
         document: Content of the run file, or None if `experiment` is the name of an experiment.
         bases: Contents of the run files that `document` is based on, by name.
-        words: Options of `axlearn train`, as given (`--set`, `--with`, `--steps`, ...).
+        words: Options for `axlearn train`, as given (`--set`, `--with`, `--steps`, ...).
         run_dir: Absolute path or URI of the run directory.
         hosts: Number of machines that train.
         spares: Number of spare machines.

@@ -1,4 +1,4 @@
-"""Pod specs of a job on Kubernetes: node labels, resources, volumes and probes."""
+"""Pod specs for a job on Kubernetes: node labels, resources, volumes and probes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -102,7 +102,7 @@ def container(
     run_file: str | None = None,
     chips: bool = True,
 ) -> Manifest:
-    """Return the spec of a container.
+    """Return the spec for a container.
 
     Args:
         job: Job with the image, the claim and the chips.
@@ -137,7 +137,7 @@ def container(
 def pod_spec(
     job: Job, main: Manifest, *, volumes: Sequence[Manifest], chips: bool = True, restart: str | None = "Never"
 ) -> Manifest:
-    """Return the spec of a pod with one container."""
+    """Return the spec for a pod with one container."""
     options = job.options
     spec: Manifest = {"terminationGracePeriodSeconds": options.grace}
     if restart is not None:

@@ -16,7 +16,7 @@ class Pool(Protocol):
         ...
 
     def ask(self, host: int, method: str, *args: Any) -> Any:
-        """Return the result of a method of the host's agent. Raise `HostLostError` if the host is lost."""
+        """Call a method of the host's agent and return the result. Raise `HostLostError` if the host is lost."""
         ...
 
     def ask_all(self, hosts: Sequence[int], method: str, *args: Any) -> dict[int, Any]:

@@ -19,7 +19,7 @@ from axlearn_plugins_runtime.launch.run_files import write_script
 from axlearn_plugins_runtime.launch.supervised_job import is_uri, make_setup
 
 COMMAND = "AXLEARN_SKY"
-"""Environment variable with the path of `sky` if it is not on the PATH.
+"""Environment variable that contains the path of `sky` if it is not on the PATH.
 
 SkyPilot is usually installed in a separate environment because it pins old versions of packages."""
 GPUS = {"a100": "A100-80GB", "h100": "H100", "h200": "H200", "b200": "B200"}

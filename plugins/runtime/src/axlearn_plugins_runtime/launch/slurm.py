@@ -192,7 +192,7 @@ def _local_chips(job: Job) -> int:
         return 0
     if job.machine.chips_per_host % job.processes_per_host:
         raise RequestError(
-            f"{job.machine.chips_per_host} chips per host cannot be shared equally by the host's processes\n"
+            f"{job.machine.chips_per_host} chips per host cannot be divided evenly among the host's processes\n"
             f"    got: --processes-per-host {job.processes_per_host}\n    fix: use a number that divides it"
         )
     return job.machine.chips_per_host

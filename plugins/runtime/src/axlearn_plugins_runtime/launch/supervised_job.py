@@ -35,7 +35,7 @@ def compile_cache(job: Job) -> str | None:
 
 
 def make_setup(job: Job) -> Setup:
-    """Return the setup of the agents of a job."""
+    """Return the setup for a job's agents."""
     environment = dict(job.environment)
     if cache := compile_cache(job):
         environment = {

@@ -32,7 +32,7 @@ FIRST_PORT, PORTS = 24576, 8192
 
 
 def coordinator_port(attempt: int) -> int:
-    """Return the port of an attempt.
+    """Return the port for an attempt.
 
     Ports differ between attempts, because a process that joins the coordinator of an older attempt would end the job.
     """
@@ -40,7 +40,7 @@ def coordinator_port(attempt: int) -> int:
 
 
 def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of an `srun` task."""
+    """Return the environment for an `srun` task."""
     local, tasks = int(environ["SLURM_LOCALID"]), int(environ.get("SLURM_NTASKS_PER_NODE") or 1)
     place = _place(environ, job=f"slurm-{environ['SLURM_JOB_ID']}", rank=int(environ["SLURM_PROCID"]))
     if chips := int(environ.get("AXLEARN_LOCAL_CHIPS") or 0):
@@ -50,7 +50,7 @@ def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def kubernetes_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a pod of a JobSet, which has a job for each slice and a pod for each host."""
+    """Return the environment for a pod in a JobSet, which has a job for each slice and a pod for each host."""
     slices, slice_index = int(environ.get("AXLEARN_SLICES") or 1), int(environ.get("AXLEARN_SLICE") or 0)
     hosts = int(environ["AXLEARN_PROCESSES"]) // slices
     rank = slice_index * hosts + int(environ["JOB_COMPLETION_INDEX"])
@@ -62,7 +62,7 @@ def kubernetes_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def sky_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a node of a SkyPilot task. The task id differs between submissions and recoveries."""
+    """Return the environment for a node in a SkyPilot task. The task id differs between submissions and recoveries."""
     first = environ["SKYPILOT_NODE_IPS"].split()[0]
     task = environ.get("SKYPILOT_TASK_ID", "")
     attempt = sum(task.encode()) + int(environ.get("AXLEARN_ATTEMPT") or 0)

@@ -1,1 +1,1 @@
-"""A benchmark of OpenAI-compatible servers."""
+"""A benchmark for OpenAI-compatible servers."""

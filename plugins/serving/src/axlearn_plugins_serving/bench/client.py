@@ -27,7 +27,7 @@ def new_client(url: str, api_key: str | None, timeout: float) -> httpx.AsyncClie
     except httpx.InvalidURL as error:
         raise RequestError(f"--url {url}: {error}") from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise RequestError(f"--url {url}: not an HTTP URL\n    expected: such as http://127.0.0.1:8000")
+        raise RequestError(f"--url {url}: not an HTTP URL\n    expected: a URL such as http://127.0.0.1:8000")
     return httpx.AsyncClient(
         base_url=base,
         timeout=timeout,

@@ -42,7 +42,7 @@ class Settings:
         config: Config of the engine.
         step: See `open_engine`.
         programs: Directory of exported programs, or None.
-        needs_programs: Whether to fail if the programs do not fit the server. If False, the worker compiles its own.
+        needs_programs: Whether to fail if the programs do not match the server. If False, the worker compiles its own.
         folder: Folder for transfers.
     """
 

@@ -42,7 +42,7 @@ class Transfer:
 
 
 def check_transfers(engine: ServingEngine) -> None:
-    """Raise RequestError if the blocks of a prompt do not contain all that another engine needs."""
+    """Raise `RequestError` if a prompt's blocks do not contain everything that another engine needs."""
     if engine.cache.snapshots is not None:
         raise RequestError(
             "prefill and decode cannot be separated for a model with recurrent layers\n"

@@ -1,8 +1,9 @@
 """The router: an engine with separate processes for prompts and outputs.
 
-A request waits in the router until a worker has room. A prefill worker computes its prompt and writes the full blocks of the cache
-to a file in shared memory. A decode worker reads the file, computes the few remaining tokens of the prompt, and continues. If a
-worker dies, the router starts a new one, retries the requests that have no output yet, and ends its other requests with an error.
+A request waits in the router until a worker has room. A prefill worker computes its prompt and writes the full blocks of the
+cache to a file in shared memory. A decode worker reads the file, computes the few remaining tokens of the prompt, and continues.
+If a worker dies, the router starts a new one, retries the requests that have no output yet, and ends the worker's other requests
+with an error.
 """
 
 import contextlib

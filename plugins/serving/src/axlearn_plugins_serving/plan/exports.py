@@ -40,7 +40,7 @@ def export_programs(request: Request, config: ServingEngine.Config, directory: P
     if request.settings or request.features or request.without:
         raise RequestError(
             "the config of an existing model cannot be changed\n    got: --set of its config, --with or --without\n"
-            "    fix: leave them out; --set serving.PATH=VALUE is for the engine"
+            "    fix: remove them; --set serving.PATH=VALUE is for the engine"
         )
     started = time.perf_counter()
     set_up_devices(config, owns_cores=True)

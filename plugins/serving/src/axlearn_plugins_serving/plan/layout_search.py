@@ -60,7 +60,7 @@ class ServingRow:
 
     Attributes:
         tpot: Seconds between the tokens of a request while all rows decode, at the roofline.
-        tokens_per_second: Output tokens per second of all replicas while nothing is prefilled.
+        tokens_per_second: Output tokens per second across all replicas, while no prompts are prefilled.
         bytes: Memory per device, in bytes.
     """
 

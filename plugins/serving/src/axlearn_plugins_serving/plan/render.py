@@ -78,7 +78,7 @@ def _mesh(plan: ServingPlan) -> Iterator[str]:
     yield ", ".join(f"{a}={n}" for a, n in plan.mesh.items()) or "one device"
     if plan.layers_compiled:
         depths = " and ".join(map(str, plan.layers_compiled))
-        yield f"note: compiled with {depths} of {plan.layers} equal layers; temporaries and traffic are extrapolated linearly"
+        yield f"note: compiled with {depths} of {plan.layers} identical layers; temporaries and traffic are extrapolated linearly"
     if caveat := plan.machine.target.stand_in:
         yield f"note: compiled with a stand-in for the program that runs there: {caveat}"
     for note in plan.notes:

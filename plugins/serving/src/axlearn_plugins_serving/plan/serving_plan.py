@@ -111,7 +111,7 @@ def plan_model(
     notes: Sequence[str] = (),
     export: Path | None = None,
 ) -> ServingPlan:
-    """Compile the steps of a server for a machine and analyze the compiled programs.
+    """Compile a server's steps for a machine and analyze the compiled programs.
 
     Args:
         model: Config of a `CausalLM`. Its `param_dtype` is the dtype of the weights.
@@ -138,7 +138,7 @@ def plan_model(
         raise RequestError(
             "a plan covers one replica, whose devices split each matrix multiplication\n"
             f"    got: serving.tensor_parallel={config.tensor_parallel}, and {machine.devices} devices of {machine.name}\n"
-            "    fix: leave one of them out, or name a target with as many devices"
+            "    fix: remove one of them, or name a target with as many devices"
         )
     started = time.perf_counter()
     steps = Steps(runner, model, machine, mesh or tensor_parallel(machine))

@@ -32,7 +32,7 @@ from axlearn_plugins_transformer.layer_roles import ExpertsRole
 
 LAYERS = "decoder.num_layers"
 DEPTHS = (2, 3)
-"""Numbers of layers to compile if a model has many equal layers. The whole model's figures are extrapolated linearly."""
+"""Numbers of layers to compile if a model has many identical layers. The whole model's figures are extrapolated linearly."""
 
 
 @attrs.frozen(kw_only=True)
@@ -56,7 +56,7 @@ class CompiledStep:
     def extrapolate(self, other: "CompiledStep", steps: int) -> "CompiledStep":
         """Extrapolate to `steps` more layers than `other`.
 
-        `other` has one layer more than this step.
+        `other` has one more layer than this step.
         """
         pairs = {n: (getattr(self, n), getattr(other, n)) for n in ("temporaries", "code", "links", "network")}
         values: dict[str, Any] = {
@@ -74,7 +74,7 @@ class StepPlan:
         requests: Number of decoding requests.
         prompt: Number of prompt tokens.
         compiled: The compiler's figures.
-        flops: Total FLOPs of all devices.
+        flops: Total FLOPs across all devices.
         traffic: Bytes read from and written to the memory of one device.
         roofline: Shortest possible time.
     """
@@ -147,7 +147,7 @@ class Steps:
             return RunnerProgram.with_steps(self.cfg, model, self.devices, self.mesh, self.machine.target)
 
     def _build_shallow(self) -> Sequence[ModelProgram]:
-        """Return programs with fewer layers if all layers are equal.
+        """Return programs with fewer layers if all layers are identical.
 
         Returns an empty sequence if all layers must be compiled.
         """
@@ -197,7 +197,7 @@ class Steps:
         specs = self.program.arguments("serve", bucket)[0]
         for path, array in weights.items():
             size, rows, share = math.prod(array.shape), tokens, 1.0
-            if ".embedding." in f".{path}":  # only some of its rows are read
+            if ".embedding." in f".{path}":  # only some of the rows are read
                 continue
             if array.axes[-1:] == ("vocab",):
                 rows = results

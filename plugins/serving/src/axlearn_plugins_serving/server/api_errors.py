@@ -67,7 +67,7 @@ def parse_body(model: type[T], body: bytes, *, context: int | None = None) -> T:
         context: Maximum number of tokens in a prompt. Longer lists of token ids are rejected before they are validated.
 
     Raises:
-        ApiError: 400. The message names the first invalid field and counts the others.
+        ApiError: 400. The message names the first invalid field and counts the rest.
     """
     try:
         return model.model_validate_json(body, context={"context": context})

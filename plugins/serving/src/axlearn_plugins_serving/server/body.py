@@ -1,4 +1,4 @@
-"""Base classes of request bodies."""
+"""Base classes for request bodies."""
 
 from typing import Any, Self
 

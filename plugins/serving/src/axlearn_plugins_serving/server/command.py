@@ -112,7 +112,7 @@ def serve(
     if replicas is not None:
         _check_replica_options(context)
     if more:
-        raise RequestError(f"unexpected arguments: {' '.join(more)}\n    fix: leave them out, or set --engine vllm")
+        raise RequestError(f"unexpected arguments: {' '.join(more)}\n    fix: remove them, or set --engine vllm")
     limits = ServerLimits(body_bytes=max_body, api_key=key, hosts=allowed_hosts(host, key))
     listener = bind(host, port)
     try:
@@ -164,7 +164,7 @@ _VLLM_OPTIONS = ("uri", "host", "port", "served_model_name", "api_key_env", "ste
 
 
 def _check_vllm_options(context: click.Context) -> None:
-    """Raise an error for options that only the axlearn engine has.
+    """Raise an error for options that only the axlearn engine supports.
 
     Raises:
         RequestError: If such an option is set.
@@ -173,7 +173,7 @@ def _check_vllm_options(context: click.Context) -> None:
 
     if options := _options_set(context, lambda name: name not in _VLLM_OPTIONS):
         raise RequestError(
-            f"--engine vllm does not support {', '.join(options)}\n    fix: leave it out, and pass `vllm serve` options after --"
+            f"--engine vllm does not support {', '.join(options)}\n    fix: remove it, and pass `vllm serve` options after --"
         )
 
 
@@ -190,12 +190,12 @@ def _check_replica_options(context: click.Context) -> None:
     if options := _options_set(context, lambda name: name in ("grace", "log_requests")):
         raise RequestError(
             f"--replicas does not support {', '.join(options)}: Ray Serve drains and logs requests itself\n"
-            "    fix: leave it out; Ray writes a line for each request to its own logs"
+            "    fix: remove it; Ray writes a line for each request to its own logs"
         )
 
 
 def _options_set(context: click.Context, chosen: Callable[[str], bool]) -> list[str]:
-    """Return the options among the chosen ones that the user set, as spelled on the command line."""
+    """Return the chosen options that the user set, as spelled on the command line."""
     default = click.core.ParameterSource.DEFAULT
     names = [(p.name, p.opts[0]) for p in context.command.params if p.name]
     return [option for name, option in names if chosen(name) and context.get_parameter_source(name) != default]
@@ -297,7 +297,7 @@ def _run_replicas(engine_options: tuple[Any, ...], limits: Any, replicas: int, h
 
     uri, name, template, *rest, programs, workers = engine_options
     if workers is not None:
-        raise RequestError("--replicas cannot be combined with --prefill or --decode\n    fix: leave one of them out")
+        raise RequestError("--replicas cannot be combined with --prefill or --decode\n    fix: remove one of them")
     if port == 0:
         raise RequestError("--replicas needs a fixed port\n    got: --port 0\n    fix: name a free port")
     # Replicas run in different directories.

@@ -14,7 +14,7 @@ from types import FrameType
 from axlearn_core.errors import RequestError, WorkError
 
 COMMAND = "AXLEARN_VLLM"
-"""Environment variable with vLLM's command if it is not on the PATH. vLLM is often installed in a separate environment."""
+"""Environment variable that holds vLLM's command if it is not on the PATH. vLLM often has a separate environment."""
 
 
 def find_vllm() -> str:

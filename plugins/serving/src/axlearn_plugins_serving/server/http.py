@@ -20,7 +20,7 @@ T = TypeVar("T", bound=BaseModel)
 
 
 async def read_body(request: HttpRequest) -> bytes:
-    """Return the body of a request with the content type JSON.
+    """Return the body of a request whose content type is JSON.
 
     Browsers send cross-site requests of this type only if the server allows them, which this server never does.
 

@@ -17,7 +17,7 @@ from axlearn_plugins_serving.server.http import error_response
 from axlearn_plugins_serving.server.memory_return import LARGE, Budget, MemoryReturn
 
 OPEN_PATHS = frozenset({"/", "/health", "/openapi.json"})
-"""Paths that need no API key."""
+"""Paths that do not require an API key."""
 
 
 @attrs.frozen(kw_only=True)

@@ -21,7 +21,7 @@ def spell(grammars: Grammars, token: int) -> str:
 
 
 def chat_logprobs(grammars: Grammars, scored: Sequence[ScoredToken], top: int) -> dict[str, Any]:
-    """Return `logprobs` of a chat choice."""
+    """Return the `logprobs` of a chat choice."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {
@@ -40,7 +40,7 @@ def chat_logprobs(grammars: Grammars, scored: Sequence[ScoredToken], top: int) -
 def completion_logprobs(
     grammars: Grammars, entries: Sequence[tuple[int, TokenLogprobs | None]], tokens: Sequence[int], top: int
 ) -> dict[str, Any]:
-    """Return `logprobs` of a completion choice.
+    """Return the `logprobs` of a completion choice.
 
     Args:
         grammars: Looks up the bytes of tokens.

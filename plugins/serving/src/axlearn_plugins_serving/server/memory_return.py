@@ -12,7 +12,7 @@ _SECONDS = 0.5
 
 @functools.cache
 def _trim() -> Callable[[int], int] | None:
-    """Return `malloc_trim` of the GNU C library, or None if a different C library is used."""
+    """Return `malloc_trim` from the GNU C library, or None if a different C library is used."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 

@@ -68,7 +68,7 @@ class Choice:
         self._scored: list[ScoredToken] = []
 
     def push(self, output: Output) -> Delta:
-        """Add an output of the engine and return the new text.
+        """Add an output from the engine and return the new text.
 
         Raises:
             ApiError: If the engine could not compute the output.
@@ -108,7 +108,7 @@ class Choice:
 
 @attrs.frozen
 class Usage:
-    """Token counts of an HTTP request."""
+    """Token counts for an HTTP request."""
 
     prompt: int
     completion: int

@@ -1,4 +1,4 @@
-"""The bodies of responses, for the OpenAPI document.
+"""Response bodies, for the OpenAPI document.
 
 The endpoints build plain dictionaries, which are faster in long streams.
 """

@@ -27,7 +27,7 @@ from axlearn_plugins_serving.server.service import Service
 
 
 async def create_response(request: HttpRequest) -> Response:
-    """Answer a text or a conversation."""
+    """Answer a prompt or a conversation."""
     service: Service = request.app.state.service
     body = await read_json(ResponseRequest, request)
     service.adapter(body.model)

@@ -1,4 +1,4 @@
-"""The bodies of requests.
+"""Request bodies.
 
 Each body is a pydantic model, which defines the validation, errors with field paths, and the JSON schema in the OpenAPI document.
 Unknown fields and unsupported values are errors. A null field counts as absent, even if its name is unknown.
@@ -154,7 +154,7 @@ class SamplingFields(Body):
 class CompletionRequest(SamplingFields):
     """`POST /v1/completions`.
 
-    The prompt is a text, a list of texts, a list of token ids, or a list of such lists.
+    The prompt is a string, a list of strings, a list of token ids, or a list of lists of token ids.
     """
 
     prompt: (
@@ -352,7 +352,7 @@ class ResponseRequest(Body):
 class TokenizeRequest(Body):
     """`POST /tokenize`.
 
-    The input is a text, or a conversation with tools that the chat template renders.
+    The input is text, or a conversation with tools that the chat template renders.
     """
 
     model: str | None = None
@@ -366,7 +366,7 @@ class TokenizeRequest(Body):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("pass either prompt or messages")
         if self.tools is not None and self.messages is None:
-            raise ValueError("tools need messages: leave tools out if there is a prompt")
+            raise ValueError("tools need messages: omit tools if there is a prompt")
         return self
 
 

@@ -33,7 +33,7 @@ COUNTERS = {
 
 
 class Metrics:
-    """The metrics of a server. The engine's counters are read when metrics are collected.
+    """The metrics for a server. The engine's counters are read when metrics are collected.
 
     Attributes:
         registry: Registry to render.

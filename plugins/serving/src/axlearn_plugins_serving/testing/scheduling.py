@@ -123,7 +123,7 @@ class SchedulerSuite:
         assert machine.cache.pool.used == 0
 
     def test_requests_may_leave_at_any_time(self) -> None:
-        """Remove waiting and running requests, as if their clients left."""
+        """Remove waiting and running requests, as if their clients had left."""
         machine, rng = _Machine(self.config, 20, 30, max_steps=1), random.Random(1)
         while machine.pending:
             machine.step()

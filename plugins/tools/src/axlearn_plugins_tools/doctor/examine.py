@@ -137,7 +137,7 @@ def _find_unknown_ops(manager: pluggy.PluginManager, entry: Entry) -> Iterator[F
         if cls not in vars(module):
             close = nearest(cls, [*vars(module)], limit=1)
             hint = f"; did you mean: {module_name}:{close[0]}?" if close else ""
-            message = f"the op {kernel.op} of the kernel {kernel.name!r} does not exist, so it never runs{hint}"
+            message = f"the op {kernel.op} of the kernel {kernel.name!r} does not exist, so the kernel never runs{hint}"
             yield _finding(entry, "error", message)
 
 

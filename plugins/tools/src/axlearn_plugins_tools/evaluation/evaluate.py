@@ -85,7 +85,7 @@ def evaluate(subject: Subject, data: Data, *, stride: int | None = None) -> dict
 
 
 def text(subject: Subject, data: Data, *, stride: int | None = None) -> dict[str, Any]:
-    """Return the metrics of texts.
+    """Return the metrics for texts.
 
     Every token of a text counts. The end of a document is not predicted.
 
@@ -97,7 +97,7 @@ def text(subject: Subject, data: Data, *, stride: int | None = None) -> dict[str
 
 
 def chat(subject: Subject, data: Data, *, stride: int | None = None) -> dict[str, Any]:
-    """Return the metrics of conversations.
+    """Return the metrics for conversations.
 
     Only the tokens of the assistant's messages and their end tokens count.
 

@@ -40,7 +40,7 @@ class FileEvaluator(Periodic):
             raise RequestError(f"evaluators.{name}: the trainer's input has no tokenizer, so {cfg.data} cannot be read")
 
     def run(self, session: "Session") -> Mapping[str, float]:
-        """Return the metrics of all rows under the current parameters."""
+        """Return the metrics over all rows, with the current parameters."""
         from axlearn_plugins_tools.evaluation.evaluate import evaluate
         from axlearn_plugins_tools.evaluation.subjects import subject
         from axlearn_plugins_transformer.text.processor import text_processor

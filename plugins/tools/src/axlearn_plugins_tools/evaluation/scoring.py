@@ -39,7 +39,7 @@ class Window(NamedTuple):
 
 @attrs.frozen
 class Score:
-    """Log-likelihood of the tokens of a text that count.
+    """Log-likelihood of a text's counted tokens.
 
     Attributes:
         log_likelihood: Sum of the natural logarithms of the tokens' probabilities.

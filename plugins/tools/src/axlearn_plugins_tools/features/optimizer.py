@@ -18,10 +18,9 @@ RATE = "learning_rate"
 class UseOptimizer(Feature):
     """Trains with a different optimizer.
 
-    `component` is the name of a registered optimizer (`lion`). `settings` are its settings (`{b1: 0.95}`). The learning
-    rate and its schedule are copied from the old optimizer, unless the settings contain one or one of the two
-    optimizers has no learning rate. No other setting is copied. If the experiment already uses this optimizer, only the
-    given settings change.
+    `component` is the name of a registered optimizer (`lion`). `settings` are its settings (`{b1: 0.95}`). The learning rate and
+    its schedule are copied from the old optimizer, unless the settings contain a learning rate or one of the two optimizers does
+    not have one. No other setting is copied. If the experiment already uses this optimizer, only the given settings change.
     """
 
     stage = "replace"

@@ -73,8 +73,8 @@ class Result:
         first: Metric of the first run.
         second: Metric of the second run.
         changes: All changes between the runs.
-        moving: Minimal set of changes that moves the metric more than halfway. Empty if the runs do not differ by more than
-            their seeds.
+        moving: Minimal set of changes that moves the metric more than halfway. Empty if the runs do not differ by more than the
+            variation across seeds.
         moved: Metric of the first run with all changes in `moving`.
         alone: Metric of the first run with each change in `moving` on its own, or None if that config cannot be trained.
         trainings: Number of training runs.
@@ -92,7 +92,7 @@ class Result:
 
     @property
     def clear(self) -> bool:
-        """Whether the two runs differ by more than their seeds."""
+        """Whether the two runs differ by more than the variation across seeds."""
         return is_clear(self.first, self.second)
 
 
@@ -164,7 +164,7 @@ def bisect(
     if not differences or not is_clear(*ends):
         return Result(
             **facts,
-            ended="the runs do not differ by more than their seeds" if differences else "the configs are the same",
+            ended="the runs do not differ by more than the variation across seeds" if differences else "the configs are the same",
         )
     half = (ends[0].mean + ends[1].mean) / 2
     scores: dict[tuple[str, ...], Score | None] = {}

@@ -58,7 +58,7 @@ def bisect(
     """Find the config changes between two runs that move a metric, or the first step at which they diverge.
 
     Over configs, trains configs between those of RUN_A and RUN_B for a few steps each, with several seeds, on the local
-    devices. Exits with code 1 if the runs do not differ by more than their seeds.
+    devices. Exits with code 1 if the runs do not differ by more than the variation across seeds.
 
     Over steps, searches the records and checkpoints of both runs, and runs the steps between again. Runs may be URIs. Exits
     with code 1 if the runs do not differ.

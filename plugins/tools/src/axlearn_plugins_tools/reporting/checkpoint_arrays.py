@@ -35,12 +35,12 @@ def compare_checkpoints(first: Run, second: Run, common: Checkpoints, step: int 
         step: Step of the checkpoint (default: the last common one).
 
     Raises:
-        RequestError: If the runs have no common checkpoint of `step`.
+        RequestError: If the runs have no common checkpoint at `step`.
         CheckpointError: If a file is damaged.
     """
     if step is not None and step not in common.steps:
         raise RequestError(
-            f"the runs have no common checkpoint of step {step}\n"
+            f"the runs have no common checkpoint at step {step}\n"
             f"    expected: {', '.join(map(str, common.steps)) or 'none exists'}\n    fix: omit --step, or use one of these"
         )
     step = common.step if step is None else step

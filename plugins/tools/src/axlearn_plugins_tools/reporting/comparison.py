@@ -1,4 +1,4 @@
-"""Compare two runs by their files: config, seeds, data, versions, recorded scalars and checkpoints. Imports no JAX."""
+"""Compare two runs by their files: config, seeds, data, versions, recorded scalars and checkpoints. Does not import JAX."""
 
 import math
 from collections.abc import Mapping, Sequence

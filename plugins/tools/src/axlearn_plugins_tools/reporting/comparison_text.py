@@ -32,7 +32,7 @@ def _start_sentence(comparison: Comparison) -> str:
         return "The runs start from the same config, seeds, data and versions."
     same = comparison.parts["config"] and comparison.same_mathematics
     return f"The runs start differently: {counts}." + (
-        " The config values do not change the mathematics." if same else ""
+        " The config values do not change the computation." if same else ""
     )
 
 

@@ -14,7 +14,7 @@ class NotebookBar:
     """Shows the step, a status, and the remaining time in a single output that it updates in place. It needs no widgets.
 
     Args:
-        total: Number of steps of the run.
+        total: Number of steps in the run.
         completed: Number of steps before the run was resumed.
     """
 

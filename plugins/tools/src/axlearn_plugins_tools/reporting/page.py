@@ -345,7 +345,7 @@ def _chain(run: Run, path: str) -> str:
 
 
 def _environment(run: Run) -> str:
-    """Return the remaining values of the lock."""
+    """Return the remaining values in the lock."""
     skipped = {"provenance", "versions", "experiment", "parameters", "trained_parameters", "devices"}
     rows = [(k, v) for k, v in run.lock.items() if k not in skipped and v not in (None, {}, [], "")]
     versions = run.lock.get("versions")

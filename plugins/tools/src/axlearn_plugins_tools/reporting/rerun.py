@@ -34,7 +34,7 @@ class CannotRerun(Exception):
 
 @attrs.frozen(eq=False)
 class Sketches:
-    """A few numbers about each array of a model. They show whether arrays differ without keeping the arrays themselves.
+    """A few numbers per array of a model. They show whether arrays differ without keeping the arrays themselves.
 
     Attributes:
         paths: Path of each array.

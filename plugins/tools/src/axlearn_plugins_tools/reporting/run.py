@@ -181,5 +181,5 @@ def _read(path: Path, read: Callable[[Path], Any], empty: Any, notes: list[str],
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror or error}")
     except (ValueError, ConfigError) as error:
-        notes.append(f"{path.name} is damaged and ignored: {error}")
+        notes.append(f"{path.name} is damaged and was ignored: {error}")
     return empty

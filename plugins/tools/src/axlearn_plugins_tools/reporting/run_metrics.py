@@ -1,4 +1,4 @@
-"""Prometheus metrics of a run, from logged values and the files of the run directory."""
+"""Prometheus metrics for a run, from logged values and the files in the run directory."""
 
 import json
 from collections import Counter
@@ -31,7 +31,7 @@ BUCKETS = {
 LOGGED = {
     "loss": "Training loss at the last logged step.",
     "step_seconds": "Seconds per step since the previous logged step.",
-    "tokens_per_second": "Tokens per second over all processes.",
+    "tokens_per_second": "Tokens per second across all processes.",
     "mfu": "Model FLOP utilization, from 0 to 1.",
 }
 """Values that have their own metric. All other values are `axlearn_train_scalar{name=...}`."""
@@ -141,7 +141,7 @@ class RunCollector(Collector):
         evaluation: Values of the last evaluation by name.
         logged_step: Last logged step.
         logged_time: Time at which that step was logged, in seconds since 1970, or 0.
-        max_steps: Number of steps of the run.
+        max_steps: Number of steps in the run.
     """
 
     def __init__(self, run_dir: Path, *, max_steps: int, start_step: int, info: Mapping[str, str]):
@@ -164,7 +164,7 @@ class RunCollector(Collector):
     def _progress(self) -> Iterable[Metric]:
         step = max(self.logged_step, self._files.step)
         yield GaugeMetricFamily("axlearn_train_step", "Number of finished steps.", value=step)
-        yield GaugeMetricFamily("axlearn_train_max_steps", "Number of steps of the run.", value=self.max_steps)
+        yield GaugeMetricFamily("axlearn_train_max_steps", "Number of steps in the run.", value=self.max_steps)
         yield GaugeMetricFamily(
             "axlearn_train_logged_time_seconds",
             "Time when the last step was logged, in seconds since 1970.",
@@ -187,7 +187,7 @@ class RunCollector(Collector):
             "axlearn_train_goodput_ratio", "Share of time spent on kept steps.", value=goodput.share
         )
         seconds = GaugeMetricFamily(
-            "axlearn_train_phase_seconds", "Seconds over all attempts, by phase.", labels=["phase", "bucket"]
+            "axlearn_train_phase_seconds", "Seconds across all attempts, by phase.", labels=["phase", "bucket"]
         )
         for phase, value in goodput.seconds.items():
             seconds.add_metric([phase, BUCKETS[phase]], value)

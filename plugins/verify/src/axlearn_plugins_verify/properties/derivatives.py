@@ -46,7 +46,10 @@ class Derivatives:
         return None
 
     def check(self, case: Any) -> Outcome:
-        """Compare each gradient with differences of the loss. If one is wrong, or if float32 hides many, float64 decides."""
+        """Compare each gradient with differences of the loss.
+
+        If a gradient is wrong, or if many are inconclusive in float32, float64 decides.
+        """
         config = with_all_experts(precise_config(case.config))
         with module_calls.without_location():
             outcome, skipped = self._check(case, config)
@@ -101,7 +104,7 @@ def with_all_experts(config: Any) -> Any:
 
 
 def _locate(step: Step, wrong: Mapping[tuple[str, str], float]) -> Difference:
-    """Name the wrong gradient that the backward pass computes first: the one of the module that is called last."""
+    """Name the wrong gradient that the backward pass computes first: the gradient of the module that is called last."""
     if not module_calls.is_located():
         return module_calls.unlocated(max(wrong.values()))
     calls = {record.layer: index for index, record in enumerate(step.trace()[1])}

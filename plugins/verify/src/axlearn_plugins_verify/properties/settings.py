@@ -32,8 +32,8 @@ class Settings:
     summary: ClassVar[str] = "every setting of the model that differs from its default has an effect"
 
     def skip_reason(self, case: Any) -> str | None:
-        """Skip models whose settings all have their defaults."""
-        return None if any(changed_settings(case.config)) else "all settings of the model have their defaults"
+        """Skip models whose settings all have their default values."""
+        return None if any(changed_settings(case.config)) else "all settings of the model have their default values"
 
     def check(self, case: Any) -> Outcome:
         """Compare the program of each changed setting to that of the config."""

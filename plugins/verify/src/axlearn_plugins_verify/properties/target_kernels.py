@@ -152,7 +152,7 @@ def _arrays(op: Any) -> list[Any]:
 
 
 def in_float32(op: Any) -> Any:
-    """Return an op with float32 in place of 16-bit arrays."""
+    """Return an op whose 16-bit arrays are float32 instead."""
 
     def widen(x: Any) -> Any:
         short = is_array(x) and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
@@ -166,7 +166,7 @@ def compare_call(call: KernelCall, seed: int) -> Outcome:
 
     Args:
         call: Call with a kernel that this machine can run.
-        seed: Seed of the operands.
+        seed: Seed for the operands.
     """
     small = shrink_op(call.op, call.accepts)
     outcome = _compare(call, small, seed)

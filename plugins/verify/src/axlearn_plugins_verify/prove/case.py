@@ -1,4 +1,4 @@
-"""A shrunk config with its programs, weights and batches: what properties check."""
+"""A shrunk config with its programs, weights and batches, which properties check."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ class Case:
         config: The shrunk config, `Trainer.Config`.
         original: The config before shrinking.
         meshes: Shapes of meshes that together cover each axis that the config can use.
-        seed: Seed of the weights and batches.
+        seed: Seed for the weights and batches.
         target: Hardware that the request names, or None.
     """
 
@@ -54,7 +54,7 @@ class Case:
         )
 
     def program(self, config: Any = None, shape: Mapping[str, int] | None = None) -> Program:
-        """Compose a config, or return its program if it was composed before.
+        """Compose a config, or return its program if it has already been composed.
 
         Args:
             config: Config to compose (default: the case's own).

@@ -22,7 +22,7 @@ from axlearn_plugins_verify.compat import hide_partitioner_warnings
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of weights and batches.")
 @click.option("--seeds", type=click.IntRange(min=1), default=2, show_default=True, help="Number of seeds.")
 @click.option(
-    "--mesh", metavar="AXIS=N,...", help="Check only this mesh (default: meshes that together have every axis)."
+    "--mesh", metavar="AXIS=N,...", help="Check only this mesh (default: meshes that together cover every axis)."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--report", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.html", help="Write a page.")
@@ -66,7 +66,7 @@ def prove(
 
 
 def _parse_mesh(text: str) -> dict[str, int]:
-    """Parse the sizes of the axes of a mesh."""
+    """Parse the sizes of a mesh's axes."""
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(axis.strip() and size.strip().isdigit() for axis, _, size in pairs):
         raise RequestError(

@@ -24,7 +24,7 @@ class Difference:
 
 @attrs.frozen(kw_only=True)
 class Outcome:
-    """Result of one check.
+    """The result of one check.
 
     Attributes:
         error: Largest relative error of the compared values.
@@ -48,7 +48,7 @@ class Property(Protocol):
     """A property of a config, registered under the entry point group `axlearn.properties`.
 
     Attributes:
-        summary: The statement that holds, as one sentence for the report.
+        summary: The statement that the property makes, as one sentence for the report.
     """
 
     summary: ClassVar[str]

@@ -23,7 +23,7 @@ from axlearn_plugins_verify.prove.double_precision import ALSO_IN_FLOAT32, equat
 QUICK = {"xla_backend_optimization_level": 0}
 """Compiler options for functions that run a few times, because compiling takes most of the time."""
 EPSILON = {"float64": 2.0**-50, "float32": 2.0**-22, "bfloat16": 2.0**-8, "float16": 2.0**-10}
-"""Relative change of a parameter that stands for the rounding of a dtype."""
+"""Relative change of a parameter that simulates the rounding of a dtype."""
 FLOOR = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 2e-2, "float16": 5e-3}
 """Error that rounding alone causes even if `EPSILON` moves nothing, relative to the norm of a token's logits."""
 

@@ -67,7 +67,7 @@ def minimize(
         request: Request that fails.
         resolved: The resolved request.
         still_fails: Checks a resolved request on meshes.
-        deadline: Time to stop at, on the clock of `time.monotonic`.
+        deadline: Time at which to stop, on the clock of `time.monotonic`.
         meshes: Shapes of the meshes of the proof if the property depends on them.
 
     Returns:

@@ -35,7 +35,7 @@ _located: ContextVar[bool] = ContextVar("located", default=True)
 def without_location() -> Iterator[None]:
     """Make checks report only whether a property holds.
 
-    Finding the first layer that differs takes most of the time of a failed check.
+    Most of the time that a failed check takes is spent on finding the first layer that differs.
     """
     token = _located.set(False)
     try:
@@ -149,7 +149,7 @@ def first_difference(
 
     Returns:
         The difference. If the errors grow so slowly that no record differs by the whole tolerance, the first one that differs by
-        a fraction of it. None if no record that both runs have differs.
+        a fraction of it. None if no record that the runs have in common differs.
     """
     later = {(r.layer, r.tensor): r for r in reversed(other)}
     pairs = [(r, select_one(r.value), select_other(m.value)) for r in one if (m := later.get((r.layer, r.tensor)))]
@@ -276,7 +276,7 @@ class Recorder:
 
 
 def _is_stack_of(stack: Any, module: Any) -> bool:
-    """Return True if the arrays of a module have one more axis than those of another."""
+    """Return True if the arrays of `stack` have one more axis than the arrays of `module`."""
     ranks = ([len(x.shape) for x in jax.tree.leaves(nnx.state(m))] for m in (stack, module))
     return any(one == other + 1 for one, other in zip(*ranks, strict=False))
 

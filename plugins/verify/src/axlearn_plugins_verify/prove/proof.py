@@ -38,8 +38,8 @@ class Check:
 
     Attributes:
         name: Name of the property.
-        summary: The statement that holds, as one sentence.
-        seed: Seed of the weights and batches.
+        summary: The statement that the property makes, as one sentence.
+        seed: Seed for the weights and batches.
         status: `holds`, `FAILS`, `skipped` or `not run`.
         outcome: Result, or None if the check was skipped, not run, or ended with an error.
         reason: Why the property was skipped or not run, or the error that ended the check.
@@ -57,7 +57,7 @@ class Check:
 
 @attrs.frozen(kw_only=True)
 class Proof:
-    """Result of a proof.
+    """The result of a proof.
 
     Attributes:
         title: Name of the experiment, with its features.
@@ -136,9 +136,9 @@ def prove(
         request: A request, the name of an experiment, a YAML file, or a config.
         only: Names of the properties to check (default: all).
         minutes: Time limit. Checks that would start after this limit are reported as not run.
-        seed: First seed of the weights and batches.
+        seed: First seed for the weights and batches.
         seeds: Number of seeds.
-        mesh: Shape of the only mesh to check, such as `{"data": 2}` (default: meshes that together have every axis).
+        mesh: Shape of the only mesh to check, such as `{"data": 2}` (default: meshes that together cover every axis).
         progress: Called after each check.
         options: Arguments of `Request.from_arguments`, if `request` is not a `Request`.
 

@@ -65,7 +65,7 @@ def _failure(proof: Proof, check: Check) -> list[str]:
     if minimal.removed:
         lines.append(f"  no effect on the failure: {', '.join(minimal.removed)}")
     if not minimal.complete:
-        lines.append("  the time limit was reached, so more may be without effect")
+        lines.append("  the time limit was reached, so more settings may have no effect")
     return [*lines, ""]
 
 

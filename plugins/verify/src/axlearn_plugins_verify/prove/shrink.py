@@ -22,7 +22,7 @@ UNKNOWN = 64
 """Largest value that a number of unknown meaning may keep. Larger numbers are sizes."""
 PARTS = ("model.", "objective.", "input.", "learner.")
 
-# The smallest sizes for which each kind of layer still does its work, by field name. The numbers of heads, experts
+# The smallest sizes for which each kind of layer still functions, by field name. The numbers of heads, experts
 # and rows are divisible by the mesh axes of a proof.
 SIZES: Mapping[str, int] = {
     "accumulate_steps": 2,
@@ -64,7 +64,7 @@ REFUSALS = (AxlearnError, ValueError, TypeError, ZeroDivisionError, AssertionErr
 MORE_ATTEMPTS = 6
 """Number of combinations of sizes to try after the first valid one, to keep more operations."""
 INNER = 48
-"""Hidden size of the parts of a layer. It differs from the width, so that a product in the wrong order is an error."""
+"""Hidden size inside the parts of a layer. It differs from the width, so that a product in the wrong order is an error."""
 STEPS = 8
 """Value of `max_steps`."""
 ALTERNATIVES: Mapping[str, tuple[int, ...]] = {
@@ -170,7 +170,7 @@ def _is_inner(config: Any, path: str) -> bool:
 
 
 def _needed_layers(stack: Any) -> int:
-    """Return how many layers cover every kind: those before the pattern, and two periods, so that they can be scanned."""
+    """Return how many layers cover every kind: the layers before the pattern, and two periods, so that they can be scanned."""
     needed = 2
     for _, node in walk(stack):
         names = children(node) if isinstance(node, Node) else {}
@@ -289,7 +289,7 @@ def _has_pipeline(config: Any) -> bool:
 
 
 def _meshes(config: Any, devices: int) -> Iterator[Mapping[str, int]]:
-    """Yield shapes of meshes that have each axis once, as far as they divide the arrays."""
+    """Yield mesh shapes that together use each axis once, as far as the axes divide the arrays."""
     groups: list[tuple[str, ...]] = [("data", "fsdp", "tensor"), ("expert", "seq", "tensor")]
     if _has_pipeline(config):
         groups.append(("pipeline", "fsdp"))

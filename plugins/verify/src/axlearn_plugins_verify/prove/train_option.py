@@ -15,7 +15,7 @@ def _prove(_: bool, request: Request) -> Request:
     command = [sys.executable, "-m", "axlearn_core", "prove", *request.words, "--minutes", str(MINUTES)]
     result = subprocess.run(command, stdout=sys.stderr, check=False)
     if result.returncode:
-        # A property that does not hold does not make the request wrong, so keep the exit code of the proof.
+        # A property that does not hold does not make the request invalid, so keep the proof's exit code.
         error = WorkError if result.returncode == 1 else RequestError
         raise error(
             "--prove: the config was not proven, so nothing was trained; see above\n"

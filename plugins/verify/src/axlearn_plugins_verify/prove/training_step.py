@@ -19,7 +19,7 @@ from axlearn_plugins_verify.prove.forward import EPSILON, Select, compute_dtype,
 FLOOR = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 1e-2, "float16": 5e-3}
 """Error of a gradient that rounding alone causes, relative to its norm."""
 MOVES = 2
-"""Number of random moves of the parameters that measure rounding."""
+"""Number of random perturbations of the parameters that measure rounding."""
 SMALL = 0.01
 """The error of a gradient with a small norm is relative to this fraction of the norm of all gradients."""
 STACKED = "layers"
@@ -177,7 +177,7 @@ def _error(expected: np.ndarray, actual: np.ndarray, least: float) -> float:
 def last_gradient(
     program: Program, expected: Gradient, actual: Gradient, wrong: Sequence[str], tolerance: float, order: Sequence[str]
 ) -> Difference:
-    """Return the wrong gradient that the backward pass computes first: that of the module that is called last.
+    """Return the wrong gradient that the backward pass computes first: the gradient of the module that is called last.
 
     Args:
         program: Program that defines which parameters are stacked.

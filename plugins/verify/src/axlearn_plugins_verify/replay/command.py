@@ -23,7 +23,7 @@ from axlearn_core.cli.terminal import echo
 )
 @click.option("--shadow", metavar="DTYPE|FEATURE", help="Compare each layer with another execution, such as `float32`.")
 @click.option("--bisect", is_flag=True, help="Search for the documents that make the step abnormal.")
-@click.option("--allow-drift", is_flag=True, help="Continue although the config, data, versions or code changed.")
+@click.option("--allow-drift", is_flag=True, help="Continue even if the config, data, versions or code changed.")
 @click.option("--from-start", is_flag=True, help="Begin with the initial state instead of a checkpoint.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--report", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.html", help="Write a page.")

@@ -95,7 +95,7 @@ def share_of_targets(batch: Mapping[str, Any], part: Mapping[str, Any]) -> float
 
 
 def find_document(documents: Sequence[Document], row: int, position: int) -> Document | None:
-    """Return the document at a position of a row, or None if it is padding."""
+    """Return the document at a position in a row, or None if the position is padding."""
     for document in documents:
         if document.row == row and (document.number == 0 or document.start <= position < document.stop):
             return document

@@ -100,7 +100,7 @@ def first_grown(
 
 
 def usual_magnitudes(statistics: Sequence[Statistics]) -> dict[tuple[str, str], float]:
-    """Return the largest magnitude of each tensor over the microbatches, by (layer, tensor)."""
+    """Return the largest magnitude of each tensor across the microbatches, by (layer, tensor)."""
     usual: dict[tuple[str, str], float] = {}
     for one in statistics:
         key = (one.layer, one.tensor)

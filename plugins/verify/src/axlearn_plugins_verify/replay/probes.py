@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from axlearn_plugins_verify.prove.module_calls import REPEATED, Recorder, number_layers
 
 SAMPLE = 1 << 16
-"""Maximum number of values of a tensor to keep, for comparisons with another execution."""
+"""Maximum number of values to keep per tensor, for comparisons with another execution."""
 
 What = Literal["outputs", "gradients"]
 
@@ -118,7 +118,7 @@ class _Site:
         path: Path of the module.
         tensor: Name of the tensor.
         root: Path of the outermost module that was running.
-        call: Number of the call of this module, from 1.
+        call: Number of this call among the module's calls, from 1.
     """
 
     path: str
@@ -176,7 +176,7 @@ class ProbeRecorder(Recorder):
         self.arrivals[site].append(Statistics.measure("", "", value, self.rows))
 
     def statistics(self) -> list[Statistics]:
-        """Return the measurements since the last call. Outputs are in the order of the calls, gradients in the opposite order."""
+        """Return the measurements since the last call. Outputs are in the order of the calls, gradients in reverse order."""
         jax.effects_barrier()
         calls = [(site, statistics) for group in self._loops() for site, statistics in self._order(group)]
         self.arrivals.clear()

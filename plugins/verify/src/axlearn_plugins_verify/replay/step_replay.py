@@ -32,7 +32,7 @@ from axlearn_plugins_verify.replay.replayer import Replayer, change_program
 from axlearn_plugins_verify.replay.workbench import Measure, Workbench
 
 NAMED = 16
-"""Maximum number of documents whose files are looked up, which tokenizes records again."""
+"""Maximum number of documents whose files are looked up. Each lookup tokenizes records again."""
 
 Progress = Callable[[str], None]
 
@@ -49,7 +49,7 @@ class Replay:
         scalars: Scalars of the step.
         compared_steps: Steps whose scalars were compared with the recorded ones.
         compared_scalars: Number of scalars that were compared.
-        compared_arrays: Number of arrays that were compared with the checkpoint of the step. 0 if there is none.
+        compared_arrays: Number of arrays that were compared with the checkpoint at the step. 0 if there is no such checkpoint.
         different_scalars: Scalars that differ, in the order of the steps.
         different_arrays: Arrays of the state that differ from the checkpoint.
         position: Position of the batch in the data.

@@ -30,7 +30,7 @@ class Measure:
     """Loss and gradient statistics for a batch.
 
     Attributes:
-        loss: Mean loss of the targets.
+        loss: Mean loss over the targets.
         norm: Norm of the gradients of the trained parameters.
         nonfinite: Number of non-finite values in these gradients.
     """
@@ -75,7 +75,7 @@ class Workbench:
         return _Tracer(without_stages(self.program), self.weights, self.key, self.microbatches)
 
     def measure(self, batch: HostBatch) -> Measure:
-        """Compute the loss and the gradients of a batch, with the weights and the key of the step."""
+        """Compute the loss and the gradients of a batch, with the weights and the key for the step."""
         return self._compute_gradients(batch)[0]
 
     def trace(self, batch: HostBatch, what: What) -> list[Statistics]:

@@ -87,7 +87,7 @@ class PropertySuite:
             assert again == outcome, f"a second check of seed {seed} differs: {outcome}, then {again}"
 
     def test_fault_is_found(self) -> None:
-        """Plant the fault, and expect a failure that names a place."""
+        """Introduce the fault, and expect a failure that names a place."""
         cls = type(self)
         if cls.fault is None and not self.faulty_features and not self.faulty_settings:
             pytest.fail(
@@ -100,7 +100,7 @@ class PropertySuite:
             assert reason is None, f"the property does not apply to the fault: {reason}"
             outcome = self.property().check(case)
         check_outcome(outcome, failed=True)
-        assert not outcome.holds, f"the property holds although a fault is planted: {outcome}"
+        assert not outcome.holds, f"the property holds even though a fault was introduced: {outcome}"
         difference = outcome.difference
         assert difference is not None
         assert difference.layer or difference.tensor, f"the failure names neither a layer nor a tensor: {outcome}"
