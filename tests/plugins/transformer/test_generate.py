@@ -129,7 +129,7 @@ def test_a_cache_takes_no_packed_rows(tiny, build, batch):
 @pytest.mark.parametrize(("eos_id", "ends"), [(None, set()), (7, {5, 7}), ([7, 8], {5, 7, 8})])
 def test_end_tokens_of_the_model_join_those_of_the_call(eos_id, ends, monkeypatch):
     monkeypatch.setattr(Generator, "__init__", lambda self: None)
-    monkeypatch.setattr(Generator, "_tokens", lambda self, prompt, count, temperature, seed, ends, top_k: ends)
+    monkeypatch.setattr(Generator, "_tokens", lambda self, prompt, count, temperature, seed, ends, *_: ends)
     generator = Generator()
     generator.vocab_size, generator.end_tokens = 10, frozenset({5})
     assert generator([1], max_tokens=1, eos_id=eos_id) == ends
