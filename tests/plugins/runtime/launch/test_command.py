@@ -120,7 +120,10 @@ def test_every_launcher_ships_them(tmp_path):
         (("--on", "local", "--option", "compile-cache=maybe"), "expected: true or false"),
         (("--on", "local", "--env", "A"), "expected NAME=VALUE"),
         (("--on", "local", "--env", "A=1", "--env", "A=2"), "given twice"),
-        (("--on", "local", "--hosts", "3", "--set", "mesh.shape={data: 4}"), "cannot be divided evenly among 3 processes"),
+        (
+            ("--on", "local", "--hosts", "3", "--set", "mesh.shape={data: 4}"),
+            "cannot be divided evenly among 3 processes",
+        ),
         (("--on", "local", "--hosts", "3", "--set", "input.batch_size=8"), "input.batch_size 8 cannot be shared"),
         (("--on", "local", "--hosts", "2", "--set", "seedd=1"), "did you mean: seed"),
     ],

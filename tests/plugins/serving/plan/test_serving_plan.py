@@ -171,3 +171,32 @@ def test_what_a_compiler_refuses_does_not_fit():
     step = SimpleNamespace(compiled=two.extrapolate(three, 77))
     assert step.compiled.temporaries == 0.0, "by a line through an upper bound and a figure below it"
     assert not ServingPlan.fits.fget(SimpleNamespace(steps=(step,), capacity=1e12, total=0.0))
+
+
+@pytest.mark.slow
+def test_each_kind_of_layer_counts_as_often_as_it_occurs():
+    machine = find_machine("cpu-8")
+    configure_devices(machine)
+    settings = {"model.decoder.num_layers": 4, "model.decoder.hidden_dim": 64}
+    settings |= {"model.decoder.layer.attention.num_heads": 8}
+    small = resolve("quickstart", set=settings).config
+    plain, windows, hybrid = (
+        Steps(
+            patch(ModelRunner.Config(), SIZES),
+            resolve(small, with_=features).config.model,
+            machine,
+            Mesh(shape={"tensor": 8}),
+        )
+        for features in ([], ["interleave:every=2,window=9"], ["gated-delta-net:attention_every=4"])
+    )
+    whole, local, mixed = (steps.plan(steps.buckets[-1], 4, 0, 64) for steps in (plain, windows, hybrid))
+    head, token = 8 * 8, plain.token_bytes / 4
+    attention = 4 * 65 * head * 4  # four requests, each with 64 keys and its own
+    assert whole.flops - local.flops == 2 * (attention - 4 * 9 * head * 4)
+    assert whole.traffic - local.traffic == 4 * 2 * (64 - 8) * token
+    assert sum(hybrid._mixing_ops().values()) == 4
+    assert hybrid.token_bytes == token
+    assert (plain.states, plain.state_bytes) == (0, 0)
+    slots = hybrid.cfg.max_rows + hybrid.cfg.total_snapshots
+    assert hybrid.states == slots * hybrid.state_bytes > 0
+    assert mixed.flops > 0

@@ -77,9 +77,7 @@ def test_doctor_names_the_op_that_a_kernel_is_not_for(install):
     install("axlearn-plugins-lost", modules={"lost": KERNELS, "lost_ops": ops}, points={"plugins": {"lost": "lost"}})
     result = run("plugins", "doctor", "--json")
     rows = [row for row in json.loads(result.stdout) if row["name"] == "lost" and row["status"] == "error"]
-    near = (
-        "the op lost_ops:Score of the kernel 'near' does not exist, so the kernel never runs; did you mean: lost_ops:ScoreOp?"
-    )
+    near = "the op lost_ops:Score of the kernel 'near' does not exist, so the kernel never runs; did you mean: lost_ops:ScoreOp?"
     assert [near in rows[0]["message"], "No module named 'axlearn_core.no_such_ops'" in rows[1]["message"]] == [
         True,
         True,

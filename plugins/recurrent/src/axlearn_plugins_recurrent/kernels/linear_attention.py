@@ -97,6 +97,11 @@ class LinearAttentionOp(Op[LinearAttentionResult]):
         products = 1 if self.strength is None else 2
         return 2.0 * products * rows * tokens * heads * values * self.key.shape[-1]
 
+    def request_flops(self, new: int, cached: int) -> float:
+        """Return the FLOPs for one request with `new` tokens. They do not depend on the number of earlier tokens."""
+        rows, tokens = self.value.shape[:2]
+        return self.flops() / (rows * tokens) * new
+
     def per_head(self) -> tuple[jax.Array, jax.Array]:
         """Return the queries and keys for each head of the values, float32 [B, T, H, K]."""
         repeats = self.value.shape[2] // self.query.shape[2]

@@ -30,6 +30,8 @@ def _memory(plan: ServingPlan) -> Iterator[str]:
     yield f"{'fits' if plan.fits else 'does not fit'}: {size(plan.total)} of {size(plan.capacity)}"
     yield f"weights      {size(plan.weights)}"
     yield f"cache        {size(plan.cache)}"
+    if plan.states:
+        yield f"states       {size(plan.states)}"
     yield f"tables       {size(plan.tables)}"
     yield f"working      {size(plan.working_bytes)}"
 
@@ -50,6 +52,8 @@ def _cache(plan: ServingPlan) -> Iterator[str]:
     runner = plan.runner
     yield f"{plan.cache_tokens:,} tokens in {plan.blocks:,} blocks of {runner.block_size}"
     yield f"{size(plan.token_bytes)} a token on each device, in {plan.dtype}"
+    if plan.states:
+        yield f"{size(plan.state_bytes)} of recurrent states per request on each device"
     if plan.most_tokens is not None:
         rows = plan.most_tokens // plan.context
         yield f"room for {plan.most_tokens:,} tokens: {rows:,} requests of {plan.context:,} (max_rows is {runner.max_rows})"
@@ -104,6 +108,8 @@ def as_json(plan: ServingPlan) -> dict[str, Any]:
         "cache_tokens": plan.cache_tokens,
         "cache_tokens_most": plan.most_tokens,
         "cache_bytes_per_token": plan.token_bytes,
+        "state_bytes": plan.states,
+        "state_bytes_per_request": plan.state_bytes,
         "context": plan.context,
         "tpot_seconds_alone": plan.single.roofline.step,
         "tpot_seconds_full": plan.full.roofline.step,

@@ -31,6 +31,8 @@ class ServingPlan:
         cache: Bytes of the cache, with the number of blocks that the config sets.
         tables: Bytes of the sampling tables.
         token_bytes: Bytes of the cache per token.
+        states: Bytes of the recurrent states of running requests, and of the saved ones.
+        state_bytes: Bytes of the recurrent states of a request.
         capacity: Bytes of the device's memory; None if unknown.
         context: Assumed number of cached tokens per request: half of the maximum.
         single: Step with one request.
@@ -50,6 +52,8 @@ class ServingPlan:
     cache: int
     tables: int
     token_bytes: float
+    states: int
+    state_bytes: float
     capacity: int | None
     context: int
     single: StepPlan
@@ -74,7 +78,7 @@ class ServingPlan:
     @property
     def total(self) -> float:
         """Total bytes."""
-        return self.weights + self.cache + self.tables + self.working_bytes
+        return self.weights + self.cache + self.states + self.tables + self.working_bytes
 
     @property
     def fits(self) -> bool:
@@ -96,7 +100,7 @@ class ServingPlan:
         """Capacity, in tokens, of a cache that uses all remaining memory; None if unknown."""
         if self.capacity is None or not self.token_bytes:
             return None
-        room = self.capacity - self.weights - self.tables - self.working_bytes
+        room = self.capacity - self.weights - self.states - self.tables - self.working_bytes
         size = self.token_bytes * self.runner.block_size
         return max(0, int(room // size)) * self.runner.block_size
 
@@ -164,6 +168,8 @@ def plan_model(
         cache=round(steps.token_bytes * steps.blocks * runner.block_size),
         tables=steps.tables,
         token_bytes=steps.token_bytes,
+        states=steps.states,
+        state_bytes=steps.state_bytes,
         capacity=capacity(machine),
         context=context,
         single=single,

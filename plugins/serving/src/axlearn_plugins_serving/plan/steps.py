@@ -4,8 +4,9 @@ The machine need not be present.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import jax
@@ -27,12 +28,38 @@ from axlearn_plugins_plan.memory import shard_bytes
 from axlearn_plugins_plan.roofline import Roofline, peak
 from axlearn_plugins_serving.runner import ModelRunner, RunnerProgram
 from axlearn_plugins_serving.step_inputs import StepBucket
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
+from axlearn_plugins_transformer.alternate import layer_configs
 from axlearn_plugins_transformer.layer_roles import ExpertsRole
 
-LAYERS = "decoder.num_layers"
+LAYERS, LAYER = "decoder.num_layers", "decoder.layer"
 DEPTHS = (2, 3)
 """Numbers of layers to compile if a model has many identical layers. The whole model's figures are extrapolated linearly."""
+
+
+@runtime_checkable
+class MixesTokens(Protocol):
+    """An op whose work depends on the number of a request's tokens, such as attention or a recurrence."""
+
+    def request_flops(self, new: int, cached: int) -> float:
+        """Return the FLOPs for one request with `new` tokens after `cached` ones."""
+        ...
+
+
+@attrs.frozen
+class Pages:
+    """The keys and values, or the like, of one layer.
+
+    Attributes:
+        token_bytes: Bytes per token and device.
+        window: Number of tokens, including the current one, that the layer reads; None if it reads all of them.
+    """
+
+    token_bytes: float
+    window: int | None
+
+    def read(self, cached: int) -> float:
+        """Return the bytes that a decoding request with `cached` tokens reads."""
+        return self.token_bytes * (cached if self.window is None else min(cached, self.window - 1))
 
 
 @attrs.frozen(kw_only=True)
@@ -94,7 +121,10 @@ class Steps:
     Attributes:
         program: Program with abstract weights.
         weights: Bytes of the weights per device.
+        pages: Caches of tokens, by layer.
         token_bytes: Bytes of the cache per token and device.
+        states: Bytes per device of all recurrent states, including the saved ones.
+        state_bytes: Bytes of a request's recurrent states per device.
         tables: Bytes per device of everything else that outlives a step.
     """
 
@@ -105,9 +135,16 @@ class Steps:
         self.buckets = self.program.buckets
         weights, cache, tables, _ = self.program.arguments("serve", self.buckets[0])
         self.weights, self.tables = shard_bytes(weights), shard_bytes(tables)
-        self.token_bytes = shard_bytes(cache) / (self.blocks * cfg.block_size)
+        entries = list(zip(jax.tree.leaves(self.program.cache_spec), jax.tree.leaves(cache), strict=True))
+        capacity = self.blocks * cfg.block_size
+        self.pages = [Pages(shard_bytes(x) / capacity, entry.window) for entry, x in entries if entry.per == "page"]
+        self.token_bytes = sum(layer.token_bytes for layer in self.pages)
+        states = [x for entry, x in entries if entry.per == "request"]
+        self.states = shard_bytes(states)
+        self.state_bytes = sum(shard_bytes(x) / x.shape[0] for x in states)
         self.dtype = str(np.result_type(*{leaf.dtype for leaf in jax.tree.leaves(cache)}))
         self.shallow = self._build_shallow()
+        self._ops: Counter[MixesTokens] | None = None
 
     @property
     def layers_compiled(self) -> tuple[int, ...] | None:
@@ -208,17 +245,27 @@ class Steps:
             if len(array.shape) > 1:
                 flops += 2.0 * size * rows
             traffic += share * shard_bytes(specs[path])
-        flops += 4.0 * (requests * context + prompt * prompt / 2) * self._query_width()
-        return flops, traffic + (requests * context + prompt + tokens) * self.token_bytes  # cache reads, then writes
+        for op, count in self._mixing_ops().items():
+            flops += count * (requests * op.request_flops(1, context) + op.request_flops(prompt, 0))
+        traffic += requests * sum(layer.read(context) for layer in self.pages) + prompt * self.token_bytes  # reads
+        traffic += tokens * self.token_bytes  # writes
+        return flops, traffic + 2 * (requests + bool(prompt)) * self.state_bytes
 
     def _top_k(self) -> int:
         return max((experts.top_k for experts in find(self.model, ExpertsRole).values()), default=1)
 
-    def _query_width(self) -> float:
-        """Return the total width of a token's queries, across all heads and layers."""
-        ops = [c.op for c in self.choices() if isinstance(c.op, PagedAttentionOp)]
-        layers = find(self.model, LAYERS).get(LAYERS, 1)
-        return max((op.query.shape[1] * op.query.shape[2] for op in ops), default=0) * layers
+    def _mixing_ops(self) -> Mapping[MixesTokens, int]:
+        """Return the ops that mix tokens, and the number of layers that run each."""
+        if self._ops is None:
+            layers, layer = find(self.model, LAYERS).get(LAYERS, 1), find(self.model, LAYER).get(LAYER)
+            kinds = Counter(layer_configs(layer, layers) if isinstance(layer, Node) else ())
+            programs = [(self._build(patch(self.model, {LAYERS: 1, LAYER: kind})), n) for kind, n in kinds.items()]
+            self._ops = Counter()
+            for program, count in programs or [(self._build(self.model), layers)]:
+                program.trace("serve", next(bucket for bucket in program.buckets if not bucket.chunks))
+                for op in {c.op for c in program.choices("serve") if isinstance(c.op, MixesTokens)}:
+                    self._ops[op] += count
+        return self._ops
 
     def _traced_program(self) -> ModelProgram:
         return self.shallow[0] if self.shallow else self.program

@@ -164,7 +164,9 @@ def bisect(
     if not differences or not is_clear(*ends):
         return Result(
             **facts,
-            ended="the runs do not differ by more than the variation across seeds" if differences else "the configs are the same",
+            ended="the runs do not differ by more than the variation across seeds"
+            if differences
+            else "the configs are the same",
         )
     half = (ends[0].mean + ends[1].mean) / 2
     scores: dict[tuple[str, ...], Score | None] = {}

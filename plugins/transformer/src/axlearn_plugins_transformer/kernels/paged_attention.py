@@ -165,6 +165,16 @@ class PagedAttentionOp(Op[jax.Array]):
         tokens, heads, size = self.query.shape
         return 2.0 * tokens * heads * self.table.shape[1] * self.page_size * (size + (self.value_size or size))
 
+    def request_flops(self, new: int, cached: int) -> float:
+        """Return the FLOPs for one request with `new` tokens after `cached` ones, without those of hidden keys."""
+        last = cached + new
+        keys = last * (last + 1) / 2 - cached * (cached + 1) / 2
+        if self.window is not None:  # without the keys that are too old
+            old, first = max(0, last - self.window), max(0, cached - self.window)
+            keys -= old * (old + 1) / 2 - first * (first + 1) / 2
+        _, heads, size = self.query.shape
+        return 2.0 * heads * keys * (size + (self.value_size or size))
+
     def kernel_flops(self, operands: Sequence[Shape], results: Sequence[Shape], *, opaque: bool) -> float | None:
         """Count the FLOPs of a launch from its queries [T, N, H]."""
         if not opaque:
