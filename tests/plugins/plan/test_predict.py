@@ -1,12 +1,13 @@
 """Predicted step times: the fit, and targets without a prediction."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from axlearn_core.plugins.targets import find_machine
-from axlearn_plugins_plan.predict import load_measurements, log_ratio, predict
+from axlearn_plugins_plan.predict import load_measurements, log_ratio, predict, unknown_ops
 from axlearn_plugins_plan.roofline import Roofline
 from support.paths import ROOT
 
@@ -65,6 +66,17 @@ def test_more_chips_take_longer_and_experts_too():
     experts = predict(find_machine("h100-8x32"), BOUND, grouped=True)
     assert small.seconds < large.seconds
     assert small.seconds < experts.seconds
+
+
+def test_ops_that_no_known_step_ran_have_no_upper_bound():
+    names = ("attention", "linear_attention", "linear_attention")
+    assert unknown_ops(SimpleNamespace(op=SimpleNamespace(name=name)) for name in names) == ("linear_attention",)
+    known, unknown = (predict(find_machine("h100-8x32"), BOUND, unknown=ops) for ops in ((), ("linear_attention",)))
+    assert known is not None
+    assert unknown is not None
+    assert unknown.seconds == known.seconds
+    assert unknown.high is None
+    assert unknown.low == BOUND.compute < known.low
 
 
 def test_no_step_is_shorter_than_what_it_sends_and_moves():

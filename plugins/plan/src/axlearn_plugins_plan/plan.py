@@ -35,7 +35,7 @@ from axlearn_plugins_plan.groups import Places, find_domains
 from axlearn_plugins_plan.hlo import parse
 from axlearn_plugins_plan.largest_batch import MAX_COMPILES, LargestBatch, find_largest_batch
 from axlearn_plugins_plan.memory import Memory, shard_bytes
-from axlearn_plugins_plan.predict import Prediction, predict
+from axlearn_plugins_plan.predict import Prediction, predict, unknown_ops
 from axlearn_plugins_plan.roofline import Roofline, roofline, utilisation
 from axlearn_plugins_plan.tags import Tag, tags
 from axlearn_plugins_plan.traffic import hbm_bytes
@@ -138,7 +138,7 @@ class FunctionPlan:
         if self.function != "train" or self.collectives is None:
             return None
         grouped = any(choice.op.name == "grouped_matmul" for choice in self.kernels)
-        return predict(self.machine, self.roofline, grouped=grouped)
+        return predict(self.machine, self.roofline, grouped=grouped, unknown=unknown_ops(self.kernels))
 
     @property
     def collective_bytes(self) -> Mapping[str, float] | None:

@@ -10,7 +10,7 @@ prints the leave-one-out error for each step.
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import attrs
 
 from axlearn_core.contracts.target import Machine
+from axlearn_core.kernels.selection import Choice
 from axlearn_plugins_plan.roofline import Roofline
 
 BASE_CHIPS = 256
@@ -81,19 +82,21 @@ class Prediction:
     Attributes:
         seconds: Predicted time of the step.
         low, high: Range around the prediction. For four out of five known steps, the measured time falls within this range
-            when the step is excluded from the fit.
+            when the step is excluded from the fit. `high` is None if `unknown` is not empty.
         steps: Number of steps in the fit that ran on the target.
         trainings: Number of distinct training workloads among these steps. Different systems may have run the same
             workload.
         sources: Citations of the steps.
+        unknown: Ops of the program that no known step ran. Their time may be many times that of other ops with the same FLOPs.
     """
 
     seconds: float
     low: float
-    high: float
+    high: float | None
     steps: int
     trainings: int
     sources: tuple[str, ...]
+    unknown: tuple[str, ...] = ()
 
 
 @cache
@@ -103,8 +106,28 @@ def load_measurements() -> tuple[tuple[Step, ...], Model]:
     return tuple(Step(**row) for row in table["step"]), Model(**table["model"])
 
 
-def predict(machine: Machine, bound: Roofline, *, grouped: bool = False) -> Prediction | None:
-    """Predict the time of a training step, or return None if the target has no known steps or the plan lacks a number."""
+@cache
+def load_ops() -> frozenset[str]:
+    """Load the names of the ops that the known steps ran."""
+    return frozenset(tomllib.loads(files("axlearn_plugins_plan").joinpath("steps.toml").read_text("utf-8"))["ops"])
+
+
+def unknown_ops(choices: Iterable[Choice]) -> tuple[str, ...]:
+    """Return the names of the ops in a program that no known step ran."""
+    return tuple(sorted({choice.op.name for choice in choices} - load_ops()))
+
+
+def predict(
+    machine: Machine, bound: Roofline, *, grouped: bool = False, unknown: tuple[str, ...] = ()
+) -> Prediction | None:
+    """Predict the time of a training step, or return None if the target has no known steps or the plan lacks a number.
+
+    Args:
+        machine: Machine that runs the step.
+        bound: Roofline of the step.
+        grouped: Whether most FLOPs are in experts.
+        unknown: Result of `unknown_ops`. The predicted time assumes that these ops reach the efficiency of the others.
+    """
     steps, model = load_measurements()
     name = machine.target.name
     target_steps = [s for s in steps if s.target == name]
@@ -114,8 +137,9 @@ def predict(machine: Machine, bound: Roofline, *, grouped: bool = False) -> Pred
     seconds = max(seconds, bound.hbm or 0.0)
     return Prediction(
         seconds=seconds,
-        low=seconds / model.spread,
-        high=seconds * model.spread,
+        low=min(seconds / model.spread, max(bound.step or 0.0, bound.compute)) if unknown else seconds / model.spread,
+        high=None if unknown else seconds * model.spread,
+        unknown=unknown,
         steps=len(target_steps),
         trainings=len({s.name for s in target_steps}),
         sources=tuple(dict.fromkeys(s.source for s in target_steps)),

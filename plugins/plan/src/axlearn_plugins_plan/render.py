@@ -168,10 +168,13 @@ def _roofline(plan: FunctionPlan) -> Iterator[str]:
         yield f"step     {seconds(line.step):>9}  bound by {line.bound}{speed}; {seconds(line.serial)} without overlap"
     if (prediction := plan.prediction) is not None:
         speed = _tokens_per_second(plan, prediction.seconds, "", "; ")
-        within = f"{seconds(prediction.low)} to {seconds(prediction.high)}"
+        high = "an unknown time" if prediction.high is None else seconds(prediction.high)
+        within = f"{seconds(prediction.low)} to {high}"
         many = f"{counted(prediction.steps, 'known step')} of {counted(prediction.trainings, 'workload')}"
         yield f"predicted{seconds(prediction.seconds):>9}  {speed}{within}, from {many} on {plan.machine.target.name}:"
         yield from (f"           {source}" for source in prediction.sources)
+        if prediction.unknown:
+            yield f"           no known step ran {', '.join(prediction.unknown)}, so the step may take much longer"
     full, causal = plan.flops.full, plan.flops.causal
     yield f"MFU      {share(plan.mfu(causal=True)):>9}  of {count(causal)}FLOP, with visible pairs of positions only"
     yield f"         {share(plan.mfu()):>9}  of {count(full)}FLOP, with full attention as in most publications"
@@ -344,6 +347,7 @@ def _prediction_fields(plan: FunctionPlan) -> dict[str, Any] | None:
         "steps": prediction.steps,
         "trainings": prediction.trainings,
         "sources": list(prediction.sources),
+        "unknown_ops": list(prediction.unknown),
     }
 
 

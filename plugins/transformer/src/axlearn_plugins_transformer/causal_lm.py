@@ -19,7 +19,6 @@ from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropyOp, Op
 from axlearn_plugins_transformer.layer_roles import LanguageModelRole
 from axlearn_plugins_transformer.transformer import Cache, Decoder
 
-
 FACTS = ("positions", "segment_ids", "prefix")
 """Entries of a batch that describe its tokens."""
 
