@@ -114,6 +114,36 @@ def per_layer(cfg):
     return replace_config(cfg, TransformerLayer, PerLayerBlock.Config())
 
 
+class Successor(CausalLM):
+    """A model whose next token depends only on the last one, with heads that draft `right` tokens correctly and one wrong one."""
+
+    @node
+    class Config(CausalLM.Config):
+        right: int = 2
+
+    def hidden_states(self, batch, context=None, cache=None):
+        hidden, cache = super().hidden_states(batch, context, cache)
+        return hidden * 0 + self.embed(batch), cache
+
+    def draft(self, hidden, tokens):
+        drafts = []
+        for number in range(self.cfg.right + 1):
+            tokens = jnp.argmax(self.logits(self.embed({"tokens": tokens[:, None]}))[:, 0], -1)
+            drafts.append(tokens if number < self.cfg.right else (tokens + 1) % self.vocab_size)
+        return jnp.stack(drafts, 1)
+
+
+class DraftingCaptioner(Captioner):
+    """A captioner that drafts with the head of its second token."""
+
+    @node
+    class Config(Captioner.Config):
+        pass
+
+    def draft(self, hidden, tokens):
+        return jnp.argmax(self.logits(jnp.tanh(self.second(hidden))), -1)
+
+
 def extended(cfg):
     """Return the config of a captioner with per-layer embeddings, whose later layers use the keys of the first."""
     attention = cfg.decoder.layer.attention

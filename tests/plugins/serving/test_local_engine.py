@@ -11,13 +11,15 @@ import pytest
 from flax import nnx
 
 import axlearn_core as ax
-from axlearn_core.config import patch
+from axlearn_core.config import patch, replace_config
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.contracts import Sampling
-from axlearn_plugins_serving.drafting import NgramDrafter
+from axlearn_plugins_serving.drafting import ModelDrafter, NgramDrafter
 from axlearn_plugins_serving.local_engine import serve
+from axlearn_plugins_transformer.causal_lm import CausalLM
 from axlearn_plugins_transformer.generate import Generator
 from support import toy_models
+from support.extended_models import DraftingCaptioner, Successor
 
 SIZES = {
     "runner.block_size": 4, "runner.max_context": 64, "runner.max_rows": 4, "runner.max_step_tokens": 24,
@@ -199,3 +201,43 @@ def test_every_family_is_that_of_each_prompt_alone(experiment):
         logits = np.sort(np.asarray(built(np.asarray([[*prompt, *want[:index]]], np.int32))[0, -1], np.float32))
         assert logits[-1] - logits[-2] < 1e-4, (prompt, got, want)
     print(f"{experiment}: {len(wrong)} of {len(prompts)} after nearly equal logits")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("right", [0, 2])
+def test_heads_of_the_model_draft_in_the_step_before(right):
+    config = replace_config(model().cfg, CausalLM, Successor.Config(right=right))
+    built = config.build(rngs=nnx.Rngs(0))
+    prompts = prompts_at_random(8)
+    with serve(built, set={**SIZES, "drafter": ModelDrafter.Config()}) as engine:
+        generations = engine.generate(prompts, max_tokens=12, temperature=0)
+        sampled = engine.generate(prompts[:1], max_tokens=4, temperature=1.0)
+        statistics = engine.statistics()
+    for prompt, generation in zip(prompts, generations, strict=True):
+        assert tuple(generation.tokens) == alone(built, prompt, 12)
+    assert len(sampled[0].tokens) == 4
+    assert statistics.compilations == 0
+    rejected = statistics.drafted_tokens - statistics.accepted_tokens
+    assert rejected > 0
+    if right:  # each draft of three tokens has two right ones
+        assert statistics.accepted_tokens >= statistics.drafted_tokens / 2
+    else:
+        assert statistics.accepted_tokens <= statistics.drafted_tokens / 10
+
+
+@pytest.mark.slow
+def test_drafts_of_an_untrained_head_change_no_token():
+    config = replace_config(model().cfg, CausalLM, DraftingCaptioner.Config())
+    built = config.build(rngs=nnx.Rngs(0))
+    prompts = prompts_at_random(8)
+    with serve(built, set={**SIZES, "drafter": ModelDrafter.Config()}) as engine:
+        generations = engine.generate(prompts, max_tokens=12, temperature=0)
+        assert engine.statistics().drafted_tokens > 0
+    for prompt, generation in zip(prompts, generations, strict=True):
+        assert tuple(generation.tokens) == alone(built, prompt, 12)
+
+
+def test_a_model_without_heads_cannot_draft():
+    message = r"CausalLM cannot draft tokens: it has no method `draft`\n *got: serving.drafter=model-drafter\n *fix: "
+    with pytest.raises(RequestError, match=message):
+        serve(model(), set={**SIZES, "drafter": ModelDrafter.Config()})

@@ -273,6 +273,7 @@ class Row:
             token is 0, and its log-probability is ignored.
         state: Row of the state pool to continue from, if it is not the slot's own row. See `KeepsStates`.
         snapshots: Rows of the pool in which to save the state, by position: a row holds the state after this number of tokens.
+        verifies: Whether `tokens` after the first one are drafts, which `targets` contains too.
     """
 
     slot: int
@@ -284,6 +285,7 @@ class Row:
     targets: Sequence[int] | None = None
     state: int | None = None
     snapshots: Mapping[int, int] = {}
+    verifies: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -294,11 +296,13 @@ class RowResult:
         tokens: Chosen tokens, one per step; empty if the row did not sample.
         logprobs: Log-probabilities of `tokens`, if the slot requests them.
         target_logprobs: Log-probabilities of the row's `targets`.
+        drafts: Tokens that the model's heads draft after the last accepted token.
     """
 
     tokens: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs] | None = None
     target_logprobs: Sequence[TokenLogprobs] | None = None
+    drafts: Sequence[int] = ()
 
 
 class SubmittedStep(Protocol):

@@ -61,6 +61,26 @@ class NgramDrafter(Configurable):
         return () if place is None else tokens[place : place + min(most, self.length)]
 
 
+class ModelDrafter(Configurable):
+    """Draft with the heads of the model, in the step that chooses the previous token.
+
+    The model is a `DraftsTokens`; see `axlearn_plugins_transformer.causal_lm`.
+    """
+
+    @node
+    class Config(Configurable.Config["ModelDrafter"]):
+        """Draft at most `length` tokens. None uses all tokens that the model drafts."""
+
+        length: int | None = setting(default=None, ge=1)
+
+    def __init__(self, cfg: Config):
+        self.length = cfg.length
+
+    def draft(self, state: RequestState, most: int) -> Sequence[int]:
+        """See `Drafter.draft`."""
+        return state.drafts[: most if self.length is None else min(most, self.length)]
+
+
 def can_draft(state: RequestState) -> bool:
     """Return True if a request always takes the model's most likely token."""
     sampling = state.request.sampling

@@ -338,7 +338,7 @@ def _build_row(part: Part, mask: Any, *, token_known: bool) -> Row:
             targets += [0] * (part.count - len(targets))  # the token after the last one is unknown
     return Row(
         slot=state.slot, tokens=tokens, start=part.start, blocks=state.blocks, sample=part.sample, mask=mask,
-        targets=targets,
+        targets=targets, verifies=bool(part.draft),
     )  # fmt: skip
 
 

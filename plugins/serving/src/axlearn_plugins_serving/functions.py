@@ -20,13 +20,14 @@ from jax import lax
 
 from axlearn_core.compose import Array, Function
 from axlearn_core.config.tree import children
+from axlearn_core.errors import RequestError
 from axlearn_core.nn.layer import Context
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_serving import token_sampling
 from axlearn_plugins_serving.serving_linear import WeightLayout, lay_out_maps
-from axlearn_plugins_serving.step_inputs import KIND, LOGPROBS, MASKED, SAMPLED, TARGETS, Step, StepBucket
+from axlearn_plugins_serving.step_inputs import KIND, LOGPROBS, MASKED, SAMPLED, TARGETS, VERIFIED, Step, StepBucket
 from axlearn_plugins_serving.token_sampling import ChosenTokens, Tables
-from axlearn_plugins_transformer.causal_lm import splits_decoder
+from axlearn_plugins_transformer.causal_lm import DraftsTokens, splits_decoder
 from axlearn_plugins_transformer.functions import Arrays, GenerationFunctions
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 from axlearn_plugins_transformer.layer_roles import OutputHeadRole
@@ -62,6 +63,7 @@ class Sizes:
     min_rows: int = 1
     layout: WeightLayout | None = None
     snapshots: int = 0
+    drafts: bool = False
 
 
 class ServingFunctions:
@@ -73,6 +75,8 @@ class ServingFunctions:
         `model` is a `CausalLM` with abstract arrays and paged caches.
         """
         self.sizes, self.vocab = sizes, model.vocab_size
+        if sizes.drafts:
+            _check_drafts(model)
         self._generation = GenerationFunctions(model, _layout_editor(sizes.layout))
         decoder = model.decoder
         head = children(decoder.cfg)["head"] if isinstance(decoder.cfg, OutputHeadRole) else None
@@ -265,12 +269,17 @@ class ServingFunctions:
         number = tables.adapter.at[slots].get(mode="clip")
         return row_adapters(jax.nn.one_hot(number - 1, self.sizes.adapters, dtype=jnp.float32))
 
-    def _logits(self, model: Any, arrays: Arrays, tables: Tables, x: jax.Array, slots: jax.Array) -> jax.Array:
-        """Compute the logits from the outputs of `_run_decoder`."""
+    def _hidden(self, model: Any, tables: Tables, x: jax.Array, slots: jax.Array) -> jax.Array:
+        """Compute the hidden states from the outputs of `_run_decoder`: [L, D] -> [L, 1, D]."""
         hidden = self._pad(x)[:, None]
         if splits_decoder(model):
             with self._select_adapters(tables, slots):
                 hidden = model.decoder.finish(hidden)
+        return hidden
+
+    def _logits(self, model: Any, arrays: Arrays, tables: Tables, x: jax.Array, slots: jax.Array) -> jax.Array:
+        """Compute the logits from the outputs of `_run_decoder`."""
+        hidden = self._hidden(model, tables, x, slots)
         logits = model.logits(hidden, arrays.get(HEAD))[:, 0].astype(jnp.float32)
         return constrain(logits, None, None)  # replicated, because choosing a token loops over sums of logits
 
@@ -295,7 +304,36 @@ class ServingFunctions:
         )
         logits = self._logits(model, arrays, tables, x[step.last_indices()], step.slot)
         sampled, tables = self._choose_tokens(logits, tables, step)
+        if self.sizes.drafts:
+            sampled = sampled._replace(drafts=self._draft(model, tables, x, step, sampled.token, targets))
         return sampled, targets, cache, tables
+
+    def _draft(
+        self, model: Any, tables: Tables, x: jax.Array, step: Step, chosen: jax.Array, targets: ChosenTokens | None
+    ) -> jax.Array:
+        """Return the tokens that the model drafts after each row's last accepted token, int32 [L, K].
+
+        Args:
+            model: The model.
+            tables: The tables.
+            x: Outputs of `_run_decoder`, [T, D].
+            step: The step.
+            chosen: Token after the last token of each row, int32 [L].
+            targets: Log-probabilities of the targets in chunks, if the step has chunks.
+        """
+        places, tokens, rows = step.last_indices(), chosen, step.bucket.rows
+        if targets is not None:  # after a rejected draft, continue with the token that the model prefers to it
+            best = targets.top_tokens[:, 0].reshape(step.targets.shape)
+            offsets = jnp.arange(step.bucket.chunk, dtype=jnp.int32)[None]
+            is_accepted = (best == step.targets) & (offsets < step.count[rows:, None] - 1)
+            accepted = jnp.sum(jnp.cumprod(is_accepted.astype(jnp.int32), axis=1), axis=1)
+            rejects = (step.flags[rows:] & VERIFIED > 0) & (accepted < step.count[rows:] - 1)
+            first = rows + step.bucket.chunk * jnp.arange(step.bucket.chunks, dtype=jnp.int32)
+            preferred = jnp.take_along_axis(best, accepted[:, None], axis=1)[:, 0]
+            places = places.at[rows:].set(jnp.where(rejects, first + accepted, places[rows:]))
+            tokens = tokens.at[rows:].set(jnp.where(rejects, preferred, tokens[rows:]))
+        hidden = self._hidden(model, tables, x[places], step.slot)
+        return model.draft(hidden, self._pad(tokens))[: step.bucket.results].astype(jnp.int32)
 
     def _score_targets(self, model: Any, arrays: Arrays, tables: Tables, x: jax.Array, step: Step) -> ChosenTokens:
         """Return the log-probabilities of the targets, computed one chunk at a time."""
@@ -327,6 +365,7 @@ class ServingFunctions:
         """
         step = bucket.unpack(packed)
         empty = jax.eval_shape(functools.partial(self.serve, bucket=bucket), arrays, cache, tables, packed)[0]
+        empty = empty._replace(drafts=None)
         results = jax.tree.map(lambda s: jnp.zeros((self.sizes.steps, *s.shape), s.dtype), empty)
 
         def one(index: jax.Array, state: Any) -> Any:
@@ -338,6 +377,16 @@ class ServingFunctions:
             return jax.tree.map(lambda all, x: all.at[index].set(x), results, sampled), cache, tables
 
         return lax.fori_loop(0, count, one, (results, cache, tables))
+
+
+def _check_drafts(model: object) -> None:
+    """Raise `RequestError` if the model has no heads that draft tokens."""
+    if not isinstance(model, DraftsTokens):
+        raise RequestError(
+            f"{type(model).__name__} cannot draft tokens: it has no method `draft`\n"
+            "    got: serving.drafter=model-drafter\n"
+            f"    fix: set serving.drafter=ngram-drafter or null, or see `DraftsTokens` in {DraftsTokens.__module__}"
+        )
 
 
 @runtime_checkable

@@ -16,6 +16,7 @@ from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.run import bind_weights, open_weights
 from axlearn_core.run.notices import log_message
 from axlearn_plugins_serving.contracts import HasConfig
+from axlearn_plugins_serving.drafting import ModelDrafter
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.engine_devices import serving_program
 from axlearn_plugins_serving.programs import ProgramsError
@@ -188,7 +189,7 @@ def build_engine(
 
 
 def fit_config(config: ServingEngine.Config, model: Any, text: TextProcessor | None = None) -> ServingEngine.Config:
-    """Limit the context of an engine's config to what the model supports.
+    """Fit an engine's config to a model: limit the context to what the model supports, and let steps draft for a `ModelDrafter`.
 
     Args:
         config: Config of the engine.
@@ -201,6 +202,9 @@ def fit_config(config: ServingEngine.Config, model: Any, text: TextProcessor | N
     runner = config.runner
     if not isinstance(runner, ModelRunner.Config):
         return config
+    if isinstance(config.drafter, ModelDrafter.Config):
+        runner = attrs.evolve(runner, drafts=True)
+        config = attrs.evolve(config, runner=runner)
     tables = [n.max_length for n in find(model, LearnedPositions).values()] if isinstance(model, Node) else []
     context_lengths = (
         [text.context_length] if text is not None and text.context_length and not runner.beyond_context else []

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from axlearn_plugins_serving.contracts import Row, RowResult, Sampling, TokenLogprobs
-from axlearn_plugins_serving.step_inputs import KIND, LOGPROBS, MASKED, SAMPLED, TARGETS, StepBucket
+from axlearn_plugins_serving.step_inputs import KIND, LOGPROBS, MASKED, SAMPLED, TARGETS, VERIFIED, StepBucket
 from axlearn_plugins_serving.token_sampling import DRAWN, FULL, GREEDY
 from axlearn_plugins_transformer.recurrence import NOWHERE, PREVIOUS, ZERO
 
@@ -112,7 +112,7 @@ class Packer:
                 step.targets[index - bucket.rows, : len(part.tokens)] = row.targets[offset : offset + len(part.tokens)]
                 step.header[TARGETS] = 1
         if part.last and row.sample:
-            step.flags[index] = SAMPLED | (MASKED if row.mask is not None else 0)
+            step.flags[index] = SAMPLED | (MASKED if row.mask is not None else 0) | (VERIFIED if row.verifies else 0)
             step.header[KIND] = max(step.header[KIND], sampling_kind(sampling, row.mask is not None))
             step.header[LOGPROBS] |= sampling.logprobs is not None
 
@@ -157,6 +157,7 @@ class PendingStep:
 
     def _row_result(self, results: Any, row: Row, sampling: Sampling, place: Places) -> RowResult:
         tokens: list[int] = []
+        drafts: Sequence[int] = ()
         logprobs: list[TokenLogprobs] | None = None
         if place.chosen is not None:
             call, index = place.chosen
@@ -164,6 +165,7 @@ class PendingStep:
             if sampled.token.ndim == 1:
                 sampled = jax.tree.map(lambda x: x[None], sampled)
             tokens = sampled.token[: self._steps, index].tolist()
+            drafts = () if sampled.drafts is None else sampled.drafts[0, index].tolist()
             if sampling.logprobs is not None:
                 logprobs = [_logprobs(sampled, (step, index), sampling.logprobs) for step in range(self._steps)]
         targets = None
@@ -173,7 +175,7 @@ class PendingStep:
                 for call, begin, count in place.targets
                 for i in range(count)
             ]
-        return RowResult(tokens=tokens, logprobs=logprobs, target_logprobs=targets)
+        return RowResult(tokens=tokens, logprobs=logprobs, target_logprobs=targets, drafts=drafts)
 
 
 def _logprobs(sampled: Any, index: tuple[int, ...], top: int) -> TokenLogprobs:

@@ -34,6 +34,7 @@ class RequestState:
         shares: Whether other requests may use its blocks. False after the weights change.
         cached_tokens: Number of prompt tokens that were in the cache when the request started; None before it starts.
         prompt_logprobs: Log-probabilities of prompt tokens that have been read so far.
+        drafts: Tokens that the model's heads drafted after the last token.
         places: n-gram -> index after its last token, for a drafter.
         indexed: Number of `tokens` that are in `places`.
         sent_prompt_logprobs: Whether `prompt_logprobs` have been returned.
@@ -41,7 +42,7 @@ class RequestState:
     """
 
     __slots__ = (
-        "announced", "arrival", "blocks", "branch", "cached_tokens", "computed", "finished", "freed", "indexed",
+        "announced", "arrival", "blocks", "branch", "cached_tokens", "computed", "drafts", "finished", "freed", "indexed",
         "inflight", "key_version", "keys", "limit", "output_state", "places", "prompt_length", "prompt_logprobs",
         "request", "restored", "saved", "seed", "sent_prompt_logprobs", "shares", "slot", "stored", "target", "tokens",
     )  # fmt: skip
@@ -66,6 +67,7 @@ class RequestState:
         self.sent_prompt_logprobs = not request.sampling.prompt_logprobs
         self.places: dict[tuple[int, ...], int] = {}
         self.indexed = 0
+        self.drafts: tuple[int, ...] = ()
         self.finished = False
 
     @property

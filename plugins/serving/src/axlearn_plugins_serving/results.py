@@ -30,6 +30,7 @@ def read_part(part: Part, result: RowResult, end_tokens: frozenset[int]) -> Outp
     Returns None if there is nothing to output yet.
     """
     state = part.state
+    state.drafts = tuple(result.drafts)
     if part.draft:
         output = _build_output(state, accept_draft(part, result), end_tokens)
         state.computed = len(state.tokens) - 1  # positions of rejected tokens are computed again

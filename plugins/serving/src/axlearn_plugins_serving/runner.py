@@ -80,6 +80,7 @@ class ModelRunner(Configurable):
             kernel: Kernel for the `paged_attention` op; None picks the best kernel for the mode.
             num_snapshots: Number of recurrent states to keep for later requests, if the model has recurrent layers. None keeps two
                 per running request.
+            drafts: Whether each step drafts tokens with the model's heads. The `model-drafter` turns it on.
         """
 
         block_size: int = setting(default=32, ge=1)
@@ -97,6 +98,7 @@ class ModelRunner(Configurable):
         adapters: Mapping[str, str] = {}
         kernel: str | None = None
         num_snapshots: int | None = setting(default=None, ge=0)
+        drafts: bool = False
 
         def validate(self) -> Iterable[Problem]:
             """Report invalid buckets, and caches that hold too many tokens."""
@@ -393,6 +395,7 @@ class RunnerProgram(ModelProgram):
             min_rows=min_rows(model) if cfg.mode == "parity" else 1,
             layout=self._weight_layout,
             snapshots=cfg.total_snapshots,
+            drafts=cfg.drafts,
         )
         self._serving = ServingFunctions(model, sizes)
         return self._serving.declare()

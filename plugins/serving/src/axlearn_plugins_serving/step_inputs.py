@@ -14,8 +14,8 @@ from axlearn_plugins_transformer.kernels.paged_attention import Split
 from axlearn_plugins_transformer.paged_cache import PagedSlots
 from axlearn_plugins_transformer.recurrence import NOWHERE, ZERO, StateRows
 
-SAMPLED, MASKED = 1, 2
-"""Flags of a row: choose its next token; apply the slot's mask."""
+SAMPLED, MASKED, VERIFIED = 1, 2, 4
+"""Flags of a row: choose its next token; apply the slot's mask; verify drafted tokens."""
 KIND, LOGPROBS, TARGETS = 0, 1, 2
 """Header indices: the kind of sampling, and whether to report log-probabilities of chosen tokens and of targets."""
 HEADER = 4
@@ -96,7 +96,7 @@ class Step:
     Attributes:
         header: [HEADER]; see `KIND`, `LOGPROBS` and `TARGETS`.
         slot: [L], slot of each row.
-        flags: [L], see `SAMPLED` and `MASKED`.
+        flags: [L], see `SAMPLED`, `MASKED` and `VERIFIED`.
         start: [L], position of the first token.
         count: [L], number of tokens; 0 for unassigned rows.
         tokens: [T]; -1 stands for the last token chosen for the slot.

@@ -97,12 +97,14 @@ class ChosenTokens(NamedTuple):
         logprob: float32 [L].
         top_tokens: int32 [L, TOP], most likely tokens, best first.
         top_logprobs: float32 [L, TOP].
+        drafts: Tokens that the model's heads draft after the last accepted token, int32 [L, K]; None without drafts.
     """
 
     token: Any
     logprob: Any
     top_tokens: Any
     top_logprobs: Any
+    drafts: Any = None
 
 
 def choose(logits: jax.Array, tables: Tables, slots: jax.Array, masked: jax.Array, kind: jax.Array) -> jax.Array:

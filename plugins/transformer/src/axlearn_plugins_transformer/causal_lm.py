@@ -75,6 +75,26 @@ class SplitDecoder(Protocol):
 
 
 @runtime_checkable
+class DraftsTokens(Protocol):
+    """A model with heads that draft tokens, for speculative decoding.
+
+    Examples are the heads of multi-token prediction (Gloeckle et al., 2024) and of Medusa (Cai et al., 2024).
+    """
+
+    def draft(self, hidden: jax.Array, tokens: jax.Array) -> jax.Array:
+        """Draft the tokens that follow chosen tokens.
+
+        Args:
+            hidden: Hidden states from which the tokens were chosen, [R, 1, D].
+            tokens: Chosen tokens, int32 [R].
+
+        Returns:
+            Tokens that may follow, int32 [R, K].
+        """
+        ...
+
+
+@runtime_checkable
 class LanguageModel(Protocol):
     """A model that computes the logits of selected positions.
 

@@ -155,6 +155,7 @@ class DrafterSuite:
             prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 20)))
             state = RequestState(Request(id=str(arrival), prompt=prompt), seed=0, arrival=arrival, limit=20)
             for _ in range(20):
+                state.drafts = tuple(rng.randrange(VOCABULARY) for _ in range(4))
                 before = list(state.tokens), attrs.asdict(state.request)
                 drafts.append(tuple(drafter.draft(state, most)))
                 assert (state.tokens, attrs.asdict(state.request)) == before, "the drafter changed the request"
