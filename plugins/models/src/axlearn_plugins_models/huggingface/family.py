@@ -18,7 +18,7 @@ from axlearn_core.errors import ConfigError, Problem, RequestError, nearest, unk
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import Resolved, resolve
-from axlearn_plugins_models.huggingface.table import Rule
+from axlearn_plugins_models.huggingface.table import Rule, Tensor, layout
 
 PREFIX = "huggingface-"
 Json = dict[str, Any]
@@ -171,6 +171,10 @@ class Family(Configurable):
     def table(self, model: Functional) -> tuple[Rule, ...]:
         """Return the rules for a model, if tensor names depend on it. Later rules override earlier ones."""
         return self.rules
+
+    def layout(self, model: Functional, data: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return every tensor in a file of a model by name; see `table.layout`. `data` is the content of `config.json`."""
+        return layout(model, self.table(model), data)
 
     def resolve(self, data: Mapping[str, Any], **more: Any) -> tuple[Resolved, list[str]]:
         """Resolve the experiment of a `config.json`. Return it with the keys of the file that were not read.

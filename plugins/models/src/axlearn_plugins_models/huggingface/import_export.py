@@ -27,7 +27,7 @@ from axlearn_plugins_models.huggingface.export_text import (
 from axlearn_plugins_models.huggingface.family import Family, Json, families, family, find_family
 from axlearn_plugins_models.huggingface.members import member
 from axlearn_plugins_models.huggingface.source import Source, open_model
-from axlearn_plugins_models.huggingface.table import Tensor, layout
+from axlearn_plugins_models.huggingface.table import Tensor
 from axlearn_plugins_models.huggingface.text_facts import CONFIG, context_length
 from axlearn_plugins_models.huggingface.weights import DirectoryWeights
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
@@ -123,7 +123,7 @@ def export_run(
     text = text_processor(config)
     model_family, data = _describe_run(run_files, config, text)
     model = Functional.from_config(config.model)
-    tensors = layout(model, model_family.table(model))
+    tensors = model_family.layout(model, data)
     dtypes: dict[str, list[str]] = json.loads(run_files.pop(TENSORS, b"{}"))
     outputs = _outputs(model, tensors, dtype, str(config.model.param_dtype), dtypes)
     files.check_space(directory, outputs)
@@ -151,7 +151,7 @@ def write_model(
         model: The model as pure functions.
         params: Parameters and variables by path.
     """
-    tensors = layout(model, model_family.table(model))
+    tensors = model_family.layout(model, data)
     _write(
         directory,
         data,

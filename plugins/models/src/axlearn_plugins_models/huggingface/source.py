@@ -15,7 +15,7 @@ from axlearn_plugins_models.huggingface import files, stream
 from axlearn_plugins_models.huggingface.family import Family, Json, Settings, families, family
 from axlearn_plugins_models.huggingface.files import StoredTensor
 from axlearn_plugins_models.huggingface.members import read_json
-from axlearn_plugins_models.huggingface.table import Tensor, layout
+from axlearn_plugins_models.huggingface.table import Tensor
 from axlearn_plugins_models.huggingface.text_facts import CONFIG, TOKENIZER, read_text_facts
 from axlearn_plugins_models.huggingface.unknown import unknown_type
 
@@ -105,7 +105,7 @@ def open_model(
         base, unread = _resolve(model_family, directory, data, {**settings, "input.sequence_length": length})
     resolved = resolve(set_experiment_name(base.config, model_family.model_type), with_=with_, set=set)
     model = Functional.from_config(resolved.config.model)  # type: ignore[attr-defined]
-    tensors, stored = layout(model, model_family.table(model)), all_tensors
+    tensors, stored = model_family.layout(model, data), all_tensors
     if model_family.prefix and not any(n.startswith(model_family.prefix) for n in stored):
         bare = {n.removeprefix(model_family.prefix): t for n, t in tensors.items()}
         tensors = {n: attrs.evolve(t, name=n) for n, t in bare.items()}

@@ -11,7 +11,6 @@ from axlearn_core.compose import Functional
 from axlearn_core.errors import CheckpointError, ConfigError, RequestError, unknown
 from axlearn_plugins_models.huggingface import files
 from axlearn_plugins_models.huggingface.family import Json, families, family
-from axlearn_plugins_models.huggingface.table import layout
 
 SHOWN = 8
 
@@ -57,7 +56,7 @@ def _lacks(model_type: str, data: Json, stored: set[str]) -> list[str]:
         resolved, unread = model_family.resolve({k: v for k, v in data.items() if k != "architectures"})
         trainer: Any = resolved.config
         model = Functional.from_config(trainer.model)
-        expected = set(layout(model, model_family.table(model)))
+        expected = set(model_family.layout(model, data))
     except ConfigError as error:
         problems = [f"{p.path}: {p.message}" + (f" ({p.got})" if p.got else "") for p in error.problems]
         return [*problems, *(f"tensor {n}" for n in _kinds(stored))]
