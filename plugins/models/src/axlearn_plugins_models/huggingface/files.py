@@ -29,7 +29,16 @@ DTYPES: dict[str, Any] = {
     "F16": np.float16,
     "BF16": ml_dtypes.bfloat16,
 }
-"""Supported dtypes of weights. Other dtypes (of quantized models) raise an error that names them."""
+"""Supported dtypes of weights."""
+PACKED: dict[str, Any] = {
+    "U8": np.uint8,
+    "I8": np.int8,
+    "I32": np.int32,
+    "I64": np.int64,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+}
+"""Dtypes of quantized weights and their scales, which `quantized_tensors` converts. Others raise an error that names them."""
 CODES = {str(np.dtype(dtype)): code for code, dtype in DTYPES.items()}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
@@ -64,9 +73,9 @@ class StoredTensor:
         """Read `[begin:end]` of the first axis, or all of a scalar.
 
         Raises:
-            CheckpointError: If the file is too short, or a value is not finite.
+            CheckpointError: If the file is too short, or a value is not finite. Values of `PACKED` dtypes are not checked.
         """
-        dtype = np.dtype(DTYPES[self.dtype])
+        dtype = np.dtype(DTYPES.get(self.dtype) or PACKED[self.dtype])
         shape = (end - begin, *self.shape[1:]) if self.shape else ()
         array = np.empty(shape, dtype)
         row = self.bytes // self.shape[0] if self.shape and self.shape[0] else 0
@@ -75,16 +84,21 @@ class StoredTensor:
             self.storage.read_into(self.file.name, self.start + begin * row, view)
         except StorageError as error:
             raise CheckpointError(f"{error}\n    fix: the file changed while it was read; download it again") from error
-        bits = array.reshape(-1).view(f"u{dtype.itemsize}")
-        exponent = bits.dtype.type(_EXPONENTS[self.dtype])
-        if (bad := (bits & exponent) == exponent).any():
+        if self.dtype in DTYPES:
+            bits = array.reshape(-1).view(f"u{dtype.itemsize}")
+            exponent = bits.dtype.type(_EXPONENTS[self.dtype])
+            self.check_finite((bits & exponent) == exponent, begin)
+        return array
+
+    def check_finite(self, bad: np.ndarray, begin: int) -> None:
+        """Raise `CheckpointError` if a value in the rows from `begin` on is not finite. `bad` marks these values."""
+        if bad.any():
             flat_index = begin * max(1, math.prod(self.shape[1:])) + int(bad.argmax())
             raise CheckpointError(
                 f"{self.file}: {self.name} has {int(bad.sum())} non-finite values, the first at "
                 f"{[int(i) for i in np.unravel_index(flat_index, self.shape)]}\n"
                 "    fix: download the model again, or use another one"
             )
-        return array
 
 
 def stored_tensors(directory: Path, storage: Storage | None = None) -> dict[str, StoredTensor]:
@@ -182,18 +196,19 @@ def _header(file: Path, storage: Storage) -> dict[str, StoredTensor]:
     return tensors
 
 
-def check_readable(tensors: Iterable[StoredTensor]) -> None:
-    """Raise `CheckpointError` if a tensor's dtype is not supported, or its bytes do not match its shape.
+def check_readable(tensors: Iterable[StoredTensor], dtypes: Mapping[str, Any] = DTYPES) -> None:
+    """Raise `CheckpointError` if a tensor's dtype is not one of `dtypes`, or its bytes do not match its shape.
 
     Only pass tensors that will be read. Files also contain buffers, such as GPT-2's masks in uint8 or bool.
     """
     for tensor in tensors:
-        if str(tensor.dtype) not in DTYPES:
+        if str(tensor.dtype) not in dtypes:
             raise CheckpointError(
-                f"{tensor.file}: {tensor.name} has the dtype {tensor.dtype}\n    expected: one of {', '.join(DTYPES)}\n"
-                "    fix: convert the model to bfloat16 first; quantized weights are not supported"
+                f"{tensor.file}: {tensor.name} has the dtype {tensor.dtype}\n    expected: one of {', '.join(dtypes)}\n"
+                "    fix: use files whose quantization_config in config.json describes their quantized weights, or convert "
+                "the model to bfloat16 first"
             )
-        if tensor.bytes != math.prod(tensor.shape) * np.dtype(DTYPES[tensor.dtype]).itemsize:
+        if tensor.bytes != math.prod(tensor.shape) * np.dtype(dtypes[tensor.dtype]).itemsize:
             raise CheckpointError(
                 f"{tensor.file}: {tensor.name} {list(tensor.shape)} has {tensor.bytes} bytes\n    fix: download it again"
             )

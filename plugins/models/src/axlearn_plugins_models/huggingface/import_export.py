@@ -26,6 +26,7 @@ from axlearn_plugins_models.huggingface.export_text import (
 )
 from axlearn_plugins_models.huggingface.family import Family, Json, families, family, find_family
 from axlearn_plugins_models.huggingface.members import member
+from axlearn_plugins_models.huggingface.quantized_tensors import KEY as QUANTIZATION
 from axlearn_plugins_models.huggingface.source import Source, open_model
 from axlearn_plugins_models.huggingface.table import Tensor
 from axlearn_plugins_models.huggingface.text_facts import CONFIG, context_length
@@ -234,9 +235,10 @@ def _describe_run(run_files: Mapping[str, bytes], config: Any, text: TextProcess
 def _match_config(data: Json, config: Any) -> tuple[Family, Json] | None:
     """Return the family and the completed `config.json`, or None if it does not describe the run's model."""
     model_family = family(str(data["model_type"]))
-    return (
-        None if model_family.differences(data, config) else (model_family, data | model_family.compatibility_keys(data))
-    )
+    if model_family.differences(data, config):
+        return None
+    data = {key: value for key, value in data.items() if key != QUANTIZATION}  # an export is not quantized
+    return model_family, data | model_family.compatibility_keys(data)
 
 
 def _report_source(source: Source) -> None:
