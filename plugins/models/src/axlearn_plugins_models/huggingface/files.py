@@ -9,6 +9,7 @@ system reclaims them.
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from axlearn_core.checkpoint import LocalStorage
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import CheckpointError, RequestError, StorageError, nearest
 from axlearn_plugins_models.huggingface.members import member, read_json
+from axlearn_plugins_models.huggingface.table import Tensor
 
 DTYPES: dict[str, Any] = {
     "F64": np.float64,
@@ -214,21 +216,25 @@ def check_readable(tensors: Iterable[StoredTensor], dtypes: Mapping[str, Any] = 
             )
 
 
+SHOWN = 12
+"""Number of problems that an error lists."""
+
+
 def problem_list(heading: str, problems: Sequence[str], fix: str) -> CheckpointError:
     """Return a single error that lists all problems."""
-    more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
-    lines = "\n".join(f"    {p}" for p in [*problems[:12], *more])
+    more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+    lines = "\n".join(f"    {p}" for p in [*problems[:SHOWN], *more])
     return CheckpointError(f"{heading}\n{lines}\n    fix: {fix}")
 
 
 def check_tensors(
-    stored: Mapping[str, StoredTensor], expected: Mapping[str, Sequence[int]], spare: Iterable[str], location: Path
+    stored: Mapping[str, StoredTensor], expected: Mapping[str, Tensor], spare: Iterable[str], location: Path
 ) -> None:
     """Compare the tensors of a directory with those that the model needs.
 
     Args:
         stored: Tensors in the directory.
-        expected: Name -> shape.
+        expected: Tensors that the model needs.
         spare: Additional names that may exist.
         location: Directory, for use in the error message.
 
@@ -236,20 +242,39 @@ def check_tensors(
         CheckpointError: If tensors are missing or unused, or have the wrong shape. The message lists all of them.
     """
     stray = sorted(stored.keys() - expected.keys() - set(spare))
-    problems = []
-    for name, shape in expected.items():
-        if name not in stored:
-            close = nearest(name, stray, limit=1)
-            problems.append(f"missing: {name} {list(shape)}" + (f" (nearest: {close[0]})" if close else ""))
-        elif stored[name].shape != tuple(shape):
-            problems.append(f"shape: {name}: got {list(stored[name].shape)}, expected {list(shape)}")
-    problems += [f"unused: {name} {list(stored[name].shape)}" for name in stray]
+    missing = [name for name in expected if name not in stored]
+    wrong = [name for name, t in expected.items() if name in stored and stored[name].shape != t.shape]
+    problems: list[str] = []
+    for name in missing:
+        close = nearest(name, stray, limit=1) if len(problems) < SHOWN else ()  # it takes long for many names
+        problems.append(f"missing: {name} {list(expected[name].shape)}" + (f" (nearest: {close[0]})" if close else ""))
+    for name in wrong:
+        tensor = expected[name]
+        problems.append(
+            f"shape: {name}: got {list(stored[name].shape)}, expected {list(tensor.shape)}{_origin(tensor)}"
+        )
+    kinds = name_kinds(expected)
+    for name in stray:
+        close = nearest(name_kinds([name])[0], kinds, limit=1) if len(problems) < SHOWN and not missing else ()
+        problems.append(f"unused: {name} {list(stored[name].shape)}" + (f" (nearest: {close[0]})" if close else ""))
     if problems:
+        rule = ", or cover unused tensors with a rule or `ignored` of the family" if stray and not missing else ""
         raise problem_list(
             f"the weights in {location} do not match the model in its config.json",
             problems,
-            "use the config.json and the weights from the same model",
+            f"use the config.json and the weights from the same model{rule}",
         )
+
+
+def _origin(tensor: Tensor) -> str:
+    """Describe the parameters of a tensor whose layout differs from theirs."""
+    paths = ", ".join(part.path for part in tensor.parts)
+    return f", from {paths} as {tensor.rule.pattern!r}" if tensor.rule.pattern else ""
+
+
+def name_kinds(names: Iterable[str]) -> list[str]:
+    """Return tensor names with the numbers of layers and experts replaced by `*`."""
+    return sorted({re.sub(r"(^|(?<=\.))\d+(?=\.)", "*", n) for n in names})
 
 
 OutputTensor = tuple[str, str, tuple[int, ...]]

@@ -114,7 +114,7 @@ def open_model(
     converted = [n for n, tensor in stored.items() if isinstance(tensor, QuantizedTensor)]
     files.check_readable(tensor for n, tensor in stored.items() if n not in {*converted})
     copies = {n: t for n, t in model_family.copies.items() if n in stored and t in stored and n not in tensors}
-    files.check_tensors(stored, {n: t.shape for n, t in tensors.items()}, copies, directory)
+    files.check_tensors(stored, tensors, copies, directory)
     differing = [f"{n} differs from {t}" for n, t in copies.items() if not stream.same(stored[n], stored[t])]
     if differing:
         raise files.problem_list(f"{directory}: tied tensors differ", differing, "set tie_word_embeddings to false")

@@ -1,8 +1,7 @@
 """Error for models of an unknown type, with a comparison to the nearest family."""
 
 import difflib
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +60,13 @@ def _lacks(model_type: str, data: Json, stored: Mapping[str, StoredTensor]) -> l
         names = set(model_family.dequantize(data, {n: t for n, t in stored.items() if n not in ignored}))
     except ConfigError as error:
         problems = [f"{p.path}: {p.message}" + (f" ({p.got})" if p.got else "") for p in error.problems]
-        return [*problems, *(f"tensor {n}" for n in _kinds(stored))]
+        return [*problems, *(f"tensor {n}" for n in files.name_kinds(stored))]
     except (RequestError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        return [f"config.json: {type(error).__name__} {error}", *(f"tensor {n}" for n in _kinds(stored))]
+        return [f"config.json: {type(error).__name__} {error}", *(f"tensor {n}" for n in files.name_kinds(stored))]
     lines = [f"config.json: {key} ({data[key]!r})" for key in unread]
     if stored:
         if model_family.prefix and not any(n.startswith(model_family.prefix) for n in names):
             expected = {n.removeprefix(model_family.prefix) for n in expected}
-        lines += [f"tensor {n}" for n in _kinds(names - expected - {*model_family.copies})]
-        lines += [f"a model without tensor {n}" for n in _kinds(expected - names)]
+        lines += [f"tensor {n}" for n in files.name_kinds(names - expected - {*model_family.copies})]
+        lines += [f"a model without tensor {n}" for n in files.name_kinds(expected - names)]
     return lines
-
-
-def _kinds(names: Iterable[str]) -> list[str]:
-    """Return tensor names with the numbers of layers and experts replaced by `*`."""
-    return sorted({re.sub(r"(^|(?<=\.))\d+(?=\.)", "*", n) for n in names})
