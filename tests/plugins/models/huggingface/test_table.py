@@ -181,7 +181,11 @@ MISFITS = {
     "remainder": ({"a": (3, 8)}, {"pattern": "(g r) d -> d (g r)", "sizes": {"g": 3}}, "with g=3, d=3"),
     "unknown": ({"a": (3, 8)}, {"pattern": "(g r) d -> d (g r)"}, "set `sizes`"),
     "no-star": ({"q": (3, 2), "k": (3, 2)}, {"pattern": "n d -> d n"}, "'n d -> d n'"),
-    "places": ({"q": (3, 2), "k": (3, 2)}, {"pattern": ("n* d -> d n", "d n* -> d n")}, "the shapes do not fit the pattern"),
+    "places": (
+        {"q": (3, 2), "k": (3, 2)},
+        {"pattern": ("n* d -> d n", "d n* -> d n")},
+        "the shapes do not fit the pattern",
+    ),
 }
 
 

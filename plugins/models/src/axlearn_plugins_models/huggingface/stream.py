@@ -133,7 +133,9 @@ def _slices(
     for begin, end in _rows((rows,), size, unit):
         raw, low, count = stored.rows(base + begin, base + end), begin // unit, (end - begin) // unit
         for part in parts:
-            start = (low * part.product(group[1:]) if first and group[:1] == (first,) else 0 for group in part.axes.ours)
+            start = (
+                low * part.product(group[1:]) if first and group[:1] == (first,) else 0 for group in part.axes.ours
+            )
             piece = raw if len(parts) == 1 else _cut(raw, tensor, part, first, count)
             yield part, (*part.index, *start), part.to_ours(piece, first, count)
 
