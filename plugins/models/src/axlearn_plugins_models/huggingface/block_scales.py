@@ -15,23 +15,33 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 """Value of each code of a 4-bit float."""
 _PAIRS = np.stack([E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], axis=-1).view(np.uint64).reshape(-1)
 """Two values for each byte, as one number of 64 bits, because looking up one number is faster."""
+_PART = 1 << 16
 _E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 _E8M0 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
 
 
+def _look_up(table: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """Return `table[codes]` for bytes, in parts, because NumPy converts each code to an index of 8 bytes."""
+    flat = codes.reshape(-1).view(np.uint8)
+    values = np.empty(flat.shape, table.dtype)
+    for begin in range(0, flat.size, _PART):
+        np.take(table, flat[begin : begin + _PART], out=values[begin : begin + _PART], mode="clip")
+    return values.reshape(codes.shape)
+
+
 def decode_e2m1(packed: np.ndarray) -> np.ndarray:
     """Return the values of 4-bit floats: uint8 [..., N], low bits first -> float32 [..., 2 N]."""
-    return _PAIRS[packed].view(np.float32)
+    return _look_up(_PAIRS, packed).view(np.float32)
 
 
 def decode_e4m3(codes: np.ndarray) -> np.ndarray:
     """Return the values of 8-bit floats with a sign, 4 bits of exponent and 3 of mantissa. The codes 0x7F and 0xFF are NaN."""
-    return _E4M3[codes.view(np.uint8)]
+    return _look_up(_E4M3, codes)
 
 
 def decode_e8m0(codes: np.ndarray) -> np.ndarray:
     """Return 2^(code - 127) for each uint8. The code 0xFF is NaN."""
-    return _E8M0[codes.view(np.uint8)]
+    return _look_up(_E8M0, codes)
 
 
 def unpack_integers(words: np.ndarray, bits: int, count: int) -> np.ndarray:
