@@ -1,4 +1,4 @@
-"""Quantized weights in files: what an import reads, what an export writes, and errors."""
+"""Quantized weights: how they are read and exported, and errors."""
 
 import json
 import math
