@@ -200,6 +200,12 @@ def test_shapes_that_do_not_fit_a_pattern_are_refused(name):
     assert expected in text
 
 
+def test_two_rules_for_one_tensor_are_refused():
+    shapes = {"q": (3, 2), "k": (3, 2)}
+    with pytest.raises(ConfigError, match=r"model \(k, q\): the shapes do not fit the pattern of the tensor t"):
+        layout(Functional.from_module(Arrays(numbers(shapes))), [Rule("q", "t"), Rule("k", "t")])
+
+
 @pytest.mark.parametrize(("value", "got"), [("GONE", "nothing"), ("2", "'2'"), (0, "0"), (True, "True")])
 def test_a_size_that_config_json_does_not_state_is_refused(value, got):
     model = Functional.from_module(Arrays(numbers({"a": (3, 8)})))

@@ -318,6 +318,8 @@ def _tensor(name: str, rule: Rule, pieces: Mapping[str, _Piece], config_json: Ma
         ConfigError: If the sizes of the parameters contradict each other or the pattern.
     """
     ordered = [pieces[path] for path in rule.paths if path in pieces]
+    if len(ordered) < len(pieces):
+        raise _misfit(name, rule, [*pieces.values()], {})  # another rule has the same tensor
     shared = {axis: _size(size, name, config_json) for axis, size in rule.sizes.items()}
     for piece in ordered:
         for group, size in zip(piece.axes.ours, piece.shape, strict=True):
@@ -358,22 +360,22 @@ def _sizes(piece: _Piece, shared: Mapping[str, int]) -> dict[str, int] | None:
     sizes |= {a: 1 for a in piece.axes.joined if a not in ours}
     for group, size in zip(piece.axes.ours, piece.shape, strict=True):
         unknown = [a for a in group if a not in sizes]
-        known = math.prod(sizes[a] for a in group if a in sizes)
-        if len(unknown) > 1 or size % known or (not unknown and size != known):
+        product = math.prod(sizes[a] for a in group if a in sizes)
+        if len(unknown) > 1 or size % product or (not unknown and size != product):
             return None
-        sizes |= dict.fromkeys(unknown, size // known)
+        sizes |= dict.fromkeys(unknown, size // product)
     return sizes
 
 
 def _misfit(name: str, rule: Rule, pieces: Sequence[_Piece], shared: Mapping[str, int]) -> ConfigError:
     """Return the error for parameters that do not fit the pattern of their tensor."""
-    known = ", ".join(f"{axis}={size}" for axis, size in shared.items())
+    sizes = ", ".join(f"{axis}={size}" for axis, size in shared.items())
     return ConfigError(
         Problem(
             path=f"model ({', '.join(p.path for p in pieces)})",
             message=f"the shapes do not fit the pattern of the tensor {name}",
             got=", ".join(str(list(p.shape)) for p in pieces),
-            expected=f"{rule.pattern!r}" + (f" with {known}" if known else ""),
+            expected=f"{rule.pattern!r}" + (f" with {sizes}" if sizes else ""),
             fix="correct the pattern of the rule, or set `sizes` for axes that no parameter has by themselves",
         )
     )
