@@ -158,6 +158,7 @@ WRONG = {
     "list": ({"quant_method": ["fp8"]}, {}, ["got: ['fp8']"]),
     "no-object": ("fp8", {}, ["quantization_config: weights that are", "expected: an object"]),
     "block": ({**FP8, "weight_block_size": [128]}, GOOD, ["quantization_config.weight_block_size", "got: [128]"]),
+    "empty-block": ({**FP8, "weight_block_size": [0, 128]}, GOOD, ["weight_block_size", "got: [0, 128]"]),
     "fp4": ({**FP8, "expert_dtype": "fp4"}, GOOD, ["expert_dtype", "got: fp4"]),
     "grid": (FP8, {**GOOD, "w.weight_scale_inv": np.ones((1, 1), np.float32)}, [
         "w.weight_scale_inv: the shape does not fit its weight", "got: [1, 1]",
@@ -192,6 +193,7 @@ WRONG = {
     "shape": (KIMI, {**PACKED, "w.weight_shape": np.array([2, 33])}, [
         "w.weight_packed: the shape does not fit its weight", "got: [2, 4]", "w.weight_shape [2, 33] with 4 bits each"
     ]),
+    "ranks": (KIMI, {**PACKED, "w.weight_shape": np.array([[2, 32]])}, ["w.weight_shape: this is not", "got: [1, 2]"]),
     "packed-scale": (KIMI, {**PACKED, "w.weight_scale": np.ones((2, 3), BF16)}, ["w.weight_scale", "expected: [2, 1]"]),
     "zero-point": (KIMI, {**PACKED, "w.weight_zero_point": np.zeros((2, 1), np.int32)}, [
         "w.weight_zero_point", "got: [2, 1]", "2 x 1 numbers with 4 bits each"

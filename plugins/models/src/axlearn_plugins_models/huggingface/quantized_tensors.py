@@ -212,20 +212,20 @@ def read_fp8(settings: Mapping[str, Any], stored: Stored) -> dict[str, StoredTen
     """Read `fp8`: numbers in e4m3, and a factor `*_scale_inv` for each block of the last two axes, as in DeepSeek-V3."""
     if (experts := settings.get("expert_dtype") or "fp8") != "fp8":
         raise _unsupported("expert_dtype", experts, ["fp8"])
-    block = settings.get("weight_block_size") or (0, 0)
-    if not _are_sizes(block):
+    block = settings.get("weight_block_size")
+    if block is not None and not _are_sizes(block):
         raise _unsupported("weight_block_size", block, ["two positive integers", "null"])
     replaced, used = {}, set[str]()
     for name, scale in stored.items():
         if name.endswith("_scale_inv"):
             weight = _companion(stored, scale, name.removesuffix("_scale_inv"))
-            replaced[weight.name] = _scaled(weight, scale, block)
+            replaced[weight.name] = _scaled(weight, scale, block or (0, 0))
             used.add(name)
     return _without(stored, used) | replaced
 
 
 def _are_sizes(block: Any) -> bool:
-    return isinstance(block, list | tuple) and len(block) == 2 and all(type(n) is int and n >= 0 for n in block)
+    return isinstance(block, list | tuple) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
 
 
 def _scaled(
@@ -372,7 +372,7 @@ def _parse_groups(settings: Mapping[str, Any]) -> list[_Group]:
             "block": weights.get("block_structure"),
         }
         block = blocks[strategy]
-        if not _are_sizes(block):
+        if strategy in ("group", "block") and not _are_sizes(block):
             raise _unsupported(f"{path}.weights", f"strategy {strategy} with blocks of {block}", ["positive sizes"])
         groups.append(_Group(tuple(group.get("targets") or ()), kind[1], KINDS[kind], (block[0], block[1])))
     if not groups:
@@ -389,8 +389,10 @@ def _packed(
         raise _unsupported("config_groups.*.weights.type", f"float, for {words.name}", ["int"])
     _check_dtype(words, ("I32",))
     _check_dtype(shape_tensor, ("I64", "I32"))
-    shape = tuple(int(n) for n in shape_tensor.rows(0, math.prod(shape_tensor.shape)).reshape(-1))
-    if len(shape) != 2 or words.shape != (shape[0], math.ceil(shape[1] * bits / 32)):
+    if shape_tensor.shape != (2,):
+        raise _damaged(shape_tensor, "this is not the shape of a matrix", str(list(shape_tensor.shape)), "[2]")
+    shape = tuple(int(n) for n in shape_tensor.rows(0, 2))
+    if words.shape != (shape[0], math.ceil(shape[1] * bits / 32)):
         text = f"{shape_tensor.name} {list(shape)} with {bits} bits each"
         raise _damaged(words, "the shape does not fit its weight", str(list(words.shape)), text)
     grid = _Grid.parse(scale, words, shape, group.block)
