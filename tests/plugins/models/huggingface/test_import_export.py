@@ -180,7 +180,17 @@ WRONG = {
     ),
     "activation": (lambda d: edit(d, hidden_act="mish"), ["hidden_act", "got: mish", "'silu'"]),
     "bias": (lambda d: edit(d, mlp_bias=True), ["mlp_bias", "got: True"]),
-    "quantized": (lambda d: edit(d, quantization_config={"quant_method": "fp8"}), ["quantization_config", "got: fp8"]),
+    "quantized": (lambda d: edit(d, quantization_config={"quant_method": "gptq"}), [
+        "config.json: quantization_config.quant_method", "got: gptq", "expected: compressed-tensors, fp8, mxfp4"
+    ]),
+    "uncovered": (lambda d: rewrite(d, lambda v: v | {"model.layers.1.mlp.up_proj.bias": v["model.norm.weight"]}), [
+        "unused: model.layers.1.mlp.up_proj.bias [32] (nearest: model.layers.*.mlp.up_proj.weight)",
+        "or cover unused tensors with a rule or `ignored` of the family",
+    ]),
+    "split": (lambda d: rewrite(d, lambda v: {n: x[:, :-1] if "q_proj" in n else x for n, x in v.items()}), [
+        "shape: model.layers.0.self_attn.q_proj.weight: got [32, 31], expected [32, 32], from "
+        "decoder.layer.attention.query.weight as '(n h) d -> d n h'"
+    ]),
     "lacking": (lambda d: edit(d, hidden_size="GONE"), ["config.json: does not have hidden_size"]),
     "width": (lambda d: edit(d, intermediate_size=64), ["shape: model.layers.0.mlp.gate_proj.weight: got [48, 32], "]),
     "missing": (lambda d: rewrite(d, renamed), [

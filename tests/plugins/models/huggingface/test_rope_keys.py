@@ -109,6 +109,12 @@ REFUSED = {
     "key-of-another-type": ("llama3", {"rope_parameters": {"rope_theta": 1e4, "factor": 8.0}}, [
         "rope_parameters.factor", "got: 8.0"
     ]),
+    "misspelled": ("llama3", {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fst": 32}}, [
+        "config.json: rope_scaling.beta_fst: rope_type yarn does not have this entry", "got: 32", "did you mean: beta_fast"
+    ]),
+    "misspelled-nested": ("gemma3", {"rope_parameters": {**NESTED, "full_attention": {"rope_thta": 1e6}}}, [
+        "config.json: rope_parameters.full_attention.rope_thta", "did you mean: rope_theta"
+    ]),
     "part": ("llama3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "got: 0.5"]),
     "part-4": ("llama3", {"partial_rotary_factor": 0.25}, ["partial_rotary_factor", "got: 0.25"]),
     "no-factor": ("llama3", {"rope_parameters": {"rope_type": "linear"}}, [

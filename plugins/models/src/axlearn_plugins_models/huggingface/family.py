@@ -4,7 +4,8 @@ A family is a component named `huggingface-<model_type>`. It names an experiment
 `config.json` to config paths. One table serves both directions. Methods handle everything that a table cannot express.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import attrs
@@ -18,7 +19,9 @@ from axlearn_core.errors import ConfigError, Problem, RequestError, nearest, unk
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import Resolved, resolve
-from axlearn_plugins_models.huggingface.table import Rule
+from axlearn_plugins_models.huggingface.files import StoredTensor
+from axlearn_plugins_models.huggingface.quantized_tensors import SCHEMES, Scheme, dequantize, read_scheme
+from axlearn_plugins_models.huggingface.table import Rule, Tensor, layout
 
 PREFIX = "huggingface-"
 Json = dict[str, Any]
@@ -172,6 +175,37 @@ class Family(Configurable):
         """Return the rules for a model, if tensor names depend on it. Later rules override earlier ones."""
         return self.rules
 
+    def ignored_tensors(self, hf: Settings) -> Sequence[str]:
+        """Return patterns (`fnmatch`) of ignored tensors: `ignored`, and the layers that predict more than the next token."""
+        count = hf.get("num_nextn_predict_layers")
+        layers = range(hf.need("num_hidden_layers"), hf.need("num_hidden_layers") + count) if type(count) is int else ()
+        return (*self.ignored, *(f"model.layers.{i}.*" for i in layers))
+
+    def ignored_names(self, data: Mapping[str, Any], names: Iterable[str]) -> set[str]:
+        """Return the names that match `ignored_tensors`. `data` is the content of `config.json`."""
+        patterns = self.ignored_tensors(Settings(data))
+        return {n for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns)}
+
+    def quantizations(self, hf: Settings) -> Mapping[str, Scheme]:
+        """Return `quant_method` -> scheme, for the quantized weights that the family reads."""
+        return SCHEMES
+
+    def dequantize(self, data: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Replace quantized weights with tensors that are read as floats; see `quantized_tensors`.
+
+        Args:
+            data: Content of `config.json`.
+            stored: Name -> tensor in the files, without ignored tensors.
+
+        Raises:
+            RequestError: If the family does not support the quantization.
+        """
+        return dequantize(data, stored, self.quantizations(Settings(data)))
+
+    def layout(self, model: Functional, data: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return every tensor in a file of a model by name; see `table.layout`. `data` is the content of `config.json`."""
+        return layout(model, self.table(model), data)
+
     def resolve(self, data: Mapping[str, Any], **more: Any) -> tuple[Resolved, list[str]]:
         """Resolve the experiment of a `config.json`. Return it with the keys of the file that were not read.
 
@@ -189,8 +223,7 @@ class Family(Configurable):
         for name, value in self.fixed.items():
             if (got := hf.get(name, value)) != value:
                 raise unsupported(name, got, [repr(value)])
-        if quantized := hf.get("quantization_config"):
-            raise unsupported("quantization_config", quantized.get("quant_method"), ["unquantized weights"])
+        read_scheme(hf, self.quantizations(hf))
         values: Json = {}
         for name, key in self.keys.items():
             key = Key(key) if isinstance(key, str) else key

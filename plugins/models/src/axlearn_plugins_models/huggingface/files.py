@@ -9,6 +9,7 @@ system reclaims them.
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from axlearn_core.checkpoint import LocalStorage
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import CheckpointError, RequestError, StorageError, nearest
 from axlearn_plugins_models.huggingface.members import member, read_json
+from axlearn_plugins_models.huggingface.table import Tensor
 
 DTYPES: dict[str, Any] = {
     "F64": np.float64,
@@ -29,7 +31,16 @@ DTYPES: dict[str, Any] = {
     "F16": np.float16,
     "BF16": ml_dtypes.bfloat16,
 }
-"""Supported dtypes of weights. Other dtypes (of quantized models) raise an error that names them."""
+"""Supported dtypes of weights."""
+PACKED: dict[str, Any] = {
+    "U8": np.uint8,
+    "I8": np.int8,
+    "I32": np.int32,
+    "I64": np.int64,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+}
+"""Dtypes of quantized weights and their scales, which `quantized_tensors` converts. Others raise an error that names them."""
 CODES = {str(np.dtype(dtype)): code for code, dtype in DTYPES.items()}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
@@ -64,9 +75,9 @@ class StoredTensor:
         """Read `[begin:end]` of the first axis, or all of a scalar.
 
         Raises:
-            CheckpointError: If the file is too short, or a value is not finite.
+            CheckpointError: If the file is too short, or a value is not finite. Values of `PACKED` dtypes are not checked.
         """
-        dtype = np.dtype(DTYPES[self.dtype])
+        dtype = np.dtype(DTYPES.get(self.dtype) or PACKED[self.dtype])
         shape = (end - begin, *self.shape[1:]) if self.shape else ()
         array = np.empty(shape, dtype)
         row = self.bytes // self.shape[0] if self.shape and self.shape[0] else 0
@@ -75,16 +86,21 @@ class StoredTensor:
             self.storage.read_into(self.file.name, self.start + begin * row, view)
         except StorageError as error:
             raise CheckpointError(f"{error}\n    fix: the file changed while it was read; download it again") from error
-        bits = array.reshape(-1).view(f"u{dtype.itemsize}")
-        exponent = bits.dtype.type(_EXPONENTS[self.dtype])
-        if (bad := (bits & exponent) == exponent).any():
+        if self.dtype in DTYPES:
+            bits = array.reshape(-1).view(f"u{dtype.itemsize}")
+            exponent = bits.dtype.type(_EXPONENTS[self.dtype])
+            self.check_finite((bits & exponent) == exponent, begin)
+        return array
+
+    def check_finite(self, bad: np.ndarray, begin: int) -> None:
+        """Raise `CheckpointError` if a value in the rows from `begin` on is not finite. `bad` marks these values."""
+        if bad.any():
             flat_index = begin * max(1, math.prod(self.shape[1:])) + int(bad.argmax())
             raise CheckpointError(
                 f"{self.file}: {self.name} has {int(bad.sum())} non-finite values, the first at "
                 f"{[int(i) for i in np.unravel_index(flat_index, self.shape)]}\n"
                 "    fix: download the model again, or use another one"
             )
-        return array
 
 
 def stored_tensors(directory: Path, storage: Storage | None = None) -> dict[str, StoredTensor]:
@@ -182,38 +198,43 @@ def _header(file: Path, storage: Storage) -> dict[str, StoredTensor]:
     return tensors
 
 
-def check_readable(tensors: Iterable[StoredTensor]) -> None:
-    """Raise `CheckpointError` if a tensor's dtype is not supported, or its bytes do not match its shape.
+def check_readable(tensors: Iterable[StoredTensor], dtypes: Mapping[str, Any] = DTYPES) -> None:
+    """Raise `CheckpointError` if a tensor's dtype is not one of `dtypes`, or its bytes do not match its shape.
 
     Only pass tensors that will be read. Files also contain buffers, such as GPT-2's masks in uint8 or bool.
     """
     for tensor in tensors:
-        if str(tensor.dtype) not in DTYPES:
+        if str(tensor.dtype) not in dtypes:
             raise CheckpointError(
-                f"{tensor.file}: {tensor.name} has the dtype {tensor.dtype}\n    expected: one of {', '.join(DTYPES)}\n"
-                "    fix: convert the model to bfloat16 first; quantized weights are not supported"
+                f"{tensor.file}: {tensor.name} has the dtype {tensor.dtype}\n    expected: one of {', '.join(dtypes)}\n"
+                "    fix: use files whose quantization_config in config.json describes their quantized weights, or convert "
+                "the model to bfloat16 first"
             )
-        if tensor.bytes != math.prod(tensor.shape) * np.dtype(DTYPES[tensor.dtype]).itemsize:
+        if tensor.bytes != math.prod(tensor.shape) * np.dtype(dtypes[tensor.dtype]).itemsize:
             raise CheckpointError(
                 f"{tensor.file}: {tensor.name} {list(tensor.shape)} has {tensor.bytes} bytes\n    fix: download it again"
             )
 
 
+SHOWN = 12
+"""Number of problems that an error lists."""
+
+
 def problem_list(heading: str, problems: Sequence[str], fix: str) -> CheckpointError:
     """Return a single error that lists all problems."""
-    more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
-    lines = "\n".join(f"    {p}" for p in [*problems[:12], *more])
+    more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+    lines = "\n".join(f"    {p}" for p in [*problems[:SHOWN], *more])
     return CheckpointError(f"{heading}\n{lines}\n    fix: {fix}")
 
 
 def check_tensors(
-    stored: Mapping[str, StoredTensor], expected: Mapping[str, Sequence[int]], spare: Iterable[str], location: Path
+    stored: Mapping[str, StoredTensor], expected: Mapping[str, Tensor], spare: Iterable[str], location: Path
 ) -> None:
     """Compare the tensors of a directory with those that the model needs.
 
     Args:
         stored: Tensors in the directory.
-        expected: Name -> shape.
+        expected: Tensors that the model needs.
         spare: Additional names that may exist.
         location: Directory, for use in the error message.
 
@@ -221,20 +242,39 @@ def check_tensors(
         CheckpointError: If tensors are missing or unused, or have the wrong shape. The message lists all of them.
     """
     stray = sorted(stored.keys() - expected.keys() - set(spare))
-    problems = []
-    for name, shape in expected.items():
-        if name not in stored:
-            close = nearest(name, stray, limit=1)
-            problems.append(f"missing: {name} {list(shape)}" + (f" (nearest: {close[0]})" if close else ""))
-        elif stored[name].shape != tuple(shape):
-            problems.append(f"shape: {name}: got {list(stored[name].shape)}, expected {list(shape)}")
-    problems += [f"unused: {name} {list(stored[name].shape)}" for name in stray]
+    missing = [name for name in expected if name not in stored]
+    wrong = [name for name, t in expected.items() if name in stored and stored[name].shape != t.shape]
+    problems: list[str] = []
+    for name in missing:
+        close = nearest(name, stray, limit=1) if len(problems) < SHOWN else ()  # it takes long for many names
+        problems.append(f"missing: {name} {list(expected[name].shape)}" + (f" (nearest: {close[0]})" if close else ""))
+    for name in wrong:
+        tensor = expected[name]
+        problems.append(
+            f"shape: {name}: got {list(stored[name].shape)}, expected {list(tensor.shape)}{_origin(tensor)}"
+        )
+    kinds = name_kinds(expected)
+    for name in stray:
+        close = nearest(name_kinds([name])[0], kinds, limit=1) if len(problems) < SHOWN and not missing else ()
+        problems.append(f"unused: {name} {list(stored[name].shape)}" + (f" (nearest: {close[0]})" if close else ""))
     if problems:
+        rule = ", or cover unused tensors with a rule or `ignored` of the family" if stray and not missing else ""
         raise problem_list(
             f"the weights in {location} do not match the model in its config.json",
             problems,
-            "use the config.json and the weights from the same model",
+            f"use the config.json and the weights from the same model{rule}",
         )
+
+
+def _origin(tensor: Tensor) -> str:
+    """Describe the parameters of a tensor whose layout differs from theirs."""
+    paths = ", ".join(part.path for part in tensor.parts)
+    return f", from {paths} as {tensor.rule.pattern!r}" if tensor.rule.pattern else ""
+
+
+def name_kinds(names: Iterable[str]) -> list[str]:
+    """Return tensor names with the numbers of layers and experts replaced by `*`."""
+    return sorted({re.sub(r"(^|(?<=\.))\d+(?=\.)", "*", n) for n in names})
 
 
 OutputTensor = tuple[str, str, tuple[int, ...]]

@@ -26,8 +26,9 @@ from axlearn_plugins_models.huggingface.export_text import (
 )
 from axlearn_plugins_models.huggingface.family import Family, Json, families, family, find_family
 from axlearn_plugins_models.huggingface.members import member
+from axlearn_plugins_models.huggingface.quantized_tensors import KEY as QUANTIZATION
 from axlearn_plugins_models.huggingface.source import Source, open_model
-from axlearn_plugins_models.huggingface.table import Tensor, layout
+from axlearn_plugins_models.huggingface.table import Tensor
 from axlearn_plugins_models.huggingface.text_facts import CONFIG, context_length
 from axlearn_plugins_models.huggingface.weights import DirectoryWeights
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
@@ -123,7 +124,7 @@ def export_run(
     text = text_processor(config)
     model_family, data = _describe_run(run_files, config, text)
     model = Functional.from_config(config.model)
-    tensors = layout(model, model_family.table(model))
+    tensors = model_family.layout(model, data)
     dtypes: dict[str, list[str]] = json.loads(run_files.pop(TENSORS, b"{}"))
     outputs = _outputs(model, tensors, dtype, str(config.model.param_dtype), dtypes)
     files.check_space(directory, outputs)
@@ -151,7 +152,7 @@ def write_model(
         model: The model as pure functions.
         params: Parameters and variables by path.
     """
-    tensors = layout(model, model_family.table(model))
+    tensors = model_family.layout(model, data)
     _write(
         directory,
         data,
@@ -234,9 +235,10 @@ def _describe_run(run_files: Mapping[str, bytes], config: Any, text: TextProcess
 def _match_config(data: Json, config: Any) -> tuple[Family, Json] | None:
     """Return the family and the completed `config.json`, or None if it does not describe the run's model."""
     model_family = family(str(data["model_type"]))
-    return (
-        None if model_family.differences(data, config) else (model_family, data | model_family.compatibility_keys(data))
-    )
+    if model_family.differences(data, config):
+        return None
+    data = {key: value for key, value in data.items() if key != QUANTIZATION}  # an export is not quantized
+    return model_family, data | model_family.compatibility_keys(data)
 
 
 def _report_source(source: Source) -> None:

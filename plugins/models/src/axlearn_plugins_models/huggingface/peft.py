@@ -25,7 +25,6 @@ from axlearn_plugins_finetune.lora.feature import without_adapters
 from axlearn_plugins_finetune.lora.lora_linear import ADAPTERS
 from axlearn_plugins_finetune.lora.merge import changed_variables, scales_of
 from axlearn_plugins_models.huggingface.family import find_family
-from axlearn_plugins_models.huggingface.table import layout
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -82,8 +81,8 @@ def files(
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Return (arrays by name, `adapter_config.json`) for the adapters in a trainer config; see `export_peft`."""
     model = without_adapters(config)
-    family, _ = find_family(model)
-    tensors = layout(Functional.from_config(model.model), family.rules)
+    family, data = find_family(model)
+    tensors = family.layout(Functional.from_config(model.model), data)
     modules: dict[str, tuple[str, Any]] = {}
     for name, tensor in tensors.items():
         path = tensor.parts[0].path.removesuffix(".weight")
@@ -132,16 +131,19 @@ def adapter_config(
 
 def _matrices(path: str, tensor: Any, adapters: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Return A [r, in] and B [out, r] for a tensor of the dense model."""
-    part, axes = tensor.parts[0], tensor.axes
+    part = tensor.parts[0]
+    axes, theirs = part.axes, part.axes.theirs
     a, b = (np.asarray(adapters[f"{path}.{n}"])[part.index] for n in ADAPTERS)
-    inputs, outputs = axes.ours[: a.ndim - 1], axes.ours[a.ndim - 1 :]
-    if len(tensor.parts) > 1 or axes.joined or len(axes.theirs) != 2 or set(axes.theirs[0]) != set(outputs):
+    names = [group[0] for group in axes.ours if len(group) == 1]
+    inputs, outputs = names[: a.ndim - 1], names[a.ndim - 1 :]
+    joined = len(tensor.parts) > 1 or axes.joined or len(names) < len(axes.ours)
+    if joined or len(theirs) != 2 or set(theirs[0]) != set(outputs):
         raise RequestError(
             f"{path}: PEFT's format does not support these adapters, because {tensor.name} contains other layers too, or a "
             "transpose\n    fix: merge them into the weights (`axlearn lora merge`), and export the model"
         )
-    a = np.moveaxis(a, -1, 0).transpose(0, *(1 + inputs.index(n) for n in axes.theirs[1]))
-    b = b.transpose(*(1 + outputs.index(n) for n in axes.theirs[0]), 0)
+    a = np.moveaxis(a, -1, 0).transpose(0, *(1 + inputs.index(n) for n in theirs[1]))
+    b = b.transpose(*(1 + outputs.index(n) for n in theirs[0]), 0)
     rank = a.shape[0]
     return a.reshape(rank, -1), b.reshape(-1, rank)
 

@@ -7,12 +7,13 @@ entries are errors here.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import attrs
 
 from axlearn_core.config.tree import children
-from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.errors import ConfigError, Problem, nearest
 from axlearn_plugins_models.huggingface.family import Json, Settings, unsupported
 
 THETA = 10_000.0
@@ -35,6 +36,16 @@ class Kind:
     base: str
     theta: float
     scaled: bool
+
+
+class Entries(Json):
+    """Entries of `rope_parameters`.
+
+    Attributes:
+        paths: Entry -> its path in `config.json`.
+    """
+
+    paths: Mapping[str, str] = MappingProxyType({})
 
 
 ALL_LAYERS = Kind("", "rope_theta", THETA, scaled=True)
@@ -68,7 +79,9 @@ def parameters(hf: Settings, kind: Kind = ALL_LAYERS, kinds: Sequence[Kind] = ()
             if merged.setdefault(key, value) != value:
                 raise _contradiction(key, origin[key], merged[key], key_path, value)
             origin.setdefault(key, key_path)
-    return {"rope_type": "default", "rope_theta": kind.theta, **merged}
+    result = Entries({"rope_type": "default", "rope_theta": kind.theta, **merged})
+    result.paths = origin
+    return result
 
 
 def _mapping(hf: Settings, key: str) -> Mapping[str, Any]:
@@ -120,15 +133,29 @@ def read_rope(hf: Settings, *, rope: Json | None = None, **fields: Any) -> Json:
         ConfigError: If the scaling type is not supported, or an entry is unknown or missing.
     """
     rope = parameters(hf) if rope is None else rope
+    paths = rope.paths if isinstance(rope, Entries) else {}
+
+    def path(name: str) -> str:
+        return paths.get(name, f"rope_parameters.{name}")
+
     kind = rope["rope_type"]
-    if kind not in SCALINGS:
-        raise unsupported("rope_parameters.rope_type", kind, SCALINGS)
+    if not isinstance(kind, str) or kind not in SCALINGS:
+        raise unsupported(path("rope_type"), kind, SCALINGS)
     if rope.get(FACTOR, 1.0) != 1.0:
-        raise unsupported(f"rope_parameters.{FACTOR}", rope[FACTOR], [1.0])
+        raise unsupported(path(FACTOR), rope[FACTOR], [1.0])
     names = (*_COMMON, *ENTRIES[kind], *_IDLE)
     for name in rope:
         if name not in names:
-            raise unsupported(f"rope_parameters.{name}", rope[name], [f"for rope_type {kind}: {', '.join(names)}"])
+            raise ConfigError(
+                Problem(
+                    path=f"config.json: {path(name)}",
+                    message=f"rope_type {kind} does not have this entry",
+                    got=str(rope[name])[:80],
+                    expected=f"for rope_type {kind}: {', '.join(names)}",
+                    nearest=nearest(name, names),
+                    fix="correct its name, or write a family whose settings read it; see docs/huggingface.md",
+                )
+            )
     return {"type": "rope", "theta": _number(rope, "rope_theta"), "scaling": SCALINGS[kind](rope, hf), **fields}
 
 

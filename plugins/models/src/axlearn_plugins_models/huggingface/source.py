@@ -1,6 +1,5 @@
 """Open a model directory in Hugging Face format. Checks everything without reading any weights."""
 
-import fnmatch
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,13 +8,14 @@ import attrs
 
 from axlearn_core.compose import Functional
 from axlearn_core.contracts.experiment import sequence_length, set_experiment_name
-from axlearn_core.errors import CheckpointError, ConfigError, Problem
+from axlearn_core.errors import CheckpointError, ConfigError, Problem, counted
 from axlearn_core.plugins.resolve import Resolved, resolve
 from axlearn_plugins_models.huggingface import files, stream
 from axlearn_plugins_models.huggingface.family import Family, Json, Settings, families, family
 from axlearn_plugins_models.huggingface.files import StoredTensor
 from axlearn_plugins_models.huggingface.members import read_json
-from axlearn_plugins_models.huggingface.table import Tensor, layout
+from axlearn_plugins_models.huggingface.quantized_tensors import KEY, QuantizedTensor
+from axlearn_plugins_models.huggingface.table import Tensor
 from axlearn_plugins_models.huggingface.text_facts import CONFIG, TOKENIZER, read_text_facts
 from axlearn_plugins_models.huggingface.unknown import unknown_type
 
@@ -105,14 +105,16 @@ def open_model(
         base, unread = _resolve(model_family, directory, data, {**settings, "input.sequence_length": length})
     resolved = resolve(set_experiment_name(base.config, model_family.model_type), with_=with_, set=set)
     model = Functional.from_config(resolved.config.model)  # type: ignore[attr-defined]
-    tensors, stored = layout(model, model_family.table(model)), all_tensors
+    ignored = model_family.ignored_names(data, all_tensors)
+    tensors = model_family.layout(model, data)
+    stored = model_family.dequantize(data, {n: t for n, t in all_tensors.items() if n not in ignored})
     if model_family.prefix and not any(n.startswith(model_family.prefix) for n in stored):
         bare = {n.removeprefix(model_family.prefix): t for n, t in tensors.items()}
         tensors = {n: attrs.evolve(t, name=n) for n, t in bare.items()}
-    ignored = {n for n in stored if any(fnmatch.fnmatchcase(n, p) for p in model_family.ignored)}
-    files.check_readable(tensor for n, tensor in stored.items() if n not in ignored)
+    converted = [n for n, tensor in stored.items() if isinstance(tensor, QuantizedTensor)]
+    files.check_readable(tensor for n, tensor in stored.items() if n not in {*converted})
     copies = {n: t for n, t in model_family.copies.items() if n in stored and t in stored and n not in tensors}
-    files.check_tensors(stored, {n: t.shape for n, t in tensors.items()}, {*ignored, *copies}, directory)
+    files.check_tensors(stored, tensors, copies, directory)
     differing = [f"{n} differs from {t}" for n, t in copies.items() if not stream.same(stored[n], stored[t])]
     if differing:
         raise files.problem_list(f"{directory}: tied tensors differ", differing, "set tie_word_embeddings to false")
@@ -120,6 +122,9 @@ def open_model(
     notes += text.notes if text is not None else ()
     if text is not None and text.eos is None:
         notes += ["no file names the token that ends a text; using the usual one of the vocabulary, if it has one"]
+    if converted:
+        method = data[KEY]["quant_method"]
+        notes += [f"{counted(len(converted), 'weight')} of the quantization {method} were converted to floating point"]
     notes += [f"ignored, since they are not part of the model: {', '.join(sorted(ignored)[:8])}"] if ignored else []
     model_tensors = {n: stored[n] for n in tensors}
     return Source(directory, data, model_family, resolved, model, tensors, model_tensors, tuple(notes))

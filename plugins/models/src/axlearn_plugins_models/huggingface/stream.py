@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from axlearn_core.compose.functions import array_function
 from axlearn_plugins_models.huggingface.files import DTYPES, OutputTensor, StoredTensor
 from axlearn_plugins_models.huggingface.host_arrays import HostArray, in_host_memory
-from axlearn_plugins_models.huggingface.table import Axes, Part, Tensor
+from axlearn_plugins_models.huggingface.table import JOINED, Part, Tensor
 
 SLICE = 32 * 2**20
 THREADS = 2
@@ -89,14 +89,13 @@ def values(
 ) -> Iterator[np.ndarray]:
     """Yield the tensors of some files in their stored layout, one at a time; the inverse of `read`."""
     for name, code, shape in (output for file in files for output in file):
-        tensor = tensors[name]
-        axes, order = tensor.axes, [tensor.axes.ours.index(a) for a in tensor.axes.flat]
-        parts = []
+        tensor, pieces = tensors[name], []
         for part in tensor.parts:
             param = params[part.path]
             piece = param if not part.index else _row(param, jnp.asarray(part.index, jnp.int32))
-            parts.append(np.asarray(piece).transpose(order))
-        value = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=axes.flat.index(axes.joined))
+            pieces.append(part.to_theirs(np.asarray(piece)))
+        names = [a for group in tensor.parts[0].axes.outer for a in group]
+        value = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=names.index(JOINED))
         yield value.reshape(shape).astype(DTYPES[code], copy=False)
 
 
@@ -112,35 +111,41 @@ def _rows(shape: tuple[int, ...], size: int, unit: int) -> Iterator[tuple[int, i
 
 def _pieces(tensor: Tensor, stored: StoredTensor) -> Iterator[tuple[Part, tuple[int, ...], np.ndarray]]:
     """Yield (part, first index in the parameter, values in the parameter's layout) for the slices of a tensor."""
-    axes = tensor.axes
-    sizes = dict(tensor.parts[0].sizes)
-    if axes.joined:
-        sizes[axes.joined] = tensor.parts[-1].offset + tensor.parts[-1].sizes[axes.joined]
-    if not axes.theirs:
-        for part in tensor.parts:
-            yield part, part.index, stored.rows(0, 1)
+    outer = tensor.parts[0].axes.outer
+    leading = outer[0] if outer else ()
+    if leading[:1] != (JOINED,):
+        rows = stored.shape[0] if stored.shape else 1
+        yield from _slices(tensor, tensor.parts, stored, 0, rows, leading[0] if leading else "")
         return
-    first, unit = axes.flat[0], math.prod(sizes[a] for a in axes.theirs[0][1:])
-    for begin, end in _rows(stored.shape, stored.bytes, unit):
-        low, high = begin // unit, end // unit
-        flat = {**sizes, first: high - low}
-        raw = stored.rows(begin, end).reshape([flat[a] for a in axes.flat])
-        for part in tensor.parts:
-            if (cut := _intersect(axes, part, first, low, high)) is not None:
-                position, index = cut
-                piece = raw[index].transpose([axes.flat.index(a) for a in axes.ours])
-                yield part, (*part.index, *(position if a == first else 0 for a in axes.ours)), piece
+    for part in tensor.parts:  # each has its own rows of the file
+        unit = part.product(leading[1:])
+        yield from _slices(tensor, (part,), stored, part.offset * unit, part.length * unit, part.axes.joined[0])
 
 
-def _intersect(axes: Axes, part: Part, first: str, low: int, high: int) -> tuple[int, tuple[slice, ...]] | None:
-    """Return the part of a slice `[low:high]` of the first axis that belongs to `part`: its start there, and its index."""
-    if not axes.joined:
-        return low, ()
-    begin, end = part.offset, part.offset + part.sizes[axes.joined]
-    if axes.joined != first:
-        return low, (*(slice(None),) * axes.flat.index(axes.joined), slice(begin, end))
-    begin, end = max(begin, low), min(end, high)
-    return (begin - part.offset, (slice(begin - low, end - low),)) if begin < end else None
+def _slices(
+    tensor: Tensor, parts: Sequence[Part], stored: StoredTensor, base: int, rows: int, first: str
+) -> Iterator[tuple[Part, tuple[int, ...], np.ndarray]]:
+    """Yield the slices of `parts`, which have the rows from `base` on. `first` is the first single axis of the rows."""
+    if not all(any(group[:1] == (first,) for group in part.axes.ours) for part in parts):
+        first = ""  # its entries are not adjacent in a parameter
+    unit = rows // parts[0].sizes[first] if first else rows
+    size = stored.bytes * rows // max(1, stored.shape[0]) if stored.shape else stored.bytes
+    for begin, end in _rows((rows,), size, unit):
+        raw, low, count = stored.rows(base + begin, base + end), begin // unit, (end - begin) // unit
+        for part in parts:
+            start = (
+                low * part.product(group[1:]) if first and group[:1] == (first,) else 0 for group in part.axes.ours
+            )
+            piece = raw if len(parts) == 1 else _cut(raw, tensor, part, first, count)
+            yield part, (*part.index, *start), part.to_ours(piece, first, count)
+
+
+def _cut(raw: np.ndarray, tensor: Tensor, part: Part, first: str, count: int) -> np.ndarray:
+    """Return the entries of a part along the joined axis of a slice."""
+    names = [a for group in part.axes.outer for a in group]
+    sizes = {**part.sizes, JOINED: tensor.length, **({first: count} if first else {})}
+    before = (slice(None),) * names.index(JOINED)
+    return raw.reshape([sizes[a] for a in names])[(*before, slice(part.offset, part.offset + part.length))]
 
 
 def _put_piece(piece: np.ndarray, sharding: Any) -> jax.Array:

@@ -1,9 +1,7 @@
 """Error for models of an unknown type, with a comparison to the nearest family."""
 
 import difflib
-import fnmatch
-import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ from axlearn_core.compose import Functional
 from axlearn_core.errors import CheckpointError, ConfigError, RequestError, unknown
 from axlearn_plugins_models.huggingface import files
 from axlearn_plugins_models.huggingface.family import Json, families, family
-from axlearn_plugins_models.huggingface.table import layout
+from axlearn_plugins_models.huggingface.files import StoredTensor
 
 SHOWN = 8
 
@@ -29,9 +27,9 @@ def unknown_type(directory: Path, data: Json) -> RequestError:
     name = str(data.get("model_type", "(none)"))
     error = unknown("Hugging Face model_type", name, families())
     try:
-        stored, unread = set(files.stored_tensors(directory)), ""
+        stored, unread = files.stored_tensors(directory), ""
     except CheckpointError as refused:
-        stored, unread = set(), f"\n    tensors were not compared, because: {str(refused).splitlines()[0]}"
+        stored, unread = {}, f"\n    tensors were not compared, because: {str(refused).splitlines()[0]}"
     lacks = {kind: _lacks(kind, data, stored) for kind in families()}
     if not lacks:
         return RequestError(f"{error}\n    fix: install a family, such as axlearn-plugins-models")
@@ -50,31 +48,25 @@ def unknown_type(directory: Path, data: Json) -> RequestError:
     )
 
 
-def _lacks(model_type: str, data: Json, stored: set[str]) -> list[str]:
+def _lacks(model_type: str, data: Json, stored: Mapping[str, StoredTensor]) -> list[str]:
     """Return the parts of a `config.json` and its tensors that a family does not describe."""
     model_family = family(model_type)
     try:
         resolved, unread = model_family.resolve({k: v for k, v in data.items() if k != "architectures"})
         trainer: Any = resolved.config
         model = Functional.from_config(trainer.model)
-        expected = set(layout(model, model_family.table(model)))
+        expected = set(model_family.layout(model, data))
+        ignored = model_family.ignored_names(data, stored)
+        names = set(model_family.dequantize(data, {n: t for n, t in stored.items() if n not in ignored}))
     except ConfigError as error:
         problems = [f"{p.path}: {p.message}" + (f" ({p.got})" if p.got else "") for p in error.problems]
-        return [*problems, *(f"tensor {n}" for n in _kinds(stored))]
+        return [*problems, *(f"tensor {n}" for n in files.name_kinds(stored))]
     except (RequestError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        return [f"config.json: {type(error).__name__} {error}", *(f"tensor {n}" for n in _kinds(stored))]
+        return [f"config.json: {type(error).__name__} {error}", *(f"tensor {n}" for n in files.name_kinds(stored))]
     lines = [f"config.json: {key} ({data[key]!r})" for key in unread]
     if stored:
-        if model_family.prefix and not any(n.startswith(model_family.prefix) for n in stored):
+        if model_family.prefix and not any(n.startswith(model_family.prefix) for n in names):
             expected = {n.removeprefix(model_family.prefix) for n in expected}
-        names = {n for n in stored if not any(fnmatch.fnmatchcase(n, p) for p in model_family.ignored)} - set(
-            model_family.copies
-        )
-        lines += [f"tensor {n}" for n in _kinds(names - expected)]
-        lines += [f"a model without tensor {n}" for n in _kinds(expected - stored)]
+        lines += [f"tensor {n}" for n in files.name_kinds(names - expected - {*model_family.copies})]
+        lines += [f"a model without tensor {n}" for n in files.name_kinds(expected - names)]
     return lines
-
-
-def _kinds(names: Iterable[str]) -> list[str]:
-    """Return tensor names with the numbers of layers and experts replaced by `*`."""
-    return sorted({re.sub(r"(^|(?<=\.))\d+(?=\.)", "*", n) for n in names})
