@@ -11,7 +11,8 @@ from axlearn_core.nn.layer import Context, Precision
 from axlearn_core.nn.linear import Linear
 from axlearn_plugins_transformer.attention import Attention
 from axlearn_plugins_transformer.embedding import Embedding, Head
-from axlearn_plugins_transformer.feed_forward import ACTIVATIONS, GatedFeedForward, PlainFeedForward
+from axlearn_plugins_transformer.feed_forward import GatedFeedForward, PlainFeedForward
+from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS
 from axlearn_plugins_transformer.norm import LayerNorm, RMSNorm
 from axlearn_plugins_transformer.transformer import TransformerLayer
 

@@ -19,6 +19,7 @@ from flax import nnx
 
 from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.errors import Problem, nearest
+from axlearn_core.nn import summaries
 from axlearn_core.nn.initializers import Initializer
 from axlearn_core.nn.module_checks import check_part
 
@@ -85,6 +86,11 @@ class Layer(Configurable, nnx.Module):
                         expected=f"one of {', '.join(DTYPES)}",
                         nearest=nearest(value, DTYPES),
                     )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__call__" in vars(cls):
+            cls.__call__ = summaries.with_module(vars(cls)["__call__"])  # type: ignore[attr-defined]
 
     def __init__(self, cfg: Config[Any], *, precision: Precision):
         self.cfg: Any = cfg

@@ -9,18 +9,23 @@ layer and adds the results to the outer collector. Losses are summed over layers
 plain scalar is averaged: over layers with equal weights, and over microbatches and batches weighted by their number of
 targets.
 
+Several modules of a layer may add the same name. The name then reports the combination of their values, and each module's
+own value is reported below its path: `expert_load_max`, `feed_forward.expert_load_max`, `feed_forward.shared.expert_load_max`.
+
 During evaluation on held-out data (`held_out`), auxiliary losses are reported as summaries instead. A model that
 adds the collected losses to its loss then evaluates with its own loss alone.
 """
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from axlearn_core.errors import RequestError
 from axlearn_core.nn.summary import Summary, is_summary, maximum, mean_over_rows, mean_over_tokens, total
@@ -44,6 +49,7 @@ __all__ = [
     "mean_over_tokens",
     "sum_reports",
     "total",
+    "with_module",
 ]  # fmt: skip
 
 Values = dict[str, jax.Array]
@@ -59,14 +65,19 @@ class Collector:
         losses: Float32 scalars by name, to add to the training loss.
         summaries: Float32 scalars and `Summary` objects by name.
         measures: If True, report losses as summaries.
+        depth: Number of modules that were running when the collector became active.
+        added: For each summary that a module added, the modules and their values, in order.
     """
 
     losses: Values = attrs.field(factory=dict)
     summaries: Report = attrs.field(factory=dict)
     measures: bool = False
+    depth: int = 0
+    added: dict[str, list[tuple[Any, Any]]] = attrs.field(factory=dict)
 
 
 _active: contextvars.ContextVar[Collector | None] = contextvars.ContextVar("axlearn_collector", default=None)
+_modules: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("axlearn_modules", default=())
 _held_out: contextvars.ContextVar[bool] = contextvars.ContextVar("axlearn_held_out", default=False)
 
 
@@ -89,12 +100,29 @@ def is_held_out() -> bool:
 @contextlib.contextmanager
 def collect() -> Iterator[Collector]:
     """Activate a new collector."""
-    collector = Collector(measures=is_held_out() and _active.get() is None)
+    collector = Collector(measures=is_held_out() and _active.get() is None, depth=len(_modules.get()))
     token = _active.set(collector)
     try:
         yield collector
     finally:
         _active.reset(token)
+
+
+def with_module(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method of a module. While it runs, the summaries that are added belong to the module."""
+
+    @functools.wraps(call)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        modules = _modules.get()
+        if _active.get() is None or (modules and modules[-1] is self):  # the latter if a class calls its base class
+            return call(self, *args, **kwargs)
+        token = _modules.set((*modules, self))
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            _modules.reset(token)
+
+    return run
 
 
 def add_loss(name: str, value: jax.Array) -> None:
@@ -109,14 +137,47 @@ def add_loss(name: str, value: jax.Array) -> None:
 def add_summary(name: str, value: jax.Array | Summary) -> None:
     """Report a `Summary`, or a scalar that is averaged. No-op without an active collector.
 
+    If several modules add the same name, it reports the combination of their values, as over layers. Each value is also reported
+    below the path of its module.
+
     Raises:
-        RequestError: If the name is already used, or if the value is not a scalar.
+        RequestError: If one module adds the name twice, the values cannot be combined, or a value is not a scalar.
     """
     collector = _active.get()
-    if collector is not None:
-        if name in collector.summaries:
+    if collector is None:
+        return
+    value = value if isinstance(value, Summary) else _scalar(name, value)
+    modules = _modules.get()[collector.depth :]
+    added = collector.added.setdefault(name, [])
+    added.append((modules, value))
+    if len(added) == 1 and name not in collector.summaries:
+        collector.summaries[name] = value
+        return
+    for modules_of_value, part in added if len(added) == 2 else added[-1:]:
+        path = _path(modules_of_value)
+        if not path or f"{path}.{name}" in collector.summaries:
             raise RequestError(f"two layers add the summary {name!r}; give each a different name")
-        collector.summaries[name] = value if isinstance(value, Summary) else _scalar(name, value)
+        collector.summaries[f"{path}.{name}"] = part
+    parts = [part for _, part in added]
+    if len({jax.tree.structure(part) for part in parts}) > 1:
+        raise RequestError(
+            f"the summary {name!r} has different kinds in two layers; give each a different name\n"
+            f"    got: {' and '.join(sorted({str(p) if is_summary(p) else 'a plain scalar' for p in parts}))}"
+        )
+    collector.summaries[name] = _combine(parts, jnp.mean)
+
+
+def _path(modules: Sequence[Any]) -> str:
+    """Return the path of the last module below the first, or an empty string if it has none."""
+    if len(modules) < 2:
+        return ""
+    return next((".".join(map(str, path)) for path, part in nnx.iter_modules(modules[0]) if part is modules[-1]), "")
+
+
+def _combine(values: Sequence[Any], combine: Callable[[jax.Array], jax.Array]) -> Any:
+    """Combine summaries, or scalars with a function. Each value is a scalar or an array."""
+    joined = jax.tree.map(lambda *parts: jnp.concatenate([jnp.ravel(part) for part in parts]), *values)
+    return joined.reduced() if is_summary(joined) else combine(joined)
 
 
 def add_layers(reports: Sequence[tuple[Values, Report]]) -> None:
@@ -125,8 +186,7 @@ def add_layers(reports: Sequence[tuple[Values, Report]]) -> None:
     for index, add, combine in kinds:
         for name in dict.fromkeys(name for report in reports for name in report[index]):
             values: list[Any] = [report[index][name] for report in reports if name in report[index]]
-            joined = jax.tree.map(lambda *parts: jnp.concatenate([jnp.ravel(part) for part in parts]), *values)
-            add(name, joined.reduced() if is_summary(joined) else combine(joined))
+            add(name, _combine(values, combine))
 
 
 def get_scalars(report: Mapping[str, Any]) -> Values:

@@ -95,7 +95,7 @@ class MoE(Feature):
         Raise ConfigError if the experts would lose one of the layer's settings.
         """
         default = MixtureOfExperts.Config()
-        settings = {"hidden_dim", "activation", "dtype", "param_dtype", "gate", "up", "down"}
+        settings = {"hidden_dim", "activation", "form", "dtype", "param_dtype", "gate", "up", "down"}
         fields, old_fields = attrs.fields_dict(type(old)), get_fields(old)
         lost = [
             Problem(
@@ -140,7 +140,7 @@ def _shared_expert(experts: MixtureOfExperts.Config, count: int) -> Node[FeedFor
     }
     if experts.gate is None:
         return PlainFeedForward.Config(**sizes)
-    return GatedFeedForward.Config(gate=experts.gate, **sizes)
+    return GatedFeedForward.Config(gate=experts.gate, form=experts.form, **sizes)
 
 
 def _has_experts(kind: Any) -> bool:
