@@ -19,9 +19,9 @@ from flax import nnx
 
 from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.errors import Problem, nearest
-from axlearn_core.nn import summaries
 from axlearn_core.nn.initializers import Initializer
 from axlearn_core.nn.module_checks import check_part
+from axlearn_core.nn.running_modules import track_module
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -90,7 +90,7 @@ class Layer(Configurable, nnx.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__call__" in vars(cls):
-            cls.__call__ = summaries.with_module(vars(cls)["__call__"])  # type: ignore[attr-defined]
+            cls.__call__ = track_module(vars(cls)["__call__"])  # type: ignore[attr-defined]
 
     def __init__(self, cfg: Config[Any], *, precision: Precision):
         self.cfg: Any = cfg

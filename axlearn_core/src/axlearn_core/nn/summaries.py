@@ -18,16 +18,15 @@ adds the collected losses to its loss then evaluates with its own loss alone.
 
 import contextlib
 import contextvars
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from axlearn_core.errors import RequestError
+from axlearn_core.nn.running_modules import find_path, running_modules
 from axlearn_core.nn.summary import Summary, is_summary, maximum, mean_over_rows, mean_over_tokens, total
 
 __all__ = [
@@ -49,7 +48,6 @@ __all__ = [
     "mean_over_tokens",
     "sum_reports",
     "total",
-    "with_module",
 ]  # fmt: skip
 
 Values = dict[str, jax.Array]
@@ -77,7 +75,6 @@ class Collector:
 
 
 _active: contextvars.ContextVar[Collector | None] = contextvars.ContextVar("axlearn_collector", default=None)
-_modules: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("axlearn_modules", default=())
 _held_out: contextvars.ContextVar[bool] = contextvars.ContextVar("axlearn_held_out", default=False)
 
 
@@ -100,29 +97,12 @@ def is_held_out() -> bool:
 @contextlib.contextmanager
 def collect() -> Iterator[Collector]:
     """Activate a new collector."""
-    collector = Collector(measures=is_held_out() and _active.get() is None, depth=len(_modules.get()))
+    collector = Collector(measures=is_held_out() and _active.get() is None, depth=len(running_modules()))
     token = _active.set(collector)
     try:
         yield collector
     finally:
         _active.reset(token)
-
-
-def with_module(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of a module. While it runs, the summaries that are added belong to the module."""
-
-    @functools.wraps(call)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        modules = _modules.get()
-        if _active.get() is None or (modules and modules[-1] is self):  # the latter if a class calls its base class
-            return call(self, *args, **kwargs)
-        token = _modules.set((*modules, self))
-        try:
-            return call(self, *args, **kwargs)
-        finally:
-            _modules.reset(token)
-
-    return run
 
 
 def add_loss(name: str, value: jax.Array) -> None:
@@ -147,14 +127,14 @@ def add_summary(name: str, value: jax.Array | Summary) -> None:
     if collector is None:
         return
     value = value if isinstance(value, Summary) else _scalar(name, value)
-    modules = _modules.get()[collector.depth :]
+    modules = running_modules()[collector.depth :]
     added = collector.added.setdefault(name, [])
     added.append((modules, value))
     if len(added) == 1 and name not in collector.summaries:
         collector.summaries[name] = value
         return
     for modules_of_value, part in added if len(added) == 2 else added[-1:]:
-        path = _path(modules_of_value)
+        path = find_path(modules_of_value)
         if not path or f"{path}.{name}" in collector.summaries:
             raise RequestError(f"two layers add the summary {name!r}; give each a different name")
         collector.summaries[f"{path}.{name}"] = part
@@ -165,13 +145,6 @@ def add_summary(name: str, value: jax.Array | Summary) -> None:
             f"    got: {' and '.join(sorted({str(p) if is_summary(p) else 'a plain scalar' for p in parts}))}"
         )
     collector.summaries[name] = _combine(parts, jnp.mean)
-
-
-def _path(modules: Sequence[Any]) -> str:
-    """Return the path of the last module below the first, or an empty string if it has none."""
-    if len(modules) < 2:
-        return ""
-    return next((".".join(map(str, path)) for path, part in nnx.iter_modules(modules[0]) if part is modules[-1]), "")
 
 
 def _combine(values: Sequence[Any], combine: Callable[[jax.Array], jax.Array]) -> Any:

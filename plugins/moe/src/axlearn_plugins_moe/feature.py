@@ -120,7 +120,9 @@ class MoE(Feature):
         new = attrs.evolve(experts, **options)
         if self.shared_experts is None:
             return new
-        return attrs.evolve(new, shared=_shared_expert(new, self.shared_experts) if self.shared_experts else None)
+        if not self.shared_experts:
+            return attrs.evolve(new, shared=None, shared_gate=None)
+        return attrs.evolve(new, shared=_shared_expert(new, self.shared_experts))
 
 
 def _shared_expert(experts: MixtureOfExperts.Config, count: int) -> Node[FeedForward]:
