@@ -16,10 +16,12 @@ from axlearn_core.nn.initializers import VarianceScaling
 from axlearn_core.nn.layer import Context
 from axlearn_core.nn.linear import Linear
 from axlearn_core.nn.remat import Remat
+from axlearn_plugins_finetune.lora.lora_linear import LoraLinear
 from axlearn_plugins_moe.dispatch import CapacityDispatch, DroplessDispatch
 from axlearn_plugins_moe.grouped_matmul import XLA_BLOCKED, GroupedMatmulOp
 from axlearn_plugins_moe.mixture_of_experts import MixtureOfExperts
 from axlearn_plugins_moe.routers import ExpertChoiceRouter, SigmoidRouter, SigmoidScore, SoftmaxRouter
+from axlearn_plugins_quantization.quantized_linear import QuantizedLinear
 from axlearn_plugins_transformer.attention import Attention
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward
 from axlearn_plugins_transformer.kernels.gated_linear_unit import ClampedForm, Swish
@@ -152,6 +154,30 @@ def test_the_experts_of_llama_4_and_qwen3_next(build, run, normal):
                 hidden = silu(inputs @ w["gate.weight"][e]) * (inputs @ w["up.weight"][e])
                 shared = shared + weight * (hidden @ w["down.weight"][e])
             np.testing.assert_allclose(y, shared, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_adapted_and_quantized_experts_with_a_form(build, run, normal):
+    """Adapters with a bias equal a merged weight, and integers are close to floating point."""
+    names, x = ("gate", "up", "down"), normal(2, 7, 16)
+    adapted = build(**{**ROUTERS["gpt-oss"], **dict.fromkeys(names, LoraLinear.Config(base=BIASED, rank=2, alpha=4.0))})
+    quantized = build(**{**ROUTERS["gpt-oss"], **dict.fromkeys(names, QuantizedLinear.Config(bias=True))})
+    plain = build(**ROUTERS["gpt-oss"])
+    randomize_biases(plain, normal)
+    for name in names:
+        source, target = getattr(plain, name), getattr(adapted, name)
+        target.lora_b[...] = normal(*target.lora_b.shape) / 4
+        target.weight[...], target.bias[...] = source.weight[...], source.bias[...]
+        update = jnp.einsum("eir,ero->eio", target.lora_a[...], target.lora_b[...])
+        source.weight[...] += 2.0 * update
+        getattr(quantized, name).weight[...] = source.weight[...]
+        getattr(quantized, name).bias[...] = source.bias[...]
+    for layer in (adapted, quantized):
+        nnx.update(layer.router, nnx.state(plain.router))
+    expected = run(plain, x)[0]
+    np.testing.assert_allclose(run(adapted, x)[0], expected, rtol=1e-4, atol=1e-5)
+    difference = run(quantized, x)[0] - expected
+    assert 0 < float(jnp.linalg.norm(difference)) < 0.03 * float(jnp.linalg.norm(expected))
 
 
 @pytest.mark.slow
