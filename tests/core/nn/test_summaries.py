@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from axlearn_core.config import node
 from axlearn_core.errors import RequestError
 from axlearn_core.learn import value_and_grad
 from axlearn_core.nn import padding, summaries
-from axlearn_core.nn.layer import Context, Layer, Precision
-from axlearn_core.nn.running_modules import track_module
+from axlearn_core.nn.layer import Context
 from axlearn_core.nn.summaries import Summary, maximum, mean_over_rows, mean_over_tokens, total
 
 VALUES = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
@@ -124,26 +122,17 @@ def test_two_layers_cannot_add_one_name():
             summaries.add_summary("a", jnp.float32(1))
 
 
-class Reporter(Layer):
-    @node
-    class Config(Layer.Config["Reporter"]):
-        pass
-
+class Reporter(nnx.Module):
     def __call__(self, value, name="load", of=mean_over_tokens):
-        summaries.add_summary(name, of(value))
+        with summaries.module_scope(self):
+            summaries.add_summary(name, of(value))
 
 
-class Twice(Layer):
+class Twice(nnx.Module):
     """Two modules that report the same names, one of them in a list."""
 
-    @node
-    class Config(Layer.Config["Twice"]):
-        pass
-
-    def __init__(self, cfg, *, precision):
-        super().__init__(cfg, precision=precision)
-        self.first = Reporter(Reporter.Config(), precision=precision)
-        self.others = nnx.List([Reporter(Reporter.Config(), precision=precision)])
+    def __init__(self):
+        self.first, self.others = Reporter(), nnx.List([Reporter()])
 
     def __call__(self, low, high):
         self.first(low)
@@ -155,11 +144,11 @@ class Twice(Layer):
 
 def test_modules_of_a_layer_may_add_one_name():
     """The name combines their values, and each value is below the path of its module."""
-    layer = Twice(Twice.Config(), precision=Precision())
+    layer = Twice()
     with summaries.collect() as stack:
         reports = []
         for factor in (1.0, 3.0):  # as a stack of two layers does
-            with summaries.collect() as collector:
+            with summaries.collect(layer) as collector:
                 layer(jnp.full((1, 6), factor), jnp.full((2, 6), 4 * factor))
             reports.append((collector.losses, collector.summaries))
         summaries.add_layers(reports)
@@ -179,18 +168,19 @@ def test_modules_of_a_layer_may_add_one_name():
     assert float(stack.summaries["load"].weight) == 36
 
 
-def test_modules_that_report_different_kinds_under_one_name():
-    layer = Twice(Twice.Config(), precision=Precision())
-
-    def run(self, low, high):
-        self.first(low)
-        self.others[0](high, of=maximum)
-
-    with summaries.collect(), pytest.raises(RequestError, match="'load' has different kinds in two layers") as error:
-        track_module(run)(layer, jnp.ones((1, 2)), jnp.ones((1, 2)))
+def test_modules_that_cannot_share_a_name():
+    layer, x = Twice(), jnp.ones((1, 2))
+    with summaries.collect(layer):
+        layer.first(x)
+        with pytest.raises(RequestError, match="'load' has different kinds in two layers") as error:
+            layer.others[0](x, of=maximum)
     assert "got: max over tokens and mean over tokens" in str(error.value)
-    with summaries.collect(), pytest.raises(RequestError, match="two layers add the summary 'load'"):
-        track_module(lambda self, x: (self.first(x), self.first(x)))(layer, jnp.ones((1, 2)))
+    for root, second in ((layer, layer.first), (None, layer.others[0]), (layer, Reporter())):
+        with summaries.collect(root):
+            layer.first(x)
+            with pytest.raises(RequestError, match="two layers add the summary 'load'") as error:
+                second(x)
+        assert "with module_scope(self)" in str(error.value)
 
 
 def test_rows_with_weights_alone_end_at_their_last_target():

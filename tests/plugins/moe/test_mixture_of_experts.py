@@ -195,8 +195,9 @@ def test_a_mixture_inside_a_mixture_reports_both(build, run, normal):
 
     @jax.jit
     def report(state, x):
-        with summaries.collect() as collector:
-            nnx.merge(graph, state)(x, Context())
+        block = nnx.merge(graph, state)
+        with summaries.collect(block) as collector:  # as a stack does
+            block(x, Context())
         return summaries.get_scalars(collector.summaries), collector.losses
 
     reported, losses = report(state, x)

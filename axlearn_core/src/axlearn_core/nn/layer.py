@@ -21,7 +21,6 @@ from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.errors import Problem, nearest
 from axlearn_core.nn.initializers import Initializer
 from axlearn_core.nn.module_checks import check_part
-from axlearn_core.nn.running_modules import track_module
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -86,11 +85,6 @@ class Layer(Configurable, nnx.Module):
                         expected=f"one of {', '.join(DTYPES)}",
                         nearest=nearest(value, DTYPES),
                     )
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "__call__" in vars(cls):
-            cls.__call__ = track_module(vars(cls)["__call__"])  # type: ignore[attr-defined]
 
     def __init__(self, cfg: Config[Any], *, precision: Precision):
         self.cfg: Any = cfg

@@ -13,7 +13,7 @@ from axlearn_core.nn import padding
 from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.nn.linear import Linear, Projection
 from axlearn_core.nn.remat import tag
-from axlearn_core.nn.summaries import Summary, add_summary
+from axlearn_core.nn.summaries import Summary, add_summary, module_scope
 from axlearn_plugins_moe.dispatch import Dispatch, DroplessDispatch
 from axlearn_plugins_moe.experts import ExpertProjection, Experts, build_stacked
 from axlearn_plugins_moe.routers import SoftmaxRouter
@@ -108,10 +108,11 @@ class MixtureOfExperts(Layer):
         """Apply the experts: [B, S, D] -> [B, S, D]."""
         cfg = self.cfg
         x = x.astype(self.precision.compute)
-        routing = self.router(x)
-        self._report(routing, x.shape[1])
         experts = Experts(self.gate, self.up, self.down, cfg.num_experts, cfg.activation, cfg.form, cfg.weigh_inputs)
-        y = cfg.dispatch.build()(x, routing, experts)
+        with module_scope(self):
+            routing = self.router(x)
+            self._report(routing, x.shape[1])
+            y = cfg.dispatch.build()(x, routing, experts)
         return tag(y if cfg.shared is None else y + self._shared(x), "mlp_out")
 
     def _shared(self, x: jax.Array) -> jax.Array:

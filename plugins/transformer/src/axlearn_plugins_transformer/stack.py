@@ -201,7 +201,7 @@ def _layer(
     def run(x: jax.Array, state: Any, cache: Any = None) -> tuple[Any, Any]:
         old_values = variables.get_values(state)
         module = nnx.merge(graphs[kind], state, copy=True)
-        with summaries.collect() as collected, padding.use_context(context):
+        with summaries.collect(module) as collected, padding.use_context(context):
             x, cache = module(constrain(x, "batch", "residual_sequence", "activation_embed"), context, cache)
         return x, (cache, (collected.losses, collected.summaries), variables.written(module, old_values))
 
