@@ -210,10 +210,9 @@ class CapacityDispatch(Configurable):
         token = assignment % length
         if routing.token is not None:
             token = jnp.take_along_axis(routing.token, assignment, axis=1)
-        rows = jnp.take_along_axis(x, token[..., None], axis=1)
+        rows = jnp.where(filled[..., None], jnp.take_along_axis(x, token[..., None], axis=1), 0)
         if experts.weigh_inputs:
             rows = _weigh(rows, jnp.take_along_axis(routing.weight, assignment, axis=1))
-        rows = jnp.where(filled[..., None], rows, 0)
         y = self._run(rows.reshape(batch, count, capacity, width), experts)
         slot = jnp.where(fits, expert * capacity + position, 0)
         y = jnp.take_along_axis(y.reshape(batch, -1, width), slot[..., None], axis=1)
