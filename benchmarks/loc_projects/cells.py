@@ -22,7 +22,7 @@ from axlearn_core.compose.objective import ModelAndObjective
 from axlearn_core.config import node
 from axlearn_plugins_moe.mixture_of_experts import MixtureOfExperts
 from axlearn_plugins_rope.rotary import RotaryEmbedding
-from axlearn_plugins_transformer.feed_forward import ACTIVATIONS
+from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS
 from axlearn_plugins_transformer.kv_cache import ContiguousCache
 
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 6), dtype=np.int32)

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from axlearn_core.nn.linear import Linear, Projection
     from axlearn_core.nn.remat import Remat, tag
     from axlearn_core.nn.sharding import constrain
-    from axlearn_core.nn.summaries import add_loss, add_summary
+    from axlearn_core.nn.summaries import add_loss, add_summary, module_scope
     from axlearn_core.plugins.feature import Feature, no_match_problem
     from axlearn_core.plugins.hookspecs import hookimpl
     from axlearn_core.plugins.registry import registry
@@ -123,7 +123,7 @@ _MODULES = {
     "nn.linear": ("Linear", "Projection"),
     "nn.remat": ("Remat", "tag"),
     "nn.sharding": ("constrain",),
-    "nn.summaries": ("add_loss", "add_summary"),
+    "nn.summaries": ("add_loss", "add_summary", "module_scope"),
     "plugins.feature": ("Feature", "no_match_problem"),
     "plugins.hookspecs": ("hookimpl",),
     "plugins.registry": ("registry",),

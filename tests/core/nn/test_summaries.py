@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from axlearn_core.errors import RequestError
 from axlearn_core.learn import value_and_grad
@@ -119,6 +120,67 @@ def test_two_layers_cannot_add_one_name():
         summaries.add_summary("a", maximum(jnp.ones((1, 2))))
         with pytest.raises(RequestError, match="two layers add the summary 'a'"):
             summaries.add_summary("a", jnp.float32(1))
+
+
+class Reporter(nnx.Module):
+    def __call__(self, value, name="load", of=mean_over_tokens):
+        with summaries.module_scope(self):
+            summaries.add_summary(name, of(value))
+
+
+class Twice(nnx.Module):
+    """Two modules that report the same names, one of them in a list."""
+
+    def __init__(self):
+        self.first, self.others = Reporter(), nnx.List([Reporter()])
+
+    def __call__(self, low, high):
+        self.first(low)
+        self.first(low, "lowest")
+        self.others[0](high)
+        self.first(jnp.sum(low), "plain", lambda x: x)
+        self.others[0](jnp.sum(high), "plain", lambda x: x)
+
+
+def test_modules_of_a_layer_may_add_one_name():
+    """The name combines their values, and each value is below the path of its module."""
+    layer = Twice()
+    with summaries.collect() as stack:
+        reports = []
+        for factor in (1.0, 3.0):  # as a stack of two layers does
+            with summaries.collect(layer) as collector:
+                layer(jnp.full((1, 6), factor), jnp.full((2, 6), 4 * factor))
+            reports.append((collector.losses, collector.summaries))
+        summaries.add_layers(reports)
+    assert (
+        {name: float(value) for name, value in stack.summaries.items()}
+        == {
+            "load": 6.0,  # (1 + 4 + 4) / 3 in the first layer, because the second module has twice the tokens, and 9 in the second
+            "first.load": 2.0,
+            "others.0.load": 8.0,
+            "lowest": 2.0,
+            "plain": 54.0,  # of 6 and 48, and of 18 and 144
+            "first.plain": 12.0,
+            "others.0.plain": 96.0,
+        }
+    )
+    assert isinstance(stack.summaries["load"], Summary)
+    assert float(stack.summaries["load"].weight) == 36
+
+
+def test_modules_that_cannot_share_a_name():
+    layer, x = Twice(), jnp.ones((1, 2))
+    with summaries.collect(layer):
+        layer.first(x)
+        with pytest.raises(RequestError, match="'load' has different kinds in two layers") as error:
+            layer.others[0](x, of=maximum)
+    assert "got: max over tokens and mean over tokens" in str(error.value)
+    for root, second in ((layer, layer.first), (None, layer.others[0]), (layer, Reporter())):
+        with summaries.collect(root):
+            layer.first(x)
+            with pytest.raises(RequestError, match="two layers add the summary 'load'") as error:
+                second(x)
+        assert "with module_scope(self)" in str(error.value)
 
 
 def test_rows_with_weights_alone_end_at_their_last_target():

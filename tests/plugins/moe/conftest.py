@@ -9,7 +9,7 @@ from flax import nnx
 from axlearn_core.nn import summaries
 from axlearn_core.nn.layer import Precision
 from axlearn_plugins_moe.mixture_of_experts import MixtureOfExperts
-from axlearn_plugins_transformer.feed_forward import ACTIVATIONS
+from axlearn_plugins_transformer.kernels.gated_linear_unit import activation_function, gated_form
 
 QUICK = {"xla_backend_optimization_level": 0}  # most of the time of these tests would go into compiling
 
@@ -94,20 +94,27 @@ def _one(maps, e, x):
 
 def _naive(layer, x):
     routing = layer.router(x)
-    length, act = x.shape[1], ACTIVATIONS[layer.cfg.activation]
+    length, cfg = x.shape[1], layer.cfg
+    act, form = activation_function(cfg.activation), gated_form(cfg.form)
     token = routing.token
     if token is None:
         token = jnp.broadcast_to(jnp.arange(routing.expert.shape[1])[None] % length, routing.expert.shape)
     y = jnp.zeros_like(x)
-    for e in range(layer.cfg.num_experts):
-        up = _one(layer.up, e, x)
-        hidden = act(up) if layer.gate is None else act(_one(layer.gate, e, x)) * up
+    for e in range(cfg.num_experts):
         expert_weight = jnp.where(routing.expert == e, routing.weight, 0.0)
         weight = jnp.sum(
             jnp.where(token[:, None] == jnp.arange(length)[None, :, None], expert_weight[:, None], 0.0), -1
         )
-        y = y + weight[..., None] * _one(layer.down, e, hidden)
-    return y if layer.cfg.shared is None else y + layer.shared(x)
+        chosen = jnp.any((token[:, None] == jnp.arange(length)[None, :, None]) & (routing.expert == e)[:, None], -1)
+        before, after = (weight, chosen) if cfg.weigh_inputs else (jnp.ones_like(weight), weight)
+        rows = x * before[..., None]
+        up = _one(layer.up, e, rows)
+        hidden = act(up) if layer.gate is None else form(_one(layer.gate, e, rows), up, act)
+        y = y + after[..., None] * _one(layer.down, e, hidden)
+    if cfg.shared is None:
+        return y
+    shared = layer.shared(x)
+    return y + (shared if cfg.shared_gate is None else jax.nn.sigmoid(layer.shared_gate(x)) * shared)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from axlearn_plugins_transformer.alternate import Alternate
 from axlearn_plugins_transformer.attention import Attention
 from axlearn_plugins_transformer.causal_lm import CausalLM
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward, PlainFeedForward
+from axlearn_plugins_transformer.kernels.gated_linear_unit import ClampedForm, Swish
 from axlearn_plugins_transformer.norm import RMSNorm
 from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
 
@@ -82,6 +83,15 @@ def test_shared_experts():
     assert placed(MoE(), with_shared).shared == result.shared
     relative = placed(MoE(shared_experts=3), with_slot(PlainFeedForward.Config()))
     assert relative.shared == PlainFeedForward.Config(hidden_dim=Scaled(factor=12.0))
+
+
+def test_experts_take_the_form_of_the_layer():
+    dense = GatedFeedForward.Config(hidden_dim=48, activation=Swish(beta=1.702), form=ClampedForm(limit=6.0))
+    result = placed(MoE(shared_experts=1), with_slot(dense))
+    assert (result.activation, result.form, result.shared) == (dense.activation, dense.form, dense)
+    gated = with_slot(patch(result, {"shared_gate": Linear.Config()}))
+    assert placed(MoE(shared_experts=2), gated).shared_gate == Linear.Config()
+    assert placed(MoE(shared_experts=0), gated).shared_gate is None
 
 
 def test_some_layers_keep_their_feed_forward():

@@ -13,13 +13,19 @@ from axlearn_core.errors import ConfigError
 from axlearn_core.kernels import selection
 from axlearn_core.nn import summaries
 from axlearn_core.nn.initializers import VarianceScaling
+from axlearn_core.nn.layer import Context
 from axlearn_core.nn.linear import Linear
 from axlearn_core.nn.remat import Remat
+from axlearn_plugins_finetune.lora.lora_linear import LoraLinear
 from axlearn_plugins_moe.dispatch import CapacityDispatch, DroplessDispatch
 from axlearn_plugins_moe.grouped_matmul import XLA_BLOCKED, GroupedMatmulOp
 from axlearn_plugins_moe.mixture_of_experts import MixtureOfExperts
-from axlearn_plugins_moe.routers import ExpertChoiceRouter, SigmoidRouter
+from axlearn_plugins_moe.routers import ExpertChoiceRouter, SigmoidRouter, SigmoidScore, SoftmaxRouter
+from axlearn_plugins_quantization.quantized_linear import QuantizedLinear
+from axlearn_plugins_transformer.attention import Attention
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward
+from axlearn_plugins_transformer.kernels.gated_linear_unit import ClampedForm, Swish
+from axlearn_plugins_transformer.transformer import TransformerLayer
 
 BIASED = Linear.Config(bias=True)
 ROUTERS = {
@@ -27,6 +33,25 @@ ROUTERS = {
     "switch": {"top_k": 1, "activation": "gelu", "gate": None, "up": BIASED, "down": BIASED},
     "sigmoid": {"router": SigmoidRouter.Config(scale=2.5, load_balance=0.01), "top_k": 3},
     "expert-choice": {"router": ExpertChoiceRouter.Config(z_loss=0.1), "shared": GatedFeedForward.Config(hidden_dim=8)},
+    "gpt-oss": {
+        **dict.fromkeys(("gate", "up", "down"), BIASED),
+        "router": SoftmaxRouter.Config(logit_bias=True, load_balance=0.0, z_loss=0.0),
+        "activation": Swish(beta=1.702),
+        "form": ClampedForm(limit=0.5),
+        "top_k": 3,
+    },
+    "llama4": {
+        "router": SoftmaxRouter.Config(score=SigmoidScore(), normalize=False, load_balance=0.0, z_loss=0.0),
+        "shared": GatedFeedForward.Config(hidden_dim=8),
+        "top_k": 1,
+        "weigh_inputs": True,
+    },
+    "qwen3-next": {"shared": GatedFeedForward.Config(hidden_dim=8), "shared_gate": Linear.Config()},
+    "weighed-biased": {
+        **dict.fromkeys(("gate", "up", "down"), BIASED),
+        "router": ExpertChoiceRouter.Config(),
+        "weigh_inputs": True,
+    },
 }
 DISPATCHES = {
     "dropless": DroplessDispatch.Config(kernel="xla"),
@@ -49,15 +74,20 @@ DISPATCHES = {
                 ("sigmoid", "dropless"),
                 ("sigmoid", "capacity"),
                 ("expert-choice", "capacity"),
+                ("gpt-oss", "dropless"),
+                ("gpt-oss", "capacity"),
+                ("llama4", "dropless"),
+                ("llama4", "capacity"),
+                ("qwen3-next", "dropless"),
+                ("weighed-biased", "dropless"),
+                ("weighed-biased", "capacity"),
             )
         ),
     ],
 )
 def test_it_is_the_sum_over_experts(router, dispatch, build, naive, grads, close, normal):
     layer = build(dispatch=DISPATCHES[dispatch], **ROUTERS[router])
-    for maps in (layer.up, layer.down):
-        if maps.cfg.bias:
-            maps.bias[...] = normal(*maps.bias.shape)
+    randomize_biases(layer, normal)
     x, probe = normal(2, 37, 16), normal(2, 37, 16, seed=1)
     y, losses, reported, gradients = grads(layer, x, probe)
     expected, expected_losses, _, expected_grads = grads(layer, x, probe, naive)
@@ -65,6 +95,118 @@ def test_it_is_the_sum_over_experts(router, dispatch, build, naive, grads, close
     assert losses == expected_losses
     close(gradients, expected_grads)
     assert reported.get("dropped_assignments", 0.0) == 0.0
+
+
+def randomize_biases(layer, normal):
+    """Set the biases of experts and of the router, which start at zero."""
+    for seed, (path, variable) in enumerate(nnx.to_flat_state(nnx.state(layer, nnx.Param))):
+        if path[-1] in ("bias", "logit_bias"):
+            variable[...] = normal(*variable.shape, seed=seed)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def test_the_experts_of_gpt_oss(build, run, normal):
+    """Token by token in NumPy, as in the reference code: the softmax covers only the chosen experts."""
+    layer, x = build(**{**ROUTERS["gpt-oss"], "form": ClampedForm(limit=2.0)}), normal(2, 7, 16)
+    randomize_biases(layer, normal)
+    w = {".".join(p): 3 * np.asarray(v[...], np.float64) for p, v in nnx.to_flat_state(nnx.state(layer))}
+    for path, variable in nnx.to_flat_state(nnx.state(layer)):
+        variable[...] = jnp.asarray(w[".".join(path)], jnp.float32)
+    expected, bounded = np.zeros((2, 7, 16)), 0
+    for place in np.ndindex(2, 7):
+        token = np.asarray(x[place], np.float64)
+        logits = token @ w["router.weight"] + w["router.logit_bias"]
+        chosen = np.argsort(-logits)[:3]
+        share = np.exp(logits[chosen] - logits[chosen].max())
+        for e, weight in zip(chosen, share / share.sum(), strict=True):
+            gate, up = (token @ w[f"{n}.weight"][e] + w[f"{n}.bias"][e] for n in ("gate", "up"))
+            bounded += (gate > 2).sum() + (np.abs(up) > 2).sum()
+            gate, up = np.minimum(gate, 2), np.clip(up, -2, 2)
+            hidden = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+            expected[place] += weight * (hidden @ w["down.weight"][e] + w["down.bias"][e])
+    assert bounded > 100
+    np.testing.assert_allclose(run(layer, x)[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_experts_of_llama_4_and_qwen3_next(build, run, normal):
+    """The weight multiplies the input of an expert, and a sigmoid per token multiplies the output of the shared expert."""
+    x = normal(1, 5, 16)
+    for name in ("llama4", "qwen3-next"):
+        layer = build(**ROUTERS[name])
+        layer.router.weight[...] = normal(16, 8)
+        w = {".".join(p): np.asarray(v[...], np.float64) for p, v in nnx.to_flat_state(nnx.state(layer))}
+        for t, y in enumerate(np.asarray(run(layer, x)[0])[0]):
+            token = np.asarray(x[0, t], np.float64)
+            logits = token @ w["router.weight"]
+            shared = (silu(token @ w["shared.gate.weight"]) * (token @ w["shared.up.weight"])) @ w["shared.down.weight"]
+            if name == "llama4":
+                chosen = [np.argmax(logits)]
+                inputs, weights = token / (1 + np.exp(-logits[chosen[0]])), [1.0]
+            else:
+                shared /= 1 + np.exp(-(token @ w["shared_gate.weight"]))
+                chosen, inputs = np.argsort(-logits)[:2], token
+                weights = np.exp(logits[chosen]) / np.exp(logits[chosen]).sum()
+            for e, weight in zip(chosen, weights, strict=True):
+                hidden = silu(inputs @ w["gate.weight"][e]) * (inputs @ w["up.weight"][e])
+                shared = shared + weight * (hidden @ w["down.weight"][e])
+            np.testing.assert_allclose(y, shared, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_adapted_and_quantized_experts_with_a_form(build, run, normal):
+    """Adapters with a bias equal a merged weight, and integers are close to floating point."""
+    names, x = ("gate", "up", "down"), normal(2, 7, 16)
+    adapted = build(**{**ROUTERS["gpt-oss"], **dict.fromkeys(names, LoraLinear.Config(base=BIASED, rank=2, alpha=4.0))})
+    quantized = build(**{**ROUTERS["gpt-oss"], **dict.fromkeys(names, QuantizedLinear.Config(bias=True))})
+    plain = build(**ROUTERS["gpt-oss"])
+    randomize_biases(plain, normal)
+    for name in names:
+        source, target = getattr(plain, name), getattr(adapted, name)
+        target.lora_b[...] = normal(*target.lora_b.shape) / 4
+        target.weight[...], target.bias[...] = source.weight[...], source.bias[...]
+        update = jnp.einsum("eir,ero->eio", target.lora_a[...], target.lora_b[...])
+        source.weight[...] += 2.0 * update
+        getattr(quantized, name).weight[...] = source.weight[...]
+        getattr(quantized, name).bias[...] = source.bias[...]
+    for layer in (adapted, quantized):
+        nnx.update(layer.router, nnx.state(plain.router))
+    expected = run(plain, x)[0]
+    np.testing.assert_allclose(run(adapted, x)[0], expected, rtol=1e-4, atol=1e-5)
+    difference = run(quantized, x)[0] - expected
+    assert 0 < float(jnp.linalg.norm(difference)) < 0.03 * float(jnp.linalg.norm(expected))
+
+
+@pytest.mark.slow
+def test_a_mixture_inside_a_mixture_reports_both(build, run, normal):
+    """Two mixtures in one layer. Each summary is reported for both together, and for each of them."""
+    inner = MixtureOfExperts.Config(num_experts=4, hidden_dim=8, top_k=1)
+    layer = build(shared=inner, top_k=1)
+    layer.router.weight[...] = jnp.zeros((16, 8)).at[0].set(jnp.arange(8.0))
+    outer = TransformerLayer.Config(attention=Attention.Config(num_heads=2)).build(
+        input_dim=16, rngs=nnx.Rngs(0), precision=layer.precision
+    )
+    outer.feed_forward = layer
+    x = normal(2, 6, 16)
+    graph, state = nnx.split(outer)
+
+    @jax.jit
+    def report(state, x):
+        block = nnx.merge(graph, state)
+        with summaries.collect(block) as collector:  # as a stack does
+            block(x, Context())
+        return summaries.get_scalars(collector.summaries), collector.losses
+
+    reported, losses = report(state, x)
+    for name in ("expert_load_max", "expert_load_entropy"):
+        parts = [float(reported[f"feed_forward.{part}{name}"]) for part in ("", "shared.")]
+        assert float(reported[name]) == pytest.approx(np.mean(parts))
+        assert parts[0] != parts[1]
+    assert len(reported) == 6
+    assert losses.keys() == {"load_balance", "router_z_loss"}
 
 
 @pytest.mark.slow
@@ -207,6 +349,8 @@ def test_summaries_say_how_the_experts_are_used(build, run):
         ({"num_experts": 0}, "num_experts"),
         ({"top_k": 0}, "top_k"),
         ({"activation": "sulu"}, "activation"),
+        ({"form": ClampedForm(), "gate": None}, "form"),
+        ({"shared_gate": Linear.Config()}, "shared_gate"),
     ],
 )
 def test_wrong_settings_are_named(settings, path):

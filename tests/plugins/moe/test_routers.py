@@ -7,21 +7,47 @@ import pytest
 from flax import nnx
 
 from axlearn_core.compose import Functional
+from axlearn_core.config import Node, node
 from axlearn_core.errors import RequestError
 from axlearn_core.nn import summaries
 from axlearn_core.nn.layer import Precision
-from axlearn_plugins_moe.routers import ExpertChoiceRouter, SigmoidRouter, SoftmaxRouter
+from axlearn_plugins_moe.routers import ExpertChoiceRouter, ScoreFunction, SigmoidRouter, SigmoidScore, SoftmaxRouter
 
 E = 6
 
 
-def routed(cfg, x, top_k=2, weight=None, bias=None):
+@node
+class SqrtSoftplus(Node[ScoreFunction]):
+    """A score function of another package."""
+
+    def build(self, **_):
+        return lambda logits: jnp.sqrt(jax.nn.softplus(logits))
+
+
+@node
+class Scores(Node[ScoreFunction]):
+    """Score functions that break the protocol."""
+
+    kind: str = "sum"
+
+    def build(self, **_):
+        kinds = {
+            "sum": lambda logits: logits.sum(-1),
+            "narrow": lambda logits: logits.astype(jnp.bfloat16),
+            "none": None,
+        }
+        return kinds[self.kind]
+
+
+def routed(cfg, x, top_k=2, weight=None, bias=None, logit_bias=None):
     """Token -> {expert: weight} of each row, the losses, the summaries, and the router's state after the call."""
     router = cfg.build(input_dim=x.shape[-1], num_experts=E, top_k=top_k, rngs=nnx.Rngs(0), precision=Precision())
     if weight is not None:
         router.weight[...] = jnp.asarray(weight)
     if bias is not None:
         router.bias[...] = jnp.asarray(bias)
+    if logit_bias is not None:
+        router.logit_bias[...] = jnp.asarray(logit_bias)
     graph, state = nnx.split(router)
 
     @jax.jit
@@ -78,6 +104,56 @@ def test_softmax(top_k, normalize):
     assert float(losses["load_balance"]) == pytest.approx(0.5 * E * (share * p.mean((0, 1))).sum(), rel=1e-5)
     log_z = np.log(np.exp(x @ w).sum(-1))
     assert float(losses["router_z_loss"]) == pytest.approx(0.25 * (log_z**2).mean(), rel=1e-5)
+
+
+def test_a_softmax_over_the_chosen_experts_with_a_bias():
+    """The router of gpt-oss: the bias affects the choice and the weights."""
+    x, w = inputs()
+    bias = np.asarray([0.3, -0.2, 0, 0.9, -0.5, 2.0], np.float32)
+    rows, losses, _, _ = routed(SoftmaxRouter.Config(logit_bias=True), x, top_k=3, weight=w, logit_bias=bias)
+    expected = []
+    for row in x @ w + bias:
+        expected.append([])
+        for logits in row:
+            best = np.argsort(-logits)[:3]
+            expected[-1].append(dict(zip(best.tolist(), softmax(logits[best]), strict=True)))
+    same(rows, expected)
+    log_z = np.log(np.exp(x @ w + bias).sum(-1))
+    assert float(losses["router_z_loss"]) == pytest.approx(0.001 * (log_z**2).mean(), rel=1e-5)
+
+
+@pytest.mark.slow_cases("sigmoid-score")
+@pytest.mark.parametrize("name", ["sigmoid-score", "sqrt-softplus"])
+def test_a_score_function_in_each_router(name):
+    x, w = inputs()
+    sigmoid = name == "sigmoid-score"
+    score = (lambda z: 1 / (1 + np.exp(-z))) if sigmoid else (lambda z: np.sqrt(np.log1p(np.exp(z))))
+    kind = SoftmaxRouter if sigmoid else SigmoidRouter
+    cfg = kind.Config(score=SigmoidScore() if sigmoid else SqrtSoftplus(), load_balance=0.5, normalize=not sigmoid)
+    rows, losses, _, _ = routed(cfg, x, weight=w)
+    scores, expected, share, balance = score(x @ w), [], np.zeros((2, E)), []
+    for row, used in zip(scores, share, strict=True):
+        expected.append([])
+        for token in row:
+            best = np.argsort(-token)[:2]
+            used[best] += 1 / 14
+            expected[-1].append({int(e): token[e] / (1 if sigmoid else token[best].sum()) for e in best})
+        balance.append((row / row.sum(-1, keepdims=True)).mean(0))
+    same(rows, expected)
+    used, mean = (
+        (share.mean(0, keepdims=True), np.mean(balance, 0, keepdims=True)) if sigmoid else (share, np.stack(balance))
+    )
+    assert float(losses["load_balance"]) == pytest.approx(0.5 * E * (used * mean).sum(-1).mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("sum", "must keep the shape"), ("narrow", "dtype"), ("none", "a score function")]
+)
+def test_score_functions_that_break_the_protocol(kind, message):
+    with pytest.raises(RequestError, match=message) as error:
+        routed(SigmoidRouter.Config(score=Scores(kind=kind)), inputs()[0])
+    assert "Scores" in str(error.value)
+    assert "fix: " in str(error.value)
 
 
 def test_sigmoid_selects_by_the_bias_and_weighs_without_it():

@@ -117,6 +117,37 @@ def test_each_pair_turns_by_its_angle():
         np.testing.assert_allclose(actual[b, s, n, [i, i + 4]], [turned.real, turned.imag], atol=2e-5)
 
 
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_a_fraction_of_a_head_turns(interleaved):
+    """The rotated part has the angles of a smaller head, and the rest of the head stays unchanged."""
+    x = jax.random.normal(jax.random.key(0), (2, 5, 3, 16))
+    positions = jnp.asarray([[0, 1, 2, 0, 1], [7, 8, 9, 10, 300]])
+    settings = {"theta": 100.0, "interleaved": interleaved, "scaling": LinearScaling(factor=2.0)}
+    query, key = rope(16, fraction=0.5, **settings)(x, x[:, :, :1], positions)
+    part, _ = rope(8, **settings)(x[..., :8], x[..., :8], positions)
+    np.testing.assert_array_equal(query, jnp.concatenate([part, x[..., 8:]], axis=-1))
+    np.testing.assert_array_equal(key, query[:, :, :1])
+    angles = positions[0, 4] * 100.0 ** (-np.arange(4) / 4) / 2
+    turned = x[0, 4, 0, 0:8:2] + 1j * x[0, 4, 0, 1:8:2] if interleaved else x[0, 4, 0, :4] + 1j * x[0, 4, 0, 4:8]
+    turned = np.asarray(turned) * np.exp(1j * np.asarray(angles))
+    expected = [turned.real, turned.imag]
+    expected = np.stack(expected, -1).ravel() if interleaved else np.concatenate(expected)
+    np.testing.assert_allclose(query[0, 4, 0, :8], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("fraction", "size"), [(0.2, 3), (0.01, 0)])
+def test_a_fraction_that_turns_no_pairs(fraction, size):
+    with pytest.raises(RequestError, match=rf"head_dim must be even, got 16 \* fraction {fraction} = {size}") as error:
+        rope(16, fraction=fraction)
+    assert "fix: change fraction" in str(error.value)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.5])
+def test_a_fraction_out_of_range(fraction):
+    with pytest.raises(ConfigError, match="fraction: out of range"):
+        RotaryEmbedding.Config(fraction=fraction)
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_layers_share_cosines_of_whole_heads_on_cpus(whole):
     """For half heads, XLA on CPUs recomputes them in each layer, two or three times depending on its version."""

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,8 @@ from axlearn_core.nn import summaries
 from axlearn_core.nn.layer import Context
 from axlearn_core.nn.remat import Remat
 from axlearn_core.nn.sharding import constrain, logical_rules
+from axlearn_plugins_rope.rotary import RotaryEmbedding
+from axlearn_plugins_transformer.alternate import Alternate
 from axlearn_plugins_transformer.causal_lm import CausalLM, batch_context, num_params
 from axlearn_plugins_transformer.embedding import Embedding
 from axlearn_plugins_transformer.norm import LayerNorm, RMSNorm
@@ -35,33 +39,38 @@ def _prefixed(model, tokens, prefix):
     return model.decoder(tokens, Context(prefix=prefix))[0]
 
 
-def llama_loss(p, batch, layers=2, heads=4, kv=2, eps=1e-6):
-    """Compute the model of the `tiny` config with plain formulas."""
+def llama_loss(p, batch, layers=2, heads=4, kv=2, eps=1e-6, embed=1.0, residual=1.0, output=1.0, rotary=(8, 8)):
+    """Compute the model of the `tiny` config with plain formulas.
+
+    `rotary` is the number of rotated elements in each head, by layer. The other numbers are the multipliers of Granite.
+    """
 
     def rms(x, w):
         return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + eps) * w[None, None]
 
-    def rope(x):
-        half = x.shape[-1] // 2
+    def rope(x, size):
+        x, rest, half = x[..., :size], x[..., size:], size // 2
         angle = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (-jnp.arange(half) / half)[None]
         turn = jnp.exp(1j * angle)[None, :, None]
         y = (x[..., :half] + 1j * x[..., half:]) * turn
-        return jnp.concatenate([y.real, y.imag], -1)
+        return jnp.concatenate([y.real, y.imag, rest], -1)
 
-    x = p["decoder.embedding.weight"][batch["tokens"]]
+    x = p["decoder.embedding.weight"][batch["tokens"]] * embed
     for i in range(layers):
-        w = {k.removeprefix("decoder.layer."): v[i] for k, v in p.items() if k.startswith("decoder.layer.")}
+        kinds = len(set(rotary))  # the layers of each kind are stacked
+        prefix, row = ("decoder.layer.", i) if kinds == 1 else (f"decoder.layer.{i}.", 0)
+        w = {k.removeprefix(prefix): v[row] for k, v in p.items() if k.startswith(prefix)}
         h = rms(x, w["attention_norm.weight"])
         q, k, v = (jnp.einsum("bsd,dnh->bsnh", h, w[f"attention.{n}.weight"]) for n in ("query", "key", "value"))
-        q, k = rope(q), jnp.repeat(rope(k), heads // kv, 2)
+        q, k = rope(q, rotary[i]), jnp.repeat(rope(k, rotary[i]), heads // kv, 2)
         s = jnp.einsum("btnh,bsnh->bnts", q, k) / jnp.sqrt(q.shape[-1])
         s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool))[None, None], s, -jnp.inf)
         o = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), jnp.repeat(v, heads // kv, 2))
-        x = x + jnp.einsum("bsnh,nhd->bsd", o, w["attention.output.weight"])
+        x = x + residual * jnp.einsum("bsnh,nhd->bsd", o, w["attention.output.weight"])
         h = rms(x, w["feed_forward_norm.weight"])
         gate, up = h @ w["feed_forward.gate.weight"], h @ w["feed_forward.up.weight"]
-        x = x + (gate * jax.nn.sigmoid(gate) * up) @ w["feed_forward.down.weight"]
-    logits = rms(x, p["decoder.norm.weight"]) @ p["decoder.head.weight"]
+        x = x + residual * (gate * jax.nn.sigmoid(gate) * up) @ w["feed_forward.down.weight"]
+    logits = output * rms(x, p["decoder.norm.weight"]) @ p["decoder.head.weight"]
     log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)
     return -jnp.mean(log_probs)
 
@@ -79,6 +88,22 @@ def test_loss_and_gradients_match_the_plain_formulas(tiny, build, batch, grads):
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     assert_trees_close(actual, expected_grads, 2e-5)
     assert report == {"weight": batch["targets"].size}
+
+
+@pytest.mark.slow
+def test_multipliers_and_layers_without_positions(tiny, build, batch, grads, run):
+    """The multipliers of Granite, with partial rotary embeddings in layer 0, and no position encoding in layer 1."""
+    positions = Alternate(children=(RotaryEmbedding.Config(fraction=0.5), None))
+    multipliers = {"embedding.multiplier": 12.0, "layer.residual_multiplier": 0.25, "output_multiplier": 0.5}
+    cfg = tiny({f"decoder.{k}": v for k, v in {"layer.attention.position": positions, **multipliers}.items()})
+    loss, _, actual = grads(cfg, batch)
+    plain = functools.partial(llama_loss, embed=12.0, residual=0.25, output=0.5, rotary=(4, 0))
+    expected, expected_grads = jax.jit(jax.value_and_grad(plain), compiler_options=QUICK)(parameters(build(cfg)), batch)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert_trees_close(actual, expected_grads, 2e-5)
+    logits = run(build(cfg), batch["tokens"])  # not computed by the loss
+    entropy = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)
+    np.testing.assert_allclose(jnp.mean(entropy), expected, rtol=1e-5)
 
 
 REMATS = {

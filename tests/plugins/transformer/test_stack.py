@@ -6,14 +6,19 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from axlearn_core.config import REQUIRED, interface, node, patch, replace_config
+from axlearn_core.config import REQUIRED, find, interface, node, patch, replace_config
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.nn import summaries
 from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.linear import Linear
 from axlearn_core.nn.remat import Remat, tag
+from axlearn_core.plugins.resolve import resolve
+from axlearn_plugins_rope.feature import Rope
+from axlearn_plugins_rope.rotary import RotaryEmbedding
 from axlearn_plugins_transformer.alternate import Alternate, LayerPattern, find_pattern, layer_configs
 from axlearn_plugins_transformer.stack import MixedLayers, Stack, each_layer, unstack
+
+LAYER = "model.decoder.layer"
 
 
 class Wide(Layer):
@@ -198,6 +203,29 @@ def test_features_reach_the_children_and_each_layer_has_its_own():
         (7, "bfloat16"),
         (2, "bfloat16"),
     ]
+
+
+def test_layers_may_have_nothing_in_an_optional_slot():
+    """Every fourth layer has no position encoding, as in SmolLM3 and Llama 4."""
+    position = f"{LAYER}.attention.position"
+    children = [{"type": "rope"}, {"type": "rope", "fraction": 0.5}, {"type": "rope"}, None]
+    settings = {position: {"type": "alternate", "children": children}, "model.decoder.num_layers": 8}
+    resolved = Rope(theta=7.0).apply(
+        resolve("quickstart", set=settings).config
+    )  # changes only the layers that have one
+    rope, part = RotaryEmbedding.Config(theta=7.0), RotaryEmbedding.Config(theta=7.0, fraction=0.5)
+    assert find(resolved, position)[position] == Alternate(children=(rope, part, rope, None))
+    layers = layer_configs(resolved.model.decoder.layer, 8)
+    assert [layer.attention.position for layer in layers] == [rope, part, rope, None] * 2
+
+
+def test_a_slot_that_must_not_be_empty_is_named():
+    slot = f"{LAYER}.feed_forward"
+    resolved = resolve("quickstart", set={slot: {"type": "alternate", "children": [{"type": "feed-forward"}, None]}})
+    with pytest.raises(ConfigError) as error:
+        layer_configs(resolved.config.model.decoder.layer, 2)
+    assert "feed_forward: layer 1 of the stack has no valid component in this slot" in str(error.value)
+    assert "only an optional slot may be null" in str(error.value)
 
 
 def test_where_no_stack_chooses_it_says_so():

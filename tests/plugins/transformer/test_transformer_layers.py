@@ -11,7 +11,8 @@ from axlearn_core.nn.layer import Context, Precision
 from axlearn_core.nn.linear import Linear
 from axlearn_plugins_transformer.attention import Attention
 from axlearn_plugins_transformer.embedding import Embedding, Head
-from axlearn_plugins_transformer.feed_forward import ACTIVATIONS, GatedFeedForward, PlainFeedForward
+from axlearn_plugins_transformer.feed_forward import GatedFeedForward, PlainFeedForward
+from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS
 from axlearn_plugins_transformer.norm import LayerNorm, RMSNorm
 from axlearn_plugins_transformer.transformer import TransformerLayer
 
@@ -134,8 +135,7 @@ def test_attention_parts():
     np.testing.assert_allclose(layer(x, Context())[0], expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow_cases("settings1-post")
-@pytest.mark.slow_cases("settings0-pre")
+@pytest.mark.slow_cases("settings1-post", "settings0-pre", "settings4-scaled", "settings5-scaled-sum")
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -143,6 +143,8 @@ def test_attention_parts():
         ({"norm": None, "post_norm": RMSNorm.Config()}, "post"),
         ({"post_norm": RMSNorm.Config()}, "both"),
         ({"norm": None, "post_norm": RMSNorm.Config(), "norm_sum": True}, "sum"),
+        ({"post_norm": RMSNorm.Config(), "residual_multiplier": 0.25}, "scaled"),
+        ({"post_norm": RMSNorm.Config(), "norm_sum": True, "residual_multiplier": 0.25}, "scaled-sum"),
     ],
 )
 def test_blocks_normalise_where_they_are_told_to(settings, expected):
@@ -155,6 +157,8 @@ def test_blocks_normalise_where_they_are_told_to(settings, expected):
             "post": lambda x, f: x + rms(f(x)),
             "both": lambda x, f: x + rms(f(rms(x))),
             "sum": lambda x, f: rms(x + f(x)),
+            "scaled": lambda x, f: x + 0.25 * rms(f(rms(x))),
+            "scaled-sum": lambda x, f: rms(x + 0.25 * f(rms(x))),
         }[expected](x, half)
     np.testing.assert_allclose(layer(normal(1, 5, 8), Context())[0], x, rtol=1e-5, atol=1e-5)
 

@@ -79,13 +79,14 @@ class _Tokamax:
         """Return the output of the gated linear unit, [B, S, F]."""
         kernel_selection: Any = selection.get_active_selection()  # not None: `supports` accepts only known GPUs
         target: str = kernel_selection.target
+        activation: Any = op.activation  # a name: these kernels do not declare `custom_activation`
         unit = _pipelined_unit if self.mosaic else _gated_unit
 
         for name in ("mlp_gate", "mlp_up"):  # announce the tags to remat; the derivative applies them to the values
             tag(jnp.zeros(()), name)
 
         def run(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
-            return unit(x, gate, up, target, op.activation)
+            return unit(x, gate, up, target, activation)
 
         return per_device(run, [ROWS, MATRIX, MATRIX], HIDDEN)(*op.matrices())
 

@@ -15,14 +15,12 @@ import jax.numpy as jnp
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.config.roles import CompetingTokensRole
 from axlearn_core.nn import padding
-from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain, is_sharded
 from axlearn_core.nn.summaries import Summary, add_summary
 from axlearn_plugins_moe import sharded_experts
 from axlearn_plugins_moe.exchange import run_exchanged
-from axlearn_plugins_moe.experts import BatchedProduct, Experts, GroupedProduct, Product
+from axlearn_plugins_moe.experts import BatchedProduct, Experts, GroupedProduct
 from axlearn_plugins_moe.routing import Routing, assignment_mask
-from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, Activation
 
 
 class Dispatch(Protocol):
@@ -31,17 +29,17 @@ class Dispatch(Protocol):
     It is built without arguments.
     """
 
-    def __call__(self, x: jax.Array, routing: Routing, experts: Experts, activation: Activation) -> jax.Array:
-        """Return the weighted sum of the experts' outputs: [B, S, D] -> [B, S, D]."""
+    def __call__(self, x: jax.Array, routing: Routing, experts: Experts) -> jax.Array:
+        """Return the sum of the experts' outputs, [B, S, D] -> [B, S, D].
+
+        The routing weights multiply the outputs, or the inputs if `experts.weigh_inputs` is set.
+        """
         ...
 
 
-def _hidden_rows(x: jax.Array, experts: Experts, activation: Activation, product: Product) -> jax.Array:
-    """Return the input of the down projection."""
-    up = tag(experts.up.grouped(x, product), "mlp_up")
-    if experts.gate is None:
-        return tag(ACTIVATIONS[activation](up), "mlp_hidden")
-    return tag(ACTIVATIONS[activation](tag(experts.gate.grouped(x, product), "mlp_gate")) * up, "mlp_hidden")
+def _weigh(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    """Multiply [B, R, D] by the weights [B, R]."""
+    return rows * weight[..., None].astype(rows.dtype)
 
 
 def _collect(y: jax.Array, token: jax.Array | None, length: int) -> jax.Array:
@@ -110,40 +108,35 @@ class DroplessDispatch(Configurable):
     def __init__(self, cfg: Config):
         self.cfg = cfg
 
-    def __call__(self, x: jax.Array, routing: Routing, experts: Experts, activation: Activation) -> jax.Array:
+    def __call__(self, x: jax.Array, routing: Routing, experts: Experts) -> jax.Array:
         """Return the weighted sum of the experts' outputs: [B, S, D] -> [B, S, D]."""
-
-        def local(x: jax.Array, routing: Routing, experts: Experts, device: sharded_experts.Device) -> jax.Array:
-            return self._local(x, routing, experts, activation, device)
-
         if is_sharded():
-            return sharded_experts.run_sharded(local, x, routing, experts, gather=self.cfg.exchange == "all-gather")
-        return local(x, routing, experts, sharded_experts.Device())
+            gather = self.cfg.exchange == "all-gather"
+            return sharded_experts.run_sharded(self._local, x, routing, experts, gather=gather)
+        return self._local(x, routing, experts, sharded_experts.Device())
 
-    def _local(
-        self, x: jax.Array, routing: Routing, experts: Experts, activation: Activation, device: sharded_experts.Device
-    ) -> jax.Array:
+    def _local(self, x: jax.Array, routing: Routing, experts: Experts, device: sharded_experts.Device) -> jax.Array:
         """Return the partial sum of the experts on one device."""
         count, width = experts.num_experts, x.shape[-1]
-        rows = _spread(x, routing.token, routing.expert.shape[1]).reshape(-1, width)
+        rows = _spread(x, routing.token, routing.expert.shape[1])
+        rows = (_weigh(rows, routing.weight) if experts.weigh_inputs else rows).reshape(-1, width)
         expert = routing.expert.reshape(-1)
 
         def run(rows: jax.Array, expert: jax.Array) -> jax.Array:
-            return self._grouped_rows(rows, expert, experts, activation, device)
+            return self._grouped_rows(rows, expert, experts, device)
 
         if device.exchange:
             y = run_exchanged(rows, expert, device.exchange, device.devices, count, run)
         else:
             y = run(rows, expert if device.first is None else expert - device.first)
-        y = y.reshape(x.shape[0], -1, width) * routing.weight[..., None].astype(y.dtype)
-        return _collect(y, routing.token, x.shape[1])
+        y = y.reshape(x.shape[0], -1, width)
+        return _collect(y if experts.weigh_inputs else _weigh(y, routing.weight), routing.token, x.shape[1])
 
     def _grouped_rows(
         self,
         rows: jax.Array,
         expert: jax.Array,
         experts: Experts,
-        activation: Activation,
         device: sharded_experts.Device,
     ) -> jax.Array:
         """Apply each row's expert to the row: [M, D] -> [M, D].
@@ -160,8 +153,8 @@ class DroplessDispatch(Configurable):
         inverse = jnp.zeros_like(order).at[order].set(places, unique_indices=True, mode="promise_in_bounds")
         sizes = jnp.sum(jax.nn.one_hot(expert, count, dtype=jnp.int32), axis=0)
 
-        product = GroupedProduct(sizes, self.cfg.kernel)
-        hidden = _hidden_rows(_permute(rows, order, inverse), experts, activation, product)
+        product = GroupedProduct(sizes, self.cfg.kernel, covers_rows=is_local is None)
+        hidden = experts.hidden(_permute(rows, order, inverse), product)
         y = experts.down.grouped(hidden, attrs.evolve(product, adds_bias=device.adds_bias))
         y = _permute(y, inverse, order)
         return y if is_local is None else jnp.where(is_local[:, None], y, 0)
@@ -199,7 +192,7 @@ class CapacityDispatch(Configurable):
         needed = math.ceil(round(self.cfg.capacity_factor * assignments / num_experts, 6))
         return max(1, min(length, needed))  # a token chooses an expert at most once
 
-    def __call__(self, x: jax.Array, routing: Routing, experts: Experts, activation: Activation) -> jax.Array:
+    def __call__(self, x: jax.Array, routing: Routing, experts: Experts) -> jax.Array:
         """Return the weighted sum of the experts' outputs: [B, S, D] -> [B, S, D]."""
         (batch, length, width), count = x.shape, experts.num_experts
         expert, capacity = routing.expert, self.capacity(length, routing.expert.shape[1], count)
@@ -218,14 +211,16 @@ class CapacityDispatch(Configurable):
         if routing.token is not None:
             token = jnp.take_along_axis(routing.token, assignment, axis=1)
         rows = jnp.where(filled[..., None], jnp.take_along_axis(x, token[..., None], axis=1), 0)
-        y = self._run(rows.reshape(batch, count, capacity, width), experts, activation)
+        if experts.weigh_inputs:
+            rows = _weigh(rows, jnp.take_along_axis(routing.weight, assignment, axis=1))
+        y = self._run(rows.reshape(batch, count, capacity, width), experts)
         slot = jnp.where(fits, expert * capacity + position, 0)
         y = jnp.take_along_axis(y.reshape(batch, -1, width), slot[..., None], axis=1)
-        weight = jnp.where(fits, routing.weight, 0)
-        return _collect(y * weight[..., None].astype(y.dtype), routing.token, length)
+        weight = jnp.where(fits, 1.0 if experts.weigh_inputs else routing.weight, 0)
+        return _collect(_weigh(y, weight), routing.token, length)
 
     @staticmethod
-    def _run(rows: jax.Array, experts: Experts, activation: Activation) -> jax.Array:
+    def _run(rows: jax.Array, experts: Experts) -> jax.Array:
         """Apply each expert to its rows: [B, E, C, D] -> [B, E, C, D]."""
 
         def constrain_rows(x: jax.Array, last: str) -> jax.Array:
@@ -234,6 +229,6 @@ class CapacityDispatch(Configurable):
 
         product = BatchedProduct()
         rows = constrain_rows(jnp.swapaxes(rows, 0, 1), "activation_embed")
-        hidden = constrain_rows(_hidden_rows(rows, experts, activation, product), "activation_mlp")
+        hidden = constrain_rows(experts.hidden(rows, product), "activation_mlp")
         y = constrain_rows(experts.down.grouped(hidden, product), "activation_embed")
         return constrain(jnp.swapaxes(y, 0, 1), "batch", None, None, "activation_embed")

@@ -19,8 +19,19 @@ from axlearn_core.contracts.capabilities import StacksMaps
 from axlearn_core.errors import RequestError
 from axlearn_core.nn.axis_names import name_stack_axis
 from axlearn_core.nn.linear import Projection
+from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import is_sharded
 from axlearn_plugins_moe.grouped_matmul import GroupedMatmulOp
+from axlearn_plugins_transformer.kernels.gated_linear_unit import (
+    Activation,
+    ActivationFunction,
+    GatedForm,
+    activation_function,
+    gated_form,
+)
+
+MAPS = ("gate", "up", "down")
+"""Names of the projections of `Experts`."""
 
 
 class Product(Protocol):
@@ -68,19 +79,33 @@ class ExpertProjection(Projection, Protocol):
 
 
 class Experts(NamedTuple):
-    """The projections of all experts, or of the experts on one device.
+    """All experts, or the experts on one device.
 
     Attributes:
-        gate: [D] -> [F], or None if the experts are not gated.
-        up: [D] -> [F].
-        down: [F] -> [D].
+        gate: Projection [D] -> [F], or None if the experts are not gated.
+        up: Projection [D] -> [F].
+        down: Projection [F] -> [D].
         num_experts: E.
+        activation: Activation function of the hidden rows.
+        form: How to combine the gate and up projections, or None; see `GatedForm`.
+        weigh_inputs: Multiply the input of an expert by the routing weight, instead of its output.
     """
 
     gate: Any
     up: Any
     down: Any
     num_experts: int
+    activation: Activation | Node[ActivationFunction]
+    form: Node[GatedForm] | None = None
+    weigh_inputs: bool = False
+
+    def hidden(self, rows: jax.Array, product: Product) -> jax.Array:
+        """Compute the input of the down projection for rows that are laid out as `product` describes."""
+        up, activation = tag(self.up.grouped(rows, product), "mlp_up"), activation_function(self.activation)
+        if self.gate is None:
+            return tag(activation(up), "mlp_hidden")
+        gate = tag(self.gate.grouped(rows, product), "mlp_gate")
+        return tag(gated_form(self.form)(gate, up, activation), "mlp_hidden")
 
 
 @attrs.frozen(eq=False)
@@ -91,11 +116,13 @@ class GroupedProduct:
         sizes: Rows per expert, int32 [E].
         kernel: Implementation of the `grouped_matmul` op, or None to select the best one.
         adds_bias: Whether this device adds the bias, if several devices each compute a partial sum. None for one device.
+        covers_rows: Whether every row belongs to a group. If not, the rows after the last group belong to other devices.
     """
 
     sizes: jax.Array
     kernel: str | None = None
     adds_bias: jax.Array | None = None
+    covers_rows: bool = True
 
     def __call__(self, rows: jax.Array, matrices: jax.Array) -> jax.Array:
         """Multiply [M, K] by [E, K, N] to [M, N].
@@ -105,8 +132,13 @@ class GroupedProduct:
         return GroupedMatmulOp(rows, matrices, self.sizes).run(self.kernel)
 
     def spread(self, values: jax.Array, like: jax.Array) -> jax.Array:
-        """Repeat [E, N] to [M, N]."""
+        """Repeat [E, N] to [M, N], with zeros in the rows after the last group."""
         repeated = jnp.repeat(values, self.sizes, axis=0, total_repeat_length=like.shape[0])
+        if (
+            not self.covers_rows
+        ):  # the gradients of these rows are unspecified, and must not reach the last expert's bias
+            belongs = jnp.arange(like.shape[0]) < jnp.sum(self.sizes)
+            repeated = jnp.where(belongs[:, None], repeated, 0)
         return repeated if self.adds_bias is None else jnp.where(self.adds_bias, repeated, 0)
 
 

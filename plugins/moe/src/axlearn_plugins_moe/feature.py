@@ -95,7 +95,7 @@ class MoE(Feature):
         Raise ConfigError if the experts would lose one of the layer's settings.
         """
         default = MixtureOfExperts.Config()
-        settings = {"hidden_dim", "activation", "dtype", "param_dtype", "gate", "up", "down"}
+        settings = {"hidden_dim", "activation", "form", "dtype", "param_dtype", "gate", "up", "down"}
         fields, old_fields = attrs.fields_dict(type(old)), get_fields(old)
         lost = [
             Problem(
@@ -120,7 +120,9 @@ class MoE(Feature):
         new = attrs.evolve(experts, **options)
         if self.shared_experts is None:
             return new
-        return attrs.evolve(new, shared=_shared_expert(new, self.shared_experts) if self.shared_experts else None)
+        if not self.shared_experts:
+            return attrs.evolve(new, shared=None, shared_gate=None)
+        return attrs.evolve(new, shared=_shared_expert(new, self.shared_experts))
 
 
 def _shared_expert(experts: MixtureOfExperts.Config, count: int) -> Node[FeedForward]:
@@ -140,7 +142,7 @@ def _shared_expert(experts: MixtureOfExperts.Config, count: int) -> Node[FeedFor
     }
     if experts.gate is None:
         return PlainFeedForward.Config(**sizes)
-    return GatedFeedForward.Config(gate=experts.gate, **sizes)
+    return GatedFeedForward.Config(gate=experts.gate, form=experts.form, **sizes)
 
 
 def _has_experts(kind: Any) -> bool:

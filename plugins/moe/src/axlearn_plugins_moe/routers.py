@@ -1,6 +1,6 @@
-"""Routers: softmax top-k, sigmoid with a balancing bias, and expert choice."""
+"""Routers: softmax top-k, sigmoid with a balancing bias, and expert choice. Their score function is a slot."""
 
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax import lax
 from axlearn_core.config import REQUIRED, Node, interface, node, setting
 from axlearn_core.config.roles import CompetingTokensRole, FullPrecisionRole
 from axlearn_core.errors import RequestError
-from axlearn_core.nn.initializers import Initializer, VarianceScaling
+from axlearn_core.nn.initializers import Constant, Initializer, VarianceScaling
 from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain
@@ -24,20 +24,58 @@ from axlearn_plugins_moe.routing import (
     load_balance_loss,
     z_loss,
 )
+from axlearn_plugins_transformer.kernels.gated_linear_unit import build_function
 
 T_co = TypeVar("T_co", covariant=True)
 
 BALANCES = "balances its load over the batch"
 
 
+class ScoreFunction(Protocol):
+    """Scores the experts of a token. Its node builds it without arguments."""
+
+    def __call__(self, logits: jax.Array, /) -> jax.Array:
+        """Score the experts, float32 [B, S, E] -> float32 [B, S, E].
+
+        A router chooses the experts with the largest scores and uses the scores as weights, so they must be positive.
+        """
+        ...
+
+
+@node
+class SoftmaxScore(Node[ScoreFunction]):
+    """Softmax over all experts. With `normalize`, the weights are a softmax over the logits of the chosen experts."""
+
+    def build(self, **_: Any) -> ScoreFunction:
+        """Return the function."""
+        return lambda logits: jax.nn.softmax(logits, axis=-1)
+
+
+@node
+class SigmoidScore(Node[ScoreFunction]):
+    """Sigmoid of each logit."""
+
+    def build(self, **_: Any) -> ScoreFunction:
+        """Return the function."""
+        return jax.nn.sigmoid
+
+
 class LinearRouter(Layer):
-    """Base class for the routers: computes one logit per token and expert, always in float32."""
+    """Base class for the routers: computes one logit and one score per token and expert, always in float32.
+
+    Attributes:
+        default_score: Score function if the config has none. A subclass sets it.
+    """
+
+    default_score: Node[ScoreFunction] = SoftmaxScore()
 
     @node
     class Config(Layer.Config[T_co], FullPrecisionRole):
         """Settings that all routers share.
 
         Attributes:
+            logit_bias: Add a trained bias to the logits (gpt-oss).
+            score: Score function. None is the one that names the router.
             z_loss: Weight of log(Z)^2.
             init: Initializer of the weight. A small scale makes the initial routing even (Fedus et al., 2021).
         """
@@ -45,21 +83,50 @@ class LinearRouter(Layer):
         input_dim: int = interface(default=REQUIRED)
         num_experts: int = interface(default=REQUIRED)
         top_k: int = interface(default=REQUIRED)
+        logit_bias: bool = setting(default=False, hide_default=True)
+        score: Node[ScoreFunction] | None = setting(default=None, hide_default=True)
         z_loss: float = setting(default=0.0, ge=0, kind="training")
         init: Node[Initializer] = setting(default=VarianceScaling(scale=0.1), kind="training")
 
     def __init__(self, cfg: Config[Any], *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, precision=precision)
         self.weight = self.parameter(rngs, cfg.init, (cfg.input_dim, cfg.num_experts), ("embed", "experts"))
+        if cfg.logit_bias:
+            self.logit_bias = self.parameter(rngs, Constant(), (cfg.num_experts,), ("experts",))
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Compute the logits, [B, S, D] -> float32 [B, S, E], and add the z-loss."""
         x, weight = x.astype(jnp.float32), self.weight[...].astype(jnp.float32)
         logits = lax.dot_general(x, weight, (((2,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
+        if self.cfg.logit_bias:
+            logits = logits + self.logit_bias[...].astype(jnp.float32)[None, None]
         logits = tag(constrain(logits, "batch", "sequence", None), "router_logits")
         if self.cfg.z_loss:
             add_loss("router_z_loss", self.cfg.z_loss * z_loss(logits))
         return logits
+
+    def scores(self, logits: jax.Array) -> jax.Array:
+        """Score the experts, float32 [B, S, E] -> float32 [B, S, E].
+
+        Raises:
+            RequestError: The config's score function returns another shape or dtype.
+        """
+        score = self._score()
+        scores: Any = build_function(score, "a score function", "sigmoid-score")(logits)
+        if getattr(scores, "shape", None) != logits.shape or scores.dtype != logits.dtype:
+            raise RequestError(
+                f"router: the score function {type(score).__qualname__} must keep the shape and the dtype of the logits\n"
+                f"    got: {jax.typeof(scores)}\n    expected: {jax.typeof(logits)}\n"
+                "    fix: return one float32 score per token and expert, or leave `score` unset"
+            )
+        return scores
+
+    def shares(self, scores: jax.Array) -> jax.Array:
+        """Divide scores [B, S, E] by their sum over the experts, for the balance loss. Softmax scores stay as they are."""
+        return scores if isinstance(self._score(), SoftmaxScore) else scores / jnp.sum(scores, axis=-1, keepdims=True)
+
+    def _score(self) -> Node[ScoreFunction]:
+        return self.default_score if self.cfg.score is None else self.cfg.score
 
 
 def check_groups(kind: str, cfg: Any) -> None:
@@ -87,9 +154,9 @@ def mask_other_groups(scores: jax.Array, num_groups: int, top_groups: int, *, ju
 
 
 class SoftmaxRouter(LinearRouter):
-    """Each token chooses the `top_k` most probable experts by softmax.
+    """Each token chooses the `top_k` most probable experts by softmax, and a loss balances the load.
 
-    See Shazeer et al., 2017.
+    See Shazeer et al., 2017. `score` replaces the softmax.
     """
 
     @node
@@ -123,15 +190,13 @@ class SoftmaxRouter(LinearRouter):
     def __call__(self, x: jax.Array) -> Routing:
         """Route the tokens of [B, S, D]."""
         cfg = self.cfg
-        probabilities = jax.nn.softmax(self.logits(x), axis=-1)
-        weight, expert = lax.top_k(
-            mask_other_groups(probabilities, cfg.num_groups, cfg.top_groups, judges=1), cfg.top_k
-        )
+        scores = self.scores(self.logits(x))
+        weight, expert = lax.top_k(mask_other_groups(scores, cfg.num_groups, cfg.top_groups, judges=1), cfg.top_k)
         if cfg.top_k > 1 if cfg.normalize is None else cfg.normalize:
             weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
         expert = flatten_choices(expert)
         if cfg.load_balance:
-            add_loss("load_balance", cfg.load_balance * load_balance_loss(expert, probabilities))
+            add_loss("load_balance", cfg.load_balance * load_balance_loss(expert, self.shares(scores)))
         return Routing(expert, cfg.scale * flatten_choices(weight))
 
 
@@ -142,12 +207,14 @@ class BalancingBias(LearnedVariable):
 class SigmoidRouter(LinearRouter):
     """Sigmoid scores with a balancing bias instead of a loss.
 
-    See DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). It selects the experts with the largest `score + bias`;
-    their weights depend on the scores alone. The bias is a variable, not a parameter. At the end of each training step, the
-    router lowers the bias of experts with more than the mean load by `rate` and raises the bias of experts with less.
-    The load counts the tokens of all microbatches and devices without padding, so training with microbatches updates
-    the bias as training on the whole batch does. Evaluation only reads the bias.
+    See DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). The router selects the experts with the largest `score + bias`; their
+    weights depend on the scores alone. `score` replaces the sigmoid. The bias is a variable, not a parameter. At the end
+    of each training step, the router lowers the bias of experts with more than the mean load by `rate` and raises the bias
+    of experts with less. The load counts the tokens of all microbatches and devices without padding, so training with
+    microbatches updates the bias as training on the whole batch does. Evaluation only reads the bias.
     """
+
+    default_score = SigmoidScore()
 
     @node
     class Config(LinearRouter.Config["SigmoidRouter"]):
@@ -181,7 +248,7 @@ class SigmoidRouter(LinearRouter):
     def __call__(self, x: jax.Array) -> Routing:
         """Route the tokens of [B, S, D]."""
         cfg = self.cfg
-        scores = jax.nn.sigmoid(self.logits(x))
+        scores = self.scores(self.logits(x))
         bias = self.bias[...][None, None]
         expert = lax.top_k(mask_other_groups(scores + bias, cfg.num_groups, cfg.top_groups, judges=2), cfg.top_k)[1]
         weight = jnp.take_along_axis(scores, expert, axis=-1)
@@ -193,8 +260,7 @@ class SigmoidRouter(LinearRouter):
                 count_assignments(expert, cfg.num_experts, assignment_mask(expert, x.shape[1])), axis=0
             )
         if cfg.load_balance:
-            shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
-            add_loss("load_balance", cfg.load_balance * load_balance_loss(expert, shares, per_row=True))
+            add_loss("load_balance", cfg.load_balance * load_balance_loss(expert, self.shares(scores), per_row=True))
         return Routing(expert, cfg.scale * flatten_choices(weight))
 
     def end_step(self) -> None:
@@ -221,12 +287,12 @@ class ExpertChoiceRouter(LinearRouter):
     def __call__(self, x: jax.Array) -> Routing:
         """Route the tokens of [B, S, D]."""
         cfg, length = self.cfg, x.shape[1]
-        probabilities = jax.nn.softmax(self.logits(x), axis=-1)
+        scores = self.scores(self.logits(x))
         if length == 1:
-            weight, expert = lax.top_k(probabilities, cfg.top_k)
+            weight, expert = lax.top_k(scores, cfg.top_k)
             return Routing(flatten_choices(expert), flatten_choices(weight))
         capacity = min(length, -(-length * cfg.top_k // cfg.num_experts))
-        weight, token = lax.top_k(jnp.swapaxes(probabilities, 1, 2), capacity)  # [B, E, C]
+        weight, token = lax.top_k(jnp.swapaxes(scores, 1, 2), capacity)  # [B, E, C]
         expert = lax.broadcasted_iota(jnp.int32, token.shape, 1)
         weight, token, expert = (a.reshape(a.shape[0], -1) for a in (weight, token, expert))
         has_expert = jnp.sum(jax.nn.one_hot(token, length), axis=1) > 0

@@ -20,7 +20,7 @@ class Routing(NamedTuple):
 
     Attributes:
         expert: Expert index, int32 [B, R].
-        weight: Factor applied to the expert's output, float32 [B, R].
+        weight: Factor applied to the expert's output (or to its input, with `weigh_inputs`), float32 [B, R].
         token: Position in the row, int32 [B, R]. None if R = K * S and the list contains the first choices of all tokens, then
             the second choices of all tokens, and so on.
     """

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from axlearn_core.nn import sharding
 from axlearn_core.nn.linear import Linear
-from axlearn_plugins_moe.experts import Experts
+from axlearn_plugins_moe.experts import MAPS, Experts
 from axlearn_plugins_moe.routing import Routing
 
 
@@ -44,12 +44,12 @@ class _Parameters:
     """The parameters of the experts' projections, and the structure to restore them."""
 
     def __init__(self, experts: Experts):
-        parts = {n: nnx.split(m) for n, m in experts._asdict().items() if n != "num_experts" and m is not None}
+        maps = {n: m for n in MAPS if (m := getattr(experts, n)) is not None}
+        parts = {n: nnx.split(m) for n, m in maps.items()}
+        self._experts = experts
         self._graphs = {n: graph for n, (graph, _) in parts.items()}
         # A linear map casts its parameters to the compute dtype. Cast before sending, so that gradients use it too.
-        self.dtypes = {
-            n: m.precision.compute if _is_linear(m) else None for n, m in experts._asdict().items() if n in parts
-        }
+        self.dtypes = {n: m.precision.compute if _is_linear(m) else None for n, m in maps.items()}
         self._flat = {n: nnx.to_flat_state(state) for n, (_, state) in parts.items()}
         self.arrays = {n: [v.get_value() for _, v in flat] for n, flat in self._flat.items()}
         # A layer of a stack contains slices of the stacked parameters, but keeps the full axis names. Its own axes are the last
@@ -80,11 +80,11 @@ class _Parameters:
 
     def merge(self, arrays: Mapping[str, list[jax.Array]], count: int) -> Experts:
         """Return the projections with new parameter values."""
-        maps: dict[str, Any] = dict.fromkeys(("gate", "up", "down"))
+        maps: dict[str, Any] = {}
         for n, flat in self._flat.items():
             values = [(path, v.replace(x)) for (path, v), x in zip(flat, arrays[n], strict=True)]
             maps[n] = nnx.merge(self._graphs[n], nnx.from_flat_state(values))
-        return Experts(**maps, num_experts=count)
+        return self._experts._replace(**maps, num_experts=count)
 
 
 def _is_linear(module: Any) -> bool:

@@ -22,7 +22,7 @@ class Rope(Feature):
 
     The feature sets the given options on existing rotary embeddings. It replaces any other position encoding with a new
     rotary embedding, and also fills empty slots. If a slot alternates between several encodings
-    (`alternate`), the feature changes each of them.
+    (`alternate`), the feature changes each of them. Layers to which an `alternate` gives no encoding stay without one.
 
     Attributes:
         theta: Base of the frequencies (10000 for a new embedding).

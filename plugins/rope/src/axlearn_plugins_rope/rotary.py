@@ -22,12 +22,15 @@ class RotaryEmbedding(Layer):
 
         Attributes:
             head_dim: Size of a head.
+            fraction: Share of a head that rotates; the other elements, at its end, stay unchanged (the partial rotary factor
+                of GLM and Qwen3-Next). The frequencies are those of a head with the size of the rotated part.
             theta: Base of the frequencies.
             scaling: Length scaling of the frequencies, or None.
             interleaved: Rotate adjacent elements instead of half-split pairs.
         """
 
         head_dim: int = interface(default=REQUIRED)
+        fraction: float = setting(default=1.0, gt=0, le=1, hide_default=True)
         theta: float = setting(default=10000.0, gt=1)
         scaling: Node[Scaling] | None = None
         interleaved: bool = False
@@ -39,15 +42,22 @@ class RotaryEmbedding(Layer):
 
     def __init__(self, cfg: Config, *, precision: Precision):
         super().__init__(cfg, precision=precision)
-        if cfg.head_dim % 2:
-            raise RequestError(f"rope rotates pairs: head_dim must be even, got {cfg.head_dim}\n    fix: set head_dim")
+        self.rotary_dim = int(cfg.head_dim * cfg.fraction)
+        if self.rotary_dim % 2 or not self.rotary_dim:
+            part = "" if cfg.fraction == 1 else f" * fraction {cfg.fraction} = {self.rotary_dim}"
+            fix = (
+                "set head_dim"
+                if cfg.fraction == 1
+                else "change fraction, so that it rotates an even number of elements"
+            )
+            raise RequestError(f"rope rotates pairs: head_dim must be even, got {cfg.head_dim}{part}\n    fix: {fix}")
 
     def frequencies(self) -> Frequencies:
         """Return the radians per position of each pair, and the factor for cosines and sines."""
         cfg = self.cfg
         if cfg.scaling is None:
-            return Frequencies(base_frequencies(cfg.head_dim, cfg.theta))
-        return cfg.scaling.build()(cfg.head_dim, cfg.theta)
+            return Frequencies(base_frequencies(self.rotary_dim, cfg.theta))
+        return cfg.scaling.build()(self.rotary_dim, cfg.theta)
 
     def __call__(self, query: jax.Array, key: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Rotate queries [B, S, N, H] and keys [B, S, K, H] to positions int32 [B or 1, S].
@@ -63,7 +73,14 @@ class RotaryEmbedding(Layer):
             rotate = _rotate_adjacent
         else:
             rotate = _rotate_whole_heads if self.whole_heads else _rotate
-        return rotate(query, cos, sin), rotate(key, cos, sin)
+        if self.rotary_dim == self.cfg.head_dim:
+            return rotate(query, cos, sin), rotate(key, cos, sin)
+
+        def rotate_part(x: jax.Array) -> jax.Array:
+            part, rest = jnp.split(x, [self.rotary_dim], axis=-1)
+            return jnp.concatenate([rotate(part, cos, sin), rest], axis=-1)
+
+        return rotate_part(query), rotate_part(key)
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

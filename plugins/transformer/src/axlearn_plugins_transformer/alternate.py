@@ -19,21 +19,23 @@ from axlearn_core.errors import ConfigError, Problem
 class Alternate(Node[Any]):
     """Layer `i` of the stack uses `first[i]`. Later layers cycle through `children`.
 
+    A layer for which it is None has nothing in this slot, such as no position encoding. The slot must be optional.
+
     Attributes:
-        children: Nodes to cycle through.
+        children: Nodes to cycle through, or None.
         first: Nodes of the leading layers, such as the dense layers at the bottom of a DeepSeek model.
     """
 
-    children: tuple[Node[Any], ...] = REQUIRED
-    first: tuple[Node[Any], ...] = ()
+    children: tuple[Node[Any] | None, ...] = REQUIRED
+    first: tuple[Node[Any] | None, ...] = ()
 
     def validate(self) -> Iterable[Problem]:
         """Check that there are children."""
         if isinstance(self.children, tuple) and not self.children:
             yield Problem(path="children", message="must not be empty", expected="at least one node")
 
-    def select(self, index: int) -> Node[Any]:
-        """Return the node for layer `index`."""
+    def select(self, index: int) -> Node[Any] | None:
+        """Return the node for layer `index`, or None."""
         lead = len(self.first)
         return self.first[index] if index < lead else self.children[(index - lead) % len(self.children)]
 
@@ -51,11 +53,13 @@ class Alternate(Node[Any]):
 def change_slot(slot: Any, change: Callable[[Any], Any]) -> Any:
     """Apply `change` to the node in a slot.
 
-    If the slot contains an `Alternate`, apply `change` to each of its nodes.
+    If the slot contains an `Alternate`, apply `change` to each of its nodes. Layers without a node stay without one.
     """
     if not isinstance(slot, Alternate):
         return change(slot)
-    first, children = (tuple(change(kind) for kind in kinds) for kinds in (slot.first, slot.children))
+    first, children = (
+        tuple(None if kind is None else change(kind) for kind in kinds) for kinds in (slot.first, slot.children)
+    )
     return attrs.evolve(slot, first=first, children=children)
 
 
@@ -72,7 +76,14 @@ def _resolve(part: Any, index: int) -> Any:
     if isinstance(part, Alternate):
         chosen = part.select(index)
         return _resolve(chosen, sum(type(part.select(i)) is type(chosen) for i in range(index)))
-    return with_children(part, {name: _resolve(child, index) for name, child in children(part).items()})
+    try:
+        return with_children(part, {name: _resolve(child, index) for name, child in children(part).items()})
+    except ConfigError as error:  # a slot that is not optional
+        message = f"layer {index} of the stack has no valid component in this slot"
+        fix = "use a component for every layer in the `alternate`; only an optional slot may be null"
+        raise ConfigError(
+            attrs.evolve(p, message=f"{message}: {p.message}", fix=p.fix or fix) for p in error.problems
+        ) from None
 
 
 class LayerPattern(NamedTuple):

@@ -37,12 +37,14 @@ class Embedding(Layer):
 
         Attributes:
             scale: Multiply the vectors by sqrt(dim) (Vaswani et al., 2017).
+            multiplier: Factor applied to the vectors (the embedding multiplier of Granite).
             init: Initializer of the table. The default has variance 1/dim.
         """
 
         vocab_size: int = interface(default=REQUIRED)
         dim: int = interface(default=REQUIRED)
         scale: bool = False
+        multiplier: float = setting(default=1.0, gt=0, hide_default=True)
         init: Node[Initializer] = setting(
             default=VarianceScaling(mode="fan_out", distribution="normal"), kind="training"
         )
@@ -59,7 +61,8 @@ class Embedding(Layer):
             x = table[jnp.broadcast_to(tokens.reshape(1), (2,))][:1].reshape(*tokens.shape, -1)
         else:
             x = table[tokens]
-        return x * self.cfg.dim**0.5 if self.cfg.scale else x
+        multiplier = self.cfg.multiplier * (self.cfg.dim**0.5 if self.cfg.scale else 1.0)
+        return x if multiplier == 1 else x * multiplier
 
     def head_weight(self) -> jax.Array:
         """Return the transposed table, [D, V]."""

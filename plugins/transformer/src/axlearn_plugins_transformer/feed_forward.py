@@ -10,7 +10,13 @@ from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.nn.linear import Linear, Projection
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain
-from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, Activation, GatedLinearUnitOp
+from axlearn_plugins_transformer.kernels.gated_linear_unit import (
+    Activation,
+    ActivationFunction,
+    GatedForm,
+    GatedLinearUnitOp,
+    activation_function,
+)
 
 
 class FeedForward(Protocol):
@@ -27,7 +33,7 @@ class FeedForward(Protocol):
 class GatedFeedForward(Layer):
     """`down(activation(gate(x)) * up(x))`.
 
-    With the default activation, this is SwiGLU (Shazeer, 2020).
+    With the default activation, this is SwiGLU (Shazeer, 2020). A `form` combines the gate and up projections in another way.
     """
 
     @node
@@ -37,7 +43,9 @@ class GatedFeedForward(Layer):
         Attributes:
             hidden_dim: Hidden size; it may be relative to the width. The default is Llama's: 8/3 of the width, rounded
                 up to a multiple of 128.
-            activation: Activation function.
+            activation: Activation function: a name, or a node such as `{type: swish, beta: 1.702}`.
+            form: How to combine the gate and up projections, such as `{type: clamped-form}`. None is
+                `activation(gate) * up`.
             kernel: Implementation of the `gated_linear_unit` op. None selects the best one.
             gate: Gate projection.
             up: Up projection.
@@ -46,7 +54,8 @@ class GatedFeedForward(Layer):
 
         input_dim: int = interface(default=REQUIRED)
         hidden_dim: int | Node[int] = Scaled(factor=8 / 3, multiple_of=128)
-        activation: Activation = "silu"
+        activation: Activation | Node[ActivationFunction] = "silu"
+        form: Node[GatedForm] | None = setting(default=None, hide_default=True)
         kernel: str | None = setting(default=None, kind="execution")
         gate: Node[Projection] = Linear.Config()
         up: Node[Projection] = Linear.Config()
@@ -64,7 +73,9 @@ class GatedFeedForward(Layer):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply the layer: [B, S, D] -> [B, S, D]."""
         cfg = self.cfg
-        unit = GatedLinearUnitOp(x, self.gate, self.up, hidden_dim=self.hidden_dim, activation=cfg.activation)
+        unit = GatedLinearUnitOp(
+            x, self.gate, self.up, hidden_dim=self.hidden_dim, activation=cfg.activation, form=cfg.form
+        )
         hidden = tag(unit.run(cfg.kernel), "mlp_hidden")
         return tag(self.down(constrain(hidden, "batch", "sequence", "activation_mlp")), "mlp_out")
 
@@ -78,14 +89,14 @@ class PlainFeedForward(Layer):
 
         Attributes:
             hidden_dim: Hidden size; it may be relative to the width. The default is four times the width.
-            activation: Activation function.
+            activation: Activation function: a name, or a node such as `{type: swish, beta: 1.702}`.
             up: Up projection.
             down: Down projection.
         """
 
         input_dim: int = interface(default=REQUIRED)
         hidden_dim: int | Node[int] = Scaled(factor=4.0)
-        activation: Activation = "gelu"
+        activation: Activation | Node[ActivationFunction] = "gelu"
         up: Node[Projection] = Linear.Config()
         down: Node[Projection] = Linear.Config()
 
@@ -97,5 +108,5 @@ class PlainFeedForward(Layer):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply the layer: [B, S, D] -> [B, S, D]."""
-        hidden = tag(ACTIVATIONS[self.cfg.activation](tag(self.up(x), "mlp_up")), "mlp_hidden")
+        hidden = tag(activation_function(self.cfg.activation)(tag(self.up(x), "mlp_up")), "mlp_hidden")
         return tag(self.down(constrain(hidden, "batch", "sequence", "activation_mlp")), "mlp_out")

@@ -244,7 +244,7 @@ def _layer(
         row = dataclasses.replace(context, layer_inputs=layer_inputs, shared=dict(shared))
         old_values = variables.get_values(state)
         module = nnx.merge(graphs[kind], state, copy=True)
-        with summaries.collect() as collected, padding.use_context(row):
+        with summaries.collect(module) as collected, padding.use_context(row):
             x, cache = module(constrain(x, "batch", "residual_sequence", "activation_embed"), row, cache)
         results = cache, (collected.losses, collected.summaries), variables.written(module, old_values)
         return (x, row.shared), results

@@ -44,6 +44,8 @@ class TransformerLayer(Layer):
             norm: Norm of the input of each half; it is built once per half.
             post_norm: Norm of the output of each half; it is built once per half.
             norm_sum: Apply `post_norm` after the residual sum.
+            residual_multiplier: Factor applied to the output of each half before the residual sum (the residual multiplier of
+                Granite).
         """
 
         input_dim: int = interface(default=REQUIRED)
@@ -52,6 +54,7 @@ class TransformerLayer(Layer):
         norm: Node[Norm] | None = RMSNorm.Config()
         post_norm: Node[Norm] | None = None
         norm_sum: bool = False
+        residual_multiplier: float = setting(default=1.0, gt=0, hide_default=True)
 
         def validate(self) -> Iterable[Problem]:
             """Check that `norm_sum` comes with `post_norm`."""
@@ -92,11 +95,12 @@ class TransformerLayer(Layer):
         return x if self.cfg.norm is None else getattr(self, f"{half}_norm")(x)
 
     def _add_residual(self, half: str, x: jax.Array, y: jax.Array) -> jax.Array:
-        y = constrain(y, *RESIDUAL)
-        if self.cfg.post_norm is None:
-            return x + y
-        norm = getattr(self, f"{half}_post_norm")
-        return norm(x + y) if self.cfg.norm_sum else x + norm(y)
+        y, scale = constrain(y, *RESIDUAL), self.cfg.residual_multiplier
+        norm = None if self.cfg.post_norm is None else getattr(self, f"{half}_post_norm")
+        if norm is not None and not self.cfg.norm_sum:
+            y = norm(y)
+        y = x + (y if scale == 1 else y * scale)
+        return norm(y) if norm is not None and self.cfg.norm_sum else y
 
 
 @jax.tree_util.register_dataclass
@@ -134,6 +138,7 @@ class Decoder(Layer):
             stack: Runs the layers.
             norm: Final norm, or None.
             head: Output head. None uses the transposed embedding.
+            output_multiplier: Factor applied to the final hidden states, and so to the logits (1 / `logits_scaling` of Granite).
         """
 
         vocab_size: int = interface(default=REQUIRED)
@@ -145,6 +150,7 @@ class Decoder(Layer):
         stack: Node[LayerStack] = Stack.Config()
         norm: Node[Norm] | None = RMSNorm.Config()
         head: Node[OutputHead] | None = None
+        output_multiplier: float = setting(default=1.0, gt=0, hide_default=True)
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, precision=precision)
@@ -238,7 +244,8 @@ class Decoder(Layer):
         return constrain(x, *RESIDUAL), context
 
     def _normalize(self, x: jax.Array) -> jax.Array:
-        return x if self.cfg.norm is None else self.norm(x)
+        x, scale = x if self.cfg.norm is None else self.norm(x), self.cfg.output_multiplier
+        return x if scale == 1 else x * scale
 
     def _last_layer(self) -> Any:
         """Return a copy of the last separate layer, which any trace may modify.

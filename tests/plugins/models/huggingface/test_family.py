@@ -16,6 +16,7 @@ from axlearn_plugins_models.huggingface.family import PREFIX, Settings, families
 from axlearn_plugins_models.huggingface.rope import read_rope
 from axlearn_plugins_models.huggingface.source import open_model
 from axlearn_plugins_models.huggingface.table import Axes
+from axlearn_plugins_transformer.kernels.gated_linear_unit import ClampedForm, Swish
 from support.paths import HF_FIXTURES, ROOT
 
 MODELS = sorted(p.name for p in HF_FIXTURES.iterdir())
@@ -117,6 +118,15 @@ def test_a_run_that_was_not_imported_finds_its_family():
         find_family(resolve("quickstart", with_=["alibi"]).config)
     with pytest.raises(RequestError, match="lacks parts"):
         find_family(patch(config, {"model.decoder.layer.attention.position": None}))
+    for path, value in (
+        ("layer.feed_forward.activation", Swish()),
+        ("layer.feed_forward.form", ClampedForm()),
+        ("layer.attention.position.fraction", 0.5),
+        ("layer.residual_multiplier", 0.5),
+        ("output_multiplier", 0.5),
+    ):
+        with pytest.raises(RequestError, match=path):
+            find_family(patch(config, {f"model.decoder.{path}": value}))
     with pytest.raises(RequestError, match=r"softcap: None, here 3.0"):
         find_family(
             patch(config, {"model.decoder.layer.attention.softcap": 3.0, "model.decoder.layer.attention.window": 9})

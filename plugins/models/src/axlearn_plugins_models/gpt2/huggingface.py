@@ -63,6 +63,6 @@ class GPT2(Family):
         """Invert `settings`."""
         decoder = config.model.decoder
         dense = decoder.layer.feed_forward
-        name = next(k for k, v in reversed(d.ACTIVATIONS.items()) if v == dense.activation)
+        name = next((k for k, v in reversed(d.ACTIVATIONS.items()) if v == dense.activation), None)
         fields = {"n_inner": dense.hidden_dim, "activation_function": name, "n_positions": decoder.position.max_length}
         return fields | {"layer_norm_epsilon": decoder.norm.eps}

@@ -113,13 +113,18 @@ class Key:
         return self.values[value]
 
     def theirs(self, config: Any) -> Any:
-        """Return the value for `config.json`. It is None for a node that JSON cannot describe, such as alternating layers."""
+        """Return the value for `config.json`.
+
+        For a node that JSON cannot describe, such as alternating layers, it is None, or the default if only some values are
+        supported. `Family.differences` then names the node.
+        """
         value = get(config, self.places[0])
         if self.values is not None:
             keys = {
                 k: v for k, v in self.values.items() if v == value or (isinstance(v, dict) and isinstance(value, Node))
             }
-            value = next(iter(keys), value)
+            stand_in = None if self.default is REQUIRED or callable(self.default) else self.default
+            value = next(iter(keys), stand_in if isinstance(value, Node) else value)
         elif value is not None:
             value = self.write(value)
         return None if isinstance(value, Node) else value

@@ -1,17 +1,20 @@
-"""The `gated_linear_unit` op: `activation(gate(x)) * up(x)` (Shazeer, 2020).
+"""The `gated_linear_unit` op: `activation(gate(x)) * up(x)` (Shazeer, 2020), and other forms of a gate.
 
-`gate` and `up` are projections.
+`gate` and `up` are projections. An activation is a name, or a node that builds a function. So is the form of the gate.
 
 B batch, S positions, D width, F hidden size.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import attrs
 import jax
+import jax.numpy as jnp
 
+from axlearn_core.config import Node, node, setting
+from axlearn_core.errors import RequestError
 from axlearn_core.kernels.op import Op, Shape
 from axlearn_core.nn.linear import Linear, Projection
 from axlearn_core.nn.remat import tag
@@ -27,9 +30,108 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+class ActivationFunction(Protocol):
+    """A function of each element. Its node builds it without arguments."""
+
+    def __call__(self, x: jax.Array, /) -> jax.Array:
+        """Apply the function. The shape and the dtype do not change."""
+        ...
+
+
+class GatedForm(Protocol):
+    """Combines the results of the gate projection and the up projection. Its node builds it without arguments."""
+
+    def __call__(self, gate: jax.Array, up: jax.Array, activation: ActivationFunction, /) -> jax.Array:
+        """Combine gate [..., F] and up [..., F] into [..., F]. The dtype does not change."""
+        ...
+
+
+@node
+class Swish(Node[ActivationFunction]):
+    """`x * sigmoid(beta * x)` (Ramachandran et al., 2017). 1.0 is SiLU, and 1.702 approximates GELU.
+
+    Attributes:
+        beta: Slope of the sigmoid.
+    """
+
+    beta: float = setting(default=1.0, gt=0)
+
+    def build(self, **_: Any) -> ActivationFunction:
+        """Return the function."""
+        return lambda x: x * jax.nn.sigmoid(self.beta * x)
+
+
+@node
+class ClampedForm(Node[GatedForm]):
+    """`activation(min(gate, limit)) * (clip(up, -limit, limit) + up_offset)`, which bounds the hidden activations.
+
+    With the activation `{type: swish, beta: 1.702}` and the default settings, this is the unit of gpt-oss.
+
+    Attributes:
+        limit: Bound on the gate from above, and on the up projection from both sides.
+        up_offset: Term added to the up projection.
+    """
+
+    limit: float = setting(default=7.0, gt=0)
+    up_offset: float = 1.0
+
+    def build(self, **_: Any) -> GatedForm:
+        """Return the function."""
+
+        def combine(gate: jax.Array, up: jax.Array, activation: ActivationFunction, /) -> jax.Array:
+            up = jnp.clip(up, -self.limit, self.limit)
+            return activation(jnp.minimum(gate, self.limit)) * (up + self.up_offset if self.up_offset else up)
+
+        return combine
+
+
+def activation_function(activation: Activation | Node[ActivationFunction]) -> ActivationFunction:
+    """Return the function of an activation.
+
+    Raises:
+        RequestError: A node builds something that is not a function.
+    """
+    return (
+        build_function(activation, "an activation", "swish")
+        if isinstance(activation, Node)
+        else ACTIVATIONS[activation]
+    )
+
+
+def gated_form(form: Node[GatedForm] | None) -> GatedForm:
+    """Return the function of a form. None is `activation(gate) * up`.
+
+    Raises:
+        RequestError: The node builds something that is not a function.
+    """
+    if form is None:
+        return lambda gate, up, activation, /: activation(gate) * up
+    return build_function(form, "a gated form", "clamped-form")
+
+
+def build_function(cfg: Node[Any], role: str, example: str) -> Any:
+    """Build the function of a component.
+
+    Args:
+        cfg: The component.
+        role: Role of the function with its article, for the error.
+        example: Component with this role, for the error.
+
+    Raises:
+        RequestError: The component builds something that is not a function.
+    """
+    function = cfg.build()
+    if not callable(function):
+        raise RequestError(
+            f"{type(cfg).__qualname__} cannot be used as {role}: it does not build a function of arrays\n"
+            f"    got: {function!r}\n    fix: use a component such as `{example}`"
+        )
+    return function
+
+
 @attrs.frozen(eq=False)
 class GatedLinearUnitOp(Op[jax.Array]):
-    """`activation(gate(x)) * up(x)`.
+    """`form(gate(x), up(x), activation)`, by default `activation(gate(x)) * up(x)`.
 
     A kernel computes both matmuls at once, so it needs their matrices. A projection is `plain` if it only multiplies by a
     matrix, without adapters, quantization or bias. The result is [B, S, F] in the dtype of the projections.
@@ -39,7 +141,8 @@ class GatedLinearUnitOp(Op[jax.Array]):
         gate: Projection [D] -> [F]. In an abstract op, the shape and dtype of its matrix [D, F], or None if not plain.
         up: Projection [D] -> [F]; see `gate`.
         hidden_dim: F.
-        activation: A key of `ACTIVATIONS`.
+        activation: A key of `ACTIVATIONS`, or a node. Only kernels that declare `custom_activation` are used with a node.
+        form: How to combine the two results, or None. Only kernels that declare `gated_form` are used with a form.
     """
 
     name = "gated_linear_unit"
@@ -48,7 +151,8 @@ class GatedLinearUnitOp(Op[jax.Array]):
     gate: Projection | jax.ShapeDtypeStruct | None
     up: Projection | jax.ShapeDtypeStruct | None
     hidden_dim: int = attrs.field(kw_only=True)
-    activation: Activation = attrs.field(kw_only=True)
+    activation: Activation | Node[ActivationFunction] = attrs.field(kw_only=True)
+    form: Node[GatedForm] | None = attrs.field(default=None, kw_only=True)
 
     @property
     def plain(self) -> bool:
@@ -60,8 +164,14 @@ class GatedLinearUnitOp(Op[jax.Array]):
         return {"x": self.x, "gate": _matrix(self.gate), "up": _matrix(self.up)} if self.plain else {"x": self.x}
 
     def options(self) -> Mapping[str, Any]:
-        """Return the activation and whether the projections are plain."""
-        return {"activation": self.activation, "plain": self.plain}
+        """Return the activation, whether the projections are plain, and the form if there is one."""
+        options = {"activation": self.activation, "plain": self.plain}
+        return options if self.form is None else {**options, "form": self.form}
+
+    def extras(self) -> tuple[str, ...]:
+        """Return `custom_activation` if a node builds the activation, and `gated_form` if there is a form."""
+        extras = {"custom_activation": isinstance(self.activation, Node), "gated_form": self.form is not None}
+        return tuple(name for name, used in extras.items() if used)
 
     def abstract(self) -> Self:
         """Replace the projections with their matrices."""
@@ -106,7 +216,7 @@ class GatedLinearUnitOp(Op[jax.Array]):
         gate: Any = self.gate
         up: Any = self.up
         gates, ups = tag(gate(self.x), "mlp_gate"), tag(up(self.x), "mlp_up")
-        return ACTIVATIONS[self.activation](gates) * ups
+        return gated_form(self.form)(gates, ups, activation_function(self.activation))
 
 
 def _matrix(projection: Any) -> jax.ShapeDtypeStruct | None:
