@@ -104,9 +104,11 @@ def diff_(first: str, request: Request, html: Path | None, as_json: bool) -> Non
 def explain(request: Request, path: str, as_json: bool) -> None:
     """Print the source of the value at PATH: each step that set it.
 
-    For a node, print all values below it. The default is the whole config.
+    For a node, print all values below it. The default is the whole config. Decisions that replaced a setting there are
+    printed to standard error.
     """
-    provenance = resolve(request).explain(path)
+    resolved = resolve(request)
+    provenance = resolved.explain(path)
     if as_json:
         rows = [
             {
@@ -122,6 +124,8 @@ def explain(request: Request, path: str, as_json: bool) -> None:
         width = max(len(text(s.new)) for s in steps)
         for step in steps:
             echo(f"    {text(step.new).ljust(width)}  {click.style(step.source, dim=True)}")
+    for decision in resolved.find_replaced(path):
+        echo(str(decision), err=True)
 
 
 @config.command()

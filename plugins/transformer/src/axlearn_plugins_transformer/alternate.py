@@ -5,10 +5,8 @@
 Layers of one kind share a stack of parameters. The order of the kinds is static.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
-
-import attrs
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from axlearn_core.config import REQUIRED, Node, node
 from axlearn_core.config.tree import children, with_children
@@ -23,6 +21,8 @@ class Alternate(Node[Any]):
         children: Nodes to cycle through.
         first: Nodes of the leading layers, such as the dense layers at the bottom of a DeepSeek model.
     """
+
+    wraps: ClassVar[tuple[str, ...]] = ("first", "children")
 
     children: tuple[Node[Any], ...] = REQUIRED
     first: tuple[Node[Any], ...] = ()
@@ -46,17 +46,6 @@ class Alternate(Node[Any]):
                 fix="move it below decoder.layer, or replace it with one of its children",
             )
         )
-
-
-def change_slot(slot: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to the node in a slot.
-
-    If the slot contains an `Alternate`, apply `change` to each of its nodes.
-    """
-    if not isinstance(slot, Alternate):
-        return change(slot)
-    first, children = (tuple(change(kind) for kind in kinds) for kinds in (slot.first, slot.children))
-    return attrs.evolve(slot, first=first, children=children)
 
 
 def layer_configs(layer: Node[Any], num_layers: int) -> list[Node[Any]]:
