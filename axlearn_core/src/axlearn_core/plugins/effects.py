@@ -12,6 +12,10 @@ from axlearn_core.config.tree import children, join, slot_path
 from axlearn_core.config.wrappers import slot_nodes, wrapped_nodes
 
 
+Branch = tuple[str, ...]
+"""The alternatives on the way to a value: `SLOT:children.1` for each `alternate`, outermost first."""
+
+
 @attrs.frozen
 class Effect:
     """One thing that a feature puts into a config.
@@ -26,6 +30,7 @@ class Effect:
         path: Path without wrappers and alternatives, which other features may add or remove.
         value: See `kind`.
         owner: Class of the node that has the setting, or None.
+        branch: The alternatives on the way to it, which belong to different layers.
         place: Path in the config that has only this feature.
     """
 
@@ -33,6 +38,7 @@ class Effect:
     path: str
     value: Any
     owner: type | None = attrs.field(default=None, eq=False)
+    branch: Branch = ()
     place: str = attrs.field(default="", eq=False)
 
     def __str__(self) -> str:
@@ -53,15 +59,30 @@ def find_effects(before: Node[Any], after: Node[Any]) -> tuple[Effect, ...]:
     Values that it carried over from a node that it wrapped or replaced are not among its effects, and neither are the defaults of
     the nodes that it added.
     """
-    found = (attrs.evolve(e, path=_effect_path(e, after)) for e in _compare(before, after, "", None))
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(_add_path(effect, after) for effect in _compare(before, after, "", None)))
 
 
-def _effect_path(effect: Effect, after: Node[Any]) -> str:
+def _add_path(effect: Effect, after: Node[Any]) -> Effect:
+    parent, _, name = effect.place.rpartition(".")
     if effect.kind == "removal" and effect.value is None:
-        parent, _, name = effect.place.rpartition(".")
-        return join(slot_path(after, parent), name)
-    return slot_path(after, effect.place)
+        return attrs.evolve(effect, path=join(slot_path(after, parent), name), branch=_branch(after, parent))
+    return attrs.evolve(effect, path=slot_path(after, effect.place), branch=_branch(after, effect.place))
+
+
+def _branch(tree: Node[Any], path: str) -> Branch:
+    """Return the alternatives on the way to a path."""
+    value: Any = tree
+    branch, parts, slot = [], path.split(".") if path else [], ""
+    while parts:
+        nodes = wrapped_nodes(value)
+        pair = ".".join(parts[:2])
+        if pair in nodes:
+            branch.append(f"{slot}:{pair}")
+            value, parts = nodes[pair], parts[2:]
+            continue
+        slot = slot if parts[0] in nodes else join(slot, parts[0])
+        value, parts = children(value)[parts[0]], parts[1:]
+    return tuple(branch)
 
 
 def _compare(old: Any, new: Any, place: str, owner: type | None) -> Iterator[Effect]:
@@ -75,9 +96,9 @@ def _compare(old: Any, new: Any, place: str, owner: type | None) -> Iterator[Eff
         for name, value in children(new).items():
             yield from _compare(children(old).get(name), value, join(place, name), owner)
         gone = [name for name in children(old) if name not in children(new)]
-        yield from (Effect("removal", "", None, owner, join(place, name)) for name in gone)
+        yield from (Effect("removal", "", None, owner, place=join(place, name)) for name in gone)
     else:
-        yield Effect("setting", "", new, owner, place)
+        yield Effect("setting", "", new, owner, place=place)
 
 
 def _compare_tuple(old: tuple[Any, ...], new: tuple[Any, ...], place: str, owner: type | None) -> Iterator[Effect]:
@@ -86,9 +107,9 @@ def _compare_tuple(old: tuple[Any, ...], new: tuple[Any, ...], place: str, owner
             yield from _compare(a, b, join(place, str(i)), owner)
         return
     if added := tuple(item for item in new if item not in old):
-        yield Effect("items", "", added, owner, place)
+        yield Effect("items", "", added, owner, place=place)
     if removed := tuple(item for item in old if item not in new):
-        yield Effect("removal", "", removed, owner, place)
+        yield Effect("removal", "", removed, owner, place=place)
 
 
 def _compare_node(old: Any, new: Node[Any], place: str, *, alternative: bool = False) -> Iterator[Effect]:
@@ -101,12 +122,12 @@ def _compare_node(old: Any, new: Node[Any], place: str, *, alternative: bool = F
     kept = {name for name, node in below.items() if any(_continues(n, old) for _, n in slot_nodes(node))}
     varies = bool(below) and not _is_wrapper(new)
     if varies and not isinstance(old, Node):
-        yield Effect("setting", "", new, None, place)  # a pattern of values, such as windows
+        yield Effect("setting", "", new, None, place=place)  # a pattern of values, such as windows
         return
     if not alternative:  # `alternatives` says where it is
-        yield Effect("component", "", cls, None, place)
+        yield Effect("component", "", cls, None, place=place)
     if varies:
-        yield Effect("alternatives", "", tuple((n, type(v)) for n, v in below.items() if n not in kept), None, place)
+        yield Effect("alternatives", "", tuple((n, type(v)) for n, v in below.items() if n not in kept), None, place=place)
     for name, value in _own_fields(new).items():
         default = attrs.fields_dict(cls)[name].default
         full = join(place, name)
@@ -132,10 +153,6 @@ def _continues(node: Node[Any], old: Any) -> bool:
 def _own_fields(node: Node[Any]) -> dict[str, Any]:
     hidden = interface_fields(type(node)) | label_fields(type(node))
     return {name: value for name, value in get_fields(node).items() if name not in hidden}
-
-
-Branch = tuple[str, ...]
-"""The alternatives on the way to a value, which belong to different layers."""
 
 
 @attrs.frozen
@@ -222,7 +239,9 @@ def _is_in(effect: Effect, entries: list[_Entry]) -> bool:
         return any(_holds(effect, e.value) for e in entries)
     if effect.owner:
         entries = [e for e in entries if e.owner and _is_related(e.owner, effect.owner)] or entries
-    branches = {e.branch for e in entries if not e.new}
+    same_layers = [e for e in entries if {*effect.branch} <= {*e.branch}]
+    entries = same_layers or entries
+    branches = {e.branch for e in entries if not e.new} if same_layers else set[Branch]()
     if not branches:
         return any(_holds(effect, e.value) for e in entries)
     innermost = [b for b in branches if not any(b == other[: len(b)] for other in branches if other != b)]

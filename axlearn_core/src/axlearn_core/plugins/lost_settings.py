@@ -44,9 +44,9 @@ def describe_lost(
         settings = [e for e in lost if _is_below(e, effect) and e.kind in ("setting", "items")]
         source = sources.get(effect.place) or sources.get(join(effect.place, "type"))
         old_text = _show(old, name_of) + _show_settings(settings, effect.place)
-        new_text = _show_new(effect, old, after, name_of)
-        by = f", set by feature {source}," if source else ""
-        decisions.append(Decision("replaced", effect.place, f"{old_text}{by} -> {new_text}, by feature {feature}"))
+        origin = f", set by feature {source}," if source else ""
+        outcome = _describe_outcome(effect, old, after, name_of)
+        decisions.append(Decision("replaced", effect.place, f"{old_text}{origin} {outcome}, by feature {feature}"))
     return _shorten(list(dict.fromkeys(decisions)))
 
 
@@ -89,13 +89,13 @@ def _show(value: Any, name_of: Callable[[Any], str]) -> str:
     return name_of(type(value)) if isinstance(value, Node) else repr(value)
 
 
-def _show_new(effect: Effect, old: Any, after: Node[Any], name_of: Callable[[Any], str]) -> str:
+def _describe_outcome(effect: Effect, old: Any, after: Node[Any], name_of: Callable[[Any], str]) -> str:
     value = _find(after, effect.place)
     if value is ABSENT:
         name = effect.place.rpartition(".")[2]
         values = (v for p, v in walk(after) if p.rpartition(".")[2] == name and slot_path(after, p) == effect.path)
-        return "kept in some layers" if any(v == old for v in values) else "(removed)"
-    return _show(value, name_of)
+        return "only in some layers" if any(v == old for v in values) else "-> (removed)"
+    return f"-> {_show(value, name_of)}"
 
 
 def _show_settings(settings: Sequence[Effect], place: str) -> str:
