@@ -1,4 +1,4 @@
-"""Features of third parties: some add parts to attention, and each of the others drops the effect of another feature in its own way.
+"""Features of third parties: some add parts to attention, and each of the others drops the effect of another feature.
 
 With `careful=true`, they make the same change and drop nothing.
 """
@@ -163,7 +163,9 @@ class OverwriteWrapped(_Careless):
             if not isinstance(part, Attention.Config):
                 return part
             edit = lambda old: attrs.evolve(old, bias=True)  # noqa: E731
-            return attrs.evolve(part, query=edit_innermost(part.query, edit) if self.careful else Linear.Config(bias=True))
+            return attrs.evolve(
+                part, query=edit_innermost(part.query, edit) if self.careful else Linear.Config(bias=True)
+            )
 
         return map(cfg, bias)
 
@@ -262,7 +264,11 @@ class ReplaceRouter(_Careless):
         def route(part):
             if not isinstance(part, MixtureOfExperts.Config):
                 return part
-            return attrs.evolve(part, top_k=3) if self.careful else attrs.evolve(part, top_k=3, router=SoftmaxRouter.Config())
+            return (
+                attrs.evolve(part, top_k=3)
+                if self.careful
+                else attrs.evolve(part, top_k=3, router=SoftmaxRouter.Config())
+            )
 
         return map(cfg, route)
 
@@ -317,7 +323,9 @@ class ForgetTrackers(_Careless):
 
     def apply(self, cfg):
         """Set the trackers."""
-        return patch(cfg, {"log_every_steps": 1, "trackers": cfg.trackers if self.careful else (JsonlTracker.Config(),)})
+        return patch(
+            cfg, {"log_every_steps": 1, "trackers": cfg.trackers if self.careful else (JsonlTracker.Config(),)}
+        )
 
 
 @node
@@ -344,7 +352,9 @@ class RemoveWrapper(_Careless):
         cap = lambda p: attrs.evolve(p, softcap=50.0)  # noqa: E731
         if self.careful:
             return patch(cfg, {"model.decoder.layer.attention": edit_innermost(old, cap)})
-        return patch(cfg, {"model.decoder.layer.attention": cap(old.inner if isinstance(old, OutputGate.Config) else old)})
+        return patch(
+            cfg, {"model.decoder.layer.attention": cap(old.inner if isinstance(old, OutputGate.Config) else old)}
+        )
 
 
 ADDING = {"sinks": AddSinks, "output-gate": AddGate, "cosine": AddDecay, "pack": PackDocuments}

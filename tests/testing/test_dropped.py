@@ -2,10 +2,7 @@
 
 import pytest
 
-from axlearn_core.config import patch
-from axlearn_core.errors import RequestError
 from axlearn_core.plugins.registry import registry
-from axlearn_testing import FeatureSuite
 from axlearn_testing.dropped import find_dropped, find_dropped_in_turn
 from support import dropping_features
 from support.dropping_features import PLANTED
@@ -21,17 +18,22 @@ def quickstart(planted):
     return registry().experiment("quickstart")
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_feature_that_drops_another_is_caught(name, quickstart):
-    _, victim, path = PLANTED[name]
-    dropped = find_dropped_in_turn(quickstart, victim, name)
-    assert path in [d.effect.path for d in dropped]
-    assert {d.feature for d in dropped} == {victim.partition(":")[0]}
-    assert "no feature declares it in `replaces`" in str(dropped[0])
+def test_every_feature_that_drops_another_is_caught(quickstart):
+    assert len(PLANTED) == 15
+    for name, (_, victim, path) in PLANTED.items():
+        dropped = find_dropped_in_turn(quickstart, victim, name)
+        assert path in [d.effect.path for d in dropped], name
+        assert {d.feature for d in dropped} == {victim.partition(":")[0]}, name
+        assert f"the effect of {victim.partition(':')[0]} is lost, and no feature declares it" in str(dropped[0])
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_the_same_change_that_drops_nothing_passes(name, quickstart):
-    _, victim, _ = PLANTED[name]
-    assert find_dropped_in_turn(quickstart, victim, f"{name}:careful=true") == ()
-    assert find_dropped_in_turn(quickstart, f"{name}:careful=true", victim) == ()
+def test_the_same_changes_that_drop_nothing_pass(quickstart):
+    for name, (_, victim, _) in PLANTED.items():
+        assert find_dropped_in_turn(quickstart, victim, f"{name}:careful=true") == (), name
+        assert find_dropped_in_turn(quickstart, f"{name}:careful=true", victim) == (), name
+
+
+def test_features_in_one_request(quickstart):
+    (dropped,) = find_dropped(quickstart, "drop-sinks", "ema", "sinks", "expert-parallel")
+    assert (dropped.feature, dropped.effect.path) == ("sinks", "model.decoder.layer.attention")
+    assert find_dropped(quickstart, "drop-sinks:careful=true", "ema", "sinks", "expert-parallel") == ()

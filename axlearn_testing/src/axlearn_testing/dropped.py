@@ -7,7 +7,6 @@ from typing import Any
 import attrs
 
 from axlearn_core.config import Node, matches
-from axlearn_core.errors import AxlearnError
 from axlearn_core.plugins.decisions import Decision
 from axlearn_core.plugins.effects import Effect, find_effects, find_lost
 from axlearn_core.plugins.registry import registry
@@ -137,9 +136,7 @@ def _list_dropped(
     return tuple(dropped)
 
 
-def _find_changes(
-    without: Callable[[str], Node[Any] | None], name: str, tree: Node[Any]
-) -> tuple[Effect, ...]:
+def _find_changes(without: Callable[[str], Node[Any] | None], name: str, tree: Node[Any]) -> tuple[Effect, ...]:
     before = without(name)
     return () if before is None else find_effects(before, tree)
 
@@ -160,13 +157,8 @@ def _has_decision(name: str, decisions: Sequence[Decision]) -> bool:
 def _is_elsewhere(effect: Effect, others: Sequence[Effect], find_changes: Callable[[], Sequence[Effect]]) -> bool:
     """Return True if another feature replaced the component that an effect belongs to, and the feature changes the new one.
 
-    `find_changes` returns the effect of the feature on a config that has the other features. For example, `paged-cache` changes `kv_cache` of attention, and `latent_cache` of the latent attention that replaced it.
+    For example, `paged-cache` changes `kv_cache` of attention, and `latent_cache` of the latent attention that replaced it.
+    `find_changes` returns the effect of the feature on a config that has the other features.
     """
     replaced = [e.path for e in others if e.kind == "component" and effect.path.startswith(f"{e.path}.")]
     return any(own.path.startswith(f"{path}.") for path in replaced for own in (find_changes() if replaced else ()))
-
-
-def is_named_refusal(error: AxlearnError, *names: str) -> bool:
-    """Return True if an error names one of the features and says how to fix the request."""
-    text = str(error)
-    return any(name in text for name in names) and any(word in text for word in ("fix:", "did you mean", "expected:"))

@@ -11,7 +11,6 @@ from axlearn_core.config.node import interface_fields, label_fields
 from axlearn_core.config.tree import children, join, slot_path
 from axlearn_core.config.wrappers import slot_nodes, wrapped_nodes
 
-
 Branch = tuple[str, ...]
 """The alternatives on the way to a value: `SLOT:children.1` for each `alternate`, outermost first."""
 
@@ -127,7 +126,9 @@ def _compare_node(old: Any, new: Node[Any], place: str, *, alternative: bool = F
     if not alternative:  # `alternatives` says where it is
         yield Effect("component", "", cls, None, place=place)
     if varies:
-        yield Effect("alternatives", "", tuple((n, type(v)) for n, v in below.items() if n not in kept), None, place=place)
+        yield Effect(
+            "alternatives", "", tuple((n, type(v)) for n, v in below.items() if n not in kept), None, place=place
+        )
     for name, value in _own_fields(new).items():
         default = attrs.fields_dict(cls)[name].default
         full = join(place, name)
