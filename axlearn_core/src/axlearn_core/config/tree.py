@@ -153,8 +153,11 @@ def locate(tree: object, path: str, *, hint: bool = True) -> str:
         ConfigError: If the path does not exist.
     """
     parent, _, name = path.rpartition(".")
-    prefix, value = _locate(tree, parent, hint=hint) if path else ("", tree)
-    return join(prefix, name) if isinstance(value, Mapping) else _locate(tree, path, hint=hint)[0]
+    try:
+        prefix, value = _locate(tree, parent, hint=False)
+    except ConfigError:  # report the whole path
+        value = None
+    return join(prefix, name) if path and isinstance(value, Mapping) else _locate(tree, path, hint=hint)[0]
 
 
 def _locate(tree: object, path: str, *, hint: bool) -> tuple[str, Any]:
@@ -220,7 +223,7 @@ def no_such_path(path: str, parent: str, rest: str, value: object, *, hint: bool
     elif same:
         tail = rest.removeprefix(name)
         fix = f"{kind} has several components; name one of them: {', '.join(p + tail for p in same[:4])}"
-    below = [join(parent, k) for k in children(value)]
+    below = [*names] if wrapped_node(value) else [join(parent, k) for k in children(value)]
     return Problem(
         path=path,
         message=f"no {name!r} in {parent or 'the root'} ({kind})",

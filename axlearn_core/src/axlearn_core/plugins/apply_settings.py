@@ -30,8 +30,10 @@ def apply_settings(
         ConfigError: If a path is set to two values or does not exist, or if a value is invalid.
     """
     edits: dict[str, Setting] = {}
+    located: dict[str, Setting] = {}
     for setting in settings:
-        first = edits.setdefault(setting.path, setting)
+        edits.setdefault(setting.path, setting)
+        first = located.setdefault(_locate(tree, setting.path), setting)
         if first.value != setting.value or type(first.value) is not type(setting.value):
             raise ConfigError(
                 Problem(
@@ -51,6 +53,14 @@ def apply_settings(
         for path in _matching_leaves(after, pattern, flat):
             changes.setdefault(path, Change(path, flat[path], flat[path]))
     return after, list(changes.values())
+
+
+def _locate(tree: Node[Any], path: str) -> str:
+    """Return a path with all wrappers, or the path itself if it is a pattern or does not exist."""
+    try:
+        return path if "*" in path else locate(tree, path, hint=False)
+    except ConfigError:
+        return path
 
 
 def _matching_leaves(tree: Node[Any], pattern: str, flat: Mapping[str, Any]) -> Iterable[str]:
