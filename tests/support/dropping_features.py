@@ -72,7 +72,7 @@ class OutputGate(Layer):
     def __call__(self, x: jax.Array, *args: Any) -> Any:
         """Return the scaled output and the cache."""
         y, cache = self.inner(x, *args)
-        return y * self.gate[...].astype(y.dtype), cache
+        return y * self.gate[...][None, None].astype(y.dtype), cache
 
 
 @node
@@ -95,9 +95,6 @@ class AddGate(Feature):
 
     def apply(self, cfg):
         """Wrap attention."""
-
-        def wrap(_path, old):
-            return None if isinstance(old, OutputGate.Config) else OutputGate.Config(inner=old)
 
         def block(_path, part):
             if isinstance(part, TransformerLayer.Config) and not isinstance(part.attention, OutputGate.Config):

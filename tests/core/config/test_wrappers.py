@@ -120,13 +120,17 @@ def test_patterns_match_with_and_without_wrappers():
 
 
 def test_a_path_that_does_not_exist_names_those_inside():
-    with pytest.raises(ConfigError, match=r"mixer.kernel, mixer.inner.loop[\s\S]*did you mean: mixer.inner.loop.num_heads"):
+    with pytest.raises(
+        ConfigError, match=r"mixer.kernel, mixer.inner.loop[\s\S]*did you mean: mixer.inner.loop.num_heads"
+    ):
         get(WRAPPED, "mixer.num_head")
     with pytest.raises(ConfigError) as raised:
         patch(VARIED, {"mixer.position.theta": 5.0})
     (problem,) = raised.value.problems
     assert problem.path == "mixer.position.theta"
-    assert problem.fix == "Either.Config has several components; name one of them: mixer.children.1.inner.position.theta"
+    assert (
+        problem.fix == "Either.Config has several components; name one of them: mixer.children.1.inner.position.theta"
+    )
     with pytest.raises(ConfigError, match="out of range"):
         patch(WRAPPED, {"mixer.num_heads": 0})
 

@@ -170,4 +170,7 @@ def test_items_and_removals_are_found_in_any_order():
     assert len(find_lost(added, patch(BASE, {"parts": (Linear.Config(), State.Config())}))) == 1
     removed = find_effects(BASE, patch(BASE, {"rules": {"x": ()}}))
     assert find_lost(removed, patch(BASE, {"rules": {"x": ("two",)}})) == ()
-    assert [e.path for e in find_lost(removed, patch(BASE, {"rules": {"x": ("one",), "y": 2}}))] == ["rules.x", "rules.y"]
+    assert [e.path for e in find_lost(removed, patch(BASE, {"rules": {"x": ("one",), "y": 2}}))] == [
+        "rules.x",
+        "rules.y",
+    ]

@@ -5,7 +5,6 @@ from typing import Any, TypeVar
 import attrs
 
 from axlearn_core.config import Node, node, patch, setting
-from axlearn_core.config.tree import children
 from axlearn_core.config.wrappers import edit_innermost
 from axlearn_core.contracts.experiment import get_loop_config
 from axlearn_core.errors import RequestError
@@ -47,11 +46,15 @@ def add_step_check(cfg: Tree, check: Node[Any], feature: str) -> Tree:
     """
 
     def add(loop: Any) -> Any:
-        if not isinstance(loop, TrainLoop.Config) or not isinstance(loop.check, type(check) | None):
-            got = f"loop {type(loop).__qualname__}, check {type(children(loop).get('check')).__qualname__}"
+        if not isinstance(loop, TrainLoop.Config):
             raise RequestError(
-                f"{feature} adds a check to the core's training loop, which can have only one\n    got: {got}\n"
-                "    expected: train-loop without a check\n"
+                f"{feature} requires the core's training loop\n    got: loop {type(loop).__qualname__}\n    expected: train-loop\n"
+                f"    fix: remove {feature}, or set loop={{type: train-loop}}"
+            )
+        if not isinstance(loop.check, type(check) | None):
+            raise RequestError(
+                f"{feature} adds a check to the training loop, which can have only one\n"
+                f"    got: check {type(loop.check).__qualname__}\n    expected: train-loop without a check\n"
                 f"    fix: remove {feature}, or the feature that adds the other check, such as shadow or sdc-check"
             )
         return attrs.evolve(loop, check=check)
