@@ -104,8 +104,7 @@ def diff_(first: str, request: Request, html: Path | None, as_json: bool) -> Non
 def explain(request: Request, path: str, as_json: bool) -> None:
     """Print the source of the value at PATH: each step that set it.
 
-    For a node, print all values below it. The default is the whole config. Decisions that replaced a setting there are
-    printed to standard error.
+    For a node, print all values below it, and what features and settings replaced there. The default is the whole config.
     """
     resolved = resolve(request)
     provenance = resolved.explain(path)
@@ -125,7 +124,7 @@ def explain(request: Request, path: str, as_json: bool) -> None:
         for step in steps:
             echo(f"    {text(step.new).ljust(width)}  {click.style(step.source, dim=True)}")
     for decision in resolved.find_replaced(path):
-        echo(str(decision), err=True)
+        echo(str(decision))
 
 
 @config.command()
