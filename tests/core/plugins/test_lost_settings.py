@@ -1,4 +1,4 @@
-"""What a feature replaces or resets is a decision, which `config check` and `config explain` print."""
+"""`config check` and `config explain` print the components and settings that a feature replaces or resets."""
 
 from typing import Any
 

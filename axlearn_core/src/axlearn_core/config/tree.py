@@ -156,7 +156,7 @@ def locate(tree: object, path: str, *, hint: bool = True) -> str:
     try:
         prefix, value = _locate(tree, parent, hint=False)
     except ConfigError:  # report the whole path
-        value = None
+        prefix, value = "", None
     return join(prefix, name) if path and isinstance(value, Mapping) else _locate(tree, path, hint=hint)[0]
 
 

@@ -53,7 +53,7 @@ def _name(cls: type) -> str:
 
 
 def find_effects(before: Node[Any], after: Node[Any]) -> tuple[Effect, ...]:
-    """Return what a feature put into a config.
+    """Return the components and settings that a feature put into a config.
 
     Values that it carried over from a node that it wrapped or replaced are not among its effects, and neither are the defaults of
     the nodes that it added.
@@ -123,7 +123,7 @@ def _compare_node(old: Any, new: Node[Any], place: str, *, alternative: bool = F
     if varies and not isinstance(old, Node):
         yield Effect("setting", "", new, None, place=place)  # a pattern of values, such as windows
         return
-    if not alternative:  # `alternatives` says where it is
+    if not alternative:  # the effect `alternatives` has its position
         yield Effect("component", "", cls, None, place=place)
     if varies:
         yield Effect(

@@ -1,4 +1,4 @@
-"""Describe what a feature replaces or resets, as decisions."""
+"""Describe the components and settings that a feature replaces or resets."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

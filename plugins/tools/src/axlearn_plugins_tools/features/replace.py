@@ -83,10 +83,7 @@ def _has_component(cfg: Node[Any], kind: type, settings: Mapping[str, Any]) -> b
 
 
 def _expand_nodes(cfg: Node[Any], pattern: str) -> set[str]:
-    """Return the paths that match a pattern. Raise `ConfigError` if there are none, or if none of them has a node.
-
-    A child that is omitted is None.
-    """
+    """Return the paths that match a pattern. Raise `ConfigError` if the pattern matches nothing, or only omitted children."""
     paths = expand(cfg, pattern)
     if not any(isinstance(get(cfg, path), Node) for path in paths):
         raise ConfigError(
